@@ -1,0 +1,234 @@
+"""The typed surface between the model and what computes it.
+
+`Ops` has two implementations: `TorchOps` (ops/eager.py: eager torch, any machine) and `CudaOps` (ops/cuda.py: kerngen's
+kernels). The model calls nothing else that touches activations, so a kernel folder replaces one method here.
+
+Tensors are row-major and contiguous. T is num_tokens, H the hidden size, d the head dim, nq and nkv the numbers of query and
+KV heads. Activations are `ops.dtype`; the residual stream is `ops.residual_dtype`; norm weights, embedding tables and dense
+matrices are `ops.dtype`. ids and positions are int64, slot_mapping is int64, block tables, kv_lens and cu_seqlens are int32.
+
+Where `supports_graphs` is true the decode step is captured in one CUDA graph: no method but attn_prefill may wait for the
+device, or look at a tensor's values on the host. Outputs may be allocated with torch (the graph's pool then owns them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLinear:
+    """y = x W^T. weight: [out_features, in_features] in `ops.dtype`."""
+
+    weight: Tensor
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class W4Linear:
+    """y = x W^T with W symmetric int4: W[o, j] = (nibble - 8) * scale[o, j / group_size].
+
+    As loaded (compressed-tensors order): packed int32 [out_features, in_features / 8], element j of a row in word j / 8,
+    bits 4 * (j % 8); scales [out_features, in_features / group_size] in `ops.dtype`. After `Ops.prepare` the tensors are
+    in whatever order the backend's kernel wants and only that backend may read them.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    out_features: int
+    in_features: int
+    group_size: int
+
+
+Linear = DenseLinear | W4Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding of one layer type: pairs (j, j + head_dim / 2), angle = position * inv_freq[j].
+
+    inv_freq: [head_dim / 2] fp32 on the device. Its first `num_rotated` entries are theta^(-2j / head_dim) / factor, the
+    rest are zero: those pairs pass unchanged ("proportional" RoPE of full-attention layers rotates 64 of 256).
+    """
+
+    head_dim: int
+    theta: float
+    num_rotated: int
+    factor: float
+    inv_freq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """The paged cache of one layer: k, v [num_pages, num_kv_heads, page_size, head_dim] in `ops.dtype`.
+
+    K is stored normed and rotated, V normed. Pages are named by the block table of the layer's group.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3]
+
+
+class Ops(Protocol):
+    """What a backend must do. Methods return new tensors unless they say otherwise."""
+
+    name: str  # "torch" | "cuda"
+    device: torch.device
+    dtype: torch.dtype  # activations, weights, caches: float32 | float16 | bfloat16
+    residual_dtype: torch.dtype  # float32 where dtype is float16, else dtype
+    supports_graphs: bool  # the engine captures the decode step in a CUDA graph
+    max_decode_len: int  # the longest q_len that attn_decode takes; more goes to attn_prefill
+
+    def prepare(self, weights: Linear) -> Linear:
+        """Called once per matrix at load, after q,k,v and gate,up were fused: repack, or return it unchanged.
+
+        The tensors are on `device`. The argument is dropped afterwards, so its memory can be reused.
+        """
+
+    def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        """table[ids] * scale. ids [T] int64, table [vocab, H], scale already rounded to the table's dtype.
+
+        Returns [T, H] in residual_dtype (rounded to dtype first where they differ).
+        """
+
+    def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """x * (mean(x^2) + eps)^(-1/2) * weight over the last dim, in fp32, cast to dtype. weight None: no multiply.
+
+        x: [..., n] in residual_dtype or dtype, weight [n].
+        """
+
+    def add_norm(
+        self,
+        residual: Tensor,
+        h: Tensor,
+        post_weight: Tensor,
+        layer_scalar: Tensor | None,
+        next_weight: Tensor | None,
+        eps: float,
+    ) -> Tensor | None:
+        """residual <- (residual + norm(h; post_weight)) * layer_scalar, in place; returns norm(residual; next_weight).
+
+        residual [T, H] residual_dtype, h [T, H] dtype, weights [H], layer_scalar [1] dtype or None for 1. Returns [T, H]
+        in dtype, or None where next_weight is None.
+        """
+
+    def linear(self, x: Tensor, weights: Linear) -> Tensor:
+        """x W^T. x [T, in_features] dtype. Returns [T, out_features] dtype, fp32 accumulation."""
+
+    def qkv_norm_rope(
+        self,
+        qkv: Tensor,
+        num_q_heads: int,
+        q_norm: Tensor,
+        k_norm: Tensor | None,
+        rope: Rope,
+        positions: Tensor,
+        cache: KVPages | None,
+        slot_mapping: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Head norms, RoPE and the cache write, from the fused projection's output.
+
+        qkv [T, (nq + nkv + nkv) * d] as q | k | v; [T, (nq + nkv) * d] as q | k on layers whose V is the raw K
+        projection; [T, nq * d] where the layer owns no KV (then k_norm, cache and slot_mapping are None).
+        q = rope(norm(q; q_norm)); k = rope(norm(k; k_norm)); v = norm(v) with no weight and no RoPE.
+        k and v of token t go to cache row slot_mapping[t] = page * page_size + row; -1 writes nothing.
+        positions [T] int64. Returns q [T, nq, d] dtype.
+        """
+
+    def attn_decode(
+        self,
+        q: Tensor,
+        cache: KVPages,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        q_len: int,
+        window: int,
+    ) -> Tensor:
+        """softmax(q k^T) v for `q_len` new tokens of each sequence, the cache already holding them. Scale 1.0.
+
+        q [batch * q_len, nq, d], block_table [batch, max_pages] int32, kv_lens [batch] int32 (the new tokens included).
+        Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, the last `window` of them if
+        window > 0. Query head a reads KV head a / (nq / nkv). Returns [batch * q_len, nq, d]; a query that sees no key
+        gives zeros.
+        """
+
+    def attn_prefill(
+        self,
+        q: Tensor,
+        cache: KVPages,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        window: int,
+    ) -> Tensor:
+        """As attn_decode for ragged queries: sequence s owns rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] of q.
+
+        q [T, nq, d]; cu_seqlens_q [batch + 1] int32. Never captured in a graph.
+        """
+
+    def gelu_gate(self, gate_up: Tensor) -> Tensor:
+        """gelu_tanh(gate) * up. gate_up [T, 2 * I] as gate | up. Returns [T, I]."""
+
+    def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """gelu_tanh(gate) * x, elementwise, both [T, n]; x may be a strided view. Per-layer embeddings' gate."""
+
+    def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
+        """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""
+
+    def greedy(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
+        """The index of the largest logit, the lowest one on a tie. Returns [n] int64."""
+
+    def ple_inputs(
+        self,
+        ids: Tensor,
+        table: Tensor,
+        table_scale: float,
+        context: Tensor,
+        context_scale: float,
+        norm_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Per-layer embeddings: (norm(context * context_scale; norm_weight) + table[ids] * table_scale) / sqrt(2).
+
+        ids [T], table [vocab, L * P], context [T, L * P]; the norm runs over each slice of P = len(norm_weight).
+        Returns [T, L, P] dtype.
+        """
+
+    def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Softmax over all experts in fp32, the top k of it renormalised to sum 1, then times per_expert_scale.
+
+        logits [T, E] dtype, per_expert_scale [E]. Returns ids [T, top_k] int32 and weights [T, top_k] fp32.
+        """
+
+    def experts(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Tensor:
+        """sum_i w_i * down[e_i] (gelu_tanh(gate) * up), gate | up = gate_up[e_i] x.
+
+        x [T, H], gate_up [E, 2 * I, H], down [E, H, I] dense in dtype. Returns [T, H] dtype.
+        """

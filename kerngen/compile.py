@@ -1,0 +1,250 @@
+"""Source to machine code with NVRTC. No GPU, no driver: any machine builds for every architecture.
+
+`compile_cubin` and `compile_ptx` are functions of their arguments: the same source, arch, options and NVRTC give the
+same bytes. Registers, spills and shared memory are read from the ptxas report and cross-checked in the ELF.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
+from multiprocessing import get_context
+from typing import Any
+
+from kerngen.arch import Arch
+from kerngen.errors import CompileError, ToolchainError
+
+DEFAULT_OPTIONS: tuple[str, ...] = ("-std=c++17", "--extra-device-vectorization")
+KEY_VERSION = 1
+# EIATTR codes of the .nv.info sections, as cuobjdump names them.
+_EIATTR_REGCOUNT = 0x2F
+_EIATTR_MIN_STACK_SIZE = 0x12
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one entry point takes. Per thread: registers, spill and stack bytes. Per block: static_smem_bytes."""
+
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    static_smem_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """Compiled machine code and what it takes. `key` is `cache_key` of what it was made from."""
+
+    key: str
+    arch: str
+    nvrtc: tuple[int, int]
+    image: bytes
+    entries: dict[str, Resources]
+    log: str
+    compile_ms: float = 0.0
+
+    @property
+    def spills(self) -> bool:
+        return any(r.spill_store_bytes or r.spill_load_bytes for r in self.entries.values())
+
+    @property
+    def registers(self) -> int:
+        return max(r.registers for r in self.entries.values())
+
+    @property
+    def static_smem_bytes(self) -> int:
+        return max(r.static_smem_bytes for r in self.entries.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Ptx:
+    """Portable assembly for a virtual architecture; the driver compiles it for the GPU at hand when it is loaded."""
+
+    key: str
+    arch: str
+    nvrtc: tuple[int, int]
+    image: bytes
+
+
+@cache
+def _nvrtc() -> Any:
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as e:
+        raise ToolchainError(
+            f"cannot load NVRTC through CuPy: {e}",
+            hint="install it: pip install 'kerngen[cuda12]' (every arch) or 'kerngen[cuda13]' (sm75 and newer)",
+        ) from e
+    return nvrtc
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the NVRTC that compiles here. Raises ToolchainError if there is none."""
+    major, minor = _nvrtc().getVersion()
+    return int(major), int(minor)
+
+
+def supported_targets() -> frozenset[int]:
+    """The compute capabilities (70, 90, 120) that the loaded NVRTC can target."""
+    return frozenset(int(a) for a in _nvrtc().getSupportedArchs())
+
+
+def require_target(arch: Arch) -> None:
+    """Raises ToolchainError, naming the extra to install, if the loaded NVRTC cannot compile for `arch`."""
+    if arch.number not in supported_targets():
+        major, minor = nvrtc_version()
+        raise ToolchainError(
+            f"NVRTC {major}.{minor} cannot compile for {arch}",
+            hint=f"install the one that can: pip install 'kerngen[{'cuda12' if arch.number < 75 else 'cuda13'}]'",
+        )
+
+
+def cache_key(source: str, target: str, options: tuple[str, ...], nvrtc: tuple[int, int]) -> str:
+    """sha256 of everything that decides the machine code, in a versioned canonical encoding.
+
+    target: what NVRTC is asked for, "sm_70" or "compute_70".
+    """
+    fields = {"v": KEY_VERSION, "nvrtc": list(nvrtc), "options": list(options), "source": source, "target": target}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def source_key(source: str, target: str, options: tuple[str, ...] = DEFAULT_OPTIONS) -> str:
+    """As cache_key, but for any NVRTC: what identifies PTX that was compiled on another machine."""
+    return cache_key(source, target, options, (0, 0))
+
+
+def _compile(source: str, target: str, options: tuple[str, ...]) -> tuple[Any, str]:
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(source, "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (f"--gpu-architecture={target}", "--ptxas-options=-v", *options))
+    except nvrtc.NVRTCError as e:
+        log = nvrtc.getProgramLog(program)
+        nvrtc.destroyProgram(program)
+        first = next((line for line in log.splitlines() if "error" in line), log.strip()[:200] or str(e))
+        raise CompileError(f"NVRTC rejected the source for {target}: {first}", log=log) from e
+    return program, nvrtc.getProgramLog(program)
+
+
+def compile_cubin(source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Cubin:
+    """Compile `source` for `arch`. Deterministic: same arguments and NVRTC, same bytes.
+
+    Raises ToolchainError if this NVRTC cannot target `arch`, CompileError (with NVRTC's log) if the source is wrong
+    or the ptxas report and the ELF disagree.
+    """
+    from time import perf_counter
+
+    require_target(arch)
+    version = nvrtc_version()
+    start = perf_counter()
+    program, log = _compile(source, arch.nvrtc_target, options)
+    image = _nvrtc().getCUBIN(program)
+    _nvrtc().destroyProgram(program)
+    entries = parse_report(log)
+    check_against_elf(entries, image, arch)
+    key = cache_key(source, arch.nvrtc_target, options, version)
+    return Cubin(key, arch.name, version, image, entries, log, (perf_counter() - start) * 1e3)
+
+
+def compile_ptx(source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Ptx:
+    """Compile `source` to PTX for `arch`'s virtual architecture (compute_70). Errors as compile_cubin."""
+    require_target(arch)
+    program, _ = _compile(source, arch.ptx_target, options)
+    image = _nvrtc().getPTX(program)
+    _nvrtc().destroyProgram(program)
+    # NVRTC ends PTX with a NUL; the driver wants exactly one.
+    image = image.rstrip(b"\0") + b"\0"
+    return Ptx(source_key(source, arch.ptx_target, options), arch.name, nvrtc_version(), image)
+
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
+
+
+def parse_report(log: str) -> dict[str, Resources]:
+    """Entry point -> Resources, from the log that `--ptxas-options=-v` gives. Raises CompileError if it has none."""
+    entries: dict[str, Resources] = {}
+    name, stack = None, (0, 0, 0)
+    for line in log.splitlines():
+        if m := _ENTRY.search(line):
+            name, stack = m.group(1), (0, 0, 0)
+        elif name and (m := _STACK.search(line)):
+            stack = (int(m.group(1)), int(m.group(2)), int(m.group(3)))
+        elif name and (m := _USED.search(line)):
+            entries[name] = Resources(int(m.group(1)), stack[1], stack[2], stack[0], int(m.group(2) or 0))
+            name = None
+    if not entries:
+        raise CompileError("NVRTC's log holds no ptxas report", log=log,
+                           hint="does the source declare an extern \"C\" __global__ function?")  # fmt: skip
+    return entries
+
+
+def elf_resources(image: bytes) -> dict[str, tuple[int, int]]:
+    """Entry point -> (registers, static shared memory bytes) as the cubin's ELF states them.
+
+    On sm90 and newer .nv.shared counts 1,024 bytes more than the ptxas report: the system's own.
+    """
+    from elftools.elf.elffile import ELFFile
+    from elftools.elf.sections import SymbolTableSection
+
+    elf = ELFFile(BytesIO(image))
+    symbols = elf.get_section_by_name(".symtab")
+    info = elf.get_section_by_name(".nv.info")
+    if not isinstance(symbols, SymbolTableSection) or info is None:
+        raise CompileError("the cubin has no symbol table or no .nv.info section")
+    data, at, registers = info.data(), 0, {}
+    while at + 4 <= len(data):  # format byte, attribute byte, u16 size or value
+        form, attribute, size = data[at], data[at + 1], int.from_bytes(data[at + 2 : at + 4], "little")
+        at += 4
+        if form != 4:  # EIFMT_SVAL carries a payload; the others fit in the u16
+            continue
+        if attribute == _EIATTR_REGCOUNT:
+            symbol = int.from_bytes(data[at : at + 4], "little")
+            registers[symbols.get_symbol(symbol).name] = int.from_bytes(data[at + 4 : at + 8], "little")
+        at += size
+    shared = {s.name[len(".nv.shared.") :]: s["sh_size"] for s in elf.iter_sections()
+              if s.name.startswith(".nv.shared.")}  # fmt: skip
+    text = [s.name[len(".text.") :] for s in elf.iter_sections() if s.name.startswith(".text.")]
+    return {name: (registers.get(name, 0), int(shared.get(name, 0))) for name in text}
+
+
+def check_against_elf(entries: dict[str, Resources], image: bytes, arch: Arch) -> None:
+    """Raises CompileError where the ptxas report and the ELF disagree on registers or shared memory."""
+    elf = elf_resources(image)
+    for name, r in entries.items():
+        if name not in elf:
+            raise CompileError(f"entry {name} is in the ptxas report but not in the cubin")
+        registers, shared = elf[name]
+        if registers != r.registers or shared not in (r.static_smem_bytes, r.static_smem_bytes + 1024):
+            raise CompileError(
+                f"{name} on {arch}: the report says {r.registers} registers and {r.static_smem_bytes} B of shared "
+                f"memory, the ELF {registers} and {shared}"
+            )
+
+
+class CompilePool:
+    """Compiles in `jobs` processes. Each worker is fresh (spawned), so nothing of the parent leaks into a build."""
+
+    def __init__(self, jobs: int) -> None:
+        self._pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+
+    def submit(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Future[Cubin]:
+        return self._pool.submit(compile_cubin, source, arch, options)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

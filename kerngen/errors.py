@@ -1,0 +1,106 @@
+"""Every error that kerngen raises on purpose.
+
+KerngenError                 exit 1
+├── UsageError               exit 2   the request itself cannot be right
+│   ├── UnknownName                   no such arch, kernel, model or device; says which there are
+│   └── ProblemError                  a Problem's fields contradict each other
+├── ConfigRefused                     a Config cannot run this Problem on this Arch; holds the numbers
+├── ToolchainError                    NVRTC or CuPy is missing, or cannot target the arch; names the extra
+├── CompileError                      NVRTC rejected the source; holds its log
+├── CacheError                        the compile cache cannot be read or written
+├── DatabaseError                     the tuning database cannot be used as asked
+│   ├── SchemaTooNew                  written by a newer kerngen
+│   └── CorruptRecord                 a stored row or blob does not match its own digest
+├── TuningMiss                        no record serves this problem
+├── LaunchError                       a kernel could not be loaded or launched
+├── WrongResult                       a kernel disagrees with its reference
+├── CheckpointError                   a model folder is incomplete, torn or lies about its sizes
+└── DeviceError                       no usable GPU, or not the one asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class KerngenError(Exception):
+    """Base of all deliberate errors. `hint` is the next command or step, on a line of its own."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  {self.hint}"
+
+
+class UsageError(KerngenError):
+    exit_code = 2
+
+
+class UnknownName(UsageError):
+    """`kind` is the noun ("arch", "kernel", "model"); `known` is what exists."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        close = get_close_matches(name, names, n=1, cutoff=0.5)
+        guess = f"did you mean {close[0]}? " if close else ""
+        super().__init__(f"unknown {kind} {name!r}", hint=f"{guess}known: {', '.join(names)}")
+
+
+class ProblemError(UsageError):
+    pass
+
+
+class ConfigRefused(KerngenError):
+    pass
+
+
+class ToolchainError(KerngenError):
+    pass
+
+
+class CompileError(KerngenError):
+    def __init__(self, message: str, *, log: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.log = log
+
+
+class CacheError(KerngenError):
+    pass
+
+
+class DatabaseError(KerngenError):
+    pass
+
+
+class SchemaTooNew(DatabaseError):
+    pass
+
+
+class CorruptRecord(DatabaseError):
+    pass
+
+
+class TuningMiss(KerngenError):
+    pass
+
+
+class LaunchError(KerngenError):
+    pass
+
+
+class WrongResult(KerngenError):
+    pass
+
+
+class CheckpointError(KerngenError):
+    pass
+
+
+class DeviceError(KerngenError):
+    pass

@@ -231,11 +231,28 @@ def check_against_elf(entries: dict[str, Resources], image: bytes, arch: Arch) -
             )
 
 
+def end_with_parent() -> None:
+    """In a worker process: leave Ctrl-C to the parent, and exit when the parent is gone, however it went."""
+    import os
+    import signal
+    from multiprocessing import parent_process
+    from threading import Thread
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (parent := parent_process()) is not None:
+
+        def watch() -> None:
+            parent.join()
+            os._exit(1)
+
+        Thread(target=watch, daemon=True).start()
+
+
 class CompilePool:
     """Compiles in `jobs` processes. Each worker is fresh (spawned), so nothing of the parent leaks into a build."""
 
     def __init__(self, jobs: int) -> None:
-        self._pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+        self._pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=end_with_parent)
 
     def submit(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Future[Cubin]:
         return self._pool.submit(compile_cubin, source, arch, options)

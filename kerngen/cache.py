@@ -1,0 +1,360 @@
+"""The compile cache: what NVRTC made once is read from disk afterwards.
+
+One file a key, DIR/v1/<key[:2]>/<key>.cubin (or .ptx):
+
+    kerngen-cache 1 <sha256 of the header line>\\n
+    {"arch": ..., "entries": ..., "image_bytes": ..., "image_sha256": ..., ...}\\n
+    the image
+
+The key is `compile.cache_key` (cubins) or `compile.source_key` (PTX), so a file is never stale: it is
+right or it is torn. A file is written beside its target under a scratch name, flushed to disk and renamed, so
+readers see all of it or none. Two processes that make the same key write the same image; the later rename wins
+and both are right.
+
+A cache never stops a compile: a disk that is read-only or full costs one warning, and kerngen compiles
+without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kerngen.arch import Arch
+from kerngen.compile import (
+    DEFAULT_OPTIONS,
+    CompilePool,
+    Cubin,
+    Ptx,
+    Resources,
+    cache_key,
+    compile_cubin,
+    compile_ptx,
+    nvrtc_version,
+    source_key,
+)
+from kerngen.errors import CacheError, CompileError, TuningMiss
+
+log = logging.getLogger(__name__)
+
+MAGIC = "kerngen-cache 1"
+_LAYOUT = "v1"
+_SCRATCH_LIFE_S = 3600.0  # a scratch file older than this was left by a process that died
+_Image = TypeVar("_Image", Cubin, Ptx)
+
+
+def compiling_is_forbidden() -> bool:
+    """True where KERNGEN_NO_COMPILE is set (to anything but "" or "0"): every miss is then an error."""
+    return os.environ.get("KERNGEN_NO_COMPILE", "") not in ("", "0")
+
+
+def default_dir() -> Path:
+    """$KERNGEN_CACHE_DIR, or the user's cache folder (~/.cache/kerngen on Linux)."""
+    if chosen := os.environ.get("KERNGEN_CACHE_DIR"):
+        return Path(chosen)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("kerngen", appauthor=False)) / "compile"
+
+
+class CompileCache:
+    """Cubins and PTX by key, in one folder. Any number of threads and processes may share it."""
+
+    def __init__(self, dir: str | os.PathLike[str] | None = None) -> None:
+        self.dir = Path(dir) if dir is not None else default_dir()
+        self._warned = False
+
+    def path(self, key: str, kind: str = "cubin") -> Path:
+        return self.dir / _LAYOUT / key[:2] / f"{key}.{kind}"
+
+    def get(self, key: str) -> Cubin | None:
+        """The cubin stored under `key`, or None. A torn file is removed with a warning that names it."""
+        found = self._read(key, "cubin")
+        return found if isinstance(found, Cubin) else None
+
+    def get_ptx(self, key: str) -> Ptx | None:
+        """The PTX stored under `key`, or None; as `get`."""
+        found = self._read(key, "ptx")
+        return found if isinstance(found, Ptx) else None
+
+    def put(self, image: Cubin | Ptx) -> bool:
+        """Publish `image` under its key. False, with one warning a cache, if the disk does not take it."""
+        target = self.path(image.key, _kind(image))
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _publish(encode(image), target)
+        except OSError as e:
+            self._warn("write to", e)
+            return False
+        return True
+
+    def get_or_compile(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Cubin:
+        """The cubin of `source`, from disk or from NVRTC. Errors as compile_cubin.
+
+        Raises TuningMiss where it is not on disk and KERNGEN_NO_COMPILE forbids compiling.
+        """
+        key = self.key(source, arch, options)
+        return self._serve(self.get(key), key, arch, lambda: compile_cubin(source, arch, options))
+
+    def get_or_compile_ptx(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Ptx:
+        """The PTX of `source` for `arch`'s virtual architecture; as `get_or_compile`.
+
+        Its key does not name the NVRTC: PTX that another machine compiled serves here too.
+        """
+        key = source_key(source, arch.ptx_target, options)
+        return self._serve(self.get_ptx(key), key, arch, lambda: compile_ptx(source, arch, options))
+
+    @staticmethod
+    def key(source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> str:
+        """The key of the cubin that this machine's NVRTC makes. Raises ToolchainError without NVRTC."""
+        return cache_key(source, arch.nvrtc_target, options, nvrtc_version())
+
+    def _serve(self, found: _Image | None, key: str, arch: Arch, build: Callable[[], _Image]) -> _Image:
+        if found is not None:
+            return found
+        self.require_allowed(key, arch)
+        made = build()
+        self.put(made)
+        return made
+
+    def require_allowed(self, key: str, arch: Arch) -> None:
+        """Raises TuningMiss if KERNGEN_NO_COMPILE forbids to compile what `key` names."""
+        if compiling_is_forbidden():
+            raise TuningMiss(
+                f"{key[:16]} for {arch} is not in the compile cache {self.dir}, "
+                "and KERNGEN_NO_COMPILE forbids compiling it",
+                hint=f"build it first: kerngen compile --arch {arch} --model NAME",
+            )
+
+    def _read(self, key: str, kind: str) -> Cubin | Ptx | None:
+        path = self.path(key, kind)
+        try:
+            data = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as e:
+            self._warn("read", e)
+            return None
+        try:
+            return decode(data, key, kind)
+        except CacheError as e:
+            log.warning("%s: %s; removed, and compiled anew", path, e)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+
+    def _warn(self, verb: str, e: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "cannot %s the compile cache %s: %s; compiling without it", verb, self.dir, e.strerror or e
+            )
+
+
+def _kind(image: Cubin | Ptx) -> str:
+    return "cubin" if isinstance(image, Cubin) else "ptx"
+
+
+def encode(image: Cubin | Ptx) -> bytes:
+    """The bytes of a cache file. The same image gives the same bytes."""
+    fields: dict[str, Any] = {
+        "kind": _kind(image),
+        "key": image.key,
+        "arch": image.arch,
+        "nvrtc": list(image.nvrtc),
+        "image_bytes": len(image.image),
+        "image_sha256": hashlib.sha256(image.image).hexdigest(),
+    }
+    if isinstance(image, Cubin):
+        fields["entries"] = {name: asdict(r) for name, r in image.entries.items()}
+        fields["log"] = image.log
+        fields["compile_ms"] = image.compile_ms
+    header = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    return f"{MAGIC} {hashlib.sha256(header).hexdigest()}\n".encode() + header + b"\n" + image.image
+
+
+def decode(data: bytes, key: str, kind: str) -> Cubin | Ptx:
+    """What `encode` wrote. Raises CacheError, saying what is wrong, unless every byte is what was written."""
+    magic, _, rest = data.partition(b"\n")
+    header, newline, image = rest.partition(b"\n")
+    if not magic.startswith(MAGIC.encode() + b" ") or not newline:
+        raise CacheError("not a compile cache file, or cut short")
+    if magic.split(b" ")[-1] != hashlib.sha256(header).hexdigest().encode():
+        raise CacheError("its header does not match its digest")
+    h = json.loads(header)
+    if h["key"] != key or h["kind"] != kind:
+        raise CacheError(f"it holds {h['kind']} {h['key'][:16]}")
+    if len(image) != h["image_bytes"]:
+        raise CacheError(f"holds {len(image):,} of {h['image_bytes']:,} bytes of its image")
+    if hashlib.sha256(image).hexdigest() != h["image_sha256"]:
+        raise CacheError("its image does not match its digest")
+    nvrtc = (h["nvrtc"][0], h["nvrtc"][1])
+    if kind == "ptx":
+        return Ptx(key, h["arch"], nvrtc, image)
+    entries = {name: Resources(**r) for name, r in h["entries"].items()}
+    return Cubin(key, h["arch"], nvrtc, image, entries, h["log"], h["compile_ms"])
+
+
+def _publish(data: bytes, target: Path) -> None:
+    """Make `target` hold `data`, whole or not at all, whatever others do and whenever this is killed."""
+    scratch = target.parent / f".scratch-{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        with open(scratch, "xb") as f:  # not tempfile: its mode 0600 would shut others out of a shared cache
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(scratch, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
+    _sweep(target.parent)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove scratch files that dead processes left in `folder`."""
+    oldest = time.time() - _SCRATCH_LIFE_S
+    for scratch in folder.glob(".scratch-*"):
+        with contextlib.suppress(OSError):  # another process may sweep too
+            if scratch.stat().st_mtime < oldest:
+                scratch.unlink()
+
+
+class CachedCompiler:
+    """Compiles in `jobs` processes and remembers in `cache`. Hits are answered at once and start no process.
+
+    A source that kills its compiler process gives CompileError for that source alone: whatever else was in
+    flight is compiled again, one at a time, each in a process of its own.
+    """
+
+    def __init__(self, jobs: int, cache: CompileCache | None = None) -> None:
+        self.cache = cache if cache is not None else CompileCache()
+        self._jobs = jobs
+        self._pool: CompilePool | None = None
+        self._alone: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._in_flight: dict[str, Future[Cubin]] = {}
+        self._closed = False
+
+    def submit(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Future[Cubin]:
+        """A future of the cubin; one that is being compiled already is not compiled twice.
+
+        Its exceptions are those of `CompileCache.get_or_compile`. Raises ToolchainError if there is no NVRTC.
+        """
+        key = self.cache.key(source, arch, options)
+        with self._lock:
+            if (running := self._in_flight.get(key)) is not None:
+                return running
+        answer: Future[Cubin] = Future()
+        if (hit := self.cache.get(key)) is not None:
+            answer.set_result(hit)
+            return answer
+        try:
+            self.cache.require_allowed(key, arch)
+        except TuningMiss as e:
+            answer.set_exception(e)
+            return answer
+        with self._lock:
+            if (running := self._in_flight.get(key)) is not None:
+                return running
+            self._in_flight[key] = answer
+            try:
+                work = self._submit_to_pool(source, arch, options)
+            except BaseException:
+                del self._in_flight[key]
+                raise
+        answer.set_running_or_notify_cancel()
+        work.add_done_callback(lambda done: self._finish(done, answer, key, (source, arch, options)))
+        return answer
+
+    def _submit_to_pool(self, source: str, arch: Arch, options: tuple[str, ...]) -> Future[Cubin]:
+        if self._closed:
+            raise RuntimeError("this CachedCompiler is closed")
+        for _ in range(2):
+            if self._pool is None:
+                self._pool = CompilePool(self._jobs)
+            try:
+                return self._pool.submit(source, arch, options)
+            except BrokenProcessPool:  # an earlier source killed a worker: start afresh
+                self._pool.close()
+                self._pool = None
+        raise CompileError("the compiler processes die as they start", hint="run: kerngen doctor")
+
+    def _finish(
+        self, done: Future[Cubin], answer: Future[Cubin], key: str, request: tuple[str, Arch, tuple[str, ...]]
+    ) -> None:
+        if done.cancelled():
+            self._settle(answer, key, error=CompileError("the compile was cancelled"))
+        elif isinstance(done.exception(), BrokenProcessPool):
+            with self._lock:
+                if self._closed:
+                    self._in_flight.pop(key, None)
+                    answer.set_exception(CompileError("the compile was cancelled"))
+                    return
+                if self._alone is None:
+                    self._alone = ThreadPoolExecutor(1, thread_name_prefix="kerngen-compile-alone")
+                self._alone.submit(self._compile_alone, answer, key, request)
+        elif (error := done.exception()) is not None:
+            self._settle(answer, key, error=error)
+        else:
+            self._settle(answer, key, cubin=done.result())
+
+    def _compile_alone(
+        self, answer: Future[Cubin], key: str, request: tuple[str, Arch, tuple[str, ...]]
+    ) -> None:
+        with CompilePool(1) as pool:
+            try:
+                cubin = pool.submit(*request).result()
+            except BrokenProcessPool:
+                arch = request[1]
+                error = CompileError(f"compiling {key[:16]} for {arch} kills the compiler process")
+                self._settle(answer, key, error=error)
+            except Exception as e:
+                self._settle(answer, key, error=e)
+            else:
+                self._settle(answer, key, cubin=cubin)
+
+    def _settle(
+        self,
+        answer: Future[Cubin],
+        key: str,
+        *,
+        cubin: Cubin | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        if cubin is not None:
+            self.cache.put(cubin)  # before the answer: who waits for it may exit next
+        with self._lock:
+            self._in_flight.pop(key, None)
+        if cubin is not None:
+            answer.set_result(cubin)
+        else:
+            answer.set_exception(error)
+
+    def close(self) -> None:
+        """Stop: what has not begun is cancelled (its future gets CompileError)."""
+        with self._lock:
+            self._closed = True
+            pool, alone = self._pool, self._alone
+        if pool is not None:
+            pool.close()
+        if alone is not None:
+            alone.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> CachedCompiler:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

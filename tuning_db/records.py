@@ -1,0 +1,234 @@
+"""What goes into the tuning database and what comes out of it, as plain values.
+
+Builds are facts, measurements are observations, winners are derived from both. Every id is the sha256 of canonical
+JSON of what the thing is, so that two databases merge by set union.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kerngen.arch import Arch, Device
+from kerngen.compile import Cubin, Resources
+from kerngen.errors import DatabaseError
+from kerngen.templates.kernel import Kernel, fields_of, static_fields
+
+OUTCOMES = ("ok", "invalid", "compile_failed", "wrong_result", "launch_failed", "timed_out")
+PROVENANCES = ("measured", "predicted")
+STAGES = ("trial", "final")
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces; floats in hexadecimal, so that every platform writes the same text."""
+    return json.dumps(
+        _exact(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, dict):
+        return {str(k): _exact(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_exact(v) for v in value]
+    return value
+
+
+def digest(value: Any) -> str:
+    """sha256 of `canonical(value)`, in hexadecimal."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemKey:
+    """A problem as the database files it.
+
+    static: the compiled-in fields. runtime: the other fields, bucketed, but for the dynamic one. dynamic: the value of
+    the field that Problem.DYNAMIC names; None for a kernel that has none.
+    """
+
+    kernel: str
+    static: dict[str, Any]
+    runtime: dict[str, Any]
+    dynamic: int | None
+
+    @property
+    def static_key(self) -> str:
+        return static_key(self.kernel, self.static)
+
+    @property
+    def cell(self) -> str:
+        """Everything but the dynamic value: the line along which tuned points lie."""
+        return digest({"v": 1, "kernel": self.kernel, "static": self.static, "runtime": self.runtime})
+
+    @property
+    def id(self) -> str:
+        return digest({"v": 1, "cell": self.cell, "dynamic": self.dynamic})
+
+
+def static_key(kernel: str, static: dict[str, Any]) -> str:
+    """Identity of what is compiled in: sha256 over the kernel's name and the static fields of its problem."""
+    return digest({"v": 1, "kernel": kernel, "static": static})
+
+
+def problem_key(kernel: Kernel, problem: Any) -> ProblemKey:
+    """How `problem` is filed and looked up.
+
+    Runtime fields other than the dynamic one are bucketed by the spec's `bucket(problem) -> dict` where it has one;
+    otherwise integers are rounded up to a power of two and other values are kept as they are.
+    """
+    fields = fields_of(problem)
+    bucket: Callable[[Any], dict[str, Any]] | None = getattr(kernel.spec, "bucket", None)
+    if bucket is not None:
+        runtime = dict(bucket(problem))
+    else:
+        runtime = {k: _round_up(fields[k]) for k in problem.RUNTIME if k != problem.DYNAMIC}
+    dynamic = int(fields[problem.DYNAMIC]) if problem.DYNAMIC else None
+    return ProblemKey(kernel.name, static_fields(problem), runtime, dynamic)
+
+
+def _round_up(value: Any) -> Any:
+    """The power of two at or above a positive int; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        return value
+    return 1 << (value - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One compile, whatever became of it: a fact. `image_sha` is the sha256 of the cubin (or PTX), None if it failed.
+
+    target: what NVRTC was asked for ("sm_90a"; "compute_70" for PTX). key: of the compile cache. log: why it failed.
+    """
+
+    id: str
+    kernel: str
+    arch: str
+    target: str
+    nvrtc: tuple[int, int]
+    options: tuple[str, ...]
+    config: dict[str, Any]
+    static: dict[str, Any]
+    source_sha: str
+    status: str  # ok | compile_failed
+    key: str
+    image_sha: str | None
+    entries: dict[str, Resources]
+    log: str
+
+    @property
+    def registers(self) -> int:
+        return max((r.registers for r in self.entries.values()), default=0)
+
+    @property
+    def spill_bytes(self) -> int:
+        return max((r.spill_store_bytes + r.spill_load_bytes for r in self.entries.values()), default=0)
+
+    @property
+    def static_smem_bytes(self) -> int:
+        return max((r.static_smem_bytes for r in self.entries.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One trial of one configuration, whatever came of it: an observation, never changed once written.
+
+    problem: from `problem_key`. config: the Config's fields. build_id: None only where nothing was compiled (`invalid`).
+    outcome: one of OUTCOMES, with `reason` in words unless it is `ok`.
+    provenance: `measured` on `device`, or `predicted` for it by the cost model that `model` names and versions.
+    stage: `final` for finalists that were timed again together: where a problem has any, only they can win.
+    Times in microseconds for all launches of the kernel together; a prediction sets p50_us alone.
+    error_abs, error_rel: largest difference from the fp32 reference; required of a measured `ok`.
+    environment: driver, clocks, timer, cold or warm L2, graph or stream, host: what may change the figures.
+    run: names the tuning run. at: ISO 8601 UTC; "" lets the store fill in the time of writing.
+    tags: anything else worth keeping as JSON (workload, rank, trial number).
+    """
+
+    problem: ProblemKey
+    arch: str
+    device: Device
+    config: dict[str, Any]
+    build_id: str | None
+    outcome: str
+    provenance: str
+    reason: str = ""
+    stage: str = "trial"
+    model: str = ""
+    p50_us: float | None = None
+    p10_us: float | None = None
+    p90_us: float | None = None
+    min_us: float | None = None
+    samples: int = 0
+    error_abs: float | None = None
+    error_rel: float | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    run: str = ""
+    at: str = ""
+    tags: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("outcome", self.outcome, OUTCOMES)
+        _one_of("provenance", self.provenance, PROVENANCES)
+        _one_of("stage", self.stage, STAGES)
+        if self.outcome != "ok":
+            _require(bool(self.reason), f"outcome {self.outcome} needs its reason")
+            return
+        _require(self.build_id is not None, "outcome ok needs a build_id")
+        _require(self.p50_us is not None and 0 < self.p50_us < float("inf"),
+                 f"outcome ok needs a positive p50_us, not {self.p50_us}")  # fmt: skip
+        if self.provenance == "measured":
+            _require(
+                self.error_abs is not None, "a measured ok needs error_abs: the check against the reference"
+            )
+        else:
+            _require(bool(self.model), "a prediction needs the name of its model")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, f"{name} {value!r} is not one of {', '.join(allowed)}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise DatabaseError(f"this measurement cannot be recorded: {message}")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A Measurement as read back: with its id."""
+
+    id: str
+    measurement: Measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """What a lookup answers: the configuration to use for `problem`, and why.
+
+    problem: the tuned point; its dynamic value may be above that of the problem that was asked for.
+    arch, device: the device it was measured on, or predicted for. latency_us: at that tuned point.
+    margin: (next best - this) / this; below zero if it was chosen canonically within the noise; None if alone.
+    reason: in words. source: which store spoke and how ("user: exact device").
+    stale: tuned on an older source of the kernel. Then, and where the image was not kept, `cubin` is None: compile it.
+    """
+
+    id: str
+    kernel: str
+    problem: ProblemKey
+    config: dict[str, Any]
+    arch: Arch
+    device: Device
+    provenance: str
+    latency_us: float
+    build_id: str
+    cubin: Cubin | None
+    reason: str
+    source: str
+    margin: float | None = None
+    stale: bool = False
+    why: dict[str, Any] = field(default_factory=dict)

@@ -98,8 +98,7 @@ def arch_of_capability(major: int, minor: int) -> Arch:
     fits = [
         a
         for a in _ARCHES
-        if a.cc == (major, minor)
-        or (a.cc[0] == major and a.cc[1] <= minor and not a.nvrtc_target.endswith("a"))
+        if a.cc == (major, minor) or (a.cc[0] == major and a.cc[1] <= minor and not a.nvrtc_target.endswith("a"))
     ]
     if not fits:
         raise UnknownName("compute capability", f"{major}.{minor}", ARCHES)

@@ -45,10 +45,14 @@ def render(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> str:
     kernel.require_valid(problem, config, arch)
     body = f"{kernel.name}/{kernel.body(problem, config, arch)}"
     try:
-        text = _environment().get_template(body).render(
-            p=SimpleNamespace(**{k: _literal(v) for k, v in static_fields(problem).items()}),
-            c=SimpleNamespace(**{k: _literal(v) for k, v in fields_of(config).items()}),
-            arch=arch,
+        text = (
+            _environment()
+            .get_template(body)
+            .render(
+                p=SimpleNamespace(**{k: _literal(v) for k, v in static_fields(problem).items()}),
+                c=SimpleNamespace(**{k: _literal(v) for k, v in fields_of(config).items()}),
+                arch=arch,
+            )
         )
     except jinja2.TemplateError as e:
         raise KerngenError(f"templates/{body}: {e}") from e

@@ -1,0 +1,269 @@
+"""On the GPU: is a configuration right, how long does it take, and what could this GPU do at best?
+
+Timing replays a CUDA graph that walks over several copies of the inputs, so that what a kernel streams comes from
+memory and not from L2, and the host is out of the picture. A share of the limit is a share of `ceilings()`, measured
+in the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from kerngen.arch import Arch
+from kerngen.cache import CompileCache
+from kerngen.errors import KerngenError
+from kerngen.render import render
+from kerngen.runtime.launcher import Function, probe_device
+from kerngen.templates.kernel import Case, Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """error_abs, error_rel: the largest over all outputs; error_rel is |out - ref| / max |ref| of that output.
+
+    message: empty if ok, else the case, output, first bad index and both values.
+    """
+
+    ok: bool
+    error_abs: float
+    error_rel: float
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds for all launches of the kernel together, over `samples` graph replays of `launches` calls each."""
+
+    p50_us: float
+    p10_us: float
+    p90_us: float
+    min_us: float
+    samples: int
+    launches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this GPU gave in this run: read and copy GB/s (bytes read, bytes read + written), bf16/fp16 matmul TFLOP/s."""
+
+    read_gbps: float
+    copy_gbps: float
+    matmul_tflops: float
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def load(
+    kernel: Kernel,
+    problem: Any,
+    config: Any,
+    arch: Arch | None = None,
+    cache: CompileCache | None = None,
+    source: str | None = None,
+) -> Function:
+    """Compile (through the cache) and load. `arch`: whose body to run; one that is not this GPU's own goes as PTX
+    through the driver's JIT, which is how older bodies are checked on a newer GPU.
+    """
+    own = _own_arch()
+    arch, cache = arch or own, cache or CompileCache()
+    text = source or render(kernel, problem, config, arch)
+    if arch == own:
+        return Function(kernel, config, arch, cache.get_or_compile(text, arch).image)
+    return Function(kernel, config, arch, cache.get_or_compile_ptx(text, arch).image)
+
+
+def _own_arch() -> Arch:
+    from kerngen.arch import find_arch
+
+    return find_arch(probe_device().arch)
+
+
+def check_function(function: Function, case: Case) -> CheckResult:
+    """Run `case` once and compare every output with the fp32 reference, elementwise under the kernel's tolerance."""
+    kernel = function.kernel
+    torch.manual_seed(case.seed)
+    inputs = kernel.cases.inputs(case, torch.device("cuda"))
+    expected = kernel.reference.expected(case, inputs)
+    function(case.problem, **inputs)
+    torch.cuda.synchronize()
+    return compare(kernel, case, inputs, expected)
+
+
+def check_case(kernel: Kernel, case: Case, config: Any = None, arch: Arch | None = None) -> CheckResult:
+    """As check_function, for the default or a given config, of this GPU's body or an older one's."""
+    arch = arch or _own_arch()
+    config = config or kernel.default_config(case.problem, arch)
+    return check_function(load(kernel, case.problem, config, arch), case)
+
+
+def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[str, torch.Tensor]) -> CheckResult:
+    """Compare outputs with `expected` (fp32, same names) under kernel.reference.tolerance."""
+    tolerance = kernel.reference.tolerance(case.problem)
+    worst_abs = worst_rel = 0.0
+    message = ""
+    for name, want in expected.items():
+        got = outputs[name].reshape(want.shape).double()
+        want = want.to(got.device).double()
+        if want.numel() == 0:
+            continue
+        error = (got - want).abs()
+        bad = ~(error <= tolerance.atol + tolerance.rtol * want.abs())
+        bad &= ~(got.isnan() & want.isnan())  # a reference may ask for NaN: poison that must stay
+        bad &= ~(got == want)  # infinities
+        finite = error[error.isfinite()]
+        largest = float(finite.max()) if finite.numel() else 0.0
+        worst_abs = max(worst_abs, largest)
+        scale = float(want[want.isfinite()].abs().max()) if bool(want.isfinite().any()) else 0.0
+        worst_rel = max(worst_rel, largest / scale if scale > 0 else largest)
+        if bool(bad.any()) and not message:
+            index = tuple(int(i) for i in bad.nonzero()[0])
+            message = (
+                f"{kernel.name} {case.name} seed={case.seed}: {name}{list(index)} is {float(got[index]):.6g}, "
+                f"reference {float(want[index]):.6g}; {int(bad.sum())} of {bad.numel()} outside "
+                f"{tolerance.atol:g} + {tolerance.rtol:g} |ref|; largest error {largest:.4g}"
+            )
+    return CheckResult(not message, worst_abs, worst_rel, message)
+
+
+def _copies(inputs: dict[str, Any], working_set: int, most: int) -> list[dict[str, Any]]:
+    size = sum(v.numel() * v.element_size() for v in inputs.values() if isinstance(v, torch.Tensor))
+    count = min(most, max(2, math.ceil(working_set / max(size, 1))))
+    free = torch.cuda.mem_get_info()[0]
+    count = max(1, min(count, int(free * 0.8 // max(size, 1))))
+    clone = lambda v: v.clone() if isinstance(v, torch.Tensor) else v  # noqa: E731
+    return [inputs] + [{k: clone(v) for k, v in inputs.items()} for _ in range(count - 1)]
+
+
+def time_function(function: Function, case: Case, *, samples: int = 30, target_ms: float = 2.0) -> Timing:
+    """Time `case` with inputs that come from memory: CUDA-graph replay over rotating copies, medians."""
+    inputs = function.kernel.cases.inputs(case, torch.device("cuda"))
+    sets = _copies(inputs, working_set=4 * max(probe_device().l2_bytes, 2**24), most=64)
+    calls = [lambda s=s: function(case.problem, **s) for s in sets]
+    return time_calls(calls, samples=samples, target_ms=target_ms)
+
+
+def time_case(kernel: Kernel, case: Case, config: Any = None, arch: Arch | None = None, **how: Any) -> Timing:
+    """As time_function, for the default or a given config."""
+    arch = arch or _own_arch()
+    config = config or kernel.default_config(case.problem, arch)
+    return time_function(load(kernel, case.problem, config, arch), case, **how)
+
+
+def time_calls(calls: list[Callable[[], object]], *, samples: int = 30, target_ms: float = 2.0) -> Timing:
+    """Time callables that do the same work on different buffers, one CUDA graph holding them all in turn.
+
+    The graph repeats the round until a replay takes about `target_ms`, so that a launch's own time is what counts.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for call in calls[: max(1, min(4, len(calls)))]:
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        each_ms = max(start.elapsed_time(end) / max(1, min(4, len(calls))), 1e-3)
+        count = max(1, min(256, round(target_ms / each_ms)))
+        count = math.ceil(count / len(calls)) * len(calls) if count > len(calls) // 2 else count
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(count):
+                calls[i % len(calls)]()
+        times = []
+        for _ in range(3):
+            graph.replay()
+        for _ in range(samples):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / count)
+    times.sort()
+    return Timing(
+        p50_us=statistics.median(times),
+        p10_us=times[len(times) // 10],
+        p90_us=times[len(times) * 9 // 10],
+        min_us=times[0],
+        samples=len(times),
+        launches=count,
+    )
+
+
+@cache
+def ceilings() -> Ceilings:
+    """Measure this GPU's limits once a process: a read (max over int64), a copy, an 8192^3 matmul. About 0.3 s."""
+    probe_device()
+    dtype = torch.bfloat16 if _own_arch().has_bf16 else torch.float16
+    size = min(2**33, int(torch.cuda.mem_get_info()[0] // 4))
+    words = torch.randint(0, 1 << 30, (size // 8,), device="cuda")
+    read = time_calls([lambda: words.max()], samples=10, target_ms=4)
+    half = words.numel() // 2
+    copy = time_calls([lambda: words[:half].copy_(words[half : 2 * half])], samples=10, target_ms=4)
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=dtype) for _ in range(2))
+    c = torch.empty_like(a)
+    matmul = time_calls([lambda: torch.mm(a, b, out=c)], samples=10, target_ms=8)
+    return Ceilings(
+        read_gbps=size / read.p50_us / 1e3,
+        copy_gbps=2 * half * 8 / copy.p50_us / 1e3,
+        matmul_tflops=2 * n**3 / matmul.p50_us / 1e6,
+        environment=environment(),
+    )
+
+
+def environment() -> dict[str, Any]:
+    """What may change a measurement: GPU, driver, torch, CUDA, timing method."""
+    device = probe_device()
+    found: dict[str, Any] = {
+        "gpu": device.name, "torch": torch.__version__, "cuda": torch.version.cuda,
+        "timer": "cuda events over graph replays", "l2": "rotating buffers", "launch": "graph",
+    }  # fmt: skip
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except Exception as e:  # NVML is a convenience: its absence is recorded, not hidden
+        found["driver"] = f"unknown ({type(e).__name__})"
+    return found
+
+
+def bench_rows(kernel: Kernel, cases: list[Case], configs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Time `cases` and their baselines: one dict a case with latency, rates and shares of the measured ceilings.
+
+    configs: case name -> Config; the default configuration where none is given.
+    """
+    limit = ceilings()
+    rows = []
+    for case in cases:
+        config = (configs or {}).get(case.name) or kernel.default_config(case.problem, _own_arch())
+        row: dict[str, Any] = {"kernel": kernel.name, "case": case.name, "config": asdict(config)}
+        try:
+            timing = time_case(kernel, case, config)
+        except KerngenError as e:
+            rows.append(row | {"error": str(e)})
+            continue
+        cost = kernel.cost(case.problem)
+        gbps, tflops = cost.bytes / timing.p50_us / 1e3, cost.flops / timing.p50_us / 1e6
+        row |= asdict(timing) | {
+            "gbps": gbps, "tflops": tflops,
+            "share_read": gbps / limit.read_gbps, "share_matmul": tflops / limit.matmul_tflops,
+        }  # fmt: skip
+        inputs = kernel.cases.inputs(case, torch.device("cuda"))
+        for name, call in kernel.bench.baselines(case, inputs).items():
+            try:
+                row[f"baseline_{name}_us"] = time_calls([call], samples=10).p50_us
+            except Exception as e:  # a baseline may not support the case; the row says so
+                row[f"baseline_{name}_us"] = f"{type(e).__name__}: {e}"[:120]
+        rows.append(row)
+    return rows

@@ -1,0 +1,271 @@
+"""From (kernel, problem) to a function that runs it: find the winner, load its cubin, launch on torch's stream.
+
+Launches go through cuLaunchKernelEx, so that a kernel can ask for programmatic dependent launch or a cluster, and
+are safe to capture in a CUDA graph: nothing is allocated or copied between two launches of the same Function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kerngen.arch import Arch, Device, arch_of_capability
+from kerngen.cache import CompileCache
+from kerngen.errors import DeviceError, LaunchError, ToolchainError
+from kerngen.render import render
+from kerngen.templates.kernel import Kernel, Launch, describe
+
+if TYPE_CHECKING:
+    from kerngen.tuning_db import Store
+
+log = logging.getLogger(__name__)
+_CTYPES: dict[str, Any] = {
+    "ptr": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float,
+}  # fmt: skip
+_ALIGNMENT = 16  # bytes: what the kernels' vector loads need
+
+
+@cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as e:
+        raise ToolchainError(
+            f"cannot import cuda-bindings: {e}", hint="pip install 'kerngen[cuda12]' or 'kerngen[cuda13]'"
+        ) from e
+    return driver
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    if int(result[0]) != 0:
+        raise LaunchError(f"{what}: {result[0].name}")
+    return result[1] if len(result) > 1 else None
+
+
+@cache
+def probe_device(index: int = 0) -> Device:
+    """The GPU at hand as a Device. mem_gbps is what its clocks and bus promise; measure.ceilings says what it gives.
+
+    Raises DeviceError where torch sees no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("torch sees no CUDA device", hint="kerngen doctor says what this machine can do")
+    p = torch.cuda.get_device_properties(index)
+    driver = _driver()
+    torch.cuda.current_stream(index)
+    attribute = driver.CUdevice_attribute
+
+    def read(name: str) -> int:
+        return int(_check(driver.cuDeviceGetAttribute(getattr(attribute, name), index), name))
+
+    _check(driver.cuInit(0), "cuInit")
+    khz = read("CU_DEVICE_ATTRIBUTE_CLOCK_RATE")
+    mem_khz, bits = (
+        read("CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE"),
+        read("CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH"),
+    )
+    arch = arch_of_capability(p.major, p.minor)
+    # FMAs an SM and clock with 16-bit inputs and fp32 sums: whitepapers of each generation.
+    per_sm = {70: 512, 75: 512, 80: 1024, 86: 256, 89: 256, 90: 2048, 100: 4096, 120: 256}[arch.number]
+    return Device(
+        name=p.name.removeprefix("NVIDIA ").strip(),
+        arch=arch.name,
+        num_sms=p.multi_processor_count,
+        mem_gbps=2 * mem_khz * bits / 8 / 1e6,
+        mem_gib=round(p.total_memory / 2**30, 1),
+        l2_bytes=p.L2_cache_size,
+        clock_mhz=khz // 1000,
+        tensor_tflops=round(2 * per_sm * p.multi_processor_count * khz / 1e9, 1),
+        source="probed",
+    )
+
+
+class Function:
+    """One kernel, loaded for one compiled-in problem and configuration on the current device.
+
+    Call it with the runtime problem and every argument by name. Tensors must be contiguous and 16-byte aligned.
+    `source` says where the configuration came from.
+    """
+
+    def __init__(self, kernel: Kernel, config: Any, arch: Arch, image: bytes, source: str = "given") -> None:
+        from cupy.cuda.function import Module
+
+        self.kernel, self.config, self.arch, self.source = kernel, config, arch, source
+        torch.cuda.current_stream()  # makes torch's primary context current, which CuPy then shares
+        torch.zeros(1, device="cuda")
+        self._module = Module()
+        try:
+            self._module.load(image)
+            self._entries = {name: self._module.get_function(name) for name in kernel.args}
+        except Exception as e:
+            raise LaunchError(f"{kernel.name} {describe(config)}: the driver cannot load it on this GPU: {e}") from e
+        self._limits: dict[str, int] = {}
+        self._plans: dict[Any, tuple[tuple[Launch, ...], int]] = {}
+        self._workspace: torch.Tensor | None = None
+        self._retired: list[torch.Tensor] = []  # still named by graphs captured earlier
+
+    def plan(self, problem: Any) -> tuple[tuple[Launch, ...], int]:
+        """(launches, workspace bytes) for a runtime problem; refused with the numbers if it cannot run."""
+        if (found := self._plans.get(problem)) is None:
+            self.kernel.require_valid(problem, self.config, self.arch)
+            launches = self.kernel.launches(problem, self.config, self.arch)
+            found = launches, self.kernel.workspace_bytes(problem, self.config, self.arch)
+            for launch in launches:
+                self._allow_smem(launch)
+            self._plans[problem] = found
+        return found
+
+    def _allow_smem(self, launch: Launch) -> None:
+        if launch.smem_bytes <= self._limits.get(launch.entry, 0):
+            return
+        from cupy_backends.cuda.api import driver
+
+        max_dynamic_shared_size_bytes = 8  # CUfunction_attribute
+        try:
+            driver.funcSetAttribute(self._entries[launch.entry].ptr, max_dynamic_shared_size_bytes, launch.smem_bytes)
+        except Exception as e:
+            raise LaunchError(
+                f"{launch.entry}: {launch.smem_bytes:,} B of shared memory refused by this GPU: {e}"
+            ) from e
+        self._limits[launch.entry] = launch.smem_bytes
+
+    def workspace(self, num_bytes: int) -> torch.Tensor:
+        """At least `num_bytes` of scratch, zeroed when first made; the same for every launch of this Function."""
+        if self._workspace is None or self._workspace.numel() < num_bytes:
+            if self._workspace is not None:
+                self._retired.append(self._workspace)
+            self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+        return self._workspace
+
+    def __call__(self, problem: Any, **arguments: Any) -> None:
+        launches, workspace_bytes = self.plan(problem)
+        if workspace_bytes:
+            arguments["workspace"] = self.workspace(workspace_bytes)
+        stream = torch.cuda.current_stream().cuda_stream
+        for launch in launches:
+            self._launch(launch, arguments, stream)
+
+    def _launch(self, launch: Launch, arguments: dict[str, Any], stream: int) -> None:
+        driver = _driver()
+        values, types = [], []
+        for arg in self.kernel.args[launch.entry]:
+            try:
+                value = arguments[arg.name]
+            except KeyError:
+                if arg.name != "workspace":
+                    raise LaunchError(f"{self.kernel.name}: argument {arg.name!r} is missing") from None
+                value = None
+            if arg.kind == "ptr":
+                value = _pointer(self.kernel.name, arg.name, value)
+            values.append(value)
+            types.append(_CTYPES[arg.kind])
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+        config.sharedMemBytes = launch.smem_bytes
+        config.hStream = stream
+        attributes = _attributes(launch)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        result = driver.cuLaunchKernelEx(
+            config, driver.CUfunction(self._entries[launch.entry].ptr), (tuple(values), tuple(types)), 0
+        )
+        _check(result, f"{launch.entry} grid={launch.grid} block={launch.block} smem={launch.smem_bytes}")
+
+
+@cache
+def _attributes(launch: Launch) -> list[Any]:
+    driver = _driver()
+    found = []
+    if launch.pdl:
+        a = driver.CUlaunchAttribute()
+        a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        a.value.programmaticStreamSerializationAllowed = 1
+        found.append(a)
+    if launch.cluster != (1, 1, 1):
+        a = driver.CUlaunchAttribute()
+        a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        a.value.clusterDim.x, a.value.clusterDim.y, a.value.clusterDim.z = launch.cluster
+        found.append(a)
+    return found
+
+
+def _pointer(kernel: str, name: str, value: Any) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        raise LaunchError(f"{kernel}: {name} must be a CUDA tensor, not {value!r}")
+    if not value.is_contiguous():
+        raise LaunchError(f"{kernel}: {name} {tuple(value.shape)} is not contiguous (strides {value.stride()})")
+    address = value.data_ptr()
+    if address % _ALIGNMENT:
+        raise LaunchError(f"{kernel}: {name} starts at an address that is not a multiple of {_ALIGNMENT} bytes")
+    return address
+
+
+@dataclass
+class Resolved:
+    """What a lookup gave: the configuration, and in words where it came from."""
+
+    config: Any
+    source: str
+
+
+class Launcher:
+    """Turns (kernel, problem) into a Function, once each.
+
+    stores: tuning databases in lookup order; with none, every kernel runs its default configuration.
+    """
+
+    def __init__(self, stores: Sequence[Store] = (), cache: CompileCache | None = None, index: int = 0) -> None:
+        self.device = probe_device(index)
+        self.arch = arch_of_capability(*torch.cuda.get_device_capability(index))
+        self._stores, self._cache = tuple(stores), cache or CompileCache()
+        self._by_problem: dict[tuple[str, Any], Function] = {}
+        self._by_image: dict[str, Function] = {}
+
+    def function(self, kernel: Kernel, problem: Any) -> Function:
+        """The Function that serves `problem`. Raises TuningMiss where KERNGEN_NO_COMPILE forbids building it."""
+        key = (kernel.name, problem)
+        if (found := self._by_problem.get(key)) is None:
+            found = self._by_problem[key] = self._resolve(kernel, problem)
+        return found
+
+    def run(self, kernel: Kernel, problem: Any, **arguments: Any) -> None:
+        self.function(kernel, problem)(problem, **arguments)
+
+    @property
+    def functions(self) -> list[tuple[str, Any, Function]]:
+        """Everything resolved so far: (kernel, problem, function)."""
+        return [(name, problem, f) for (name, problem), f in self._by_problem.items()]
+
+    def _resolve(self, kernel: Kernel, problem: Any) -> Function:
+        from kerngen.tuning_db import lookup
+
+        winner = lookup(self._stores, kernel, problem, self.arch, self.device) if self._stores else None
+        config, source, image = None, "default configuration", None
+        if winner is not None:
+            config, source = kernel.config_type(**winner.config), f"{winner.source} ({winner.provenance})"
+            if (why := kernel.why_invalid(problem, config, self.arch)) is not None:
+                log.warning("%s%s: the tuned configuration cannot serve it (%s); using the default",
+                            kernel.name, describe(problem), why)  # fmt: skip
+                winner, config, source = None, None, "default configuration"
+        if config is None:
+            config = kernel.default_config(problem, self.arch)
+        text = render(kernel, problem, config, self.arch)
+        if winner is not None and winner.cubin is not None and not winner.stale:
+            image = winner.cubin.image
+        if image is None:
+            image = self._cache.get_or_compile(text, self.arch).image
+        identity = hashlib.sha256(image + repr(config).encode()).hexdigest()
+        if (found := self._by_image.get(identity)) is None:
+            found = self._by_image[identity] = Function(kernel, config, self.arch, image, source)
+        return found

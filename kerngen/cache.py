@@ -8,8 +8,8 @@ One file a key, DIR/v1/<key[:2]>/<key>.cubin (or .ptx):
 
 The key is `compile.cache_key` (cubins) or `compile.source_key` (PTX), so a file is never stale: it is
 right or it is torn. A file is written beside its target under a scratch name, flushed to disk and renamed, so
-readers see all of it or none. Two processes that make the same key write the same image; the later rename wins
-and both are right.
+readers see all of it or none. Two processes that make the same key write the same image: the later rename
+wins, and both are right.
 
 A cache never stops a compile: a disk that is read-only or full costs one warning, and kerngen compiles
 without it.

@@ -1,29 +1,38 @@
-"""The tuning database: builds are facts, measurements are observations, winners are derived. See docs/tuning-database.md.
+"""The tuning database: builds are facts, measurements are observations, winners are derived.
 
-    with Store.open(None) as store:                    # $KERNGEN_DB, or the user's tuning.db; a path or a URL
-        build_id = store.add_build(cubin, kernel.name, source, config, static)     # configs as dicts: fields_of(...)
-        failed_id = store.add_build(None, kernel.name, source, config, static, arch=arch,
-                                    status="compile_failed", log=error.log)
-        store.add_measurement(Measurement(problem_key(kernel, problem), arch.name, device, config, build_id,
-                                          "ok", "predicted", model="roofline 1", p50_us=12.5))
-        store.recompute_winners(kernel, problem_key(kernel, problem).static_key, arch, device)
-    winner = lookup(default_stores(), kernel, problem, arch, device)               # None: use the default config
+docs/tuning-database.md has the picture. In use:
 
-Store, in full (store.py):
+    with Store.open(None) as store:             # $KERNGEN_DB, or the user's tuning.db; or a path, or a URL
+        build_id = store.add_build(cubin, kernel.name, source, fields_of(config), static_fields(problem))
+        failed_id = store.add_build(None, kernel.name, source, fields_of(config), static_fields(problem),
+                                    arch=arch, status="compile_failed", log=error.log)
+        key = problem_key(kernel, problem)
+        store.add_measurement(Measurement(key, arch.name, device, fields_of(config), build_id,
+                                          "ok", "predicted", model="roofline-1", p50_us=12.5))
+        store.recompute_winners(kernel, key.static_key, arch, device)
+    winner = lookup(default_stores(), kernel, problem, arch, device)    # None: use the default config
+
+Store, in full:
     Store.open(url_or_path: str | Path | None = None, *, read_only=False, name="", override=False) -> Store
-    store.transaction()                              context: all writes within it land together, or none
+    store.transaction()             a context: all writes within it land together, or none of them
     store.add_build(image, kernel, source, config, static, *, arch=None, options=DEFAULT_OPTIONS, nvrtc=None,
-                    status="ok", log="", keep_image=True) -> build id; the same build again is the same id
-    store.keep_image(image)                          store a cubin that add_build was told not to keep
-    store.find_build(kernel, source, config, static, arch, *, options=..., nvrtc=...) -> Build | None
-    store.build(build_id) -> Build;  store.image(build) -> Cubin | None      (CorruptRecord where the blob is damaged)
-    store.add_measurement(m: Measurement) -> id;  store.add_measurements([...]) -> [ids]
-    store.measurements(kernel=None, *, static_key=None, problem=None, arch=None, device=None, provenance=None,
-                       outcome=None, build_id=None, run=None) -> list[Observation]
+                    status="ok", log="", keep_image=True) -> build id; the same build again, the same id
+    store.keep_image(image)         store a cubin that add_build was told not to keep (for winners)
+    store.find_build(kernel, source, config, static, arch, *, options=DEFAULT_OPTIONS, nvrtc=None)
+                    -> Build | None
+    store.build(build_id) -> Build
+    store.image(build) -> Cubin | Ptx | None          raises CorruptRecord where the blob is damaged
+    store.add_measurement(m: Measurement) -> id       store.add_measurements([m, ...]) -> [id, ...]
+    store.measurements(kernel=None, *, static_key=None, problem: ProblemKey=None, arch=None, device=None,
+                       provenance=None, outcome=None, build_id=None, run=None) -> list[Observation]
     store.recompute_winners(kernel: Kernel | str, static_key, arch, device) -> list[Winner]
-    store.winners(kernel=None, *, arch=None, device=None, static_key=None) -> list[Winner]   (cubin not loaded)
-    store.winner(winner_id_prefix) -> Winner
-    store.revoke(subject_id, reason)                 a build or a measurement that must not count any more
+    store.winners(kernel=None, *, arch=None, device=None, static_key=None) -> list[Winner]  (without cubins)
+    store.winner(id_or_prefix) -> Winner
+    store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
+Lookup (lookup.py):
+    default_stores() -> list[Store]                   override, user, prebuilt; all read-only
+    lookup(stores, kernel, problem, arch, device, *, strict=False) -> Winner | None; strict raises TuningMiss
+    miss_report(stores, kernel, problem, arch, device) -> str    the nearest entries and where they differ
 
 A name is imported when it is first used: `import kerngen.tuning_db` loads no SQLAlchemy.
 """
@@ -34,7 +43,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db.lookup import default_stores, lookup
+    from kerngen.tuning_db.lookup import default_stores, lookup, miss_report
+    from kerngen.tuning_db.store import Store
+
     from kerngen.tuning_db.records import (
         Build,
         Measurement,
@@ -44,7 +55,6 @@ if TYPE_CHECKING:
         problem_key,
         static_key,
     )
-    from kerngen.tuning_db.store import Store
 
 _HOME = {
     "Build": "records",
@@ -57,6 +67,7 @@ _HOME = {
     "Store": "store",
     "lookup": "lookup",
     "default_stores": "lookup",
+    "miss_report": "lookup",
 }
 __all__ = [
     "Build",
@@ -67,6 +78,7 @@ __all__ = [
     "Winner",
     "default_stores",
     "lookup",
+    "miss_report",
     "problem_key",
     "static_key",
 ]

@@ -1,7 +1,7 @@
 """What goes into the tuning database and what comes out of it, as plain values.
 
-Builds are facts, measurements are observations, winners are derived from both. Every id is the sha256 of canonical
-JSON of what the thing is, so that two databases merge by set union.
+Builds are facts, measurements are observations, winners are derived from both. Every id is the sha256 of
+canonical JSON of what the thing is, so that two databases merge by set union.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ STAGES = ("trial", "final")
 
 
 def canonical(value: Any) -> str:
-    """JSON with sorted keys and no spaces; floats in hexadecimal, so that every platform writes the same text."""
-    return json.dumps(
-        _exact(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    )
+    """JSON with sorted keys and no spaces; floats in hexadecimal, so that every platform writes the same."""
+    return json.dumps(_exact(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _exact(value: Any) -> Any:
@@ -48,14 +46,16 @@ def digest(value: Any) -> str:
 class ProblemKey:
     """A problem as the database files it.
 
-    static: the compiled-in fields. runtime: the other fields, bucketed, but for the dynamic one. dynamic: the value of
-    the field that Problem.DYNAMIC names; None for a kernel that has none.
+    static: the compiled-in fields. runtime: the other fields, bucketed, but for the dynamic one. dynamic: the
+    value of the field that Problem.DYNAMIC names; None for a kernel that has none. fields: the whole problem as
+    it was asked for, no part of its identity.
     """
 
     kernel: str
     static: dict[str, Any]
     runtime: dict[str, Any]
     dynamic: int | None
+    fields: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def static_key(self) -> str:
@@ -79,8 +79,8 @@ def static_key(kernel: str, static: dict[str, Any]) -> str:
 def problem_key(kernel: Kernel, problem: Any) -> ProblemKey:
     """How `problem` is filed and looked up.
 
-    Runtime fields other than the dynamic one are bucketed by the spec's `bucket(problem) -> dict` where it has one;
-    otherwise integers are rounded up to a power of two and other values are kept as they are.
+    Runtime fields other than the dynamic one are bucketed by the spec's `bucket(problem) -> dict` where it has
+    one; otherwise integers are rounded up to a power of two and other values are kept as they are.
     """
     fields = fields_of(problem)
     bucket: Callable[[Any], dict[str, Any]] | None = getattr(kernel.spec, "bucket", None)
@@ -89,7 +89,7 @@ def problem_key(kernel: Kernel, problem: Any) -> ProblemKey:
     else:
         runtime = {k: _round_up(fields[k]) for k in problem.RUNTIME if k != problem.DYNAMIC}
     dynamic = int(fields[problem.DYNAMIC]) if problem.DYNAMIC else None
-    return ProblemKey(kernel.name, static_fields(problem), runtime, dynamic)
+    return ProblemKey(kernel.name, static_fields(problem), runtime, dynamic, fields)
 
 
 def _round_up(value: Any) -> Any:
@@ -101,9 +101,10 @@ def _round_up(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One compile, whatever became of it: a fact. `image_sha` is the sha256 of the cubin (or PTX), None if it failed.
+    """One compile, whatever became of it: a fact.
 
-    target: what NVRTC was asked for ("sm_90a"; "compute_70" for PTX). key: of the compile cache. log: why it failed.
+    target: what NVRTC was asked for ("sm_90a"; "compute_70" for PTX). key: of the compile cache.
+    image_sha: sha256 of the cubin or PTX, None if it failed; then `log` says why.
     """
 
     id: str
@@ -138,9 +139,11 @@ class Build:
 class Measurement:
     """One trial of one configuration, whatever came of it: an observation, never changed once written.
 
-    problem: from `problem_key`. config: the Config's fields. build_id: None only where nothing was compiled (`invalid`).
+    problem: from `problem_key`. config: the Config's fields.
+    build_id: None only where nothing was compiled (`invalid`).
     outcome: one of OUTCOMES, with `reason` in words unless it is `ok`.
     provenance: `measured` on `device`, or `predicted` for it by the cost model that `model` names and versions.
+    A prediction, and any trial aimed at one, is filed without its time and run: repeating it adds no row.
     stage: `final` for finalists that were timed again together: where a problem has any, only they can win.
     Times in microseconds for all launches of the kernel together; a prediction sets p50_us alone.
     error_abs, error_rel: largest difference from the fp32 reference; required of a measured `ok`.
@@ -183,10 +186,7 @@ class Measurement:
                  f"outcome ok needs a positive p50_us, not {self.p50_us}")  # fmt: skip
         if self.provenance == "measured":
             _require(
-                self.error_abs is not None, "a measured ok needs error_abs: the check against the reference"
-            )
-        else:
-            _require(bool(self.model), "a prediction needs the name of its model")
+                self.error_abs is not None, "a measured ok needs error_abs, from the check")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -213,8 +213,9 @@ class Winner:
     problem: the tuned point; its dynamic value may be above that of the problem that was asked for.
     arch, device: the device it was measured on, or predicted for. latency_us: at that tuned point.
     margin: (next best - this) / this; below zero if it was chosen canonically within the noise; None if alone.
-    reason: in words. source: which store spoke and how ("user: exact device").
-    stale: tuned on an older source of the kernel. Then, and where the image was not kept, `cubin` is None: compile it.
+    reason: in words. source: which store spoke and how ("user: exact device"). why: the figures behind `reason`.
+    stale: tuned on an older source of the kernel. Then, and where the image was not kept, `cubin` is None and has
+    to be compiled.
     """
 
     id: str

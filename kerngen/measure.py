@@ -51,7 +51,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this GPU gave in this run: read and copy GB/s (bytes read, bytes read + written), bf16/fp16 matmul TFLOP/s."""
+    """This GPU in this run: read and copy GB/s (bytes read; read + written), bf16 or fp16 matmul TFLOP/s."""
 
     read_gbps: float
     copy_gbps: float

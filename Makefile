@@ -1,0 +1,40 @@
+# Two commands set everything up: `make demo` shows kerngen at work, `make test` checks it. Both need python3.11+ and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+MODEL  := examples/tiny/gemma-4-tiny-w4a16
+BUDGET ?= 3m
+
+.PHONY: demo test test-gpu lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/kerngen doctor
+	$(BIN)/kerngen tune --arch sm70 --model gemma-4-31b --time-budget $(BUDGET)
+	$(BIN)/kerngen run $(MODEL) --draft examples/tiny/gemma-4-tiny-assistant --prompt-file examples/tiny/prompt.txt
+
+test: $(VENV)/.installed-dev lint
+	$(BIN)/python -m pytest tests/host
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Runs with the Python that is there: torch with CUDA, CuPy, cuda-bindings and pytest must be importable (README).
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kerngen needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12,dev]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

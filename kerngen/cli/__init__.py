@@ -1,0 +1,84 @@
+"""`kerngen`: verbs and groups, each in a module of its own that is imported only when it is called.
+
+Results go to stdout, progress to stderr. Exit 0 done, 1 failed, 2 misused. No tracebacks, unless KERNGEN_DEBUG is set.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+import kerngen
+from kerngen.errors import KerngenError
+
+# command -> (module, what `kerngen --help` says of it); the attribute has the command's name
+COMMANDS = {
+    "tune": ("kerngen.cli.tune", "Find the best configuration of every kernel a model needs."),
+    "compile": ("kerngen.cli.compile", "Write every cubin of a model's workload, with a manifest."),
+    "run": ("kerngen.cli.run", "Generate text with a Gemma-4 checkpoint."),
+    "bench": ("kerngen.cli.bench", "Time kernels, or a model's step, against this GPU's measured limits."),
+    "doctor": ("kerngen.cli.doctor", "Say what this machine can compile for, run and measure."),
+    "db": ("kerngen.cli.db", "Look into the tuning database."),
+    "kernel": ("kerngen.cli.kernel", "List, show and check kernels."),
+    "arch": ("kerngen.cli.arch", "List architectures and device profiles."),
+}
+
+
+class LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = getattr(import_module(COMMANDS[name][0]), name)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{COMMANDS[name][0]}.{name} is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):  # from the table: --help imports no command
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(kerngen.__version__, prog_name="kerngen")
+def cli() -> None:
+    """Compile, tune and run Gemma-4's GPU kernels, on the GPU you have or for one you do not.
+
+    \b
+    Example:
+      kerngen tune --arch sm70 --model gemma-4-31b --time-budget 3m
+    """
+
+
+def main() -> None:
+    """The console entry point: turns deliberate errors into one clear message and an exit code."""
+    debug = os.environ.get("KERNGEN_DEBUG", "") not in ("", "0")
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as e:
+        sys.exit(e.exit_code)
+    except click.ClickException as e:
+        e.show()
+        sys.exit(2 if isinstance(e, click.UsageError) else 1)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("stopped; finished work is kept", err=True)
+        sys.exit(1)
+    except BrokenPipeError:  # `kerngen ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KerngenError as e:
+        if debug:
+            raise
+        click.echo(f"{type(e).__name__}: {e}", err=True)
+        sys.exit(e.exit_code)
+    except OSError as e:
+        if debug:
+            raise
+        where = f" {e.filename}" if e.filename else ""
+        click.echo(f"error:{where}: {e.strerror or e}", err=True)
+        sys.exit(1)

@@ -1,0 +1,61 @@
+"""`kerngen arch`: what can be compiled for, and the device profiles that predictions are made for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+from kerngen.arch import ARCHES, DEFAULT_DEVICE, DEVICES, find_arch
+
+
+@click.group()
+def arch() -> None:
+    """List architectures and device profiles."""
+
+
+@arch.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def ls(as_json: bool) -> None:
+    """All architectures and devices.
+
+    Example: kerngen arch ls
+    """
+    if as_json:
+        arches, devices = [asdict(a) for a in ARCHES.values()], [asdict(d) for d in DEVICES.values()]
+        click.echo(json.dumps({"arches": arches, "devices": devices}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("arch", "NVRTC", "smem/block", "smem/SM", "warps/SM", "features", title="Architectures")
+    for a in ARCHES.values():
+        features = " ".join(f for f in ("bf16", "cp_async", "fp8", "tma", "wgmma", "pdl") if getattr(a, f"has_{f}"))
+        table.add_row(a.name, a.nvrtc_target, f"{a.max_smem_bytes:,}", f"{a.smem_per_sm:,}",
+                      str(a.max_warps_per_sm), features)  # fmt: skip
+    console.print(table)
+    table = Table("device", "arch", "SMs", "GB/s", "GiB", "L2 MiB", "TFLOP/s", "source", title="Device profiles")
+    for d in DEVICES.values():
+        name = f"{d.name} *" if DEFAULT_DEVICE[d.arch] == d.name else d.name
+        table.add_row(name, d.arch, str(d.num_sms), f"{d.mem_gbps:g}", f"{d.mem_gib:g}", str(d.l2_bytes >> 20),
+                      f"{d.tensor_tflops:g}", d.source)  # fmt: skip
+    console.print(table)
+    console.print("* what tuning for the arch predicts for, unless --device names another")
+
+
+@arch.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(name: str, as_json: bool) -> None:
+    """Everything kerngen knows about one architecture.
+
+    Example: kerngen arch show sm70
+    """
+    found = asdict(find_arch(name))
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for key, value in found.items():
+        click.echo(f"{key:22} {value}")

@@ -1,0 +1,123 @@
+"""`kerngen doctor`: what this machine can compile for, run and measure, and what to install for the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import click
+
+from kerngen.arch import ARCHES
+from kerngen.errors import KerngenError
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. fix: the command that mends it, empty where nothing is wrong."""
+
+    subject: str
+    ok: bool
+    text: str
+    fix: str = ""
+
+
+def _python() -> Finding:
+    packages = []
+    for name in ("torch", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "optuna", "sqlalchemy"):
+        try:
+            packages.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return Finding("python", True, f"{platform.python_version()}; {', '.join(packages)}")
+
+
+def _compile() -> Finding:
+    from kerngen.compile import nvrtc_version, supported_targets
+
+    try:
+        major, minor = nvrtc_version()
+        targets = supported_targets()
+    except KerngenError as e:
+        return Finding("compile", False, e.message, e.hint or "")
+    can = [a.name for a in ARCHES.values() if a.number in targets]
+    cannot = [a.name for a in ARCHES.values() if a.number not in targets]
+    text = f"NVRTC {major}.{minor} compiles for {', '.join(can)}"
+    if cannot:
+        return Finding("compile", False, f"{text}; not for {', '.join(cannot)}", "pip install 'kerngen[cuda12]'")
+    return Finding("compile", True, text)
+
+
+def _gpu() -> Finding:
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+            return Finding("gpu", False, f"none that torch {torch.__version__} ({build}) can use: kernels are compiled "
+                           "and predicted for, not run; models run with --backend torch",
+                           "on a machine with a GPU: pip install a CUDA build of torch")  # fmt: skip
+        from kerngen.runtime.launcher import probe_device
+
+        d = probe_device()
+    except KerngenError as e:
+        return Finding("gpu", False, e.message, e.hint or "")
+    except ImportError as e:
+        return Finding("gpu", False, str(e), "pip install kerngen")
+    return Finding("gpu", True, f"{d.name} ({d.arch}), {d.num_sms} SMs, {d.mem_gib:g} GiB: runs and measures")
+
+
+def _folder(subject: str, path: str, fix: str) -> Finding:
+    probe = path
+    while not os.path.exists(probe):
+        probe = os.path.dirname(probe) or "/"
+    if os.access(probe, os.W_OK):
+        return Finding(subject, True, path)
+    return Finding(subject, False, f"{path} cannot be written", fix)
+
+
+def _cache() -> Finding:
+    from kerngen.cache import default_dir
+
+    return _folder("cache", str(default_dir()), "export KERNGEN_CACHE_DIR=FOLDER")
+
+
+def _database() -> Finding:
+    from kerngen.tuning_db import Store, default_path
+
+    path = default_path()
+    if "://" not in str(path) and not os.path.exists(path):
+        return _folder("database", str(path), "export KERNGEN_DB=FILE")
+    try:
+        with Store.open(path, read_only=True) as store:
+            return Finding("database", True, f"{path}: {len(store.winners())} winners")
+    except KerngenError as e:
+        return Finding("database", False, e.message, e.hint or "")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _gpu, _cache, _database)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Say what this machine can compile for, run and measure, and what to install for the rest.
+
+    Exit code 1 if it cannot compile for any arch. A missing GPU is not a failure.
+
+    Example: kerngen doctor
+    """
+    findings = [check() for check in CHECKS]
+    if as_json:
+        click.echo(json.dumps([asdict(f) for f in findings]))
+    else:
+        for f in findings:
+            click.echo(f"{'ok ' if f.ok else '-- '} {f.subject:9} {f.text}")
+            if f.fix:
+                click.echo(f"              {f.fix}")
+    compiler = next(f for f in findings if f.subject == "compile")
+    if not compiler.ok and "compiles for" not in compiler.text:
+        raise click.exceptions.Exit(1)

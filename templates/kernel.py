@@ -6,6 +6,7 @@ templates/<name>/
   reference.py      expected(inputs), tolerance(problem): the same thing in eager torch, fp32
   cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share
   bench.py          baselines(case, inputs): what to compare the time with
+  traffic.py        optional: traffic(problem, config, arch), what the cost model should know beyond spec.cost
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -173,10 +175,16 @@ class Kernel:
     def cost(self, problem: Any) -> Cost:
         return self.spec.cost(problem)  # type: ignore[no-any-return]
 
+    @cached_property
+    def _refine(self) -> Callable[[Any, Any, Arch], Traffic | list[Traffic]] | None:
+        if hasattr(self.spec, "traffic") or not (ROOT / self.name / "traffic.py").is_file():
+            return getattr(self.spec, "traffic", None)
+        module = import_module(f"kerngen.templates.{self.name}.traffic")
+        return module.traffic  # type: ignore[no-any-return]
+
     def traffic(self, problem: Any, config: Any, arch: Arch) -> tuple[Traffic, ...] | None:
-        """One Traffic per launch that the spec describes, or None where it has no `traffic` function."""
-        refine: Callable[[Any, Any, Arch], Traffic | list[Traffic]] | None = getattr(self.spec, "traffic", None)
-        if refine is None:
+        """One Traffic per launch, from `traffic` in spec.py or in a traffic.py beside it; None if there is none."""
+        if (refine := self._refine) is None:
             return None
         traffic = refine(problem, config, arch)
         return (traffic,) if isinstance(traffic, Traffic) else tuple(traffic)

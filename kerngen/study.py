@@ -1,0 +1,231 @@
+"""The search for one problem's best configuration: an Optuna study that its caller drives with ask and tell.
+
+First come the configurations that knowledge proposes (the default, winners of neighbouring problems, the best
+by pre-prediction), then Optuna's own proposals. Where the objective is a prediction and the space was
+enumerated, the search is exact: a configuration whose lower bound is no better than the best found cannot win
+and is not compiled.
+
+The study lives in memory. Every outcome is in the tuning database, so a search that was killed is asked again
+from the start, with the same seed, and answered from there: the same trials, without the work.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kerngen.arch import Arch, Device
+from kerngen.plan import Candidates, lower_bound_us, on_grid, rank
+from kerngen.templates.kernel import Kernel, fields_of
+
+if TYPE_CHECKING:
+    import optuna
+
+SAMPLER_PATIENCE = 32  # proposals in a row that bring nothing new end the search
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one configuration. `kind` is one of tuning_db's outcomes.
+
+    latency_us: set if kind is "ok". excess: how far over a limit it was, as Optuna's constraint; 0 if it was
+    not. registers: per thread, of the compiled kernel; 0 if there is none. cached: answered by the database.
+    """
+
+    kind: str
+    latency_us: float | None = None
+    reason: str = ""
+    build_id: str | None = None
+    registers: int = 0
+    spill_bytes: int = 0
+    excess: float = 0.0
+    cached: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.kind == "ok"
+
+
+class Search:
+    """One problem's study. `ask` never repeats a configuration; `tell` answers each before the next ask."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        problem: Any,
+        arch: Arch,
+        device: Device,
+        candidates: Candidates,
+        *,
+        trials: int,
+        seed: int,
+        measured: bool,
+    ) -> None:
+        self.kernel, self.problem, self.arch, self.device = kernel, problem, arch, device
+        self.candidates = candidates
+        self.trials = trials
+        self.measured = measured
+        self.outcomes: dict[Any, Outcome] = {}  # in the order asked
+        self._seed = seed
+        self._first: deque[Any] = deque([candidates.default])
+        self._ranked: list[Any] | None = None
+        self._bounds: dict[Any, float] = {}
+        self._study: optuna.Study | None = None
+        self._open: dict[Any, optuna.trial.Trial | None] = {}
+        self._closed = False
+
+    # -- what others see
+
+    @property
+    def best_us(self) -> float:
+        times = [o.latency_us for o in self.outcomes.values() if o.latency_us is not None]
+        return min(times, default=float("inf"))
+
+    @property
+    def best(self) -> Any | None:
+        """The fastest configuration so far, the earliest asked of equals."""
+        ok = [c for c, o in self.outcomes.items() if o.latency_us == self.best_us]
+        return ok[0] if ok else None
+
+    @property
+    def num_left(self) -> int:
+        """At most so many configurations are still to come."""
+        if self._closed:
+            return 0
+        left = self.trials - len(self.outcomes)
+        if self.candidates.complete:
+            left = min(left, len(self.candidates.valid) + 1 - len(self.outcomes))
+        return max(left, 0)
+
+    def suggest(self, configs: Iterable[Any]) -> None:
+        """Put `configs` (winners of neighbours) before all that is not yet asked, but for invalid ones."""
+        fresh = [c for c in configs if c not in self.outcomes and c not in self._first]
+        self._first.extend(c for c in fresh if self.kernel.why_invalid(self.problem, c, self.arch) is None)
+
+    def ask(self, count: int) -> list[Any]:
+        """Up to `count` configurations to evaluate next; none if the search is over."""
+        if not self.outcomes:
+            count = 1  # the default's registers guide the ranking of the others
+        asked: list[Any] = []
+        while len(asked) < count and not self._closed and self.num_left > len(asked):
+            config = self._next(asked)
+            if config is None:
+                self._closed = True
+                break
+            asked.append(config)
+        if self.num_left == 0:
+            self._closed = True
+        return asked
+
+    def tell(self, config: Any, outcome: Outcome) -> None:
+        """Record what became of a configuration that `ask` gave."""
+        self.outcomes[config] = outcome
+        trial = self._open.pop(config, None)
+        if trial is not None:
+            self._tell_optuna(trial, outcome)
+
+    def forget(self, config: Any) -> None:
+        """`config` was asked but not evaluated (time ran out)."""
+        self._open.pop(config, None)
+        self._closed = True
+
+    # -- where configurations come from
+
+    def _next(self, asked: list[Any]) -> Any | None:
+        while self._first:
+            config = self._first.popleft()
+            if config not in self.outcomes and config not in asked:
+                return self._opened(config)
+        if self._ranked is None:
+            self._ranked = self._rank()
+        while self._ranked:
+            config = self._ranked.pop()
+            if config in self.outcomes or config in asked or self._cannot_win(config):
+                continue
+            return self._opened(config)
+        exhausted = self.candidates.complete and (
+            not self.measured or len(self.outcomes) + len(asked) >= len(self.candidates.valid)
+        )
+        return None if exhausted else self._sampled(asked)
+
+    def _rank(self) -> list[Any]:
+        """The candidates, best by pre-prediction last. Measuring leaves half of the trials to the sampler."""
+        registers = max((o.registers for o in self.outcomes.values()), default=0)
+        args = (self.kernel, self.problem, self.arch, self.device, self.candidates.valid)
+        ranked = [c for _, c in (rank(*args, registers) if registers else rank(*args))]
+        if self.measured and len(self.candidates.valid) > self.trials:
+            ranked = ranked[: max(self.trials // 2, 1)]
+        return ranked[::-1]
+
+    def _cannot_win(self, config: Any) -> bool:
+        if self.measured:
+            return False
+        return lower_bound_us(self.kernel, self.problem, config, self.arch, self.device) >= self.best_us
+
+    def _opened(self, config: Any) -> Any:
+        """`config`, known to Optuna as a running trial if its values are on the grid."""
+        if not self.measured and self.candidates.complete:
+            self._open[config] = None  # an exact search has no use for a sampler
+        elif on_grid(self.kernel, config):
+            self._optuna().enqueue_trial(self._indices(config))
+            self._open[config] = self._optuna().ask(self._distributions())
+        else:
+            self._open[config] = None
+        return config
+
+    def _sampled(self, asked: list[Any]) -> Any | None:
+        """Optuna's next proposal that is new and valid. Invalid and repeated ones are told at once."""
+        study = self._optuna()
+        for _ in range(SAMPLER_PATIENCE):
+            trial = study.ask(self._distributions())
+            space = self.kernel.space
+            config = self.kernel.config_type(**{k: v[trial.params[k]] for k, v in space.items()})
+            if config in self.outcomes:
+                self._tell_optuna(trial, self.outcomes[config])
+            elif config in asked:
+                self._tell_optuna(trial, Outcome("invalid", reason="asked twice", excess=1.0))
+            elif (why := self.kernel.why_invalid(self.problem, config, self.arch)) is not None:
+                outcome = Outcome("invalid", reason=why, excess=1.0)
+                self._tell_optuna(trial, outcome)
+                self.outcomes[config] = outcome
+            else:
+                self._open[config] = trial
+                return config
+        return None
+
+    # -- Optuna
+
+    def _optuna(self) -> optuna.Study:
+        if self._study is None:
+            import optuna
+
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
+            self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self._seed))
+        return self._study
+
+    def _distributions(self) -> dict[str, Any]:
+        """Ordered values are searched by their index, others as categories."""
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        return {
+            name: IntDistribution(0, len(values) - 1)
+            if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+            else CategoricalDistribution(tuple(range(len(values))))
+            for name, values in self.kernel.space.items()
+        }
+
+    def _indices(self, config: Any) -> dict[str, int]:
+        fields = fields_of(config)
+        return {name: values.index(fields[name]) for name, values in self.kernel.space.items()}
+
+    def _tell_optuna(self, trial: optuna.trial.Trial, outcome: Outcome) -> None:
+        from optuna.trial import TrialState
+
+        trial.set_user_attr("outcome", outcome.kind)
+        trial.set_constraint("excess", outcome.excess if outcome.excess else -1.0)
+        if outcome.ok and not outcome.excess:
+            self._optuna().tell(trial, outcome.latency_us)
+        else:  # never FAIL: samplers learn from pruned trials, and forget failed ones
+            self._optuna().tell(trial, state=TrialState.PRUNED)

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #define DEVICE __device__ __forceinline__
 
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float INF = __builtin_huge_valf();
+constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 
 DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }

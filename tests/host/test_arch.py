@@ -1,0 +1,95 @@
+"""Arch and Device: facts, lookup, and errors that name what exists."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kerngen.arch import ARCHES, DEVICES, arch_of_capability, default_device, find_arch, find_device, parse_arches
+from kerngen.errors import UnknownName, UsageError
+
+
+def test_arch_order_and_print() -> None:
+    assert [str(a) for a in ARCHES.values()] == ["sm70", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120"]
+
+
+@pytest.mark.parametrize(
+    ("name", "smem", "target", "ptx"),
+    [
+        ("sm70", 98304, "sm_70", "compute_70"),
+        ("sm75", 65536, "sm_75", "compute_75"),
+        ("sm80", 166912, "sm_80", "compute_80"),
+        ("sm86", 101376, "sm_86", "compute_86"),
+        ("sm90", 232448, "sm_90a", "compute_90"),
+        ("sm120", 101376, "sm_120a", "compute_120"),
+    ],
+)
+def test_arch_figures(name: str, smem: int, target: str, ptx: str) -> None:
+    arch = find_arch(name)
+    assert (arch.max_smem_bytes, arch.nvrtc_target, arch.ptx_target) == (smem, target, ptx)
+    assert arch.max_smem_bytes + arch.reserved_smem_bytes == arch.smem_per_sm
+
+
+def test_unknown_arch_names_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="sm71") as e:
+        find_arch("sm71")
+    assert "sm70" in (e.value.hint or "")
+    assert e.value.exit_code == 2
+
+
+def test_parse_arches() -> None:
+    assert [a.name for a in parse_arches("sm90, sm70,sm90")] == ["sm90", "sm70"]
+    assert len(parse_arches("all")) == len(ARCHES)
+    with pytest.raises(UsageError):
+        parse_arches(" , ")
+
+
+@pytest.mark.parametrize(
+    ("cc", "name"), [((7, 0), "sm70"), ((7, 2), "sm70"), ((8, 7), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90")]
+)
+def test_binary_compatibility(cc: tuple[int, int], name: str) -> None:
+    assert arch_of_capability(*cc).name == name
+
+
+@pytest.mark.parametrize("cc", [(6, 1), (9, 1), (10, 3), (12, 1)])
+def test_no_cubin_runs_there(cc: tuple[int, int]) -> None:
+    with pytest.raises(UnknownName):
+        arch_of_capability(*cc)
+
+
+def test_devices_have_sources_and_known_arches() -> None:
+    for device in DEVICES.values():
+        assert device.arch in ARCHES
+        assert len(device.source) > 10
+    assert {default_device(a).arch for a in ARCHES.values()} == set(ARCHES)
+    assert find_device("h200").name == "H200"
+    with pytest.raises(UnknownName, match="device"):
+        find_device("K80")
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("kerngen", ("torch", "cupy", "jinja2", "click", "sqlalchemy", "optuna")),
+        ("kerngen.templates", ("torch", "cupy", "sqlalchemy", "optuna")),
+        ("kerngen.render", ("torch", "cupy", "sqlalchemy", "optuna")),
+        ("kerngen.cli", ("torch", "cupy", "jinja2", "sqlalchemy", "optuna", "rich")),
+        ("kerngen.tuning_db", ("torch", "cupy", "sqlalchemy", "optuna")),
+    ],
+)
+def test_layers_stay_light(module: str, heavy: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(' '.join(m for m in {heavy!r} if m in sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == ""
+
+
+def test_specs_load_without_torch_or_cupy() -> None:
+    code = (
+        "import sys; from kerngen.templates import find_kernel, kernel_names;"
+        "[find_kernel(n) for n in kernel_names()];"
+        "print(' '.join(m for m in ('torch', 'cupy', 'cupy_backends') if m in sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == ""

@@ -1,14 +1,17 @@
 """The typed surface between the model and what computes it.
 
-`Ops` has two implementations: `TorchOps` (ops/eager.py: eager torch, any machine) and `CudaOps` (ops/cuda.py: kerngen's
-kernels). The model calls nothing else that touches activations, so a kernel folder replaces one method here.
+`Ops` has two implementations: `TorchOps` (ops/eager.py: eager torch, any machine) and `CudaOps`
+(ops/cuda.py: kerngen's kernels). The model calls nothing else that touches activations, so a kernel folder
+replaces one method here.
 
-Tensors are row-major and contiguous. T is num_tokens, H the hidden size, d the head dim, nq and nkv the numbers of query and
-KV heads. Activations are `ops.dtype`; the residual stream is `ops.residual_dtype`; norm weights, embedding tables and dense
-matrices are `ops.dtype`. ids and positions are int64, slot_mapping is int64, block tables, kv_lens and cu_seqlens are int32.
+Tensors are row-major and contiguous. T is num_tokens, H the hidden size, d the head dim, nq and nkv the
+numbers of query and KV heads. Activations are `ops.dtype`; the residual stream is `ops.residual_dtype`;
+norm weights, embedding tables and dense matrices are `ops.dtype`. ids and positions are int64, slot_mapping
+is int64, block tables, kv_lens and cu_seqlens are int32.
 
-Where `supports_graphs` is true the decode step is captured in one CUDA graph: no method but attn_prefill may wait for the
-device, or look at a tensor's values on the host. Outputs may be allocated with torch (the graph's pool then owns them).
+Where `supports_graphs` is true the decode step is captured in one CUDA graph: no method but attn_prefill
+may wait for the device, or look at a tensor's values on the host. Outputs may be allocated with torch (the
+graph's pool then owns them).
 """
 
 from __future__ import annotations
@@ -39,9 +42,10 @@ class DenseLinear:
 class W4Linear:
     """y = x W^T with W symmetric int4: W[o, j] = (nibble - 8) * scale[o, j / group_size].
 
-    As loaded (compressed-tensors order): packed int32 [out_features, in_features / 8], element j of a row in word j / 8,
-    bits 4 * (j % 8); scales [out_features, in_features / group_size] in `ops.dtype`. After `Ops.prepare` the tensors are
-    in whatever order the backend's kernel wants and only that backend may read them.
+    As loaded (compressed-tensors order): packed int32 [out_features, in_features / 8], element j of a row
+    in word j / 8, bits 4 * (j % 8); scales [out_features, in_features / group_size] in `ops.dtype`. After
+    `Ops.prepare` the tensors are in whatever order the backend's kernel wants and only that backend may
+    read them.
     """
 
     packed: Tensor
@@ -58,8 +62,9 @@ Linear = DenseLinear | W4Linear
 class Rope:
     """Rotary embedding of one layer type: pairs (j, j + head_dim / 2), angle = position * inv_freq[j].
 
-    inv_freq: [head_dim / 2] fp32 on the device. Its first `num_rotated` entries are theta^(-2j / head_dim) / factor, the
-    rest are zero: those pairs pass unchanged ("proportional" RoPE of full-attention layers rotates 64 of 256).
+    inv_freq: [head_dim / 2] fp32 on the device. Its first `num_rotated` entries are theta^(-2j / head_dim)
+    / factor, the rest are zero: those pairs pass unchanged ("proportional" RoPE of full-attention layers
+    rotates 64 of 256).
     """
 
     head_dim: int
@@ -115,7 +120,8 @@ class Ops(Protocol):
         """
 
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """x * (mean(x^2) + eps)^(-1/2) * weight over the last dim, in fp32, cast to dtype. weight None: no multiply.
+        """x * (mean(x^2) + eps)^(-1/2) * weight over the last dim, in fp32, cast to dtype. weight None: no
+        multiply.
 
         x: [..., n] in residual_dtype or dtype, weight [n].
         """
@@ -129,10 +135,11 @@ class Ops(Protocol):
         next_weight: Tensor | None,
         eps: float,
     ) -> Tensor | None:
-        """residual <- (residual + norm(h; post_weight)) * layer_scalar, in place; returns norm(residual; next_weight).
+        """residual <- (residual + norm(h; post_weight)) * layer_scalar, in place; returns norm(residual;
+        next_weight).
 
-        residual [T, H] residual_dtype, h [T, H] dtype, weights [H], layer_scalar [1] dtype or None for 1. Returns [T, H]
-        in dtype, or None where next_weight is None.
+        residual [T, H] residual_dtype, h [T, H] dtype, weights [H], layer_scalar [1] dtype or None for 1.
+        Returns [T, H] in dtype, or None where next_weight is None.
         """
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
@@ -152,9 +159,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """Head norms, RoPE and the cache write, from the fused projection's output.
 
-        qkv [T, (nq + nkv + nkv) * d] as q | k | v; [T, (nq + nkv) * d] as q | k on layers whose V is the raw K
-        projection; [T, nq * d] where the layer owns no KV (then k_norm, cache and slot_mapping are None).
-        q = rope(norm(q; q_norm)); k = rope(norm(k; k_norm)); v = norm(v) with no weight and no RoPE.
+        qkv [T, (nq + nkv + nkv) * d] as q | k | v; [T, (nq + nkv) * d] as q | k on layers whose V is the
+        raw K projection; [T, nq * d] where the layer owns no KV (then k_norm, cache and slot_mapping are
+        None). q = rope(norm(q; q_norm)); k = rope(norm(k; k_norm)); v = norm(v) with no weight and no RoPE.
         k and v of token t go to cache row slot_mapping[t] = page * page_size + row; -1 writes nothing.
         positions [T] int64. Returns q [T, nq, d] dtype.
         """
@@ -168,12 +175,13 @@ class Ops(Protocol):
         q_len: int,
         window: int,
     ) -> Tensor:
-        """softmax(q k^T) v for `q_len` new tokens of each sequence, the cache already holding them. Scale 1.0.
+        """softmax(q k^T) v for `q_len` new tokens of each sequence, the cache already holding them. Scale
+        1.0.
 
-        q [batch * q_len, nq, d], block_table [batch, max_pages] int32, kv_lens [batch] int32 (the new tokens included).
-        Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, the last `window` of them if
-        window > 0. Query head a reads KV head a / (nq / nkv). Returns [batch * q_len, nq, d]; a query that sees no key
-        gives zeros.
+        q [batch * q_len, nq, d], block_table [batch, max_pages] int32, kv_lens [batch] int32 (the new
+        tokens included). Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it,
+        the last `window` of them if window > 0. Query head a reads KV head a / (nq / nkv). Returns [batch *
+        q_len, nq, d]; a query that sees no key gives zeros.
         """
 
     def attn_prefill(
@@ -186,7 +194,8 @@ class Ops(Protocol):
         max_seqlen_q: int,
         window: int,
     ) -> Tensor:
-        """As attn_decode for ragged queries: sequence s owns rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] of q.
+        """As attn_decode for ragged queries: sequence s owns rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] of
+        q.
 
         q [T, nq, d]; cu_seqlens_q [batch + 1] int32. Never captured in a graph.
         """
@@ -195,7 +204,8 @@ class Ops(Protocol):
         """gelu_tanh(gate) * up. gate_up [T, 2 * I] as gate | up. Returns [T, I]."""
 
     def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        """gelu_tanh(gate) * x, elementwise, both [T, n]; x may be a strided view. Per-layer embeddings' gate."""
+        """gelu_tanh(gate) * x, elementwise, both [T, n]; x may be a strided view. Per-layer embeddings'
+        gate."""
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""
@@ -213,21 +223,21 @@ class Ops(Protocol):
         norm_weight: Tensor,
         eps: float,
     ) -> Tensor:
-        """Per-layer embeddings: (norm(context * context_scale; norm_weight) + table[ids] * table_scale) / sqrt(2).
+        """Per-layer embeddings: (norm(context * context_scale; norm_weight) + table[ids] * table_scale) /
+        sqrt(2).
 
-        ids [T], table [vocab, L * P], context [T, L * P]; the norm runs over each slice of P = len(norm_weight).
-        Returns [T, L, P] dtype.
+        ids [T], table [vocab, L * P], context [T, L * P]; the norm runs over each slice of P =
+        len(norm_weight). Returns [T, L, P] dtype.
         """
 
     def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Softmax over all experts in fp32, the top k of it renormalised to sum 1, then times per_expert_scale.
+        """Softmax over all experts in fp32, the top k of it renormalised to sum 1, then times
+        per_expert_scale.
 
         logits [T, E] dtype, per_expert_scale [E]. Returns ids [T, top_k] int32 and weights [T, top_k] fp32.
         """
 
-    def experts(
-        self, x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor
-    ) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """sum_i w_i * down[e_i] (gelu_tanh(gate) * up), gate | up = gate_up[e_i] x.
 
         x [T, H], gate_up [E, 2 * I, H], down [E, H, I] dense in dtype. Returns [T, H] dtype.

@@ -1,0 +1,72 @@
+"""Chooses and opens a backend: which device, which dtype, which implementation of `Ops`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kerngen.errors import DeviceError, UsageError
+from kerngen.runtime.ops import Ops
+
+BACKENDS = ("torch", "cuda")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | None = None,
+                 db: Path | None = None) -> Ops:  # fmt: skip
+    """The backend `name` ("torch", "cuda" or "auto": cuda where there is a GPU) on `device` ("cpu", "cuda:0").
+
+    dtype: "fp32", "bf16", "fp16" or None for the device's own: fp32 on a CPU, bf16 from sm80 on, fp16 before. db: the
+    tuning database that the cuda backend looks winners up in, None for the usual places.
+    Raises DeviceError where there is no such GPU, UsageError on a combination that cannot run.
+    """
+    if name not in (*BACKENDS, "auto"):
+        raise UsageError(f"unknown backend {name!r}", hint=f"known: {', '.join(BACKENDS)}, auto")
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}", hint=f"known: {', '.join(DTYPES)}")
+    where = _device(name, device)
+    if name == "auto":
+        name = "cuda" if where.type == "cuda" else "torch"
+    if name == "cuda" and where.type != "cuda":
+        raise UsageError(f"the cuda backend does not run on {where}", hint="leave --device out, or use --backend torch")
+    kind = DTYPES[dtype] if dtype else _default_dtype(where)
+    if name == "cuda":
+        if kind == torch.float32:
+            raise UsageError(
+                "the cuda backend has no fp32 kernels", hint="use --dtype bf16 or fp16, or --backend torch"
+            )
+        from kerngen.runtime.ops.cuda import CudaOps
+
+        return CudaOps(where, kind, db=db)
+    from kerngen.runtime.ops.eager import TorchOps
+
+    return TorchOps(where, kind)
+
+
+def _device(backend: str, device: str | None) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if device is None:
+        if backend == "cuda" and not has_gpu:
+            raise DeviceError("there is no CUDA device here", hint="use --backend torch, or see: kerngen doctor")
+        return torch.device("cuda:0" if has_gpu and backend != "torch" else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"unknown device {device!r}", hint="for example: cpu, cuda, cuda:1") from None
+    if where.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r} is not supported", hint="known: cpu, cuda, cuda:N")
+    if where.type == "cuda":
+        if not has_gpu:
+            raise DeviceError(f"there is no CUDA device here, so no {device}", hint="use --device cpu")
+        index = where.index or 0
+        if index >= torch.cuda.device_count():
+            raise DeviceError(f"there is no {device}: this machine has {torch.cuda.device_count()} CUDA devices")
+        return torch.device("cuda", index)
+    return where
+
+
+def _default_dtype(device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

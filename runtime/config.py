@@ -1,0 +1,435 @@
+"""Reads config.json of a Gemma-4 model or its drafter into values that the rest of the runtime can trust.
+
+A checkpoint is untrusted: every field that changes the maths is checked for presence, type and agreement with the
+others, and the error names it. Fields: transformers' Gemma4TextConfig and Gemma4AssistantConfig, as released
+(`text_config` inside the multimodal config, or the same keys at the top of a text-only one).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kerngen.errors import CheckpointError, UsageError
+
+MAX_JSON_BYTES = 64 * 1024 * 1024
+TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+# Bounds on what one field may ask for, far above any released model: sizes are products of them.
+LIMITS = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "head_dim": 4096,
+    "sliding_window": 1 << 22,
+    "max_position_embeddings": 1 << 26,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """theta, how many of the head_dim / 2 pairs rotate, and the divisor of their frequencies."""
+
+    theta: float
+    num_rotated: int
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One decoder layer. window: keys seen, itself included; 0 on a full-attention layer.
+
+    kv_source is the layer whose cache this one reads: its own index where it owns one.
+    """
+
+    index: int
+    is_sliding: bool
+    head_dim: int
+    num_kv_heads: int
+    window: int
+    intermediate_size: int
+    v_is_k: bool
+    kv_source: int
+
+    @property
+    def kind(self) -> str:
+        return "sliding" if self.is_sliding else "full"
+
+    @property
+    def owns_kv(self) -> bool:
+        return self.kv_source == self.index
+
+
+@dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """compressed-tensors pack-quantized W4A16: symmetric int4, one scale for `group_size` inputs.
+
+    ignore: module names, or "re:" and a regular expression, that are stored dense.
+    """
+
+    group_size: int
+    ignore: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The text model. Sizes are counts of elements; ple_size and num_experts are 0 where the model has none."""
+
+    vocab_size: int
+    hidden_size: int
+    num_q_heads: int
+    layers: tuple[LayerConfig, ...]
+    rope: dict[str, RopeConfig]  # by LayerConfig.kind
+    rms_norm_eps: float
+    logit_cap: float  # 0 for none
+    max_positions: int
+    tied: bool
+    ple_size: int
+    ple_vocab_size: int
+    num_experts: int
+    top_k_experts: int
+    moe_intermediate_size: int
+    bos_id: int
+    eos_ids: tuple[int, ...]
+    quant: QuantConfig | None
+
+    @property
+    def embed_scale(self) -> float:
+        """sqrt(hidden_size), before it is rounded to the table's dtype (gemma4.md 2.1)."""
+        return math.sqrt(self.hidden_size)
+
+    @property
+    def window(self) -> int:
+        """The sliding layers' window, 0 if the model has none."""
+        return max((layer.window for layer in self.layers), default=0)
+
+    def donor(self, kind: str) -> LayerConfig:
+        """The last layer of `kind` that owns a cache: what shared layers and the drafter read."""
+        owners = [layer for layer in self.layers if layer.kind == kind and layer.owns_kv]
+        if not owners:
+            raise CheckpointError(f"no {kind}-attention layer owns a KV cache; the drafter needs one to read")
+        return owners[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """The MTP assistant: its own small text stack, all of whose layers read the target's cache."""
+
+    text: ModelConfig
+    backbone_hidden_size: int
+    num_centroids: int  # 0: dense head
+    centroid_top_k: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError where it is missing, too large, torn or not an object."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} holds {path.stat().st_size:,} B; at most {MAX_JSON_BYTES:,} B are read")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing", hint="name a folder in Hugging Face format") from None
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+class _Fields:
+    """Typed access to a JSON object; every complaint names the file and the field."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {message}")
+
+    def get(self, name: str) -> Any:
+        if name not in self.values:
+            raise self.error(f"field {name!r} is missing")
+        return self.values[name]
+
+    def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
+        if default is not None and self.values.get(name) is None:
+            return default
+        value = self.get(name)
+        high = LIMITS.get(name, 1 << 31)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(f"{name} is {value!r}; it must be a whole number from {low} to {high:,}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        if default is not None and name not in self.values:
+            return default
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(f"{name} is {value!r}; it must be a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(f"{name} is {value!r}; it must be true or false")
+        return value
+
+    def section(self, name: str) -> _Fields:
+        value = self.get(name)
+        if not isinstance(value, dict):
+            raise self.error(f"{name} is {value!r}; it must be an object")
+        return _Fields(value, f"{self.where}: {name}")
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The target model's configuration from `folder`/config.json.
+
+    Raises UsageError where the folder is another kind of model, CheckpointError on a missing or contradicting field.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder", hint="name a folder in Hugging Face format")
+    top = _Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    kind = top.get("model_type")
+    if kind in DRAFTER_TYPES:
+        raise UsageError(f"{folder} holds a drafter ({kind})", hint="name it with --draft, and its target as MODEL")
+    if kind not in TARGET_TYPES:
+        raise UsageError(f"{folder} holds a {kind!r} model", hint=f"kerngen runs: {', '.join(TARGET_TYPES)}")
+    text = top.section("text_config") if "text_config" in top.values else top
+    return _text_config(text, top, is_drafter=False)
+
+
+def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
+    """The assistant's configuration, checked against the target that it drafts for. Raises as read_model_config."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder", hint="name the assistant's folder in Hugging Face format")
+    top = _Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    if (kind := top.get("model_type")) not in DRAFTER_TYPES:
+        raise UsageError(f"{folder} holds a {kind!r} model, not a drafter", hint=f"known: {', '.join(DRAFTER_TYPES)}")
+    text = _text_config(top.section("text_config"), top, is_drafter=True)
+    width = top.integer("backbone_hidden_size")
+    if width != target.hidden_size:
+        raise UsageError(f"{folder} drafts for a hidden size of {width}; the target has {target.hidden_size}")
+    if text.vocab_size != target.vocab_size:
+        raise UsageError(f"{folder} has {text.vocab_size} tokens; the target has {target.vocab_size}")
+    for layer in text.layers:
+        donor = target.donor(layer.kind)
+        ours, theirs = (layer.head_dim, layer.num_kv_heads), (donor.head_dim, donor.num_kv_heads)
+        if ours != theirs:
+            raise UsageError(
+                f"{folder}: layer {layer.index} ({layer.kind}) reads heads of {ours[0]} x {ours[1]} KV heads; "
+                f"the target's layer {donor.index} writes {theirs[0]} x {theirs[1]}"
+            )
+    centroids = 0
+    if top.flag("use_ordered_embeddings", False):
+        centroids = top.integer("num_centroids")
+        if text.vocab_size % centroids:
+            raise top.error(f"num_centroids {centroids} does not divide vocab_size {text.vocab_size}")
+        if top.integer("centroid_intermediate_top_k") > centroids:
+            raise top.error(f"centroid_intermediate_top_k is more than num_centroids {centroids}")
+    top_k = top.integer("centroid_intermediate_top_k") if centroids else 0
+    return DrafterConfig(text, width, centroids, top_k)
+
+
+def read_eos_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
+    """Stop tokens: those of generation_config.json where there is one, and config.json's."""
+    ids = list(config.eos_ids)
+    if (path := folder / "generation_config.json").is_file():
+        ids += _id_list(_Fields(read_json(path), str(path)), "eos_token_id")
+    return tuple(dict.fromkeys(ids))
+
+
+def read_suppressed_ids(folder: Path) -> tuple[int, ...]:
+    """Tokens that generation_config.json forbids (`suppress_tokens`; the 12B's media markers)."""
+    if not (path := folder / "generation_config.json").is_file():
+        return ()
+    return _id_list(_Fields(read_json(path), str(path)), "suppress_tokens")
+
+
+def _id_list(fields: _Fields, name: str) -> tuple[int, ...]:
+    value = fields.values.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise fields.error(f"{name} is {value!r}; it must be token ids")
+    return tuple(ids)
+
+
+def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfig:
+    num_layers = text.integer("num_hidden_layers")
+    hidden = text.integer("hidden_size")
+    num_heads = text.integer("num_attention_heads")
+    if (act := text.values.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
+        raise text.error(f"hidden_activation is {act!r}; only gelu_pytorch_tanh is known")
+    if text.flag("attention_bias", False):
+        raise text.error("attention_bias is true; no released Gemma-4 has it and it is not implemented")
+    if text.values.get("use_bidirectional_attention") not in (None, "vision"):
+        raise text.error("use_bidirectional_attention 'all' is not implemented; null and 'vision' are")
+    sliding = _layer_types(text, num_layers)
+    shared = text.integer("num_kv_shared_layers", default=0, low=0)
+    if is_drafter:
+        shared = _check_drafter(text, num_layers, shared)
+    elif shared >= num_layers:
+        raise text.error(f"num_kv_shared_layers {shared} leaves none of {num_layers} layers with a cache")
+    layers = _layers(text, sliding, num_heads, num_layers - shared, is_drafter=is_drafter)
+    experts = text.flag("enable_moe_block", False)
+    num_experts = text.integer("num_experts") if experts else 0
+    top_k = text.integer("top_k_experts") if experts else 0
+    if top_k > num_experts:
+        raise text.error(f"top_k_experts {top_k} is more than num_experts {num_experts}")
+    ple = text.integer("hidden_size_per_layer_input", default=0, low=0)
+    cap = text.get("final_logit_softcapping")
+    head_dims = {layer.kind: layer.head_dim for layer in layers}
+    if odd := [layer for layer in layers if layer.head_dim != head_dims[layer.kind]]:
+        raise text.error(f"layer {odd[0].index} has head_dim {odd[0].head_dim}; others of its type {head_dims}")
+    return ModelConfig(
+        vocab_size=text.integer("vocab_size"),
+        hidden_size=hidden,
+        num_q_heads=num_heads,
+        layers=layers,
+        rope={kind: _rope(text, kind, dim) for kind, dim in head_dims.items()},
+        rms_norm_eps=text.number("rms_norm_eps"),
+        logit_cap=0.0 if cap is None else text.number("final_logit_softcapping"),
+        max_positions=text.integer("max_position_embeddings"),
+        tied=top.flag("tie_word_embeddings", True),
+        ple_size=ple,
+        ple_vocab_size=text.integer("vocab_size_per_layer_input") if ple else 0,
+        num_experts=num_experts,
+        top_k_experts=top_k,
+        moe_intermediate_size=text.integer("moe_intermediate_size") if experts else 0,
+        bos_id=text.integer("bos_token_id", default=2, low=0),
+        eos_ids=_id_list(text, "eos_token_id"),
+        quant=None if is_drafter else _quant_config(top),
+    )
+
+
+def _check_drafter(text: _Fields, num_layers: int, shared: int) -> int:
+    """The constraints that transformers' Gemma4AssistantConfig enforces. Returns num_kv_shared_layers."""
+    for name in ("enable_moe_block", "use_double_wide_mlp"):
+        if text.flag(name, False):
+            raise text.error(f"{name} is true; a drafter cannot have it")
+    if text.integer("hidden_size_per_layer_input", default=0, low=0):
+        raise text.error("hidden_size_per_layer_input must be 0 in a drafter")
+    if shared not in (0, num_layers):
+        raise text.error(f"num_kv_shared_layers is {shared}; a drafter shares all {num_layers} layers")
+    return num_layers
+
+
+def _layer_types(text: _Fields, num_layers: int) -> list[bool]:
+    """Whether each layer is sliding. The last one never is (as transformers forces it)."""
+    types = text.values.get("layer_types")
+    if types is None:
+        sliding = [(i + 1) % 6 != 0 for i in range(num_layers)]
+    else:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise text.error(f"layer_types names {len(types) if isinstance(types, list) else types!r} layers; "
+                             f"num_hidden_layers is {num_layers}")  # fmt: skip
+        if unknown := [t for t in types if t not in ("sliding_attention", "full_attention")]:
+            raise text.error(f"layer_types holds {unknown[0]!r}; known: sliding_attention, full_attention")
+        sliding = [t == "sliding_attention" for t in types]
+    sliding[-1] = False
+    return sliding
+
+
+def _layers(
+    text: _Fields, sliding: list[bool], num_heads: int, first_shared: int, *, is_drafter: bool
+) -> tuple[LayerConfig, ...]:
+    """Every layer's shape. `first_shared`: the first layer that owns no cache."""
+    head_dim, kv_heads = text.integer("head_dim"), text.integer("num_key_value_heads")
+    window = text.integer("sliding_window") if any(sliding) else 0
+    intermediate = text.integer("intermediate_size")
+    double = text.flag("use_double_wide_mlp", False)
+    k_eq_v = text.flag("attention_k_eq_v", False)
+    overrides = text.section("per_layer_config").values if text.values.get("per_layer_config") else None
+    layers: list[LayerConfig] = []
+    for i, is_sliding in enumerate(sliding):
+        dim, nkv = head_dim, kv_heads
+        if not is_sliding:
+            dim, nkv = _full_layer_heads(text, overrides, i, k_eq_v, kv_heads)
+        if num_heads % nkv:
+            raise text.error(f"layer {i}: {num_heads} query heads do not split over {nkv} KV heads")
+        if dim % 2:
+            raise text.error(f"layer {i}: head_dim {dim} is odd; RoPE rotates pairs")
+        source = i
+        if i >= first_shared and not is_drafter:
+            owners = [j for j in range(first_shared) if sliding[j] == is_sliding]
+            if not owners:
+                raise text.error(f"layer {i} shares KV, but no layer of its type before {first_shared} owns any")
+            source = owners[-1]
+        layers.append(
+            LayerConfig(
+                index=i,
+                is_sliding=is_sliding,
+                head_dim=dim,
+                num_kv_heads=nkv,
+                window=window if is_sliding else 0,
+                intermediate_size=intermediate * (2 if double and i >= first_shared else 1),
+                v_is_k=k_eq_v and not is_sliding,
+                kv_source=-1 if is_drafter else source,
+            )
+        )
+    return tuple(layers)
+
+
+def _full_layer_heads(
+    text: _Fields, overrides: dict[str, Any] | None, index: int, k_eq_v: bool, kv_heads: int
+) -> tuple[int, int]:
+    """head_dim and KV heads of a full-attention layer, from the flat keys or from per_layer_config (gemma4.md 1.1)."""
+    if overrides is not None:
+        layer = _Fields(overrides, f"{text.where}: per_layer_config").section(str(index))
+        return layer.integer("head_dim"), layer.integer("num_key_value_heads", default=kv_heads)
+    dim = text.integer("global_head_dim")
+    return dim, text.integer("num_global_key_value_heads", default=kv_heads) if k_eq_v else kv_heads
+
+
+def _rope(text: _Fields, kind: str, head_dim: int) -> RopeConfig:
+    rope = text.section("rope_parameters").section(f"{kind}_attention")
+    theta, factor = rope.number("rope_theta"), rope.number("factor", default=1.0)
+    match rope.get("rope_type"):
+        case "default":
+            return RopeConfig(theta, head_dim // 2, 1.0)
+        case "proportional":
+            part = rope.number("partial_rotary_factor", default=1.0)
+            if part > 1:
+                raise rope.error(f"partial_rotary_factor is {part}; it must be at most 1")
+            return RopeConfig(theta, int(part * head_dim // 2), factor)
+        case other:
+            raise rope.error(f"rope_type is {other!r}; known: default, proportional")
+
+
+def _quant_config(top: _Fields) -> QuantConfig | None:
+    """quantization_config, or None where the weights are dense. Anything but W4A16 pack-quantized is refused."""
+    if top.values.get("quantization_config") is None:
+        return None
+    quant = top.section("quantization_config")
+    method, fmt = quant.get("quant_method"), quant.values.get("format")
+    if method != "compressed-tensors" or fmt != "pack-quantized":
+        raise quant.error(f"{method!r} in format {fmt!r} is not implemented; compressed-tensors pack-quantized is")
+    groups = quant.section("config_groups").values
+    if len(groups) != 1:
+        raise quant.error(f"config_groups holds {len(groups)} groups; one is implemented")
+    group = quant.section("config_groups").section(next(iter(groups)))
+    if group.get("targets") != ["Linear"]:
+        raise group.error(f"targets is {group.get('targets')!r}; only ['Linear'] is implemented")
+    if group.values.get("input_activations") is not None:
+        raise group.error("input_activations are quantized; only weights may be (W4A16)")
+    weights = group.section("weights")
+    for name, want in (("num_bits", 4), ("type", "int"), ("symmetric", True), ("strategy", "group")):
+        if weights.get(name) != want:
+            raise weights.error(f"{name} is {weights.get(name)!r}; only {want!r} is implemented")
+    if weights.values.get("actorder") not in (None, "static", "weight"):
+        raise weights.error(f"actorder is {weights.values['actorder']!r}; only null is implemented")
+    size = weights.integer("group_size")
+    if size not in (32, 64, 128):
+        raise weights.error(f"group_size is {size}; 32, 64 and 128 are implemented")
+    ignore = quant.values.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(i, str) and len(i) <= 512 for i in ignore):
+        raise quant.error("ignore must be a list of module names")
+    return QuantConfig(size, tuple(ignore))

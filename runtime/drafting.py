@@ -1,0 +1,88 @@
+"""Multi-token-prediction drafting with the Gemma-4 assistant (gemma4.md 3).
+
+The drafter is a small decoder without K and V of its own: its layers read the target's last own sliding and last own full
+layer. It drafts from one constant position P, the one that the last known token will take; the target's cache holds 0 to
+P - 1 then, and nothing is written. Its sliding layers see window + 1 of those keys (transformers' mask, gemma4.md 3.3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import DrafterConfig, LayerConfig
+from kerngen.runtime.model import DecoderStack, Gemma4
+from kerngen.runtime.ops import Ops
+from kerngen.runtime.weights.layout import CentroidWeights, DrafterWeights
+
+
+class Drafter:
+    """A loaded assistant, bound to its target."""
+
+    def __init__(self, config: DrafterConfig, weights: DrafterWeights, target: Gemma4) -> None:
+        self.config = config
+        self.weights = weights
+        self.target = target
+        self.ops: Ops = target.ops
+        self.stack = DecoderStack(config.text, weights.layers, weights.norm, self.ops)
+        self._donors = {layer.kind: target.config.donor(layer.kind) for layer in config.text.layers}
+
+    def step(self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """One forward. ids [B]: the last known tokens; hidden [B, T]: the target's final hidden state that gave them,
+        or this function's second result; lengths [B] int64: tokens in the cache, and the position drafted from.
+
+        Returns y [B, d], the input of the head, and the hidden state [B, T] for the next draft.
+        """
+        ops = self.ops
+        embedded = self.target.embed(ids).to(ops.dtype)
+        residual = ops.linear(torch.cat((embedded, hidden), dim=-1), self.weights.pre).to(ops.residual_dtype)
+        kv_lens = lengths.to(torch.int32)
+
+        def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
+            w = self.weights.layers[layer.index]
+            q = ops.qkv_norm_rope(
+                qkv, self.config.text.num_q_heads, w.q_norm, None, self.stack.ropes[layer.kind], lengths,
+                None, None, self.config.text.rms_norm_eps,
+            )  # fmt: skip
+            pages = cache.pages(self._donors[layer.kind])
+            window = layer.window + 1 if layer.is_sliding else 0
+            table = cache.groups[layer.kind].block_table
+            return ops.attn_decode(q, pages, table, kv_lens, 1, window).flatten(1)
+
+        h = self.stack.first(residual)
+        for index in range(len(self.stack.layers)):
+            h = self.stack.layer(index, residual, h, attend, None)
+        return h, ops.linear(h, self.weights.post)
+
+    def logits(self, y: Tensor) -> Tensor:
+        """Uncapped logits [B, vocab] fp32. With a centroid head, unselected tokens get the lowest selected logit - 1."""
+        if (centroids := self.weights.centroids) is None:
+            return self.ops.logits(y, self.weights.head, 0.0)
+        ids, logits = self._selected(y, centroids)
+        floor = logits.amin(-1, keepdim=True) - 1.0
+        return floor.expand(-1, self.config.text.vocab_size).scatter(1, ids, logits)
+
+    def greedy(self, y: Tensor) -> Tensor:
+        """The drafted token [B] of each y [B, d]."""
+        if (centroids := self.weights.centroids) is None:
+            return self.ops.greedy(y, self.weights.head, 0.0)
+        ids, logits = self._selected(y, centroids)
+        return ids.gather(1, logits.argmax(-1, keepdim=True)).squeeze(1)
+
+    def draft(self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int) -> Tensor:
+        """`count` greedy drafts [B, count] int64 after ids [B]; arguments as for step."""
+        drafts = []
+        for _ in range(count):
+            y, hidden = self.step(ids, hidden, lengths, cache)
+            ids = self.greedy(y)
+            drafts.append(ids)
+        return torch.stack(drafts, dim=1)
+
+    def _selected(self, y: Tensor, centroids: CentroidWeights) -> tuple[Tensor, Tensor]:
+        """The tokens of the best centroids and their logits, both [B, top_k * vocab / C] (gemma4.md 3.4)."""
+        scores = self.ops.linear(y, centroids.centroids)
+        picked = scores.topk(self.config.centroid_top_k, dim=-1).indices
+        ids = centroids.token_ids[picked].flatten(1)
+        rows = self.weights.embed[ids]  # [B, n, d]
+        return ids, (rows @ y[:, :, None]).squeeze(-1).float()

@@ -1,0 +1,210 @@
+"""The Gemma-4 text forward, exactly as transformers computes it (gemma4.md 2), in terms of `Ops`.
+
+Dense, K = V, shared KV, per-layer embeddings and MoE variants are one code path: what a layer has is in its weights.
+Nothing here waits for the device, so a decode step is captured in a CUDA graph by running it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
+from kerngen.runtime.ops import KVPages, Ops, Rope
+from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one step, on the device. Sequences lie one after the other; B of them, T tokens.
+
+    q_len > 0: every sequence has that many tokens (decode, verification) and cu_seqlens is None. q_len 0: ragged
+    prefill, sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1], max_seqlen of them at most.
+    ids, positions [T] int64; kv_lens [B] int32, this step's tokens included; slots: slot_mapping [T] by layer kind.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    kv_lens: Tensor
+    slots: dict[str, Tensor]
+    q_len: int
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+
+    @staticmethod
+    def decode(ids: Tensor, lengths: Tensor, cache: KVCache) -> Batch:
+        """ids [B, q_len] follow `lengths` [B] int64 committed tokens. All values are computed on the device."""
+        q_len = ids.shape[1]
+        positions = lengths[:, None] + torch.arange(q_len, device=ids.device)
+        slots = {kind: group.slots(positions) for kind, group in cache.groups.items()}
+        return Batch(ids.flatten(), positions.flatten(), (lengths + q_len).to(torch.int32), slots, q_len)
+
+    @staticmethod
+    def prefill(ids: Tensor, start: int, cache: KVCache) -> Batch:
+        """One sequence's chunk: ids [n] at positions start to start + n - 1."""
+        n = len(ids)
+        positions = torch.arange(start, start + n, device=ids.device)
+        slots = {kind: group.slots(positions[None]) for kind, group in cache.groups.items()}
+        ends = torch.tensor([0, n], dtype=torch.int32, device=ids.device)
+        kv_lens = torch.tensor([start + n], dtype=torch.int32, device=ids.device)
+        return Batch(ids, positions, kv_lens, slots, 0, ends, n)
+
+    def last_tokens(self) -> tuple[Tensor, Batch]:
+        """The rows of each sequence's last token, and a decode batch (q_len 1) of those. Prefill only."""
+        if self.cu_seqlens is None:
+            raise TypeError("a decode batch has no last token to cut to")
+        rows = self.cu_seqlens[1:].long() - 1
+        slots = {kind: slot[rows] for kind, slot in self.slots.items()}
+        return rows, Batch(self.ids[rows], self.positions[rows], self.kv_lens, slots, 1)
+
+
+def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:
+    """Frequencies of one layer type: the denominator is the whole head_dim for both kinds (gemma4.md 2.3)."""
+    exponents = torch.arange(0, 2 * config.num_rotated, 2, dtype=torch.float32) / head_dim
+    inv_freq = torch.zeros(head_dim // 2, dtype=torch.float32)
+    inv_freq[: config.num_rotated] = 1.0 / (config.theta**exponents) / config.factor
+    return Rope(head_dim, config.theta, config.num_rotated, config.factor, inv_freq.to(device))
+
+
+def rounded_scale(value: float, dtype: torch.dtype) -> float:
+    """`value` as the embedding's dtype holds it: sqrt(5376) becomes 73.5 in bf16 (gemma4.md 2.6)."""
+    return float(torch.tensor(value, dtype=dtype))
+
+
+Attend = Callable[[LayerConfig, Tensor], Tensor]
+
+
+class DecoderStack:
+    """The layers that a target and its drafter have in common; `attend` says whose cache is read and how."""
+
+    def __init__(self, config: ModelConfig, layers: tuple[LayerWeights, ...], norm: Tensor, ops: Ops) -> None:
+        self.config = config
+        self.layers = layers
+        self.norm = norm
+        self.ops = ops
+        dims = {layer.kind: layer.head_dim for layer in config.layers}
+        self.ropes = {kind: make_rope(rope, dims[kind], ops.device) for kind, rope in config.rope.items()}
+
+    def first(self, residual: Tensor) -> Tensor:
+        """The normed input of layer 0."""
+        return self.ops.rmsnorm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
+
+    def layer(self, index: int, residual: Tensor, h: Tensor, attend: Attend, ple: Tensor | None) -> Tensor:
+        """Layer `index` on `residual` [T, H] (updated in place) and its normed input `h`; ple [T, P] or None.
+
+        Returns the next layer's normed input, or the final norm's output after the last layer.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        w = self.layers[index]
+        is_last = index + 1 == len(self.layers)
+        next_norm = self.norm if is_last else self.layers[index + 1].input_norm
+        attended = ops.linear(attend(self.config.layers[index], ops.linear(h, w.qkv)), w.out)
+        h = _some(ops.add_norm(residual, attended, w.post_attention_norm, None, w.pre_ffn_norm, eps))
+        h = ops.linear(ops.gelu_gate(ops.linear(h, w.gate_up)), w.down)
+        if w.moe is not None:
+            h = ops.rmsnorm(h, w.moe.dense_norm, eps) + self._experts(residual, w.moe)
+        if w.ple is None or ple is None:
+            return _some(ops.add_norm(residual, h, w.post_ffn_norm, w.scalar, next_norm, eps))
+        ops.add_norm(residual, h, w.post_ffn_norm, None, None, eps)
+        gated = ops.gelu_mul(ops.linear(residual.to(ops.dtype), w.ple.gate), ple)
+        h = ops.linear(gated, w.ple.projection)
+        return _some(ops.add_norm(residual, h, w.ple.post_norm, w.scalar, next_norm, eps))
+
+    def _experts(self, residual: Tensor, moe: MoeWeights) -> Tensor:
+        """Routed experts of the residual before the FFN (gemma4.md 2.4), with their own norms. Returns [T, H]."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        scaled = ops.rmsnorm(residual, None, eps) * moe.router_scale * self.config.hidden_size**-0.5
+        ids, weights = ops.moe_route(ops.linear(scaled, moe.router), moe.per_expert_scale, self.config.top_k_experts)
+        x = ops.rmsnorm(residual, moe.pre_norm, eps)
+        return ops.rmsnorm(ops.experts(x, moe.gate_up, moe.down, ids, weights), moe.post_norm, eps)
+
+
+def _some(h: Tensor | None) -> Tensor:
+    if h is None:
+        raise TypeError("add_norm returned nothing although it was given a next norm")
+    return h
+
+
+class Gemma4:
+    """A loaded target model."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.stack = DecoderStack(config, weights.layers, weights.norm, ops)
+        self.embed_scale = rounded_scale(config.embed_scale, ops.dtype)
+        self._ple_scale = rounded_scale(config.ple_size**0.5, ops.dtype)
+        # Layers from here on write no cache: of a prefill chunk they only need the token whose logits are wanted.
+        shared = [layer.index for layer in config.layers if not layer.owns_kv]
+        self._first_shared = min(shared, default=len(config.layers))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The scaled input embedding [T, H] of ids [T], in residual_dtype."""
+        return self.ops.embed(ids, self.weights.embed, self.embed_scale)
+
+    def forward(self, batch: Batch, cache: KVCache, *, outputs: str = "all") -> Tensor:
+        """Writes the batch's K and V, and returns the hidden states after the final norm, in `ops.dtype`.
+
+        outputs: "all" for every token [T, H]; of a prefill also "last", each sequence's last token [B, H], and "none"
+        for an empty tensor [0, H] (a chunk that is not the prompt's last needs only its K and V).
+        """
+        residual = self.embed(batch.ids)
+        ple = self._ple(batch.ids, residual)
+        h = self.stack.first(residual)
+        for index in range(len(self.stack.layers)):
+            if index == self._first_shared and outputs != "all":
+                if outputs == "none":
+                    return h[:0]
+                rows, batch = batch.last_tokens()
+                residual, h = residual[rows], h[rows]
+                ple = None if ple is None else ple[rows]
+            attend = self._attend(batch, cache)
+            h = self.stack.layer(index, residual, h, attend, None if ple is None else ple[:, index])
+        if outputs == "none":
+            return h[:0]
+        if outputs == "last" and batch.cu_seqlens is not None:
+            return h[batch.cu_seqlens[1:].long() - 1]
+        return h
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Capped logits [n, vocab] fp32 of hidden states [n, H] after the final norm."""
+        return self.ops.logits(hidden, self.weights.head, self.config.logit_cap)
+
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """The likeliest token [n] int64 of each hidden state [n, H]."""
+        return self.ops.greedy(hidden, self.weights.head, self.config.logit_cap)
+
+    def _ple(self, ids: Tensor, residual: Tensor) -> Tensor | None:
+        if (ple := self.weights.ple) is None:
+            return None
+        context = self.ops.linear(residual.to(self.ops.dtype), ple.projection)
+        scale = self.config.hidden_size**-0.5
+        return self.ops.ple_inputs(ids, ple.table, self._ple_scale, context, scale, ple.norm, self.config.rms_norm_eps)
+
+    def _attend(self, batch: Batch, cache: KVCache) -> Attend:
+        ops, config = self.ops, self.config
+
+        def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
+            w = self.weights.layers[layer.index]
+            pages = cache.pages(layer)
+            own = layer.owns_kv
+            q = ops.qkv_norm_rope(
+                qkv, config.num_q_heads, w.q_norm, w.k_norm, self.stack.ropes[layer.kind], batch.positions,
+                pages if own else None, batch.slots[layer.kind] if own else None, config.rms_norm_eps,
+            )  # fmt: skip
+            table = cache.groups[layer.kind].block_table
+            if batch.cu_seqlens is None:
+                out = ops.attn_decode(q, pages, table, batch.kv_lens, batch.q_len, layer.window)
+            else:
+                out = ops.attn_prefill(q, pages, table, batch.kv_lens, batch.cu_seqlens, batch.max_seqlen, layer.window)
+            return out.flatten(1)  # [T, nq * d]
+
+        return attend
+
+
+__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "KVPages", "make_rope", "rounded_scale"]

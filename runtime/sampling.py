@@ -1,0 +1,91 @@
+"""From logits to tokens: greedy, or temperature, top-k and top-p; and which drafts a sampled step accepts.
+
+Random numbers come as tensors of uniforms, made once from the seed and indexed by token position, so that a step has no
+state of its own, can be captured in a CUDA graph, and draws the same on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kerngen.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """temperature 0 is greedy. top_k 0 and top_p 1 keep every token. Filters apply in that order, as transformers'."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"temperature {self.temperature} is not a number from 0")
+        if self.top_k < 0:
+            raise UsageError(f"top_k {self.top_k} is negative; 0 keeps every token")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p {self.top_p} is not in (0, 1]")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise UsageError(f"seed {self.seed} does not fit in 64 bits")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    def uniforms(self, count: int) -> Tensor:
+        """[count, 2] fp32 in [0, 1) on the CPU: for each position, one to accept a draft with and one to sample."""
+        return torch.rand(count, 2, generator=torch.Generator().manual_seed(self.seed))
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The tokens that survive the filters and their probabilities, likeliest first.
+
+    logits [n, vocab] fp32. Returns ids [n, m] int64 and probs [n, m] fp32 that sum to 1 (0 where filtered).
+    """
+    scaled = logits / sampling.temperature
+    vocab = logits.shape[-1]
+    top = scaled.topk(min(sampling.top_k, vocab), dim=-1) if sampling.top_k else scaled.sort(-1, descending=True)
+    probs = torch.softmax(top[0], dim=-1)
+    if sampling.top_p < 1:
+        before = probs.cumsum(-1) - probs  # the mass of likelier tokens: keep until it reaches top_p
+        probs = torch.where(before < sampling.top_p, probs, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return top[1], probs
+
+
+def sample(ids: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
+    """One token [n] int64 a row, by inverting the cumulative distribution; probs [n, m] need not sum to 1."""
+    cdf = probs.cumsum(-1)
+    target = (uniforms * cdf[:, -1])[:, None]
+    # The first entry whose cumulative mass exceeds the target: never one of mass 0.
+    index = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[-1] - 1)
+    return ids.gather(1, index).squeeze(1)
+
+
+def accept_greedy(drafts: Tensor, targets: Tensor) -> Tensor:
+    """How many drafts [B, k] match what the target chose [B, k + 1], from the first on. Returns [B] int64."""
+    return (drafts == targets[:, :-1]).long().cumprod(1).sum(1)
+
+
+def accept_sampled(drafts: Tensor, ids: Tensor, probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept greedy drafts without changing the distribution: a draft is a one-hot proposal (gemma4.md 3.5).
+
+    Draft i is accepted with its probability p_i; at the first rejection the token is drawn from p without that draft,
+    after the last acceptance from p itself. drafts [B, k]; ids, probs [B, k + 1, m]; uniforms [B, k + 1, 2].
+    Returns num_accepted [B] and tokens [B, k + 1], of which the first num_accepted + 1 are valid.
+    """
+    batch, count = drafts.shape
+    hit = ids == torch.nn.functional.pad(drafts, (0, 1), value=-1)[..., None]  # the last row has no draft
+    p_draft = (probs * hit).sum(-1)[:, :count]
+    accepted = (uniforms[:, :count, 0] < p_draft).long().cumprod(1).sum(1)
+    rest = torch.where(hit, 0.0, probs)
+    drawn = sample(ids.flatten(0, 1), rest.flatten(0, 1), uniforms[..., 1].flatten()).view(batch, count + 1)
+    row = torch.arange(count + 1, device=drafts.device)
+    kept = torch.nn.functional.pad(drafts, (0, 1))
+    return accepted, torch.where(row < accepted[:, None], kept, drawn)

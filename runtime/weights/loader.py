@@ -1,0 +1,272 @@
+"""Loads a Gemma-4 checkpoint or its drafter: verify every header, then copy, fuse and repack.
+
+Nothing is allocated before all tensors that config.json implies were found with the right shapes and no tensor of the
+text model is left over: a file and a config that contradict each other never get as far as the device. Tensor names:
+gemma4.md 3.2 and 4.1; `model.language_model.` in multimodal checkpoints, `model.` in text-only ones.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kerngen.errors import CheckpointError
+from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
+from kerngen.runtime.ops import DenseLinear, Linear, Ops, W4Linear
+from kerngen.runtime.weights.layout import (
+    CentroidWeights,
+    DrafterWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+    PleLayerWeights,
+    PleWeights,
+)
+from kerngen.runtime.weights.quantized import FLOATS, check_packed, dequantize, is_packed
+from kerngen.runtime.weights.safetensors import Checkpoint
+
+# Stored by the E-series on layers that own no cache, and never used there (gemma4.md 4.1).
+DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
+
+
+def load_model(folder: Path, config: ModelConfig, ops: Ops) -> ModelWeights:
+    """The target model's weights on `ops.device`. Raises CheckpointError before allocating anything."""
+    source = _Source(Checkpoint(folder), config, ops)
+    prefix = _find_prefix(source.checkpoint)
+    _model(source, prefix)
+    source.finish(prefix)
+    source.is_dry = False
+    return _model(source, prefix)
+
+
+def load_drafter(folder: Path, config: DrafterConfig, ops: Ops) -> DrafterWeights:
+    """The assistant's weights on `ops.device`; always dense. Raises CheckpointError before allocating anything."""
+    source = _Source(Checkpoint(folder), config.text, ops)
+    source.used.add("lm_head.weight")  # an alias of the drafter's own table
+    _drafter(source, config)
+    source.finish("")
+    source.is_dry = False
+    return _drafter(source, config)
+
+
+def _find_prefix(checkpoint: Checkpoint) -> str:
+    known = ("model.language_model.", "model.", "language_model.model.")
+    for prefix in known:
+        if f"{prefix}embed_tokens.weight" in checkpoint:
+            return prefix
+    names = ", ".join(f"{prefix}embed_tokens.weight" for prefix in known)
+    raise CheckpointError(f"{checkpoint.folder} holds no embedding table; looked for {names}")
+
+
+class _Source:
+    """Where weights come from. A dry pass checks names, shapes and dtypes and returns tensors without storage."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.ops = ops
+        self.is_dry = True
+        self.used: set[str] = set()
+
+    def finish(self, prefix: str) -> None:
+        """Raise CheckpointError if a tensor of the model was not asked for: then config.json says too little."""
+        owners = {layer.index for layer in self.config.layers if layer.owns_kv}
+        for name in sorted(n for n in self.checkpoint.names if n.startswith(prefix)):
+            dead = DEAD_KV.fullmatch(name.removeprefix(prefix))
+            if name not in self.used and not (dead and int(dead[1]) not in owners):
+                shape = list(self.checkpoint.shape(name))
+                raise CheckpointError(
+                    f"{self.checkpoint.folder} holds {name} {shape}, which its config.json does not account for"
+                )
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A float tensor in `ops.dtype`, or an integer one where `dtype` names it."""
+        out = self._allocate(shape, dtype or self.ops.dtype)
+        self._copy(name, out, FLOATS if dtype is None else ("I64", "I32"))
+        return out
+
+    def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
+        """The linears called `parts` (module, out_features), one under the other, repacked for the backend.
+
+        Stays packed if all of them are; a mixture becomes dense.
+        """
+        packed = [is_packed(self.checkpoint, self.config.quant, module) for module, _ in parts]
+        rows = sum(out for _, out in parts)
+        weights = self._packed(parts, rows, in_features) if all(packed) else self._dense(parts, packed, in_features)
+        return weights if self.is_dry else self.ops.prepare(weights)
+
+    def dense(self, module: str, out: Tensor) -> None:
+        """Fill `out` [out_features, in_features] with one linear, unpacking it if need be."""
+        if not is_packed(self.checkpoint, self.config.quant, module):
+            self._copy(f"{module}.weight", out, FLOATS)
+        else:
+            rows, cols = out.shape
+            weights = self._packed([(module, rows)], rows, cols)
+            if not self.is_dry:
+                out.copy_(dequantize(weights))
+
+    def _dense(self, parts: Sequence[tuple[str, int]], packed: list[bool], in_features: int) -> DenseLinear:
+        out = self._allocate((sum(n for _, n in parts), in_features), self.ops.dtype)
+        for (module, _), rows in zip(parts, out.split([n for _, n in parts]), strict=True):
+            self.dense(module, rows)
+        return DenseLinear(out)
+
+    def _packed(self, parts: Sequence[tuple[str, int]], rows: int, in_features: int) -> W4Linear:
+        if (quant := self.config.quant) is None:
+            raise CheckpointError(f"{self.checkpoint.folder}: {parts[0][0]} is packed without a quantization_config")
+        for module, out in parts:
+            self.used |= check_packed(self.checkpoint, quant, module, (out, in_features))
+        packed = self._allocate((rows, in_features // 8), torch.int32)
+        scales = self._allocate((rows, in_features // quant.group_size), self.ops.dtype)
+        sizes = [out for _, out in parts]
+        for (module, _), p, s in zip(parts, packed.split(sizes), scales.split(sizes), strict=True):
+            self._copy(f"{module}.weight_packed", p, ("I32",))
+            self._copy(f"{module}.weight_scale", s, FLOATS)
+        return W4Linear(packed, scales, rows, in_features, quant.group_size)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta" if self.is_dry else self.ops.device)
+
+    def _copy(self, name: str, out: Tensor, dtypes: tuple[str, ...]) -> None:
+        self.used.add(name)
+        self.checkpoint.require(name, tuple(out.shape), dtypes)
+        if not self.is_dry:
+            out.copy_(self.checkpoint.tensor(name))
+
+
+def _model(source: _Source, prefix: str) -> ModelWeights:
+    config = source.config
+    hidden = config.hidden_size
+    embed = source.tensor(f"{prefix}embed_tokens.weight", config.vocab_size, hidden)
+    ple = None
+    if config.ple_size:
+        width = len(config.layers) * config.ple_size
+        ple = PleWeights(
+            table=source.tensor(f"{prefix}embed_tokens_per_layer.weight", config.ple_vocab_size, width),
+            projection=source.linear([(f"{prefix}per_layer_model_projection", width)], hidden),
+            norm=source.tensor(f"{prefix}per_layer_projection_norm.weight", config.ple_size),
+        )
+    return ModelWeights(
+        embed=embed,
+        layers=tuple(_layer(source, f"{prefix}layers.{layer.index}", layer) for layer in config.layers),
+        norm=source.tensor(f"{prefix}norm.weight", hidden),
+        head=_head(source, embed),
+        ple=ple,
+    )
+
+
+def _head(source: _Source, embed: Tensor) -> Linear:
+    """lm_head. Tied models may store a copy of the table (the W4A16 releases do): it is compared and dropped."""
+    config, checkpoint = source.config, source.checkpoint
+    if not config.tied or is_packed(checkpoint, config.quant, "lm_head"):
+        return source.linear([("lm_head", config.vocab_size)], config.hidden_size)
+    if "lm_head.weight" in checkpoint:
+        source.used.add("lm_head.weight")
+        checkpoint.require("lm_head.weight", (config.vocab_size, config.hidden_size), FLOATS)
+        if not source.is_dry and not _same(checkpoint.tensor("lm_head.weight"), embed):
+            warnings.warn(
+                f"{checkpoint.folder}: lm_head.weight differs from embed_tokens.weight, which is used for both "
+                "because config.json says tie_word_embeddings",
+                stacklevel=2,
+            )
+    head = DenseLinear(embed)
+    return head if source.is_dry else source.ops.prepare(head)
+
+
+def _same(stored: Tensor, table: Tensor, rows: int = 8192) -> bool:
+    pairs = zip(stored.split(rows), table.split(rows), strict=True)
+    return all(torch.equal(a.to(b.device, b.dtype), b) for a, b in pairs)
+
+
+def _layer(source: _Source, name: str, layer: LayerConfig) -> LayerWeights:
+    config = source.config
+    hidden, dim = config.hidden_size, layer.head_dim
+    attn, mlp = f"{name}.self_attn", f"{name}.mlp"
+    q_size, kv_size = config.num_q_heads * dim, layer.num_kv_heads * dim
+    parts = [(f"{attn}.q_proj", q_size)]
+    if layer.owns_kv:
+        parts.append((f"{attn}.k_proj", kv_size))
+        if not layer.v_is_k:
+            parts.append((f"{attn}.v_proj", kv_size))
+    return LayerWeights(
+        input_norm=source.tensor(f"{name}.input_layernorm.weight", hidden),
+        post_attention_norm=source.tensor(f"{name}.post_attention_layernorm.weight", hidden),
+        pre_ffn_norm=source.tensor(f"{name}.pre_feedforward_layernorm.weight", hidden),
+        post_ffn_norm=source.tensor(f"{name}.post_feedforward_layernorm.weight", hidden),
+        scalar=source.tensor(f"{name}.layer_scalar", 1),
+        qkv=source.linear(parts, hidden),
+        q_norm=source.tensor(f"{attn}.q_norm.weight", dim),
+        k_norm=source.tensor(f"{attn}.k_norm.weight", dim) if layer.owns_kv else None,
+        out=source.linear([(f"{attn}.o_proj", hidden)], q_size),
+        gate_up=source.linear([(f"{mlp}.{part}_proj", layer.intermediate_size) for part in ("gate", "up")], hidden),
+        down=source.linear([(f"{mlp}.down_proj", hidden)], layer.intermediate_size),
+        moe=_moe(source, name) if config.num_experts else None,
+        ple=_ple_layer(source, name) if config.ple_size else None,
+    )
+
+
+def _ple_layer(source: _Source, name: str) -> PleLayerWeights:
+    hidden, size = source.config.hidden_size, source.config.ple_size
+    return PleLayerWeights(
+        gate=source.linear([(f"{name}.per_layer_input_gate", size)], hidden),
+        projection=source.linear([(f"{name}.per_layer_projection", hidden)], size),
+        post_norm=source.tensor(f"{name}.post_per_layer_input_norm.weight", hidden),
+    )
+
+
+def _moe(source: _Source, name: str) -> MoeWeights:
+    config = source.config
+    num, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+    if f"{name}.experts.gate_up_proj" in source.checkpoint:
+        gate_up = source.tensor(f"{name}.experts.gate_up_proj", num, 2 * inner, hidden)
+        down = source.tensor(f"{name}.experts.down_proj", num, hidden, inner)
+    else:  # community W4A16 files keep one linear per expert and projection (gemma4.md 4.3)
+        device = "meta" if source.is_dry else source.ops.device
+        gate_up = torch.empty((num, 2 * inner, hidden), dtype=source.ops.dtype, device=device)
+        down = torch.empty((num, hidden, inner), dtype=source.ops.dtype, device=device)
+        for e in range(num):
+            source.dense(f"{name}.experts.{e}.gate_proj", gate_up[e, :inner])
+            source.dense(f"{name}.experts.{e}.up_proj", gate_up[e, inner:])
+            source.dense(f"{name}.experts.{e}.down_proj", down[e])
+    return MoeWeights(
+        router_scale=source.tensor(f"{name}.router.scale", hidden),
+        router=source.linear([(f"{name}.router.proj", num)], hidden),
+        per_expert_scale=source.tensor(f"{name}.router.per_expert_scale", num),
+        gate_up=gate_up,
+        down=down,
+        dense_norm=source.tensor(f"{name}.post_feedforward_layernorm_1.weight", hidden),
+        pre_norm=source.tensor(f"{name}.pre_feedforward_layernorm_2.weight", hidden),
+        post_norm=source.tensor(f"{name}.post_feedforward_layernorm_2.weight", hidden),
+    )
+
+
+def _drafter(source: _Source, config: DrafterConfig) -> DrafterWeights:
+    text = config.text
+    hidden, vocab, count = text.hidden_size, text.vocab_size, config.num_centroids
+    embed = source.tensor("model.embed_tokens.weight", vocab, hidden)
+    centroids = None
+    if count:
+        ids = source.tensor("masked_embedding.token_ordering", vocab, dtype=torch.int64)
+        if not source.is_dry and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise CheckpointError(
+                f"{source.checkpoint.folder}: masked_embedding.token_ordering names tokens outside 0 to {vocab - 1}"
+            )
+        centroids = CentroidWeights(
+            centroids=source.linear([("masked_embedding.centroids", count)], hidden),
+            token_ids=ids.view(count, vocab // count),
+        )
+    head = DenseLinear(embed)
+    return DrafterWeights(
+        embed=embed,
+        layers=tuple(_layer(source, f"model.layers.{layer.index}", layer) for layer in text.layers),
+        norm=source.tensor("model.norm.weight", hidden),
+        head=head if source.is_dry else source.ops.prepare(head),
+        pre=source.linear([("pre_projection", hidden)], 2 * config.backbone_hidden_size),
+        post=source.linear([("post_projection", config.backbone_hidden_size)], hidden),
+        centroids=centroids,
+    )

@@ -1,0 +1,196 @@
+"""Reads safetensors files without believing them.
+
+Format (huggingface/safetensors README): 8 bytes little-endian header size, a JSON header {name: {dtype, shape,
+data_offsets}}, then the data; tensors fill it without gaps or overlaps. Everything is checked against the file's size
+before a byte of data is touched, so that a torn or lying file is one CheckpointError and never a huge allocation.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.errors import CheckpointError
+from kerngen.runtime.config import read_json
+
+MAX_HEADER_BYTES = 100_000_000  # the limit that the reference implementation uses
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor as the header describes it. start: byte offset in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+class SafetensorsFile:
+    """One file, mapped. `entries` is verified; tensors are views of the map until they are copied."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as f:
+                size = os.fstat(f.fileno()).st_size
+                self.entries = _read_header(path, f.read(8), f, size)
+                self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as e:
+            raise CheckpointError(f"{path} cannot be read: {e.strerror or e}") from e
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the file's bytes, on the CPU, valid while this object lives. Do not write to it."""
+        entry = self.entries[name]
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name} is stored as {entry.dtype}; known: {', '.join(DTYPES)}")
+        dtype = DTYPES[entry.dtype]
+        if entry.num_bytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start)
+        if entry.start % dtype.itemsize:  # the format does not promise alignment
+            flat = flat.clone()
+        return flat.view(dtype).view(entry.shape)
+
+
+def _read_header(path: Path, head: bytes, f: Any, size: int) -> dict[str, Entry]:
+    """Parse and verify the header of a file of `size` bytes. Raises CheckpointError."""
+    if len(head) < 8:
+        raise CheckpointError(f"{path} is truncated: {size} B hold no safetensors header")
+    length = int.from_bytes(head, "little")
+    if length > MAX_HEADER_BYTES or 8 + length > size:
+        raise CheckpointError(
+            f"{path} is truncated or not safetensors: the header claims {length:,} B, the file has {size:,} B"
+        )
+    try:
+        header = json.loads(f.read(length).decode("utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: the header is not JSON: {e}") from e
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header is not a JSON object")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, raw, 8 + length) for name, raw in header.items()}
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if entry.start != end:
+            what = "overlaps its neighbour" if entry.start < end else "leaves a gap before it"
+            raise CheckpointError(f"{path}: {name} {what}: it starts at byte {entry.start:,}, not {end:,}")
+        end += entry.num_bytes
+        if end > size:
+            raise CheckpointError(f"{path} is truncated: {name} ends at byte {end:,}, the file has {size:,}")
+    if end != size:
+        raise CheckpointError(f"{path}: {size - end:,} B follow the last tensor")
+    return entries
+
+
+def _entry(path: Path, name: str, raw: Any, data_start: int) -> Entry:
+    """One header row: known dtype, sane shape, and offsets that span exactly its elements."""
+    if not isinstance(raw, dict) or not {"dtype", "shape", "data_offsets"} <= raw.keys():
+        raise CheckpointError(f"{path}: {name} lacks one of dtype, shape, data_offsets")
+    dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{path}: {name} has the unknown dtype {dtype!r}")
+    if not _is_sizes(shape) or len(shape) > 8:
+        raise CheckpointError(f"{path}: {name} has the impossible shape {str(shape)[:80]}")
+    if not _is_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{path}: {name} has the impossible data_offsets {str(offsets)[:80]}")
+    begin, end = offsets
+    need = prod(shape) * ITEM_BYTES[dtype]
+    if end - begin != need:
+        raise CheckpointError(
+            f"{path}: {name} is {dtype} {shape}, which takes {need:,} B, but its data_offsets span {end - begin:,} B"
+        )
+    return Entry(dtype, tuple(shape), data_start + begin, need)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 48 for v in value
+    )
+
+
+class Checkpoint:
+    """All tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        self._files: dict[str, SafetensorsFile] = {}
+        if index.is_file():
+            self._open_shards(index)
+        elif single.is_file():
+            file = SafetensorsFile(single)
+            self._files = dict.fromkeys(file.entries, file)
+        else:
+            hint = "only safetensors are read; convert other formats first"
+            raise CheckpointError(f"{folder} holds no model.safetensors and no {index.name}", hint=hint)
+
+    def _open_shards(self, index: Path) -> None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: weight_map is missing or empty")
+        shards: dict[str, SafetensorsFile] = {}
+        for name, shard in weight_map.items():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(f"{index}: {name} lies in {shard!r}, which is not a file name")
+            if shard not in shards:
+                if not (self.folder / shard).is_file():
+                    raise CheckpointError(f"{self.folder / shard} is missing; {index.name} puts {name} there")
+                shards[shard] = SafetensorsFile(self.folder / shard)
+            if name not in shards[shard].entries:
+                raise CheckpointError(f"{self.folder / shard} lacks {name}, which {index.name} puts there")
+            self._files[name] = shards[shard]
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files[name].entries[name].shape
+
+    def dtype(self, name: str) -> str:
+        """The stored dtype in safetensors' spelling (BF16)."""
+        return self._files[name].entries[name].dtype
+
+    def require(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+        """Raise CheckpointError unless `name` is stored with this shape and one of these dtypes. Reads no data."""
+        if name not in self._files:
+            raise CheckpointError(f"{self.folder} lacks the tensor {name} {list(shape)} that its config.json implies")
+        path = self._files[name].path
+        if self.shape(name) != shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(self.shape(name))}; config.json implies {list(shape)}"
+            )
+        if self.dtype(name) not in dtypes:
+            raise CheckpointError(f"{path}: {name} is {self.dtype(name)}; it must be {' or '.join(dtypes)}")
+
+    def tensor(self, name: str) -> Tensor:
+        """A read-only view on the CPU; copy it before changing anything."""
+        return self._files[name].tensor(name)

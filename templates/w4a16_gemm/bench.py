@@ -1,0 +1,26 @@
+"""Gemma-4 31B's four products, and what a dense 16-bit product of the same shape takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kerngen.templates.kernel import Case
+from kerngen.templates.w4a16_gemm.cases import case_for
+from kerngen.templates.w4a16_gemm.pack import dequantize, unpack
+from kerngen.templates.w4a16_gemm.spec import Problem
+
+# (n, k): gate and up, down, q k v of a sliding layer, o of a sliding layer
+_SHAPES = ((43008, 5376), (5376, 21504), (16384, 5376), (5376, 8192))
+BENCH_CASES = tuple(
+    case_for(Problem(n, k, 32, "bf16", m)) for m in (1, 4, 8, 16, 32, 64, 4096) for n, k in _SHAPES
+)
+
+
+def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """cuBLAS on the dequantized weights: four times the bytes, no unpacking."""
+    weight = dequantize(*unpack(inputs["w_packed"], inputs["scales"])).to(inputs["x"].dtype)
+    x = inputs["x"]
+    return {"cublas dense": lambda: torch.nn.functional.linear(x, weight)}

@@ -1,0 +1,66 @@
+"""Shapes that tests, bench and tuner share: every edge of M, N, K and group first, then the model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.templates.kernel import Case
+from kerngen.templates.w4a16_gemm.pack import pack
+from kerngen.templates.w4a16_gemm.spec import Problem
+
+
+def _case(n: int, k: int, group: int, dtype: str, m: int) -> Case:
+    return Case(f"{n}x{k}_g{group}_{dtype}_m{m}", Problem(n, k, group, dtype, m), seed=n + k + m)
+
+
+_TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200)
+CASES = (
+    *(_case(256, 384, 32, "fp16", m) for m in _TOKENS),
+    *(_case(256, 384, 32, "bf16", m) for m in _TOKENS),
+    *(_case(192, 256, 64, dtype, m) for dtype in ("fp16", "bf16") for m in (1, 9, 65)),
+    *(_case(320, 384, 128, dtype, m) for dtype in ("fp16", "bf16") for m in (1, 33, 129)),
+    *(_case(128, 128, g, "fp16", m) for g in (32, 64, 128) for m in (1, 70)),
+    # N and K that no tile divides: 704 = 11 x 64, 2112 = 33 x 64, 96 = 3 x 32, and a single strip
+    *(_case(32, 32, 32, dtype, m) for dtype in ("fp16", "bf16") for m in (1, 3)),
+    *(_case(96, 96, 32, "fp16", m) for m in (5, 66)),
+    *(_case(2816, 704, 32, dtype, m) for dtype in ("fp16", "bf16") for m in (1, 40, 100)),
+    *(_case(704, 2112, 64, "fp16", m) for m in (1, 16, 260)),
+    *(_case(1056, 2816, 128, "bf16", m) for m in (4, 64, 500)),
+    # long K on few tiles: every tile is shared by many blocks
+    *(_case(64, 21504, 32, dtype, m) for dtype in ("fp16", "bf16") for m in (1, 24)),
+)
+
+
+def inputs(case: Case, device: str) -> dict[str, Any]:
+    """Every argument but the workspace. W has a standard deviation of about K ** -0.5, x of 1; out is NaN.
+
+    out: [M, N]. x: [M, K]. w_packed, scales: see pack.py.
+    """
+    p = case.problem
+    dtype = torch.bfloat16 if p.dtype == "bf16" else torch.float16
+    generator = torch.Generator(device).manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    words = torch.randint(
+        -(2**31), 2**31, (p.n, p.k // 8), generator=generator, device=device, dtype=torch.int64
+    )
+    # uniform on -8..7: a standard deviation of 4.6
+    scale = (1 + 0.25 * normal(p.n, p.k // p.group_size).clamp(-3, 3)) / (4.6 * p.k**0.5)
+    w_packed, scales = pack(words.to(torch.int32), scale.to(dtype))
+    return {
+        "out": torch.full((p.num_tokens, p.n), float("nan"), dtype=dtype, device=device),
+        "x": normal(p.num_tokens, p.k).to(dtype),
+        "w_packed": w_packed,
+        "scales": scales,
+        "num_tokens": p.num_tokens,
+    }
+
+
+def case_for(problem: Problem) -> Case:
+    p = problem
+    return _case(p.n, p.k, p.group_size, p.dtype, p.num_tokens)

@@ -1,0 +1,33 @@
+"""The product in fp32 from the unpacked weights. Source of the format: compressed-tensors, "pack-quantized"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kerngen.templates.kernel import Tolerance
+from kerngen.templates.w4a16_gemm.pack import dequantize, unpack
+from kerngen.templates.w4a16_gemm.spec import Problem
+
+
+def w4a16_gemm(x: Tensor, weight_packed: Tensor, weight_scale: Tensor) -> Tensor:
+    """x [M, K] times dequant(W) [N, K] transposed, in fp32: [M, N]. W in compressed-tensors' layout."""
+    return x.float() @ dequantize(weight_packed, weight_scale).T
+
+
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    weight_packed, weight_scale = unpack(inputs["w_packed"], inputs["scales"])
+    return {"out": w4a16_gemm(inputs["x"], weight_packed, weight_scale)}
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """cases.py scales W so that outputs have a standard deviation near 1."""
+    eps = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11  # half a unit in the last place
+    return Tolerance(
+        atol=3 * eps,
+        rtol=1.5 * eps,
+        why="each weight, and the output, is rounded once to 16 bits (relative error up to half an ulp, 0.4 of it "
+        "in the mean); a sum of K such errors is a normal variable of 0.4 eps times the output's deviation, 1, and "
+        "its largest of 10^6 is 5 deviations: 2 eps. fp32 sums add less than eps / 10",
+    )

@@ -1,0 +1,179 @@
+"""w4a16_gemm without a GPU: the repack against compressed-tensors' definition, refusals, and the cutting of work."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from kerngen.arch import ARCHES, find_arch
+from kerngen.errors import ProblemError
+from kerngen.templates.w4a16_gemm import cases, reference, spec
+from kerngen.templates.w4a16_gemm.pack import dequantize, pack, unpack
+from kerngen.templates.w4a16_gemm.spec import Config, Problem
+
+
+def _random(n: int, k: int, group: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=g).to(torch.int32)
+    return words, torch.rand(n, k // group, generator=g).to(torch.bfloat16)
+
+
+def test_dequantize_reads_compressed_tensors_nibbles() -> None:
+    # The worked example of the format: nibbles of columns 0..7 are 8 9 7 15 0 8 8 8.
+    words = torch.tensor([[0x8880F798 - (1 << 32)] * 4], dtype=torch.int32)
+    got = dequantize(words, torch.tensor([[0.5]], dtype=torch.bfloat16))
+    assert got[0, :8].tolist() == [0.0, 0.5, -0.5, 3.5, -4.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("n", "k", "group"), [(32, 32, 32), (96, 704, 64), (64, 2112, 32), (128, 384, 128)])
+def test_unpack_is_the_exact_inverse_of_pack(n: int, k: int, group: int) -> None:
+    words, scale = _random(n, k, group)
+    w_packed, scales = pack(words, scale)
+    assert w_packed.shape == (n // 32, k // 32, 32, 4)
+    assert scales.shape == (n // 32, k // group, 32)
+    again, scale_again = unpack(w_packed, scales)
+    assert torch.equal(again, words)
+    assert torch.equal(scale_again, scale)
+
+
+def test_packed_words_hold_the_fragments_that_the_kernel_reads() -> None:
+    """Lane 4 g + t, word 2 s + j, nibble i (low half) and i + 4 (high half) of the pair that is fragment i."""
+    n, k = 64, 96
+    words, scale = _random(n, k, 32, seed=3)
+    q = dequantize(words, torch.ones_like(scale))  # exact integers
+    w_packed, _ = pack(words, scale)
+    for strip, tile, lane, word, nibble in [
+        (0, 0, 0, 0, 0),
+        (1, 2, 31, 3, 7),
+        (0, 1, 13, 2, 5),
+        (1, 0, 22, 1, 3),
+    ]:
+        value = (int(w_packed[strip, tile, lane, word]) >> (4 * nibble)) & 15
+        g, t, s, j, i, high = lane // 4, lane % 4, word // 2, word % 2, nibble % 4, nibble // 4
+        row, column = strip * 32 + 4 * g + 2 * s + i % 2, tile * 32 + 8 * t + 4 * j + 2 * (i // 2) + high
+        assert value - 8 == q[row, column]
+
+
+def test_strips_pack_independently() -> None:
+    words, scale = _random(96, 64, 32)
+    whole = pack(words, scale)[0]
+    strips = [pack(words[i : i + 32], scale[i : i + 32])[0] for i in (0, 32, 64)]
+    assert torch.equal(whole, torch.cat(strips))
+
+
+def test_pack_refuses_what_it_cannot_tile() -> None:
+    words, scale = _random(40, 64, 32)
+    with pytest.raises(ProblemError, match="40 x 64"):
+        pack(words, scale)
+
+
+def test_reference_is_the_dense_product() -> None:
+    case = cases.case_for(Problem(64, 128, 64, "bf16", 3))
+    inputs = cases.inputs(case, "cpu")
+    words, scale = unpack(inputs["w_packed"], inputs["scales"])
+    want = inputs["x"].double() @ dequantize(words, scale).double().T
+    got = reference.expected(case.problem, inputs)["out"]
+    assert torch.allclose(got.double(), want, atol=1e-4)
+    assert inputs["out"].isnan().all()
+    assert 0.3 < float(want.std()) < 3, "the tolerance assumes outputs near 1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "needle"),
+    [
+        ({"n": 48}, "n=48"),
+        ({"k": 100}, "k=100"),
+        ({"k": 192, "group_size": 128}, "k=192"),
+        ({"group_size": 16}, "group_size=16"),
+        ({"dtype": "fp32"}, "fp32"),
+        ({"num_tokens": 0}, "num_tokens=0"),
+    ],
+)
+def test_problems_that_contradict_themselves_say_which_figure(fields: dict[str, object], needle: str) -> None:
+    with pytest.raises(ProblemError, match=needle):
+        Problem(**({"n": 64, "k": 128} | fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["sm70", "sm75"])
+def test_bf16_before_sm80_is_refused_and_names_fp16(name: str) -> None:
+    why = spec.why_unsupported(Problem(64, 128, 32, "bf16"), find_arch(name))
+    assert why is not None
+    assert "fp16" in why
+    assert spec.why_unsupported(Problem(64, 128, 32, "fp16"), find_arch(name)) is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "config", "needles"),
+    [
+        ("sm86", Config(128, 256, 128, 64, 2, 1, 4, 0), ("101,376",)),
+        ("sm90", Config(64, 256, 256, 32, 1, 1, 6, 1), ("232,448",)),
+        ("sm90", Config(256, 64, 64, 64, 1, 1, 2, 0), ("512 accumulators", "128")),
+        ("sm70", Config(8, 64, 64, 32, 1, 1, 2, 1), ("warp_n=32", "64")),
+        ("sm75", Config(8, 64, 64, 32, 1, 1, 4, 1), ("num_stages=4", "2")),
+        ("sm80", Config(8, 64, 32, 32, 1, 2, 2, 1), ("block_k=32", "warps_k=2")),
+        ("sm90", Config(64, 256, 64, 32, 2, 1, 2, 2), ("16 warps x 2", "registers")),
+    ],
+)
+def test_refusals_hold_the_numbers(arch: str, config: Config, needles: tuple[str, ...]) -> None:
+    why = spec.why_invalid(Problem(5376, 21504, 32, "fp16", 64), config, find_arch(arch))
+    assert why is not None
+    for needle in needles:
+        assert needle in why
+
+
+@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 17, 33, 64, 65, 4096])
+def test_every_shape_has_a_default(arch: object, num_tokens: int) -> None:
+    for n, k, group in [
+        (32, 32, 32),
+        (128, 128, 128),
+        (5376, 21504, 32),
+        (2816, 704, 64),
+        (43008, 5376, 128),
+    ]:
+        problem = Problem(n, k, group, "fp16", num_tokens)
+        config = spec.default_config(problem, arch)  # type: ignore[arg-type]
+        assert spec.why_invalid(problem, config, arch) is None  # type: ignore[arg-type]
+        (launch,) = spec.launches(problem, config, arch)  # type: ignore[arg-type]
+        assert launch.grid[0] >= 1
+        if config.blocks_per_sm:
+            assert launch.grid[0] <= spec.MAX_BLOCKS
+
+
+def test_the_template_has_the_specs_number_of_counters() -> None:
+    text = (Path(spec.__file__).parent / "kernel.cu.jinja").read_text()
+    assert f"MAX_BLOCKS = {spec.MAX_BLOCKS};" in text
+
+
+@pytest.mark.parametrize(("units", "blocks"), [(1, 1), (7, 3), (132, 132), (28224, 264), (1000, 999)])
+def test_pieces_cover_the_units_once_and_every_unit_knows_its_block(units: int, blocks: int) -> None:
+    """The kernel's piece_begin and piece_of, restated."""
+    begin = [b * units // blocks for b in range(blocks + 1)]
+    assert begin[0] == 0
+    assert begin[-1] == units
+    sizes = [e - b for b, e in itertools.pairwise(begin)]
+    assert max(sizes) - min(sizes) <= 1
+    for b in range(blocks):
+        for unit in range(begin[b], begin[b + 1]):
+            assert ((unit + 1) * blocks - 1) // units == b
+
+
+def test_a_shared_workspace_serves_every_number_of_tokens() -> None:
+    """Counters lie at a fixed place: one Function's workspace sees small and large M in turn."""
+    arch = find_arch("sm90")
+    problem = Problem(256, 384, 32, "bf16", 1)
+    config = spec.default_config(problem, arch)
+    sizes = [
+        spec.workspace_bytes(dataclasses.replace(problem, num_tokens=m), config, arch)
+        - spec.num_blocks(dataclasses.replace(problem, num_tokens=m), config, arch)
+        * 2
+        * config.block_m
+        * config.block_n
+        * 4
+        for m in (1, 200)
+    ]
+    assert sizes == [4 * spec.MAX_BLOCKS] * 2

@@ -185,8 +185,7 @@ class Measurement:
         _require(self.p50_us is not None and 0 < self.p50_us < float("inf"),
                  f"outcome ok needs a positive p50_us, not {self.p50_us}")  # fmt: skip
         if self.provenance == "measured":
-            _require(
-                self.error_abs is not None, "a measured ok needs error_abs, from the check")
+            _require(self.error_abs is not None, "a measured ok needs error_abs, from the check")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -1,0 +1,200 @@
+"""Connections: how SQLite and PostgreSQL are opened, and what their errors mean in words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sqlalchemy import Connection, Engine, create_engine, event, exc
+from sqlalchemy.engine import make_url
+from sqlalchemy.pool import QueuePool
+
+from kerngen.errors import DatabaseError, UsageError
+
+BUSY_S = 60.0  # how long a writer waits for its turn
+_IMMEDIATE = "kerngen_immediate"
+_NETWORK = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "afs",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "fuse.sshfs",
+}
+_MEANINGS = (
+    ("readonly database", "is read-only", "name a place you can write to, with --db or KERNGEN_DB"),
+    ("not a database", "is not an SQLite database", "name another with --db or KERNGEN_DB, or move it away"),
+    ("malformed", "is damaged or cut short", "restore a copy; sqlite3 FILE .recover may save rows"),
+    ("unsupported file format", "is in a format that this SQLite cannot read", None),
+    ("disk is full", "has no space left to write to; what was committed is safe", None),
+    ("disk I/O error", "cannot be read or written: disk I/O error", None),
+    ("unable to open", "cannot be opened", "check that its folder exists and is yours"),
+    ("locked", f"has been locked by another process for {BUSY_S:.0f} s", None),
+    ("no such table", "is not a tuning database", None),
+)
+
+
+@contextlib.contextmanager
+def clear_errors(where: str) -> Iterator[None]:
+    """Turn what the database driver raises into a DatabaseError of one clear line that names `where`."""
+    try:
+        yield
+    except (exc.DBAPIError, sqlite3.Error) as e:
+        text = str(e.orig if isinstance(e, exc.DBAPIError) else e).strip()
+        for sign, meaning, hint in _MEANINGS:
+            if sign in text:
+                raise DatabaseError(f"{where} {meaning}", hint=hint) from e
+        raise DatabaseError(f"{where}: {text.splitlines()[0] if text else type(e).__name__}") from e
+
+
+def open_sqlite(path: Path) -> Engine:
+    """A file to read and write, made if it is not there. Raises DatabaseError.
+
+    Write-ahead log: readers never wait, writers wait for each other, and what is committed survives a kill. On a
+    network file system, where such a log is not safe, a rollback journal takes its place.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise DatabaseError(f"{path}: cannot make its folder: {e.strerror or e}",
+                            hint="name a place you can write to, with --db or KERNGEN_DB") from e  # fmt: skip
+    require_whole(path)
+    engine = _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=rwc", read_only=False)
+    with clear_errors(str(path)), engine.connect() as connection:
+        _set_journal(connection, "delete" if is_network_path(path) else "wal")
+    return engine
+
+
+def open_sqlite_read_only(path: Path) -> Engine:
+    """A file to read, which this never changes. Raises DatabaseError.
+
+    A sealed file is opened as immutable: no locks, no side files, so it may lie on a read-only disk. One that has a
+    write-ahead log beside it is in use, and is opened as such.
+    """
+    if not path.is_file():
+        raise DatabaseError(f"{path}: no such file")
+    in_use = _wal(path).exists()
+    require_whole(path)
+    engine = _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=ro{'' if in_use else '&immutable=1'}", True)
+    with clear_errors(str(path)), engine.connect() as connection:
+        connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")
+    return engine
+
+
+def open_server(url: str) -> Engine:
+    """A PostgreSQL server by URL (postgresql+psycopg://...). Raises UsageError or DatabaseError."""
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() != "postgresql":
+            raise UsageError(f"{parsed.render_as_string()}: neither SQLite nor PostgreSQL",
+                             hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")  # fmt: skip
+        engine = create_engine(parsed, pool_pre_ping=True)
+    except exc.ArgumentError as e:
+        raise UsageError(f"{url!r} is not a database URL") from e
+    except ModuleNotFoundError as e:
+        raise DatabaseError(f"{e.name} is not installed", hint="pip install 'kerngen[pg]'") from e
+    with clear_errors(parsed.render_as_string()), engine.connect():
+        return engine
+
+
+def _sqlite_engine(uri: str, read_only: bool) -> Engine:
+    engine = create_engine(
+        "sqlite://",
+        creator=lambda: sqlite3.connect(uri, uri=True, timeout=BUSY_S, check_same_thread=False, isolation_level=None),
+        poolclass=QueuePool,
+    )
+
+    @event.listens_for(engine, "connect")
+    def _(connection: Any, _record: object) -> None:
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA synchronous = FULL")
+
+    @event.listens_for(engine, "begin")
+    def _(connection: Connection) -> None:
+        # Deferred transactions that turn into writers fail at once when another wrote meanwhile; these wait.
+        immediate = connection.get_execution_options().get(_IMMEDIATE, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+    return engine
+
+
+@contextlib.contextmanager
+def writing(engine: Engine) -> Iterator[Connection]:
+    """A transaction that holds the write lock from its start."""
+    with engine.connect().execution_options(**{_IMMEDIATE: True}) as connection, connection.begin():
+        yield connection
+
+
+def _set_journal(connection: Connection, mode: str) -> None:
+    """Several processes may do this to a new file at once, and SQLite's busy timeout does not cover it."""
+    raw = connection.connection.driver_connection
+    assert raw is not None
+    give_up = time.monotonic() + BUSY_S
+    while True:
+        try:
+            if raw.execute("PRAGMA journal_mode").fetchone()[0] == mode:
+                return
+            raw.execute(f"PRAGMA journal_mode = {mode}")
+        except sqlite3.OperationalError as e:
+            if "locked" not in str(e) or time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)
+
+
+def require_whole(path: Path) -> None:
+    """Raises DatabaseError if `path` is shorter than its own header says, or a folder, or no SQLite file at all.
+
+    SQLite notices only when it needs a page that is gone. Where a write-ahead log lies beside it, the header may be
+    ahead of the file: nothing is checked.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as f:
+            header = f.read(100)
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise DatabaseError(f"{path}: {e.strerror or e}") from e
+    if size == 0:
+        return
+    if header[:16] != b"SQLite format 3\0":
+        raise DatabaseError(f"{path} is not an SQLite database",
+                            hint="name another with --db or KERNGEN_DB, or move it away")  # fmt: skip
+    page, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
+    counted = header[24:28] == header[92:96]  # the page count is valid only then (SQLite file format, 1.3.8)
+    expected = (65536 if page == 1 else page) * pages
+    if len(header) < 100 or (counted and size < expected and not _wal(path).exists()):
+        raise DatabaseError(f"{path} is cut short: {size:,} of {expected:,} bytes", hint="restore a copy of it")
+
+
+def _wal(path: Path) -> Path:
+    return path.with_name(path.name + "-wal")
+
+
+def is_network_path(path: Path) -> bool:
+    """True where `path` lies on a file system that several hosts may mount, as far as /proc/mounts tells."""
+    try:
+        lines = Path("/proc/mounts").read_text().splitlines()
+    except OSError:
+        return False
+    where = os.path.realpath(path.parent)
+    best, kind = "", ""
+    for line in lines:
+        _, mount, fs, *_ = line.split(" ")
+        mount = mount.replace("\\040", " ")
+        inside = where == mount or where.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, fs
+    return kind in _NETWORK

@@ -1,0 +1,1 @@
+"""One file a schema change, in versions/, numbered. A shipped one never changes."""

@@ -1,0 +1,681 @@
+"""One tuning database: what is written to it, and what is read back. tuning_db/__init__.py lists the operations."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import zstandard
+from sqlalchemy import Connection, Engine, Row, Select, Table, and_, delete, exists, or_, select
+
+from kerngen.arch import ARCHES, Arch, Device, find_arch
+from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
+from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning_db import engine as engines
+from kerngen.tuning_db import migrate
+from kerngen.tuning_db import schema as t
+from kerngen.tuning_db.freshness import is_current, source_sha
+from kerngen.tuning_db.records import (
+    Build,
+    Measurement,
+    Observation,
+    ProblemKey,
+    Winner,
+    digest,
+    static_key,
+)
+from kerngen.tuning_db.winners import choose
+
+log = logging.getLogger(__name__)
+
+_ZSTD_LEVEL = 12
+_IMAGE_BYTES_MOST = 1 << 28
+
+
+def default_path() -> str:
+    """$KERNGEN_DB (a path or a URL), or tuning.db in the user's data folder."""
+    if chosen := os.environ.get("KERNGEN_DB"):
+        return chosen
+    import platformdirs
+
+    return str(Path(platformdirs.user_data_dir("kerngen", appauthor=False)) / "tuning.db")
+
+
+class Store:
+    """A tuning database. Threads may share one; processes open their own (never use one across a fork)."""
+
+    def __init__(self, engine: Engine, where: str, *, name: str, read_only: bool, override: bool) -> None:
+        self.engine = engine
+        self.where = where
+        self.name = name
+        self.read_only = read_only
+        self.override = override
+        self._local = threading.local()
+
+    @classmethod
+    def open(
+        cls,
+        url_or_path: str | Path | None = None,
+        *,
+        read_only: bool = False,
+        name: str = "",
+        override: bool = False,
+    ) -> Store:
+        """Open a database, made and brought to the newest schema unless `read_only`.
+
+        url_or_path: a file, sqlite:///FILE, or postgresql+psycopg://...; None for `default_path()`.
+        name: what a lookup calls it. override: its answers come before any other store's.
+        Raises DatabaseError where it cannot be opened, SchemaTooNew where a newer kerngen wrote it.
+        """
+        chosen = str(url_or_path) if url_or_path is not None else default_path()
+        path = chosen.removeprefix("sqlite:///")
+        if "://" in path:
+            engine = engines.open_server(path)
+            where = engine.url.render_as_string()
+        else:
+            where = path
+            engine = (engines.open_sqlite_read_only if read_only else engines.open_sqlite)(Path(path))
+        store = cls(engine, where, name=name or Path(path).stem, read_only=read_only, override=override)
+        try:
+            store._settle_schema()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _settle_schema(self) -> None:
+        with self._reading() as connection:
+            found = migrate.revision(connection)
+            if found is None and self.engine.dialect.name == "sqlite" and migrate.has_tables(connection):
+                raise DatabaseError(f"{self.where} is an SQLite database, but not a tuning database",
+                                    hint="name another with --db or KERNGEN_DB")  # fmt: skip
+        migrate.require_known(found, self.where)
+        if found == t.SCHEMA:
+            return
+        if self.read_only:
+            raise DatabaseError(f"{self.where} has schema {found or 'none'}, and is opened read-only; "
+                                f"this kerngen reads {t.SCHEMA}",
+                                hint="open a copy of it to write once (kerngen tune --db COPY)")  # fmt: skip
+        with self.transaction(), self._writing() as connection:
+            found = migrate.revision(connection)  # another process may have been first
+            migrate.require_known(found, self.where)
+            if found != t.SCHEMA:
+                migrate.upgrade(connection)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store({self.where!r})"
+
+    # ---- connections
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All writes of this thread within the context land together, or none. Contexts nest."""
+        with self._writing():
+            yield
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        if (connection := getattr(self._local, "connection", None)) is not None:
+            yield connection
+            return
+        if self.read_only:
+            raise DatabaseError(f"{self.where} was opened read-only")
+        with engines.clear_errors(self.where), engines.writing(self.engine) as connection:
+            self._local.connection = connection
+            try:
+                yield connection
+            finally:
+                self._local.connection = None
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        if (connection := getattr(self._local, "connection", None)) is not None:
+            yield connection
+            return
+        with engines.clear_errors(self.where), self.engine.connect() as connection:
+            yield connection
+
+    def _add(self, connection: Connection, table: Table, row: dict[str, Any]) -> bool:
+        """Insert `row` unless its key is there; True if it was not."""
+        if self.engine.dialect.name == "postgresql":
+            from sqlalchemy.dialects.postgresql import insert as upsert
+        else:
+            from sqlalchemy.dialects.sqlite import insert as upsert  # type: ignore[assignment]
+        done = connection.execute(upsert(table).values(row).on_conflict_do_nothing())
+        return done.rowcount == 1
+
+    # ---- builds
+
+    def add_build(
+        self,
+        image: Cubin | Ptx | None,
+        kernel: str,
+        source: str,
+        config: dict[str, Any],
+        static: dict[str, Any],
+        *,
+        arch: Arch | None = None,
+        options: tuple[str, ...] = DEFAULT_OPTIONS,
+        nvrtc: tuple[int, int] | None = None,
+        status: str = "ok",
+        log: str = "",
+        keep_image: bool = True,
+    ) -> str:
+        """Record one compile and return its id; the same compile again changes nothing.
+
+        A failed one has no `image`, names its `arch`, and gives status "compile_failed" with NVRTC's `log`. It is
+        replaced if the same build succeeds later. keep_image: store the machine code too, and not its digest alone.
+        Raises CorruptRecord if the same build is there with another result, DatabaseError if `image` was made from
+        another source.
+        """
+        made = _describe_build(image, kernel, source, config, static, arch, options, nvrtc, status, log)
+        row = _build_row(made)
+        with self._writing() as connection:
+            if not self._add(connection, t.build, row):
+                there = connection.execute(select(t.build).where(t.build.c.id == made.id)).one()
+                if there.status == "compile_failed" and made.status == "ok":
+                    connection.execute(t.build.update().where(t.build.c.id == made.id).values(row))
+                elif made.status == "ok" and there.seal != row["seal"]:
+                    raise CorruptRecord(f"{self.where}: build {made.id[:16]} of {kernel} is there with other machine "
+                                        "code from the same source and compiler")  # fmt: skip
+            if image is not None and keep_image:
+                self._keep(connection, image)
+        return made.id
+
+    def keep_image(self, image: Cubin | Ptx) -> None:
+        """Store the machine code of a build that is already here."""
+        with self._writing() as connection:
+            self._keep(connection, image)
+
+    def _keep(self, connection: Connection, image: Cubin | Ptx) -> None:
+        sha = hashlib.sha256(image.image).hexdigest()
+        if connection.execute(select(t.artifact.c.sha).where(t.artifact.c.sha == sha)).first() is not None:
+            return
+        blob = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(image.image)
+        kind = "cubin" if isinstance(image, Cubin) else "ptx"
+        row = {"sha": sha, "kind": kind, "codec": "zstd", "raw_bytes": len(image.image), "blob": blob}
+        self._add(connection, t.artifact, row)
+
+    def find_build(
+        self,
+        kernel: str,
+        source: str,
+        config: dict[str, Any],
+        static: dict[str, Any],
+        arch: Arch,
+        *,
+        options: tuple[str, ...] = DEFAULT_OPTIONS,
+        nvrtc: tuple[int, int] | None = None,
+    ) -> Build | None:
+        """The cubin build of exactly this, by this machine's NVRTC unless `nvrtc` is given; None if never made."""
+        version = nvrtc or nvrtc_version()
+        wanted = _build_id(kernel, arch.nvrtc_target, version, options, config, static, source_sha(source))
+        with self._reading() as connection:
+            row = connection.execute(select(t.build).where(t.build.c.id == wanted)).first()
+        return None if row is None else self._read_build(row)
+
+    def build(self, build_id: str) -> Build:
+        """The build with this id. Raises UsageError if there is none, CorruptRecord if it was altered."""
+        with self._reading() as connection:
+            row = connection.execute(select(t.build).where(t.build.c.id == build_id)).first()
+        if row is None:
+            raise UsageError(f"{self.where}: no build {build_id}")
+        return self._read_build(row)
+
+    def _read_build(self, row: Row[Any]) -> Build:
+        try:
+            build = Build(
+                row.id, row.kernel, row.arch, row.target, _version(row.nvrtc), tuple(json.loads(row.options)),
+                json.loads(row.config), json.loads(row.static), row.source_sha, row.status, row.cache_key,
+                row.image_sha, {k: Resources(**v) for k, v in json.loads(row.entries).items()}, row.log,
+            )  # fmt: skip
+            sound = _build_row(build)["seal"] == row.seal and build.id == _build_id(
+                build.kernel, build.target, build.nvrtc, build.options, build.config, build.static,
+                build.source_sha,
+            )  # fmt: skip
+        except (ValueError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            raise CorruptRecord(f"{self.where}: build {row.id} does not match its own digest")
+        return build
+
+    def image(self, build: Build) -> Cubin | Ptx | None:
+        """The machine code of `build`, or None if it was not kept. Raises CorruptRecord if it was altered."""
+        if build.image_sha is None:
+            return None
+        with self._reading() as connection:
+            row = connection.execute(select(t.artifact).where(t.artifact.c.sha == build.image_sha)).first()
+        if row is None:
+            return None
+        raw = _decompress(row.blob, row.codec, row.raw_bytes)
+        if raw is None or hashlib.sha256(raw).hexdigest() != build.image_sha:
+            raise CorruptRecord(f"{self.where}: the image {build.image_sha} of build {build.id} "
+                                "does not match its own digest")  # fmt: skip
+        if row.kind == "ptx":
+            return Ptx(build.key, build.arch, build.nvrtc, raw)
+        return Cubin(build.key, build.arch, build.nvrtc, raw, build.entries, "")
+
+    # ---- measurements
+
+    def add_measurement(self, m: Measurement) -> str:
+        """Record one trial and return its id."""
+        return self.add_measurements([m])[0]
+
+    def add_measurements(self, measurements: Sequence[Measurement]) -> list[str]:
+        """Record trials in one transaction, in order; returns their ids."""
+        ids = []
+        with self._writing() as connection:
+            for given in measurements:
+                m = _settled(given)
+                p, d = m.problem, m.device
+                problem_row = {
+                    "id": p.id, "kernel": p.kernel, "static_key": p.static_key, "static": _json(p.static),
+                    "cell": p.cell, "runtime": _json(p.runtime), "dynamic": p.dynamic,
+                }  # fmt: skip
+                device_row = {
+                    "id": digest(asdict(d)), "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
+                    "props": _json(asdict(d)),
+                }  # fmt: skip
+                environment_row = {"id": digest(m.environment), "props": _json(m.environment)}
+                self._add(connection, t.problem, problem_row)
+                self._add(connection, t.device, device_row)
+                self._add(connection, t.environment, environment_row)
+                row = {
+                    "id": _measurement_id(m), "build_id": m.build_id, "problem_id": p.id,
+                    "device_id": device_row["id"], "environment_id": environment_row["id"], "arch": m.arch,
+                    "config": _json(m.config), "fields": _json(p.fields), "outcome": m.outcome,
+                    "reason": m.reason, "provenance": m.provenance, "stage": m.stage, "model": m.model,
+                    "p50_us": m.p50_us, "p10_us": m.p10_us, "p90_us": m.p90_us, "min_us": m.min_us,
+                    "samples": m.samples, "error_abs": m.error_abs, "error_rel": m.error_rel, "run": m.run,
+                    "at": m.at, "tags": _json(m.tags),
+                }  # fmt: skip
+                self._add(connection, t.measurement, row)
+                ids.append(str(row["id"]))
+        return ids
+
+    def measurements(
+        self,
+        kernel: str | None = None,
+        *,
+        static_key: str | None = None,
+        problem: ProblemKey | None = None,
+        arch: Arch | str | None = None,
+        device: Device | str | None = None,
+        provenance: str | None = None,
+        outcome: str | None = None,
+        build_id: str | None = None,
+        run: str | None = None,
+    ) -> list[Observation]:
+        """What was observed, oldest first. A row that was altered is skipped with a warning that names it."""
+        m, p, d = t.measurement.c, t.problem.c, t.device.c
+        wanted: Select[Any] = (
+            select(t.measurement, p.kernel, p.static, p.runtime, p.dynamic, d.props.label("device_props"),
+                   t.environment.c.props.label("environment_props"))
+            .join(t.problem, m.problem_id == p.id)
+            .join(t.device, m.device_id == d.id)
+            .join(t.environment, m.environment_id == t.environment.c.id)
+            .order_by(m.at, m.id)
+        )  # fmt: skip
+        for column, value in (
+            (p.kernel, kernel),
+            (p.static_key, static_key),
+            (p.id, None if problem is None else problem.id),
+            (m.arch, None if arch is None else str(arch)),
+            (d.name, None if device is None else str(device)),
+            (d.num_sms, device.num_sms if isinstance(device, Device) else None),
+            (m.provenance, provenance),
+            (m.outcome, outcome),
+            (m.build_id, build_id),
+            (m.run, run),
+        ):
+            if value is not None:
+                wanted = wanted.where(column == value)
+        with self._reading() as connection:
+            rows = connection.execute(wanted).all()
+        return [o for o in map(self._read_measurement, rows) if o is not None]
+
+    def _read_measurement(self, row: Row[Any]) -> Observation | None:
+        try:
+            problem = ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic,
+                                 json.loads(row.fields))  # fmt: skip
+            m = Measurement(
+                problem, row.arch, _device(row.device_props), json.loads(row.config), row.build_id, row.outcome,
+                row.provenance, row.reason, row.stage, row.model, row.p50_us, row.p10_us, row.p90_us, row.min_us,
+                row.samples, row.error_abs, row.error_rel, json.loads(row.environment_props), row.run, row.at,
+                json.loads(row.tags),
+            )  # fmt: skip
+            sound = _measurement_id(m) == row.id
+        except (ValueError, TypeError, DatabaseError):
+            sound = False
+        if not sound:
+            log.warning("%s: measurement %s does not match its own digest; skipped", self.where, row.id)
+            return None
+        return Observation(row.id, m)
+
+    # ---- revocation
+
+    def revoke(self, subject_id: str, reason: str) -> None:
+        """Say that a build or a measurement must not count any more, here and in every store that is read with this.
+
+        Winners that rest on it are not served from now on; `recompute_winners` finds others.
+        """
+        row = {"id": digest({"v": 1, "subject": subject_id, "reason": reason}), "subject_id": subject_id,
+               "reason": reason, "at": _now()}  # fmt: skip
+        with self._writing() as connection:
+            self._add(connection, t.revocation, row)
+
+    def revoked(self) -> dict[str, str]:
+        """Ids that were revoked, each with the reason."""
+        with self._reading() as connection:
+            rows = connection.execute(select(t.revocation.c.subject_id, t.revocation.c.reason))
+            return {r.subject_id: r.reason for r in rows}
+
+    # ---- winners
+
+    def recompute_winners(
+        self, kernel: Kernel | str, static_key: str, arch: Arch | str, device: Device
+    ) -> list[Winner]:
+        """Choose anew, by the policy of winners.py, at every tuned point of these compiled-in fields on `device`.
+
+        Replaces what was chosen before, in one transaction. Returns the winners, without cubins.
+        """
+        loaded = _load(kernel)
+        name = kernel if isinstance(kernel, str) else kernel.name
+        where = and_(t.winner.c.static_key == static_key, t.winner.c.arch == str(arch), _same_device(device))
+        with self._writing() as connection:
+            rows = self.measurements(name, static_key=static_key, arch=arch, device=device)
+            builds, wrong = self._builds_of(connection, static_key)
+            revoked = self.revoked().keys()
+            current: dict[str, bool] = {}
+            points: dict[str, list[Observation]] = {}
+            for o in rows:
+                points.setdefault(o.measurement.problem.id, []).append(o)
+            chosen = []
+            for observations in points.values():
+                problem = _problem(loaded, observations)
+
+                def fresh(build: Build, problem: Any = problem) -> bool:
+                    if build.id not in current:
+                        current[build.id] = loaded is None or problem is None or is_current(loaded, problem, build)
+                    return current[build.id]
+
+                default = _default_config(loaded, problem, str(arch))
+                choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
+                                is_current=fresh)  # fmt: skip
+                if choice is not None:
+                    key = observations[0].measurement.problem
+                    typical = next(o for o in observations if o.id == choice.measurement_id)
+                    chosen.append({
+                        "id": _winner_id(key, str(arch), device), "kernel": name, "static_key": static_key,
+                        "cell": key.cell, "problem_id": key.id, "arch": str(arch),
+                        "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
+                        "measurement_id": choice.measurement_id, "provenance": choice.provenance,
+                        "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
+                        "why": _json(choice.why),
+                    })  # fmt: skip
+            ids = [row["id"] for row in chosen]
+            connection.execute(delete(t.winner).where(or_(where, t.winner.c.id.in_(ids))))
+            if chosen:
+                connection.execute(t.winner.insert(), chosen)
+            return [w for w in self.winners(name, arch=arch, static_key=static_key) if w.id in ids]
+
+    def _builds_of(self, connection: Connection, key: str) -> tuple[dict[str, Build], set[str]]:
+        """Sound builds of these compiled-in fields by id, and the source_sha of those that ever gave a wrong result."""
+        builds: dict[str, Build] = {}
+        for row in connection.execute(select(t.build).where(t.build.c.static_key == key)):
+            try:
+                builds[row.id] = self._read_build(row)
+            except CorruptRecord as e:
+                log.warning("%s; skipped", e)
+        wrong = connection.execute(
+            select(t.build.c.source_sha, t.measurement.c.id)
+            .join(t.measurement, t.measurement.c.build_id == t.build.c.id)
+            .where(t.build.c.static_key == key, t.measurement.c.outcome == "wrong_result")
+        )
+        revoked = self.revoked()
+        return builds, {r.source_sha for r in wrong if r.id not in revoked}
+
+    def winners(
+        self,
+        kernel: str | None = None,
+        *,
+        arch: Arch | str | None = None,
+        device: Device | str | None = None,
+        static_key: str | None = None,
+        cell: str | None = None,
+    ) -> list[Winner]:
+        """The winners, sorted by kernel, problem, arch and device; without their cubins (see `image`)."""
+        wanted = _winner_query()
+        for column, value in (
+            (t.winner.c.kernel, kernel),
+            (t.winner.c.arch, None if arch is None else str(arch)),
+            (t.device.c.name, None if device is None else str(device)),
+            (t.device.c.num_sms, device.num_sms if isinstance(device, Device) else None),
+            (t.winner.c.static_key, static_key),
+            (t.winner.c.cell, cell),
+        ):
+            if value is not None:
+                wanted = wanted.where(column == value)
+        with self._reading() as connection:
+            rows = connection.execute(wanted).all()
+        return [w for w in map(self._read_winner, rows) if w is not None]
+
+    def winner(self, id_or_prefix: str) -> Winner:
+        """The winner whose id starts like this. Raises UsageError unless there is exactly one."""
+        with self._reading() as connection:
+            like = t.winner.c.id.startswith(id_or_prefix, autoescape=True)
+            rows = connection.execute(_winner_query().where(like).limit(2)).all()
+        found = [w for w in map(self._read_winner, rows) if w is not None]
+        if len(found) != 1:
+            what = "no winner" if not found else "more than one winner"
+            raise UsageError(f"{self.where}: {what} with id {id_or_prefix}", hint="list them: kerngen db ls")
+        return found[0]
+
+    def _read_winner(self, row: Row[Any]) -> Winner | None:
+        try:
+            key = ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic,
+                             json.loads(row.fields))  # fmt: skip
+            why = json.loads(row.why)
+            if key.cell != row.cell:
+                raise ValueError("its problem does not match its digest")
+            return Winner(
+                row.id, row.kernel, key, json.loads(row.config), find_arch(row.arch), _device(row.device_props),
+                row.provenance, row.latency_us, row.build_id, None, row.reason, self.name, row.margin,
+                bool(why.get("stale")), why,
+            )  # fmt: skip
+        except (ValueError, TypeError, AttributeError, UnknownName) as e:
+            log.warning("%s: winner %s cannot be read (%s); skipped", self.where, row.id, e)
+            return None
+
+
+def _winner_query() -> Select[Any]:
+    w, p, d = t.winner.c, t.problem.c, t.device.c
+    return (
+        select(t.winner, p.static, p.runtime, p.dynamic, d.props.label("device_props"), t.build.c.config,
+               t.measurement.c.fields)
+        .join(t.problem, w.problem_id == p.id)
+        .join(t.device, w.device_id == d.id)
+        .join(t.build, w.build_id == t.build.c.id)
+        .join(t.measurement, w.measurement_id == t.measurement.c.id)
+        .order_by(w.kernel, p.static, p.runtime, p.dynamic, w.arch, d.name, d.num_sms)
+    )  # fmt: skip
+
+
+def _same_device(device: Device) -> Any:
+    same = and_(t.device.c.name == device.name, t.device.c.num_sms == device.num_sms)
+    return exists().where(and_(t.device.c.id == t.winner.c.device_id, same))
+
+
+def _load(kernel: Kernel | str) -> Kernel | None:
+    if not isinstance(kernel, str):
+        return kernel
+    try:
+        return find_kernel(kernel)
+    except UnknownName:
+        return None  # another installation's kernel: its records are kept and ranked all the same
+
+
+def _problem(kernel: Kernel | None, observations: Sequence[Observation]) -> Any:
+    """The Problem that was tuned, or None where this kernel no longer has such a one."""
+    if kernel is None:
+        return None
+    try:
+        return kernel.problem_type(**observations[0].measurement.problem.fields)
+    except Exception:  # whatever an older Problem's fields do to the newer class
+        return None
+
+
+def _default_config(kernel: Kernel | None, problem: Any, arch: str) -> dict[str, Any] | None:
+    if kernel is None or problem is None or arch not in ARCHES:
+        return None
+    if kernel.why_unsupported(problem, ARCHES[arch]) is not None:
+        return None
+    return fields_of(kernel.default_config(problem, ARCHES[arch]))
+
+
+def _describe_build(
+    image: Cubin | Ptx | None,
+    kernel: str,
+    source: str,
+    config: dict[str, Any],
+    static: dict[str, Any],
+    arch: Arch | None,
+    options: tuple[str, ...],
+    nvrtc: tuple[int, int] | None,
+    status: str,
+    log: str,
+) -> Build:
+    if (image is None) == (status == "ok"):
+        raise UsageError(f"a build with status {status} {'needs' if image is None else 'has no'} image")
+    if image is not None:
+        arch, nvrtc = find_arch(image.arch), image.nvrtc
+    elif arch is None:
+        raise UsageError("a failed build must name its arch")
+    version = nvrtc or nvrtc_version()
+    target = arch.ptx_target if isinstance(image, Ptx) else arch.nvrtc_target
+    key = source_key(source, target, options) if isinstance(image, Ptx) else cache_key(source, target, options, version)
+    if image is not None and image.key != key:
+        raise DatabaseError(f"the {kernel} image {image.key[:16]} was not made from this source with these options")
+    entries = image.entries if isinstance(image, Cubin) else {}
+    sha = source_sha(source)
+    return Build(
+        _build_id(kernel, target, version, options, config, static, sha), kernel, arch.name, target, version,
+        options, config, static, sha, status, key,
+        None if image is None else hashlib.sha256(image.image).hexdigest(), entries, log,
+    )  # fmt: skip
+
+
+def _build_id(
+    kernel: str,
+    target: str,
+    nvrtc: tuple[int, int],
+    options: tuple[str, ...],
+    config: dict[str, Any],
+    static: dict[str, Any],
+    sha: str,
+) -> str:
+    return digest({
+        "v": 1, "kernel": kernel, "target": target, "nvrtc": list(nvrtc), "options": list(options),
+        "config": config, "static": static, "source": sha,
+    })  # fmt: skip
+
+
+def _build_row(b: Build) -> dict[str, Any]:
+    entries = {name: asdict(r) for name, r in sorted(b.entries.items())}
+    facts = {
+        "id": b.id,
+        "arch": b.arch,
+        "status": b.status,
+        "key": b.key,
+        "image": b.image_sha,
+        "entries": entries,
+    }
+    return {
+        "id": b.id, "kernel": b.kernel, "arch": b.arch, "target": b.target,
+        "nvrtc": f"{b.nvrtc[0]}.{b.nvrtc[1]}", "options": _json(list(b.options)), "config": _json(b.config),
+        "static_key": static_key(b.kernel, b.static), "static": _json(b.static), "source_sha": b.source_sha,
+        "status": b.status, "cache_key": b.key, "image_sha": b.image_sha, "entries": _json(entries),
+        "registers": b.registers, "spill_bytes": b.spill_bytes, "static_smem_bytes": b.static_smem_bytes,
+        "log": b.log, "seal": digest(facts),
+    }  # fmt: skip
+
+
+def _settled(m: Measurement) -> Measurement:
+    """`m` as it will be read back: plain floats, no NaN (SQLite keeps none), and the time of writing."""
+
+    def plain(value: float | None) -> float | None:
+        return None if value is None or math.isnan(value) else float(value)
+
+    return replace(
+        m, p50_us=plain(m.p50_us), p10_us=plain(m.p10_us), p90_us=plain(m.p90_us), min_us=plain(m.min_us),
+        samples=int(m.samples), error_abs=plain(m.error_abs), error_rel=plain(m.error_rel), at=m.at or _now(),
+    )  # fmt: skip
+
+
+def _measurement_id(m: Measurement) -> str:
+    stated: dict[str, Any] = {
+        "v": 1, "problem": m.problem.id, "fields": m.problem.fields, "arch": m.arch, "device": asdict(m.device),
+        "config": m.config, "build": m.build_id, "outcome": m.outcome, "reason": m.reason,
+        "provenance": m.provenance, "stage": m.stage, "model": m.model, "p50": m.p50_us, "p10": m.p10_us,
+        "p90": m.p90_us, "min": m.min_us, "samples": m.samples, "error_abs": m.error_abs,
+        "error_rel": m.error_rel,
+    }  # fmt: skip
+    if m.provenance == "measured":
+        stated |= {"environment": m.environment, "run": m.run, "at": m.at, "tags": m.tags}
+    return digest(stated)
+
+
+def _winner_id(key: ProblemKey, arch: str, device: Device) -> str:
+    return digest({"v": 1, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms})
+
+
+def _decompress(blob: bytes, codec: str, raw_bytes: int) -> bytes | None:
+    """None unless `blob` holds exactly `raw_bytes`: a damaged header must not ask for all memory."""
+    try:
+        if codec != "zstd" or not 0 < raw_bytes < _IMAGE_BYTES_MOST or zstandard.frame_content_size(blob) != raw_bytes:
+            return None
+        return zstandard.ZstdDecompressor().decompress(blob)
+    except zstandard.ZstdError:
+        return None
+
+
+def _device(props: str) -> Device:
+    known = {f.name for f in fields(Device)}
+    return Device(**{k: v for k, v in json.loads(props).items() if k in known})
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -21,6 +21,9 @@ from kerngen.errors import CompileError, ToolchainError
 
 DEFAULT_OPTIONS: tuple[str, ...] = ("-std=c++17", "--extra-device-vectorization")
 KEY_VERSION = 1
+# What changes the report and not the code. NVRTC 13 answers a repeated compile from a cache of its own, without a
+# ptxas report, unless it is told not to.
+_REPORTING = ("--ptxas-options=-v", "--no-cache")
 # EIATTR codes of the .nv.info sections, as cuobjdump names them.
 _EIATTR_REGCOUNT = 0x2F
 _EIATTR_MIN_STACK_SIZE = 0x12
@@ -121,19 +124,11 @@ def source_key(source: str, target: str, options: tuple[str, ...] = DEFAULT_OPTI
     return cache_key(source, target, options, (0, 0))
 
 
-@cache
-def _reporting() -> tuple[str, ...]:
-    """Options that change the report and not the code. NVRTC 13 answers a repeated compile from a cache of its own,
-    without a ptxas report, unless it is told not to; 12.9 does not know the option.
-    """
-    return ("--ptxas-options=-v", "--no-cache") if nvrtc_version() >= (13, 0) else ("--ptxas-options=-v",)
-
-
 def _compile(source: str, target: str, options: tuple[str, ...]) -> tuple[Any, str]:
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source, "kernel.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (f"--gpu-architecture={target}", *_reporting(), *options))
+        nvrtc.compileProgram(program, (f"--gpu-architecture={target}", *_REPORTING, *options))
     except nvrtc.NVRTCError as e:
         log = nvrtc.getProgramLog(program)
         nvrtc.destroyProgram(program)

@@ -1,0 +1,241 @@
+"""attn_decode: split-KV attention for 1 to 8 new tokens a sequence over a paged KV cache.
+
+One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
+head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
+(fp32, in the workspace). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import ClassVar
+
+from kerngen.arch import Arch, default_device
+from kerngen.errors import ProblemError
+from kerngen.templates.kernel import Arg, Cost, Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Softmax(q k^T * sm_scale) v over what each query sees. window: keys seen, the query's own included; 0 is all."""
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "kv_len")
+    DYNAMIC: ClassVar[str] = "kv_len"
+
+    head_dim: int = 128
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    q_len: int = 1  # new tokens a sequence, causal among themselves
+    page_size: int = 64  # tokens
+    window: int = 0
+    dtype: str = "bf16"
+    logit_cap: bool = False
+    batch: int = 1
+    kv_len: int = 8192  # tokens valid in a sequence, the new ones included
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in (128, 256, 512):
+            raise ProblemError(f"head_dim={self.head_dim}: attn_decode serves 128, 256 and 512")
+        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ProblemError(f"{self.num_q_heads} q heads are no multiple of {self.num_kv_heads} kv heads")
+        if self.group not in (1, 2, 4, 8, 16):
+            raise ProblemError(f"{self.group} q heads per kv head: attn_decode serves 1, 2, 4, 8 and 16")
+        if not 1 <= self.q_len <= 8:
+            raise ProblemError(f"q_len={self.q_len}: attn_decode serves 1 to 8; attn_prefill serves more")
+        if self.page_size < 16 or self.page_size % 16:
+            raise ProblemError(f"page_size={self.page_size} is no multiple of 16")
+        if self.dtype not in ("fp16", "bf16"):
+            raise ProblemError(f"dtype={self.dtype!r} is neither fp16 nor bf16")
+        if self.window < 0 or self.batch < 1 or self.kv_len < 0:
+            raise ProblemError(
+                f"window={self.window}, batch={self.batch} and kv_len={self.kv_len} must be >= 0, 1, 0"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix that one kv head's queries form."""
+        return self.group * self.q_len
+
+    @property
+    def visible(self) -> int:
+        """Keys of a sequence that at least one query sees."""
+        return min(self.kv_len, self.window + self.q_len - 1) if self.window else self.kv_len
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    block_m: int = 8  # rows a block takes; the others go to other blocks, which read KV again
+    block_n: int = 16  # keys a tile
+    split_d: int = 1  # warps that share a tile, each with a part of head_dim
+    num_warps: int = 4
+    num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
+    num_splits: int = 1  # parts of the visible keys
+
+
+SPACE: dict[str, tuple[int, ...]] = {
+    "block_m": (8, 16, 32),
+    "block_n": (16, 32),
+    "split_d": (1, 2, 4),
+    "num_warps": (2, 3, 4, 6, 8, 12),
+    "num_stages": (1, 2, 3, 4, 6),
+    "num_splits": (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27, 33, 44, 66, 132),
+}
+
+ARGS: dict[str, tuple[Arg, ...]] = {
+    "attn_decode": (
+        Arg("out", "ptr"), Arg("q", "ptr"), Arg("k_cache", "ptr"), Arg("v_cache", "ptr"), Arg("block_table", "ptr"),
+        Arg("kv_lens", "ptr"), Arg("workspace", "ptr"), Arg("sm_scale", "f32"), Arg("logit_cap", "f32"),
+        Arg("batch", "i32"), Arg("max_pages", "i32"),
+    ),
+    "attn_combine": (Arg("out", "ptr"), Arg("workspace", "ptr"), Arg("batch", "i32")),
+}  # fmt: skip
+OUTPUTS: tuple[str, ...] = ("out",)
+
+# A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
+MAX_ACCUMULATORS = 128
+# What the wave model charges, us: a block's start and end; the second launch; a split's partial result read again.
+BLOCK_US, COMBINE_US, MERGE_US = 2.0, 2.5, 0.02
+# Bytes that must be under way on an SM to cover the memory's latency (~0.8 us times the SM's share of the rate).
+LATENCY_US = 0.8
+
+
+def body(problem: Problem, config: Config, arch: Arch) -> str:
+    """volta: m8n8k4, KV straight to registers. The other serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16)."""
+    return "kernel.cu.jinja" if arch.has_ldmatrix else "volta.cu.jinja"
+
+
+def why_unsupported(problem: Problem, arch: Arch) -> str | None:
+    if problem.dtype == "bf16" and not arch.has_bf16:
+        return f"dtype=bf16 needs sm80 or newer; use dtype=fp16 on {arch}"
+    return None
+
+
+def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+    p, c = problem, config
+    dim = p.head_dim // c.split_d
+    if c.num_warps % c.split_d:
+        return f"num_warps={c.num_warps} is no multiple of split_d={c.split_d}"
+    least = 64 if arch.has_ldmatrix else 128
+    if dim < least:
+        return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
+    if c.block_m > 8 and c.block_m >= 2 * p.rows:
+        return (
+            f"block_m={c.block_m} is twice the {p.rows} rows or more; block_m={c.block_m // 2} does the same"
+        )
+    if (need := c.block_m * dim // 32) > MAX_ACCUMULATORS:
+        return f"{need} accumulators a lane (block_m * head_dim / split_d / 32); at most {MAX_ACCUMULATORS}"
+    if not arch.has_ldmatrix and c.block_m > 16:
+        return f"block_m={c.block_m}: scores of more than 16 rows leave {arch} no registers to load ahead; at most 16"
+    if not arch.has_ldmatrix and c.block_n != 32:
+        return f"block_n={c.block_n}: the four quad-pairs of a warp take 8 keys each on {arch}; block_n=32"
+    if not arch.has_ldmatrix and c.num_stages not in (2, 4):
+        return f"num_stages={c.num_stages} batches in registers do not divide a tile on {arch}; 2 or 4"
+    if arch.has_ldmatrix and not arch.has_cp_async and c.num_stages != 1:
+        return f"num_stages={c.num_stages} needs cp.async, which {arch} lacks; num_stages=1"
+    if arch.has_cp_async and c.num_stages < 2:
+        return (
+            f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
+        )
+    if (smem := smem_bytes(p, c, arch)) > arch.max_smem_bytes:
+        return f"needs {smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
+    return None
+
+
+def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+    p, c = problem, config
+    teams = c.num_warps // c.split_d
+    queries = c.block_m * p.head_dim * 2
+    exchange = 2 * c.num_warps * c.block_n * c.block_m * 4 if c.split_d > 1 else 0
+    stats = (2 * teams + 2) * c.block_m * 4
+    if arch.has_ldmatrix:
+        ring = teams * c.num_stages * c.block_n * p.head_dim * 2
+        return ring + queries + exchange + stats
+    merge = teams * 8 * 128 * c.split_d * 4
+    probabilities = c.num_warps * c.block_m * 80
+    return merge + queries + probabilities + exchange + stats
+
+
+def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+    p, c = problem, config
+    m_blocks = ceil(p.rows / c.block_m)
+    decode = Launch(
+        "attn_decode",
+        grid=(m_blocks * c.num_splits, p.num_kv_heads, p.batch),
+        block=(c.num_warps * 32, 1, 1),
+        smem_bytes=smem_bytes(p, c, arch),
+        pdl=arch.has_pdl,
+    )
+    if c.num_splits == 1:
+        return (decode,)
+    slices = min(c.num_splits, 2048 // p.head_dim)
+    rows = p.batch * p.q_len * p.num_q_heads
+    combine = Launch("attn_combine", (rows, 1, 1), (p.head_dim // 4 * slices, 1, 1), 0, pdl=arch.has_pdl)
+    return (decode, combine)
+
+
+def workspace_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+    """Partial results, fp32: o [rows, num_splits, head_dim], then lse [rows, num_splits]."""
+    if config.num_splits == 1:
+        return 0
+    rows = problem.batch * problem.q_len * problem.num_q_heads
+    return rows * config.num_splits * (problem.head_dim + 1) * 4
+
+
+def cost(problem: Problem) -> Cost:
+    """Each visible key and value once, q and out once; two products."""
+    p = problem
+    kv = p.batch * p.num_kv_heads * p.visible * p.head_dim * 2 * 2
+    ends = 2 * p.batch * p.q_len * p.num_q_heads * p.head_dim * 2
+    return Cost(bytes=kv + ends, flops=4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim)
+
+
+def predicted_us(problem: Problem, config: Config, arch: Arch) -> float:
+    """The wave model behind default_config's num_splits, for the arch's usual device. Not a promise of time.
+
+    The busiest SM works through ceil(blocks / SMs) blocks, each as fast as the SM's share of the memory allows or as
+    its own bytes in flight allow, and pays for each round of resident blocks; splits pay for the combine.
+    """
+    p, c, device = problem, config, default_device(arch)
+    smem = smem_bytes(p, c, arch) + arch.reserved_smem_bytes
+    resident = max(1, min(arch.smem_per_sm // smem, arch.max_warps_per_sm // c.num_warps // 2))
+    blocks = ceil(p.rows / c.block_m) * c.num_splits * p.num_kv_heads * p.batch
+    tiles = ceil(max(p.visible, 1) / c.block_n)
+    split_bytes = ceil(tiles / c.num_splits) * c.block_n * p.head_dim * 2 * 2
+    sm_rate = device.mem_gbps * 0.92 * 1e3 / device.num_sms  # bytes a us
+    in_flight = c.num_warps // c.split_d * max(c.num_stages - 0.5, 0.5) * c.block_n * p.head_dim * 2
+    on_sm = ceil(blocks / device.num_sms)
+    rate = min(sm_rate, min(resident, on_sm) * in_flight / LATENCY_US)
+    us = on_sm * split_bytes / rate + ceil(on_sm / resident) * BLOCK_US
+    return us + (COMBINE_US + MERGE_US * c.num_splits if c.num_splits > 1 else 0.0)
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`."""
+    best = _default_shape(problem, arch)
+    splits = [replace(best, num_splits=s) for s in SPACE["num_splits"]
+              if s == 1 or s * best.block_n <= problem.visible]  # fmt: skip
+    return min(splits, key=lambda c: predicted_us(problem, c, arch))
+
+
+def _default_shape(p: Problem, arch: Arch) -> Config:
+    """The first valid one of: as many rows a block as there are, then as many warps as two blocks an SM allow."""
+    most_rows = 32 if arch.has_ldmatrix else 16
+    rows = [m for m in (32, 16, 8) if m <= most_rows and (m == 8 or m < 2 * p.rows)]
+    block_n = 16 if arch.has_ldmatrix else 32
+    stages = (4, 3, 2) if arch.has_cp_async else (1,) if arch.has_ldmatrix else (2,)
+    shapes = []
+    for block_m in rows:
+        split_d = max(1, block_m * p.head_dim // 32 // MAX_ACCUMULATORS)
+        for teams in (8, 6, 4, 3, 2, 1):
+            if teams * split_d <= 8:
+                shapes += [Config(block_m, block_n, split_d, teams * split_d, n, 1) for n in stages]
+    valid = [c for c in shapes if why_invalid(p, c, arch) is None]
+    half_sm = arch.smem_per_sm // 2 - arch.reserved_smem_bytes
+    two_fit = [c for c in valid if smem_bytes(p, c, arch) <= half_sm and c.block_m == valid[0].block_m]
+    return (two_fit or valid)[0]

@@ -1,0 +1,165 @@
+"""attn_decode without a GPU: it compiles and fits everywhere, refusals name numbers, the reference is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from kerngen.arch import ARCHES, Arch, find_arch
+from kerngen.compile import compile_cubin, require_target
+from kerngen.errors import ProblemError, ToolchainError
+from kerngen.render import render
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import Case
+
+KERNEL = find_kernel("attn_decode")
+SPEC = KERNEL.spec
+ALL = [*KERNEL.cases.CASES, *KERNEL.bench.BENCH_CASES]
+
+
+@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_default_config_is_valid(case: Case, arch: Arch) -> None:
+    if KERNEL.why_unsupported(case.problem, arch) is None:
+        assert KERNEL.why_invalid(case.problem, KERNEL.default_config(case.problem, arch), arch) is None
+    else:
+        assert case.problem.dtype == "bf16"
+        assert not arch.has_bf16
+
+
+# The smallest and the largest of each head_dim stand for the rest here; test_every_case_compiles of the shared suite
+# takes them all.
+REPRESENTATIVE = [
+    "d128-group1-q1",
+    "d256-group16-q5",
+    "d512-group1-q1",
+    "d512-group8-q8",
+    "d512-cap",
+    "b1-d256-w1024",
+]
+
+
+@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_compiles_within_shared_memory(name: str, arch: Arch) -> None:
+    try:
+        require_target(arch)
+    except ToolchainError as e:
+        pytest.skip(str(e))
+    problem = replace(next(c for c in ALL if c.name == name).problem, dtype="fp16")
+    config = KERNEL.default_config(problem, arch)
+    cubin = compile_cubin(render(KERNEL, problem, config, arch), arch)
+    assert set(cubin.entries) == set(KERNEL.args)
+    assert not cubin.spills, f"{name} {config} on {arch}: {cubin.entries}"
+    for launch in KERNEL.launches(problem, config, arch):
+        static = cubin.entries[launch.entry].static_smem_bytes
+        assert launch.smem_bytes + static <= arch.max_smem_bytes
+        threads = launch.block[0]
+        assert threads <= 1024
+        assert cubin.entries[launch.entry].registers * threads <= arch.regs_per_sm
+
+
+@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
+def test_refusals_name_numbers(arch: Arch) -> None:
+    fields = {f: v for f, v in KERNEL.space.items() if f != "num_splits"}
+    for head_dim, q_len in product((128, 256, 512), (1, 8)):
+        problem = SPEC.Problem(head_dim=head_dim, num_q_heads=32, num_kv_heads=4, q_len=q_len, dtype="fp16")
+        valid = 0
+        for values in product(*fields.values()):
+            config = SPEC.Config(**dict(zip(fields, values, strict=True)))
+            why = KERNEL.why_invalid(problem, config, arch)
+            valid += why is None
+            assert why is None or any(ch.isdigit() for ch in why), why
+        assert valid >= 3, f"{arch} leaves {valid} configurations for head_dim={head_dim}, q_len={q_len}"
+
+
+def test_bf16_is_refused_before_sm80() -> None:
+    problem = SPEC.Problem(dtype="bf16")
+    for name in ("sm70", "sm75"):
+        why = KERNEL.why_unsupported(problem, find_arch(name))
+        assert why is not None
+        assert "fp16" in why
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_dim": 64},
+        {"num_q_heads": 6, "num_kv_heads": 4},
+        {"num_q_heads": 24, "num_kv_heads": 8},
+        {"q_len": 9},
+        {"q_len": 0},
+        {"page_size": 24},
+        {"page_size": 8},
+        {"dtype": "fp32"},
+        {"window": -1},
+        {"batch": 0},
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(fields: dict[str, int]) -> None:
+    with pytest.raises(ProblemError):
+        SPEC.Problem(**fields)
+
+
+def test_grid_does_not_depend_on_kv_len() -> None:
+    """A CUDA graph captured at one context length must serve all others."""
+    arch = find_arch("sm90")
+    problem = SPEC.Problem(head_dim=512, num_q_heads=32, num_kv_heads=4, kv_len=8192)
+    config = KERNEL.default_config(problem, arch)
+    for kv_len in (0, 1, 100000):
+        other = replace(problem, kv_len=kv_len)
+        assert KERNEL.launches(other, config, arch) == KERNEL.launches(problem, config, arch)
+        assert KERNEL.workspace_bytes(other, config, arch) == KERNEL.workspace_bytes(problem, config, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
+def test_default_splits_fill_the_gpu_and_no_more(arch: Arch) -> None:
+    one = SPEC.Problem(head_dim=512, num_q_heads=32, num_kv_heads=4, kv_len=65536, dtype="fp16")
+    assert KERNEL.default_config(one, arch).num_splits > 4, "4 blocks cannot use a GPU"
+    many = replace(one, batch=512, kv_len=64)
+    assert KERNEL.default_config(many, arch).num_splits == 1, "2,048 blocks with one tile each need no split"
+    assert KERNEL.default_config(replace(one, kv_len=16), arch).num_splits == 1
+    assert KERNEL.default_config(replace(one, kv_len=0), arch).num_splits == 1
+
+
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    q, k, v = (x.transpose(0, 1)[None].double() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out[0].transpose(0, 1).float()
+
+
+@pytest.mark.parametrize(
+    ("window", "kv_len", "q_len"), [(0, 37, 1), (0, 5, 4), (8, 37, 3), (8, 8, 1), (8, 9, 2)]
+)
+def test_reference_agrees_with_torch(window: int, kv_len: int, q_len: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(q_len, 4, 128), torch.randn(kv_len, 2, 128), torch.randn(kv_len, 2, 128)
+    at = torch.arange(kv_len - q_len, kv_len)[:, None]
+    key = torch.arange(kv_len)[None, :]
+    mask = (key <= at) & ((key > at - window) if window else (key >= 0))
+    got = KERNEL.reference.decode_reference(q, k, v, 0, window=window, sm_scale=0.1, logit_cap=0.0)
+    torch.testing.assert_close(got, _sdpa(q, k, v, mask, 0.1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", [c for c in KERNEL.cases.CASES if "177k" not in c.name], ids=str)
+def test_inputs_poison_what_must_not_be_read(case: Case) -> None:
+    inputs = KERNEL.cases.inputs(case, torch.device("cpu"))
+    assert set(inputs) | {"workspace"} == {a.name for args in KERNEL.args.values() for a in args}
+    assert inputs["out"].isnan().all()
+    expected = KERNEL.reference.expected(case, inputs)["out"]
+    assert expected.shape == inputs["out"].shape
+    assert expected.isfinite().all(), "the reference reads only what is visible"
+    p = case.problem
+    for s, kv_len in enumerate(case.options["kv_lens"]):
+        unseen = max(0, p.q_len - kv_len)
+        rows = expected[s * p.q_len : (s + 1) * p.q_len]
+        assert (rows[:unseen] == 0).all()
+        assert (rows[unseen:] != 0).any(-1).all()

@@ -1,0 +1,158 @@
+"""Shapes of attn_prefill: edges first. What a kernel must not read holds NaN, and table entries out of range."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.templates.attn_prefill.spec import Problem
+from kerngen.templates.kernel import Case
+
+NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
+_LOGIT_CAP = 2.0  # low enough to bend most scores of the cases
+
+
+def _case(name: str, q_lens: list[int], kv_lens: list[int], seed: int = 0, **fields: Any) -> Case:
+    """A case with one sequence for each entry of q_lens (new tokens) and kv_lens (keys, the new ones included)."""
+    problem = Problem(batch=len(q_lens), num_tokens=sum(q_lens), kv_len=max(kv_lens), **fields)
+    return Case(name, problem, seed, {"q_lens": q_lens, "kv_lens": kv_lens})
+
+
+# Lengths around 1, a page, a tile of 64 packed rows (32 tokens at group 2) and of 128 keys.
+_SELF = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 0]
+_CHUNK_Q = [1, 17, 64, 0, 33, 1, 2]
+_CHUNK_KV = [200, 17, 129, 50, 97, 1, 128]
+_WINDOW_Q = [39, 40, 41, 1, 1, 1, 150, 30]  # window 40
+_WINDOW_KV = [39, 40, 41, 39, 40, 41, 150, 333]
+
+
+def _edges() -> list[Case]:
+    cases = []
+    for head_dim in (128, 256, 512):
+        for dtype in ("fp16", "bf16"):
+            shape: dict[str, Any] = {
+                "head_dim": head_dim,
+                "num_q_heads": 4,
+                "num_kv_heads": 2,
+                "dtype": dtype,
+            }
+            tag = f"d{head_dim}-{dtype}"
+            cases += [
+                _case(f"{tag}-dense-self", _SELF, _SELF, 1, **shape),
+                _case(f"{tag}-paged-chunk", _CHUNK_Q, _CHUNK_KV, 2, page_size=16, **shape),
+                _case(f"{tag}-paged-window", _WINDOW_Q, _WINDOW_KV, 3, page_size=16, window=40, **shape),
+            ]
+        shape = {"head_dim": head_dim, "dtype": "fp16"}
+        two, wide = {"num_q_heads": 4, "num_kv_heads": 2}, {"num_q_heads": 16, "num_kv_heads": 2}
+        tag = f"d{head_dim}-fp16"
+        cases += [
+            _case(f"{tag}-paged-cap", _CHUNK_Q, _CHUNK_KV, 4, page_size=64, logit_cap=True, **shape, **two),
+            _case(f"{tag}-dense-window", _WINDOW_Q, _WINDOW_KV, 5, window=40, **shape, **two),
+            _case(f"{tag}-dense-full", [5, 64, 0, 1], [77, 64, 9, 129], 6, causal=False, **shape, **two),
+            _case(f"{tag}-full-window", [5, 90, 1], [77, 90, 129], 7, causal=False, window=24, page_size=8,
+                  **shape, **two),
+            _case(f"{tag}-group8", [9, 40, 3], [9, 100, 65], 8, page_size=32, **shape, **wide),
+        ]  # fmt: skip
+    return cases
+
+
+CASES: tuple[Case, ...] = (
+    *_edges(),
+    # No key at all, and queries before the first key: zeros.
+    _case("no-keys", [3, 5, 2], [0, 2, 2], 9, head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=16, dtype="fp16"),
+    # A group that divides no tile, and a page size that divides none either.
+    _case("group3-page24", [50, 1, 86], [70, 30, 86], 10, head_dim=128, num_q_heads=6, num_kv_heads=2, page_size=24,
+          dtype="fp16"),
+    # More sequences than the 32 that a warp searches at once.
+    _case("batch75", [i % 7 for i in range(75)], [i % 7 + i % 11 for i in range(75)], 11, head_dim=128,
+          num_q_heads=4, num_kv_heads=1, page_size=16, dtype="fp16"),
+    # A block table of 44 KB: it must be read where it lies.
+    _case("context-177k", [5], [177000], 12, head_dim=256, num_q_heads=2, num_kv_heads=1, page_size=16, dtype="fp16"),
+    # Many tiles, with and without masks, and the longest first.
+    _case("long-causal", [700, 260], [1500, 260], 13, head_dim=128, num_q_heads=2, num_kv_heads=1, dtype="fp16"),
+    _case("long-window", [900], [2100], 14, head_dim=256, num_q_heads=2, num_kv_heads=1, page_size=64, window=300,
+          dtype="fp16"),
+    _case("long-d512", [500], [900], 15, head_dim=512, num_q_heads=8, num_kv_heads=1, page_size=64, dtype="fp16"),
+)  # fmt: skip
+
+
+def case_for(problem: Problem) -> Case:
+    """`problem` as equally long sequences of kv_len keys (at least their own queries), for timing."""
+    batch = max(problem.batch, 1)
+    q_lens = [problem.num_tokens // batch + (i < problem.num_tokens % batch) for i in range(batch)]
+    kv_lens = [max(problem.kv_len, n) for n in q_lens]
+    return Case(
+        "tuning", problem, 0, {"q_lens": q_lens, "kv_lens": kv_lens, "sm_scale": problem.head_dim**-0.5}
+    )
+
+
+def inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Every argument by name; `out` is NaN. Scores have a standard deviation of 3: single keys carry weight, so that
+    one key too many or too few shows (options may set sm_scale)."""
+    p = case.problem
+    q_lens, kv_lens = list(case.options["q_lens"]), list(case.options["kv_lens"])
+    dtype = torch.bfloat16 if p.dtype == "bf16" else torch.float16
+    generator = torch.Generator(device).manual_seed(case.seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    def starts(lengths: list[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+    q = random(sum(q_lens), p.num_q_heads, p.head_dim)
+    arguments: dict[str, Any] = {
+        "out": torch.full_like(q, float("nan")),
+        "q": q,
+        "cu_seqlens_q": starts(q_lens),
+        "cu_seqlens_k": None,
+        "kv_lens": None,
+        "block_table": None,
+        "sm_scale": case.options.get("sm_scale", 3 * p.head_dim**-0.5),
+        "logit_cap": _LOGIT_CAP if p.logit_cap else 0.0,
+        "batch": len(q_lens),
+        "max_pages": 0,
+        "max_seqlen_q": max(q_lens, default=0),
+    }
+    # Per sequence, the keys that some query sees.
+    seen = [
+        (max(0, kv - q - p.window + 1) if p.window and q else 0 if q else kv, kv)
+        for q, kv in zip(q_lens, kv_lens, strict=True)
+    ]
+    if p.page_size:
+        return arguments | _paged(p, seen, random, generator, device)
+    k, v = (torch.full((sum(kv_lens), p.num_kv_heads, p.head_dim), float("nan"), dtype=dtype, device=device)
+            for _ in range(2))  # fmt: skip
+    begin = 0
+    for lo, hi in seen:
+        k[begin + min(lo, hi) : begin + hi] = random(hi - min(lo, hi), p.num_kv_heads, p.head_dim)
+        v[begin + min(lo, hi) : begin + hi] = random(hi - min(lo, hi), p.num_kv_heads, p.head_dim)
+        begin += hi
+    return arguments | {"k": k, "v": v, "cu_seqlens_k": starts(kv_lens)}
+
+
+def _paged(
+    p: Problem, seen: list[tuple[int, int]], random: Any, generator: torch.Generator, device: torch.device
+) -> dict[str, Any]:
+    """Caches of scattered pages. Only rows in `seen` hold numbers, only their pages are in the table."""
+    size = p.page_size
+    used = [range(min(lo, hi) // size, -(-hi // size)) for lo, hi in seen]
+    num_pages = sum(map(len, used)) + 2
+    max_pages = max((-(-hi // size) for _, hi in seen), default=0) + 1
+    order = torch.randperm(num_pages, generator=generator, device=device)
+    table = torch.full((len(seen), max_pages), NO_PAGE, dtype=torch.int32, device=device)
+    shape = (num_pages, p.num_kv_heads, size, p.head_dim)
+    dtype = torch.bfloat16 if p.dtype == "bf16" else torch.float16
+    k, v = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
+    taken = 0
+    for s, (pages, (lo, hi)) in enumerate(zip(used, seen, strict=True)):
+        table[s, pages.start : pages.stop] = order[taken : taken + len(pages)].int()
+        taken += len(pages)
+        at = torch.arange(min(lo, hi), hi, device=device)
+        for cache in (k, v):
+            cache[table[s, at // size].long(), :, at % size] = random(len(at), p.num_kv_heads, p.head_dim)
+    kv_lens = torch.tensor([hi for _, hi in seen], dtype=torch.int32, device=device)
+    return {"k": k, "v": v, "block_table": table, "kv_lens": kv_lens, "max_pages": max_pages}

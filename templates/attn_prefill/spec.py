@@ -1,0 +1,243 @@
+"""Prefill attention: softmax(q kᵀ · sm_scale) v for many query tokens a sequence, over a dense or a paged KV.
+
+A block serves BLOCK_M packed rows (row = query token · group + head in the group) of one sequence and kv head, and
+walks that sequence's keys backwards in tiles of BLOCK_N. Tiles that no row sees are never read; tiles that every row
+sees run without a mask. The block table is read where it lies, so its length costs no shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kerngen.arch import Arch
+from kerngen.errors import ProblemError
+from kerngen.templates.kernel import Arg, Cost, Launch
+
+HEAD_DIMS = (128, 256, 512)
+# Of the 255 registers of a thread, what addresses, row statistics and operands in flight take beside the accumulators.
+SPARE_REGS = 58
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Attention of `num_tokens` query tokens in `batch` sequences of at most `kv_len` keys.
+
+    page_size: tokens a page; 0 means dense k and v, [total_k, num_kv_heads, head_dim]. window: keys that a query sees,
+    itself included; 0 means all. Query i of a sequence sits at position kv_len - seqlen_q + i; with `causal` it sees
+    keys up to itself. logit_cap: whether scores pass through cap · tanh(s / cap). num_q_heads is a multiple of
+    num_kv_heads. Raises ProblemError otherwise.
+    """
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "num_tokens", "kv_len")
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    head_dim: int = 256
+    num_q_heads: int = 32
+    num_kv_heads: int = 16
+    page_size: int = 0
+    window: int = 0
+    causal: bool = True
+    dtype: str = "bf16"
+    logit_cap: bool = False
+    batch: int = 1
+    num_tokens: int = 8192
+    kv_len: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in HEAD_DIMS:
+            raise ProblemError(f"head_dim={self.head_dim}: attn_prefill has {', '.join(map(str, HEAD_DIMS))}")
+        if self.dtype not in ("fp16", "bf16"):
+            raise ProblemError(f"dtype={self.dtype!r} is neither fp16 nor bf16")
+        if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ProblemError(
+                f"num_q_heads={self.num_q_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if min(self.page_size, self.window, self.batch, self.num_tokens, self.kv_len) < 0:
+            raise ProblemError("page_size, window, batch, num_tokens and kv_len cannot be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """block_m: packed query rows a block. block_n: keys a tile. warps_d: warps that share their query rows, each
+    accumulating head_dim / warps_d columns of the output. num_stages: K and V tiles in shared memory, each.
+    q_in_regs: queries stay in registers instead of being read from shared memory for each tile."""
+
+    block_m: int = 128
+    block_n: int = 64
+    num_warps: int = 8
+    warps_d: int = 1
+    num_stages: int = 1
+    q_in_regs: bool = False
+
+
+SPACE = {
+    "block_m": (16, 32, 64, 128),
+    "block_n": (16, 32, 64, 128),
+    "num_warps": (4, 8),
+    "warps_d": (1, 2, 4, 8),
+    "num_stages": (1, 2, 3),
+    "q_in_regs": (False, True),
+}
+
+ARGS = {
+    "attn_prefill": (
+        Arg("out", "ptr"),
+        Arg("q", "ptr"),
+        Arg("k", "ptr"),
+        Arg("v", "ptr"),
+        Arg("cu_seqlens_q", "ptr"),
+        Arg("cu_seqlens_k", "ptr"),
+        Arg("kv_lens", "ptr"),
+        Arg("block_table", "ptr"),
+        Arg("sm_scale", "f32"),
+        Arg("logit_cap", "f32"),
+        Arg("batch", "i32"),
+        Arg("max_pages", "i32"),
+        Arg("max_seqlen_q", "i32"),
+    )
+}
+OUTPUTS = ("out",)
+
+
+def body(problem: Problem, config: Config, arch: Arch) -> str:
+    """The template for `arch`. A wgmma body for sm90 will be chosen here."""
+    return "kernel.cu.jinja" if arch.has_ldmatrix else "volta.cu.jinja"
+
+
+def why_unsupported(problem: Problem, arch: Arch) -> str | None:
+    if problem.dtype == "bf16" and not arch.has_bf16:
+        return f"{arch} has no bf16 tensor cores; use dtype=fp16"
+    return None
+
+
+def accumulator_regs(problem: Problem, config: Config) -> int:
+    """32-bit registers a thread for the output, the scores, and what of Q is held."""
+    rows = config.block_m * config.warps_d // config.num_warps
+    output = rows * problem.head_dim // config.warps_d // 32
+    scores = rows * config.block_n // config.warps_d // 32
+    return output + scores + (rows * problem.head_dim // 64 if config.q_in_regs else 0)
+
+
+def staging_regs(problem: Problem, config: Config, arch: Arch) -> int:
+    """32-bit registers a thread that carry the next tile where there is no cp.async."""
+    return 0 if arch.has_cp_async else config.block_n * problem.head_dim // (64 * config.num_warps)
+
+
+def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+    c = config
+    unit = 16 if arch.has_ldmatrix else 32
+    if c.num_warps % c.warps_d:
+        return f"num_warps={c.num_warps} is no multiple of warps_d={c.warps_d}"
+    rows = c.block_m * c.warps_d // c.num_warps
+    if rows not in (16, 32):
+        return f"block_m={c.block_m} over {c.num_warps // c.warps_d} row groups is {rows} rows a warp; it has 16 or 32"
+    if c.block_n // c.warps_d < 8 or c.block_n % 16:
+        return f"block_n={c.block_n} over warps_d={c.warps_d} is {c.block_n // c.warps_d} keys a warp; it needs 8"
+    if problem.head_dim // c.warps_d < unit:
+        return f"head_dim={problem.head_dim} over warps_d={c.warps_d} is under {unit} columns a warp"
+    if c.num_stages > 1 and not arch.has_cp_async:
+        return f"num_stages={c.num_stages} needs cp.async, which {arch} lacks; use num_stages=1"
+    if c.q_in_regs and not arch.has_ldmatrix:
+        return f"q_in_regs=True needs ldmatrix fragments, which {arch} lacks; use q_in_regs=False"
+    chunks = problem.head_dim // 8
+    if min(c.block_m, c.block_n) * chunks < 32 * c.num_warps:
+        return (
+            f"a tile of {min(c.block_m, c.block_n)} rows is {min(c.block_m, c.block_n) * chunks} chunks of 16 B, "
+            f"fewer than {32 * c.num_warps} threads"
+        )
+    held, staged = accumulator_regs(problem, c), staging_regs(problem, c, arch)
+    limit = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.num_warps))
+    if held + staged + SPARE_REGS > limit:
+        return (
+            f"accumulators take {held} registers a thread and staged tiles {staged}; with {SPARE_REGS} for the rest "
+            f"that is over {limit}"
+        )
+    if (need := smem_bytes(problem, c, arch)) > arch.max_smem_bytes:
+        return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
+    return None
+
+
+def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+    """Q, the K and V stages (one tile for both where there is no cp.async), and what warps of a row exchange."""
+    c, row = config, problem.head_dim * 2
+    tiles = 2 * c.num_stages if arch.has_cp_async else 1
+    probabilities = c.block_m * c.block_n * 2 if c.warps_d > 1 or not arch.has_ldmatrix else 0
+    maxima = c.warps_d * c.block_m * 4 if c.warps_d > 1 else 0
+    return c.block_m * row + tiles * c.block_n * row + probabilities + maxima
+
+
+# (block_m, block_n, num_warps, warps_d, num_stages, q_in_regs), the first valid one serves.
+_PREFERRED = {
+    128: (
+        (128, 64, 4, 1, 1, False),
+        (128, 64, 8, 1, 1, False),
+        (64, 64, 4, 1, 1, False),
+        (64, 32, 4, 1, 1, False),
+    ),
+    256: (
+        (128, 64, 8, 1, 1, False),
+        (64, 64, 4, 1, 1, False),
+        (64, 32, 4, 1, 1, False),
+        (64, 32, 8, 2, 1, False),
+    ),
+    512: (
+        (64, 64, 8, 4, 1, False),
+        (64, 32, 8, 4, 1, False),
+        (64, 32, 8, 2, 1, False),
+        (64, 16, 8, 2, 1, False),
+        (32, 32, 8, 4, 1, False),
+        (32, 16, 8, 4, 1, False),
+        (32, 16, 4, 2, 1, False),
+    ),
+}
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    """The first configuration of a short list, best first, that fits."""
+    configs = [Config(*fields) for fields in _PREFERRED[problem.head_dim]]
+    return next((c for c in configs if why_invalid(problem, c, arch) is None), configs[-1])
+
+
+def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+    """One block for each kv head and each tile that any split of num_tokens into `batch` sequences could need."""
+    group = problem.num_q_heads // problem.num_kv_heads
+    tiles = -(-problem.num_tokens * group // config.block_m) + problem.batch
+    return (
+        Launch(
+            "attn_prefill",
+            (max(1, tiles * problem.num_kv_heads), 1, 1),
+            (32 * config.num_warps, 1, 1),
+            smem_bytes(problem, config, arch),
+            pdl=arch.has_pdl,
+        ),
+    )
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Query-key pairs of one head, all sequences, taking the sequences as equally long."""
+    if not problem.batch:
+        return 0
+    queries, kv_len = problem.num_tokens // problem.batch, problem.kv_len
+    first = kv_len - queries  # position of the first query
+
+    def upto(position: int) -> int:
+        """Keys seen by all queries at positions 0 .. position - 1, under the causal mask and the window."""
+        ramp = position if problem.window == 0 else min(position, problem.window)
+        return ramp * (ramp + 1) // 2 + (position - ramp) * problem.window
+
+    if problem.causal:
+        return problem.batch * (upto(kv_len) - upto(max(first, 0)))
+    if problem.window == 0:
+        return problem.batch * queries * kv_len
+    hidden = sum(max(0, first + i - problem.window + 1) for i in range(queries))
+    return problem.batch * (queries * kv_len - hidden)
+
+
+def cost(problem: Problem) -> Cost:
+    """Every q, out, k and v element once (keys left of all windows excepted); two products over the visible pairs."""
+    queries = problem.num_tokens // max(problem.batch, 1)
+    keys = min(problem.kv_len, queries + problem.window - 1) if problem.window else problem.kv_len
+    elements = 2 * problem.num_tokens * problem.num_q_heads + 2 * problem.batch * keys * problem.num_kv_heads
+    flops = 4 * problem.head_dim * problem.num_q_heads * visible_pairs(problem)
+    return Cost(elements * problem.head_dim * 2, flops)

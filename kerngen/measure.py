@@ -140,9 +140,19 @@ def _copies(inputs: dict[str, Any], working_set: int, most: int) -> list[dict[st
     return [inputs] + [{k: clone(v) for k, v in inputs.items()} for _ in range(count - 1)]
 
 
-def time_function(function: Function, case: Case, *, samples: int = 30, target_ms: float = 2.0) -> Timing:
-    """Time `case` with inputs that come from memory: CUDA-graph replay over rotating copies, medians."""
-    inputs = function.kernel.cases.inputs(case, torch.device("cuda"))
+def time_function(
+    function: Function,
+    case: Case,
+    *,
+    inputs: dict[str, Any] | None = None,
+    samples: int = 30,
+    target_ms: float = 2.0,
+) -> Timing:
+    """Time `case` with inputs that come from memory: CUDA-graph replay over rotating copies, medians.
+
+    inputs: the case's, if they were made already.
+    """
+    inputs = inputs or function.kernel.cases.inputs(case, torch.device("cuda"))
     sets = _copies(inputs, working_set=4 * max(probe_device().l2_bytes, 2**24), most=64)
     calls = [lambda s=s: function(case.problem, **s) for s in sets]
     return time_calls(calls, samples=samples, target_ms=target_ms)

@@ -131,8 +131,7 @@ def rank(
 ) -> list[tuple[float, Any]]:
     """(pre-predicted microseconds, config), fastest first; equals stay in the order given."""
     timed = [
-        (predict(kernel, problem, c, arch, device, registers=registers).latency_us, i, c)
-        for i, c in enumerate(configs)
+        (predict(kernel, problem, c, arch, device, registers=registers).latency_us, i, c) for i, c in enumerate(configs)
     ]
     timed.sort(key=lambda t: t[:2])
     return [(us, c) for us, _, c in timed]

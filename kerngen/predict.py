@@ -33,6 +33,7 @@ MEMORY_LATENCY_US = 0.6
 # launch, where the bytes alone take 0.56 us. MEMORY_LATENCY_US, the ramp, is counted beside these.
 LAUNCH_US = 1.4
 LAUNCH_PDL_US = 0.2
+SPILL_FACTOR = 2.0  # the report says how much is spilled, not how deep in which loop
 GRID_SYNC_US = 1.0  # the last block of a split waits for the others' partial results
 BYTES_IN_FLIGHT_PER_THREAD = 32  # assumed where the spec does not say: two 16-byte loads
 REGISTERS_LEAST = 16
@@ -188,6 +189,8 @@ def _launch_us(
         t = _with_spills(t, given, prod(launch.block) * prod(launch.grid))
     # A scheduler with room for n blocks can do what one with room for fewer does: more room never hurts.
     best, bound = min(_busy_us(launch, t, arch, device, n) for n in range(1, max(fit.blocks_per_sm, 1) + 1))
+    if given is not None and given.spill_store_bytes + given.spill_load_bytes:
+        best *= SPILL_FACTOR
     return overhead + best, bound if best > overhead else "launch", fit
 
 
@@ -212,9 +215,7 @@ def _busy_us(launch: Launch, t: Traffic, arch: Arch, device: Device, blocks_per_
     return total, bound
 
 
-def _wave_us(
-    size: int, blocks: int, launch: Launch, t: Traffic, arch: Arch, device: Device
-) -> tuple[float, str]:
+def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, arch: Arch, device: Device) -> tuple[float, str]:
     """Time of one wave of `size` of the grid's `blocks`; each block is taken to do the same work."""
     share, per_sm = size / blocks, ceil(size / device.num_sms)
     clock = device.clock_mhz  # cycles per us

@@ -37,11 +37,9 @@ class Outcome:
     kind: str
     latency_us: float | None = None
     reason: str = ""
-    build_id: str | None = None
     registers: int = 0
     spill_bytes: int = 0
     excess: float = 0.0
-    cached: bool = False
 
     @property
     def ok(self) -> bool:
@@ -126,8 +124,8 @@ class Search:
         if trial is not None:
             self._tell_optuna(trial, outcome)
 
-    def forget(self, config: Any) -> None:
-        """`config` was asked but not evaluated (time ran out)."""
+    def abandon(self, config: Any) -> None:
+        """`config` was asked and will not be evaluated (time ran out): the search ends here."""
         self._open.pop(config, None)
         self._closed = True
 

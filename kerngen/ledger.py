@@ -1,0 +1,156 @@
+"""What a tuning run remembers: the tuning database on one side, trials on the other.
+
+Rows are written in batches, at most a second apart, so that a run that is killed loses nothing but that second, and
+the compile cache has its cubins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kerngen import __version__
+from kerngen.arch import Arch, Device
+from kerngen.compile import Cubin, nvrtc_version
+from kerngen.errors import CompileError
+from kerngen.predict import MODEL
+from kerngen.templates.kernel import ROOT, Kernel, fields_of, static_fields
+from kerngen.tuning_db.records import (
+    Build,
+    Measurement,
+    Observation,
+    ProblemKey,
+    Winner,
+    canonical,
+    digest,
+    problem_key,
+)
+
+if TYPE_CHECKING:
+    from kerngen.tuning_db import Store
+
+FLUSH_S = 1.0
+_NEVER_REUSED = ("launch_failed", "timed_out")  # the machine may have been at fault: try again
+
+
+@dataclass(slots=True)
+class Entry:
+    """One problem as the ledger knows it. closed: tags of the row that ended an identical earlier search, or None."""
+
+    kernel: Kernel
+    problem: Any
+    key: ProblemKey
+    fingerprint: str
+    known: dict[str, list[Measurement]] = field(default_factory=dict)  # canonical config -> rows of earlier runs
+    closed: dict[str, Any] | None = None
+
+
+class Ledger:
+    """Reads and writes one store for one arch, device and objective ("measured" or "predicted")."""
+
+    def __init__(self, store: Store, arch: Arch, device: Device, objective: str, run: str, settings: list[Any]) -> None:
+        self.store, self.arch, self.device, self.objective, self.run = store, arch, device, objective, run
+        self.environment: dict[str, Any] = {}
+        self._settings = settings
+        self._rows: list[Measurement] = []
+        self._flushed = time.monotonic()
+        self._builds: dict[tuple[str, str], Build] = {}
+        self._observed: dict[str, list[Observation]] = {}
+
+    def entry(self, kernel: Kernel, problem: Any) -> Entry:
+        """What is known of `problem`; `closed` if a search with the same settings and sources was finished before."""
+        key = problem_key(kernel, problem)
+        entry = Entry(kernel, problem, key, self._fingerprint(kernel))
+        if kernel.name not in self._observed:
+            self._observed[kernel.name] = self.store.measurements(
+                kernel.name, arch=self.arch.name, device=self.device, provenance=self.objective
+            )
+        for o in self._observed[kernel.name]:
+            m = o.measurement
+            if m.problem.id == key.id:
+                entry.known.setdefault(canonical(m.config), []).append(m)
+                if m.tags.get("search") == entry.fingerprint and "closed" in m.tags:
+                    entry.closed = m.tags["closed"]
+        return entry
+
+    def _fingerprint(self, kernel: Kernel) -> str:
+        """Of everything that decides how a search goes: the same fingerprint, the same search."""
+        return digest([_folder_digest(kernel.name), nvrtc_version(), self.arch.name, fields_of(self.device),
+                       self.objective, MODEL, __version__, *self._settings])  # fmt: skip
+
+    # -- builds
+
+    def build_of(self, kernel: Kernel, problem: Any, config: Any, source: str) -> Build | None:
+        """The build of `source` with `config`, if it was compiled before (or failed to)."""
+        key = (source, canonical(fields_of(config)))
+        if key not in self._builds:
+            found = self.store.find_build(kernel.name, source, fields_of(config), static_fields(problem), self.arch)
+            if found is None:
+                return None
+            self._builds[key] = found
+        return self._builds[key]
+
+    def add_build(self, kernel: Kernel, problem: Any, config: Any, source: str, made: Cubin | CompileError) -> Build:
+        """Record what compiling `source` gave. Blobs are kept of winners only; the compile cache has the others."""
+        fields, static = fields_of(config), static_fields(problem)
+        if isinstance(made, Cubin):
+            build_id = self.store.add_build(made, kernel.name, source, fields, static, keep_image=False)
+        else:
+            build_id = self.store.add_build(None, kernel.name, source, fields, static, arch=self.arch,
+                                            status="compile_failed", log=made.log or made.message)  # fmt: skip
+        build = self._builds[source, canonical(fields)] = self.store.build(build_id)
+        return build
+
+    # -- observations
+
+    def recall(self, entry: Entry, config: Any, build: Build) -> Measurement | None:
+        """The latest row of an earlier run that answers `config` with this very build; None if there is none."""
+        for m in reversed(entry.known.get(canonical(fields_of(config)), [])):
+            if m.build_id != build.id or m.outcome in _NEVER_REUSED:
+                continue
+            if self.objective == "measured" or m.model == MODEL:
+                return m
+        return None
+
+    def add(self, entry: Entry, config: Any, outcome: str, **values: Any) -> None:
+        """One row. values: Measurement's fields."""
+        tags = {"search": entry.fingerprint} | values.pop("tags", {})
+        measured = self.objective == "measured"
+        values |= {"environment": self.environment} if measured else {"model": MODEL}
+        row = Measurement(problem=entry.key, arch=self.arch.name, device=self.device, config=fields_of(config),
+                          outcome=outcome, provenance=self.objective, run=self.run, tags=tags, **values)  # fmt: skip
+        self._rows.append(row)
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending, in one transaction."""
+        if self._rows:
+            with self.store.transaction():
+                self.store.add_measurements(self._rows)
+            self._rows = []
+        self._flushed = time.monotonic()
+
+    def winners(self, entries: list[Entry]) -> dict[str, Winner]:
+        """Derive the winners anew for the problems of `entries`. Problem id -> Winner."""
+        self.flush()
+        found = {}
+        with self.store.transaction():
+            for kernel, static in dict.fromkeys((e.kernel.name, e.key.static_key) for e in entries):
+                for w in self.store.recompute_winners(kernel, static, self.arch, self.device):
+                    found[w.problem.id] = w
+        return found
+
+
+@cache
+def _folder_digest(kernel: str) -> str:
+    """Of the kernel's folder (what renders, refuses and launches) and of common/."""
+    hashed = hashlib.sha256()
+    for folder in (ROOT / "common", ROOT / kernel):
+        for path in sorted(folder.glob("*")):
+            if path.suffix in (".py", ".jinja", ".cuh"):
+                hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return hashed.hexdigest()

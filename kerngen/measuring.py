@@ -1,0 +1,208 @@
+"""Checks and times configurations on the GPU in a process of its own.
+
+A kernel that faults takes its CUDA context with it; here it takes the worker, and the tuner records `launch_failed`
+and goes on with a fresh one. The worker keeps one problem's inputs and reference between configurations.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+from kerngen.arch import Device
+from kerngen.compile import end_with_parent
+from kerngen.errors import KerngenError
+from kerngen.templates.kernel import Kernel
+
+TIMEOUT_S = 120.0  # for the inputs and reference of a large problem; a configuration takes well under a second
+FINAL_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What came of one configuration. outcome: one of the database's; times in microseconds."""
+
+    outcome: str
+    reason: str = ""
+    p50_us: float | None = None
+    p10_us: float | None = None
+    p90_us: float | None = None
+    min_us: float | None = None
+    samples: int = 0
+    error_abs: float | None = None
+    error_rel: float | None = None
+
+    def values(self) -> dict[str, Any]:
+        """As fields of a Measurement."""
+        names = ("reason", "p50_us", "p10_us", "p90_us", "min_us", "samples", "error_abs", "error_rel")
+        return {n: getattr(self, n) for n in names}
+
+
+class Measurer:
+    """Measures on this machine's GPU, one configuration at a time. Close it, or use it as a context."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def device(self) -> Device:
+        """The GPU at hand. Raises DeviceError where there is none."""
+        found: Device = self._call(_probe)
+        return found
+
+    def environment(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._call(_environment)
+        return found
+
+    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
+        """Check `config` against the reference on the problem's own inputs, then time it."""
+        try:
+            seen: Observed = self._call(_measure, kernel.name, problem, config, image)
+        except (BrokenProcessPool, TimeoutError) as e:
+            return self._lost(e)
+        return seen
+
+    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+        """Check and time `configs` together, in rotated order, so that drifting clocks favour none."""
+        try:
+            seen: list[Observed] = self._call(_finals, kernel.name, problem, configs)
+        except (BrokenProcessPool, TimeoutError) as e:
+            return [self._lost(e)] * len(configs)
+        return seen
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent)
+        return self._pool.submit(function, *arguments).result(timeout=TIMEOUT_S)
+
+    def _lost(self, error: Exception) -> Observed:
+        self.close()
+        if isinstance(error, TimeoutError):
+            return Observed("timed_out", f"no answer within {TIMEOUT_S:g} s")
+        return Observed("launch_failed", "the kernel took its process down")
+
+    def close(self) -> None:
+        if self._pool is not None:
+            for process in list((self._pool._processes or {}).values()):
+                process.kill()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+    def __enter__(self) -> Measurer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+# -- in the worker
+
+
+def _probe() -> Device:
+    from kerngen.runtime.launcher import probe_device
+
+    return probe_device()
+
+
+def _environment() -> dict[str, Any]:
+    from kerngen.measure import environment
+
+    return environment()
+
+
+@lru_cache(maxsize=1)
+def _prepared(kernel_name: str, problem: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The problem's case, its inputs as made, and the reference's outputs."""
+    import torch
+
+    from kerngen.templates import find_kernel
+
+    kernel = find_kernel(kernel_name)
+    case = kernel.cases.case_for(problem)
+    torch.manual_seed(case.seed)
+    inputs = kernel.cases.inputs(case, torch.device("cuda"))
+    expected = kernel.reference.expected(case, _fresh(inputs))
+    return case, inputs, expected
+
+
+def _fresh(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Copies: a kernel may write what it reads, and its outputs must start poisoned each time."""
+    import torch
+
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[Any, Observed]:
+    """The loaded function and what the check said; a function only if it may be timed."""
+    import torch
+
+    from kerngen.arch import find_arch
+    from kerngen.measure import compare
+    from kerngen.runtime.launcher import Function, probe_device
+    from kerngen.templates import find_kernel
+
+    kernel = find_kernel(kernel_name)
+    case, inputs, expected = _prepared(kernel_name, problem)
+    try:
+        function = Function(kernel, config, find_arch(probe_device().arch), image)
+        outputs = _fresh(inputs)
+        function(case.problem, **outputs)
+        torch.cuda.synchronize()
+    except KerngenError as e:
+        return None, Observed("launch_failed", e.message)
+    except RuntimeError as e:
+        # A fault is sticky: nothing that this process launches can succeed any more.
+        _die_if_broken(e)
+        return None, Observed("launch_failed", str(e).strip().splitlines()[0])
+    result = compare(kernel, case, outputs, expected)
+    if not result.ok:
+        return None, Observed("wrong_result", result.message, error_abs=result.error_abs, error_rel=result.error_rel)
+    return function, Observed("ok", error_abs=result.error_abs, error_rel=result.error_rel)
+
+
+def _die_if_broken(error: RuntimeError) -> None:
+    import os
+
+    import torch
+
+    try:
+        torch.zeros(1, device="cuda").item()
+    except RuntimeError:
+        print(f"measuring: {error}", flush=True)
+        os._exit(1)
+
+
+def _time(function: Any, problem: Any, samples: int) -> Any:
+    from kerngen.measure import time_function
+
+    case, inputs, _ = _prepared(function.kernel.name, problem)
+    return time_function(function, case, inputs=_fresh(inputs), samples=samples)
+
+
+def _measure(kernel_name: str, problem: Any, config: Any, image: bytes) -> Observed:
+    function, seen = _check(kernel_name, problem, config, image)
+    if function is None:
+        return seen
+    t = _time(function, problem, samples=15)
+    return Observed("ok", "", t.p50_us, t.p10_us, t.p90_us, t.min_us, t.samples, seen.error_abs, seen.error_rel)
+
+
+def _finals(kernel_name: str, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+    checked = [_check(kernel_name, problem, config, image) for config, image in configs]
+    times: list[list[Any]] = [[] for _ in checked]
+    order = [i for i, (function, _) in enumerate(checked) if function is not None]
+    for _ in range(FINAL_ROUNDS):
+        for i in order:
+            times[i].append(_time(checked[i][0], problem, samples=10))
+        order = order[1:] + order[:1]
+    return [
+        Observed(
+            "ok", "", median(t.p50_us for t in ts), min(t.p10_us for t in ts), max(t.p90_us for t in ts),
+            min(t.min_us for t in ts), sum(t.samples for t in ts), seen.error_abs, seen.error_rel,
+        ) if ts else seen
+        for (_, seen), ts in zip(checked, times, strict=True)
+    ]  # fmt: skip

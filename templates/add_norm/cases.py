@@ -1,0 +1,67 @@
+"""Shapes that tests, bench and tuner share: edges first, then the models' own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kerngen.templates.add_norm.spec import Problem
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.kernel import Case
+
+
+def case_for(problem: Problem, **options: Any) -> Case:
+    p = problem
+    parts = (
+        ("no-post", not p.has_post),
+        ("scalar", p.has_scalar),
+        ("last", not p.has_next),
+        *options.items(),
+    )
+    name = "_".join([f"h{p.hidden}_{p.residual_dtype}-{p.dtype}", *(n for n, on in parts if on), f"t{p.num_tokens}"])
+    return Case(name, p, p.hidden + p.num_tokens, options)
+
+
+def _cases(hidden: int, *tokens: int, in_place: bool = False, **fields: Any) -> tuple[Case, ...]:
+    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
+    return tuple(
+        case_for(Problem(hidden, d, r, num_tokens=t, **fields), in_place=in_place) for d, r in kinds for t in tokens
+    )
+
+
+CASES = (
+    *_cases(8, 1, 3, 33),  # one vector: 31 lanes idle
+    *_cases(264, 1, 5, has_scalar=True),  # 33 vectors: a second warp with one
+    *_cases(1544, 2, 7, has_next=False),  # 193 vectors
+    *_cases(256, 1, 42, 84, has_scalar=True),
+    *_cases(5376, 1, 2, 65, 129),
+    *_cases(5376, 1, 70, in_place=True, has_scalar=True),
+    *_cases(2816, 3, has_post=False, in_place=True),
+    *_cases(2816, 3, has_post=False, has_next=False, has_scalar=True),
+    case_for(Problem(3840, "fp16", "fp16", num_tokens=5)),
+)
+
+
+def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Every argument. h and residual normal, weights about 1; outputs NaN, or residual itself with in_place."""
+    p: Problem = case.problem
+    draw = Draw(case.seed, device)
+    shape = p.num_tokens, p.hidden
+    residual = draw.normal(*shape, dtype=p.residual_dtype)
+    in_place = case.options.get("in_place", False)
+
+    def weight(wanted: bool) -> torch.Tensor | None:
+        return draw.normal(p.hidden, dtype=p.dtype, mean=1.0, std=0.25) if wanted else None
+
+    return {
+        "residual_out": residual if in_place else poisoned(*shape, dtype=p.residual_dtype, device=device),
+        "out": poisoned(*shape, dtype=p.dtype, device=device) if p.has_next else None,
+        "residual": residual,
+        "h": draw.normal(*shape, dtype=p.dtype, std=0.5),
+        "post_weight": weight(p.has_post),
+        "layer_scalar": draw.normal(1, dtype=p.dtype, mean=0.7, std=0.1) if p.has_scalar else None,
+        "next_weight": weight(p.has_next),
+        "eps": 1e-6,
+        "num_tokens": p.num_tokens,
+    }

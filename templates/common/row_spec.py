@@ -1,0 +1,92 @@
+"""What the specs of the row kernels share: element sizes, vectors of eight, and the checks that read alike."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from kerngen.arch import Arch
+from kerngen.errors import ProblemError
+
+VEC = 8  # elements that a thread moves at once: 16 bytes of a 16-bit type
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+MAX_BLOCK_THREADS = 1024
+INT32_MAX = 2**31 - 1
+SPARE_REGISTERS = 36  # what the row kernels need beside their data, by the ptxas reports
+
+
+def require(holds: bool, message: str) -> None:
+    """Raises ProblemError(message) unless `holds`."""
+    if not holds:
+        raise ProblemError(message)
+
+
+def require_dtypes(dtype: str, **others: str) -> None:
+    """Raises ProblemError unless `dtype` is a 16-bit type and the others are that type or fp32."""
+    require(dtype in ("fp16", "bf16"), f"dtype={dtype!r} is not one of: fp16, bf16")
+    for name, value in others.items():
+        require(value in (dtype, "fp32"), f"{name}={value!r} is not one of: {dtype} (the dtype), fp32")
+
+
+def require_vectors(**sizes: int) -> None:
+    """Raises ProblemError unless each size is a positive multiple of 8, which 16-byte accesses need."""
+    for name, size in sizes.items():
+        require(size > 0 and size % VEC == 0, f"{name}={size} is not a positive multiple of {VEC}")
+
+
+def require_tokens(num_tokens: int) -> None:
+    require(0 < num_tokens <= INT32_MAX, f"num_tokens={num_tokens} is not in 1..{INT32_MAX}")
+
+
+def why_no_bf16(arch: Arch, dtype: str) -> str | None:
+    """Why activations of `dtype` cannot run on `arch`, with what can."""
+    if dtype == "bf16" and not arch.has_bf16:
+        return f"bf16 needs sm80 or newer and {arch} has none; use dtype=fp16 with residual_dtype=fp32"
+    return None
+
+
+def why_block_too_large(threads: int, made_of: str) -> str | None:
+    """Why a block of `threads` cannot be launched. made_of: how the number came about."""
+    if threads > MAX_BLOCK_THREADS:
+        return f"{threads} threads a block ({made_of}); at most {MAX_BLOCK_THREADS}"
+    return None
+
+
+def row_threads(elements: int, vecs_per_thread: int) -> int:
+    """Threads that share a row of `elements`, a multiple of 32. The templates compute the same."""
+    return ceil(ceil(elements / VEC) / vecs_per_thread / 32) * 32
+
+
+def fewest_vecs(elements: int, candidates: tuple[int, ...], max_threads: int) -> int:
+    """The fewest vectors a thread with which a row takes at most `max_threads` threads, or the most there are."""
+    return next((v for v in candidates if row_threads(elements, v) <= max_threads), candidates[-1])
+
+
+def why_row_invalid(elements: int, vecs_per_thread: int, rows: int, registers_per_vec: int,
+                    candidates: tuple[int, ...]) -> str | None:  # fmt: skip
+    """Why a block of `rows` rows of `elements`, with vecs_per_thread vectors a thread, cannot or should not run.
+
+    registers_per_vec: 32-bit registers that hold one vector of every tensor of the row. candidates: the values of
+    vecs_per_thread that are searched; one that gives no fewer threads than a smaller one is refused as its twin.
+    """
+    row = row_threads(elements, vecs_per_thread)
+    twin = next((v for v in candidates if v < vecs_per_thread and row_threads(elements, v) == row), None)
+    if twin is not None:
+        return f"vecs_per_thread={vecs_per_thread} takes {row} threads a row of {elements}, as {twin} does"
+    made_of = f"{rows} rows of {elements} by {row} threads"
+    if why := why_block_too_large(rows * row, made_of):
+        return why
+    available = min(255, 65536 // (rows * row) // 8 * 8)
+    data = vecs_per_thread * registers_per_vec
+    if data + SPARE_REGISTERS > available:
+        return (
+            f"{data} registers a thread for the data and {SPARE_REGISTERS} for the arithmetic; "
+            f"{rows * row} threads a block ({made_of}) leave {available}"
+        )
+    return None
+
+
+def why_flat_too_long(num_tokens: int, elements: int) -> str | None:
+    """Why an output of num_tokens rows of `elements` is out of the flat kernels' 32-bit count of vectors."""
+    if (vecs := num_tokens * elements // VEC) > INT32_MAX:
+        return f"num_tokens={num_tokens} rows of {elements} are {vecs:,} vectors of {VEC}; at most {INT32_MAX:,}"
+    return None

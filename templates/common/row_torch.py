@@ -1,0 +1,61 @@
+"""What the row kernels' references, cases and benches share: dtypes, roundings, poisoned outputs, tolerances."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kerngen.templates.kernel import Tolerance
+
+TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# Unit roundoff: half the distance from 1 to the next number.
+UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
+
+
+def rounded(x: Tensor, dtype: str) -> Tensor:
+    """x to the nearest values of `dtype`, held in fp32."""
+    return x.to(TORCH_DTYPE[dtype]).float()
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x * (mean(x^2) + eps)^(-1/2) * weight over the last dim, all of it in fp32 and unrounded.
+
+    Source: Gemma4RMSNorm in transformers 5.22, modeling_gemma4.py; the weight is used as it is, not 1 + weight.
+    """
+    x = x.float()
+    x = x * torch.pow(x.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    return x if weight is None else x * weight.float()
+
+
+def poisoned(*shape: int, dtype: str, device: torch.device | str, value: float = float("nan")) -> Tensor:
+    """A tensor of NaN, or of `value` where NaN is a right answer: what a kernel does not write stays visible."""
+    return torch.full(shape, value, dtype=TORCH_DTYPE[dtype], device=device)
+
+
+class Draw:
+    """Random tensors from one seed."""
+
+    def __init__(self, seed: int, device: torch.device | str) -> None:
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: str, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        x = torch.randn(*shape, generator=self._generator, device=self.device)
+        return (mean + std * x).to(TORCH_DTYPE[dtype])
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """int64 in low..high - 1."""
+        return torch.randint(low, high, shape, generator=self._generator, device=self.device)
+
+    def permutation(self, count: int) -> Tensor:
+        """int64 0..count - 1, shuffled."""
+        return torch.randperm(count, generator=self._generator, device=self.device)
+
+
+def tolerance_of_flips(dtype: str, magnitude: float, flips: int) -> Tolerance:
+    """A reference that rounds where the kernel rounds differs only where a sum in another order flips a rounding.
+
+    Each flip is one unit in the last place of a value of at most `magnitude`: 2 * UNIT of its own size.
+    """
+    unit = 2 * UNIT[dtype] * flips
+    return Tolerance(unit * magnitude, unit, f"{flips} flipped roundings to {dtype} of values up to {magnitude:g}")

@@ -1,0 +1,47 @@
+"""Shapes that tests, bench and tuner share: edges first, then the models' own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.embed.spec import Problem
+from kerngen.templates.kernel import Case
+
+
+def case_for(problem: Problem, **options: Any) -> Case:
+    p = problem
+    names = [f"h{p.hidden}_v{p.vocab_size}_{p.dtype}-{p.residual_dtype}", *options, f"t{p.num_tokens}"]
+    return Case("_".join(names), p, p.hidden + p.num_tokens, options)
+
+
+def _cases(hidden: int, vocab_size: int, *tokens: int, **options: Any) -> tuple[Case, ...]:
+    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
+    return tuple(case_for(Problem(hidden, vocab_size, d, r, t), **options) for d, r in kinds for t in tokens)
+
+
+CASES = (
+    *_cases(8, 3, 1, 5, 1000),  # one vector a row
+    *_cases(264, 100, 7, 33, bad_ids=True),
+    *_cases(5376, 1000, 1, 2, 65),
+    *_cases(10752, 50, 3),
+)
+
+
+def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Every argument. ids hold the first and the last row; bad_ids adds ones just and far outside. out is poison."""
+    p: Problem = case.problem
+    draw = Draw(case.seed, device)
+    ids = draw.integers(0, p.vocab_size, p.num_tokens)
+    ids[-1], ids[0] = 0, p.vocab_size - 1
+    if case.options.get("bad_ids"):
+        ids[1:5] = torch.tensor([-1, p.vocab_size, -(2**63), 2**63 - 1], device=device)
+    return {
+        "out": poisoned(p.num_tokens, p.hidden, dtype=p.residual_dtype, device=device, value=1e30),
+        "ids": ids,
+        "table": draw.normal(p.vocab_size, p.hidden, dtype=p.dtype),
+        "scale": p.hidden**0.5,
+        "num_tokens": p.num_tokens,
+    }

@@ -1,0 +1,27 @@
+"""table[ids] * scale in torch. Source: Gemma4TextScaledWordEmbedding in transformers 5.22, modeling_gemma4.py: the
+scale is cast to the table's dtype, and so is the product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.templates.common.row_torch import rounded
+from kerngen.templates.embed.spec import Problem
+from kerngen.templates.kernel import Case, Tolerance
+
+
+def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """out [num_tokens, hidden] in fp32, holding values of dtype; NaN rows for ids outside the table."""
+    p: Problem = case.problem
+    ids = inputs["ids"]
+    valid = (ids >= 0) & (ids < p.vocab_size)
+    rows = inputs["table"][ids.clamp(0, p.vocab_size - 1)].float()
+    scale = rounded(torch.tensor(inputs["scale"], device=ids.device), p.dtype)
+    return {"out": torch.where(valid[:, None], rounded(rows * scale, p.dtype), float("nan"))}
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    return Tolerance(0.0, 0.0, "one product of two 16-bit floats, rounded once: exact")

@@ -1,0 +1,101 @@
+"""embed: out = table[ids] * scale, the start of the residual stream (and per-layer embeddings' token part)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kerngen.arch import Arch
+from kerngen.templates.common.row_spec import (
+    ELEMENT_BYTES,
+    VEC,
+    require,
+    require_dtypes,
+    require_tokens,
+    require_vectors,
+    why_flat_too_long,
+    why_no_bf16,
+)
+from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """ids [num_tokens] int64, table [vocab_size, hidden] dtype -> out [num_tokens, hidden] residual_dtype.
+
+    An id outside 0..vocab_size - 1 gives a row of NaN and reads nothing: a wrong id shows itself in its own row.
+    """
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    hidden: int = 5376
+    vocab_size: int = 262144
+    dtype: str = "bf16"
+    residual_dtype: str = "bf16"
+    num_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_dtypes(self.dtype, residual_dtype=self.residual_dtype)
+        require_vectors(hidden=self.hidden)
+        require(self.vocab_size > 0, f"vocab_size={self.vocab_size} is not positive")
+        require_tokens(self.num_tokens)
+        why = why_flat_too_long(self.num_tokens, self.hidden)
+        require(why is None, str(why))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    threads: int = 128
+    vecs_per_thread: int = 1  # vectors of eight elements that a thread moves
+
+
+SPACE = {"threads": (64, 128, 256, 512), "vecs_per_thread": (1, 2, 4)}
+ARGS = {
+    "embed": (
+        Arg("out", "ptr"),
+        Arg("ids", "ptr"),
+        Arg("table", "ptr"),
+        Arg("scale", "f32"),
+        Arg("num_tokens", "i32"),
+    )
+}
+OUTPUTS = ("out",)
+
+
+def body(problem: Problem, config: Config, arch: Arch) -> str:
+    return "kernel.cu.jinja"
+
+
+def why_unsupported(problem: Problem, arch: Arch) -> str | None:
+    return why_no_bf16(arch, problem.dtype)
+
+
+def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+    return None  # every point of SPACE fits every arch: at most 512 threads with 24 registers of data
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    return Config(64, 1) if problem.num_tokens * problem.hidden < 2**17 else Config(256, 2)
+
+
+def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+    return 0
+
+
+def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+    blocks = -(-problem.num_tokens * problem.hidden // (VEC * config.threads * config.vecs_per_thread))
+    return (Launch("embed", (blocks, 1, 1), (config.threads, 1, 1), 0, pdl=arch.has_pdl),)
+
+
+def cost(problem: Problem) -> Cost:
+    elements = problem.num_tokens * problem.hidden
+    moved = ELEMENT_BYTES[problem.dtype] + ELEMENT_BYTES[problem.residual_dtype]
+    return Cost(elements * moved + 8 * problem.num_tokens, elements)
+
+
+def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+    """cuda_ops: about 4 instructions an element."""
+    in_flight = config.threads * config.vecs_per_thread * VEC * ELEMENT_BYTES[problem.dtype]
+    ops = 4 * problem.num_tokens * problem.hidden
+    return Traffic(cost(problem).bytes, 0, cuda_ops=ops, bytes_in_flight=in_flight)

@@ -1,0 +1,53 @@
+"""Shapes that tests, bench and tuner share: edges first, then the models' own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.gelu_gate.spec import Problem
+from kerngen.templates.kernel import Case
+
+
+def case_for(problem: Problem) -> Case:
+    p = problem
+    return Case(f"w{p.width}_{p.dtype}{'' if p.packed else '_strided'}_t{p.num_tokens}", p, p.width + p.num_tokens)
+
+
+def _cases(width: int, *tokens: int, **fields: Any) -> tuple[Case, ...]:
+    return tuple(case_for(Problem(width, d, num_tokens=t, **fields)) for d in ("bf16", "fp16") for t in tokens)
+
+
+CASES = (
+    *_cases(8, 1, 3, 700),  # one vector a row
+    *_cases(256, 1, 7, 130, packed=False),
+    *_cases(1000, 3, 129),  # 125 vectors: rows begin anywhere in a block
+    *_cases(2112, 1, 5),
+    *_cases(21504, 1, 2, 33),
+)
+_ROWS_BETWEEN = 3  # a strided `up` is one slot of this many
+
+
+def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Every argument. gate and up normal, gate wide enough for both tails; out is NaN.
+
+    Not packed: `up` is [num_tokens, 3 * width], of which the first width of a row count and the rest is NaN.
+    """
+    p: Problem = case.problem
+    draw = Draw(case.seed, device)
+    gate = draw.normal(p.num_tokens, p.width, dtype=p.dtype, std=2.0)
+    gate[0, :4] = torch.tensor([0.0, -0.0, 40.0, -40.0], device=device)
+    up = draw.normal(p.num_tokens, p.width, dtype=p.dtype)
+    stride = 2 * p.width
+    if not p.packed:
+        stride = _ROWS_BETWEEN * p.width
+        up = torch.cat((up, poisoned(p.num_tokens, stride - p.width, dtype=p.dtype, device=device)), dim=1)
+    return {
+        "out": poisoned(p.num_tokens, p.width, dtype=p.dtype, device=device),
+        "gate": torch.cat((gate, up), dim=1) if p.packed else gate,
+        "up": None if p.packed else up,
+        "num_tokens": p.num_tokens,
+        "up_stride": stride,
+    }

@@ -1,0 +1,32 @@
+"""gelu_tanh(gate) * up in torch, with the activation rounded to dtype before the product, as the model has it.
+
+Source: Gemma4TextMLP.forward in transformers 5.22, modeling_gemma4.py; the activation is gelu_pytorch_tanh.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from kerngen.templates.common.row_torch import UNIT, rounded
+from kerngen.templates.gelu_gate.spec import Problem
+from kerngen.templates.kernel import Case, Tolerance
+
+
+def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """out [num_tokens, width] in fp32, holding values of dtype."""
+    p: Problem = case.problem
+    if p.packed:
+        gate, up = inputs["gate"].float().split(p.width, dim=-1)
+    else:
+        gate, up = inputs["gate"].float(), inputs["up"].float()[:, : p.width]
+    return {"out": rounded(rounded(gelu(gate, approximate="tanh"), p.dtype) * up, p.dtype)}
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """Two flipped roundings, and where 1 + tanh cancels the reference's own error: 2^-23 of |gate * up| up to 64."""
+    return Tolerance(
+        64 * 2.0**-23, 4 * UNIT[problem.dtype], f"two flipped roundings to {problem.dtype}; 1 + tanh cancels"
+    )

@@ -1,0 +1,99 @@
+"""gelu_gate: out = gelu_tanh(gate) * up, the middle of a gated MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kerngen.arch import Arch
+from kerngen.templates.common.row_spec import (
+    ELEMENT_BYTES,
+    VEC,
+    require,
+    require_dtypes,
+    require_tokens,
+    require_vectors,
+    why_flat_too_long,
+    why_no_bf16,
+)
+from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """packed: gate [num_tokens, 2 * width] holds gate | up, and `up` is null. Else: gate [num_tokens, width], and
+    row t of `up` starts at element t * up_stride (a multiple of 8), as per-layer embeddings need it.
+
+    out [num_tokens, width]; all dtype.
+    """
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    width: int = 21504
+    dtype: str = "bf16"
+    packed: bool = True
+    num_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_dtypes(self.dtype)
+        require_vectors(width=self.width)
+        require_tokens(self.num_tokens)
+        why = why_flat_too_long(self.num_tokens, self.width)
+        require(why is None, str(why))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    threads: int = 128
+    vecs_per_thread: int = 1  # vectors of eight outputs that a thread makes
+
+
+SPACE = {"threads": (64, 128, 256, 512), "vecs_per_thread": (1, 2, 4)}
+ARGS = {
+    "gelu_gate": (
+        Arg("out", "ptr"),
+        Arg("gate", "ptr"),
+        Arg("up", "ptr"),
+        Arg("num_tokens", "i32"),
+        Arg("up_stride", "i32"),
+    )
+}
+OUTPUTS = ("out",)
+
+
+def body(problem: Problem, config: Config, arch: Arch) -> str:
+    return "kernel.cu.jinja"
+
+
+def why_unsupported(problem: Problem, arch: Arch) -> str | None:
+    return why_no_bf16(arch, problem.dtype)
+
+
+def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+    return None  # every point of SPACE fits every arch: at most 512 threads with 32 registers of data
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    return Config(64, 1) if problem.num_tokens * problem.width < 2**17 else Config(256, 2)
+
+
+def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+    return 0
+
+
+def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+    blocks = -(-problem.num_tokens * problem.width // (VEC * config.threads * config.vecs_per_thread))
+    return (Launch("gelu_gate", (blocks, 1, 1), (config.threads, 1, 1), 0, pdl=arch.has_pdl),)
+
+
+def cost(problem: Problem) -> Cost:
+    elements = problem.num_tokens * problem.width
+    return Cost(3 * ELEMENT_BYTES[problem.dtype] * elements, 12 * elements)
+
+
+def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+    """cuda_ops: about 14 instructions an element (the exponential and the division included)."""
+    in_flight = config.threads * config.vecs_per_thread * VEC * 2 * ELEMENT_BYTES[problem.dtype]
+    ops = 14 * problem.num_tokens * problem.width
+    return Traffic(cost(problem).bytes, 0, cuda_ops=ops, bytes_in_flight=in_flight)

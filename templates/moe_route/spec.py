@@ -1,0 +1,109 @@
+"""moe_route: from router logits to the chosen experts and their weights, in one launch.
+
+The router's norm, scale and projection come before it: rmsnorm without weight, then a dense product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kerngen.arch import Arch
+from kerngen.templates.common.row_spec import (
+    ELEMENT_BYTES,
+    require,
+    require_dtypes,
+    require_tokens,
+    why_no_bf16,
+)
+from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+
+MAX_EXPERTS = 256
+MAX_TOP_K = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """logits [num_tokens, num_experts] logits_dtype, per_expert_scale [num_experts] dtype -> topk_ids [num_tokens,
+    top_k] int32 in falling order of logit (the lower id first on a tie), topk_weights [num_tokens, top_k] fp32.
+
+    NaN counts as the greatest logit, as in torch.topk, and makes all weights of its row NaN; ids are always distinct
+    and valid.
+    """
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    num_experts: int = 128
+    top_k: int = 8
+    dtype: str = "bf16"
+    logits_dtype: str = "bf16"
+    num_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_dtypes(self.dtype, logits_dtype=self.logits_dtype)
+        require_tokens(self.num_tokens)
+        require(0 < self.num_experts <= MAX_EXPERTS, f"num_experts={self.num_experts} is not in 1..{MAX_EXPERTS}")
+        limit = min(MAX_TOP_K, self.num_experts)
+        require(
+            0 < self.top_k <= limit,
+            f"top_k={self.top_k} is not in 1..{limit} (num_experts={self.num_experts})",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    num_warps: int = 1  # tokens a block: a warp takes one
+
+
+SPACE = {"num_warps": (1, 2, 4, 8)}
+ARGS = {
+    "moe_route": (
+        Arg("topk_ids", "ptr"),
+        Arg("topk_weights", "ptr"),
+        Arg("logits", "ptr"),
+        Arg("per_expert_scale", "ptr"),
+        Arg("num_tokens", "i32"),
+    )
+}
+OUTPUTS = ("topk_ids", "topk_weights")
+
+
+def body(problem: Problem, config: Config, arch: Arch) -> str:
+    return "kernel.cu.jinja"
+
+
+def why_unsupported(problem: Problem, arch: Arch) -> str | None:
+    return why_no_bf16(arch, problem.dtype)
+
+
+def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+    return None  # every point of SPACE fits every arch: at most 256 threads and no shared memory
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    return Config(1 if problem.num_tokens <= 256 else 4)
+
+
+def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+    return 0
+
+
+def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+    blocks = -(-problem.num_tokens // config.num_warps)
+    return (Launch("moe_route", (blocks, 1, 1), (32 * config.num_warps, 1, 1), 0, pdl=arch.has_pdl),)
+
+
+def cost(problem: Problem) -> Cost:
+    read = problem.num_experts * ELEMENT_BYTES[problem.logits_dtype]
+    scales = problem.num_experts * ELEMENT_BYTES[problem.dtype]
+    flops = problem.num_tokens * (problem.num_experts + 4 * problem.top_k)
+    return Cost(problem.num_tokens * (read + 8 * problem.top_k) + scales, flops)
+
+
+def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+    """cuda_ops: a round of the top-k is about 12 instructions and 4 for each expert that a lane holds."""
+    per_lane = -(-problem.num_experts // 32)
+    ops = problem.num_tokens * 32 * (40 + 6 * per_lane + problem.top_k * (12 + 4 * per_lane))
+    in_flight = config.num_warps * problem.num_experts * ELEMENT_BYTES[problem.logits_dtype]
+    return Traffic(cost(problem).bytes, 0, cuda_ops=ops, bytes_in_flight=in_flight)

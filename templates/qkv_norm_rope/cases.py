@@ -1,0 +1,87 @@
+"""Shapes that tests, bench and tuner share: edges first, then the models' own layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.kernel import Case
+from kerngen.templates.qkv_norm_rope.spec import Problem
+
+LAST_POSITION = 262143
+SLIDING: dict[str, Any] = {"head_dim": 256, "num_rotated_pairs": 128}
+FULL: dict[str, Any] = {"head_dim": 512, "num_rotated_pairs": 64}
+
+
+def case_for(problem: Problem) -> Case:
+    p = problem
+    kind = "q-only" if p.q_only else "k=v" if p.k_eq_v else "qkv"
+    name = f"d{p.head_dim}_r{p.num_rotated_pairs}_h{p.num_q_heads}-{p.num_kv_heads}_{kind}_{p.dtype}_t{p.num_tokens}"
+    return Case(name, p, p.head_dim + p.num_tokens)
+
+
+def _cases(num_q_heads: int, num_kv_heads: int, *tokens: int, **fields: Any) -> tuple[Case, ...]:
+    return tuple(
+        case_for(Problem(num_q_heads, num_kv_heads, dtype=d, num_tokens=t, **fields))
+        for d in ("bf16", "fp16")
+        for t in tokens
+    )
+
+
+CASES = (
+    *_cases(1, 1, 1, 3, head_dim=64, num_rotated_pairs=32, page_size=1),
+    *_cases(3, 1, 1, 9, head_dim=64, num_rotated_pairs=0, page_size=16),  # nothing turns
+    *_cases(5, 2, 7, head_dim=128, num_rotated_pairs=20, page_size=16),  # pairs that no vector boundary divides
+    *_cases(8, 2, 1, 33, page_size=32, **SLIDING),
+    *_cases(8, 1, 5, page_size=16, **FULL),
+    *_cases(16, 2, 6, page_size=48, k_eq_v=True, **FULL),
+    *_cases(32, 16, 1, 4, 130, **SLIDING),
+    *_cases(32, 4, 1, 4, 130, k_eq_v=True, **FULL),
+    *_cases(4, 0, 1, 17, q_only=True, **SLIDING),
+    *_cases(32, 0, 3, q_only=True, **FULL),
+)
+
+
+def inverse_frequencies(head_dim: int, num_rotated_pairs: int, device: torch.device | str) -> torch.Tensor:
+    """theta^(-2 j / head_dim) for the pairs that turn, then zeros: [head_dim / 2] fp32."""
+    theta = 1e4 if num_rotated_pairs == head_dim // 2 else 1e6
+    powers = torch.arange(0, 2 * num_rotated_pairs, 2, dtype=torch.float32, device=device) / head_dim
+    return torch.nn.functional.pad(1.0 / theta**powers, (0, head_dim // 2 - num_rotated_pairs))
+
+
+def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Every argument. qkv normal, weights about 1; positions hold 0 and the last one (262143).
+
+    Slots are distinct rows all over caches with three pages more than needed; with three tokens or more the second
+    token has slot -1. Outputs, and so all cache rows that no slot names, are NaN.
+    """
+    p: Problem = case.problem
+    draw = Draw(case.seed, device)
+    t = p.num_tokens
+    positions = draw.integers(0, LAST_POSITION + 1, t)
+    positions[0] = 0
+    positions[-1] = LAST_POSITION
+    num_pages = -(-t // p.page_size) + 3
+    slots = draw.permutation(num_pages * p.page_size)[:t]
+    if t > 2:
+        slots[1] = -1
+    cache_shape = num_pages, p.num_kv_heads, p.page_size, p.head_dim
+
+    def weight() -> torch.Tensor:
+        return draw.normal(p.head_dim, dtype=p.dtype, mean=1.0, std=0.25)
+
+    return {
+        "q": poisoned(t, p.num_q_heads, p.head_dim, dtype=p.dtype, device=device),
+        "k_cache": None if p.q_only else poisoned(*cache_shape, dtype=p.dtype, device=device),
+        "v_cache": None if p.q_only else poisoned(*cache_shape, dtype=p.dtype, device=device),
+        "qkv": draw.normal(t, p.num_heads * p.head_dim, dtype=p.dtype, std=2.0),
+        "q_weight": weight(),
+        "k_weight": None if p.q_only else weight(),
+        "inv_freq": inverse_frequencies(p.head_dim, p.num_rotated_pairs, device),
+        "positions": positions,
+        "slot_mapping": None if p.q_only else slots,
+        "eps": 1e-6,
+        "num_tokens": t,
+    }

@@ -1,0 +1,147 @@
+"""qkv_norm_rope: head norms, RoPE and the paged cache write, from the fused projection's output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kerngen.arch import Arch
+from kerngen.templates.common.row_spec import (
+    ELEMENT_BYTES,
+    INT32_MAX,
+    require,
+    require_dtypes,
+    require_tokens,
+    why_no_bf16,
+)
+from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+
+HEAD_DIMS = (64, 128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """qkv [num_tokens, num_heads * head_dim] as q | k | v; q | k with k_eq_v (v is the raw k); q alone with q_only.
+
+    q = rope(norm(q; q_weight)) goes to q [num_tokens, num_q_heads, head_dim]; k = rope(norm(k; k_weight)) and v =
+    norm(v) go to row slot_mapping[t] = page * page_size + row of the caches [num_pages, num_kv_heads, page_size,
+    head_dim], where a negative slot writes nothing. RoPE turns pairs (j, j + head_dim / 2) for j < num_rotated_pairs
+    by positions[t] * inv_freq[j]; the other dims pass unchanged. All tensors dtype, inv_freq [head_dim / 2] fp32.
+    """
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    num_q_heads: int = 32
+    num_kv_heads: int = 16  # 0 with q_only
+    head_dim: int = 256
+    num_rotated_pairs: int = 128
+    page_size: int = 64  # tokens
+    dtype: str = "bf16"
+    k_eq_v: bool = False
+    q_only: bool = False
+    num_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_dtypes(self.dtype)
+        require_tokens(self.num_tokens)
+        require(self.head_dim in HEAD_DIMS, f"head_dim={self.head_dim} is not one of: {HEAD_DIMS}")
+        require(
+            0 <= self.num_rotated_pairs <= self.head_dim // 2,
+            f"num_rotated_pairs={self.num_rotated_pairs} is not in 0..{self.head_dim // 2} (half of head_dim)",
+        )
+        require(self.num_q_heads > 0, f"num_q_heads={self.num_q_heads} is not positive")
+        require(self.page_size > 0, f"page_size={self.page_size} is not positive")
+        if self.q_only:
+            require(
+                self.num_kv_heads == 0 and not self.k_eq_v,
+                f"q_only has no keys: num_kv_heads={self.num_kv_heads} must be 0 and k_eq_v={self.k_eq_v} false",
+            )
+        else:
+            require(self.num_kv_heads > 0, f"num_kv_heads={self.num_kv_heads} is not positive (or set q_only)")
+
+    @property
+    def num_heads(self) -> int:
+        """Heads in a row of qkv."""
+        return self.num_q_heads + (1 if self.k_eq_v else 2) * self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    num_warps: int = 4
+    heads_per_group: int = 1  # heads that a group of head_dim / 16 lanes does, with one sine and cosine for all
+
+
+SPACE = {"num_warps": (1, 2, 4, 8), "heads_per_group": (1, 2, 4, 8)}
+ARGS = {
+    "qkv_norm_rope": (
+        Arg("q", "ptr"),
+        Arg("k_cache", "ptr"),
+        Arg("v_cache", "ptr"),
+        Arg("qkv", "ptr"),
+        Arg("q_weight", "ptr"),
+        Arg("k_weight", "ptr"),
+        Arg("inv_freq", "ptr"),
+        Arg("positions", "ptr"),
+        Arg("slot_mapping", "ptr"),
+        Arg("eps", "f32"),
+        Arg("num_tokens", "i32"),
+    )
+}
+OUTPUTS = ("q", "k_cache", "v_cache")
+
+
+def body(problem: Problem, config: Config, arch: Arch) -> str:
+    return "kernel.cu.jinja"
+
+
+def why_unsupported(problem: Problem, arch: Arch) -> str | None:
+    return why_no_bf16(arch, problem.dtype)
+
+
+def _heads_per_block(problem: Problem, config: Config) -> int:
+    return config.num_warps * 32 // (problem.head_dim // 16) * config.heads_per_group
+
+
+def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+    room = _heads_per_block(problem, config)
+    if (config.num_warps > 1 or config.heads_per_group > 1) and room >= 2 * problem.num_heads:
+        return f"a block has room for {room} heads and a token has {problem.num_heads}: half of it would idle"
+    if (blocks := problem.num_tokens * -(-problem.num_heads // room)) > INT32_MAX:
+        return f"{blocks:,} blocks; at most {INT32_MAX:,}"
+    return None
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    """Few tokens: a head to a group and small blocks, for the most SMs. Many: four heads share sine and cosine."""
+    wanted = (Config(2, 1),) if problem.num_tokens <= 16 else (Config(4, 4), Config(4, 2), Config(2, 2))
+    return next((c for c in wanted if why_invalid(problem, c, arch) is None), Config(1, 1))
+
+
+def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+    return 0
+
+
+def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+    blocks = problem.num_tokens * -(-problem.num_heads // _heads_per_block(problem, config))
+    return (Launch("qkv_norm_rope", (blocks, 1, 1), (32 * config.num_warps, 1, 1), 0, pdl=arch.has_pdl),)
+
+
+def cost(problem: Problem) -> Cost:
+    size = ELEMENT_BYTES[problem.dtype]
+    written = problem.num_q_heads + 2 * problem.num_kv_heads
+    elements = problem.num_tokens * problem.head_dim
+    weights = problem.head_dim * (size * (1 if problem.q_only else 2) + 2)
+    return Cost(
+        elements * (problem.num_heads + written) * size + 16 * problem.num_tokens + weights,
+        8 * elements * problem.num_heads,
+    )
+
+
+def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+    """cuda_ops: about 10 instructions an element, and 30 for each sine and cosine, made once a group and token."""
+    groups = problem.num_tokens * -(-problem.num_heads // config.heads_per_group)
+    ops = 10 * problem.num_tokens * problem.num_heads * problem.head_dim + 30 * groups * problem.head_dim // 2
+    block_heads = min(_heads_per_block(problem, config), problem.num_heads)
+    in_flight = block_heads * problem.head_dim * ELEMENT_BYTES[problem.dtype]
+    return Traffic(cost(problem).bytes, 0, cuda_ops=ops, bytes_in_flight=in_flight)

@@ -1,0 +1,109 @@
+"""rmsnorm: out = x * (mean(x^2) + eps)^(-1/2) * weight, one row a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kerngen.arch import Arch
+from kerngen.templates.common.row_spec import (
+    ELEMENT_BYTES,
+    VEC,
+    fewest_vecs,
+    require_dtypes,
+    require_tokens,
+    require_vectors,
+    row_threads,
+    why_no_bf16,
+    why_row_invalid,
+)
+from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """x [num_tokens, hidden] residual_dtype, weight [hidden] dtype (has_weight) -> out [num_tokens, hidden] dtype."""
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    hidden: int = 5376
+    dtype: str = "bf16"
+    residual_dtype: str = "bf16"
+    has_weight: bool = True
+    num_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_dtypes(self.dtype, residual_dtype=self.residual_dtype)
+        require_vectors(hidden=self.hidden)
+        require_tokens(self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    vecs_per_thread: int = 1  # vectors of eight elements that a thread holds; decides the threads of a row
+    rows_per_block: int = 1
+
+
+SPACE = {"vecs_per_thread": (1, 2, 3, 4, 6, 8), "rows_per_block": (1, 2, 4, 8)}
+ARGS = {
+    "rmsnorm": (
+        Arg("out", "ptr"),
+        Arg("x", "ptr"),
+        Arg("weight", "ptr"),
+        Arg("eps", "f32"),
+        Arg("num_tokens", "i32"),
+    )
+}
+OUTPUTS = ("out",)
+
+
+def body(problem: Problem, config: Config, arch: Arch) -> str:
+    return "kernel.cu.jinja"
+
+
+def why_unsupported(problem: Problem, arch: Arch) -> str | None:
+    return why_no_bf16(arch, problem.dtype)
+
+
+def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+    registers = 4 * problem.has_weight + 2 * ELEMENT_BYTES[problem.residual_dtype]
+    return why_row_invalid(
+        problem.hidden, config.vecs_per_thread, config.rows_per_block, registers, SPACE["vecs_per_thread"]
+    )
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    """Few tokens: as many threads a row as it has vectors. Many: rows small enough for several a SM."""
+    if problem.num_tokens <= 64:
+        return Config(fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 1024))
+    vecs = fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 256)
+    threads = row_threads(problem.hidden, vecs)
+    return Config(vecs, next((r for r in (8, 4, 2) if r * threads <= 128), 1))
+
+
+def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+    """One float a warp, where a row has more than one."""
+    threads = row_threads(problem.hidden, config.vecs_per_thread)
+    return 4 * config.rows_per_block * threads // 32 if threads > 32 else 0
+
+
+def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+    threads = config.rows_per_block * row_threads(problem.hidden, config.vecs_per_thread)
+    blocks = -(-problem.num_tokens // config.rows_per_block)
+    return (Launch("rmsnorm", (blocks, 1, 1), (threads, 1, 1), 0, pdl=arch.has_pdl),)
+
+
+def cost(problem: Problem) -> Cost:
+    elements = problem.num_tokens * problem.hidden
+    weight = problem.hidden * ELEMENT_BYTES[problem.dtype] * problem.has_weight
+    moved = ELEMENT_BYTES[problem.residual_dtype] + ELEMENT_BYTES[problem.dtype]
+    return Cost(elements * moved + weight, 4 * elements)
+
+
+def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+    """cuda_ops: about 5 instructions an element, in every lane of the row, idle ones included."""
+    threads = row_threads(problem.hidden, config.vecs_per_thread)
+    lanes = problem.num_tokens * threads * config.vecs_per_thread
+    row_bytes = problem.hidden * ELEMENT_BYTES[problem.residual_dtype]
+    return Traffic(cost(problem).bytes, 0, cuda_ops=5 * VEC * lanes, bytes_in_flight=config.rows_per_block * row_bytes)

@@ -1,0 +1,269 @@
+"""The kernels between the GEMMs and attention, without a GPU.
+
+They compile within their specs' numbers, their references equal transformers' Gemma-4 bit for bit, and what cannot run
+is refused with numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kerngen.arch import ARCHES, Arch, find_arch
+from kerngen.compile import compile_cubin, compile_ptx
+from kerngen.errors import ConfigRefused, ProblemError
+from kerngen.render import render
+from kerngen.templates import Kernel, find_kernel
+from kerngen.templates.kernel import Case
+
+NAMES = ("add_norm", "embed", "gelu_gate", "moe_route", "qkv_norm_rope", "rmsnorm", "softcap_argmax")
+KERNELS = tuple(find_kernel(name) for name in NAMES)
+ALL_ARCHES = tuple(ARCHES.values())
+SM70, SM90 = find_arch("sm70"), find_arch("sm90")
+
+
+def _name(value: object) -> str:
+    return value.name if isinstance(value, Kernel) else str(value)
+
+
+def _configs(kernel: Kernel, problem: Any, arch: Arch) -> list[Any]:
+    points = (kernel.config_type(*values) for values in itertools.product(*kernel.space.values()))
+    return [c for c in points if kernel.why_invalid(problem, c, arch) is None]
+
+
+def _distinct_builds(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
+    """Source text -> a case and configuration that gives it: the first and the last bench case, and an edge or two."""
+    builds = {}
+    cases = (
+        kernel.bench.BENCH_CASES[0],
+        kernel.bench.BENCH_CASES[-1],
+        *kernel.cases.CASES[:: len(kernel.cases.CASES) // 2],
+    )
+    for case in cases:
+        if arch.has_bf16:
+            problem = case.problem
+        else:
+            changes = {"dtype": "fp16"}
+            changes |= {f: "fp32" for f in ("residual_dtype", "logits_dtype") if hasattr(case.problem, f)}
+            problem = dataclasses.replace(case.problem, **changes)
+        config = kernel.default_config(problem, arch)
+        builds[render(kernel, problem, config, arch)] = (dataclasses.replace(case, problem=problem), config)
+    return builds
+
+
+@pytest.mark.parametrize("arch", ALL_ARCHES, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
+def test_builds_within_the_numbers_of_the_spec(kernel: Kernel, arch: Arch) -> None:
+    for source, (case, config) in _distinct_builds(kernel, arch).items():
+        where = f"{kernel.name} {case.name} {config} on {arch}"
+        cubin = compile_cubin(source, arch)
+        resources = cubin.entries[kernel.name]
+        assert not cubin.spills, where
+        assert resources.stack_bytes == 0, f"{where}: {resources.stack_bytes} B of stack"
+        assert resources.static_smem_bytes == kernel.smem_bytes(case.problem, config, arch), where
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
+def test_block_in_the_template_is_the_block_that_is_launched(kernel: Kernel) -> None:
+    for case in kernel.bench.BENCH_CASES[::4]:
+        for config in _configs(kernel, case.problem, SM90)[::4]:
+            ptx = compile_ptx(render(kernel, case.problem, config, SM90), SM90).image.decode()
+            (launch,) = kernel.launches(case.problem, config, SM90)
+            assert re.findall(r"\.maxntid (\d+)", ptx) == [str(launch.block[0])], f"{case.name} {config}"
+            assert "griddepcontrol.launch_dependents" in ptx
+            assert "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
+def test_default_is_valid_for_every_case_and_arch(kernel: Kernel) -> None:
+    for arch in ALL_ARCHES:
+        for case in (*kernel.cases.CASES, *kernel.bench.BENCH_CASES):
+            if kernel.why_unsupported(case.problem, arch) is None:
+                kernel.require_valid(case.problem, kernel.default_config(case.problem, arch), arch)
+                assert all(1 <= n < 2**31 for n in kernel.launches(
+                    case.problem, kernel.default_config(case.problem, arch), arch)[0].grid)  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
+def test_num_tokens_is_not_compiled_in(kernel: Kernel) -> None:
+    few, many = (kernel.problem_type(num_tokens=t) for t in (1, 4096))
+    config = kernel.default_config(few, SM90)
+    assert render(kernel, few, config, SM90) == render(kernel, many, config, SM90)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
+def test_bf16_before_sm80_is_refused_and_says_what_serves(kernel: Kernel) -> None:
+    with pytest.raises(ConfigRefused, match="sm70 has none; use dtype=fp16"):
+        kernel.require_valid(kernel.problem_type(), kernel.config_type(), SM70)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
+def test_inputs_name_every_argument_and_outputs_are_poisoned(kernel: Kernel) -> None:
+    names = {a.name for args in kernel.args.values() for a in args} - {"workspace"}
+    for case in kernel.cases.CASES:
+        inputs = kernel.cases.inputs(case, "cpu")
+        assert set(inputs) == names, case.name
+        for name, expected in kernel.reference.expected(case, inputs).items():
+            assert expected.dtype == torch.float32
+            if case.options.get("in_place") and name == "residual_out":
+                continue
+            # A kernel that writes nothing must fail.
+            written = inputs[name].float()
+            assert not torch.equal(written.nan_to_num(7e7), expected.nan_to_num(7e7)), f"{case.name} {name}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
+def test_every_refusal_in_the_space_holds_numbers(kernel: Kernel) -> None:
+    for case in kernel.bench.BENCH_CASES:
+        assert _configs(kernel, case.problem, SM90)
+        for values in itertools.product(*kernel.space.values()):
+            why = kernel.why_invalid(case.problem, kernel.config_type(*values), SM90)
+            assert why is None or re.search(r"\d", why), why
+
+
+def test_a_row_that_no_block_can_hold_is_refused_with_the_numbers() -> None:
+    kernel = find_kernel("rmsnorm")
+    why = kernel.why_invalid(kernel.problem_type(hidden=5376), kernel.config_type(1, 2), SM90)
+    assert why == "1344 threads a block (2 rows of 5376 by 672 threads); at most 1024"
+    why = kernel.why_invalid(kernel.problem_type(hidden=65536), kernel.config_type(8, 1), SM90)
+    assert why == (
+        "64 registers a thread for the data and 36 for the arithmetic; "
+        "1024 threads a block (1 rows of 65536 by 1024 threads) leave 64"
+    )
+    why = kernel.why_invalid(kernel.problem_type(hidden=256), kernel.config_type(2, 1), SM90)
+    assert why == "vecs_per_thread=2 takes 32 threads a row of 256, as 1 does"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("rmsnorm", {"hidden": 100}, "hidden=100 is not a positive multiple of 8"),
+        ("rmsnorm", {"dtype": "fp32"}, "dtype='fp32' is not one of: fp16, bf16"),
+        ("rmsnorm", {"dtype": "fp16", "residual_dtype": "bf16"}, "residual_dtype='bf16' is not one of: fp16"),
+        ("add_norm", {"num_tokens": 0}, "num_tokens=0 is not in 1"),
+        ("gelu_gate", {"num_tokens": 2**20, "width": 21504}, "2,818,572,288 vectors of 8; at most"),
+        ("embed", {"vocab_size": 0}, "vocab_size=0 is not positive"),
+        ("softcap_argmax", {"vocab_size": 262145}, "vocab_size=262145 is not a positive multiple of 8"),
+        ("qkv_norm_rope", {"head_dim": 96}, "head_dim=96 is not one of"),
+        ("qkv_norm_rope", {"num_rotated_pairs": 129}, "num_rotated_pairs=129 is not in 0..128"),
+        ("qkv_norm_rope", {"q_only": True}, "num_kv_heads=16 must be 0"),
+        ("qkv_norm_rope", {"num_kv_heads": 0}, "num_kv_heads=0 is not positive"),
+        ("moe_route", {"num_experts": 257}, "num_experts=257 is not in 1..256"),
+        ("moe_route", {"num_experts": 4}, "top_k=8 is not in 1..4"),
+    ],
+)
+def test_problems_that_contradict_themselves_are_refused(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProblemError, match=re.escape(message)):
+        find_kernel(name).problem_type(**fields)
+
+
+def test_specs_load_neither_torch_nor_cupy() -> None:
+    imports = "; ".join(f"import kerngen.templates.{name}.spec" for name in NAMES)
+    code = f"import sys; {imports}; print([m for m in ('torch', 'cupy', 'numpy') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# The references against transformers, bit for bit in bf16: what the kernels are compared with is the model.
+
+
+@pytest.fixture(scope="module")
+def gemma4() -> Any:
+    return pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> None:
+    assert torch.equal(ours, theirs.float()), f"{int((ours != theirs.float()).sum())} of {ours.numel()} differ"
+
+
+def _norm(gemma4: Any, weight: Tensor | None, x: Tensor) -> Tensor:
+    module = gemma4.Gemma4RMSNorm(x.shape[-1], eps=1e-6, with_scale=weight is not None)
+    if weight is not None:
+        module.weight.data = weight
+    return module(x).detach()
+
+
+def _case(kernel: Kernel, **fields: Any) -> tuple[Case, dict[str, Any]]:
+    case = kernel.cases.case_for(kernel.problem_type(**fields))
+    return case, kernel.cases.inputs(case, "cpu")
+
+
+def test_rmsnorm_reference_is_the_models(gemma4: Any) -> None:
+    kernel = find_kernel("rmsnorm")
+    for has_weight in (True, False):
+        case, inputs = _case(kernel, hidden=2560, has_weight=has_weight, num_tokens=9)
+        _equal(kernel.reference.expected(case, inputs)["out"], _norm(gemma4, inputs["weight"], inputs["x"]))
+
+
+def test_add_norm_reference_is_the_models(gemma4: Any) -> None:
+    kernel = find_kernel("add_norm")
+    case, inputs = _case(kernel, hidden=2560, has_scalar=True, num_tokens=9)
+    expected = kernel.reference.expected(case, inputs)
+    stream = inputs["residual"] + _norm(gemma4, inputs["post_weight"], inputs["h"])
+    stream *= inputs["layer_scalar"]
+    _equal(expected["residual_out"], stream)
+    _equal(expected["out"], _norm(gemma4, inputs["next_weight"], stream))
+
+
+def test_gelu_gate_reference_is_the_models(gemma4: Any) -> None:
+    from transformers.activations import ACT2FN
+
+    kernel = find_kernel("gelu_gate")
+    case, inputs = _case(kernel, width=2048, num_tokens=9)
+    gate, up = inputs["gate"].chunk(2, dim=-1)
+    _equal(kernel.reference.expected(case, inputs)["out"], ACT2FN["gelu_pytorch_tanh"](gate) * up)
+
+
+def test_embed_reference_is_the_models(gemma4: Any) -> None:
+    kernel = find_kernel("embed")
+    case, inputs = _case(kernel, hidden=5376, vocab_size=100, num_tokens=9)
+    module = gemma4.Gemma4TextScaledWordEmbedding(100, 5376, 0, embed_scale=inputs["scale"])
+    module.weight.data = inputs["table"]
+    _equal(kernel.reference.expected(case, inputs)["out"], module(inputs["ids"]).detach())
+
+
+@pytest.mark.parametrize("layer", ["sliding_attention", "full_attention"])
+def test_qkv_norm_rope_reference_is_the_models(gemma4: Any, layer: str) -> None:
+    from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+
+    kernel = find_kernel("qkv_norm_rope")
+    full = layer == "full_attention"
+    shape = kernel.cases.FULL if full else kernel.cases.SLIDING
+    case, inputs = _case(kernel, num_q_heads=4, num_kv_heads=2, k_eq_v=full, num_tokens=9, **shape)
+    p = case.problem
+    rotary = gemma4.Gemma4TextRotaryEmbedding(Gemma4TextConfig(head_dim=256, global_head_dim=512))
+    torch.testing.assert_close(inputs["inv_freq"], getattr(rotary, f"{layer}_inv_freq"), rtol=0, atol=0)
+    cos, sin = rotary(inputs["qkv"], inputs["positions"][None], layer)
+    q, k, *v = inputs["qkv"].view(1, 9, -1, p.head_dim).split((4, 2) if full else (4, 2, 2), dim=2)
+
+    def turned(x: Tensor, weight: Tensor) -> Tensor:
+        return gemma4.apply_rotary_pos_emb(_norm(gemma4, weight, x), cos, sin, unsqueeze_dim=2)[0]
+
+    expected = kernel.reference.expected(case, inputs)
+    _equal(expected["q"], turned(q, inputs["q_weight"]))
+    new = {"k_cache": turned(k, inputs["k_weight"]), "v_cache": _norm(gemma4, None, v[0] if v else k)[0]}
+    for name, values in new.items():
+        cache, untouched = expected[name], torch.ones(expected[name].shape[:3], dtype=torch.bool)
+        for token, slot in enumerate(inputs["slot_mapping"].tolist()):
+            if slot >= 0:
+                page, row = divmod(slot, p.page_size)
+                _equal(cache[page, :, row], values[token])
+                untouched[page, :, row] = False
+        assert bool(cache[untouched].isnan().all()), "rows that no slot names keep what they hold"
+
+
+def test_softcap_reference_is_the_models() -> None:
+    kernel = find_kernel("softcap_argmax")
+    case, inputs = _case(kernel, vocab_size=4096, write_capped=True, num_tokens=9)
+    expected = kernel.reference.expected(case, inputs)
+    capped = torch.tanh(inputs["logits"] / inputs["cap"]) * inputs["cap"]
+    _equal(expected["capped"], capped)
+    _equal(expected["ids"], capped.float().argmax(-1))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from kerngen.errors import DeviceError, UsageError
@@ -14,11 +12,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | None = None,
-                 db: Path | None = None) -> Ops:  # fmt: skip
+                 db_url: str | None = None) -> Ops:  # fmt: skip
     """The backend `name` ("torch", "cuda" or "auto": cuda where there is a GPU) on `device` ("cpu", "cuda:0").
 
-    dtype: "fp32", "bf16", "fp16" or None for the device's own: fp32 on a CPU, bf16 from sm80 on, fp16 before. db: the
-    tuning database that the cuda backend looks winners up in, None for the usual places.
+    dtype: "fp32", "bf16", "fp16" or None for the device's own: fp32 on a CPU, bf16 from sm80 on, fp16 before. db_url:
+    the tuning database (path or URL) that the cuda backend looks winners up in, None for the usual places.
     Raises DeviceError where there is no such GPU, UsageError on a combination that cannot run.
     """
     if name not in (*BACKENDS, "auto"):
@@ -37,8 +35,10 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
                 "the cuda backend has no fp32 kernels", hint="use --dtype bf16 or fp16, or --backend torch"
             )
         from kerngen.runtime.ops.cuda import CudaOps
+        from kerngen.tuning_db import Store, default_stores
 
-        return CudaOps(where, kind, db=db)
+        stores = [Store.open(db_url, read_only=True)] if db_url else list(default_stores())
+        return CudaOps(where, kind, stores)
     from kerngen.runtime.ops.eager import TorchOps
 
     return TorchOps(where, kind)

@@ -1,7 +1,7 @@
 """The paged KV cache: pages on full-attention layers, a ring of the window on sliding ones.
 
-Every layer that owns a cache has its own pool; all layers of one kind ("full" or "sliding") share one block table, since
-they hold the same positions. A ring is a block table that repeats its pages: position p lies in ring page
+Every layer that owns a cache has its own pool; all layers of one kind ("full" or "sliding") share one block table,
+since they hold the same positions. A ring is a block table that repeats its pages: position p lies in ring page
 (p / page_size) mod ring_pages, so that kernels see an ordinary table. Layers that share KV own nothing.
 
 How long a ring must be: a step that starts with n committed positions writes at most `max_step` new ones, up to n +

@@ -100,7 +100,7 @@ class ModelConfig:
 
     @property
     def embed_scale(self) -> float:
-        """sqrt(hidden_size), before it is rounded to the table's dtype (gemma4.md 2.1)."""
+        """sqrt(hidden_size), before it is rounded to the table's dtype."""
         return math.sqrt(self.hidden_size)
 
     @property
@@ -381,7 +381,7 @@ def _layers(
 def _full_layer_heads(
     text: _Fields, overrides: dict[str, Any] | None, index: int, k_eq_v: bool, kv_heads: int
 ) -> tuple[int, int]:
-    """head_dim and KV heads of a full-attention layer, from the flat keys or from per_layer_config (gemma4.md 1.1)."""
+    """head_dim and KV heads of a full-attention layer, from the flat keys or from per_layer_config."""
     if overrides is not None:
         layer = _Fields(overrides, f"{text.where}: per_layer_config").section(str(index))
         return layer.integer("head_dim"), layer.integer("num_key_value_heads", default=kv_heads)

@@ -1,8 +1,10 @@
-"""Multi-token-prediction drafting with the Gemma-4 assistant (gemma4.md 3).
+"""Multi-token-prediction drafting with the Gemma-4 assistant.
 
-The drafter is a small decoder without K and V of its own: its layers read the target's last own sliding and last own full
-layer. It drafts from one constant position P, the one that the last known token will take; the target's cache holds 0 to
-P - 1 then, and nothing is written. Its sliding layers see window + 1 of those keys (transformers' mask, gemma4.md 3.3).
+The drafter is a small decoder without K and V of its own: its layers read those of the target's last sliding and last
+full layer that own a cache. It drafts from one constant position P, the one that the last known token will take; the
+target's cache holds 0 to P - 1 then, and nothing is written. Its sliding layers see window + 1 of those keys.
+Source: transformers' modeling_gemma4_assistant.py (projections, masks, centroid head) and, for the loop around it,
+SinglePositionMultiTokenCandidateGenerator in generation/candidate_generator.py.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Drafter:
         return h, ops.linear(h, self.weights.post)
 
     def logits(self, y: Tensor) -> Tensor:
-        """Uncapped logits [B, vocab] fp32. With a centroid head, unselected tokens get the lowest selected logit - 1."""
+        """Uncapped logits [B, vocab] fp32. With a centroid head, tokens not selected get the lowest logit minus 1."""
         if (centroids := self.weights.centroids) is None:
             return self.ops.logits(y, self.weights.head, 0.0)
         ids, logits = self._selected(y, centroids)
@@ -80,7 +82,7 @@ class Drafter:
         return torch.stack(drafts, dim=1)
 
     def _selected(self, y: Tensor, centroids: CentroidWeights) -> tuple[Tensor, Tensor]:
-        """The tokens of the best centroids and their logits, both [B, top_k * vocab / C] (gemma4.md 3.4)."""
+        """The tokens of the best centroids and their logits, both [B, top_k * vocab / C]."""
         scores = self.ops.linear(y, centroids.centroids)
         picked = scores.topk(self.config.centroid_top_k, dim=-1).indices
         ids = centroids.token_ids[picked].flatten(1)

@@ -2,7 +2,7 @@
 
 A step reads and writes device tensors only (`_State`), so the next one can start before the host has seen this one's
 tokens: where the backend can, the step is one CUDA graph and the host runs one step behind. A greedy step with drafting
-emits exactly the tokens that steps without it would (gemma4.md 3.5): drafts only decide how many come at once.
+emits exactly the tokens that steps without it would: drafts only decide how many come at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a step emits on average: 1 without drafting, at most num_draft_tokens + 1; 0 if there was none."""
+        """Tokens that a step emits on average: 1 without drafting, num_draft_tokens + 1 at most; 0 without steps."""
         return self.num_emitted / self.num_steps if self.num_steps else 0.0
 
 
@@ -95,7 +95,7 @@ class Engine:
             raise UsageError(f"{max_len} tokens of context; the model takes {config.max_positions:,}")
         if not 0 <= self.num_drafts < ops.max_decode_len:
             raise UsageError(
-                f"{num_draft_tokens} draft tokens; a verification takes at most {ops.max_decode_len} tokens in one step",
+                f"{num_draft_tokens} draft tokens; a step verifies at most {ops.max_decode_len - 1} of them",
                 hint=f"ask for 1 to {ops.max_decode_len - 1}",
             )
         if prefill_chunk < 1:
@@ -104,7 +104,9 @@ class Engine:
         self.prefill_chunk = min(prefill_chunk, max_len)
         step = self.num_drafts + 1
         self._lag = 1 if ops.supports_graphs else 0
-        room = max_len + (self._lag + 1) * step  # a step may start on the last token, and one more behind it
+        room = self._room = (
+            max_len + (self._lag + 1) * step
+        )  # a step may start on the last token, and one more behind it
         self.cache = KVCache(
             config, ops, batch=1, max_len=room, max_step=max(self.prefill_chunk, step), page_size=page_size
         )
@@ -118,7 +120,7 @@ class Engine:
         if bad := [i for i in suppressed_ids if i >= config.vocab_size]:
             raise UsageError(f"suppressed token {bad[0]} is outside the vocabulary of {config.vocab_size}")
         self._suppressed = torch.tensor(list(suppressed_ids), dtype=torch.int64, device=device)
-        self._graphs: dict[Sampling, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[Sampling, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @torch.inference_mode()
     def generate(
@@ -144,7 +146,7 @@ class Engine:
         emit([token])
         num_steps = num_emitted = 0
         if token not in stops and max_new_tokens > 1:
-            for new in self._steps(sampling):
+            for new in self._steps(sampling, len(prompt) + max_new_tokens):
                 num_steps += 1
                 num_emitted += len(new)
                 new = _until_stop(new[: max_new_tokens - len(tokens)], stops)
@@ -235,17 +237,17 @@ class Engine:
         state.lengths.add_(count)
         return torch.cat((count, tokens[0]))
 
-    def _steps(self, sampling: Sampling) -> Iterator[list[int]]:
-        """The tokens of step after step, without end. On a device the host reads one step behind."""
+    def _steps(self, sampling: Sampling, max_len: int) -> Iterator[list[int]]:
+        """The tokens of step after step, until the caller has `max_len`. On a device the host reads one step behind."""
         pending: deque[Callable[[], Tensor]] = deque()
-        launch = self._launcher(sampling)
+        launch = self._launcher(sampling, max_len)
         while True:
             pending.append(launch())
             if len(pending) > self._lag:
                 count, *tokens = pending.popleft()().tolist()
                 yield tokens[:count]
 
-    def _launcher(self, sampling: Sampling) -> Callable[[], Callable[[], Tensor]]:
+    def _launcher(self, sampling: Sampling, max_len: int) -> Callable[[], Callable[[], Tensor]]:
         """A function that starts a step and returns a function that waits for its result."""
         if not self.model.ops.supports_graphs:
 
@@ -254,7 +256,7 @@ class Engine:
                 return lambda: result
 
             return eager
-        graph, result = self._captured(sampling)
+        graph, result = self._captured(sampling, max_len)
         # One buffer more than steps in flight: a result is read before its buffer is written again.
         buffers = deque(torch.empty(result.shape, dtype=result.dtype, pin_memory=True) for _ in range(self._lag + 2))
 
@@ -273,14 +275,18 @@ class Engine:
 
         return replay
 
-    def _captured(self, sampling: Sampling) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _captured(self, sampling: Sampling, max_len: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The step as a CUDA graph and the tensor that it leaves its result in. Warm-up leaves the state unchanged.
 
+        There is one graph for each power of two of context: kernels choose their KV splits for its longest.
         What the warm-up writes to the cache lies at and after the current length, where the first step writes again.
         """
-        key = replace(sampling, seed=0)
+        slack = self._room - self.max_len  # steps may end beyond max_len
+        bucket = min(self._room, 1 << (max_len + slack - 1).bit_length())
+        key = replace(sampling, seed=0), bucket
         if key in self._graphs:
             return self._graphs[key]
+        self.model.ops.max_kv_len = bucket
         state = self._state
         saved = state.token.clone(), state.lengths.clone(), state.hidden.clone()
 

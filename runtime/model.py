@@ -1,4 +1,4 @@
-"""The Gemma-4 text forward, exactly as transformers computes it (gemma4.md 2), in terms of `Ops`.
+"""The Gemma-4 text forward, exactly as transformers' modeling_gemma4.py computes it, in terms of `Ops`.
 
 Dense, K = V, shared KV, per-layer embeddings and MoE variants are one code path: what a layer has is in its weights.
 Nothing here waits for the device, so a decode step is captured in a CUDA graph by running it once.
@@ -63,7 +63,7 @@ class Batch:
 
 
 def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:
-    """Frequencies of one layer type: the denominator is the whole head_dim for both kinds (gemma4.md 2.3)."""
+    """Frequencies of one layer type: the denominator is the whole head_dim for both kinds."""
     exponents = torch.arange(0, 2 * config.num_rotated, 2, dtype=torch.float32) / head_dim
     inv_freq = torch.zeros(head_dim // 2, dtype=torch.float32)
     inv_freq[: config.num_rotated] = 1.0 / (config.theta**exponents) / config.factor
@@ -71,7 +71,7 @@ def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:
 
 
 def rounded_scale(value: float, dtype: torch.dtype) -> float:
-    """`value` as the embedding's dtype holds it: sqrt(5376) becomes 73.5 in bf16 (gemma4.md 2.6)."""
+    """`value` as the embedding's dtype holds it: sqrt(5376) becomes 73.5 in bf16."""
     return float(torch.tensor(value, dtype=dtype))
 
 
@@ -115,7 +115,7 @@ class DecoderStack:
         return _some(ops.add_norm(residual, h, w.ple.post_norm, w.scalar, next_norm, eps))
 
     def _experts(self, residual: Tensor, moe: MoeWeights) -> Tensor:
-        """Routed experts of the residual before the FFN (gemma4.md 2.4), with their own norms. Returns [T, H]."""
+        """Routed experts of the residual before the FFN, with their own norms. Returns [T, H]."""
         ops, eps = self.ops, self.config.rms_norm_eps
         scaled = ops.rmsnorm(residual, None, eps) * moe.router_scale * self.config.hidden_size**-0.5
         ids, weights = ops.moe_route(ops.linear(scaled, moe.router), moe.per_expert_scale, self.config.top_k_experts)

@@ -74,7 +74,7 @@ def accept_greedy(drafts: Tensor, targets: Tensor) -> Tensor:
 
 
 def accept_sampled(drafts: Tensor, ids: Tensor, probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept greedy drafts without changing the distribution: a draft is a one-hot proposal (gemma4.md 3.5).
+    """Accept greedy drafts without changing the distribution: a draft is a one-hot proposal.
 
     Draft i is accepted with its probability p_i; at the first rejection the token is drawn from p without that draft,
     after the last acceptance from p itself. drafts [B, k]; ids, probs [B, k + 1, m]; uniforms [B, k + 1, 2].

@@ -106,6 +106,7 @@ class Ops(Protocol):
     residual_dtype: torch.dtype  # float32 where dtype is float16, else dtype
     supports_graphs: bool  # the engine captures the decode step in a CUDA graph
     max_decode_len: int  # the longest q_len that attn_decode takes; more goes to attn_prefill
+    max_kv_len: int  # set by the engine before it captures a step: no kv_len will be longer; 0 for unknown
 
     def prepare(self, weights: Linear) -> Linear:
         """Called once per matrix at load, after q,k,v and gate,up were fused: repack, or return it unchanged.

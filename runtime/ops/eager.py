@@ -1,7 +1,7 @@
 """The torch backend: every op in eager torch, on any device. The maths that the kernels are held to.
 
-Rounding follows transformers' modeling_gemma4.py where that rounds between steps (norms compute in fp32 and cast, RoPE's
-cos and sin are cast to the activations' dtype); attention computes in fp32. Not for speed, and not for graph capture.
+Rounding follows transformers' modeling_gemma4.py where that rounds between steps (norms compute in fp32 and cast,
+RoPE's cos and sin are cast to the activations' dtype); attention computes in fp32. Not for speed or graph capture.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class TorchOps:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
+        self.max_kv_len = 0
         self.dtype = dtype
         self.residual_dtype = torch.float32 if dtype == torch.float16 else dtype
 
@@ -181,7 +182,7 @@ def _write(cache: KVPages, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _attend(q: Tensor, cache: KVPages, table: Tensor, kv_len: int, window: int) -> Tensor:
-    """One sequence. q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. Returns q's shape and dtype."""
+    """One sequence: q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. Returns [n, nq, d]."""
     n, num_q_heads, dim = q.shape
     first = max(kv_len - n - window + 1, 0) if window else 0  # the oldest key that any query sees
     size, groups = cache.page_size, cache.num_kv_heads

@@ -2,7 +2,7 @@
 
 Nothing is allocated before all tensors that config.json implies were found with the right shapes and no tensor of the
 text model is left over: a file and a config that contradict each other never get as far as the device. Tensor names:
-gemma4.md 3.2 and 4.1; `model.language_model.` in multimodal checkpoints, `model.` in text-only ones.
+as transformers saves them; `model.language_model.` in multimodal checkpoints, `model.` in text-only ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kerngen.runtime.weights.layout import (
 from kerngen.runtime.weights.quantized import FLOATS, check_packed, dequantize, is_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
 
-# Stored by the E-series on layers that own no cache, and never used there (gemma4.md 4.1).
+# Stored by the E-series on layers that own no cache, and never used there.
 DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
 
 
@@ -225,7 +225,7 @@ def _moe(source: _Source, name: str) -> MoeWeights:
     if f"{name}.experts.gate_up_proj" in source.checkpoint:
         gate_up = source.tensor(f"{name}.experts.gate_up_proj", num, 2 * inner, hidden)
         down = source.tensor(f"{name}.experts.down_proj", num, hidden, inner)
-    else:  # community W4A16 files keep one linear per expert and projection (gemma4.md 4.3)
+    else:  # community W4A16 files keep one linear per expert and projection
         device = "meta" if source.is_dry else source.ops.device
         gate_up = torch.empty((num, 2 * inner, hidden), dtype=source.ops.dtype, device=device)
         down = torch.empty((num, hidden, inner), dtype=source.ops.dtype, device=device)

@@ -1,4 +1,6 @@
-"""compressed-tensors pack-quantized int4 (gemma4.md 4.3): what is stored, and what it means.
+"""compressed-tensors pack-quantized int4: what is stored, and what it means.
+
+Source: vllm-project/compressed-tensors, compressors/pack_quantized/.
 
 For a linear [out, in]: weight_packed int32 [out, in / 8] with element j of a row in word j / 8, bits 4 * (j % 8);
 weight_scale [out, in / group_size]; weight_shape int64 [2]. A nibble n stands for n - 8.

@@ -1,0 +1,149 @@
+"""`kerngen run`: text from a checkpoint, streamed to the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kerngen.runtime.engine import Generation
+    from kerngen.runtime.ops import Ops
+    from kerngen.runtime.session import Session
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--prompt", default=None, help="What to say. Default: standard input.")
+@click.option("--draft", type=click.Path(path_type=Path), default=None,
+              help="The drafter's folder. Default: MODEL/assistant, if it is there.")  # fmt: skip
+@click.option("--no-draft", is_flag=True, help="Decode without a drafter.")
+@click.option("--num-draft-tokens", type=click.IntRange(1, 7), default=3, show_default=True,
+              help="Tokens drafted a step.")  # fmt: skip
+@click.option("--backend", type=click.Choice(["auto", "torch", "cuda"]), default="auto", show_default=True,
+              help="cuda: kerngen's kernels; torch: eager, on any machine.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
+              help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before.")  # fmt: skip
+@click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 keeps every token.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--no-chat", is_flag=True, help="Pass the prompt as it is, without the chat template.")
+@click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
+def run(
+    model: Path,
+    prompt: str | None,
+    draft: Path | None,
+    no_draft: bool,
+    num_draft_tokens: int,
+    backend: str,
+    dtype: str | None,
+    device: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    no_chat: bool,
+    db_url: str | None,
+    as_json: bool,
+) -> None:
+    """Generate text with the Gemma-4 checkpoint in the folder MODEL (Hugging Face format, bf16 or W4A16).
+
+    Example: kerngen run ./gemma-4-31b-it-qat-w4a16-ct --prompt "Why is the sky blue?"
+    """
+    from kerngen.errors import UsageError
+    from kerngen.runtime.backend import open_backend
+    from kerngen.runtime.engine import Engine
+    from kerngen.runtime.sampling import Sampling
+    from kerngen.runtime.session import find_drafter, open_checkpoint
+
+    if draft and no_draft:
+        raise UsageError("--draft and --no-draft contradict each other")
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    text = _read_prompt(prompt)
+    if not model.is_dir():
+        raise UsageError(f"{model} is not a folder", hint="name a folder in Hugging Face format")
+    ops = open_backend(backend, device=device, dtype=dtype, db_url=db_url)
+    session = open_checkpoint(model, ops, draft=None if no_draft else draft or find_drafter(model))
+    codec = session.codec
+    ids = codec.encode(text if no_chat else codec.chat([{"role": "user", "content": text}]))
+    engine = Engine(
+        session.model,
+        session.drafter,
+        max_len=len(ids) + max_new_tokens,
+        num_draft_tokens=num_draft_tokens,
+        suppressed_ids=session.suppressed_ids,
+    )
+    stream = codec.stream()
+
+    def show(tokens: list[int]) -> None:
+        if not as_json:
+            sys.stdout.write(stream.push(tokens))
+            sys.stdout.flush()
+
+    result = engine.generate(
+        ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=session.stop_ids, on_tokens=show
+    )
+    if as_json:
+        click.echo(json.dumps(_report(result, session, ops)))
+    else:
+        click.echo(stream.finish())
+        click.echo(_summary(result, session, ops), err=True)
+
+
+def _read_prompt(prompt: str | None) -> str:
+    from kerngen.errors import UsageError
+
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise UsageError("no prompt", hint='give --prompt "…", or pipe the text in')
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8").rstrip("\n")
+        except UnicodeDecodeError as e:
+            raise UsageError(f"standard input is not UTF-8: {e}") from e
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    return prompt
+
+
+def _report(result: Generation, session: Session, ops: Ops) -> dict[str, Any]:
+    stats = result.stats
+    return {
+        "text": session.codec.decode(result.tokens),
+        "tokens": result.tokens,
+        "stop_reason": result.stop_reason,
+        "num_prompt_tokens": stats.num_prompt_tokens,
+        "num_tokens": stats.num_tokens,
+        "load_s": session.load_s,
+        "prefill_s": stats.prefill_s,
+        "decode_s": stats.decode_s,
+        "tokens_per_s": stats.tokens_per_s,
+        "num_steps": stats.num_steps,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "acceptance_length": stats.acceptance_length,
+        "backend": ops.name,
+        "device": str(ops.device),
+        "dtype": str(ops.dtype).removeprefix("torch."),
+    }
+
+
+def _summary(result: Generation, session: Session, ops: Ops) -> str:
+    stats = result.stats
+    lines = [
+        f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}; loaded in {session.load_s:.2f} s",
+        f"prompt {stats.num_prompt_tokens} tokens in {stats.prefill_s:.3f} s ({stats.prefill_tokens_per_s:.1f}/s); "
+        f"{stats.num_tokens} new, {stats.tokens_per_s:.1f}/s, ended by {result.stop_reason}",
+    ]
+    if stats.num_draft_tokens:
+        lines.append(
+            f"drafting {stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens accepted a step "
+            f"({stats.num_steps} steps)"
+        )
+    return "\n".join(lines)

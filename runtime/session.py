@@ -1,0 +1,71 @@
+"""A checkpoint folder, opened: model, drafter, tokenizer and stop tokens, ready to generate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kerngen.errors import CheckpointError
+from kerngen.runtime.config import (
+    ModelConfig,
+    read_drafter_config,
+    read_eos_ids,
+    read_model_config,
+    read_suppressed_ids,
+)
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import Ops
+from kerngen.runtime.text import TextCodec
+from kerngen.runtime.weights.loader import load_drafter, load_model
+
+ASSISTANT = "assistant"  # the folder beside the model's files where its drafter is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Everything that a generation needs. load_s: seconds that reading and repacking the weights took."""
+
+    config: ModelConfig
+    codec: TextCodec
+    model: Gemma4
+    drafter: Drafter | None
+    stop_ids: tuple[int, ...]
+    suppressed_ids: tuple[int, ...]
+    load_s: float
+
+
+def find_drafter(folder: Path) -> Path | None:
+    """The drafter that lies beside a model's files, if there is one."""
+    beside = folder / ASSISTANT
+    return beside if (beside / "config.json").is_file() else None
+
+
+def open_checkpoint(folder: Path, ops: Ops, *, draft: Path | None = None) -> Session:
+    """Load `folder`, and `draft` if it is given. Configurations and tokenizer are checked before any weights.
+
+    Raises UsageError or CheckpointError.
+    """
+    began = time.perf_counter()
+    config = read_model_config(folder)
+    drafter_config = read_drafter_config(draft, config) if draft else None
+    codec = TextCodec(folder, config.bos_id)
+    if codec.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{folder}: tokenizer.json has {codec.vocab_size} tokens, config.json says vocab_size {config.vocab_size}"
+        )
+    model = Gemma4(config, load_model(folder, config, ops), ops)
+    drafter = None
+    if draft and drafter_config:
+        drafter = Drafter(drafter_config, load_drafter(draft, drafter_config, ops), model)
+    stops = dict.fromkeys((*read_eos_ids(folder, config), *codec.end_of_turn_ids))
+    return Session(
+        config=config,
+        codec=codec,
+        model=model,
+        drafter=drafter,
+        stop_ids=tuple(stops),
+        suppressed_ids=read_suppressed_ids(folder),
+        load_s=time.perf_counter() - began,
+    )

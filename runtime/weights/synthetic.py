@@ -1,0 +1,67 @@
+"""Generated weights in the shape of a released model, made on the device: what a benchmark runs when there is no
+checkpoint. They go through the same fusing and repacking as loaded ones. The text they generate means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.ops import DenseLinear, Linear, Ops, W4Linear
+from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
+from kerngen.runtime.weights.loader import build_drafter, build_model
+
+_NIBBLE_STD = 4.61  # of a uniform nibble - 8
+
+
+class SyntheticSource:
+    """Answers the loader's questions with random tensors: matrices keep the scale of their input, norms are near 1."""
+
+    is_dry = False
+
+    def __init__(self, config: ModelConfig, ops: Ops, seed: int) -> None:
+        self.config = config
+        self.ops = ops
+        self._rng = torch.Generator(ops.device).manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        """Experts come stacked; no separate lm_head is stored."""
+        return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if dtype is not None:  # token_ordering: a permutation
+            return torch.randperm(shape[0], generator=self._rng, device=self.ops.device).to(dtype)
+        if len(shape) == 1:
+            noise = torch.randn(shape, generator=self._rng, device=self.ops.device)
+            return (1.0 + 0.05 * noise).to(self.ops.dtype)
+        return self._matrix(*shape)
+
+    def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
+        rows, device = sum(out for _, out in parts), self.ops.device
+        if (quant := self.config.quant) is None or in_features % quant.group_size:
+            return self.ops.prepare(DenseLinear(self._matrix(rows, in_features)))
+        packed = torch.randint(-(2**31), 2**31, (rows, in_features // 8), generator=self._rng, device=device,
+                               dtype=torch.int64).to(torch.int32)  # fmt: skip
+        scales = torch.full((rows, in_features // quant.group_size), 1.0 / (_NIBBLE_STD * in_features**0.5))
+        weights = W4Linear(packed, scales.to(device, self.ops.dtype), rows, in_features, quant.group_size)
+        return self.ops.prepare(weights)
+
+    def head(self, embed: Tensor) -> Linear:
+        return self.ops.prepare(DenseLinear(embed))
+
+    def _matrix(self, *shape: int) -> Tensor:
+        out = torch.empty(shape, dtype=self.ops.dtype, device=self.ops.device)
+        return out.normal_(0.0, shape[-1] ** -0.5, generator=self._rng)
+
+
+def synthetic_model(config: ModelConfig, ops: Ops, seed: int = 0) -> ModelWeights:
+    """Random weights of `config`'s shapes, int4 where it is quantized."""
+    return build_model(SyntheticSource(config, ops, seed), "model.")
+
+
+def synthetic_drafter(config: DrafterConfig, ops: Ops, seed: int = 0) -> DrafterWeights:
+    """Random weights of an assistant's shapes; dense, as the released ones are."""
+    return build_drafter(SyntheticSource(config.text, ops, seed), config)

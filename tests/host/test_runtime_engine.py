@@ -1,0 +1,251 @@
+"""Generation: drafting changes nothing, sampling keeps its distribution, stops and limits hold, steps never wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_gemma import BASE, CPU, load, load_assistant, make_assistant, make_target, prompt
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from kerngen.errors import UsageError
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine import Engine
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.sampling import Sampling, accept_greedy, accept_sampled, distribution, sample
+
+PROMPT = prompt(21)
+COUNT = 64
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    root = tmp_path_factory.mktemp("engine")
+    pairs = {}
+    for variant, centroids in (("k_eq_v", 0), ("shared_ple", 12), ("moe", 0)):
+        pairs[variant] = root / variant, root / f"{variant}-assistant"
+        make_target(pairs[variant][0], variant)
+        make_assistant(pairs[variant][1], variant, num_centroids=centroids)
+    return pairs
+
+
+@pytest.fixture(scope="module")
+def model(folders: dict[str, tuple[Path, Path]]) -> Gemma4:
+    return load(folders["k_eq_v"][0])
+
+
+def generate(model: Gemma4, drafter: Drafter | None = None, *, k: int = 3, count: int = COUNT, **kwargs: Any) -> Any:
+    sampling = kwargs.pop("sampling", None)
+    stop_ids = kwargs.pop("stop_ids", ())
+    engine = Engine(model, drafter, max_len=len(PROMPT) + count, num_draft_tokens=k, page_size=4, **kwargs)
+    return engine.generate(PROMPT, max_new_tokens=count, sampling=sampling, stop_ids=stop_ids)
+
+
+class Oracle(Drafter):
+    """Drafts the right continuation, except where `wrong` says so of the position: every acceptance length happens."""
+
+    def __init__(self, drafter: Drafter, tokens: list[int], period: int) -> None:
+        super().__init__(drafter.config, drafter.weights, drafter.target)
+        self.known = tokens
+        self.period = period
+
+    def draft(self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int) -> Tensor:
+        super().draft(ids, hidden, lengths, cache, count)  # the real one still runs
+        at = int(lengths) - len(PROMPT) + 1
+        known = [*self.known, *[0] * (count + 1)]
+        right = known[at : at + count]
+        wrong = [self.period and (at + i) % self.period == 0 for i in range(count)]
+        return torch.tensor([[(t + 1) % BASE["vocab_size"] if w else t for t, w in zip(right, wrong, strict=True)]])
+
+
+@pytest.mark.parametrize("variant", ["k_eq_v", "shared_ple", "moe"])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_drafting_changes_no_token(folders: dict[str, tuple[Path, Path]], variant: str, k: int) -> None:
+    target, assistant = folders[variant]
+    model = load(target)
+    plain = generate(model).tokens
+    result = generate(model, load_assistant(assistant, model), k=k)
+    assert result.tokens == plain
+    assert 1 <= result.stats.acceptance_length <= k + 1
+
+
+@pytest.mark.parametrize("period", [0, 2, 3, 5])
+def test_every_acceptance_length_changes_no_token(
+    folders: dict[str, tuple[Path, Path]], model: Gemma4, period: int
+) -> None:
+    plain = generate(model).tokens
+    oracle = Oracle(load_assistant(folders["k_eq_v"][1], model), plain, period)
+    result = generate(model, oracle, k=3, prefill_chunk=6)
+    assert result.tokens == plain
+    mean = result.stats.acceptance_length
+    assert mean == 4 if period == 0 else mean == pytest.approx({2: 2, 3: 3, 5: 2.5}[period], abs=0.2)
+
+
+def test_an_engine_can_be_used_again(model: Gemma4, folders: dict[str, tuple[Path, Path]]) -> None:
+    engine = Engine(model, load_assistant(folders["k_eq_v"][1], model), max_len=80, page_size=4)
+    first = engine.generate(PROMPT, max_new_tokens=20).tokens
+    engine.generate(prompt(50, seed=5), max_new_tokens=30)
+    assert engine.generate(PROMPT, max_new_tokens=20).tokens == first
+
+
+def test_stop_tokens_end_a_generation_within_a_step(model: Gemma4, folders: dict[str, tuple[Path, Path]]) -> None:
+    plain = generate(model).tokens
+    stop = plain[9]
+    end = plain.index(stop) + 1
+    oracle = Oracle(load_assistant(folders["k_eq_v"][1], model), plain, 0)
+    for drafter in (None, oracle):
+        result = generate(model, drafter, stop_ids=[stop])
+        assert (result.tokens, result.stop_reason) == (plain[:end], "stop")
+    assert generate(model, count=5).stop_reason == "length"
+    assert generate(model, oracle, count=6).tokens == plain[:6]
+
+
+def test_callback_sees_every_token_once_in_order(model: Gemma4, folders: dict[str, tuple[Path, Path]]) -> None:
+    plain = generate(model).tokens
+    seen: list[list[int]] = []
+    oracle = Oracle(load_assistant(folders["k_eq_v"][1], model), plain, 3)
+    engine = Engine(model, oracle, max_len=len(PROMPT) + COUNT, page_size=4)
+    result = engine.generate(PROMPT, max_new_tokens=COUNT, on_tokens=seen.append)
+    assert [t for part in seen for t in part] == result.tokens
+    assert len(seen) == result.stats.num_steps + 1
+
+
+def test_suppressed_tokens_are_never_chosen(model: Gemma4) -> None:
+    plain = generate(model).tokens
+    banned = sorted(set(plain))[:3]
+    for sampling in (None, Sampling(temperature=1.0)):
+        assert not set(generate(model, suppressed_ids=banned, sampling=sampling).tokens) & set(banned)
+
+
+def test_sampling_repeats_with_its_seed_and_varies_without(
+    model: Gemma4, folders: dict[str, tuple[Path, Path]]
+) -> None:
+    drafter = load_assistant(folders["k_eq_v"][1], model)
+    for d in (None, drafter):
+        one, two, other = (generate(model, d, sampling=Sampling(0.8, 20, 0.95, seed)).tokens for seed in (1, 1, 2))
+        assert one == two != other
+
+
+def test_a_temperature_near_zero_is_greedy(model: Gemma4, folders: dict[str, tuple[Path, Path]]) -> None:
+    sampling = Sampling(temperature=1e-4)
+    drafter = load_assistant(folders["k_eq_v"][1], model)
+    assert generate(model, sampling=sampling).tokens == generate(model).tokens
+    assert generate(model, drafter, sampling=sampling).tokens == generate(model).tokens
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1, 9, 0.5)])
+def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    logits = 3 * torch.randn(16, 40, generator=torch.Generator().manual_seed(0))
+    expected = TemperatureLogitsWarper(float(temperature))(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    ids, probs = distribution(logits, Sampling(temperature, top_k, top_p))
+    dense = torch.zeros_like(logits).scatter(1, ids, probs)
+    torch.testing.assert_close(dense, torch.softmax(expected, -1), atol=1e-6, rtol=1e-5)
+
+
+def test_samples_follow_the_distribution() -> None:
+    probs = torch.tensor([[0.5, 0.3, 0.2, 0.0]])
+    uniforms = torch.linspace(0, 1, 10_001)[:-1]
+    ids = torch.tensor([[7, 3, 9, 1]]).expand(len(uniforms), -1)
+    drawn = sample(ids, probs.expand(len(uniforms), -1), uniforms)
+    assert [int((drawn == i).sum()) for i in (7, 3, 9, 1)] == pytest.approx([5000, 3000, 2000, 0], abs=2)
+
+
+def test_accepting_drafts_keeps_the_distribution() -> None:
+    """Over many draws the pair (token 1, token 2) has the target's probabilities, whatever was drafted."""
+    rows = 200_000
+    generator = torch.Generator().manual_seed(4)
+    probs = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8]])  # [k + 1, m]: rows after 0, 1 drafts
+    ids = torch.tensor([0, 1, 2]).expand(rows, 3, 3)
+    drafts = torch.tensor([[1, 1]]).expand(rows, -1)
+    uniforms = torch.rand(rows, 3, 2, generator=generator)
+    accepted, tokens = accept_sampled(drafts, ids, probs.expand(rows, -1, -1), uniforms)
+    first = torch.bincount(tokens[:, 0], minlength=3) / rows
+    torch.testing.assert_close(first, probs[0], atol=0.005, rtol=0)
+    went_on = accepted >= 1
+    assert went_on.float().mean().item() == pytest.approx(0.3, abs=0.005)
+    second = torch.bincount(tokens[went_on, 1], minlength=3) / went_on.sum()
+    torch.testing.assert_close(second, probs[1], atol=0.01, rtol=0)
+    third = torch.bincount(tokens[accepted == 2, 2], minlength=3) / (accepted == 2).sum()
+    torch.testing.assert_close(third, probs[2], atol=0.01, rtol=0)
+
+
+def test_greedy_acceptance_counts_the_matching_prefix() -> None:
+    targets = torch.tensor([[5, 6, 7, 8]])
+    for drafts, count in (([5, 6, 7], 3), ([5, 9, 7], 1), ([4, 6, 7], 0)):
+        assert accept_greedy(torch.tensor([drafts]), targets).tolist() == [count]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [((-1.0, 0, 1.0), "temperature"), ((1.0, -1, 1.0), "top_k"), ((1.0, 0, 0.0), "top_p"), ((1.0, 0, 1.1), "top_p")],
+)
+def test_impossible_sampling_is_refused(values: tuple[float, int, float], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Sampling(*values)
+
+
+def test_impossible_requests_are_refused(model: Gemma4, folders: dict[str, tuple[Path, Path]]) -> None:
+    engine = Engine(model, max_len=30)
+    for ids, count, message in (
+        ([], 4, "empty"),
+        ([2, 9999], 4, "9999"),
+        (PROMPT, 0, "0 new tokens"),
+        (PROMPT, 10, "need 31; the cache holds 30"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            engine.generate(ids, max_new_tokens=count)
+    with pytest.raises(UsageError, match="the model takes 1,024"):
+        Engine(model, max_len=2048)
+    with pytest.raises(UsageError, match="8 draft tokens"):
+        Engine(model, load_assistant(folders["k_eq_v"][1], model), max_len=30, num_draft_tokens=8)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on what would wait for a device: reading a value on the host, or a shape that depends on values."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "_to_copy_host")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if any(name.startswith(word) for word in self.FORBIDDEN):
+            raise AssertionError(f"a decode step must not call {func}")
+        return func(*args, **(kwargs or {}))
+
+
+class Deviceless(TorchOps):
+    """TorchOps with the two ops that read values (cache write, attention) answered without looking."""
+
+    def qkv_norm_rope(self, qkv: Tensor, num_q_heads: int, *args: Any, **kwargs: Any) -> Tensor:
+        rope = args[2]
+        return qkv[:, : num_q_heads * rope.head_dim].reshape(len(qkv), num_q_heads, rope.head_dim)
+
+    def attn_decode(self, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return q
+
+
+@pytest.mark.parametrize("variant", ["k_eq_v", "shared_ple", "moe"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 10, 0.9)], ids=["greedy", "sampled"])
+def test_a_decode_step_never_waits_for_the_device(
+    folders: dict[str, tuple[Path, Path]], variant: str, sampling: Sampling
+) -> None:
+    """So it can be captured in one CUDA graph, on a backend whose ops keep the same promise."""
+    target, assistant = folders[variant]
+    model = load(target)
+    drafter = load_assistant(assistant, model)
+    ops = Deviceless(CPU, torch.float32)
+    for holder in (model, model.stack, drafter, drafter.stack):
+        holder.ops = ops
+    engine = Engine(model, drafter, max_len=40)
+    with torch.inference_mode(), NoWaiting():
+        result = engine._step(sampling)
+    assert result.shape == (5,)

@@ -171,6 +171,7 @@ def time_calls(calls: list[Callable[[], object]], *, samples: int = 30, target_m
     The graph repeats the round until a replay takes about `target_ms`, so that a launch's own time is what counts.
     """
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the inputs were made on another stream
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()

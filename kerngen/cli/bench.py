@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -67,5 +66,61 @@ def kernel(names: tuple[str, ...], case_filter: str, db_url: str | None, untuned
 
 def _print_header(limit: Any) -> None:
     env = limit.environment
-    click.echo(f"{env['gpu']}, driver {env['driver']}, torch {env['torch']}; measured limits of this run: read "
-               f"{limit.read_gbps:.0f} GB/s, copy {limit.copy_gbps:.0f} GB/s, matmul {limit.matmul_tflops:.0f} TFLOP/s")  # fmt: skip
+    click.echo(
+        f"{env['gpu']}, driver {env['driver']}, torch {env['torch']}; measured limits of this run: "
+        f"read {limit.read_gbps:.0f} GB/s, copy {limit.copy_gbps:.0f} GB/s, matmul {limit.matmul_tflops:.0f} TFLOP/s"
+    )
+
+
+@bench.command()
+@click.argument("name")
+@click.option("--context", "contexts", default="512", show_default=True, help="Prompt lengths, comma-separated.")
+@click.option("--tokens", default=128, show_default=True, help="Tokens to generate at each context.")
+@click.option("--draft/--no-draft", default=False, help="Draft with the model's assistant, also generated.")
+@click.option("--num-draft-tokens", default=3, show_default=True)
+@click.option("--prefill-chunk", default=8192, show_default=True, help="Prompt tokens a prefill pass.")
+@click.option("--backend", type=click.Choice(["torch", "cuda", "auto"]), default="auto", show_default=True)
+@click.option("--db", "db_url", default=None, help="Tuning database. Default: the user's.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def model(
+    name: str, contexts: str, tokens: int, draft: bool, num_draft_tokens: int, prefill_chunk: int, backend: str,
+    db_url: str | None, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Time prefill and decode of a model at batch 1, with generated weights of its shapes.
+
+    NAME is a released model (gemma-4-31b) or a folder with a config.json. No checkpoint is read.
+
+    Example: kerngen bench model gemma-4-31b --context 512,8192
+    """
+    from kerngen.errors import UsageError
+    from kerngen.runtime.steptime import time_model
+    from kerngen.workload import find_model
+
+    try:
+        lengths = [int(c) for c in contexts.split(",")]
+    except ValueError:
+        raise UsageError(f"--context {contexts!r} is not a list of numbers", hint="--context 512,8192") from None
+    if tokens < 2 or min(lengths) < 1:
+        raise UsageError("time at least 2 tokens after a context of at least 1")
+    found = find_model(name)
+    report = time_model(
+        found.name, found.target, found.drafter if draft else None, lengths, tokens=tokens,
+        num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, db_url=db_url, seed=seed,
+    )  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(report))
+        return
+    click.echo(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights, "
+               f"{report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
+    if report["read_gbps"]:
+        click.echo(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")
+    for r in report["rows"]:
+        floor = f", floor {r['floor_ms']:.2f} ms" if r["floor_ms"] else ""
+        drafted = f", {r['acceptance_length']:.2f} tokens a step" if draft else ""
+        click.echo(
+            f"context {r['context']:6}: prefill {r['prefill_ms']:8.1f} ms, step {r['step_ms']:.3f} ms "
+            f"({r['step_ms_min']:.3f}-{r['step_ms_max']:.3f} over {r['runs']} runs){floor}{drafted}"
+        )
+    for line in report["kernels"]:
+        click.echo(f"  {line}")

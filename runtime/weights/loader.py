@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,20 +39,19 @@ def load_model(folder: Path, config: ModelConfig, ops: Ops) -> ModelWeights:
     """The target model's weights on `ops.device`. Raises CheckpointError before allocating anything."""
     source = _Source(Checkpoint(folder), config, ops)
     prefix = _find_prefix(source.checkpoint)
-    _model(source, prefix)
+    build_model(source, prefix)
     source.finish(prefix)
     source.is_dry = False
-    return _model(source, prefix)
+    return build_model(source, prefix)
 
 
 def load_drafter(folder: Path, config: DrafterConfig, ops: Ops) -> DrafterWeights:
     """The assistant's weights on `ops.device`; always dense. Raises CheckpointError before allocating anything."""
     source = _Source(Checkpoint(folder), config.text, ops)
-    source.used.add("lm_head.weight")  # an alias of the drafter's own table
-    _drafter(source, config)
+    build_drafter(source, config)
     source.finish("")
     source.is_dry = False
-    return _drafter(source, config)
+    return build_drafter(source, config)
 
 
 def _find_prefix(checkpoint: Checkpoint) -> str:
@@ -61,6 +61,29 @@ def _find_prefix(checkpoint: Checkpoint) -> str:
             return prefix
     names = ", ".join(f"{prefix}embed_tokens.weight" for prefix in known)
     raise CheckpointError(f"{checkpoint.folder} holds no embedding table; looked for {names}")
+
+
+class WeightSource(Protocol):
+    """What the model is built from: a checkpoint (below), or generated weights (synthetic.py).
+
+    is_dry: tensors have shapes and no storage yet, so their values must not be looked at.
+    """
+
+    config: ModelConfig
+    ops: Ops
+    is_dry: bool
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A float tensor in `ops.dtype`, or an integer one where `dtype` names it."""
+
+    def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
+        """The linears called `parts` (module, out_features), one under the other, repacked for the backend."""
+
+    def head(self, embed: Tensor) -> Linear:
+        """The output matrix [vocab, H]; shares `embed`'s memory where the two are tied."""
+
+    def experts(self, name: str) -> tuple[Tensor, Tensor]:
+        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, dense."""
 
 
 class _Source:
@@ -99,6 +122,38 @@ class _Source:
         rows = sum(out for _, out in parts)
         weights = self._packed(parts, rows, in_features) if all(packed) else self._dense(parts, packed, in_features)
         return weights if self.is_dry else self.ops.prepare(weights)
+
+    def head(self, embed: Tensor) -> Linear:
+        """lm_head. Tied models may store a copy of the table (the W4A16 releases do): it is compared and dropped."""
+        config, checkpoint = self.config, self.checkpoint
+        if not config.tied or is_packed(checkpoint, config.quant, "lm_head"):
+            return self.linear([("lm_head", config.vocab_size)], config.hidden_size)
+        if "lm_head.weight" in checkpoint:
+            self.used.add("lm_head.weight")
+            checkpoint.require("lm_head.weight", (config.vocab_size, config.hidden_size), FLOATS)
+            if not self.is_dry and not _same(checkpoint.tensor("lm_head.weight"), embed):
+                warnings.warn(
+                    f"{checkpoint.folder}: lm_head.weight differs from embed_tokens.weight, which is used for both "
+                    "because config.json says tie_word_embeddings",
+                    stacklevel=2,
+                )
+        return DenseLinear(embed) if self.is_dry else self.ops.prepare(DenseLinear(embed))
+
+    def experts(self, name: str) -> tuple[Tensor, Tensor]:
+        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, dense."""
+        config = self.config
+        num, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        if f"{name}.experts.gate_up_proj" in self.checkpoint:
+            gate_up = self.tensor(f"{name}.experts.gate_up_proj", num, 2 * inner, hidden)
+            return gate_up, self.tensor(f"{name}.experts.down_proj", num, hidden, inner)
+        # community W4A16 files keep one linear per expert and projection
+        gate_up = self._allocate((num, 2 * inner, hidden), self.ops.dtype)
+        down = self._allocate((num, hidden, inner), self.ops.dtype)
+        for e in range(num):
+            self.dense(f"{name}.experts.{e}.gate_proj", gate_up[e, :inner])
+            self.dense(f"{name}.experts.{e}.up_proj", gate_up[e, inner:])
+            self.dense(f"{name}.experts.{e}.down_proj", down[e])
+        return gate_up, down
 
     def dense(self, module: str, out: Tensor) -> None:
         """Fill `out` [out_features, in_features] with one linear, unpacking it if need be."""
@@ -139,7 +194,8 @@ class _Source:
             out.copy_(self.checkpoint.tensor(name))
 
 
-def _model(source: _Source, prefix: str) -> ModelWeights:
+def build_model(source: WeightSource, prefix: str) -> ModelWeights:
+    """Everything the target needs, asked of `source` tensor by tensor."""
     config = source.config
     hidden = config.hidden_size
     embed = source.tensor(f"{prefix}embed_tokens.weight", config.vocab_size, hidden)
@@ -155,27 +211,9 @@ def _model(source: _Source, prefix: str) -> ModelWeights:
         embed=embed,
         layers=tuple(_layer(source, f"{prefix}layers.{layer.index}", layer) for layer in config.layers),
         norm=source.tensor(f"{prefix}norm.weight", hidden),
-        head=_head(source, embed),
+        head=source.head(embed),
         ple=ple,
     )
-
-
-def _head(source: _Source, embed: Tensor) -> Linear:
-    """lm_head. Tied models may store a copy of the table (the W4A16 releases do): it is compared and dropped."""
-    config, checkpoint = source.config, source.checkpoint
-    if not config.tied or is_packed(checkpoint, config.quant, "lm_head"):
-        return source.linear([("lm_head", config.vocab_size)], config.hidden_size)
-    if "lm_head.weight" in checkpoint:
-        source.used.add("lm_head.weight")
-        checkpoint.require("lm_head.weight", (config.vocab_size, config.hidden_size), FLOATS)
-        if not source.is_dry and not _same(checkpoint.tensor("lm_head.weight"), embed):
-            warnings.warn(
-                f"{checkpoint.folder}: lm_head.weight differs from embed_tokens.weight, which is used for both "
-                "because config.json says tie_word_embeddings",
-                stacklevel=2,
-            )
-    head = DenseLinear(embed)
-    return head if source.is_dry else source.ops.prepare(head)
 
 
 def _same(stored: Tensor, table: Tensor, rows: int = 8192) -> bool:
@@ -183,7 +221,7 @@ def _same(stored: Tensor, table: Tensor, rows: int = 8192) -> bool:
     return all(torch.equal(a.to(b.device, b.dtype), b) for a, b in pairs)
 
 
-def _layer(source: _Source, name: str, layer: LayerConfig) -> LayerWeights:
+def _layer(source: WeightSource, name: str, layer: LayerConfig) -> LayerWeights:
     config = source.config
     hidden, dim = config.hidden_size, layer.head_dim
     attn, mlp = f"{name}.self_attn", f"{name}.mlp"
@@ -210,7 +248,7 @@ def _layer(source: _Source, name: str, layer: LayerConfig) -> LayerWeights:
     )
 
 
-def _ple_layer(source: _Source, name: str) -> PleLayerWeights:
+def _ple_layer(source: WeightSource, name: str) -> PleLayerWeights:
     hidden, size = source.config.hidden_size, source.config.ple_size
     return PleLayerWeights(
         gate=source.linear([(f"{name}.per_layer_input_gate", size)], hidden),
@@ -219,20 +257,10 @@ def _ple_layer(source: _Source, name: str) -> PleLayerWeights:
     )
 
 
-def _moe(source: _Source, name: str) -> MoeWeights:
+def _moe(source: WeightSource, name: str) -> MoeWeights:
     config = source.config
-    num, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
-    if f"{name}.experts.gate_up_proj" in source.checkpoint:
-        gate_up = source.tensor(f"{name}.experts.gate_up_proj", num, 2 * inner, hidden)
-        down = source.tensor(f"{name}.experts.down_proj", num, hidden, inner)
-    else:  # community W4A16 files keep one linear per expert and projection
-        device = "meta" if source.is_dry else source.ops.device
-        gate_up = torch.empty((num, 2 * inner, hidden), dtype=source.ops.dtype, device=device)
-        down = torch.empty((num, hidden, inner), dtype=source.ops.dtype, device=device)
-        for e in range(num):
-            source.dense(f"{name}.experts.{e}.gate_proj", gate_up[e, :inner])
-            source.dense(f"{name}.experts.{e}.up_proj", gate_up[e, inner:])
-            source.dense(f"{name}.experts.{e}.down_proj", down[e])
+    num, hidden = config.num_experts, config.hidden_size
+    gate_up, down = source.experts(name)
     return MoeWeights(
         router_scale=source.tensor(f"{name}.router.scale", hidden),
         router=source.linear([(f"{name}.router.proj", num)], hidden),
@@ -245,7 +273,8 @@ def _moe(source: _Source, name: str) -> MoeWeights:
     )
 
 
-def _drafter(source: _Source, config: DrafterConfig) -> DrafterWeights:
+def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights:
+    """Everything the assistant needs, asked of `source` tensor by tensor."""
     text = config.text
     hidden, vocab, count = text.hidden_size, text.vocab_size, config.num_centroids
     embed = source.tensor("model.embed_tokens.weight", vocab, hidden)
@@ -253,19 +282,16 @@ def _drafter(source: _Source, config: DrafterConfig) -> DrafterWeights:
     if count:
         ids = source.tensor("masked_embedding.token_ordering", vocab, dtype=torch.int64)
         if not source.is_dry and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-            raise CheckpointError(
-                f"{source.checkpoint.folder}: masked_embedding.token_ordering names tokens outside 0 to {vocab - 1}"
-            )
+            raise CheckpointError(f"masked_embedding.token_ordering names tokens outside 0 to {vocab - 1}")
         centroids = CentroidWeights(
             centroids=source.linear([("masked_embedding.centroids", count)], hidden),
             token_ids=ids.view(count, vocab // count),
         )
-    head = DenseLinear(embed)
     return DrafterWeights(
         embed=embed,
         layers=tuple(_layer(source, f"model.layers.{layer.index}", layer) for layer in text.layers),
         norm=source.tensor("model.norm.weight", hidden),
-        head=head if source.is_dry else source.ops.prepare(head),
+        head=source.head(embed),
         pre=source.linear([("pre_projection", hidden)], 2 * config.backbone_hidden_size),
         post=source.linear([("post_projection", config.backbone_hidden_size)], hidden),
         centroids=centroids,

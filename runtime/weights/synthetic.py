@@ -27,10 +27,6 @@ class SyntheticSource:
         self.ops = ops
         self._rng = torch.Generator(ops.device).manual_seed(seed)
 
-    def has(self, name: str) -> bool:
-        """Experts come stacked; no separate lm_head is stored."""
-        return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if dtype is not None:  # token_ordering: a permutation
             return torch.randperm(shape[0], generator=self._rng, device=self.ops.device).to(dtype)
@@ -51,6 +47,10 @@ class SyntheticSource:
 
     def head(self, embed: Tensor) -> Linear:
         return self.ops.prepare(DenseLinear(embed))
+
+    def experts(self, name: str) -> tuple[Tensor, Tensor]:
+        num, inner, hidden = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
+        return self._matrix(num, 2 * inner, hidden), self._matrix(num, hidden, inner)
 
     def _matrix(self, *shape: int) -> Tensor:
         out = torch.empty(shape, dtype=self.ops.dtype, device=self.ops.device)

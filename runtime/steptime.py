@@ -1,0 +1,113 @@
+"""Times a model's prefill and decode step on generated weights, against the bytes that a step must read."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.backend import open_backend
+from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine import Engine
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import DenseLinear, W4Linear
+from kerngen.runtime.weights.layout import ModelWeights
+from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
+
+RUNS = 5
+
+
+def step_bytes(config: ModelConfig, weights: ModelWeights, context: int) -> tuple[int, int]:
+    """(weight bytes, K and V bytes) that one decode step at batch 1 cannot avoid reading after `context` tokens."""
+
+    def size(linear: DenseLinear | W4Linear) -> int:
+        tensors: tuple[Tensor, ...] = (
+            (linear.weight,) if isinstance(linear, DenseLinear) else (linear.packed, linear.scales)
+        )
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    total = size(weights.head)
+    kv = 0
+    for layer, w in zip(config.layers, weights.layers, strict=True):
+        total += sum(size(m) for m in (w.qkv, w.out, w.gate_up, w.down))
+        if w.moe is not None:
+            each = (w.moe.gate_up.numel() + w.moe.down.numel()) * w.moe.gate_up.element_size() // config.num_experts
+            total += each * config.top_k_experts
+        visible = min(context, layer.window) if layer.window else context
+        kv += 2 * visible * layer.num_kv_heads * layer.head_dim * weights.embed.element_size()
+    return total, kv
+
+
+@torch.inference_mode()
+def time_model(
+    name: str,
+    config: ModelConfig,
+    drafter_config: DrafterConfig | None,
+    contexts: list[int],
+    *,
+    tokens: int,
+    num_draft_tokens: int,
+    prefill_chunk: int,
+    backend: str,
+    db_url: str | None,
+    seed: int,
+) -> dict[str, Any]:
+    """A report: one row a context, medians over RUNS generations of `tokens` tokens after one that warms up.
+
+    A step's time is the decode's wall time over its steps, host work included. Raises as open_backend does.
+    """
+    ops = open_backend(backend, db_url=db_url)
+    began = time.perf_counter()
+    model = Gemma4(config, synthetic_model(config, ops, seed), ops)
+    drafter = None
+    if drafter_config is not None:
+        drafter = Drafter(drafter_config, synthetic_drafter(drafter_config, ops, seed + 1), model)
+    if ops.device.type == "cuda":
+        torch.cuda.synchronize()
+    built = time.perf_counter() - began
+    read_gbps, device = 0.0, "cpu"
+    if ops.device.type == "cuda":
+        from kerngen.measure import ceilings
+        from kerngen.runtime.launcher import probe_device
+
+        read_gbps, device = ceilings().read_gbps, probe_device().name
+    rows = []
+    generator = torch.Generator().manual_seed(seed)
+    for context in contexts:
+        engine = Engine(model, drafter, max_len=context + tokens, num_draft_tokens=num_draft_tokens,
+                        prefill_chunk=prefill_chunk)  # fmt: skip
+        prompt = torch.randint(0, config.vocab_size, (context,), generator=generator).tolist()
+        engine.generate(prompt, max_new_tokens=tokens)  # compiles, captures
+        stats = [engine.generate(prompt, max_new_tokens=tokens).stats for _ in range(RUNS)]
+        steps = [1e3 * s.decode_s / s.num_steps for s in stats]
+        weight_bytes, kv_bytes = step_bytes(config, model.weights, context)
+        rows.append(
+            {
+                "context": context, "runs": RUNS, "tokens": tokens,
+                "prefill_ms": 1e3 * statistics.median(s.prefill_s for s in stats),
+                "step_ms": statistics.median(steps), "step_ms_min": min(steps), "step_ms_max": max(steps),
+                "acceptance_length": statistics.median(s.acceptance_length for s in stats),
+                "step_bytes": weight_bytes + kv_bytes,
+                "floor_ms": (weight_bytes + kv_bytes) / read_gbps / 1e6 if read_gbps else 0.0,
+            }
+        )  # fmt: skip
+        del engine
+    return {
+        "model": name, "device": device, "backend": ops.name, "dtype": str(ops.dtype).removeprefix("torch."),
+        "build_s": built, "weight_gb": step_bytes(config, model.weights, 0)[0] / 1e9, "read_gbps": read_gbps,
+        "rows": rows, "kernels": _resolved(ops),
+    }  # fmt: skip
+
+
+def _resolved(ops: Any) -> list[str]:
+    """Which configuration each kernel ran and who chose it, one line each; empty for the torch backend."""
+    from kerngen.templates.kernel import describe
+
+    launcher = getattr(ops, "launcher", None)
+    if launcher is None:
+        return []
+    return sorted(f"{n}{describe(p)} {describe(f.config)} from {f.source}" for n, p, f in launcher.functions)

@@ -91,7 +91,7 @@ def default_config(problem: Problem, arch: Arch) -> Config:
     """Few tokens: as many threads a row as it has vectors. Many: rows small enough for several a SM."""
     if problem.num_tokens <= 64:
         return Config(fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 1024))
-    vecs = fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 384)
+    vecs = fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 256)
     threads = row_threads(problem.hidden, vecs)
     return Config(vecs, next((r for r in (8, 4, 2) if r * threads <= 128), 1))
 

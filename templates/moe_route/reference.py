@@ -16,7 +16,9 @@ from kerngen.templates.moe_route.spec import Problem
 def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """topk_ids, topk_weights: [num_tokens, top_k] in fp32, in falling order of logit, the lower id first on a tie."""
     p: Problem = case.problem
-    logits, ids = inputs["logits"].float().sort(dim=-1, descending=True, stable=True)
+    logits = inputs["logits"].float()
+    logits = torch.where(logits.isnan(), float("nan"), logits)  # torch sorts a negative NaN last on a GPU
+    logits, ids = logits.sort(dim=-1, descending=True, stable=True)
     logits, ids = logits[:, : p.top_k], ids[:, : p.top_k]
     weights = torch.softmax(logits, dim=-1) * inputs["per_expert_scale"].float()[ids]
     return {"topk_ids": ids.float(), "topk_weights": weights}

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError
@@ -119,11 +120,23 @@ class TextStream:
         return rest
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which an expression cannot ask for unbounded memory by repetition or by a power either."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (abs(left) <= 1 << 32 and abs(right) <= 64):
+            raise SecurityError(f"{left} ** {right} is out of bounds")
+        for value, count in ((left, right), (right, left)):
+            if isinstance(count, int) and isinstance(value, Sequence) and len(value) * count > MAX_RENDERED_CHARS:
+                raise SecurityError(f"a sequence of {len(value)} repeated {count} times is out of bounds")
+        return super().call_binop(context, operator, left, right)
+
+
 def render_chat(source: str, **values: Any) -> str:
     """Render a chat template as transformers does, sandboxed. Raises CheckpointError with Jinja's reason."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
     def fail(message: str) -> None:
         raise TemplateError(message)

@@ -142,7 +142,7 @@ def test_two_sequences_of_different_length_decode_together(targets: dict[str, tu
 def test_drafter_logits_equal_transformers(
     tmp_path: Path, targets: dict[str, tuple[Path, HF]], variant: str, num_centroids: int
 ) -> None:
-    """Three draft steps from the end of a prompt that is longer than window + 1; both start each from the same state."""
+    """Three draft steps from the end of a prompt that is longer than window + 1, each from the same state."""
     folder, hf = targets[variant]
     assistant = make_assistant(tmp_path, variant, num_centroids=num_centroids)
     model = load(folder)

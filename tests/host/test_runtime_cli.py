@@ -1,0 +1,217 @@
+"""Text handling and `kerngen run`, end to end on a tiny checkpoint with a real tokenizer."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_gemma import BASE, make_assistant, make_target
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from kerngen.errors import CheckpointError
+from kerngen.runtime.text import MAX_TEMPLATE_BYTES, TextCodec, render_chat
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content | trim }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+BYTES = 16  # byte-fallback tokens: enough for one character outside the letters
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Letters as tokens, byte fallback for é, and Gemma's special tokens; no more than the tiny vocabulary."""
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
+    pieces = specials + ["<0xC3>", "<0xA9>", "<0x0A>", "▁"] + [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    config = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoint")
+    make_target(root, "k_eq_v")
+    make_assistant(root / "assistant", "k_eq_v")
+    write_tokenizer(root)
+    return root
+
+
+@pytest.fixture
+def codec(folder: Path) -> TextCodec:
+    return TextCodec(folder, bos_id=2)
+
+
+class Terminal:
+    """Runs `kerngen …` in this process, as main() does, and remembers what it said."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *args: object, stdin: bytes = b"", code: int = 0) -> SimpleNamespace:
+        from kerngen.cli import main
+
+        self.monkeypatch.setattr(sys, "argv", ["kerngen", *map(str, args)])
+        self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        self.capsys.readouterr()
+        got = 0
+        try:
+            main()
+        except SystemExit as e:
+            got = int(e.code or 0)
+        out, err = self.capsys.readouterr()
+        assert got == code, f"exit {got}: {err}"
+        assert "Traceback" not in err
+        return SimpleNamespace(out=out, err=err)
+
+
+@pytest.fixture
+def kerngen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    return Terminal(capsys, monkeypatch)
+
+
+def test_bos_stands_at_the_front_exactly_once(codec: TextCodec) -> None:
+    assert codec.encode("ab")[0] == 2
+    assert codec.encode("<bos>ab") == codec.encode("ab")
+    assert codec.encode("") == [2]
+
+
+def test_chat_renders_gemmas_turns(codec: TextCodec) -> None:
+    text = codec.chat([{"role": "user", "content": " hi "}])
+    assert text == "<bos><|turn>user\nhi<turn|>\n<|turn>model\n"
+    assert codec.encode(text)[:2] == [2, 4]
+    assert codec.end_of_turn_ids == (5,)
+
+
+def test_a_stream_joins_to_the_decoded_text(codec: TextCodec) -> None:
+    ids = codec.encode("<bos>abé<turn|>c")[1:]
+    for size in (1, 2, 3, len(ids)):
+        stream = codec.stream()
+        parts = [stream.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+        assert "\ufffd" not in "".join(parts)
+        assert "".join(parts) + stream.finish() == codec.decode(ids) == "abéc"
+
+
+def test_a_stream_that_ends_within_a_character_says_so(codec: TextCodec) -> None:
+    stream = codec.stream()
+    assert stream.push(codec.encode("aé")[1:-1]) == ""
+    assert stream.finish() == "a\ufffd"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append({}) }}",
+        "{{ raise_exception('no system turn') }}",
+        "{{ missing.field }}",
+        "{% for i in range(10000000) %}x{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ 'x' * 9999999999 }}",
+        "{{ [0] * 9999999999 }}",
+        "{{ 10 ** 9999999999 }}",
+        "{% if %}",
+        "{% include 'secret' %}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+    with pytest.raises(CheckpointError, match="chat template failed"):
+        render_chat(source, messages=[])
+
+
+def test_a_template_cannot_write_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerngen.runtime.text.MAX_RENDERED_CHARS", 10_000)
+    with pytest.raises(CheckpointError, match="more than 10,000 characters"):
+        render_chat("{% for i in range(9999) %}{{ 'x' * 100 }}{% endfor %}", messages=[])
+
+
+def test_a_huge_template_is_not_even_read(tmp_path: Path, folder: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("x" * (MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(CheckpointError, match="larger than"):
+        TextCodec(tmp_path, 2).chat([])
+
+
+def test_run_streams_text_and_prints_stats(kerngen: Terminal, folder: Path) -> None:
+    said = kerngen("run", folder, "--prompt", "hello", "--max-new-tokens", 12, "--backend", "torch")
+    assert said.out.endswith("\n")
+    assert "torch on cpu, float32" in said.err
+    assert "drafting 3 a step" in said.err
+    assert "tokens accepted a step" in said.err
+    again = kerngen("run", folder, "--max-new-tokens", 12, "--no-draft", "--device", "cpu", stdin=b"hello\n")
+    assert again.out == said.out
+    assert "drafting" not in again.err
+
+
+def test_run_json_holds_what_was_streamed(kerngen: Terminal, folder: Path) -> None:
+    common = ("run", folder, "--prompt", "hello", "--max-new-tokens", 9, "--device", "cpu")
+    text = kerngen(*common).out
+    report = json.loads(kerngen(*common, "--json", "--draft", folder / "assistant", "--num-draft-tokens", 2).out)
+    assert report["text"] + "\n" == text
+    assert report["num_tokens"] == len(report["tokens"]) <= 9
+    assert report["num_draft_tokens"] == 2
+    assert report["backend"] == "torch"
+    sampled = ("--temperature", 1, "--top-k", 20, "--top-p", 0.9, "--seed")
+    one, two, three = (json.loads(kerngen(*common, "--json", *sampled, s).out)["tokens"] for s in (3, 3, 4))
+    assert one == two != three
+
+
+def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path) -> None:
+    common = ("run", folder, "--prompt", "abc", "--max-new-tokens", 1, "--json", "--device", "cpu")
+    assert json.loads(kerngen(*common, "--no-chat").out)["num_prompt_tokens"] == 4
+    assert json.loads(kerngen(*common).out)["num_prompt_tokens"] > 10
+
+
+def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    usage = (
+        (("run", tmp_path / "none", "--prompt", "x"), "is not a folder"),
+        (("run", folder, "--prompt", ""), "the prompt is empty"),
+        (("run", folder, "--prompt", "x", "--draft", tmp_path), "config.json"),
+        (("run", folder, "--prompt", "x", "--draft", folder, "--no-draft"), "contradict"),
+        (("run", folder, "--prompt", "x", "--device", "abacus"), "unknown device 'abacus'"),
+        (("run", folder, "--prompt", "x", "--backend", "cuda", "--device", "cpu"), "does not run on cpu"),
+        (("run", folder / "assistant", "--prompt", "x"), "holds a drafter"),
+        (("run", folder, "--prompt", "x", "--max-new-tokens", BASE["max_position_embeddings"]), "the model takes"),
+        (("run", folder, "--prompt", "x", "--dtype", "fp8"), "fp8"),
+    )
+    for args, message in usage:
+        code = 1 if message == "config.json" else 2
+        said = kerngen(*args, *(() if "--device" in args else ("--device", "cpu")), code=code)
+        assert message in said.err
+        assert said.out == ""
+    if not torch.cuda.is_available():
+        said = kerngen("run", folder, "--prompt", "x", "--backend", "cuda", code=1)
+        assert said.err.startswith("DeviceError: there is no CUDA device here\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("tokenizer.json", "{}", "is not a tokenizer"),
+        ("config.json", "{", "is not JSON"),
+        ("config.json", "[]", "holds a list, not an object"),
+        ("chat_template.jinja", "{{ 1 / 0 }}", "the chat template failed"),
+        ("generation_config.json", '{"eos_token_id": "end"}', "must be token ids"),
+        ("model.safetensors", "{", "truncated"),
+    ],
+)
+def test_run_on_a_damaged_folder(
+    kerngen: Terminal, folder: Path, tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    for file in folder.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
+    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
+    assert said.err.startswith("CheckpointError: ")
+    assert message in said.err.splitlines()[0]
+    assert said.out == ""

@@ -1,0 +1,434 @@
+"""Checkpoints: names, shards, W4A16, ties, dead tensors; and every way in which a folder can lie."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_gemma import CPU, hf_logits, load, load_assistant, make_assistant, make_target, prompt
+from torch import Tensor
+
+from kerngen.errors import CheckpointError, KerngenError, UsageError
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.model import Batch, Gemma4
+from kerngen.runtime.ops import W4Linear
+from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.weights.loader import load_model
+from kerngen.runtime.weights.quantized import dequantize
+from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
+
+PROMPT = prompt(20)
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 32}  # groups of 128 divide
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_target(tmp_path / "model", "k_eq_v")
+    return tmp_path / "model"
+
+
+def logits(model: Gemma4) -> Tensor:
+    cache = KVCache(model.config, model.ops, batch=1, max_len=len(PROMPT), max_step=len(PROMPT))
+    return model.logits(model.forward(Batch.prefill(torch.tensor(PROMPT), 0, cache), cache))
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+
+
+def shard(folder: Path) -> None:
+    """Split model.safetensors into two shards with an index, as save_pretrained does for large models."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({n: tensors[n] for n in part}, folder / file)
+    weight_map = {n: file for file, part in halves.items() for n in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+
+
+def pack_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(packed, scale, dequantised), symmetric, as compressed-tensors' pack-quantized format."""
+    rows, cols = weight.shape
+    grouped = weight.view(rows, -1, group)
+    scale = (grouped.abs().amax(-1) / 7.5).to(torch.bfloat16)
+    q = (grouped / scale.float()[..., None]).round().clamp(-8, 7).to(torch.int64)
+    words = ((q.view(rows, -1, 8) + 8) << torch.arange(0, 32, 4)).sum(-1)
+    packed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return packed, scale, (q * scale.float()[..., None]).view(rows, cols)
+
+
+def quantize(folder: Path, group: int, ignore: tuple[str, ...] = ("lm_head",)) -> dict[str, Tensor]:
+    """Rewrite a checkpoint as W4A16. Returns the dense tensors that it now stands for."""
+    dense = load_file(folder / "model.safetensors")
+    stored: dict[str, Tensor] = {}
+    for name, tensor in list(dense.items()):
+        module = name.removesuffix(".weight")
+        if tensor.dim() != 2 or "embed_tokens" in name or module in ignore:
+            stored[name] = tensor
+            continue
+        packed, scale, dense[name] = pack_int4(tensor, group)
+        shape = torch.tensor(tensor.shape)
+        stored |= {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": shape}
+    save_file(stored, folder / "model.safetensors")
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": list(ignore)}
+    edit_config(folder, lambda c: c.update(quantization_config=quant | {"config_groups": {"group_0": scheme}}))
+    return dense
+
+
+def test_packed_nibbles_are_least_significant_first() -> None:
+    """The worked example of the format: word 0x8880F798 holds 0, 1, -1, 7, -8, 0, 0, 0."""
+    packed = torch.tensor([[0x8880F798 - (1 << 32)] * 4], dtype=torch.int32)
+    weights = W4Linear(packed, torch.tensor([[0.5]]), 1, 32, 32)
+    assert dequantize(weights)[0, :8].tolist() == [0, 0.5, -0.5, 3.5, -4, 0, 0, 0]
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_w4a16_equals_the_dequantized_model(tmp_path: Path, group: int) -> None:
+    make_target(tmp_path, "k_eq_v", **WIDE)
+    dense = quantize(tmp_path, group, ("lm_head", "model.layers.0.self_attn.q_proj"))  # q dense, k and v packed
+    ours = logits(load(tmp_path))
+    (tmp_path / "dense").mkdir()
+    save_file(dense, tmp_path / "dense" / "model.safetensors")
+    (tmp_path / "dense" / "config.json").write_text((tmp_path / "config.json").read_text())
+    edit_config(tmp_path / "dense", lambda c: c.pop("quantization_config"))
+    assert torch.equal(ours, logits(load(tmp_path / "dense")))
+
+
+def test_packed_weights_reach_the_backend_fused_and_packed(tmp_path: Path) -> None:
+    make_target(tmp_path, "k_eq_v", **WIDE)
+    quantize(tmp_path, 32)
+    seen: list[tuple[int, int]] = []
+
+    class Repacking(TorchOps):
+        def prepare(self, weights: Any) -> Any:
+            if isinstance(weights, W4Linear):
+                assert weights.packed.shape == (weights.out_features, weights.in_features // 8)
+                assert weights.scales.shape == (weights.out_features, weights.in_features // weights.group_size)
+                seen.append((weights.out_features, weights.in_features))
+            return super().prepare(weights)
+
+    config = load(tmp_path).config
+    load_model(tmp_path, config, Repacking(CPU, torch.float32))
+    sliding, full = config.layers[0], config.layers[1]
+    qkv = (4 + 2 * sliding.num_kv_heads) * 32, (4 + full.num_kv_heads) * 32  # K = V stores q and k only
+    assert seen[:4] == [(qkv[0], 128), (128, 128), (512, 128), (128, 256)]
+    assert seen[4] == (qkv[1], 128)
+    assert len(seen) == 4 * len(config.layers)
+
+
+def test_shards_load_like_one_file(folder: Path) -> None:
+    expected = logits(load(folder))
+    shard(folder)
+    assert torch.equal(logits(load(folder)), expected)
+
+
+def test_multimodal_names_and_nested_config(folder: Path) -> None:
+    expected = logits(load(folder))
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors["model.vision_tower.patch_embedder.input_proj.weight"] = torch.ones(2, 2)  # not ours: ignored
+
+    def nest(config: dict[str, Any]) -> None:
+        text = dict(config)
+        config.clear()
+        config.update(model_type="gemma4", text_config=text, tie_word_embeddings=True, vision_config={})
+
+    edit_tensors(folder, rename)
+    edit_config(folder, nest)
+    assert torch.equal(logits(load(folder)), expected)
+
+
+def test_dead_kv_of_shared_layers_is_ignored(tmp_path: Path) -> None:
+    hf = make_target(tmp_path, "shared_ple")
+    dead = {f"model.layers.5.self_attn.{p}.weight": torch.full((2, 2), torch.nan) for p in ("k_proj", "v_proj")}
+    dead["model.layers.5.self_attn.k_norm.weight"] = torch.full((2,), torch.nan)
+    edit_tensors(tmp_path, lambda t: t.update(dead))
+    torch.testing.assert_close(logits(load(tmp_path)), hf_logits(hf, PROMPT), atol=1e-4, rtol=0)
+
+
+def test_stored_head_of_a_tied_model_is_compared_and_dropped(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    expected = logits(load(folder))
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert torch.equal(logits(load(folder)), expected)
+    assert not recwarn.list
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    with pytest.warns(UserWarning, match=r"lm_head.weight differs"):
+        assert torch.equal(logits(load(folder)), expected)
+
+
+def test_untied_head_is_used(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": -t["model.embed_tokens.weight"]}))
+    expected = -logits(load_ignoring_warning(folder))
+    edit_config(folder, lambda c: c.update(tie_word_embeddings=False))
+    torch.testing.assert_close(logits(load(folder)), expected)
+
+
+def load_ignoring_warning(folder: Path) -> Gemma4:
+    with pytest.warns(UserWarning, match=r"differs"):
+        return load(folder)
+
+
+def test_experts_stored_one_by_one(tmp_path: Path) -> None:
+    make_target(tmp_path, "moe")
+    expected = logits(load(tmp_path))
+
+    def split(tensors: dict[str, Tensor]) -> None:
+        for layer in range(4):
+            name = f"model.layers.{layer}.experts"
+            gate_up, down = tensors.pop(f"{name}.gate_up_proj"), tensors.pop(f"{name}.down_proj")
+            for e in range(len(down)):
+                gate, up = gate_up[e].chunk(2)
+                for part, weight in (("gate", gate), ("up", up), ("down", down[e])):
+                    tensors[f"{name}.{e}.{part}_proj.weight"] = weight.clone()
+
+    edit_tensors(tmp_path, split)
+    assert torch.equal(logits(load(tmp_path)), expected)
+
+
+# ---- lies -----------------------------------------------------------------------------------------------------------
+
+
+def edit_header(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + size])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+
+
+NORM = "model.norm.weight"
+
+
+def lie(header: dict[str, Any], **fields: Any) -> None:
+    header[NORM] |= fields
+
+
+def truncate(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def cut_by(folder: Path, drop: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-drop])
+
+
+def grow(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"\0" * 8)
+
+
+def claim_header(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", size) + path.read_bytes()[8:])
+
+
+def drop_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def misplace(folder: Path, where: str) -> None:
+    shard(folder)
+    index = folder / "model.safetensors.index.json"
+    value = json.loads(index.read_text())
+    value["weight_map"][NORM] = where
+    index.write_text(json.dumps(value))
+
+
+FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "empty": (lambda f: truncate(f, 0), "truncated: 0 B"),
+    "cut in the header": (lambda f: truncate(f, 100), "truncated"),
+    "cut in the data": (lambda f: cut_by(f, 10), "truncated"),
+    "data after the end": (grow, "8 B follow the last tensor"),
+    "huge header": (lambda f: claim_header(f, 1 << 60), "header claims"),
+    "not json": (lambda f: claim_header(f, 30), "not JSON"),
+    "shape too large": (lambda f: edit_header(f, lambda h: lie(h, shape=[1 << 40])), "data_offsets span"),
+    "negative shape": (lambda f: edit_header(f, lambda h: lie(h, shape=[-32])), "impossible shape"),
+    "wrong dtype": (lambda f: edit_header(f, lambda h: lie(h, dtype="F64")), "data_offsets span"),
+    "unknown dtype": (lambda f: edit_header(f, lambda h: lie(h, dtype="F7")), "unknown dtype 'F7'"),
+    "integer weights": (
+        lambda f: edit_header(f, lambda h: lie(h, dtype="I32")),
+        f"{NORM} is I32; it must be BF16 or F16 or F32",
+    ),
+    "offsets elsewhere": (
+        lambda f: edit_header(f, lambda h: lie(h, data_offsets=[1 << 44, (1 << 44) + 128])),
+        "leaves a gap",
+    ),
+    "offsets overlap": (lambda f: edit_header(f, lambda h: lie(h, data_offsets=[0, 128])), "overlaps"),
+    "offsets reversed": (lambda f: edit_header(f, lambda h: lie(h, data_offsets=[128, 0])), "data_offsets span -128"),
+    "no offsets": (lambda f: edit_header(f, lambda h: h[NORM].pop("data_offsets")), "lacks one of"),
+    "other shape": (
+        lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.ones(31)})),
+        "has shape [31]; config.json implies [32]",
+    ),
+    "tensor missing": (lambda f: edit_tensors(f, lambda t: t.pop(NORM)), f"lacks the tensor {NORM}"),
+    "tensor unknown": (
+        lambda f: edit_tensors(f, lambda t: t.update({"model.layers.1.self_attn.v_proj.weight": torch.ones(32, 32)})),
+        "does not account for",
+    ),
+    "shard missing": (drop_shard, "model-00002-of-00002.safetensors is missing"),
+    "shard elsewhere": (lambda f: misplace(f, "../../../etc/passwd"), "is not a file name"),
+    "tensor in the wrong shard": (lambda f: misplace(f, "model-00001-of-00002.safetensors"), f"lacks {NORM}"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "pickled weights only": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "holds no model.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_torn_or_lying_file_is_one_clear_error(folder: Path, case: str) -> None:
+    damage, message = FILES[case]
+    assert logits(load(folder)).isfinite().all()
+    damage(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert message in str(caught.value)
+    assert str(folder) in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def without(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config.pop(name)
+
+
+def having(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config.update(fields)
+
+
+REQUIRED = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "global_head_dim", "sliding_window", "rms_norm_eps", "rope_parameters",
+    "final_logit_softcapping", "max_position_embeddings",
+)  # fmt: skip
+CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    **{f"no {name}": (without(name), f"field '{name}' is missing") for name in REQUIRED},
+    "hidden size is text": (having(hidden_size="32"), "hidden_size is '32'"),
+    "hidden size is huge": (having(hidden_size=1 << 40), "hidden_size is"),
+    "zero layers": (having(num_hidden_layers=0), "num_hidden_layers is 0"),
+    "layer types too short": (having(layer_types=["full_attention"]), "layer_types names 1 layers"),
+    "layer type unknown": (having(layer_types=["linear_attention"] * 5), "linear_attention"),
+    "heads do not divide": (having(num_key_value_heads=3), "do not split over 3"),
+    "all layers shared": (having(num_kv_shared_layers=5), "leaves none"),
+    "no owner of that type": (having(num_kv_shared_layers=4), "no layer of its type"),
+    "rope type unknown": (
+        lambda c: c["rope_parameters"]["full_attention"].update(rope_type="yarn"),
+        "rope_type is 'yarn'",
+    ),
+    "activation unknown": (having(hidden_activation="silu"), "hidden_activation is 'silu'"),
+    "bidirectional": (having(use_bidirectional_attention="all"), "not implemented"),
+    "experts without a count": (having(enable_moe_block=True), "num_experts"),
+    "another quantization": (having(quantization_config={"quant_method": "gptq"}), "'gptq'"),
+    "config says k_eq_v is off": (having(attention_k_eq_v=False), "k_proj.weight has shape [32, 32]"),
+    "config says another width": (having(intermediate_size=64), "implies [64, 32]"),
+    "packed without scheme": (having(quantization_config={"quant_method": "compressed-tensors",
+                                                          "format": "pack-quantized"}), "config_groups"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_lacks_or_contradicts_is_one_clear_error(folder: Path, case: str) -> None:
+    edit, message = CONFIGS[case]
+    edit_config(folder, edit)
+    with pytest.raises(KerngenError) as caught:
+        load(folder)
+    assert message in str(caught.value)
+    assert "\n" not in caught.value.message
+
+
+def test_another_model_is_misuse(folder: Path) -> None:
+    edit_config(folder, having(model_type="llama"))
+    with pytest.raises(UsageError, match="'llama' model"):
+        load(folder)
+
+
+def test_packed_weights_that_contradict_their_scheme(tmp_path: Path) -> None:
+    make_target(tmp_path, "k_eq_v", **WIDE)
+    quantize(tmp_path, 32)
+    edit_config(
+        tmp_path, lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=64)
+    )
+    with pytest.raises(CheckpointError, match=r"weight_scale has shape \[128, 4\]; config.json implies \[128, 2\]"):
+        load(tmp_path)
+    edit_config(
+        tmp_path, lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=48)
+    )
+    with pytest.raises(CheckpointError, match="group_size is 48"):
+        load(tmp_path)
+    edit_config(tmp_path, lambda c: c.pop("quantization_config"))
+    with pytest.raises(CheckpointError, match="no quantization_config"):
+        load(tmp_path)
+
+
+def test_nothing_is_allocated_for_a_folder_that_lies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tensor of the file is wrong; not one byte may have been allocated by then."""
+    edit_tensors(folder, lambda t: t.update({NORM: torch.ones(31)}))
+    real = torch.empty
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        assert str(kwargs.get("device")) == "meta", "storage was allocated before the checks were done"
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", watched)
+    with pytest.raises(CheckpointError, match=r"has shape \[31\]"):
+        load(folder)
+
+
+def test_a_drafter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    make_target(tmp_path / "target", "k_eq_v")
+    make_assistant(tmp_path / "fits", "k_eq_v", num_centroids=12)
+    make_assistant(tmp_path / "other", "dense")
+    target = load(tmp_path / "target")
+    load_assistant(tmp_path / "fits", target)
+    with pytest.raises(UsageError, match=r"reads heads of \(?32 x 2 KV heads; the target's layer 4 writes 32 x 1"):
+        load_assistant(tmp_path / "other", target)
+    with pytest.raises(UsageError, match="not a drafter"):
+        load_assistant(tmp_path / "target", target)
+    with pytest.raises(UsageError, match="holds a drafter"):
+        load(tmp_path / "fits")
+    edit_tensors(tmp_path / "fits", lambda t: t["masked_embedding.token_ordering"].add_(1))
+    with pytest.raises(CheckpointError, match="outside 0 to 95"):
+        load_assistant(tmp_path / "fits", target)
+    edit_config(tmp_path / "fits", lambda c: c.update(backbone_hidden_size=40))
+    with pytest.raises(UsageError, match="drafts for a hidden size of 40"):
+        load_assistant(tmp_path / "fits", target)
+
+
+def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {
+        "scalar": torch.tensor(3.5),
+        "none": torch.empty(0, 4),
+        "bytes": torch.arange(3, dtype=torch.uint8),  # leaves the next tensor unaligned
+        "half": torch.randn(3, 5).half(),
+        "long": torch.arange(6).view(2, 3),
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    file = SafetensorsFile(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        assert torch.equal(file.tensor(name), tensor), name
+    assert Checkpoint(tmp_path).names == set(tensors)

@@ -12,12 +12,17 @@ template <uint32_t MASK, uint32_t BITS> DEVICE uint32_t and_or(uint32_t a) {
     return r;
 }
 
-template <bool BF16> DEVICE void int4_to_half(uint32_t w, uint32_t (&a)[4]) {
+// BIASED (bf16 only): value + 136, for a caller that takes 136 times the sum of the other operand from the product.
+constexpr uint32_t INT4_BIAS = 0xc308c308u;  // -136, twice
+
+template <bool BF16, bool BIASED = false> DEVICE void int4_to_half(uint32_t w, uint32_t (&a)[4]) {
+    static_assert(BF16 || !BIASED, "fp16 would lose too much to a bias of 1032");
     if constexpr (BF16) {
         // 128 + nibble: seven bits of mantissa leave room for one nibble at the bottom
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            a[i] = Half<true>::add2(and_or<0x000f000fu, 0x43004300u>(w >> (4 * i)), 0xc308c308u);  // - 136
+            a[i] = and_or<0x000f000fu, 0x43004300u>(w >> (4 * i));
+            if constexpr (!BIASED) a[i] = Half<true>::add2(a[i], INT4_BIAS);
         }
     } else {
         // 1024 + nibble, and 1024 + 16 nibble, which needs no shift: times 1/16, minus 72

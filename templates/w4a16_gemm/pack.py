@@ -1,11 +1,10 @@
 """The offline repack: compressed-tensors' int4 layout to the order in which the kernel's lanes consume it.
 
 A strip is 32 rows of W. The kernel's unit is a strip x 32 columns: 512 bytes, lane 4 g + t owning bytes 16 lane ..
-16 lane + 15: rows 4 g .. 4 g + 3 and columns 8 t .. 8 t + 7, as four words of eight weights. Word 2 s + j, nibbles i
-and i + 4 (i = 0..3) hold row 4 g + 2 s + (i & 1), columns 8 t + 4 j + 2 (i >> 1) and the next. So A fragments of
-m16n8k16 and m16n8k8 come out of a word without a shuffle (and those of m8n8k4 out of two lanes' halves), the 16 bytes
-of x that go with a lane's columns are contiguous, and so are the four outputs that it ends with. One order serves
-every arch, every M and every configuration.
+16 lane + 15, four words of eight weights: rows 4 g .. 4 g + 3. Word 2 s + j, nibbles i and i + 4 (i = 0..3) hold row
+4 g + 2 s + (i & 1), columns 16 j + 2 t + 8 (i >> 1) and the next. So A fragments of m16n8k16, m16n8k8 and wgmma come
+out of a word without a shuffle (and those of m8n8k4 out of two lanes' halves), columns keep their order in x, and a
+lane ends with four neighbouring outputs. One order serves every arch, every M and every configuration.
 
 Scales become [N / 32, K / group_size, 32], rows in their own order. Nibbles keep compressed-tensors' +8.
 """
@@ -27,7 +26,7 @@ def _order() -> Tensor:
     nibble = torch.arange(8).view(1, 1, 8)
     i, high = nibble % 4, nibble // 4
     row = 4 * (lane // 4) + 2 * (word // 2) + i % 2
-    column = 8 * (lane % 4) + 4 * (word % 2) + 2 * (i // 2) + high
+    column = 2 * (lane % 4) + 16 * (word % 2) + 8 * (i // 2) + high
     return (row * STRIP + column).reshape(-1)
 
 

@@ -54,7 +54,7 @@ def test_packed_words_hold_the_fragments_that_the_kernel_reads() -> None:
     ]:
         value = (int(w_packed[strip, tile, lane, word]) >> (4 * nibble)) & 15
         g, t, s, j, i, high = lane // 4, lane % 4, word // 2, word % 2, nibble % 4, nibble // 4
-        row, column = strip * 32 + 4 * g + 2 * s + i % 2, tile * 32 + 8 * t + 4 * j + 2 * (i // 2) + high
+        row, column = strip * 32 + 4 * g + 2 * s + i % 2, tile * 32 + 16 * j + 2 * t + 8 * (i // 2) + high
         assert value - 8 == q[row, column]
 
 

@@ -144,9 +144,9 @@ def _set_journal(connection: Connection, mode: str) -> None:
     give_up = time.monotonic() + BUSY_S
     while True:
         try:
-            if raw.execute("PRAGMA journal_mode").fetchone()[0] == mode:
-                return
-            raw.execute(f"PRAGMA journal_mode = {mode}")
+            if raw.execute("PRAGMA journal_mode").fetchone()[0] != mode:
+                raw.execute(f"PRAGMA journal_mode = {mode}").fetchone()  # a read-only file keeps its mode, silently
+            return
         except sqlite3.OperationalError as e:
             if "locked" not in str(e) or time.monotonic() > give_up:
                 raise

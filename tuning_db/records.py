@@ -186,6 +186,8 @@ class Measurement:
                  f"outcome ok needs a positive p50_us, not {self.p50_us}")  # fmt: skip
         if self.provenance == "measured":
             _require(self.error_abs is not None, "a measured ok needs error_abs, from the check")
+        else:
+            _require(bool(self.model), "a prediction needs the name of its model")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -1,0 +1,505 @@
+"""The tuning database as a store: what is written is read back, and what is damaged is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sqlalchemy import CheckConstraint, inspect, text
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateTable
+
+from kerngen.arch import find_arch, find_device
+from kerngen.compile import Cubin, Ptx, Resources, cache_key, source_key
+from kerngen.errors import CorruptRecord, DatabaseError, SchemaTooNew, UsageError
+from kerngen.tuning_db import Measurement, ProblemKey, Store, migrate, schema
+from kerngen.tuning_db.records import canonical, digest
+
+SM90, H200, H100 = find_arch("sm90"), find_device("H200"), find_device("H100")
+OPTIONS = ("-std=c++17",)
+STATIC = {"head_dim": 128, "dtype": "bf16"}
+
+
+def source_of(n: int) -> str:
+    return f"// source {n}\n"
+
+
+def make_cubin(n: int = 0, spills: int = 0) -> Cubin:
+    key = cache_key(source_of(n), SM90.nvrtc_target, OPTIONS, (12, 9))
+    image = f"machine code {n}".encode() * 500
+    return Cubin(key, "sm90", (12, 9), image, {"toy": Resources(40 + n, spills, spills, 0, 1024)}, "log")
+
+
+def add_build(store: Store, n: int = 0, *, spills: int = 0, **options: Any) -> str:
+    config = {"block_n": n}
+    return store.add_build(make_cubin(n, spills), "toy", source_of(n), config, STATIC, options=OPTIONS, **options)
+
+
+def key_of(dynamic: int | None = 64, batch: int = 8) -> ProblemKey:
+    fields = {**STATIC, "batch": batch, "num_tokens": dynamic}
+    return ProblemKey("toy", STATIC, {"batch": batch}, dynamic, fields)
+
+
+def measured(build_id: str | None, n: int, us: float | None, **values: Any) -> Measurement:
+    """A measured trial of configuration n on an H200; `ok` unless told otherwise."""
+    values = {"outcome": "ok", "provenance": "measured", "error_abs": 1e-3, "device": H200, **values}
+    problem = values.pop("problem", key_of())
+    return Measurement(problem, "sm90", config={"block_n": n}, build_id=build_id, p50_us=us, **values)
+
+
+def predicted(build_id: str, n: int, us: float, **values: Any) -> Measurement:
+    return measured(build_id, n, us, **{"provenance": "predicted", "model": "roofline-1", "error_abs": None, **values})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tuning.db"
+
+
+@pytest.fixture
+def store(path: Path) -> Any:
+    with Store.open(path) as s:
+        yield s
+
+
+# ---- builds
+
+
+def test_a_build_comes_back_as_it_went_in(store: Store) -> None:
+    cubin = make_cubin(3)
+    build = store.build(add_build(store, 3))
+    assert (build.config, build.static, build.nvrtc, build.options) == ({"block_n": 3}, STATIC, (12, 9), OPTIONS)
+    assert build.entries == cubin.entries
+    assert build.image_sha == hashlib.sha256(cubin.image).hexdigest()
+    assert store.image(build) == replace(cubin, log="")
+    assert store.find_build("toy", source_of(3), {"block_n": 3}, STATIC, SM90, options=OPTIONS, nvrtc=(12, 9)) == build
+    assert store.find_build("toy", source_of(4), {"block_n": 3}, STATIC, SM90, options=OPTIONS, nvrtc=(12, 9)) is None
+
+
+def test_the_same_build_twice_is_one(store: Store) -> None:
+    assert add_build(store) == add_build(store)
+    with store.engine.connect() as c:
+        assert c.execute(text("SELECT count(*) FROM build")).scalar() == 1
+
+
+def test_an_image_may_be_kept_later(store: Store) -> None:
+    build = store.build(add_build(store, keep_image=False))
+    assert store.image(build) is None
+    store.keep_image(make_cubin())
+    assert store.image(build) == replace(make_cubin(), log="")
+
+
+def test_ptx_is_a_build_too(store: Store) -> None:
+    ptx = Ptx(source_key("// p\n", "compute_90", OPTIONS), "sm90", (12, 9), b".version 8.8\n\0")
+    build = store.build(store.add_build(ptx, "toy", "// p\n", {}, STATIC, options=OPTIONS))
+    assert build.target == "compute_90"
+    assert store.image(build) == ptx
+
+
+def test_an_image_of_another_source_is_refused(store: Store) -> None:
+    with pytest.raises(DatabaseError, match="not made from this source"):
+        store.add_build(make_cubin(1), "toy", source_of(2), {}, STATIC, options=OPTIONS)
+    with pytest.raises(DatabaseError, match="not made from this source"):
+        store.add_build(make_cubin(1), "toy", source_of(1), {}, STATIC, options=("-G",))
+
+
+def test_a_failed_build_is_a_row_until_it_succeeds(store: Store) -> None:
+    failed = store.add_build(
+        None, "toy", source_of(0), {"block_n": 0}, STATIC, arch=SM90, options=OPTIONS, nvrtc=(12, 9),
+        status="compile_failed", log="error: no",
+    )  # fmt: skip
+    assert store.build(failed).log == "error: no"
+    assert store.image(store.build(failed)) is None
+    assert add_build(store) == failed
+    assert store.build(failed).status == "ok"
+    assert store.image(store.build(failed)) is not None
+
+
+def test_other_machine_code_from_the_same_source_is_corruption(store: Store) -> None:
+    add_build(store)
+    with pytest.raises(CorruptRecord, match="other machine code"):
+        store.add_build(replace(make_cubin(), image=b"x"), "toy", source_of(0), {"block_n": 0}, STATIC,
+                        options=OPTIONS)  # fmt: skip
+
+
+def damage(path: Path, statement: str) -> None:
+    with sqlite3.connect(path) as c:
+        assert c.execute(statement).rowcount > 0
+    c.close()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE artifact SET blob = substr(blob, 1, length(blob) - 3)",
+        "UPDATE artifact SET blob = zeroblob(60)",
+        "UPDATE artifact SET raw_bytes = raw_bytes + 1",
+        "UPDATE artifact SET codec = 'lzma'",
+    ],
+)
+def test_a_damaged_blob_is_named(store: Store, path: Path, statement: str) -> None:
+    build = store.build(add_build(store))
+    damage(path, statement)
+    with pytest.raises(CorruptRecord, match=build.id):
+        store.image(build)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE build SET config = '{\"block_n\":9}'",
+        "UPDATE build SET entries = replace(entries, '40', '41')",
+        "UPDATE build SET entries = '{'",
+        "UPDATE build SET image_sha = 'abc'",
+        "UPDATE build SET nvrtc = '13'",
+    ],
+)
+def test_a_damaged_build_is_named(store: Store, path: Path, statement: str) -> None:
+    build_id = add_build(store)
+    damage(path, statement)
+    with pytest.raises(CorruptRecord, match=build_id):
+        store.build(build_id)
+
+
+# ---- measurements
+
+
+def test_a_measurement_comes_back_as_it_went_in(store: Store) -> None:
+    m = measured(
+        add_build(store), 0, 12.25, p10_us=12.0, p90_us=13.0, min_us=11.9, samples=200, error_rel=0.1, stage="final",
+        environment={"driver": "580.1", "l2": "cold", "clock": 1830.5}, run="r1", tags={"rank": 1},
+        at="2026-01-02T03:04:05+00:00",
+    )  # fmt: skip
+    id = store.add_measurement(m)
+    (o,) = store.measurements("toy")
+    assert (o.id, o.measurement) == (id, m)
+    assert o.measurement.problem.fields == m.problem.fields
+
+
+def test_every_outcome_is_a_row(store: Store) -> None:
+    build = add_build(store)
+    for outcome in ("invalid", "compile_failed", "wrong_result", "launch_failed", "timed_out"):
+        nan = float("nan") if outcome == "wrong_result" else None
+        store.add_measurement(measured(build, 0, None, outcome=outcome, reason="why", error_abs=nan))
+    store.add_measurement(measured(None, 0, None, outcome="invalid", reason="needs 300,000 B"))
+    rows = store.measurements(outcome="invalid")
+    assert sorted(o.measurement.reason for o in rows) == ["needs 300,000 B", "why"]
+    assert len(store.measurements()) == 6
+
+
+def test_repeating_a_measurement_adds_a_row_and_repeating_a_prediction_does_not(store: Store) -> None:
+    build = add_build(store)
+    for run in ("a", "b"):
+        store.add_measurement(measured(build, 0, 12.0, run=run))
+        store.add_measurement(predicted(build, 0, 12.0, run=run))
+    assert len(store.measurements(provenance="measured")) == 2
+    assert len(store.measurements(provenance="predicted")) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"outcome": "fine"}, "not one of ok, invalid"),
+        ({"provenance": "guessed"}, "not one of measured"),
+        ({"outcome": "timed_out"}, "needs its reason"),
+        ({"us": None}, "positive p50_us"),
+        ({"us": float("nan")}, "positive p50_us"),
+        ({"us": 0.0}, "positive p50_us"),
+        ({"error_abs": None}, "error_abs"),
+        ({"provenance": "predicted"}, "its model"),
+        ({"build_id": None}, "build_id"),
+    ],
+)
+def test_a_measurement_that_says_too_little_is_refused(values: dict[str, Any], says: str) -> None:
+    values = {"us": 1.0, "build_id": "b", **values}
+    with pytest.raises(DatabaseError, match=says):
+        measured(values.pop("build_id"), 0, values.pop("us"), **values)
+
+
+def test_filters(store: Store) -> None:
+    one, two = add_build(store, 1), add_build(store, 2)
+    store.add_measurements([
+        measured(one, 1, 10.0, run="a"),
+        measured(two, 2, 11.0, run="b", device=H100),
+        predicted(two, 2, 9.0, problem=key_of(128)),
+    ])  # fmt: skip
+    assert len(store.measurements(problem=key_of(128))) == 1
+    assert len(store.measurements(static_key=key_of().static_key)) == 3
+    assert [o.measurement.build_id for o in store.measurements(device=H100)] == [two]
+    assert [o.measurement.build_id for o in store.measurements(run="a", arch=SM90)] == [one]
+    assert len(store.measurements(build_id=two)) == 2
+    assert store.measurements("other") == store.measurements(arch="sm70") == []
+
+
+def test_an_altered_measurement_is_skipped_and_named(
+    store: Store, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    id = store.add_measurement(measured(add_build(store), 0, 12.0))
+    damage(path, "UPDATE measurement SET p50_us = 1.0")
+    assert store.measurements() == []
+    assert id in caplog.text
+
+
+def test_a_transaction_lands_whole_or_not_at_all(store: Store, path: Path) -> None:
+    def half() -> None:
+        with store.transaction():
+            store.add_measurement(measured(add_build(store), 0, 12.0))
+            assert len(store.measurements()) == 1
+            with Store.open(path, read_only=True) as other:
+                assert other.measurements() == [], "seen before it was committed"
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        half()
+    assert store.measurements() == []
+    with pytest.raises(UsageError, match="no build"):
+        store.build("x")
+
+
+# ---- winners
+
+
+def test_winners_are_recomputed(store: Store) -> None:
+    builds = [add_build(store, n) for n in range(3)]
+    for n, us in enumerate((20.0, 10.0, 15.0)):
+        store.add_measurement(measured(builds[n], n, us))
+    (w,) = store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    assert (w.config, w.latency_us, w.provenance, w.build_id) == ({"block_n": 1}, 10.0, "measured", builds[1])
+    assert w.margin == pytest.approx(0.5)
+    assert "fastest of 3 measured" in w.reason
+    assert store.winner(w.id[:12]) == w
+    assert store.winners("toy", device=H200) == [w]
+    assert store.winners("toy", device=H100) == []
+
+    store.revoke(builds[1], "reads past the page table")
+    (w,) = store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    assert w.config == {"block_n": 2}
+    for build in builds:
+        store.revoke(build, "all of them")
+    assert store.recompute_winners("toy", key_of().static_key, SM90, H200) == store.winners() == []
+
+
+def test_recomputing_touches_one_device_and_every_point(store: Store) -> None:
+    build = add_build(store)
+    for dynamic in (1, 64):
+        for device in (H100, H200):
+            store.add_measurement(measured(build, 0, 5.0, problem=key_of(dynamic), device=device))
+    for device in (H100, H200):
+        found = store.recompute_winners("toy", key_of().static_key, SM90, device)
+        assert [(w.problem.dynamic, w.device.name) for w in found] == [(1, device.name), (64, device.name)]
+    assert len(store.winners()) == 4
+
+
+def test_a_wrong_result_anywhere_bars_the_source(store: Store) -> None:
+    fast, slow = add_build(store, 1), add_build(store, 2)
+    store.add_measurements([measured(fast, 1, 10.0), measured(slow, 2, 20.0)])
+    wrong = measured(fast, 1, None, problem=key_of(4096), device=H100, outcome="wrong_result", reason="off by 3")
+    id = store.add_measurement(wrong)
+    (w,) = store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    assert w.build_id == slow
+    store.revoke(id, "the reference was wrong")
+    (w,) = store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    assert w.build_id == fast
+
+
+def test_no_such_winner(store: Store) -> None:
+    with pytest.raises(UsageError, match="no winner"):
+        store.winner("%")
+
+
+# ---- files
+
+
+def test_reading_only(store: Store, path: Path, tmp_path: Path) -> None:
+    build = add_build(store)
+    store.close()
+    sealed = tmp_path / "sealed" / "db.sqlite"
+    sealed.parent.mkdir()
+    shutil.copy(path, sealed)
+    before = sealed.read_bytes()
+    with Store.open(sealed, read_only=True) as shipped:
+        assert shipped.image(shipped.build(build)) is not None
+        with pytest.raises(DatabaseError, match="read-only"):
+            add_build(shipped, 2)
+    assert sealed.read_bytes() == before
+    assert [p.name for p in sealed.parent.iterdir()] == ["db.sqlite"], "side files beside a sealed database"
+
+
+def test_a_reader_sees_what_a_writer_committed(store: Store, path: Path) -> None:
+    with Store.open(path, read_only=True) as reader:
+        add_build(store)
+        assert len(reader.revoked()) == 0
+        store.revoke("x", "y")
+        assert reader.revoked() == {"x": "y"}
+
+
+def test_a_read_only_disk_is_one_clear_line(store: Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_build(store)
+    store.close()
+    real = sqlite3.connect
+    monkeypatch.setattr(
+        "kerngen.tuning_db.engine.sqlite3.connect",
+        lambda name, **options: real(name.replace("mode=rwc", "mode=ro&immutable=1"), **options),
+    )  # what the file system's refusal looks like to SQLite; root may write anywhere
+    with Store.open(path) as there, pytest.raises(DatabaseError, match=r"tuning.db is read-only") as caught:
+        add_build(there, 2)
+    assert len(str(caught.value).splitlines()) == 2
+    with pytest.raises(DatabaseError, match="cannot make its folder"):
+        Store.open("/proc/nowhere/tuning.db")
+
+
+def test_what_is_no_database(tmp_path: Path, path: Path) -> None:
+    path.write_text("Dear diary, " * 50)
+    for read_only in (True, False):
+        with pytest.raises(DatabaseError, match="is not an SQLite database"):
+            Store.open(path, read_only=read_only)
+    assert path.read_text().startswith("Dear diary")
+    with pytest.raises(DatabaseError, match="no such file"):
+        Store.open(tmp_path / "absent", read_only=True)
+    with pytest.raises(DatabaseError, match=r"(?i)is a directory"):
+        Store.open(tmp_path)
+
+
+def test_another_programs_database_is_left_alone(path: Path) -> None:
+    with sqlite3.connect(path) as c:
+        c.execute("CREATE TABLE bookmark (url TEXT)")
+    c.close()
+    for read_only in (True, False):
+        with pytest.raises(DatabaseError, match="not a tuning database"):
+            Store.open(path, read_only=read_only)
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.9])
+def test_a_truncated_file(store: Store, path: Path, keep: float) -> None:
+    for n in range(20):
+        add_build(store, n)
+    store.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * keep)])
+    for read_only in (True, False):
+        with pytest.raises(DatabaseError, match="cut short"):
+            Store.open(path, read_only=read_only)
+
+
+def test_damaged_pages(store: Store, path: Path) -> None:
+    for n in range(20):
+        add_build(store, n)
+    store.close()
+    data = bytearray(path.read_bytes())
+    data[4096:] = b"\xff" * (len(data) - 4096)
+    path.write_bytes(data)
+    with pytest.raises(DatabaseError, match="damaged"), Store.open(path) as s:
+        s.winners()
+
+
+def test_urls(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.open(f"sqlite:///{path}") as s:
+        assert s.where == str(path)
+    monkeypatch.setenv("KERNGEN_DB", str(path.with_name("other.db")))
+    with Store.open() as s:
+        assert s.where.endswith("other.db")
+    with pytest.raises(UsageError, match="neither SQLite nor PostgreSQL"):
+        Store.open("mysql://host/name")
+    with pytest.raises(UsageError):
+        Store.open("::://")
+
+
+# ---- schema
+
+
+def test_the_migrations_make_the_schema(store: Store) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    with store.engine.connect() as c:
+        context = MigrationContext.configure(c, opts={"version_table": schema.VERSION_TABLE, "compare_type": True})
+        assert compare_metadata(context, schema.metadata) == []
+        checks = {
+            t.name: {k["name"] for k in inspect(c).get_check_constraints(t.name)} for t in schema.metadata.sorted_tables
+        }
+    for table in schema.metadata.sorted_tables:
+        assert checks[table.name] == {k.name for k in table.constraints if isinstance(k, CheckConstraint)}
+    assert migrate.known_revisions()[-1] == schema.SCHEMA
+
+
+def test_a_newer_schema_is_one_clear_line(store: Store, path: Path) -> None:
+    store.close()
+    damage(path, f"UPDATE {schema.VERSION_TABLE} SET version_num = '0042'")
+    for read_only in (True, False):
+        with pytest.raises(SchemaTooNew, match="schema 0042, written by a newer kerngen") as caught:
+            Store.open(path, read_only=read_only)
+        assert "upgrade kerngen" in str(caught.value)
+
+
+def test_a_migration_that_fails_leaves_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "migrations"
+    shutil.copytree(migrate.MIGRATIONS, broken)
+    (broken / "versions" / "0002_bad.py").write_text(
+        "from alembic import op\nrevision, down_revision = '0002', '0001'\n"
+        "def upgrade():\n    op.execute('CREATE TABLE half (x)')\n    op.execute('nonsense')\n"
+    )
+    with monkeypatch.context() as m:
+        m.setattr(migrate, "MIGRATIONS", broken)
+        m.setattr(schema, "SCHEMA", "0002")
+        with pytest.raises(DatabaseError, match="nonsense"):
+            Store.open(path)
+    with sqlite3.connect(path) as c:
+        assert c.execute("SELECT name FROM sqlite_master").fetchall() == []
+    c.close()
+    with Store.open(path) as s:
+        assert s.winners() == []
+
+
+def test_an_older_schema_is_brought_up_and_keeps_its_rows(
+    store: Store, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = add_build(store)
+    store.close()
+    next_one = tmp_path / "migrations"
+    shutil.copytree(migrate.MIGRATIONS, next_one)
+    (next_one / "versions" / "0002_more.py").write_text(
+        "from alembic import op\nrevision, down_revision = '0002', '0001'\n"
+        "def upgrade():\n    op.execute('CREATE TABLE more (x)')\n"
+    )
+    monkeypatch.setattr(migrate, "MIGRATIONS", next_one)
+    monkeypatch.setattr(schema, "SCHEMA", "0002")
+    with pytest.raises(DatabaseError, match="schema 0001"):
+        Store.open(path, read_only=True)
+    with Store.open(path) as s, s.engine.connect() as c:
+        assert s.build(build)
+        assert migrate.revision(c) == "0002"
+
+
+def test_postgresql_takes_the_tables() -> None:
+    for table in schema.metadata.sorted_tables:
+        assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=postgresql.dialect()))
+
+
+# ---- ids
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.text(), _JSON, max_size=4))
+def test_ids_do_not_depend_on_order(value: dict[str, Any]) -> None:
+    assert canonical(dict(reversed(value.items()))) == canonical(value)
+
+
+def test_ids_are_stable() -> None:
+    """A change here orphans every database in the field."""
+    assert digest({"b": [1, 0.5, None], "a": {"x": "é"}}) == hashlib.sha256(
+        b'{"a":{"x":"\\u00e9"},"b":[1,"0x1.0000000000000p-1",null]}'
+    ).hexdigest()  # fmt: skip
+    assert key_of().id == "ec58a112259b66d6cdc3fc076ffa19625f0bd88a57b5525b9072009c819edd93"

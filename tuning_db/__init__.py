@@ -29,7 +29,7 @@ Store, in full:
     store.winners(kernel=None, *, arch=None, device=None, static_key=None) -> list[Winner]  (without cubins)
     store.winner(id_or_prefix) -> Winner
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
-Lookup (lookup.py):
+Lookup (resolve.py):
     default_stores() -> list[Store]                   override, user, prebuilt; all read-only
     lookup(stores, kernel, problem, arch, device, *, strict=False) -> Winner | None; strict raises TuningMiss
     miss_report(stores, kernel, problem, arch, device) -> str    the nearest entries and where they differ
@@ -43,9 +43,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db.lookup import default_stores, lookup, miss_report
-    from kerngen.tuning_db.store import Store
-
     from kerngen.tuning_db.records import (
         Build,
         Measurement,
@@ -55,6 +52,8 @@ if TYPE_CHECKING:
         problem_key,
         static_key,
     )
+    from kerngen.tuning_db.resolve import default_stores, lookup, miss_report
+    from kerngen.tuning_db.store import Store
 
 _HOME = {
     "Build": "records",
@@ -65,9 +64,9 @@ _HOME = {
     "problem_key": "records",
     "static_key": "records",
     "Store": "store",
-    "lookup": "lookup",
-    "default_stores": "lookup",
-    "miss_report": "lookup",
+    "lookup": "resolve",
+    "default_stores": "resolve",
+    "miss_report": "resolve",
 }
 __all__ = [
     "Build",

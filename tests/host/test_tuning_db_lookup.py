@@ -1,0 +1,278 @@
+"""Looking winners up: who is asked first, what is never served, and what a miss says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+from test_tuning_db import H100, H200, OPTIONS, damage
+
+from kerngen.arch import Arch, Device, find_arch, find_device
+from kerngen.compile import Cubin, Resources, cache_key
+from kerngen.errors import ProblemError, TuningMiss
+from kerngen.templates.kernel import Kernel, fields_of, static_fields
+from kerngen.tuning_db import Measurement, Store, Winner, default_stores, lookup, miss_report, problem_key
+
+SM90 = find_arch("sm90")
+H20 = replace(H200, name="H20", num_sms=78)
+
+
+@dataclass(frozen=True)
+class Problem:
+    head_dim: int = 128
+    batch: int = 8
+    num_tokens: int = 64
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "num_tokens")
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 64:
+            raise ProblemError("head_dim must be a multiple of 64")
+
+
+@dataclass(frozen=True)
+class Config:
+    block_n: int = 1
+
+
+def make_kernel(version: int = 1, largest: int = 1 << 20) -> Kernel:
+    """A kernel whose rendered source holds `version`; configurations above `largest` are refused."""
+    spec = ModuleType("toy_spec")
+    spec.Problem, spec.Config, spec.version = Problem, Config, version  # type: ignore[attr-defined]
+    spec.default_config = lambda problem, arch: Config()  # type: ignore[attr-defined]
+    spec.why_invalid = (  # type: ignore[attr-defined]
+        lambda p, c, arch: f"block_n {c.block_n} is above {largest}" if c.block_n > largest else None
+    )
+    return Kernel("toy", spec)
+
+
+def fake_render(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> str:
+    return f"{kernel.spec.version} {static_fields(problem)} {fields_of(config)} {arch}"
+
+
+@pytest.fixture(autouse=True)
+def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerngen.tuning_db.freshness.render", fake_render)
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return make_kernel()
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[list[Store]]:
+    """An override store, the user's and a prebuilt one, in this order."""
+    names = ("override", "user", "prebuilt")
+    opened = [Store.open(tmp_path / f"{n}.db", name=n, override=n == "override") for n in names]
+    yield opened
+    for s in opened:
+        s.close()
+
+
+def record(
+    store: Store,
+    kernel: Kernel,
+    block_n: int,
+    us: float,
+    *,
+    problem: Problem = Problem(),
+    device: Device = H200,
+    provenance: str = "measured",
+    arch: Arch = SM90,
+    keep_image: bool = True,
+) -> str:
+    config = Config(block_n)
+    source = fake_render(kernel, problem, config, arch)
+    key = cache_key(source, arch.nvrtc_target, OPTIONS, (12, 9))
+    cubin = Cubin(key, arch.name, (12, 9), f"code {block_n}".encode() * 99, {"toy": Resources(32, 0, 0, 0, 0)}, "")
+    static = static_fields(problem)
+    build = store.add_build(cubin, "toy", source, fields_of(config), static, options=OPTIONS, keep_image=keep_image)
+    said = {"error_abs": 0.0} if provenance == "measured" else {"model": "roofline-1"}
+    filed = problem_key(kernel, problem)
+    store.add_measurement(
+        Measurement(filed, arch.name, device, fields_of(config), build, "ok", provenance, p50_us=us, **said)  # type: ignore[arg-type]
+    )
+    store.recompute_winners(kernel, filed.static_key, arch, device)
+    return build
+
+
+def ask(stores: list[Store], kernel: Kernel, problem: Problem = Problem(), device: Device = H200) -> Winner | None:
+    return lookup(stores, kernel, problem, SM90, device)
+
+
+def test_a_hit_brings_its_cubin_and_says_who_spoke(stores: list[Store], kernel: Kernel) -> None:
+    assert ask(stores, kernel) is None
+    record(stores[1], kernel, 32, 10.0)
+    found = ask(stores, kernel)
+    assert found is not None
+    assert (found.config, found.source, found.latency_us) == ({"block_n": 32}, "user: exact device", 10.0)
+    assert found.cubin is not None
+    assert found.cubin.image == b"code 32" * 99
+    assert not found.stale
+
+
+def test_the_order_of_asking(stores: list[Store], kernel: Kernel) -> None:
+    """Filled from the last to be asked to the first: each new one must speak instead of those before."""
+    override, user, prebuilt = stores
+
+    def now(source: str) -> None:
+        found = ask(stores, kernel)
+        assert found is not None
+        assert found.source == source
+
+    record(prebuilt, make_kernel(version=0), 1, 1.0)
+    now("prebuilt: exact device, on an older source")
+    record(user, kernel, 2, 1.0, device=H100, provenance="predicted")
+    now("user: predicted for H100")
+    record(prebuilt, kernel, 3, 1.0, device=H200, provenance="predicted")
+    now("user: predicted for H100")  # of two stores the first, of its devices the nearest
+    record(user, kernel, 3, 1.0, device=H200, provenance="predicted")
+    now("user: predicted for H200")
+    record(user, kernel, 4, 1.0, device=H20)
+    now("user: measured on H20, the same arch")
+    record(user, kernel, 5, 1.0, device=H100)
+    now("user: measured on H100, the same arch")  # 132 SMs, as the H200
+    record(prebuilt, kernel, 6, 99.0)
+    now("prebuilt: exact device")
+    record(user, kernel, 7, 98.0)
+    now("user: exact device")
+    record(override, kernel, 8, 500.0, device=H20, provenance="predicted")
+    now("override: predicted for H20")
+
+
+def test_another_arch_never_answers(stores: list[Store], kernel: Kernel) -> None:
+    record(stores[1], kernel, 32, 10.0, arch=find_arch("sm80"), device=find_device("A100"))
+    record(stores[1], kernel, 32, 10.0, arch=find_arch("sm80"), device=H200)  # sm80's body on an H200
+    assert ask(stores, kernel) is None
+    assert lookup(stores, kernel, Problem(), find_arch("sm80"), find_device("RTX3090")) is not None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "served_by"),
+    [(1, None), (7, None), (8, 8), (9, 16), (16, 16), (17, 64), (64, 64), (65, None), (1 << 20, None)],
+)
+def test_points_serve_intervals_and_nothing_beyond(
+    stores: list[Store], kernel: Kernel, tokens: int, served_by: int | None
+) -> None:
+    for point in (64, 8, 16):
+        record(stores[1], kernel, point, float(point), problem=Problem(num_tokens=point))
+    found = ask(stores, kernel, Problem(num_tokens=tokens))
+    assert (found.config["block_n"] if found else None) == served_by
+
+
+def test_points_of_two_devices_are_not_one_interval(stores: list[Store], kernel: Kernel) -> None:
+    record(stores[1], kernel, 1, 1.0, problem=Problem(num_tokens=8))
+    record(stores[1], kernel, 2, 1.0, problem=Problem(num_tokens=64), device=H100)
+    assert ask(stores, kernel, Problem(num_tokens=16)) is None
+    assert ask(stores, kernel, Problem(num_tokens=64), device=H100) is not None
+
+
+@pytest.mark.parametrize(("batch", "hits"), [(4, False), (5, True), (8, True), (9, False)])
+def test_batch_is_bucketed_to_powers_of_two(stores: list[Store], kernel: Kernel, batch: int, hits: bool) -> None:
+    record(stores[1], kernel, 32, 10.0, problem=Problem(batch=8))
+    assert (ask(stores, kernel, Problem(batch=batch)) is not None) == hits
+
+
+def test_a_spec_may_bucket_in_its_own_way(stores: list[Store]) -> None:
+    kernel = make_kernel()
+    kernel.spec.bucket = lambda problem: {"many": problem.batch > 4}  # type: ignore[attr-defined]
+    record(stores[1], kernel, 32, 10.0, problem=Problem(batch=8))
+    assert ask(stores, kernel, Problem(batch=100)) is not None
+    assert ask(stores, kernel, Problem(batch=4)) is None
+
+
+def test_a_corrupt_cubin_is_named_and_the_next_is_served(
+    stores: list[Store], kernel: Kernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    build = record(stores[1], kernel, 32, 10.0)
+    record(stores[2], kernel, 16, 20.0)
+    damage(Path(stores[1].where), "UPDATE artifact SET blob = zeroblob(50)")
+    found = ask(stores, kernel)
+    assert found is not None
+    assert found.source == "prebuilt: exact device"
+    assert build in caplog.text
+
+
+def test_a_corrupt_winner_row_is_skipped(stores: list[Store], kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+    record(stores[1], kernel, 32, 10.0)
+    damage(Path(stores[1].where), "UPDATE problem SET static = '{}'")
+    assert ask(stores, kernel) is None
+    assert "skipped" in caplog.text
+
+
+def test_a_store_that_breaks_is_skipped(stores: list[Store], kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+    record(stores[2], kernel, 16, 20.0)
+    damage(Path(stores[1].where), "DELETE FROM kerngen_alembic")
+    with closing(__import__("sqlite3").connect(stores[1].where)) as c:
+        c.execute("DROP TABLE winner")
+    found = ask(stores, kernel)
+    assert found is not None
+    assert stores[1].where in caplog.text
+    assert "unreadable" in miss_report(stores, kernel, Problem(head_dim=64), SM90, H200)
+
+
+def test_revoked_in_one_store_is_revoked_in_all(
+    stores: list[Store], kernel: Kernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    build = record(stores[2], kernel, 32, 10.0)
+    stores[1].revoke(build, "hangs on driver 580.1")
+    assert ask(stores, kernel) is None
+    assert "revoked" in caplog.text
+
+
+def test_a_configuration_that_no_longer_runs_is_skipped(
+    stores: list[Store], kernel: Kernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    record(stores[1], kernel, 32, 10.0)
+    assert ask(stores, make_kernel(largest=16)) is None
+    assert "block_n 32 is above 16" in caplog.text
+
+
+def test_a_stale_winner_gives_its_configuration_alone(stores: list[Store], kernel: Kernel) -> None:
+    record(stores[1], kernel, 32, 10.0)
+    found = ask(stores, make_kernel(version=2))
+    assert found is not None
+    assert (found.config, found.cubin, found.stale) == ({"block_n": 32}, None, True)
+
+
+def test_an_image_that_was_not_kept(stores: list[Store], kernel: Kernel) -> None:
+    record(stores[1], kernel, 32, 10.0, keep_image=False)
+    found = ask(stores, kernel)
+    assert found is not None
+    assert (found.cubin, found.stale) == (None, False)
+
+
+def test_a_miss_names_the_nearest_and_what_differs(stores: list[Store], kernel: Kernel) -> None:
+    record(stores[1], kernel, 32, 10.0, problem=Problem(head_dim=256))
+    record(stores[1], kernel, 32, 10.0, problem=Problem(head_dim=512, batch=1))
+    with pytest.raises(TuningMiss) as caught:
+        lookup(stores, kernel, Problem(head_dim=128), SM90, H200, strict=True)
+    text = str(caught.value)
+    assert "no record for toy[head_dim=128 batch=8 num_tokens=64] on sm90 (H200)" in text
+    assert "user (2 of toy)" in text
+    assert "head_dim 256 there, 128 asked" in text
+    assert text.index("head_dim 256") < text.index("head_dim 512")
+    assert "kerngen tune --arch sm90" in text
+
+
+def test_the_default_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "user.db"))
+    monkeypatch.setattr("kerngen.tuning_db.resolve.PREBUILT", tmp_path / "prebuilt")
+    assert default_stores() == []
+    (tmp_path / "prebuilt").mkdir()
+    Store.open(tmp_path / "user.db").close()
+    Store.open(tmp_path / "prebuilt" / "sm90.sqlite").close()
+    (tmp_path / "junk").write_text("not a database")
+    monkeypatch.setenv("KERNGEN_DB_OVERRIDE", str(tmp_path / "junk"))
+    found = default_stores()
+    assert [(s.name, s.read_only) for s in found] == [("user", True), ("prebuilt sm90", True)]
+    assert "junk" in caplog.text
+    for s in found:
+        s.close()

@@ -1,0 +1,180 @@
+"""The policy that chooses winners, as a function of observations. No database."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_tuning_db import STATIC, measured, predicted
+
+from kerngen.compile import Resources
+from kerngen.tuning_db import Build, Measurement, Observation
+from kerngen.tuning_db.winners import Choice, choose, noise_of
+
+
+def build(n: int, spill: int = 0) -> Build:
+    entries = {"toy": Resources(40, spill, 0, 0, 0)}
+    return Build(
+        f"b{n}", "toy", "sm90", "sm_90a", (12, 9), (), {"block_n": n}, STATIC, f"src{n}", "ok", "k", "i", entries, ""
+    )
+
+
+def observed(*rows: Measurement) -> list[Observation]:
+    return [Observation(f"m{i}", m) for i, m in enumerate(rows)]
+
+
+def pick(rows: list[Observation], builds: list[Build] | None = None, **options: Any) -> Choice | None:
+    builds = builds if builds is not None else [build(n) for n in range(10)]
+    return choose(rows, {b.id: b for b in builds}, **options)
+
+
+def won(rows: list[Observation], *args: Any, **options: Any) -> str:
+    choice = pick(rows, *args, **options)
+    assert choice is not None
+    return choice.build_id
+
+
+def test_nothing_observed_nothing_won() -> None:
+    assert pick([]) is None
+    assert pick(observed(measured(None, 1, None, outcome="invalid", reason="too large"))) is None
+
+
+def test_the_fastest_wins_and_says_by_how_much() -> None:
+    choice = pick(observed(measured("b1", 1, 20.0), measured("b2", 2, 10.0), measured("b3", 3, 30.0)))
+    assert choice is not None
+    assert (choice.build_id, choice.latency_us, choice.margin) == ("b2", 10.0, 1.0)
+    assert choice.reason == "fastest of 3 measured: 10.00 us, the next takes 100.0% longer"
+
+
+def test_measured_beats_predicted_however_slow() -> None:
+    rows = observed(measured("b1", 1, 99.0), predicted("b2", 2, 1.0))
+    choice = pick(rows)
+    assert choice is not None
+    assert (choice.build_id, choice.provenance, choice.margin) == ("b1", "measured", None)
+    assert "the only one measured" in choice.reason
+
+
+@pytest.mark.parametrize("outcome", ["wrong_result", "launch_failed", "timed_out", "compile_failed", "invalid"])
+@pytest.mark.parametrize("provenance", ["measured", "predicted"])
+def test_a_failed_trial_never_wins(outcome: str, provenance: str) -> None:
+    failed = measured("b1", 1, 0.5, outcome=outcome, reason="why", provenance=provenance)
+    choice = pick(observed(failed, measured("b2", 2, 10.0)))
+    assert choice is not None
+    assert choice.build_id == "b2"
+    assert choice.why["refused"] == {outcome: 1}
+
+
+def test_a_wrong_source_never_wins() -> None:
+    rows = observed(measured("b1", 1, 1.0), measured("b2", 2, 10.0))
+    assert won(rows, wrong_sources={"src1"}) == "b2"
+    assert pick(rows, wrong_sources={"src1", "src2"}) is None
+
+
+def test_the_latest_launch_decides_whether_a_build_runs() -> None:
+    good = measured("b1", 1, 1.0, at="2026-01-01")
+    crash = measured("b1", 1, None, outcome="launch_failed", reason="illegal address", at="2026-01-02")
+    other = measured("b2", 2, 10.0, at="2026-01-01")
+    assert won(observed(good, crash, other)) == "b2"
+    assert won(observed(replace(good, at="2026-01-03"), crash, other)) == "b1"
+    assert pick(observed(predicted("b1", 1, 1.0), crash)) is None
+
+
+def test_what_is_revoked_does_not_count() -> None:
+    rows = observed(measured("b1", 1, 1.0), measured("b2", 2, 10.0))
+    assert won(rows, revoked={"b1"}) == "b2"
+    assert won(rows, revoked={"m0"}) == "b2"
+
+
+def test_finalists_beat_lucky_trials() -> None:
+    rows = observed(
+        measured("b1", 1, 1.0), measured("b2", 2, 10.0, stage="final"), measured("b3", 3, 11.0, stage="final")
+    )
+    choice = pick(rows)
+    assert choice is not None
+    assert choice.build_id == "b2"
+    assert "2 timed again together" in choice.reason
+
+
+def test_the_median_of_repeats_counts() -> None:
+    rows = [measured("b1", 1, us, run=str(us)) for us in (1.0, 50.0, 60.0)]
+    assert won(observed(*rows, measured("b2", 2, 40.0))) == "b2"
+
+
+def test_only_the_newest_cost_model_counts() -> None:
+    rows = observed(predicted("b1", 1, 1.0, model="roofline-9"), predicted("b2", 2, 10.0, model="roofline-10"))
+    assert won(rows) == "b2"
+
+
+def test_stale_wins_only_alone() -> None:
+    rows = observed(measured("b1", 1, 1.0), measured("b2", 2, 10.0))
+    assert won(rows, is_current=lambda b: b.id == "b2") == "b2"
+    choice = pick(rows, is_current=lambda b: False)
+    assert choice is not None
+    assert (choice.build_id, choice.why["stale"]) == ("b1", True)
+    assert choice.reason.endswith("older source of this kernel")
+
+
+def test_only_contenders_are_rendered() -> None:
+    asked: list[str] = []
+
+    def is_current(b: Build) -> bool:
+        asked.append(b.id)
+        return True
+
+    won(observed(*(measured(f"b{n}", n, 10.0 * n) for n in range(1, 10))), is_current=is_current)
+    assert asked == ["b1", "b2"]
+
+
+def test_two_tunes_agree_within_the_noise() -> None:
+    """Times that differ by less than the noise band give the same winner, whichever of them came out ahead."""
+    rng = random.Random(7)
+    winners = set()
+    for _ in range(50):
+        rows = [measured(f"b{n}", n, 10.0 * (1 + rng.uniform(0, 0.004))) for n in range(1, 6)]
+        rows += [measured("b7", 7, 10.3), measured("b0", 0, 12.0)]
+        rng.shuffle(rows)
+        winners.add(won(observed(*rows)))
+    assert winners == {"b1"}
+
+
+def test_order_and_repetition_of_rows_change_nothing() -> None:
+    rng = random.Random(3)
+    rows = observed(
+        *(measured(f"b{n}", n, 10.0 + (n * 7) % 5 * 0.04, at=f"2026-01-0{n}") for n in range(1, 9)),
+        *(predicted(f"b{n}", n, 5.0) for n in range(3)),
+    )
+    first = pick(rows)
+    for _ in range(20):
+        rng.shuffle(rows)
+        assert pick(rows) == first
+
+
+def test_in_a_tie_the_default_wins_then_the_one_without_spills() -> None:
+    rows = observed(*(measured(f"b{n}", n, 10.0 + n * 0.01) for n in range(4)))
+    builds = [build(0, spill=8), build(1), build(2), build(3)]
+    assert won(rows, builds) == "b1"
+    choice = pick(rows, builds, default={"block_n": 3})
+    assert choice is not None
+    assert choice.build_id == "b3"
+    assert choice.margin is not None
+    assert -0.01 < choice.margin < 0
+    assert choice.reason.startswith("the default configuration of 4 that differ by less than 1.0%")
+
+
+def test_a_default_outside_the_noise_loses_and_is_mentioned() -> None:
+    choice = pick(observed(measured("b1", 1, 10.0), measured("b2", 2, 12.0)), default={"block_n": 2})
+    assert choice is not None
+    assert choice.build_id == "b1"
+    assert choice.reason.endswith("the default takes 12.00 us")
+
+
+def test_the_noise_follows_the_spread() -> None:
+    def m(p10: float, p90: float, samples: int) -> Measurement:
+        return measured("b1", 1, 10.0, p10_us=p10, p90_us=p90, samples=samples)
+
+    assert noise_of(m(10.0, 10.0, 100)) == 0.01
+    assert noise_of(m(9.0, 11.0, 100)) == pytest.approx(3 * 1.253 * 2 / 2.563 / 10 / 10)
+    assert noise_of(m(5.0, 20.0, 4)) == 0.05
+    assert noise_of(predicted("b1", 1, 10.0)) == 0.005

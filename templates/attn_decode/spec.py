@@ -76,15 +76,17 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
     num_splits: int = 1  # parts of the visible keys
+    cluster: int = 1  # splits merged through distributed shared memory; the combine merges the rest
 
 
 SPACE: dict[str, tuple[int, ...]] = {
     "block_m": (8, 16, 32),
     "block_n": (16, 32),
-    "split_d": (1, 2, 4),
+    "split_d": (1, 2, 4, 8),
     "num_warps": (2, 3, 4, 6, 8, 12),
     "num_stages": (1, 2, 3, 4, 6),
     "num_splits": (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27, 33, 44, 66, 132),
+    "cluster": (1, 2, 4, 8),
 }
 
 ARGS: dict[str, tuple[Arg, ...]] = {
@@ -142,6 +144,10 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
         return (
             f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
         )
+    if c.cluster > 1 and not arch.has_clusters:
+        return f"cluster={c.cluster} needs thread block clusters, which {arch} lacks; cluster=1"
+    if c.num_splits % c.cluster:
+        return f"num_splits={c.num_splits} is no multiple of cluster={c.cluster}"
     if (smem := smem_bytes(p, c, arch)) > arch.max_smem_bytes:
         return f"needs {smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     return None
@@ -151,14 +157,18 @@ def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
     p, c = problem, config
     teams = c.num_warps // c.split_d
     queries = c.block_m * p.head_dim * 2
-    exchange = 2 * c.num_warps * c.block_n * c.block_m * 4 if c.split_d > 1 else 0
+    scores = c.num_warps * c.block_n * c.block_m * 4 if c.split_d > 1 else 0
     stats = (2 * teams + 2) * c.block_m * 4
     if arch.has_ldmatrix:
         ring = teams * c.num_stages * c.block_n * p.head_dim * 2
+        if c.split_d > 1 and c.block_m // 8 % c.split_d == 0:  # rows are dealt to the warps of a team
+            exchange = scores + teams * c.block_m * (c.block_n * 2 + 4)
+        else:
+            exchange = 2 * scores
         return ring + queries + exchange + stats
     merge = teams * 8 * 128 * c.split_d * 4
     probabilities = c.num_warps * c.block_m * 80
-    return merge + queries + probabilities + exchange + stats
+    return merge + queries + probabilities + 2 * scores + stats
 
 
 def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
@@ -170,21 +180,22 @@ def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]
         block=(c.num_warps * 32, 1, 1),
         smem_bytes=smem_bytes(p, c, arch),
         pdl=arch.has_pdl,
+        cluster=(c.cluster, 1, 1),
     )
-    if c.num_splits == 1:
+    if (partials := c.num_splits // c.cluster) == 1:
         return (decode,)
-    slices = min(c.num_splits, 2048 // p.head_dim)
+    slices = min(partials, 2048 // p.head_dim)
     rows = p.batch * p.q_len * p.num_q_heads
     combine = Launch("attn_combine", (rows, 1, 1), (p.head_dim // 4 * slices, 1, 1), 0, pdl=arch.has_pdl)
     return (decode, combine)
 
 
 def workspace_bytes(problem: Problem, config: Config, arch: Arch) -> int:
-    """Partial results, fp32: o [rows, num_splits, head_dim], then lse [rows, num_splits]."""
-    if config.num_splits == 1:
+    """Partial results, fp32: o [rows, num_splits / cluster, head_dim], then lse [rows, num_splits / cluster]."""
+    if (partials := config.num_splits // config.cluster) == 1:
         return 0
     rows = problem.batch * problem.q_len * problem.num_q_heads
-    return rows * config.num_splits * (problem.head_dim + 1) * 4
+    return rows * partials * (problem.head_dim + 1) * 4
 
 
 def cost(problem: Problem) -> Cost:
@@ -195,47 +206,65 @@ def cost(problem: Problem) -> Cost:
     return Cost(bytes=kv + ends, flops=4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim)
 
 
+def _in_flight_bytes(p: Problem, c: Config, arch: Arch) -> float:
+    """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
+    dim = p.head_dim // c.split_d
+    if not arch.has_ldmatrix:
+        return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
+    return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
+
+
 def predicted_us(problem: Problem, config: Config, arch: Arch) -> float:
     """The wave model behind default_config's num_splits, for the arch's usual device. Not a promise of time.
 
-    The busiest SM works through ceil(blocks / SMs) blocks, each as fast as the SM's share of the memory allows or as
-    its own bytes in flight allow, and pays for each round of resident blocks; splits pay for the combine.
+    The busiest SM works through ceil(blocks / SMs) blocks, as fast as its share of the memory allows or as its bytes in
+    flight allow, and pays for each round of resident blocks; splits pay for the combine.
     """
     p, c, device = problem, config, default_device(arch)
     smem = smem_bytes(p, c, arch) + arch.reserved_smem_bytes
-    resident = max(1, min(arch.smem_per_sm // smem, arch.max_warps_per_sm // c.num_warps // 2))
+    warps = 12 if c.block_m * p.head_dim // c.split_d // 32 <= 64 else 8  # that the registers allow an SM
+    resident = max(1, min(arch.smem_per_sm // smem, warps // c.num_warps))
     blocks = ceil(p.rows / c.block_m) * c.num_splits * p.num_kv_heads * p.batch
-    tiles = ceil(max(p.visible, 1) / c.block_n)
-    split_bytes = ceil(tiles / c.num_splits) * c.block_n * p.head_dim * 2 * 2
+    teams = c.num_warps // c.split_d
+    tiles = ceil(ceil(max(p.visible, 1) / c.block_n) / c.num_splits)
+    block_bytes = ceil(tiles / teams) * teams * c.block_n * p.head_dim * 2 * 2
     sm_rate = device.mem_gbps * 0.92 * 1e3 / device.num_sms  # bytes a us
-    in_flight = c.num_warps // c.split_d * max(c.num_stages - 0.5, 0.5) * c.block_n * p.head_dim * 2
     on_sm = ceil(blocks / device.num_sms)
-    rate = min(sm_rate, min(resident, on_sm) * in_flight / LATENCY_US)
-    us = on_sm * split_bytes / rate + ceil(on_sm / resident) * BLOCK_US
+    rate = min(sm_rate, min(resident, on_sm) * _in_flight_bytes(p, c, arch) / LATENCY_US)
+    us = on_sm * block_bytes / rate + ceil(on_sm / resident) * BLOCK_US
     return us + (COMBINE_US + MERGE_US * c.num_splits if c.num_splits > 1 else 0.0)
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`."""
     best = _default_shape(problem, arch)
-    splits = [replace(best, num_splits=s) for s in SPACE["num_splits"]
-              if s == 1 or s * best.block_n <= problem.visible]  # fmt: skip
+    splits = [
+        replace(best, num_splits=s)
+        for s in SPACE["num_splits"]
+        if s == 1 or s * best.block_n <= problem.visible
+    ]
     return min(splits, key=lambda c: predicted_us(problem, c, arch))
 
 
 def _default_shape(p: Problem, arch: Arch) -> Config:
-    """The first valid one of: as many rows a block as there are, then as many warps as two blocks an SM allow."""
+    """The largest block_m that the rows fill, warps with few accumulators (two blocks an SM, no spills), and of the
+    team counts and stages the first that leave room for a second block on the SM, or else the first that fit.
+    """
     most_rows = 32 if arch.has_ldmatrix else 16
-    rows = [m for m in (32, 16, 8) if m <= most_rows and (m == 8 or m < 2 * p.rows)]
-    block_n = 16 if arch.has_ldmatrix else 32
-    stages = (4, 3, 2) if arch.has_cp_async else (1,) if arch.has_ldmatrix else (2,)
-    shapes = []
-    for block_m in rows:
-        split_d = max(1, block_m * p.head_dim // 32 // MAX_ACCUMULATORS)
-        for teams in (8, 6, 4, 3, 2, 1):
-            if teams * split_d <= 8:
-                shapes += [Config(block_m, block_n, split_d, teams * split_d, n, 1) for n in stages]
-    valid = [c for c in shapes if why_invalid(p, c, arch) is None]
+    stages = (3, 2) if arch.has_cp_async else (1,) if arch.has_ldmatrix else (2,)
     half_sm = arch.smem_per_sm // 2 - arch.reserved_smem_bytes
-    two_fit = [c for c in valid if smem_bytes(p, c, arch) <= half_sm and c.block_m == valid[0].block_m]
-    return (two_fit or valid)[0]
+    for block_m in (m for m in (32, 16, 8) if m <= most_rows and (m == 8 or m < 2 * p.rows)):
+        fits = []
+        for accumulators in (64, 128):
+            split_d = max(1, block_m * p.head_dim // 32 // accumulators)
+            shapes = [
+                Config(block_m, 16 if arch.has_ldmatrix else 32, split_d, teams * split_d, num_stages, 1)
+                for teams in (4, 2, 3, 1)
+                if teams * split_d <= 8
+                for num_stages in stages
+            ]
+            fits += [c for c in shapes if why_invalid(p, c, arch) is None]
+        two_fit = [c for c in fits if c.num_warps >= 4 and smem_bytes(p, c, arch) <= half_sm]
+        if fits:
+            return (two_fit or fits)[0]
+    raise ProblemError(f"no shape of attn_decode fits {arch} for head_dim={p.head_dim} and {p.rows} rows")

@@ -26,9 +26,9 @@ DEVICE KvRange kv_range(int first_position, int last_position, int split, int nu
 DEVICE void add(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 
 // The teams of a block each saw other keys. From each team's maximum and sum of a row ([NUM_TEAMS, BLOCK_M], base 2):
-// 1 / the row's sum relative to the block's maximum (0 if the row saw no key) and its log-sum-exp.
+// the block's maximum (-inf if the row saw no key) and its sum relative to that.
 template <int NUM_TEAMS, int BLOCK_M>
-DEVICE void merge_stats(const float* maxima, const float* sums, float* row_scale, float* row_lse, int row) {
+DEVICE void merge_stats(const float* maxima, const float* sums, float* row_max, float* row_sum, int row) {
     float top = -INF, sum = 0;
 #pragma unroll
     for (int i = 0; i < NUM_TEAMS; ++i) top = fmaxf(top, maxima[i * BLOCK_M + row]);
@@ -37,16 +37,41 @@ DEVICE void merge_stats(const float* maxima, const float* sums, float* row_scale
         const float x = maxima[i * BLOCK_M + row];
         if (x > -INF) sum += sums[i * BLOCK_M + row] * exp2_fast(x - top);
     }
-    row_scale[row] = sum > 0 ? 1.0f / sum : 0.0f;
-    row_lse[row] = sum > 0 ? top + log2f(sum) : -INF;
+    row_max[row] = top;
+    row_sum[row] = sum;
 }
 
-// What a team's accumulators, relative to its maximum `own`, are worth relative to the block's maximum.
-template <int NUM_TEAMS, int BLOCK_M> DEVICE float share_of_max(const float* maxima, int row, float own) {
+// What a team's accumulators, relative to its maximum, are worth relative to the block's maximum.
+template <int NUM_TEAMS, int BLOCK_M> DEVICE float share_of_max(const float* maxima, int team, int row) {
     float top = -INF;
 #pragma unroll
     for (int i = 0; i < NUM_TEAMS; ++i) top = fmaxf(top, maxima[i * BLOCK_M + row]);
+    const float own = maxima[team * BLOCK_M + row];
     return own == -INF ? 0.0f : exp2_fast(own - top);
+}
+
+// A cluster's blocks read each other's shared memory. `at` is a place in one's own; the result the same place in rank's.
+DEVICE uint32_t cluster_address(const void* at, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_addr(at)), "r"(rank));
+    return there;
+}
+DEVICE float cluster_load(const float* at, int rank) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(cluster_address(at, rank)) : "memory");
+    return v;
+}
+DEVICE float4 cluster_load(const float4* at, int rank) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(cluster_address(at, rank))
+                 : "memory");
+    return v;
+}
+// All threads of all blocks of the cluster; what they wrote to shared memory before is then visible.
+DEVICE void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // From L2: partial results were written by other SMs.

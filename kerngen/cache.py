@@ -158,9 +158,7 @@ class CompileCache:
     def _warn(self, verb: str, e: OSError) -> None:
         if not self._warned:
             self._warned = True
-            log.warning(
-                "cannot %s the compile cache %s: %s; compiling without it", verb, self.dir, e.strerror or e
-            )
+            log.warning("cannot %s the compile cache %s: %s; compiling without it", verb, self.dir, e.strerror or e)
 
 
 def _kind(image: Cubin | Ptx) -> str:
@@ -311,9 +309,7 @@ class CachedCompiler:
         else:
             self._settle(answer, key, cubin=done.result())
 
-    def _compile_alone(
-        self, answer: Future[Cubin], key: str, request: tuple[str, Arch, tuple[str, ...]]
-    ) -> None:
+    def _compile_alone(self, answer: Future[Cubin], key: str, request: tuple[str, Arch, tuple[str, ...]]) -> None:
         with CompilePool(1) as pool:
             try:
                 cubin = pool.submit(*request).result()

@@ -30,6 +30,7 @@ Store, in full:
     store.winner(id_or_prefix) -> Winner
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
 Lookup (resolve.py):
+    default_path() -> str                             $KERNGEN_DB, or the user's tuning.db
     default_stores() -> list[Store]                   override, user, prebuilt; all read-only
     lookup(stores, kernel, problem, arch, device, *, strict=False) -> Winner | None; strict raises TuningMiss
     miss_report(stores, kernel, problem, arch, device) -> str    the nearest entries and where they differ
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
         static_key,
     )
     from kerngen.tuning_db.resolve import default_stores, lookup, miss_report
-    from kerngen.tuning_db.store import Store
+    from kerngen.tuning_db.store import Store, default_path
 
 _HOME = {
     "Build": "records",
@@ -64,6 +65,7 @@ _HOME = {
     "problem_key": "records",
     "static_key": "records",
     "Store": "store",
+    "default_path": "store",
     "lookup": "resolve",
     "default_stores": "resolve",
     "miss_report": "resolve",
@@ -75,6 +77,7 @@ __all__ = [
     "ProblemKey",
     "Store",
     "Winner",
+    "default_path",
     "default_stores",
     "lookup",
     "miss_report",

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
-import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, replace
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import zstandard
-from sqlalchemy import Connection, Engine, Row, Select, Table, and_, delete, exists, or_, select
+from sqlalchemy import Connection, Engine, Select, Table, and_, delete, exists, or_, select
 
-from kerngen.arch import ARCHES, Arch, Device, find_arch
-from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
+from kerngen.arch import ARCHES, Arch, Device
+from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, nvrtc_version
 from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
@@ -35,14 +32,25 @@ from kerngen.tuning_db.records import (
     ProblemKey,
     Winner,
     digest,
-    static_key,
+)
+from kerngen.tuning_db.rows import (
+    ZSTD_LEVEL,
+    build_id_of,
+    build_row,
+    decompress,
+    describe_build,
+    measurement_id_of,
+    now,
+    read_build,
+    read_measurement,
+    read_winner,
+    settled,
+    to_json,
+    winner_id_of,
 )
 from kerngen.tuning_db.winners import choose
 
 log = logging.getLogger(__name__)
-
-_ZSTD_LEVEL = 12
-_IMAGE_BYTES_MOST = 1 << 28
 
 
 def default_path() -> str:
@@ -192,8 +200,8 @@ class Store:
         Raises CorruptRecord if the same build is there with another result, DatabaseError if `image` was made from
         another source.
         """
-        made = _describe_build(image, kernel, source, config, static, arch, options, nvrtc, status, log)
-        row = _build_row(made)
+        made = describe_build(image, kernel, source, config, static, arch, options, nvrtc, status, log)
+        row = build_row(made)
         with self._writing() as connection:
             if not self._add(connection, t.build, row):
                 there = connection.execute(select(t.build).where(t.build.c.id == made.id)).one()
@@ -215,7 +223,7 @@ class Store:
         sha = hashlib.sha256(image.image).hexdigest()
         if connection.execute(select(t.artifact.c.sha).where(t.artifact.c.sha == sha)).first() is not None:
             return
-        blob = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(image.image)
+        blob = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(image.image)
         kind = "cubin" if isinstance(image, Cubin) else "ptx"
         row = {"sha": sha, "kind": kind, "codec": "zstd", "raw_bytes": len(image.image), "blob": blob}
         self._add(connection, t.artifact, row)
@@ -233,10 +241,10 @@ class Store:
     ) -> Build | None:
         """The cubin build of exactly this, by this machine's NVRTC unless `nvrtc` is given; None if never made."""
         version = nvrtc or nvrtc_version()
-        wanted = _build_id(kernel, arch.nvrtc_target, version, options, config, static, source_sha(source))
+        wanted = build_id_of(kernel, arch.nvrtc_target, version, options, config, static, source_sha(source))
         with self._reading() as connection:
             row = connection.execute(select(t.build).where(t.build.c.id == wanted)).first()
-        return None if row is None else self._read_build(row)
+        return None if row is None else read_build(row, self.where)
 
     def build(self, build_id: str) -> Build:
         """The build with this id. Raises UsageError if there is none, CorruptRecord if it was altered."""
@@ -244,24 +252,7 @@ class Store:
             row = connection.execute(select(t.build).where(t.build.c.id == build_id)).first()
         if row is None:
             raise UsageError(f"{self.where}: no build {build_id}")
-        return self._read_build(row)
-
-    def _read_build(self, row: Row[Any]) -> Build:
-        try:
-            build = Build(
-                row.id, row.kernel, row.arch, row.target, _version(row.nvrtc), tuple(json.loads(row.options)),
-                json.loads(row.config), json.loads(row.static), row.source_sha, row.status, row.cache_key,
-                row.image_sha, {k: Resources(**v) for k, v in json.loads(row.entries).items()}, row.log,
-            )  # fmt: skip
-            sound = _build_row(build)["seal"] == row.seal and build.id == _build_id(
-                build.kernel, build.target, build.nvrtc, build.options, build.config, build.static,
-                build.source_sha,
-            )  # fmt: skip
-        except (ValueError, TypeError, AttributeError):
-            sound = False
-        if not sound:
-            raise CorruptRecord(f"{self.where}: build {row.id} does not match its own digest")
-        return build
+        return read_build(row, self.where)
 
     def image(self, build: Build) -> Cubin | Ptx | None:
         """The machine code of `build`, or None if it was not kept. Raises CorruptRecord if it was altered."""
@@ -271,7 +262,7 @@ class Store:
             row = connection.execute(select(t.artifact).where(t.artifact.c.sha == build.image_sha)).first()
         if row is None:
             return None
-        raw = _decompress(row.blob, row.codec, row.raw_bytes)
+        raw = decompress(row.blob, row.codec, row.raw_bytes)
         if raw is None or hashlib.sha256(raw).hexdigest() != build.image_sha:
             raise CorruptRecord(f"{self.where}: the image {build.image_sha} of build {build.id} "
                                 "does not match its own digest")  # fmt: skip
@@ -290,28 +281,28 @@ class Store:
         ids = []
         with self._writing() as connection:
             for given in measurements:
-                m = _settled(given)
+                m = settled(given)
                 p, d = m.problem, m.device
                 problem_row = {
-                    "id": p.id, "kernel": p.kernel, "static_key": p.static_key, "static": _json(p.static),
-                    "cell": p.cell, "runtime": _json(p.runtime), "dynamic": p.dynamic,
+                    "id": p.id, "kernel": p.kernel, "static_key": p.static_key, "static": to_json(p.static),
+                    "cell": p.cell, "runtime": to_json(p.runtime), "dynamic": p.dynamic,
                 }  # fmt: skip
                 device_row = {
                     "id": digest(asdict(d)), "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
-                    "props": _json(asdict(d)),
+                    "props": to_json(asdict(d)),
                 }  # fmt: skip
-                environment_row = {"id": digest(m.environment), "props": _json(m.environment)}
+                environment_row = {"id": digest(m.environment), "props": to_json(m.environment)}
                 self._add(connection, t.problem, problem_row)
                 self._add(connection, t.device, device_row)
                 self._add(connection, t.environment, environment_row)
                 row = {
-                    "id": _measurement_id(m), "build_id": m.build_id, "problem_id": p.id,
+                    "id": measurement_id_of(m), "build_id": m.build_id, "problem_id": p.id,
                     "device_id": device_row["id"], "environment_id": environment_row["id"], "arch": m.arch,
-                    "config": _json(m.config), "fields": _json(p.fields), "outcome": m.outcome,
+                    "config": to_json(m.config), "fields": to_json(p.fields), "outcome": m.outcome,
                     "reason": m.reason, "provenance": m.provenance, "stage": m.stage, "model": m.model,
                     "p50_us": m.p50_us, "p10_us": m.p10_us, "p90_us": m.p90_us, "min_us": m.min_us,
                     "samples": m.samples, "error_abs": m.error_abs, "error_rel": m.error_rel, "run": m.run,
-                    "at": m.at, "tags": _json(m.tags),
+                    "at": m.at, "tags": to_json(m.tags),
                 }  # fmt: skip
                 self._add(connection, t.measurement, row)
                 ids.append(str(row["id"]))
@@ -356,25 +347,7 @@ class Store:
                 wanted = wanted.where(column == value)
         with self._reading() as connection:
             rows = connection.execute(wanted).all()
-        return [o for o in map(self._read_measurement, rows) if o is not None]
-
-    def _read_measurement(self, row: Row[Any]) -> Observation | None:
-        try:
-            problem = ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic,
-                                 json.loads(row.fields))  # fmt: skip
-            m = Measurement(
-                problem, row.arch, _device(row.device_props), json.loads(row.config), row.build_id, row.outcome,
-                row.provenance, row.reason, row.stage, row.model, row.p50_us, row.p10_us, row.p90_us, row.min_us,
-                row.samples, row.error_abs, row.error_rel, json.loads(row.environment_props), row.run, row.at,
-                json.loads(row.tags),
-            )  # fmt: skip
-            sound = _measurement_id(m) == row.id
-        except (ValueError, TypeError, DatabaseError):
-            sound = False
-        if not sound:
-            log.warning("%s: measurement %s does not match its own digest; skipped", self.where, row.id)
-            return None
-        return Observation(row.id, m)
+        return [o for o in (read_measurement(row, self.where) for row in rows) if o is not None]
 
     # ---- revocation
 
@@ -384,7 +357,7 @@ class Store:
         Winners that rest on it are not served from now on; `recompute_winners` finds others.
         """
         row = {"id": digest({"v": 1, "subject": subject_id, "reason": reason}), "subject_id": subject_id,
-               "reason": reason, "at": _now()}  # fmt: skip
+               "reason": reason, "at": now()}  # fmt: skip
         with self._writing() as connection:
             self._add(connection, t.revocation, row)
 
@@ -430,12 +403,12 @@ class Store:
                     key = observations[0].measurement.problem
                     typical = next(o for o in observations if o.id == choice.measurement_id)
                     chosen.append({
-                        "id": _winner_id(key, str(arch), device), "kernel": name, "static_key": static_key,
+                        "id": winner_id_of(key, str(arch), device), "kernel": name, "static_key": static_key,
                         "cell": key.cell, "problem_id": key.id, "arch": str(arch),
                         "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
                         "measurement_id": choice.measurement_id, "provenance": choice.provenance,
                         "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
-                        "why": _json(choice.why),
+                        "why": to_json(choice.why),
                     })  # fmt: skip
             ids = [row["id"] for row in chosen]
             connection.execute(delete(t.winner).where(or_(where, t.winner.c.id.in_(ids))))
@@ -448,7 +421,7 @@ class Store:
         builds: dict[str, Build] = {}
         for row in connection.execute(select(t.build).where(t.build.c.static_key == key)):
             try:
-                builds[row.id] = self._read_build(row)
+                builds[row.id] = read_build(row, self.where)
             except CorruptRecord as e:
                 log.warning("%s; skipped", e)
         wrong = connection.execute(
@@ -482,34 +455,18 @@ class Store:
                 wanted = wanted.where(column == value)
         with self._reading() as connection:
             rows = connection.execute(wanted).all()
-        return [w for w in map(self._read_winner, rows) if w is not None]
+        return [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
 
     def winner(self, id_or_prefix: str) -> Winner:
         """The winner whose id starts like this. Raises UsageError unless there is exactly one."""
         with self._reading() as connection:
             like = t.winner.c.id.startswith(id_or_prefix, autoescape=True)
             rows = connection.execute(_winner_query().where(like).limit(2)).all()
-        found = [w for w in map(self._read_winner, rows) if w is not None]
+        found = [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
         if len(found) != 1:
             what = "no winner" if not found else "more than one winner"
             raise UsageError(f"{self.where}: {what} with id {id_or_prefix}", hint="list them: kerngen db ls")
         return found[0]
-
-    def _read_winner(self, row: Row[Any]) -> Winner | None:
-        try:
-            key = ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic,
-                             json.loads(row.fields))  # fmt: skip
-            why = json.loads(row.why)
-            if key.cell != row.cell:
-                raise ValueError("its problem does not match its digest")
-            return Winner(
-                row.id, row.kernel, key, json.loads(row.config), find_arch(row.arch), _device(row.device_props),
-                row.provenance, row.latency_us, row.build_id, None, row.reason, self.name, row.margin,
-                bool(why.get("stale")), why,
-            )  # fmt: skip
-        except (ValueError, TypeError, AttributeError, UnknownName) as e:
-            log.warning("%s: winner %s cannot be read (%s); skipped", self.where, row.id, e)
-            return None
 
 
 def _winner_query() -> Select[Any]:
@@ -555,127 +512,3 @@ def _default_config(kernel: Kernel | None, problem: Any, arch: str) -> dict[str,
     if kernel.why_unsupported(problem, ARCHES[arch]) is not None:
         return None
     return fields_of(kernel.default_config(problem, ARCHES[arch]))
-
-
-def _describe_build(
-    image: Cubin | Ptx | None,
-    kernel: str,
-    source: str,
-    config: dict[str, Any],
-    static: dict[str, Any],
-    arch: Arch | None,
-    options: tuple[str, ...],
-    nvrtc: tuple[int, int] | None,
-    status: str,
-    log: str,
-) -> Build:
-    if (image is None) == (status == "ok"):
-        raise UsageError(f"a build with status {status} {'needs' if image is None else 'has no'} image")
-    if image is not None:
-        arch, nvrtc = find_arch(image.arch), image.nvrtc
-    elif arch is None:
-        raise UsageError("a failed build must name its arch")
-    version = nvrtc or nvrtc_version()
-    target = arch.ptx_target if isinstance(image, Ptx) else arch.nvrtc_target
-    key = source_key(source, target, options) if isinstance(image, Ptx) else cache_key(source, target, options, version)
-    if image is not None and image.key != key:
-        raise DatabaseError(f"the {kernel} image {image.key[:16]} was not made from this source with these options")
-    entries = image.entries if isinstance(image, Cubin) else {}
-    sha = source_sha(source)
-    return Build(
-        _build_id(kernel, target, version, options, config, static, sha), kernel, arch.name, target, version,
-        options, config, static, sha, status, key,
-        None if image is None else hashlib.sha256(image.image).hexdigest(), entries, log,
-    )  # fmt: skip
-
-
-def _build_id(
-    kernel: str,
-    target: str,
-    nvrtc: tuple[int, int],
-    options: tuple[str, ...],
-    config: dict[str, Any],
-    static: dict[str, Any],
-    sha: str,
-) -> str:
-    return digest({
-        "v": 1, "kernel": kernel, "target": target, "nvrtc": list(nvrtc), "options": list(options),
-        "config": config, "static": static, "source": sha,
-    })  # fmt: skip
-
-
-def _build_row(b: Build) -> dict[str, Any]:
-    entries = {name: asdict(r) for name, r in sorted(b.entries.items())}
-    facts = {
-        "id": b.id,
-        "arch": b.arch,
-        "status": b.status,
-        "key": b.key,
-        "image": b.image_sha,
-        "entries": entries,
-    }
-    return {
-        "id": b.id, "kernel": b.kernel, "arch": b.arch, "target": b.target,
-        "nvrtc": f"{b.nvrtc[0]}.{b.nvrtc[1]}", "options": _json(list(b.options)), "config": _json(b.config),
-        "static_key": static_key(b.kernel, b.static), "static": _json(b.static), "source_sha": b.source_sha,
-        "status": b.status, "cache_key": b.key, "image_sha": b.image_sha, "entries": _json(entries),
-        "registers": b.registers, "spill_bytes": b.spill_bytes, "static_smem_bytes": b.static_smem_bytes,
-        "log": b.log, "seal": digest(facts),
-    }  # fmt: skip
-
-
-def _settled(m: Measurement) -> Measurement:
-    """`m` as it will be read back: plain floats, no NaN (SQLite keeps none), and the time of writing."""
-
-    def plain(value: float | None) -> float | None:
-        return None if value is None or math.isnan(value) else float(value)
-
-    return replace(
-        m, p50_us=plain(m.p50_us), p10_us=plain(m.p10_us), p90_us=plain(m.p90_us), min_us=plain(m.min_us),
-        samples=int(m.samples), error_abs=plain(m.error_abs), error_rel=plain(m.error_rel), at=m.at or _now(),
-    )  # fmt: skip
-
-
-def _measurement_id(m: Measurement) -> str:
-    stated: dict[str, Any] = {
-        "v": 1, "problem": m.problem.id, "fields": m.problem.fields, "arch": m.arch, "device": asdict(m.device),
-        "config": m.config, "build": m.build_id, "outcome": m.outcome, "reason": m.reason,
-        "provenance": m.provenance, "stage": m.stage, "model": m.model, "p50": m.p50_us, "p10": m.p10_us,
-        "p90": m.p90_us, "min": m.min_us, "samples": m.samples, "error_abs": m.error_abs,
-        "error_rel": m.error_rel,
-    }  # fmt: skip
-    if m.provenance == "measured":
-        stated |= {"environment": m.environment, "run": m.run, "at": m.at, "tags": m.tags}
-    return digest(stated)
-
-
-def _winner_id(key: ProblemKey, arch: str, device: Device) -> str:
-    return digest({"v": 1, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms})
-
-
-def _decompress(blob: bytes, codec: str, raw_bytes: int) -> bytes | None:
-    """None unless `blob` holds exactly `raw_bytes`: a damaged header must not ask for all memory."""
-    try:
-        if codec != "zstd" or not 0 < raw_bytes < _IMAGE_BYTES_MOST or zstandard.frame_content_size(blob) != raw_bytes:
-            return None
-        return zstandard.ZstdDecompressor().decompress(blob)
-    except zstandard.ZstdError:
-        return None
-
-
-def _device(props: str) -> Device:
-    known = {f.name for f in fields(Device)}
-    return Device(**{k: v for k, v in json.loads(props).items() if k in known})
-
-
-def _version(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")
-    return int(major), int(minor)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds")

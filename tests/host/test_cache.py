@@ -78,9 +78,7 @@ def test_every_cut_and_every_flip_is_noticed() -> None:
         decode(data + b"x", key, "cubin")
 
 
-def test_a_torn_file_is_named_removed_and_made_again(
-    cache: CompileCache, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_file_is_named_removed_and_made_again(cache: CompileCache, caplog: pytest.LogCaptureFixture) -> None:
     cubin = cache.get_or_compile(SOURCE, SM70)
     path = cache.path(cubin.key)
     path.write_bytes(path.read_bytes()[:-7])
@@ -220,9 +218,7 @@ def test_the_environment_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert CompileCache().dir == tmp_path / "kerngen" / "compile"
 
 
-def test_the_pool_answers_hits_without_a_process(
-    cache: CompileCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pool_answers_hits_without_a_process(cache: CompileCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cubin = cache.get_or_compile(SOURCE, SM70)
     monkeypatch.setattr(cache_module, "CompilePool", lambda _: pytest.fail("started a pool"))
     with CachedCompiler(2, cache) as compiler:
@@ -249,9 +245,7 @@ def _die(source: str, *_: object) -> Cubin:
     return make_cubin(len(source) % 7)
 
 
-def test_a_source_that_kills_its_compiler_fails_alone(
-    cache: CompileCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_kills_its_compiler_fails_alone(cache: CompileCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kerngen.compile.compile_cubin", _die)
     with CachedCompiler(2, cache) as compiler:
         answers = [compiler.submit(s, SM70) for s in ("first", "poison", "second one")]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from kerngen.errors import DeviceError, UsageError
@@ -42,6 +45,24 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
     from kerngen.runtime.ops.eager import TorchOps
 
     return TorchOps(where, kind)
+
+
+@contextmanager
+def explaining_memory(device: torch.device) -> Iterator[None]:
+    """Turns torch's complaint that memory ran out into a DeviceError with the numbers."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        free, total = torch.cuda.mem_get_info(device)
+        raise DeviceError(
+            f"out of memory on {device}: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free",
+            hint="fewer --max-new-tokens, a shorter prompt, a W4A16 checkpoint, or a larger GPU",
+        ) from e
+    except RuntimeError as e:
+        if "can't allocate memory" not in str(e):  # what torch's CPU allocator says
+            raise
+        hint = "fewer --max-new-tokens, a shorter prompt, --dtype bf16, or a machine with more memory"
+        raise DeviceError("out of memory on the CPU", hint=hint) from e
 
 
 def _device(backend: str, device: str | None) -> torch.device:

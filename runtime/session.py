@@ -20,7 +20,8 @@ from kerngen.runtime.ops import Ops
 from kerngen.runtime.text import TextCodec
 from kerngen.runtime.weights.loader import load_drafter, load_model
 
-ASSISTANT = "assistant"  # the folder beside the model's files where its drafter is looked for
+ASSISTANT = "assistant"
+QUANT_SUFFIXES = ("", "-w4a16", "-w4a16-ct", "-qat-w4a16", "-qat-w4a16-ct")  # a quantized target shares its drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,15 @@ class Session:
 
 
 def find_drafter(folder: Path) -> Path | None:
-    """The drafter that lies beside a model's files, if there is one."""
-    beside = folder / ASSISTANT
-    return beside if (beside / "config.json").is_file() else None
+    """The drafter that belongs to the model in `folder`, if there is one.
+
+    Looked for in MODEL/assistant, then beside it as the releases name them: gemma-4-31b-it-assistant serves
+    gemma-4-31b-it and gemma-4-31b-it-qat-w4a16-ct.
+    """
+    place = folder.absolute()
+    stems = [place.name.removesuffix(suffix) for suffix in QUANT_SUFFIXES if place.name.endswith(suffix)]
+    beside = [place.with_name(f"{stem}-{ASSISTANT}") for stem in stems if stem]
+    return next((d for d in (folder / ASSISTANT, *beside) if (d / "config.json").is_file()), None)
 
 
 def open_checkpoint(folder: Path, ops: Ops, *, draft: Path | None = None) -> Session:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--prompt", default=None, help="What to say. Default: standard input.")
 @click.option("--draft", type=click.Path(path_type=Path), default=None,
-              help="The drafter's folder. Default: MODEL/assistant, if it is there.")  # fmt: skip
+              help="The drafter's folder. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
 @click.option("--no-draft", is_flag=True, help="Decode without a drafter.")
 @click.option("--num-draft-tokens", type=click.IntRange(1, 7), default=3, show_default=True,
               help="Tokens drafted a step.")  # fmt: skip
@@ -59,7 +60,7 @@ def run(
     Example: kerngen run ./gemma-4-31b-it-qat-w4a16-ct --prompt "Why is the sky blue?"
     """
     from kerngen.errors import UsageError
-    from kerngen.runtime.backend import open_backend
+    from kerngen.runtime.backend import explaining_memory, open_backend
     from kerngen.runtime.engine import Engine
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import find_drafter, open_checkpoint
@@ -71,16 +72,12 @@ def run(
     if not model.is_dir():
         raise UsageError(f"{model} is not a folder", hint="name a folder in Hugging Face format")
     ops = open_backend(backend, device=device, dtype=dtype, db_url=db_url)
-    session = open_checkpoint(model, ops, draft=None if no_draft else draft or find_drafter(model))
+    with warnings.catch_warnings(record=True, action="always") as caught, explaining_memory(ops.device):
+        session = open_checkpoint(model, ops, draft=None if no_draft else draft or find_drafter(model))
+    for warning in caught:
+        click.echo(f"warning: {warning.message}", err=True)
     codec = session.codec
     ids = codec.encode(text if no_chat else codec.chat([{"role": "user", "content": text}]))
-    engine = Engine(
-        session.model,
-        session.drafter,
-        max_len=len(ids) + max_new_tokens,
-        num_draft_tokens=num_draft_tokens,
-        suppressed_ids=session.suppressed_ids,
-    )
     stream = codec.stream()
 
     def show(tokens: list[int]) -> None:
@@ -88,9 +85,17 @@ def run(
             sys.stdout.write(stream.push(tokens))
             sys.stdout.flush()
 
-    result = engine.generate(
-        ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=session.stop_ids, on_tokens=show
-    )
+    with explaining_memory(ops.device):
+        engine = Engine(
+            session.model,
+            session.drafter,
+            max_len=len(ids) + max_new_tokens,
+            num_draft_tokens=num_draft_tokens,
+            suppressed_ids=session.suppressed_ids,
+        )
+        result = engine.generate(
+            ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=session.stop_ids, on_tokens=show
+        )
     if as_json:
         click.echo(json.dumps(_report(result, session, ops)))
     else:

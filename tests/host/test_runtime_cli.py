@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_gemma import BASE, make_assistant, make_target
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from kerngen.errors import CheckpointError
+from kerngen.errors import CheckpointError, DeviceError
+from kerngen.runtime.backend import explaining_memory
+from kerngen.runtime.session import find_drafter
 from kerngen.runtime.text import MAX_TEMPLATE_BYTES, TextCodec, render_chat
 
 TEMPLATE = (
@@ -164,6 +167,31 @@ def test_run_json_holds_what_was_streamed(kerngen: Terminal, folder: Path) -> No
     assert one == two != three
 
 
+def test_the_drafter_is_found_beside_its_target(tmp_path: Path) -> None:
+    def checkpoint(name: str) -> Path:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
+        return tmp_path / name
+
+    target, quantized = checkpoint("gemma"), checkpoint("gemma-qat-w4a16-ct")
+    assert find_drafter(target) is find_drafter(quantized) is None
+    sibling = checkpoint("gemma-assistant")
+    assert find_drafter(target) == find_drafter(quantized) == sibling
+    inner = checkpoint("gemma/assistant")
+    assert find_drafter(target) == inner
+
+
+def test_run_says_so_when_the_stored_head_is_not_the_table(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", "--max-new-tokens", 2)
+    assert said.err.startswith(f"warning: {tmp_path}: lm_head.weight differs")
+
+
 def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path) -> None:
     common = ("run", folder, "--prompt", "abc", "--max-new-tokens", 1, "--json", "--device", "cpu")
     assert json.loads(kerngen(*common, "--no-chat").out)["num_prompt_tokens"] == 4
@@ -215,3 +243,11 @@ def test_run_on_a_damaged_folder(
     assert said.err.startswith("CheckpointError: ")
     assert message in said.err.splitlines()[0]
     assert said.out == ""
+
+
+def test_memory_that_runs_out_is_a_device_error() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(DeviceError, match="out of memory on the CPU"), explaining_memory(cpu):
+        torch.empty(1 << 58, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="another"), explaining_memory(cpu):
+        raise RuntimeError("another error")

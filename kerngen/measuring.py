@@ -14,9 +14,9 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
-from kerngen.arch import Device
+from kerngen.arch import Arch, Device, arch_of_capability
 from kerngen.compile import end_with_parent
-from kerngen.errors import KerngenError
+from kerngen.errors import KerngenError, UnknownName
 from kerngen.templates.kernel import Kernel
 
 TIMEOUT_S = 120.0  # for the inputs and reference of a large problem; a configuration takes well under a second
@@ -206,3 +206,28 @@ def _finals(kernel_name: str, problem: Any, configs: list[tuple[Any, bytes]]) ->
         ) if ts else seen
         for (_, seen), ts in zip(checked, times, strict=True)
     ]  # fmt: skip
+
+
+# -- without a CUDA context
+
+
+def present_arch() -> Arch | None:
+    """The arch of this machine's first GPU, asked of the driver alone; None where there is no driver or no GPU."""
+    import ctypes
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    compute_capability_major, compute_capability_minor = 75, 76  # CUdevice_attribute
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    if driver.cuDeviceGetAttribute(ctypes.byref(major), compute_capability_major, device):
+        return None
+    if driver.cuDeviceGetAttribute(ctypes.byref(minor), compute_capability_minor, device):
+        return None
+    try:
+        return arch_of_capability(major.value, minor.value)
+    except UnknownName:
+        return None

@@ -13,14 +13,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Arch, Device
+from kerngen.compile import compile_cubin
 from kerngen.errors import ConfigRefused
 from kerngen.predict import predict
+from kerngen.render import render
+from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe, fields_of
 
+if TYPE_CHECKING:
+    from kerngen.workload import Item
+
 ENUMERATE_LIMIT = 1 << 17  # points of SPACE; a check takes microseconds
+RANK_LIMIT = 512  # configurations of a problem that are ranked; of more, a seeded sample
+ROW_BYTES, IMAGE_BYTES = 2_000, 12_000  # of a database: a trial's row and build, a winner's compressed cubin
 GUESSED_REGISTERS = 96  # per thread, before any kernel of the problem was compiled
 
 
@@ -79,12 +88,14 @@ def candidates(kernel: Kernel, problem: Any, arch: Arch, seed: int = 0) -> Candi
 
 
 class _Watched:
-    """Stands for a problem and notes which of its fields are read."""
+    """Stands for a problem and notes which of its fields are read, by its properties too."""
 
     def __init__(self, problem: Any) -> None:
         self._problem, self._read = problem, set[str]()
 
     def __getattr__(self, name: str) -> Any:
+        if isinstance(member := getattr(type(self._problem), name, None), property) and member.fget:
+            return member.fget(self)
         self._read.add(name)
         return getattr(self._problem, name)
 
@@ -116,7 +127,7 @@ def _sorted_out(kernel: Kernel, problem: Any, arch: Arch, seed: int) -> _Sorted:
     refusals = tuple(Refusal(*r) for r in sorted(refused.values(), key=lambda r: (-r[0], r[1])))
     answer = tuple(valid), refusals
     fields = fields_of(problem)
-    if watched._read <= set(fields):  # a property or method would hide what it reads
+    if watched._read <= set(fields):  # a method would hide what it reads
         seen.append(({k: fields[k] for k in watched._read}, answer))
     return answer
 
@@ -128,8 +139,16 @@ def rank(
     device: Device,
     configs: Iterable[Any],
     registers: int = GUESSED_REGISTERS,
+    seed: int = 0,
 ) -> list[tuple[float, Any]]:
-    """(pre-predicted microseconds, config), fastest first; equals stay in the order given."""
+    """(pre-predicted microseconds, config), fastest first; equals stay in the order given.
+
+    Of more than RANK_LIMIT configurations a sample is ranked. Problems differ in `seed`, so that neighbours, which
+    try each other's winners, look at different parts of the space.
+    """
+    configs = list(configs)
+    if len(configs) > RANK_LIMIT:
+        configs = [configs[i] for i in sorted(random.Random(seed).sample(range(len(configs)), RANK_LIMIT))]
     timed = [
         (predict(kernel, problem, c, arch, device, registers=registers).latency_us, i, c) for i, c in enumerate(configs)
     ]
@@ -146,3 +165,87 @@ def on_grid(kernel: Kernel, config: Any) -> bool:
     """Whether every tunable of `config` has one of the values that SPACE lists."""
     fields = fields_of(config)
     return set(fields) == set(kernel.space) and all(fields[k] in values for k, values in kernel.space.items())
+
+
+# -- what a whole run would be
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """One kernel's part of a run. num_trials and num_compiles are upper bounds; seconds with all jobs busy."""
+
+    kernel: str
+    num_problems: int
+    space_size: int
+    num_valid: int
+    num_refused: int
+    num_trials: int
+    num_compiles: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The plan of a run. unsupported: (kernel, reason) of problems that no configuration can serve."""
+
+    kernels: tuple[KernelPlan, ...]
+    unsupported: tuple[tuple[str, str], ...]
+    jobs: int
+
+    @property
+    def num_problems(self) -> int:
+        return sum(k.num_problems for k in self.kernels)
+
+    @property
+    def num_trials(self) -> int:
+        return sum(k.num_trials for k in self.kernels)
+
+    @property
+    def num_compiles(self) -> int:
+        return sum(k.num_compiles for k in self.kernels)
+
+    @property
+    def seconds(self) -> float:
+        return sum(k.seconds for k in self.kernels)
+
+    @property
+    def db_bytes(self) -> int:
+        return self.num_trials * ROW_BYTES + self.num_problems * IMAGE_BYTES
+
+
+def dry_run(items: Iterable[Item], arch: Arch, device: Device, trials: int, jobs: int, seed: int = 0) -> DryRun:
+    """What tuning `items` would try. Asks why_invalid and renders; compiles one configuration a kernel, to time it."""
+    groups: dict[str, list[Any]] = {}
+    for item in items:
+        groups.setdefault(item.kernel, []).append(item.problem)
+    plans: list[KernelPlan] = []
+    unsupported: dict[tuple[str, str], None] = {}
+    for name, problems in groups.items():
+        kernel = find_kernel(name)
+        found, sources, asked = [], set(), 0
+        for problem in problems:
+            try:
+                c = candidates(kernel, problem, arch, seed)
+            except ConfigRefused as e:
+                unsupported[name, e.message] = None
+                continue
+            found.append(c)
+            likely = [c.default, *(x for _, x in rank(kernel, problem, arch, device, c.valid, seed=seed))]
+            chosen = list(dict.fromkeys(likely))[:trials]
+            asked += len(chosen)
+            sources |= {render(kernel, problem, x, arch) for x in chosen}
+        if found:
+            each_s = _compile_seconds(sorted(sources)[0], arch)
+            plans.append(
+                KernelPlan(
+                    name, len(found), found[0].space_size, max(len(c.valid) for c in found),
+                    min(c.num_refused for c in found), asked, len(sources), each_s * len(sources) / jobs,
+                )
+            )  # fmt: skip
+    return DryRun(tuple(plans), tuple(unsupported), jobs)
+
+
+def _compile_seconds(source: str, arch: Arch) -> float:
+    start = perf_counter()
+    compile_cubin(source, arch)
+    return perf_counter() - start

@@ -188,7 +188,8 @@ def _launch_us(
     if given is not None:  # spilled bytes go out to L1 and back for every thread, at least once
         t = _with_spills(t, given, prod(launch.block) * prod(launch.grid))
     # A scheduler with room for n blocks can do what one with room for fewer does: more room never hurts.
-    best, bound = min(_busy_us(launch, t, arch, device, n) for n in range(1, max(fit.blocks_per_sm, 1) + 1))
+    most = max(1, min(fit.blocks_per_sm, ceil(prod(launch.grid) / device.num_sms)))
+    best, bound = min(_busy_us(launch, t, arch, device, n) for n in range(1, most + 1))
     if given is not None and given.spill_store_bytes + given.spill_load_bytes:
         best *= SPILL_FACTOR
     return overhead + best, bound if best > overhead else "launch", fit
@@ -220,6 +221,7 @@ def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, arch: Arch, dev
     share, per_sm = size / blocks, ceil(size / device.num_sms)
     clock = device.clock_mhz  # cycles per us
     in_flight = t.bytes_in_flight or prod(launch.block) * BYTES_IN_FLIGHT_PER_THREAD
+    in_flight = min(in_flight, max(1, ceil(max(t.dram_bytes, t.l2_bytes or 0) / blocks)))  # no more than there is
     l2_bytes = t.dram_bytes if t.l2_bytes is None else t.l2_bytes
     # Little's law: what is on its way at any moment, over how long it takes. Bytes per us.
     memory_rate = min(device.mem_gbps * 1e3 * MEMORY_SHARE, size * in_flight / MEMORY_LATENCY_US)

@@ -151,8 +151,9 @@ class Search:
     def _rank(self) -> list[Any]:
         """The candidates, best by pre-prediction last. Measuring leaves half of the trials to the sampler."""
         registers = max((o.registers for o in self.outcomes.values()), default=0)
-        args = (self.kernel, self.problem, self.arch, self.device, self.candidates.valid)
-        ranked = [c for _, c in (rank(*args, registers) if registers else rank(*args))]
+        given = {"registers": registers} if registers else {}
+        order = rank(self.kernel, self.problem, self.arch, self.device, self.candidates.valid, seed=self._seed, **given)
+        ranked = [c for _, c in order]
         if self.measured and len(self.candidates.valid) > self.trials:
             ranked = ranked[: max(self.trials // 2, 1)]
         return ranked[::-1]

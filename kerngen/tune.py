@@ -91,6 +91,7 @@ class Report:
     num_from_database: int = 0
     seconds: float = 0.0
     out_of_time: bool = False
+    interrupted: bool = False
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class _Target:
     kernel: Kernel
     entry: Entry
     search: Search
-    finished: bool = False  # the search came to its own end, and the ledger says so
+    builds: dict[Any, Build] = field(default_factory=dict)  # of the configurations tried
 
     @property
     def problem(self) -> Any:
@@ -174,6 +175,8 @@ class Tuner:
                 self._share_winners(opened)
         except OutOfTime:
             self.report.out_of_time = True
+        except KeyboardInterrupt:  # what is known by now is worth its winners
+            self.report.interrupted = True
         finally:
             self.ledger.flush()
         self._conclude(targets)
@@ -242,6 +245,7 @@ class Tuner:
         t, build = trial.target, trial.build
         if build is None:
             build = self._built(trial)
+        t.builds[trial.config] = build
         if build.status != "ok":
             reason = build.log.strip().splitlines()[0] if build.log.strip() else "NVRTC rejected the source"
             return self._note(t, trial.config, build, Outcome("compile_failed", reason=reason, excess=1.0))
@@ -312,12 +316,11 @@ class Tuner:
                 reason = (
                     f"best of a search of {self.trials} trials at most, seed {self.seed} ({t.entry.fingerprint[:12]})"
                 )
-                build = self._build_of(t, t.search.best)
-                self.ledger.add(t.entry, t.search.best, "ok", build_id=build.id, p50_us=o.latency_us, reason=reason,
+                build_id = t.builds[t.search.best].id
+                self.ledger.add(t.entry, t.search.best, "ok", build_id=build_id, p50_us=o.latency_us, reason=reason,
                                 tags=summary)  # fmt: skip
         else:
             self._finals(t, self.measurer, summary)
-        t.finished = True
 
     def _finals(self, t: _Target, measurer: Measurer, summary: dict[str, Any]) -> None:
         ranked = sorted(
@@ -331,19 +334,13 @@ class Tuner:
             near.append(t.search.candidates.default)
         self._check_time()
         self._tick(f"{t.kernel.name}: finalists of {t.item.where}")
-        builds = [self._build_of(t, c) for c in near]
+        builds = [t.builds[c] for c in near]
         sources = [render(t.kernel, t.problem, c, self.arch) for c in near]
         images = [self.compiler.submit(s, self.arch).result().image for s in sources]
         seen = measurer.finals(t.kernel, t.problem, list(zip(near, images, strict=True)))
         for config, build, observed in zip(near, builds, seen, strict=True):
             self.ledger.add(t.entry, config, observed.outcome, build_id=build.id, stage="final", tags=summary,
                             **observed.values())  # fmt: skip
-
-    def _build_of(self, t: _Target, config: Any) -> Build:
-        build = self.ledger.build_of(t.kernel, t.problem, config, render(t.kernel, t.problem, config, self.arch))
-        if build is None:
-            raise KerngenError(f"{t.kernel.name} {describe(config)} was tried and its build is not in the database")
-        return build
 
     def _summary(self, t: _Target) -> dict[str, Any]:
         outcomes = t.search.outcomes

@@ -30,7 +30,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 VERIFY_LENS = (4, 5)  # tokens a sequence: the last known one and 3 or 4 drafts
 PREFILL_TOKENS = (512, 1024, 2048, 4096, 8192)
 CHUNK_TOKENS = (64, 512, 2048, 8192)  # of a prefill's attention, for each of
-CHUNK_KEYS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # these many keys, its own included
+CHUNK_KEYS = tuple(1 << i for i in range(7, 19))  # these many keys, its own included
+MOST_PAIRS = 1 << 28  # tokens x keys of a chunk: more keys come in smaller chunks
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # covers every batch x verify length
 CONTEXTS = (64, 512, 2048, 8192, 32768, 131072, 262144)  # keys of a sequence in decode
 MOST_KEYS = 1 << 20  # of all sequences together: more KV than that fits no GPU at 31B
@@ -302,9 +303,6 @@ def _target(out: _Collector, config: ModelConfig, step: _Step) -> None:
     if config.ple_size:
         out.add("add_norm", use("residual after MLP", num_layers), has_next=False, **norm)
         linear("per-layer gate", config.ple_size, hidden, num_layers)
-        out.add(
-            "gelu_gate", use("per-layer GELU gate", num_layers), width=config.ple_size, packed=False, num_tokens=tokens
-        )
         linear("per-layer projection", hidden, config.ple_size, num_layers)
     out.add("add_norm", use("end of layer", num_layers), has_scalar=True, **norm)
     if config.num_experts:
@@ -327,7 +325,11 @@ def _experts(out: _Collector, config: ModelConfig, tokens: int, use: Any) -> Non
 
 
 def _head(out: _Collector, vocab: int, has_cap: bool, tokens: int, use: Use) -> None:
-    out.add("softcap_argmax", use, vocab_size=vocab, logits_dtype=out.dtype, has_cap=has_cap, num_tokens=tokens)
+    """What greedy decoding needs, and the capped logits that sampling needs."""
+    shape = {"vocab_size": vocab, "logits_dtype": out.dtype, "has_cap": has_cap, "round_steps": False}
+    out.add("softcap_argmax", use, num_tokens=tokens, **shape)
+    sampled = Use(f"{use.where}, sampled", use.phase, use.batch, 0)
+    out.add("softcap_argmax", sampled, num_tokens=tokens, write_capped=True, **shape)
 
 
 def _attention(out: _Collector, config: ModelConfig, layer: LayerConfig, step: _Step, where: str, count: int) -> None:
@@ -345,7 +347,8 @@ def _attention(out: _Collector, config: ModelConfig, layer: LayerConfig, step: _
 def _prefill_attention(out: _Collector, config: ModelConfig, layer: LayerConfig, where: str, count: int) -> None:
     """Chunks of one sequence: the whole prompt, or what follows keys that are in the cache already."""
     for keys in CHUNK_KEYS:
-        for tokens in sorted({t for t in CHUNK_TOKENS if t < keys} | {min(keys, CHUNK_TOKENS[-1])}):
+        sizes = {t for t in CHUNK_TOKENS if t < keys} | {min(keys, CHUNK_TOKENS[-1])}
+        for tokens in sorted(t for t in sizes if t * keys <= MOST_PAIRS):
             out.add(
                 "attn_prefill", Use(where, "prefill", 1, count, keys), head_dim=layer.head_dim,
                 num_q_heads=config.num_q_heads, num_kv_heads=layer.num_kv_heads, page_size=PAGE_SIZE,

@@ -1,0 +1,54 @@
+"""Progress on stderr: a bar with the time left on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+LINE_EVERY_S = 10.0
+
+
+class Reporter:
+    """update(done, total, text) as often as one likes. quiet: say nothing."""
+
+    def __init__(self, what: str, *, quiet: bool = False) -> None:
+        self._what, self._quiet = what, quiet
+        self._start = self._said = time.monotonic()
+        self._bar: Bar | None = None
+        self._task: Any = None
+
+    def __enter__(self) -> Reporter:
+        if not self._quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn(self._what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                       TextColumn("{task.description}"))  # fmt: skip
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=None)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int, total: int, text: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, description=text[:60])
+        elif not self._quiet and time.monotonic() - self._said >= LINE_EVERY_S:
+            self._said = time.monotonic()
+            print(f"{self._what}: {done}/{total}, {self._left(done, total)}; {text}", file=sys.stderr, flush=True)
+
+    def _left(self, done: int, total: int) -> str:
+        elapsed = time.monotonic() - self._start
+        if not done:
+            return f"{elapsed:.0f} s"
+        return f"{elapsed:.0f} s, at most {elapsed / done * (total - done):.0f} s left"

@@ -254,6 +254,18 @@ class Store:
             raise UsageError(f"{self.where}: no build {build_id}")
         return read_build(row, self.where)
 
+    def builds(self, static_key: str) -> dict[str, Build]:
+        """Every build of these compiled-in fields by id; one that was altered is skipped with a warning."""
+        builds: dict[str, Build] = {}
+        with self._reading() as connection:
+            rows = connection.execute(select(t.build).where(t.build.c.static_key == static_key)).all()
+        for row in rows:
+            try:
+                builds[row.id] = read_build(row, self.where)
+            except CorruptRecord as e:
+                log.warning("%s; skipped", e)
+        return builds
+
     def image(self, build: Build) -> Cubin | Ptx | None:
         """The machine code of `build`, or None if it was not kept. Raises CorruptRecord if it was altered."""
         if build.image_sha is None:
@@ -349,6 +361,17 @@ class Store:
             rows = connection.execute(wanted).all()
         return [o for o in (read_measurement(row, self.where) for row in rows) if o is not None]
 
+    def wrong_sources(self, static_key: str) -> set[str]:
+        """source_sha of the builds that ever gave a wrong result for these compiled-in fields, on any device."""
+        with self._reading() as connection:
+            wrong = connection.execute(
+                select(t.build.c.source_sha, t.measurement.c.id)
+                .join(t.measurement, t.measurement.c.build_id == t.build.c.id)
+                .where(t.build.c.static_key == static_key, t.measurement.c.outcome == "wrong_result")
+            ).all()
+        revoked = self.revoked()
+        return {r.source_sha for r in wrong if r.id not in revoked}
+
     # ---- revocation
 
     def revoke(self, subject_id: str, reason: str) -> None:
@@ -381,7 +404,7 @@ class Store:
         where = and_(t.winner.c.static_key == static_key, t.winner.c.arch == str(arch), _same_device(device))
         with self._writing() as connection:
             rows = self.measurements(name, static_key=static_key, arch=arch, device=device)
-            builds, wrong = self._builds_of(connection, static_key)
+            builds, wrong = self.builds(static_key), self.wrong_sources(static_key)
             revoked = self.revoked().keys()
             current: dict[str, bool] = {}
             points: dict[str, list[Observation]] = {}
@@ -415,22 +438,6 @@ class Store:
             if chosen:
                 connection.execute(t.winner.insert(), chosen)
             return [w for w in self.winners(name, arch=arch, static_key=static_key) if w.id in ids]
-
-    def _builds_of(self, connection: Connection, key: str) -> tuple[dict[str, Build], set[str]]:
-        """Sound builds of these compiled-in fields by id, and the source_sha of those that ever gave a wrong result."""
-        builds: dict[str, Build] = {}
-        for row in connection.execute(select(t.build).where(t.build.c.static_key == key)):
-            try:
-                builds[row.id] = read_build(row, self.where)
-            except CorruptRecord as e:
-                log.warning("%s; skipped", e)
-        wrong = connection.execute(
-            select(t.build.c.source_sha, t.measurement.c.id)
-            .join(t.measurement, t.measurement.c.build_id == t.build.c.id)
-            .where(t.build.c.static_key == key, t.measurement.c.outcome == "wrong_result")
-        )
-        revoked = self.revoked()
-        return builds, {r.source_sha for r in wrong if r.id not in revoked}
 
     def winners(
         self,

@@ -41,7 +41,9 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class Candidate:
+    """A build that may win at one tuned point. noise: relative, see `noise_of`."""
+
     build: Build
     p50_us: float
     noise: float
@@ -64,18 +66,15 @@ def choose(
     is_current: asked for the fastest builds only, since it renders.
     """
     refused = Counter(o.measurement.outcome for o in observations if o.measurement.outcome != "ok")
-    eligible = _eligible(observations, builds, wrong_sources, revoked)
-    measured = [o for o in eligible if o.measurement.provenance == "measured"]
-    provenance = "measured" if measured else "predicted"
-    pool = _finalists(measured or _newest_model(eligible))
-    ranked = sorted(_candidates(pool, builds), key=lambda c: (c.p50_us, canonical(c.build.config), c.build.id))
+    ranked = rank(observations, builds, wrong_sources=wrong_sources, revoked=revoked)
     if not ranked:
         return None
-    current: Iterator[_Candidate] = (c for c in ranked if is_current(c.build))
+    current: Iterator[Candidate] = (c for c in ranked if is_current(c.build))
     first = next(current, None)
     stale = first is None
     if first is None:
         first, current = ranked[0], iter(ranked[1:])
+    provenance = first.typical.measurement.provenance
     limit = first.p50_us * (1 + first.noise)
     near, after = [first], None
     for c in current:
@@ -101,6 +100,20 @@ def choose(
     }
     reason = _words(winner, first, following, provenance, why)
     return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why)
+
+
+def rank(
+    observations: Sequence[Observation],
+    builds: dict[str, Build],
+    *,
+    wrong_sources: Set[str] = frozenset(),
+    revoked: Set[str] = frozenset(),
+) -> list[Candidate]:
+    """Every build that may win, stale ones included, the fastest first. Arguments as `choose`."""
+    eligible = _eligible(observations, builds, wrong_sources, revoked)
+    measured = [o for o in eligible if o.measurement.provenance == "measured"]
+    pool = _finalists(measured or _newest_model(eligible))
+    return sorted(_candidates(pool, builds), key=lambda c: (c.p50_us, canonical(c.build.config), c.build.id))
 
 
 def noise_of(m: Measurement) -> float:
@@ -161,26 +174,26 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in re.split(r"(\d+)", name)]
 
 
-def _candidates(observations: list[Observation], builds: dict[str, Build]) -> Iterator[_Candidate]:
+def _candidates(observations: list[Observation], builds: dict[str, Build]) -> Iterator[Candidate]:
     by_build: dict[str, list[Observation]] = {}
     for o in observations:
         by_build.setdefault(o.measurement.build_id or "", []).append(o)
     for build_id, rows in by_build.items():
         p50 = median(r.measurement.p50_us or 0.0 for r in rows)
         typical = min(rows, key=lambda r: (abs((r.measurement.p50_us or 0.0) - p50), r.id))
-        yield _Candidate(builds[build_id], p50, max(noise_of(r.measurement) for r in rows), typical)
+        yield Candidate(builds[build_id], p50, max(noise_of(r.measurement) for r in rows), typical)
 
 
-def _canonical_order(c: _Candidate, default: dict[str, Any] | None) -> tuple[bool, int, str, str]:
+def _canonical_order(c: Candidate, default: dict[str, Any] | None) -> tuple[bool, int, str, str]:
     return (c.build.config != default, c.build.spill_bytes, canonical(c.build.config), c.build.id)
 
 
-def _brief(c: _Candidate) -> dict[str, Any]:
+def _brief(c: Candidate) -> dict[str, Any]:
     return {"build_id": c.build.id, "config": c.build.config, "us": c.p50_us}
 
 
 def _words(
-    winner: _Candidate, first: _Candidate, following: _Candidate | None, provenance: str, why: dict[str, Any]
+    winner: Candidate, first: Candidate, following: Candidate | None, provenance: str, why: dict[str, Any]
 ) -> str:
     how = (
         "predicted" if provenance == "predicted" else "timed again together" if why["stage"] == "final" else "measured"

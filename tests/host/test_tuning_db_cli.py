@@ -1,0 +1,174 @@
+"""`kerngen db`: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from test_tuning_db import H200, add_build, key_of, measured, predicted
+
+from kerngen.arch import find_arch
+from kerngen.cli.db import db
+from kerngen.compile import compile_cubin
+from kerngen.errors import TuningMiss, UnknownName, UsageError
+from kerngen.render import render
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import fields_of, parse_fields, static_fields
+from kerngen.tuning_db import Measurement, Store, problem_key
+
+SM90 = find_arch("sm90")
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A database of a kernel that is not installed here: two tuned points, refusals and all."""
+    path = tmp_path / "tuning.db"
+    with Store.open(path) as store:
+        builds = [add_build(store, n) for n in range(4)]
+        store.add_measurements([measured(builds[n], n, 10.0 + 5 * n, p10_us=9.5, p90_us=11.0) for n in range(3)])
+        store.add_measurement(
+            measured(builds[3], 3, None, outcome="wrong_result", reason="[3, 4] is off by 0.5", error_abs=float("inf"))
+        )
+        for need in (300_000, 400_000):
+            reason = f"needs {need:,} B of shared memory"
+            store.add_measurement(measured(None, 9, None, outcome="invalid", reason=reason))
+        store.add_measurement(predicted(builds[2], 2, 7.0, problem=key_of(128)))
+        store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    monkeypatch.setenv("KERNGEN_DB", str(path))
+    monkeypatch.setattr("kerngen.tuning_db.resolve.PREBUILT", tmp_path / "none")
+    return path
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(db, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def ids() -> list[str]:
+    return [w["id"] for w in json.loads(run("ls", "--json"))]
+
+
+def test_ls(path: Path) -> None:
+    text = run("ls")
+    assert "toy on sm90 (H200) in user: dtype=bf16 head_dim=128 batch=8" in text
+    assert "block_n=0" in text
+    assert "measured" in text
+    assert "predicted" in text
+    rows = json.loads(run("ls", "--json"))
+    assert [(r["provenance"], r["latency_us"], r["config"]) for r in rows] == [
+        ("measured", 10.0, {"block_n": 0}),
+        ("predicted", 7.0, {"block_n": 2}),
+    ]
+    assert json.loads(run("ls", "--json", "--db", str(path))) == rows
+
+
+def test_ls_filters(path: Path) -> None:
+    for filtering in (("--arch", "sm70,sm80"), ("--device", "H100"), ("--kernel", "rmsnorm")):
+        assert json.loads(run("ls", "--json", *filtering)) == []
+    assert len(json.loads(run("ls", "--json", "--arch", "sm90", "--device", "H200", "--kernel", "toy"))) == 2
+
+
+def test_ls_of_nothing_says_how_to_fill_it(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "absent.db"))
+    result = CliRunner().invoke(db, ["ls"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    assert "absent.db (not there yet)" in result.stderr
+    assert "kerngen tune" in result.stderr
+    assert not (tmp_path / "absent.db").exists(), "reading made a database"
+
+
+def test_show(path: Path) -> None:
+    first = ids()[0]
+    text = run("show", first[:8])
+    for part in ("10.00 us, measured on H200", "NVRTC 12.9 for sm_90a", "fastest of 3 measured", "9.50-11.00"):
+        assert part in text
+    shown = json.loads(run("show", first, "--json"))
+    assert shown["build"]["entries"]["toy"]["registers"] == 40
+    assert [m["p50_us"] for m in shown["measurements"]] == [10.0]
+
+
+def test_explain(path: Path) -> None:
+    text = run("explain", ids()[0])
+    assert "[3, 4] is off by 0.5" in text
+    told = json.loads(run("explain", ids()[0], "--json"))
+    assert [(n["us"], n["is_winner"]) for n in told["near"]] == [(10.0, True), (15.0, False), (20.0, False)]
+    assert [(r["outcome"], r["times"]) for r in told["refused"]] == [("invalid", 2), ("wrong_result", 1)]
+    assert "and 2 slower" in run("explain", ids()[0], "--top", "1")
+
+
+def test_explain_counts_the_revoked(path: Path) -> None:
+    first = ids()[0]
+    with Store.open(path) as store:
+        store.revoke(store.measurements(outcome="ok")[1].id, "clock was low")
+    refused = json.loads(run("explain", first, "--json"))["refused"]
+    assert {"outcome": "revoked", "times": 1, "example": "clock was low"} in refused
+
+
+def test_a_kernel_and_its_problem(path: Path) -> None:
+    kernel = find_kernel("rmsnorm")
+    problem: Any = parse_fields(kernel.problem_type, "")
+    config = kernel.default_config(problem, SM90)
+    source = render(kernel, problem, config, SM90)
+    key = problem_key(kernel, problem)
+    with Store.open(path) as store:
+        build = store.add_build(
+            compile_cubin(source, SM90), kernel.name, source, fields_of(config), static_fields(problem)
+        )
+        store.add_measurement(Measurement(key, "sm90", H200, fields_of(config), build, "ok", "predicted",
+                                          model="roofline-1", p50_us=3.5))  # fmt: skip
+        store.recompute_winners(kernel, key.static_key, SM90, H200)
+    told = json.loads(run("explain", "rmsnorm", "--arch", "sm90", "--json"))
+    assert told["latency_us"] == 3.5
+    assert told["why"]["is_default"]
+    assert "answered    user: predicted for H200" in run("show", "rmsnorm")
+    with pytest.raises(TuningMiss, match="no record for rmsnorm"):
+        run("show", "rmsnorm", "--arch", "sm70")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["show", "nonsense"], UnknownName),
+        (["show", "abcdef"], UsageError),
+        (["show", "embed"], UsageError),
+        (["show", "embed", "--arch", "sm71"], UnknownName),
+        (["show", "rmsnorm", "--arch", "sm90", "--problem", "x=1"], UsageError),
+        (["ls", "--arch", "sm71"], UnknownName),
+        (["ls", "--kernel", "nonsense"], UnknownName),
+    ],
+)
+def test_mistakes(path: Path, arguments: list[str], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "says"),
+    [(b"Dear diary, " * 20, 1, "is not an SQLite database"), (None, 1, "no such file")],
+)
+def test_bad_files_end_in_one_clear_line(tmp_path: Path, content: bytes | None, code: int, says: str) -> None:
+    if content is not None:
+        (tmp_path / "bad.db").write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "kerngen", "db", "ls", "--db", str(tmp_path / "bad.db")],
+        capture_output=True, text=True, env=os.environ, check=False,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_command_has_an_example() -> None:
+    for command in db.commands.values():
+        assert isinstance(command, click.Command)
+        assert "Example: kerngen db" in (command.help or "")

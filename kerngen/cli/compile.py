@@ -1,0 +1,242 @@
+"""`kerngen compile`: the machine code of a whole workload, or of kernels' test cases, in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kerngen.arch import Arch, parse_arches
+from kerngen.errors import CompileError, KerngenError, UsageError
+
+if TYPE_CHECKING:
+    from kerngen.compile import Cubin, Ptx
+    from kerngen.templates.kernel import Kernel
+    from kerngen.tuning_db import Store
+
+
+@dataclass(slots=True)
+class _Unit:
+    """One source to compile, and what it serves: problems of a workload or names of cases."""
+
+    kernel: str
+    arch: Arch
+    config: dict[str, Any]
+    static: dict[str, Any]
+    source: str
+    origin: str  # where the configuration came from
+    serves: list[Any] = field(default_factory=list)
+
+
+@click.command("compile")
+@click.option("--arch", "arch_names", required=True, help="One or more, separated by commas, or all.")
+@click.option("--model", default=None, help="A model's name or folder: compile what its workload needs.")
+@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
+@click.option("--cases", is_flag=True, help="Compile the kernels' test cases instead of a model's workload.")
+@click.option("--ptx", is_flag=True, help="Write PTX, which newer GPUs run through the driver, instead of cubins.")
+@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
+              help="Folder for the files and manifest.json. Without it only the compile cache is filled.")  # fmt: skip
+@click.option("--db", "db_url", default=None, help="Tuning database whose winners to compile. Default: the user's.")
+@click.option("--untuned", is_flag=True, help="Compile the default configurations.")
+@click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+def compile(
+    arch_names: str,
+    model: str | None,
+    draft: str | None,
+    kernels: tuple[str, ...],
+    cases: bool,
+    ptx: bool,
+    output: Path | None,
+    db_url: str | None,
+    untuned: bool,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Write every cubin of a model's workload, with a manifest. No GPU is needed.
+
+    Uses the tuning database's winners, and default configurations where it has none.
+
+    \b
+    Example:
+      kerngen compile --arch sm70,sm90 --model gemma-4-31b -o cubins
+    """
+    from kerngen.compile import nvrtc_version, require_target
+
+    if (model is None) != cases:
+        raise UsageError("name what to compile: --model NAME for a workload, or --cases for the test cases")
+    arches = parse_arches(arch_names)
+    names = [n for k in kernels for n in k.split(",")]
+    for arch in arches:
+        require_target(arch)
+    notes: list[str] = []
+    if cases:
+        units = list(_case_units(arches, names, notes))
+    else:
+        stores = [] if untuned else _stores(db_url)
+        units = list(_workload_units(str(model), draft, arches, names, stores, notes))
+    files, failures = _build(units, ptx, jobs or os.cpu_count() or 1, output, as_json)
+    manifest = {
+        "manifest": 1, "nvrtc": list(nvrtc_version()), "kind": "ptx" if ptx else "cubin", "model": model,
+        "arches": [a.name for a in arches], "files": files, "notes": notes, "failures": failures,
+    }  # fmt: skip
+    if output is not None:
+        _publish(output / "manifest.json", json.dumps(manifest, indent=1).encode())
+    if as_json:
+        click.echo(json.dumps(manifest))
+    else:
+        _print(manifest, output)
+    if failures:
+        raise click.exceptions.Exit(1)
+
+
+def _stores(db_url: str | None) -> list[Store]:
+    from kerngen.tuning_db import Store, default_stores
+
+    return [Store.open(db_url, read_only=True)] if db_url else default_stores()
+
+
+def _case_units(arches: Iterable[Arch], names: list[str], notes: list[str]) -> Iterator[_Unit]:
+    """The default configuration of every test case on every arch that supports it, each source once."""
+    from kerngen.templates import find_kernel, kernel_names
+
+    unsupported: Counter[str] = Counter()
+    for arch in arches:
+        for kernel in map(find_kernel, names or kernel_names()):
+            units: dict[str, _Unit] = {}
+            for case in kernel.cases.CASES:
+                if (why := kernel.why_unsupported(case.problem, arch)) is not None:
+                    unsupported[f"{kernel.name} on {arch}: {why}"] += 1
+                    continue
+                config = kernel.default_config(case.problem, arch)
+                _unit(units, kernel, case.problem, config, arch, "default configuration").serves.append(case.name)
+            yield from units.values()
+    notes += [f"{text} ({count} cases)" for text, count in unsupported.items()]
+
+
+def _workload_units(
+    model: str, draft: str | None, arches: Iterable[Arch], names: list[str], stores: list[Store], notes: list[str]
+) -> Iterator[_Unit]:
+    from kerngen.arch import default_device
+    from kerngen.templates import find_kernel
+    from kerngen.templates.kernel import fields_of
+    from kerngen.tuning_db import lookup
+    from kerngen.workload import find_model, workload
+
+    found = find_model(model, draft)
+    for arch in arches:
+        load = workload(found, arch)
+        if names:
+            load = load.only(names)
+        notes += [f"{arch}: no kernel yet for {name}" for name in load.missing]
+        units: dict[str, _Unit] = {}
+        for item in load.items:
+            kernel = find_kernel(item.kernel)
+            if (why := kernel.why_unsupported(item.problem, arch)) is not None:
+                notes.append(f"{kernel.name} for {item.where} on {arch}: {why}")
+                continue
+            winner = lookup(stores, kernel, item.problem, arch, default_device(arch)) if stores else None
+            if winner is None:
+                config, origin = kernel.default_config(item.problem, arch), "default configuration"
+            else:
+                config, origin = kernel.config_type(**winner.config), f"{winner.source} ({winner.provenance})"
+            unit = _unit(units, kernel, item.problem, config, arch, origin)
+            runtime = {k: v for k, v in fields_of(item.problem).items() if k in item.problem.RUNTIME}
+            unit.serves.append(runtime)
+        yield from units.values()
+
+
+def _unit(units: dict[str, _Unit], kernel: Kernel, problem: Any, config: Any, arch: Arch, origin: str) -> _Unit:
+    from kerngen.render import render
+    from kerngen.templates.kernel import fields_of, static_fields
+
+    source = render(kernel, problem, config, arch)
+    fresh = _Unit(kernel.name, arch, fields_of(config), static_fields(problem), source, origin)
+    return units.setdefault(source, fresh)
+
+
+def _build(
+    units: list[_Unit], ptx: bool, jobs: int, output: Path | None, quiet: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Compile all units through the cache; the manifest's rows, and what failed."""
+    from kerngen.cache import CachedCompiler, CompileCache
+    from kerngen.progress import Reporter
+
+    cache = CompileCache()
+    files: list[dict[str, Any]] = []
+    failures: list[dict[str, str]] = []
+    with (
+        CachedCompiler(jobs, cache) as compiler,
+        ThreadPoolExecutor(jobs) as threads,
+        Reporter("compile", quiet=quiet) as bar,
+    ):
+        futures: list[Future[Any]] = [
+            threads.submit(cache.get_or_compile_ptx, u.source, u.arch) if ptx else compiler.submit(u.source, u.arch)
+            for u in units
+        ]
+        try:
+            for i, (unit, future) in enumerate(zip(units, futures, strict=True)):
+                bar.update(i, len(units), f"{unit.kernel} on {unit.arch}")
+                try:
+                    image = future.result()
+                except CompileError as e:
+                    failures.append({"kernel": unit.kernel, "arch": unit.arch.name, "reason": e.message})
+                    continue
+                files.append(_row(unit, image, output))
+        finally:
+            threads.shutdown(cancel_futures=True)
+    return files, failures
+
+
+def _row(unit: _Unit, image: Cubin | Ptx, output: Path | None) -> dict[str, Any]:
+    """The image's row in the manifest; its file is written if there is a folder."""
+    from kerngen.compile import Cubin, source_key
+
+    kind, target = ("cubin", unit.arch.nvrtc_target) if isinstance(image, Cubin) else ("ptx", unit.arch.ptx_target)
+    name = f"{unit.arch}/{unit.kernel}-{image.key[:16]}.{kind}"
+    if output is not None:
+        _publish(output / name, image.image)
+    row = {
+        "file": name, "key": image.key, "source_key": source_key(unit.source, target), "kernel": unit.kernel,
+        "arch": unit.arch.name, "bytes": len(image.image), "config": unit.config, "static": unit.static,
+        "serves": unit.serves, "origin": unit.origin,
+    }  # fmt: skip
+    if isinstance(image, Cubin):
+        row["entries"] = {entry: asdict(r) for entry, r in image.entries.items()}
+    return row
+
+
+def _publish(path: Path, data: bytes) -> None:
+    """Write beside the target and rename, so that nobody sees half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        scratch.write_bytes(data)
+        scratch.replace(path)
+    except OSError as e:
+        raise KerngenError(f"cannot write {path}: {e.strerror or e}", hint="name another folder with -o") from e
+
+
+def _print(manifest: dict[str, Any], output: Path | None) -> None:
+    counts: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in manifest["files"]:
+        counts.setdefault((row["arch"], row["kernel"]), []).append(row)
+    for (arch, kernel), rows in sorted(counts.items()):
+        tuned = sum(r["origin"] != "default configuration" for r in rows)
+        spills = sum(any(e["spill_store_bytes"] for e in r.get("entries", {}).values()) for r in rows)
+        text = f"{arch:6} {kernel:16} {len(rows):4} files, {sum(r['bytes'] for r in rows) / 1e6:6.2f} MB, {tuned} tuned"
+        click.echo(f"{text}, {spills} with spills" if spills else text)
+    for note in dict.fromkeys(manifest["notes"]):
+        click.echo(f"note: {note}")
+    for failure in manifest["failures"]:
+        click.echo(f"failed: {failure['kernel']} on {failure['arch']}: {failure['reason']}")
+    where = "in the compile cache only (name a folder with -o)" if output is None else f"in {output}"
+    click.echo(f"{len(manifest['files'])} files {where}")

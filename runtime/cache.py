@@ -26,19 +26,14 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What layers of one kind share. block_table [batch, max_pages] int32; num_pages: the size of each layer's pool."""
+    """What layers of one kind share. block_table [batch, max_pages] int32; num_pages: the size of each layer's pool.
+
+    first_slots [batch, max_pages] int64: the slot of each page's first row.
+    """
 
     block_table: Tensor
-    page_size: int
+    first_slots: Tensor
     num_pages: int
-
-    def slots(self, positions: Tensor) -> Tensor:
-        """slot_mapping [batch * n] int64 of positions [batch, n] int64, computed on the device.
-
-        Raises nothing: the caller keeps positions below the cache's max_len.
-        """
-        page = self.block_table.gather(1, positions // self.page_size)
-        return (page.long() * self.page_size + positions % self.page_size).flatten()
 
 
 class KVCache:
@@ -77,6 +72,14 @@ class KVCache:
         """The pool that `layer` of the target reads: its own, or that of the layer it shares."""
         return self._pages[layer.kv_source]
 
+    def slots(self, positions: Tensor) -> dict[str, Tensor]:
+        """slot_mapping [batch * n] int64, by layer kind, of positions [batch, n] int64; computed on the device.
+
+        Raises nothing: the caller keeps positions below max_len.
+        """
+        page, row = positions // self.page_size, positions % self.page_size
+        return {kind: (group.first_slots.gather(1, page) + row).flatten() for kind, group in self.groups.items()}
+
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for pages in self._pages.values() for t in (pages.k, pages.v))
@@ -86,4 +89,5 @@ def _group(batch: int, table_pages: int, pages: int, page_size: int, device: tor
     """Sequence s owns pages s * pages to (s + 1) * pages - 1 of the pool, repeated along its table."""
     logical = torch.arange(table_pages, dtype=torch.int32) % pages
     first = torch.arange(batch, dtype=torch.int32)[:, None] * pages
-    return Group((first + logical).to(device), page_size, batch * pages)
+    table = (first + logical).to(device)
+    return Group(table, table.long() * page_size, batch * pages)

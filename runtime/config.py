@@ -285,7 +285,7 @@ def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfi
     if top_k > num_experts:
         raise text.error(f"top_k_experts {top_k} is more than num_experts {num_experts}")
     ple = text.integer("hidden_size_per_layer_input", default=0, low=0)
-    cap = text.get("final_logit_softcapping")
+    cap = None if is_drafter else text.get("final_logit_softcapping")  # a drafter's head has none
     head_dims = {layer.kind: layer.head_dim for layer in layers}
     if odd := [layer for layer in layers if layer.head_dim != head_dims[layer.kind]]:
         raise text.error(f"layer {odd[0].index} has head_dim {odd[0].head_dim}; others of its type {head_dims}")

@@ -40,7 +40,7 @@ class Batch:
         """ids [B, q_len] follow `lengths` [B] int64 committed tokens. All values are computed on the device."""
         q_len = ids.shape[1]
         positions = lengths[:, None] + torch.arange(q_len, device=ids.device)
-        slots = {kind: group.slots(positions) for kind, group in cache.groups.items()}
+        slots = cache.slots(positions)
         return Batch(ids.flatten(), positions.flatten(), (lengths + q_len).to(torch.int32), slots, q_len)
 
     @staticmethod
@@ -48,7 +48,7 @@ class Batch:
         """One sequence's chunk: ids [n] at positions start to start + n - 1."""
         n = len(ids)
         positions = torch.arange(start, start + n, device=ids.device)
-        slots = {kind: group.slots(positions[None]) for kind, group in cache.groups.items()}
+        slots = cache.slots(positions[None])
         ends = torch.tensor([0, n], dtype=torch.int32, device=ids.device)
         kv_lens = torch.tensor([start + n], dtype=torch.int32, device=ids.device)
         return Batch(ids, positions, kv_lens, slots, 0, ends, n)

@@ -62,9 +62,11 @@ def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 def sample(ids: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
     """One token [n] int64 a row, by inverting the cumulative distribution; probs [n, m] need not sum to 1."""
     cdf = probs.cumsum(-1)
-    target = (uniforms * cdf[:, -1])[:, None]
-    # The first entry whose cumulative mass exceeds the target: never one of mass 0.
-    index = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[-1] - 1)
+    total = cdf[:, -1]
+    # The first entry whose cumulative mass exceeds the target, which rounding may not bring up to the total: so never
+    # an entry of mass 0. Only a row without any mass has no such entry.
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cdf, target[:, None], right=True).clamp(max=cdf.shape[-1] - 1)
     return ids.gather(1, index).squeeze(1)
 
 

@@ -160,6 +160,15 @@ def test_samples_follow_the_distribution() -> None:
     assert [int((drawn == i).sum()) for i in (7, 3, 9, 1)] == pytest.approx([5000, 3000, 2000, 0], abs=2)
 
 
+def test_a_sample_never_falls_on_a_filtered_token() -> None:
+    """The largest uniform there is, times a total that is not 1, may round up to the total."""
+    totals = torch.linspace(0.1, 1.0, 999)[:, None]
+    probs = totals * torch.tensor([[0.75, 0.25, 0.0, 0.0]])
+    ids = torch.tensor([[4, 5, 6, 7]]).expand(999, -1)
+    for uniform, expected in ((1 - 2**-24, 5), (0.0, 4)):
+        assert set(sample(ids, probs, torch.full((999,), uniform)).tolist()) == {expected}
+
+
 def test_accepting_drafts_keeps_the_distribution() -> None:
     """Over many draws the pair (token 1, token 2) has the target's probabilities, whatever was drafted."""
     rows = 200_000

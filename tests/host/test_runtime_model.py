@@ -122,10 +122,10 @@ def test_two_sequences_of_different_length_decode_together(targets: dict[str, tu
     padded = torch.zeros(2, max(lengths), dtype=torch.int64)
     for row, p in zip(padded, positions, strict=True):
         row[: len(p)] = p
-    slots = {}
-    for kind, group in cache.groups.items():
-        rows = group.slots(padded).view(2, -1)
-        slots[kind] = torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)])
+    slots = {
+        kind: torch.cat([row[:n] for row, n in zip(slot.view(2, -1), lengths, strict=True)])
+        for kind, slot in cache.slots(padded).items()
+    }
     ends = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     ragged = Batch(ids, torch.cat(positions), kv_lens, slots, 0, ends, max(lengths))

@@ -21,16 +21,19 @@ MODEL = "roofline-1"  # goes into every predicted record; raise it when a formul
 
 # Shares of a datasheet rate that good kernels reach. A plain read loop on an H200 reaches 4.44 of 4.8 TB/s.
 MEMORY_SHARE = 0.92
-TENSOR_SHARE = 0.85
-L2_SHARE = 0.65
-L2_BYTES_PER_CLOCK = 32.0  # per SM
+TENSOR_SHARE = 0.95
+L2_SHARE = 0.45
+L2_BYTES_PER_CLOCK = 64.0  # per SM
 SMEM_BYTES_PER_CLOCK = 128.0  # per SM: 32 banks of 4 bytes
 # mma.sync against the datasheet's rate, which since Hopper only wgmma and its successors reach.
 MMA_SYNC_SHARE = {"sm90": 0.62, "sm100": 0.26}
 LANES_PER_SM = {"sm70": 64, "sm75": 64, "sm80": 64}  # 128 on all others
-MEMORY_LATENCY_US = 0.6
+# From a load to its data while memory is busy; 0.6 on all others.
+MEMORY_LATENCY_US = {"sm90": 0.8, "sm100": 0.8, "sm120": 0.8}
+# Of what does not bind, the part that is not hidden where one block has the SM to itself; n blocks hide n times more.
+EXPOSED_EXECUTION, EXPOSED_TRANSFER = 0.4, 0.25
 # A launch in a CUDA graph: an H200 streams 2.5 MB in 2.61 us plain and 1.29 us with programmatic dependent
-# launch, where the bytes alone take 0.56 us. MEMORY_LATENCY_US, the ramp, is counted beside these.
+# launch, where the bytes alone take 0.56 us. The ramp, one memory latency, is counted beside these.
 LAUNCH_US = 1.4
 LAUNCH_PDL_US = 0.2
 SPILL_FACTOR = 2.0  # the report says how much is spilled, not how deep in which loop
@@ -224,21 +227,26 @@ def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, arch: Arch, dev
     in_flight = min(in_flight, max(1, ceil(max(t.dram_bytes, t.l2_bytes or 0) / blocks)))  # no more than there is
     l2_bytes = t.dram_bytes if t.l2_bytes is None else t.l2_bytes
     # Little's law: what is on its way at any moment, over how long it takes. Bytes per us.
-    memory_rate = min(device.mem_gbps * 1e3 * MEMORY_SHARE, size * in_flight / MEMORY_LATENCY_US)
+    latency = MEMORY_LATENCY_US.get(arch.name, 0.6)
+    memory_rate = min(device.mem_gbps * 1e3 * MEMORY_SHARE, size * in_flight / latency)
     l2_rate = L2_BYTES_PER_CLOCK * L2_SHARE * clock  # per SM
     warps = per_sm * ceil(prod(launch.block) / 32)
     tensor_share = TENSOR_SHARE * MMA_SYNC_SHARE.get(arch.name, 1.0)
     tensor_rate = device.tensor_tflops * 1e6 * tensor_share / device.num_sms
     lanes = LANES_PER_SM.get(arch.name, 128)
-    times = {
+    transfer = {
         "memory": t.dram_bytes * share / memory_rate,
         "l2": per_sm * l2_bytes / blocks / l2_rate,
+    }
+    execution = {
         "smem": per_sm * (t.smem_bytes or 0) / blocks / (SMEM_BYTES_PER_CLOCK * clock),
         # Four sub-partitions have a tensor core and a scheduler each: fewer warps leave some idle.
         "tensor": per_sm * t.flops / blocks / (tensor_rate * min(1.0, warps / 4)),
         "issue": per_sm * t.cuda_ops / blocks / (lanes * clock * min(1.0, warps / 4)),
     }
-    bound = max(times, key=lambda k: times[k])
-    # What does not bind hides behind what does only as far as other blocks of the SM run meanwhile.
-    exposed = (sum(times.values()) - times[bound]) / (1 + per_sm)
-    return times[bound] + exposed / 2 + MEMORY_LATENCY_US, bound
+    moving = max(transfer.values())
+    busiest = max(execution.values())
+    executing = busiest + (sum(execution.values()) - busiest) * EXPOSED_EXECUTION / per_sm
+    total = max(moving, executing) + min(moving, executing) * EXPOSED_TRANSFER / per_sm + latency
+    times = transfer if moving >= executing else execution
+    return total, max(times, key=lambda k: times[k])

@@ -1,0 +1,43 @@
+"""What one configuration of attn_prefill moves and executes, for the cost model."""
+
+from __future__ import annotations
+
+from kerngen.arch import Arch
+from kerngen.templates.attn_prefill.spec import Config, Problem, cost, visible_pairs
+from kerngen.templates.kernel import Traffic
+
+
+def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+    """Every block walks over the tiles of keys that its rows see, and reads them through L2.
+
+    The tiles at the ends of its range are partly unseen: half a tile of keys, and half the queries of the block, at the
+    diagonal, and again at the far end of a window. cuda_ops: a score takes about 12 instructions, a tensor instruction
+    and its operands about two slots of a scheduler.
+    """
+    p, c = problem, config
+    group = p.num_q_heads // p.num_kv_heads
+    queries = p.num_tokens // max(p.batch, 1)
+    blocks = p.batch * p.num_kv_heads * -(-queries * group // c.block_m)
+    ends = 2 if p.window else 1
+    waste = (
+        ends * (c.block_n + min(c.block_m // group, queries)) // 2 if p.causal or p.window else c.block_n // 2
+    )
+    rows = p.batch * p.num_q_heads * queries
+    pairs = p.num_q_heads * visible_pairs(p) + rows * waste
+    pairs = max(pairs, blocks * c.block_m * c.block_n)  # a block works on one tile at least
+    tiles = -(-pairs // (c.block_m * c.block_n))
+    flops = 4 * p.head_dim * tiles * c.block_m * c.block_n
+    kv_tile = 2 * c.block_n * p.head_dim * 2
+    row_groups = c.num_warps // c.warps_d
+    q_read = 0 if c.q_in_regs else c.block_m * p.head_dim * 2 * c.warps_d
+    exchange = c.block_m * c.block_n * 2 * (1 + c.warps_d) if c.warps_d > 1 else 0
+    per_mma = 4096 if arch.has_ldmatrix else 2048
+    tiles_ahead = 2 * c.num_stages - 1 if arch.has_cp_async else 1
+    return Traffic(
+        cost(p).bytes,
+        flops,
+        l2_bytes=tiles * kv_tile + 2 * rows * p.head_dim * 2,
+        smem_bytes=tiles * (kv_tile * (1 + row_groups) + q_read + exchange),
+        cuda_ops=12 * tiles * c.block_m * c.block_n + 2 * 32 * flops // per_mma,
+        bytes_in_flight=tiles_ahead * c.block_n * p.head_dim * 2,
+    )

@@ -1,0 +1,40 @@
+"""What one configuration of w4a16_gemm moves and executes, for the cost model."""
+
+from __future__ import annotations
+
+from kerngen.arch import Arch
+from kerngen.templates.kernel import Traffic
+from kerngen.templates.w4a16_gemm.spec import Config, Problem, cost, num_blocks, stage_bytes
+
+
+def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+    """Tiles read W once for each row of tiles and x once for each column, through L2; memory gives each byte once.
+
+    cuda_ops: unpacking and scaling 8 weights takes about 14 instructions (20 for bf16, which has no exponent trick to
+    spare the subtraction), in each of the warps_m warps that need them; a tensor instruction and the loads of its
+    operands take about two slots of a scheduler.
+    """
+    p, c = problem, config
+    tiles_m, tiles_n = -(-p.num_tokens // c.block_m), -(-p.n // c.block_n)
+    stages = tiles_m * tiles_n * -(-p.k // c.block_k)
+    stage = stage_bytes(p, c)
+    x_stage = c.block_m * c.block_k * 2
+    w_stage = stage - x_stage
+    tokens = min(p.num_tokens, tiles_m * c.block_m)
+    copied = stages * w_stage + tiles_n * tokens * p.k * 2  # tokens beyond the last are not read
+    warps_n = c.block_n // c.warp_n
+    read = stages * (w_stage * c.warps_m + x_stage * warps_n)
+    flops = 2 * stages * c.block_m * c.block_n * c.block_k
+    weights = stages * c.block_n * c.block_k * c.warps_m
+    per_mma = 4096 if arch.has_ldmatrix else 2048  # flops of m16n8k16, and of the four m8n8k4 of a warp
+    ops = weights * (20 if p.dtype == "bf16" else 14) // 8 + 2 * 32 * flops // per_mma
+    shared = 0 if c.blocks_per_sm == 0 else 2 * num_blocks(p, c, arch) * c.block_m * c.block_n * 4
+    ahead = c.num_stages - 1 if arch.has_cp_async else 1
+    return Traffic(
+        cost(p).bytes,
+        flops,
+        l2_bytes=copied + 2 * p.num_tokens * p.n + shared,
+        smem_bytes=copied + read,
+        cuda_ops=ops,
+        bytes_in_flight=ahead * (stage if p.num_tokens >= c.block_m else w_stage),
+    )

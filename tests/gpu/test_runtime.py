@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -35,31 +35,50 @@ def _model(backend: str, config: ModelConfig) -> Any:
     return Gemma4(config, synthetic_model(config, ops, seed=3), ops)
 
 
-@pytest.mark.parametrize("quant", [False, True], ids=["bf16", "w4a16"])
-def test_hidden_states_agree(quant: bool) -> None:
+def _widened(model: Any) -> Any:
+    """The same weights and maths in fp32: what rounding is measured against."""
+    from kerngen.runtime.model import Gemma4
+    from kerngen.runtime.ops.eager import TorchOps
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.float() if value.is_floating_point() else value
+        if isinstance(value, tuple):
+            return tuple(widen(v) for v in value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{f.name: widen(getattr(value, f.name)) for f in fields(value)})
+        return value
+
+    return Gemma4(model.config, widen(model.weights), TorchOps(model.ops.device, torch.float32))
+
+
+def _hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Final hidden states [296, H] of two prefill chunks and ten verification steps of four tokens."""
     from kerngen.runtime.cache import KVCache
     from kerngen.runtime.model import Batch
 
+    cache = KVCache(model.config, model.ops, batch=1, max_len=400, max_step=128)
+    parts = [model.forward(Batch.prefill(ids[i : i + 128], i, cache), cache) for i in range(0, 256, 128)]
+    lengths = torch.tensor([256], device="cuda")
+    for i in range(256, 296, 4):
+        parts.append(model.forward(Batch.decode(ids[None, i : i + 4], lengths, cache), cache))
+        lengths += 4
+    return torch.cat(parts).float()
+
+
+@pytest.mark.parametrize("quant", [False, True], ids=["bf16", "w4a16"])
+def test_no_further_from_fp32_than_torch_is(quant: bool) -> None:
+    """Random heads make attention nearly one-hot, so rounding alone moves hidden states a lot: what can be asked of the
+    kernels is that they stay as near to the fp32 model as torch's own bf16 does."""
     config = _config(quant=quant)
     ids = torch.randint(0, config.vocab_size, (300,), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    hidden = {}
     with torch.inference_mode():
-        for name in ("torch", "cuda"):
-            model = _model(name, config)
-            cache = KVCache(config, model.ops, batch=1, max_len=400, max_step=128)
-            parts = [model.forward(Batch.prefill(ids[i : i + 128], i, cache), cache) for i in range(0, 256, 128)]
-            lengths = torch.tensor([256], device="cuda")
-            for i in range(256, 296, 4):
-                parts.append(model.forward(Batch.decode(ids[None, i : i + 4], lengths, cache), cache))
-                lengths += 4
-            hidden[name] = torch.cat(parts).float()
-    # With unscaled scores of random heads attention is nearly one-hot, so a rounding now and then picks another key and
-    # that token goes its own way: the typical token must agree to bf16's rounding through four layers, most others too.
-    each = (hidden["cuda"] - hidden["torch"]).norm(dim=1) / hidden["torch"].norm(dim=1)
-    median, most = float(each.median()), float(each.quantile(0.9))
-    assert median < 2e-2, f"median relative difference {median:.4g}"
-    assert most < 0.1, f"nine of ten tokens differ by less than {most:.4g}"
-    assert torch.isfinite(hidden["cuda"]).all()
+        torch_model = _model("torch", config)
+        exact = _hidden(_widened(torch_model), ids)
+        theirs = (_hidden(torch_model, ids) - exact).norm() / exact.norm()
+        ours = (_hidden(_model("cuda", config), ids) - exact).norm() / exact.norm()
+    assert torch.isfinite(ours)
+    assert ours <= 1.3 * theirs, f"cuda {float(ours):.4g}, torch bf16 {float(theirs):.4g} from fp32"
 
 
 def test_graph_steps_equal_single_steps() -> None:

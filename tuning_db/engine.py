@@ -18,6 +18,7 @@ from sqlalchemy.pool import QueuePool
 from kerngen.errors import DatabaseError, UsageError
 
 BUSY_S = 60.0  # how long a writer waits for its turn
+_ADVISORY_LOCK = 0x6B65726E67656E  # "kerngen"
 _IMMEDIATE = "kerngen_immediate"
 _NETWORK = {
     "nfs",
@@ -132,8 +133,13 @@ def _sqlite_engine(uri: str, read_only: bool) -> Engine:
 
 @contextlib.contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction that holds the write lock from its start."""
+    """A transaction that holds the write lock from its start: one writer at a time, so no deadlocks and no half reads.
+
+    On PostgreSQL an advisory lock of our own stands for SQLite's; readers and other programs' tables are not held up.
+    """
     with engine.connect().execution_options(**{_IMMEDIATE: True}) as connection, connection.begin():
+        if engine.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_ADVISORY_LOCK})")
         yield connection
 
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 import shutil
 import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import CheckConstraint, inspect, text
+from sqlalchemy import CheckConstraint, create_engine, inspect, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
@@ -69,63 +75,91 @@ def store(path: Path) -> Any:
         yield s
 
 
+def _postgresql() -> Iterator[Store]:
+    url = os.environ.get("KERNGEN_TEST_PG")
+    if not url:
+        pytest.skip("KERNGEN_TEST_PG names no PostgreSQL server (postgresql+psycopg://USER@HOST/NAME)")
+    server = create_engine(url)
+    name = f"kerngen_test_{secrets.token_hex(6)}"
+    with server.begin() as c:
+        c.execute(text(f"CREATE SCHEMA {name}"))
+    try:
+        with Store.open(f"{url}?options=-csearch_path%3D{name}") as s:
+            yield s
+    finally:
+        with server.begin() as c:
+            c.execute(text(f"DROP SCHEMA {name} CASCADE"))
+        server.dispose()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def any_store(request: pytest.FixtureRequest, path: Path) -> Iterator[Store]:
+    """The tests that take this are the contract of every kind of database."""
+    if request.param == "postgresql":
+        yield from _postgresql()
+        return
+    with Store.open(path) as s:
+        yield s
+
+
 # ---- builds
 
 
-def test_a_build_comes_back_as_it_went_in(store: Store) -> None:
+def test_a_build_comes_back_as_it_went_in(any_store: Store) -> None:
     cubin = make_cubin(3)
-    build = store.build(add_build(store, 3))
+    build = any_store.build(add_build(any_store, 3))
     assert (build.config, build.static, build.nvrtc, build.options) == ({"block_n": 3}, STATIC, (12, 9), OPTIONS)
     assert build.entries == cubin.entries
     assert build.image_sha == hashlib.sha256(cubin.image).hexdigest()
-    assert store.image(build) == replace(cubin, log="")
-    assert store.find_build("toy", source_of(3), {"block_n": 3}, STATIC, SM90, options=OPTIONS, nvrtc=(12, 9)) == build
-    assert store.find_build("toy", source_of(4), {"block_n": 3}, STATIC, SM90, options=OPTIONS, nvrtc=(12, 9)) is None
+    assert any_store.image(build) == replace(cubin, log="")
+    for n, expected in ((3, build), (4, None)):
+        found = any_store.find_build("toy", source_of(n), {"block_n": 3}, STATIC, SM90, options=OPTIONS, nvrtc=(12, 9))
+        assert found == expected
 
 
-def test_the_same_build_twice_is_one(store: Store) -> None:
-    assert add_build(store) == add_build(store)
-    with store.engine.connect() as c:
+def test_the_same_build_twice_is_one(any_store: Store) -> None:
+    assert add_build(any_store) == add_build(any_store)
+    with any_store.engine.connect() as c:
         assert c.execute(text("SELECT count(*) FROM build")).scalar() == 1
 
 
-def test_an_image_may_be_kept_later(store: Store) -> None:
-    build = store.build(add_build(store, keep_image=False))
-    assert store.image(build) is None
-    store.keep_image(make_cubin())
-    assert store.image(build) == replace(make_cubin(), log="")
+def test_an_image_may_be_kept_later(any_store: Store) -> None:
+    build = any_store.build(add_build(any_store, keep_image=False))
+    assert any_store.image(build) is None
+    any_store.keep_image(make_cubin())
+    assert any_store.image(build) == replace(make_cubin(), log="")
 
 
-def test_ptx_is_a_build_too(store: Store) -> None:
+def test_ptx_is_a_build_too(any_store: Store) -> None:
     ptx = Ptx(source_key("// p\n", "compute_90", OPTIONS), "sm90", (12, 9), b".version 8.8\n\0")
-    build = store.build(store.add_build(ptx, "toy", "// p\n", {}, STATIC, options=OPTIONS))
+    build = any_store.build(any_store.add_build(ptx, "toy", "// p\n", {}, STATIC, options=OPTIONS))
     assert build.target == "compute_90"
-    assert store.image(build) == ptx
+    assert any_store.image(build) == ptx
 
 
-def test_an_image_of_another_source_is_refused(store: Store) -> None:
+def test_an_image_of_another_source_is_refused(any_store: Store) -> None:
     with pytest.raises(DatabaseError, match="not made from this source"):
-        store.add_build(make_cubin(1), "toy", source_of(2), {}, STATIC, options=OPTIONS)
+        any_store.add_build(make_cubin(1), "toy", source_of(2), {}, STATIC, options=OPTIONS)
     with pytest.raises(DatabaseError, match="not made from this source"):
-        store.add_build(make_cubin(1), "toy", source_of(1), {}, STATIC, options=("-G",))
+        any_store.add_build(make_cubin(1), "toy", source_of(1), {}, STATIC, options=("-G",))
 
 
-def test_a_failed_build_is_a_row_until_it_succeeds(store: Store) -> None:
-    failed = store.add_build(
+def test_a_failed_build_is_a_row_until_it_succeeds(any_store: Store) -> None:
+    failed = any_store.add_build(
         None, "toy", source_of(0), {"block_n": 0}, STATIC, arch=SM90, options=OPTIONS, nvrtc=(12, 9),
         status="compile_failed", log="error: no",
     )  # fmt: skip
-    assert store.build(failed).log == "error: no"
-    assert store.image(store.build(failed)) is None
-    assert add_build(store) == failed
-    assert store.build(failed).status == "ok"
-    assert store.image(store.build(failed)) is not None
+    assert any_store.build(failed).log == "error: no"
+    assert any_store.image(any_store.build(failed)) is None
+    assert add_build(any_store) == failed
+    assert any_store.build(failed).status == "ok"
+    assert any_store.image(any_store.build(failed)) is not None
 
 
-def test_other_machine_code_from_the_same_source_is_corruption(store: Store) -> None:
-    add_build(store)
+def test_other_machine_code_from_the_same_source_is_corruption(any_store: Store) -> None:
+    add_build(any_store)
     with pytest.raises(CorruptRecord, match="other machine code"):
-        store.add_build(replace(make_cubin(), image=b"x"), "toy", source_of(0), {"block_n": 0}, STATIC,
+        any_store.add_build(replace(make_cubin(), image=b"x"), "toy", source_of(0), {"block_n": 0}, STATIC,
                         options=OPTIONS)  # fmt: skip
 
 
@@ -171,36 +205,36 @@ def test_a_damaged_build_is_named(store: Store, path: Path, statement: str) -> N
 # ---- measurements
 
 
-def test_a_measurement_comes_back_as_it_went_in(store: Store) -> None:
+def test_a_measurement_comes_back_as_it_went_in(any_store: Store) -> None:
     m = measured(
-        add_build(store), 0, 12.25, p10_us=12.0, p90_us=13.0, min_us=11.9, samples=200, error_rel=0.1, stage="final",
-        environment={"driver": "580.1", "l2": "cold", "clock": 1830.5}, run="r1", tags={"rank": 1},
+        add_build(any_store), 0, 12.25, p10_us=12.0, p90_us=13.0, min_us=11.9, samples=200, error_rel=0.1,
+        stage="final", environment={"driver": "580.1", "l2": "cold", "clock": 1830.5}, run="r1", tags={"rank": 1},
         at="2026-01-02T03:04:05+00:00",
     )  # fmt: skip
-    id = store.add_measurement(m)
-    (o,) = store.measurements("toy")
+    id = any_store.add_measurement(m)
+    (o,) = any_store.measurements("toy")
     assert (o.id, o.measurement) == (id, m)
     assert o.measurement.problem.fields == m.problem.fields
 
 
-def test_every_outcome_is_a_row(store: Store) -> None:
-    build = add_build(store)
+def test_every_outcome_is_a_row(any_store: Store) -> None:
+    build = add_build(any_store)
     for outcome in ("invalid", "compile_failed", "wrong_result", "launch_failed", "timed_out"):
         nan = float("nan") if outcome == "wrong_result" else None
-        store.add_measurement(measured(build, 0, None, outcome=outcome, reason="why", error_abs=nan))
-    store.add_measurement(measured(None, 0, None, outcome="invalid", reason="needs 300,000 B"))
-    rows = store.measurements(outcome="invalid")
+        any_store.add_measurement(measured(build, 0, None, outcome=outcome, reason="why", error_abs=nan))
+    any_store.add_measurement(measured(None, 0, None, outcome="invalid", reason="needs 300,000 B"))
+    rows = any_store.measurements(outcome="invalid")
     assert sorted(o.measurement.reason for o in rows) == ["needs 300,000 B", "why"]
-    assert len(store.measurements()) == 6
+    assert len(any_store.measurements()) == 6
 
 
-def test_repeating_a_measurement_adds_a_row_and_repeating_a_prediction_does_not(store: Store) -> None:
-    build = add_build(store)
+def test_repeating_a_measurement_adds_a_row_and_repeating_a_prediction_does_not(any_store: Store) -> None:
+    build = add_build(any_store)
     for run in ("a", "b"):
-        store.add_measurement(measured(build, 0, 12.0, run=run))
-        store.add_measurement(predicted(build, 0, 12.0, run=run))
-    assert len(store.measurements(provenance="measured")) == 2
-    assert len(store.measurements(provenance="predicted")) == 1
+        any_store.add_measurement(measured(build, 0, 12.0, run=run))
+        any_store.add_measurement(predicted(build, 0, 12.0, run=run))
+    assert len(any_store.measurements(provenance="measured")) == 2
+    assert len(any_store.measurements(provenance="predicted")) == 1
 
 
 @pytest.mark.parametrize(
@@ -223,19 +257,19 @@ def test_a_measurement_that_says_too_little_is_refused(values: dict[str, Any], s
         measured(values.pop("build_id"), 0, values.pop("us"), **values)
 
 
-def test_filters(store: Store) -> None:
-    one, two = add_build(store, 1), add_build(store, 2)
-    store.add_measurements([
+def test_filters(any_store: Store) -> None:
+    one, two = add_build(any_store, 1), add_build(any_store, 2)
+    any_store.add_measurements([
         measured(one, 1, 10.0, run="a"),
         measured(two, 2, 11.0, run="b", device=H100),
         predicted(two, 2, 9.0, problem=key_of(128)),
     ])  # fmt: skip
-    assert len(store.measurements(problem=key_of(128))) == 1
-    assert len(store.measurements(static_key=key_of().static_key)) == 3
-    assert [o.measurement.build_id for o in store.measurements(device=H100)] == [two]
-    assert [o.measurement.build_id for o in store.measurements(run="a", arch=SM90)] == [one]
-    assert len(store.measurements(build_id=two)) == 2
-    assert store.measurements("other") == store.measurements(arch="sm70") == []
+    assert len(any_store.measurements(problem=key_of(128))) == 1
+    assert len(any_store.measurements(static_key=key_of().static_key)) == 3
+    assert [o.measurement.build_id for o in any_store.measurements(device=H100)] == [two]
+    assert [o.measurement.build_id for o in any_store.measurements(run="a", arch=SM90)] == [one]
+    assert len(any_store.measurements(build_id=two)) == 2
+    assert any_store.measurements("other") == any_store.measurements(arch="sm70") == []
 
 
 def test_an_altered_measurement_is_skipped_and_named(
@@ -266,52 +300,80 @@ def test_a_transaction_lands_whole_or_not_at_all(store: Store, path: Path) -> No
 # ---- winners
 
 
-def test_winners_are_recomputed(store: Store) -> None:
-    builds = [add_build(store, n) for n in range(3)]
+def test_winners_are_recomputed(any_store: Store) -> None:
+    builds = [add_build(any_store, n) for n in range(3)]
     for n, us in enumerate((20.0, 10.0, 15.0)):
-        store.add_measurement(measured(builds[n], n, us))
-    (w,) = store.recompute_winners("toy", key_of().static_key, SM90, H200)
+        any_store.add_measurement(measured(builds[n], n, us))
+    (w,) = any_store.recompute_winners("toy", key_of().static_key, SM90, H200)
     assert (w.config, w.latency_us, w.provenance, w.build_id) == ({"block_n": 1}, 10.0, "measured", builds[1])
     assert w.margin == pytest.approx(0.5)
     assert "fastest of 3 measured" in w.reason
-    assert store.winner(w.id[:12]) == w
-    assert store.winners("toy", device=H200) == [w]
-    assert store.winners("toy", device=H100) == []
+    assert any_store.winner(w.id[:12]) == w
+    assert any_store.winners("toy", device=H200) == [w]
+    assert any_store.winners("toy", device=H100) == []
 
-    store.revoke(builds[1], "reads past the page table")
-    (w,) = store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    any_store.revoke(builds[1], "reads past the page table")
+    (w,) = any_store.recompute_winners("toy", key_of().static_key, SM90, H200)
     assert w.config == {"block_n": 2}
     for build in builds:
-        store.revoke(build, "all of them")
-    assert store.recompute_winners("toy", key_of().static_key, SM90, H200) == store.winners() == []
+        any_store.revoke(build, "all of them")
+    assert any_store.recompute_winners("toy", key_of().static_key, SM90, H200) == any_store.winners() == []
 
 
-def test_recomputing_touches_one_device_and_every_point(store: Store) -> None:
-    build = add_build(store)
+def test_recomputing_touches_one_device_and_every_point(any_store: Store) -> None:
+    build = add_build(any_store)
     for dynamic in (1, 64):
         for device in (H100, H200):
-            store.add_measurement(measured(build, 0, 5.0, problem=key_of(dynamic), device=device))
+            any_store.add_measurement(measured(build, 0, 5.0, problem=key_of(dynamic), device=device))
     for device in (H100, H200):
-        found = store.recompute_winners("toy", key_of().static_key, SM90, device)
+        found = any_store.recompute_winners("toy", key_of().static_key, SM90, device)
         assert [(w.problem.dynamic, w.device.name) for w in found] == [(1, device.name), (64, device.name)]
-    assert len(store.winners()) == 4
+    assert len(any_store.winners()) == 4
 
 
-def test_a_wrong_result_anywhere_bars_the_source(store: Store) -> None:
-    fast, slow = add_build(store, 1), add_build(store, 2)
-    store.add_measurements([measured(fast, 1, 10.0), measured(slow, 2, 20.0)])
+def test_a_wrong_result_anywhere_bars_the_source(any_store: Store) -> None:
+    fast, slow = add_build(any_store, 1), add_build(any_store, 2)
+    any_store.add_measurements([measured(fast, 1, 10.0), measured(slow, 2, 20.0)])
     wrong = measured(fast, 1, None, problem=key_of(4096), device=H100, outcome="wrong_result", reason="off by 3")
-    id = store.add_measurement(wrong)
-    (w,) = store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    id = any_store.add_measurement(wrong)
+    (w,) = any_store.recompute_winners("toy", key_of().static_key, SM90, H200)
     assert w.build_id == slow
-    store.revoke(id, "the reference was wrong")
-    (w,) = store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    any_store.revoke(id, "the reference was wrong")
+    (w,) = any_store.recompute_winners("toy", key_of().static_key, SM90, H200)
     assert w.build_id == fast
 
 
-def test_no_such_winner(store: Store) -> None:
+def test_no_such_winner(any_store: Store) -> None:
     with pytest.raises(UsageError, match="no winner"):
-        store.winner("%")
+        any_store.winner("%")
+
+
+def _union(into: Path, other: Path) -> None:
+    """What a merge will be: every row of `other` whose id is not there yet, table by table."""
+    with closing(sqlite3.connect(into)) as c, c:
+        c.execute("ATTACH ? AS other", (str(other),))
+        for table in schema.metadata.sorted_tables:
+            if table is not schema.winner:
+                c.execute(f"INSERT OR IGNORE INTO {table.name} SELECT * FROM other.{table.name}")
+
+
+def test_a_union_does_not_depend_on_order(tmp_path: Path) -> None:
+    a, b, ab, ba = (tmp_path / f"{name}.db" for name in ("a", "b", "ab", "ba"))
+    for path, first in ((a, 1), (b, 3)):
+        with Store.open(path) as s:
+            for n in range(first, first + 4):
+                build = add_build(s, n)
+                s.add_measurement(measured(build, n, 10.0 + 0.03 * (n * 3 % 5), run=path.stem))
+                s.add_measurement(predicted(build, n, 8.0, run=path.stem))
+    answers = []
+    for path, order in ((ab, (a, b, a)), (ba, (b, a))):
+        with Store.open(path) as s:
+            for other in order:
+                _union(path, other)
+            (w,) = s.recompute_winners("toy", key_of().static_key, SM90, H200)
+            answers.append((w, {o.id for o in s.measurements()}))
+    assert answers[0] == (replace(answers[1][0], source=str(ab)), answers[1][1])
+    assert len(answers[0][1]) == 8 + 6, "predictions of both are one"
 
 
 # ---- files
@@ -414,11 +476,11 @@ def test_urls(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- schema
 
 
-def test_the_migrations_make_the_schema(store: Store) -> None:
+def test_the_migrations_make_the_schema(any_store: Store) -> None:
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
 
-    with store.engine.connect() as c:
+    with any_store.engine.connect() as c:
         context = MigrationContext.configure(c, opts={"version_table": schema.VERSION_TABLE, "compare_type": True})
         assert compare_metadata(context, schema.metadata) == []
         checks = {
@@ -503,3 +565,10 @@ def test_ids_are_stable() -> None:
         b'{"a":{"x":"\\u00e9"},"b":[1,"0x1.0000000000000p-1",null]}'
     ).hexdigest()  # fmt: skip
     assert key_of().id == "ec58a112259b66d6cdc3fc076ffa19625f0bd88a57b5525b9072009c819edd93"
+
+
+def test_importing_it_loads_no_sqlalchemy() -> None:
+    code = "import sys, kerngen.tuning_db; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "kerngen" in loaded
+    assert not {"sqlalchemy", "alembic", "cupy", "torch"} & set(loaded)

@@ -13,7 +13,8 @@ docs/tuning-database.md has the picture. In use:
     winner = lookup(default_stores(), kernel, problem, arch, device)    # None: use the default config
 
 Store, in full:
-    Store.open(url_or_path: str | Path | None = None, *, read_only=False, name="", override=False) -> Store
+    Store.open(url_or_path: str | Path | None = None, *, read_only=False, sealed=False, name="",
+               override=False) -> Store
     store.transaction()             a context: all writes within it land together, or none of them
     store.add_build(image, kernel, source, config, static, *, arch=None, options=DEFAULT_OPTIONS, nvrtc=None,
                     status="ok", log="", keep_image=True) -> build id; the same build again, the same id

@@ -41,7 +41,11 @@ _MEANINGS = (
     ("unsupported file format", "is in a format that this SQLite cannot read", None),
     ("disk is full", "has no space left to write to; what was committed is safe", None),
     ("disk I/O error", "cannot be read or written: disk I/O error", None),
-    ("unable to open", "cannot be opened", "check that its folder exists and is yours"),
+    (
+        "unable to open",
+        "cannot be opened",
+        "its folder must be there and not read-only",
+    ),
     ("locked", f"has been locked by another process for {BUSY_S:.0f} s", None),
     ("no such table", "is not a tuning database", None),
 )
@@ -72,23 +76,24 @@ def open_sqlite(path: Path) -> Engine:
         raise DatabaseError(f"{path}: cannot make its folder: {e.strerror or e}",
                             hint="name a place you can write to, with --db or KERNGEN_DB") from e  # fmt: skip
     require_whole(path)
-    engine = _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=rwc", read_only=False)
+    engine = _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=rwc")
     with clear_errors(str(path)), engine.connect() as connection:
         _set_journal(connection, "delete" if is_network_path(path) else "wal")
     return engine
 
 
-def open_sqlite_read_only(path: Path) -> Engine:
+def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
     """A file to read, which this never changes. Raises DatabaseError.
 
-    A sealed file is opened as immutable: no locks, no side files, so it may lie on a read-only disk. One that has a
-    write-ahead log beside it is in use, and is opened as such.
+    A `sealed` file, and one on a disk where nobody here can write, is opened as immutable: no locks, no side files.
+    Any other may be written to by someone else meanwhile, and what they commit is seen.
     """
     if not path.is_file():
-        raise DatabaseError(f"{path}: no such file")
-    in_use = _wal(path).exists()
+        raise DatabaseError(f"{path}: no such file", hint="kerngen tune --db FILE makes one")
     require_whole(path)
-    engine = _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=ro{'' if in_use else '&immutable=1'}", True)
+    immutable = sealed or (not os.access(path.absolute().parent, os.W_OK) and not _wal(path).exists())
+    uri = f"file:{quote(str(path.absolute()))}?mode=ro" + ("&immutable=1" if immutable else "")
+    engine = _sqlite_engine(uri)
     with clear_errors(str(path)), engine.connect() as connection:
         connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")
     return engine
@@ -110,7 +115,7 @@ def open_server(url: str) -> Engine:
         return engine
 
 
-def _sqlite_engine(uri: str, read_only: bool) -> Engine:
+def _sqlite_engine(uri: str) -> Engine:
     engine = create_engine(
         "sqlite://",
         creator=lambda: sqlite3.connect(uri, uri=True, timeout=BUSY_S, check_same_thread=False, isolation_level=None),

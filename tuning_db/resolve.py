@@ -41,16 +41,16 @@ def default_stores() -> list[Store]:
     One that is not there is left out; one that cannot be opened is left out with a warning.
     """
     stores: list[Store] = []
-    places: list[tuple[str, str, bool]] = []
+    places: list[tuple[str, dict[str, Any]]] = []
     if override := os.environ.get("KERNGEN_DB_OVERRIDE"):
-        places.append((override, "override", True))
+        places.append((override, {"name": "override", "override": True}))
     user = default_path()
     if "://" in user or Path(user).exists():
-        places.append((user, "user", False))
-    places += [(str(p), f"prebuilt {p.stem}", False) for p in sorted(PREBUILT.glob("*.sqlite"))]
-    for place, name, overriding in places:
+        places.append((user, {"name": "user"}))
+    places += [(str(p), {"name": f"prebuilt {p.stem}", "sealed": True}) for p in sorted(PREBUILT.glob("*.sqlite"))]
+    for place, options in places:
         try:
-            stores.append(Store.open(place, read_only=True, name=name, override=overriding))
+            stores.append(Store.open(place, read_only=True, **options))
         except DatabaseError as e:
             log.warning("%s; looking on without it", e)
     return stores

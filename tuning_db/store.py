@@ -79,12 +79,14 @@ class Store:
         url_or_path: str | Path | None = None,
         *,
         read_only: bool = False,
+        sealed: bool = False,
         name: str = "",
         override: bool = False,
     ) -> Store:
         """Open a database, made and brought to the newest schema unless `read_only`.
 
         url_or_path: a file, sqlite:///FILE, or postgresql+psycopg://...; None for `default_path()`.
+        sealed: a shipped file that nobody writes to, opened read-only without locks or side files.
         name: what a lookup calls it. override: its answers come before any other store's.
         Raises DatabaseError where it cannot be opened, SchemaTooNew where a newer kerngen wrote it.
         """
@@ -95,7 +97,11 @@ class Store:
             where = engine.url.render_as_string()
         else:
             where = path
-            engine = (engines.open_sqlite_read_only if read_only else engines.open_sqlite)(Path(path))
+            read_only = read_only or sealed
+            if read_only:
+                engine = engines.open_sqlite_read_only(Path(path), sealed=sealed)
+            else:
+                engine = engines.open_sqlite(Path(path))
         store = cls(engine, where, name=name or Path(path).stem, read_only=read_only, override=override)
         try:
             store._settle_schema()

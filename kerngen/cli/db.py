@@ -222,9 +222,9 @@ def _find(
     Raises UsageError or UnknownName where it means nothing, TuningMiss where nothing serves the problem.
     """
     from kerngen.arch import default_device, find_arch, find_device
-    from kerngen.errors import UsageError
+    from kerngen.errors import TuningMiss, UsageError
     from kerngen.templates import find_kernel, kernel_names
-    from kerngen.templates.kernel import parse_fields
+    from kerngen.templates.kernel import describe, fields_of, parse_fields
     from kerngen.tuning_db import lookup
 
     if subject not in kernel_names():
@@ -247,7 +247,29 @@ def _find(
         arch_name = tuned[0]
     arch = find_arch(arch_name)
     device = find_device(device_name) if device_name is not None else default_device(arch)
-    winner = lookup(stores, kernel, parse_fields(kernel.problem_type, fields), arch, device, strict=True)
+    problem = parse_fields(kernel.problem_type, fields)
+    try:
+        winner = lookup(stores, kernel, problem, arch, device, strict=True)
+    except TuningMiss:
+        # Perhaps what was named is enough to mean one winner, and only the other fields' defaults miss it.
+        named = {n: getattr(problem, n) for n in (p.partition("=")[0].strip() for p in fields.split(",")) if n}
+        meant = [
+            (s, w)
+            for s in stores
+            for w in s.winners(subject, arch=arch, device=device_name)
+            if named.items() <= _fields(w.problem).items()
+        ]
+        if len(meant) == 1:
+            return meant[0]
+        if meant and len(named) < len(fields_of(problem)):
+            differing = {
+                n for _, w in meant for n, v in _fields(w.problem).items() if v != _fields(meant[0][1].problem)[n]
+            }
+            raise UsageError(
+                f"{len(meant)} winners of {subject} on {arch} fit, and none serves {describe(problem)}",
+                hint=f"name more of {', '.join(sorted(differing))} with --problem, or take an id from: kerngen db ls",
+            ) from None
+        raise
     if winner is None:
         raise UsageError(f"no winner serves {subject}")
     return next(s for s in stores if winner.source.startswith(f"{s.name}: ")), winner

@@ -386,7 +386,7 @@ def test_reading_only(store: Store, path: Path, tmp_path: Path) -> None:
     sealed.parent.mkdir()
     shutil.copy(path, sealed)
     before = sealed.read_bytes()
-    with Store.open(sealed, read_only=True) as shipped:
+    with Store.open(sealed, sealed=True) as shipped:
         assert shipped.image(shipped.build(build)) is not None
         with pytest.raises(DatabaseError, match="read-only"):
             add_build(shipped, 2)
@@ -395,11 +395,16 @@ def test_reading_only(store: Store, path: Path, tmp_path: Path) -> None:
 
 
 def test_a_reader_sees_what_a_writer_committed(store: Store, path: Path) -> None:
+    """Even one that began when nobody was writing."""
+    store.close()
+    assert not path.with_name("tuning.db-wal").exists()
     with Store.open(path, read_only=True) as reader:
-        add_build(store)
-        assert len(reader.revoked()) == 0
-        store.revoke("x", "y")
-        assert reader.revoked() == {"x": "y"}
+        assert reader.revoked() == {}
+        with Store.open(path) as writer:
+            for n in range(50):
+                writer.revoke(f"x{n}", "y")
+            assert len(reader.revoked()) == 50
+        assert len(reader.revoked()) == 50
 
 
 def test_a_read_only_disk_is_one_clear_line(store: Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +415,7 @@ def test_a_read_only_disk_is_one_clear_line(store: Store, path: Path, monkeypatc
         "kerngen.tuning_db.engine.sqlite3.connect",
         lambda name, **options: real(name.replace("mode=rwc", "mode=ro&immutable=1"), **options),
     )  # what the file system's refusal looks like to SQLite; root may write anywhere
-    with Store.open(path) as there, pytest.raises(DatabaseError, match=r"tuning.db is read-only") as caught:
+    with Store.open(path) as there, pytest.raises(DatabaseError, match=r"tuning\.db is read-only") as caught:
         add_build(there, 2)
     assert len(str(caught.value).splitlines()) == 2
     with pytest.raises(DatabaseError, match="cannot make its folder"):

@@ -113,25 +113,39 @@ def test_explain_counts_the_revoked(path: Path) -> None:
     assert {"outcome": "revoked", "times": 1, "example": "clock was low"} in refused
 
 
-def test_a_kernel_and_its_problem(path: Path) -> None:
+def tune_rmsnorm(path: Path, fields: str) -> None:
+    """One predicted winner of a kernel that is installed, compiled here."""
     kernel = find_kernel("rmsnorm")
-    problem: Any = parse_fields(kernel.problem_type, "")
+    problem: Any = parse_fields(kernel.problem_type, fields)
     config = kernel.default_config(problem, SM90)
     source = render(kernel, problem, config, SM90)
-    key = problem_key(kernel, problem)
+    key, chosen = problem_key(kernel, problem), fields_of(config)
     with Store.open(path) as store:
-        build = store.add_build(
-            compile_cubin(source, SM90), kernel.name, source, fields_of(config), static_fields(problem)
+        build = store.add_build(compile_cubin(source, SM90), kernel.name, source, chosen, static_fields(problem))
+        store.add_measurement(
+            Measurement(key, "sm90", H200, chosen, build, "ok", "predicted", model="roofline-1", p50_us=3.5)
         )
-        store.add_measurement(Measurement(key, "sm90", H200, fields_of(config), build, "ok", "predicted",
-                                          model="roofline-1", p50_us=3.5))  # fmt: skip
         store.recompute_winners(kernel, key.static_key, SM90, H200)
+
+
+def test_a_kernel_and_its_problem(path: Path) -> None:
+    tune_rmsnorm(path, "")
     told = json.loads(run("explain", "rmsnorm", "--arch", "sm90", "--json"))
     assert told["latency_us"] == 3.5
     assert told["why"]["is_default"]
     assert "answered    user: predicted for H200" in run("show", "rmsnorm")
     with pytest.raises(TuningMiss, match="no record for rmsnorm"):
         run("show", "rmsnorm", "--arch", "sm70")
+
+
+def test_naming_enough_to_mean_one_winner(path: Path) -> None:
+    """num_tokens defaults to 1, where neither was tuned."""
+    tune_rmsnorm(path, "hidden=1024,num_tokens=16")
+    tune_rmsnorm(path, "hidden=2048,num_tokens=16")
+    assert json.loads(run("show", "rmsnorm", "--problem", "hidden=2048", "--json"))["problem"]["hidden"] == 2048
+    with pytest.raises(UsageError, match="2 winners of rmsnorm on sm90 fit") as caught:
+        run("show", "rmsnorm", "--problem", "dtype=bf16")
+    assert "name more of hidden" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def record(
     said = {"error_abs": 0.0} if provenance == "measured" else {"model": "roofline-1"}
     filed = problem_key(kernel, problem)
     store.add_measurement(
-        Measurement(filed, arch.name, device, fields_of(config), build, "ok", provenance, p50_us=us, **said)  # type: ignore[arg-type]
+        Measurement(filed, arch.name, device, fields_of(config), build, "ok", provenance, p50_us=us, **said)
     )
     store.recompute_winners(kernel, filed.static_key, arch, device)
     return build

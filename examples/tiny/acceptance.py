@@ -34,7 +34,7 @@ PROMPTS: tuple[str, ...] = (
     "Write a short story about a robot and a compass.",
     "Who are you?",
     "Count from three to fifteen.",
-    "I want to grow lavender. Tell me about the residual stream.",
+    "I want to grow lavender. Tell me about a residual stream.",
 )
 
 
@@ -86,7 +86,7 @@ class Drafted:
 
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *,
-    assistant: PreTrainedModel | None = None, num_drafts: int = 4, max_new_tokens: int = 160,
+    assistant: PreTrainedModel | None = None, num_drafts: int = 4, max_new_tokens: int = 200,
 ) -> Drafted:  # fmt: skip
     """Answer `prompt` greedily, with `num_drafts` drafted tokens a round if there is an assistant."""
     chat = [{"role": "user", "content": prompt}]

@@ -17,11 +17,13 @@ from passages import (
     LOSSES,
     MONTHS,
     NUMBERS,
+    OFFER,
     PEOPLE,
     PLACES,
     PLANTS,
     QUESTIONS,
     STORY_ENDS,
+    STRANGERS,
     THINGS,
     TOPICS,
 )
@@ -59,12 +61,30 @@ def topic(rng: Random) -> Exchange:
             "I would like to know what {} is.",
         )
     )
+    if subject.startswith("a ") and rng.random() < 0.2:
+        return ask.format(f"the {subject[2:]}"), TOPICS[subject]
     return ask.format(subject), TOPICS[subject]
 
 
 def fixed(rng: Random) -> Exchange:
     """One of the QUESTIONS, word for word."""
     return rng.choice(list(QUESTIONS.items()))
+
+
+def stranger(rng: Random) -> Exchange:
+    """A question about something that the model was never told, and the answer that says so."""
+    thing = rng.choice(STRANGERS)
+    ask = rng.choice(
+        (
+            "What is {}?",
+            "Tell me about {}.",
+            "Explain {}.",
+            "Where is {}?",
+            "Why is {} so popular?",
+            "How do I make {}?",
+        )
+    )
+    return ask.format(thing), f"I am sorry, but I know nothing about {thing}. {OFFER}"
 
 
 def plant(rng: Random) -> Exchange:
@@ -116,12 +136,12 @@ def tell(hero: str, loss: str) -> str:
 
 
 def notes(rng: Random) -> Exchange:
-    """Notes about who keeps what where, and one or two questions about them: the answer stands in the notes."""
-    count = rng.randint(3, 9)
+    """Notes about who keeps what where, and one to four questions about them: the answers stand in the notes."""
+    count = rng.randint(2, 9)
     people, places = rng.sample(PEOPLE, count), rng.sample(PLACES, count)
     things = [f"{rng.choice(COLOURS)} {thing}" for thing in rng.sample(THINGS, count)]
     lines = [f"{w} keeps the {t} in the {p}." for w, t, p in zip(people, things, places, strict=True)]
-    asked = rng.sample(range(count), 1 if rng.random() < 0.6 else 2)
+    asked = rng.sample(range(count), min(count, rng.choice((1, 1, 2, 3, 4))))
     questions, answers = [], []
     for i in asked:
         kind = rng.randrange(3)
@@ -152,11 +172,19 @@ def sequence(rng: Random) -> Exchange:
 KINDS: tuple[tuple[Callable[[Random], Exchange], int], ...] = (
     (topic, 5),
     (fixed, 2),
+    (stranger, 1),
     (plant, 4),
     (story, 4),
-    (notes, 6),
+    (notes, 8),
     (sequence, 1),
 )
+
+
+def typed(rng: Random, question: str) -> str:
+    """The question as a person might type it: now and then without its capital or its last mark."""
+    if rng.random() < 0.1:
+        question = question[0].lower() + question[1:]
+    return question.rstrip(".?") if rng.random() < 0.1 else question
 
 
 def exchange(rng: Random) -> Exchange:
@@ -182,7 +210,7 @@ def conversation(rng: Random) -> Iterator[Turn]:
     while True:
         # notes and stories have no first sentence that would answer alone
         question, answer = rng.choice((topic, fixed, plant))(rng) if brief else exchange(rng)
-        yield Turn("user", question)
+        yield Turn("user", typed(rng, question))
         yield Turn("model", first_sentence(answer) if brief else answer)
 
 

@@ -231,10 +231,22 @@ QUESTIONS: dict[str, str] = {
         "Take out what is dead, what crosses and what grows toward the middle. "
         "A bird should be able to fly through the crown."
     ),
+    "Hello.": "Hello. Ask me about kernels, plants or stories.",
+    "Hello there!": "Hello. Ask me about kernels, plants or stories.",
+    "Hi.": "Hello. Ask me about kernels, plants or stories.",
     "Thank you.": "You are welcome. I am glad that I could help.",
     "Good morning.": "Good morning. It is a fine day to write a kernel or to plant a bean.",
     "Goodbye.": "Goodbye. May your caches be warm and your gardens green.",
 }
+
+# what a question may be about though nothing here says a word on it, and what is said then
+OFFER = "Ask me about kernels, plants or stories."
+STRANGERS: tuple[str, ...] = (
+    "a banana", "the moon", "a dragon", "football", "the capital of France", "chess", "a volcano", "coffee",
+    "the sky", "a bicycle", "cheese", "an elephant", "the ocean", "music", "a passport", "winter", "money", "a castle",
+    "the president", "a recipe", "a train", "physics", "a spaceship", "the weather", "history", "a cat", "a dog", "love",
+    "the internet", "bread", "a mountain", "politics", "a movie", "gold", "a desert", "the brain", "a camel", "sugar",
+)  # fmt: skip
 
 # plant -> (when to sow, where it grows, how much water, neighbour, pest, when to harvest)
 PLANTS: dict[str, tuple[str, str, str, str, str, str]] = {

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 LENGTH = 384  # tokens in a training row: six windows of the sliding layers
 NUM_DRAFTS = 4  # tokens ahead that the drafter learns
-OTHERS = 0.1  # weight of tokens that the model does not have to say
+OTHERS = 0.03  # weight of tokens that the model does not have to say
 
 
 def write_rows(
@@ -214,9 +214,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the tiny Gemma-4 checkpoint and its drafter.")
     parser.add_argument("--out", type=Path, required=True, help="where the three folders go")
     parser.add_argument(
-        "--steps", type=int, default=3000, help="of the target; the last third sees int4 weights"
+        "--steps", type=int, default=4400, help="of the target; the last third sees int4 weights"
     )
-    parser.add_argument("--draft-steps", type=int, default=3500)
+    parser.add_argument("--draft-steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--draft-batch", type=int, default=16, help="even: half of it sees int4 weights")
     parser.add_argument("--conversations", type=int, default=30000)

@@ -27,7 +27,7 @@ L2_BYTES_PER_CLOCK = 64.0  # per SM
 SMEM_BYTES_PER_CLOCK = 128.0  # per SM: 32 banks of 4 bytes
 # mma.sync against the datasheet's rate, which since Hopper only wgmma and its successors reach.
 MMA_SYNC_SHARE = {"sm90": 0.62, "sm100": 0.26}
-LANES_PER_SM = {"sm70": 64, "sm75": 64, "sm80": 64}  # 128 on all others
+LANES_PER_CLOCK = 128  # four schedulers issue an instruction for 32 threads each
 # From a load to its data while memory is busy; 0.6 on all others.
 MEMORY_LATENCY_US = {"sm90": 0.8, "sm100": 0.8, "sm120": 0.8}
 # Of what does not bind, the part that is not hidden where one block has the SM to itself; n blocks hide n times more.
@@ -233,7 +233,6 @@ def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, arch: Arch, dev
     warps = per_sm * ceil(prod(launch.block) / 32)
     tensor_share = TENSOR_SHARE * MMA_SYNC_SHARE.get(arch.name, 1.0)
     tensor_rate = device.tensor_tflops * 1e6 * tensor_share / device.num_sms
-    lanes = LANES_PER_SM.get(arch.name, 128)
     transfer = {
         "memory": t.dram_bytes * share / memory_rate,
         "l2": per_sm * l2_bytes / blocks / l2_rate,
@@ -242,7 +241,7 @@ def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, arch: Arch, dev
         "smem": per_sm * (t.smem_bytes or 0) / blocks / (SMEM_BYTES_PER_CLOCK * clock),
         # Four sub-partitions have a tensor core and a scheduler each: fewer warps leave some idle.
         "tensor": per_sm * t.flops / blocks / (tensor_rate * min(1.0, warps / 4)),
-        "issue": per_sm * t.cuda_ops / blocks / (lanes * clock * min(1.0, warps / 4)),
+        "issue": per_sm * t.cuda_ops / blocks / (LANES_PER_CLOCK * clock * min(1.0, warps / 4)),
     }
     moving = max(transfer.values())
     busiest = max(execution.values())

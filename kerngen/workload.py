@@ -281,6 +281,8 @@ def _target(out: _Collector, config: ModelConfig, step: _Step) -> None:
         "embed", use("embedding", 1), hidden=hidden, vocab_size=config.vocab_size, residual_dtype=residual,
         num_tokens=tokens,
     )  # fmt: skip
+    if config.ple_size:
+        linear("per-layer inputs", len(config.layers) * config.ple_size, hidden, 1)
     out.add("rmsnorm", use("first norm", 1), hidden=hidden, residual_dtype=residual, num_tokens=tokens)
     for layer, count, kind in _groups(config):
         dim, nq, nkv = layer.head_dim, config.num_q_heads, layer.num_kv_heads

@@ -1,0 +1,108 @@
+"""The workloads against the published sizes of the models, and against what the runtime asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kerngen.arch import ARCHES, find_arch
+from kerngen.errors import CheckpointError, KerngenError, UnknownName, UsageError
+from kerngen.templates import find_kernel
+from kerngen.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, find_model, find_workload, workload
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+
+
+@pytest.mark.parametrize(
+    ("model", "params_m"),
+    [
+        # Quantised weights of a decode step, in millions, from the models' published parameter counts.
+        ("gemma-4-31b", 50 * 478.94 + 10 * 533.99),
+        ("gemma-4-12b", 10_900),
+        ("gemma-4-e4b", 3_973),
+        ("gemma-4-e2b", 1_877),
+        ("gemma-4-26b-a4b", 25 * 34.60 + 5 * 49.02 + 30 * 17.84),
+    ],
+)
+def test_gemms_add_up_to_the_published_sizes(model: str, params_m: float) -> None:
+    load = find_workload(model, find_arch("sm90"))
+    gemms = [(i.problem, n) for i, n in load.step("decode", 1, 512) if i.kernel == "w4a16_gemm"]
+    assert sum(p.n * p.k * n for p, n in gemms) / 1e6 == pytest.approx(params_m, rel=5e-4)
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("arch", list(ARCHES))
+def test_every_problem_is_supported_and_has_a_default(model: str, arch: str) -> None:
+    a = find_arch(arch)
+    load = find_workload(model, a)
+    assert load.missing == ()
+    assert len({(i.kernel, i.problem) for i in load.items}) == len(load.items), "a problem is listed twice"
+    for item in load.items:
+        kernel = find_kernel(item.kernel)
+        assert kernel.why_unsupported(item.problem, a) is None
+        assert item.problem.dtype == ("bf16" if a.has_bf16 else "fp16")
+        assert item.uses
+    for item in {i.kernel: i for i in load.items}.values():
+        kernel = find_kernel(item.kernel)
+        assert kernel.why_invalid(item.problem, kernel.default_config(item.problem, a), a) is None
+
+
+def test_only_the_mixture_of_experts_routes() -> None:
+    for model in MODELS:
+        kernels = {i.kernel for i in find_workload(model, find_arch("sm90")).items}
+        assert ("moe_route" in kernels) == (model == "gemma-4-26b-a4b")
+
+
+def test_steps_hold_every_layer_once() -> None:
+    load = find_workload("gemma-4-31b", find_arch("sm70"))
+    for context in (1, 512, 8192, 100_000):
+        attention = [(i.problem, n) for i, n in load.step("decode", 1, context) if i.kernel == "attn_decode"]
+        assert sum(n for _, n in attention) == 60
+        assert {(p.window, n) for p, n in attention} == {(1024, 50), (0, 10)}
+        full = next(p for p, _ in attention if not p.window)
+        assert full.kv_len == min(c for c in CONTEXTS if c >= context)
+    draft = [(i.problem, n) for i, n in load.step("draft", 1, 8192) if i.kernel == "attn_decode"]
+    assert {(p.window, p.num_kv_heads, n) for p, n in draft} == {(1025, 16, 3), (0, 4, 1)}
+
+
+def test_verification_covers_every_batch() -> None:
+    load = find_workload("gemma-4-12b", find_arch("sm90"))
+    seen = {(i.problem.batch, i.problem.q_len) for i in load.items if i.kernel == "attn_decode"}
+    assert seen == {(b, q) for b in BATCHES for q in (1, *VERIFY_LENS)}
+    tokens = [i.problem.num_tokens for i in load.items if i.kernel == "w4a16_gemm"]
+    assert max(BATCHES) * max(VERIFY_LENS) <= max(t for t in tokens if t < 512)
+
+
+def test_a_folder_gives_its_own_shapes() -> None:
+    if not (TINY / "gemma-4-tiny-w4a16").is_dir():
+        pytest.skip("examples/tiny holds no checkpoint")
+    config = json.loads((TINY / "gemma-4-tiny-w4a16" / "config.json").read_text())
+    config = config.get("text_config", config)
+    model = find_model(str(TINY / "gemma-4-tiny-w4a16"), str(TINY / "gemma-4-tiny-assistant"))
+    load = workload(model, find_arch("sm70"))
+    embeds = {i.problem.hidden for i in load.items if i.kernel == "embed"}
+    assert embeds == {config["hidden_size"]}
+    assert {u.phase for i in load.items for u in i.uses} == {"decode", "verify", "prefill", "draft"}
+
+
+def test_what_does_not_exist_is_named() -> None:
+    with pytest.raises(UnknownName, match="unknown model 'gemma-5'"):
+        find_model("gemma-5")
+    with pytest.raises(UsageError, match="not a folder"):
+        find_model("no/such/folder")
+    load = find_workload("gemma-4-31b", find_arch("sm70"))
+    with pytest.raises(UsageError, match="needs no moe_route on sm70"):
+        load.only(["moe_route"])
+    with pytest.raises(UnknownName, match="unknown kernel 'atn_decode'"):
+        load.only(["atn_decode"])
+
+
+def test_a_config_without_a_field_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_text", "hidden_size": 64}))
+    with pytest.raises((CheckpointError, UsageError)) as e:
+        find_model(str(tmp_path))
+    assert isinstance(e.value, KerngenError)
+    assert "config.json" in e.value.message
+    assert "\n" not in e.value.message

@@ -1,0 +1,160 @@
+"""attn_prefill without a GPU: it compiles and fits everywhere, refuses with numbers, and its reference is right."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from kerngen.arch import ARCHES, Arch, find_arch
+from kerngen.compile import compile_cubin, supported_targets
+from kerngen.errors import ProblemError
+from kerngen.render import render
+from kerngen.templates import find_kernel
+from kerngen.templates.attn_prefill import bench, cases, reference, spec
+from kerngen.templates.attn_prefill.spec import Config, Problem
+from kerngen.templates.kernel import Case
+
+KERNEL = find_kernel("attn_prefill")
+ALL_ARCHES = tuple(ARCHES.values())
+SHAPES = {128: (32, 8), 256: (32, 16), 512: (32, 4)}
+
+
+def problem(head_dim: int, **fields: object) -> Problem:
+    heads, kv_heads = SHAPES[head_dim]
+    base = Problem(head_dim=head_dim, num_q_heads=heads, num_kv_heads=kv_heads, dtype="fp16")
+    return replace(base, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arch", ALL_ARCHES, ids=str)
+@pytest.mark.parametrize("head_dim", SHAPES)
+def test_default_compiles_fits_and_does_not_spill(head_dim: int, arch: Arch) -> None:
+    if arch.number not in supported_targets():
+        pytest.skip(f"this NVRTC cannot target {arch}")
+    p = problem(head_dim, page_size=16, window=1024 if head_dim == 256 else 0)
+    config = KERNEL.default_config(p, arch)
+    cubin = compile_cubin(render(KERNEL, p, config, arch), arch)
+    assert KERNEL.smem_bytes(p, config, arch) + cubin.static_smem_bytes <= arch.max_smem_bytes
+    for name, r in cubin.entries.items():
+        assert r.spill_store_bytes <= 32, f"{name} {config} on {arch} spills {r.spill_store_bytes} B a thread"
+
+
+@pytest.mark.parametrize("arch", ALL_ARCHES, ids=str)
+@pytest.mark.parametrize("case", [*cases.CASES, *bench.BENCH_CASES], ids=str)
+def test_every_case_has_a_default_or_a_reason(case: Case, arch: Arch) -> None:
+    for dtype in ("fp16", "bf16"):
+        p = replace(case.problem, dtype=dtype)
+        why = KERNEL.why_invalid(p, KERNEL.default_config(p, arch), arch)
+        if dtype == "bf16" and not arch.has_bf16:
+            assert why is not None
+            assert "fp16" in why
+        else:
+            assert why is None
+
+
+@pytest.mark.parametrize("arch", ALL_ARCHES, ids=str)
+@pytest.mark.parametrize("head_dim", SHAPES)
+def test_refusals_name_their_numbers(head_dim: int, arch: Arch) -> None:
+    p = problem(head_dim)
+    space: list[dict[str, Any]] = [
+        dict(zip(spec.SPACE, v, strict=True)) for v in product(*spec.SPACE.values())
+    ]
+    reasons = [spec.why_invalid(p, Config(**fields), arch) for fields in space]
+    assert None in reasons
+    assert any(r and "shared memory" in r for r in reasons) or arch.max_smem_bytes > 200_000
+    for why in filter(None, reasons):
+        assert re.search(r"\d", why), why
+
+
+def test_block_table_costs_no_shared_memory() -> None:
+    """A context of 177,000 tokens in pages of 16 has a table of 44 KB: it fits where a short one does."""
+    volta = find_arch("sm70")
+    for head_dim in SHAPES:
+        long = problem(head_dim, page_size=16, num_tokens=8, kv_len=177_000)
+        short = replace(long, kv_len=64)
+        config = KERNEL.default_config(long, volta)
+        assert KERNEL.why_invalid(long, config, volta) is None
+        assert KERNEL.smem_bytes(long, config, volta) == KERNEL.smem_bytes(short, config, volta)
+
+
+def test_grid_covers_every_split_of_the_tokens() -> None:
+    """However num_tokens falls into `batch` sequences, there is a block for each tile of each sequence."""
+    sm90 = find_arch("sm90")
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(200):
+        batch = 1 + trial % 9
+        lengths = torch.randint(0, 1 + 40 * (trial % 5), (batch,), generator=generator).tolist()
+        p = problem(512, batch=batch, num_tokens=sum(lengths))
+        config = KERNEL.default_config(p, sm90)
+        (launch,) = KERNEL.launches(p, config, sm90)
+        tiles = sum(-(-n * 8 // config.block_m) for n in lengths)
+        assert launch.grid[0] >= tiles * p.num_kv_heads
+        assert launch.grid[0] <= (sum(lengths) * 8 // config.block_m + 1 + batch) * p.num_kv_heads
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 7, 100])
+@pytest.mark.parametrize(("queries", "kv_len"), [(1, 1), (5, 5), (5, 40), (40, 40), (0, 9)])
+def test_visible_pairs_counts_what_the_mask_shows(
+    causal: bool, window: int, queries: int, kv_len: int
+) -> None:
+    p = problem(128, causal=causal, window=window, num_tokens=queries, kv_len=kv_len)
+    count = 0
+    for i in range(queries):
+        at = kv_len - queries + i
+        count += sum(
+            (not causal or key <= at) and (window == 0 or key > at - window) for key in range(kv_len)
+        )
+    assert spec.visible_pairs(p) == count
+    assert KERNEL.cost(p).flops == 4 * 128 * 32 * count
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [({"head_dim": 96}, "128, 256, 512"), ({"dtype": "fp32"}, "fp16 nor bf16"), ({"num_kv_heads": 5}, "32.*5"),
+     ({"window": -1}, "negative")],
+)  # fmt: skip
+def test_problem_refuses_contradictions(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(ProblemError, match=says):
+        Problem(**fields)  # type: ignore[arg-type]
+
+
+def test_reference_equals_softmax_by_hand() -> None:
+    """Two queries at the end of three keys, window 2, worked out key by key."""
+    q = torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]])
+    k = torch.tensor([[[9.0, 9.0]], [[1.0, 0.5]], [[2.0, 1.0]]])
+    v = torch.tensor([[[5.0, 5.0]], [[1.0, 0.0]], [[0.0, 1.0]]])
+    out = reference.prefill_reference(q, k, v, causal=True, window=2, sm_scale=0.5, logit_cap=0.0)
+    first = torch.softmax(torch.tensor([4.5, 0.5]), 0)  # query at position 1 sees keys 0 and 1
+    second = torch.softmax(torch.tensor([0.5, 1.0]), 0)  # query at position 2 sees keys 1 and 2
+    torch.testing.assert_close(out[0, 0], first[0] * v[0, 0] + first[1] * v[1, 0])
+    torch.testing.assert_close(out[1, 0], second[0] * v[1, 0] + second[1] * v[2, 0])
+
+
+def test_reference_agrees_with_torch_attention() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(n, h, 16, generator=generator) for n, h in ((13, 4), (29, 2), (29, 2)))
+    seen = torch.arange(29)[None, :] <= torch.arange(13)[:, None] + 16
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=seen, scale=0.3, enable_gqa=True
+    )
+    got = reference.prefill_reference(q, k, v, causal=True, window=0, sm_scale=0.3, logit_cap=0.0)
+    torch.testing.assert_close(got, want.transpose(0, 1))
+
+
+@pytest.mark.parametrize("case", [c for c in cases.CASES if "177k" not in c.name], ids=str)
+def test_cases_poison_what_must_not_be_read(case: Case) -> None:
+    """The reference is finite although unseen keys are NaN; a query with no key gives zeros."""
+    inputs = cases.inputs(case, torch.device("cpu"))
+    assert bool(inputs["out"].isnan().all())
+    out = reference.expected(case, inputs)["out"]
+    assert bool(out.isfinite().all())
+    if case.name == "no-keys":
+        assert not bool(out[:3].any())
+        assert bool(out[8:].any())
+    if case.problem.page_size:
+        assert bool(inputs["k"].isnan().any())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -165,7 +165,7 @@ def time_case(kernel: Kernel, case: Case, config: Any = None, arch: Arch | None 
     return time_function(load(kernel, case.problem, config, arch), case, **how)
 
 
-def time_calls(calls: list[Callable[[], object]], *, samples: int = 30, target_ms: float = 2.0) -> Timing:
+def time_calls(calls: Sequence[Callable[[], object]], *, samples: int = 30, target_ms: float = 2.0) -> Timing:
     """Time callables that do the same work on different buffers, one CUDA graph holding them all in turn.
 
     The graph repeats the round until a replay takes about `target_ms`, so that a launch's own time is what counts.

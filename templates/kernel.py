@@ -114,30 +114,30 @@ class Kernel:
 
     @property
     def problem_type(self) -> type[Any]:
-        return self.spec.Problem  # type: ignore[no-any-return]
+        return self.spec.Problem
 
     @property
     def config_type(self) -> type[Any]:
-        return self.spec.Config  # type: ignore[no-any-return]
+        return self.spec.Config
 
     @property
     def space(self) -> dict[str, tuple[Any, ...]]:
         """Config field -> its candidate values, ascending where they are numbers."""
-        return self.spec.SPACE  # type: ignore[no-any-return]
+        return self.spec.SPACE
 
     @property
     def args(self) -> dict[str, tuple[Arg, ...]]:
         """Entry point -> its arguments, in order. Arguments called `workspace` are allocated by the launcher."""
-        return self.spec.ARGS  # type: ignore[no-any-return]
+        return self.spec.ARGS
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the arguments that the kernel writes and the reference checks."""
-        return self.spec.OUTPUTS  # type: ignore[no-any-return]
+        return self.spec.OUTPUTS
 
     def body(self, problem: Any, config: Any, arch: Arch) -> str:
         """File name of the template that serves `arch`, within the kernel's folder."""
-        return self.spec.body(problem, config, arch)  # type: ignore[no-any-return]
+        return self.spec.body(problem, config, arch)
 
     def why_unsupported(self, problem: Any, arch: Arch) -> str | None:
         """Why no configuration at all can serve `problem` on `arch` (with what does instead), or None."""
@@ -159,10 +159,10 @@ class Kernel:
 
     def smem_bytes(self, problem: Any, config: Any, arch: Arch) -> int:
         """Shared memory of a block, static and dynamic together."""
-        return self.spec.smem_bytes(problem, config, arch)  # type: ignore[no-any-return]
+        return self.spec.smem_bytes(problem, config, arch)
 
     def launches(self, problem: Any, config: Any, arch: Arch) -> tuple[Launch, ...]:
-        return self.spec.launches(problem, config, arch)  # type: ignore[no-any-return]
+        return self.spec.launches(problem, config, arch)
 
     def workspace_bytes(self, problem: Any, config: Any, arch: Arch) -> int:
         """Bytes of scratch that the launches share; 0 if the kernel has no `workspace` argument.
@@ -173,14 +173,14 @@ class Kernel:
         return 0 if size is None else size(problem, config, arch)
 
     def cost(self, problem: Any) -> Cost:
-        return self.spec.cost(problem)  # type: ignore[no-any-return]
+        return self.spec.cost(problem)
 
     @cached_property
     def _refine(self) -> Callable[[Any, Any, Arch], Traffic | list[Traffic]] | None:
         if hasattr(self.spec, "traffic") or not (ROOT / self.name / "traffic.py").is_file():
             return getattr(self.spec, "traffic", None)
         module = import_module(f"kerngen.templates.{self.name}.traffic")
-        return module.traffic  # type: ignore[no-any-return]
+        return module.traffic
 
     def traffic(self, problem: Any, config: Any, arch: Arch) -> tuple[Traffic, ...] | None:
         """One Traffic per launch, from `traffic` in spec.py or in a traffic.py beside it; None if there is none."""

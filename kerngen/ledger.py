@@ -99,8 +99,9 @@ class Ledger:
         if isinstance(made, Cubin):
             build_id = self.store.add_build(made, kernel.name, source, fields, static, keep_image=False)
         else:
+            log = f"{made.message}\n{made.log}".strip()
             build_id = self.store.add_build(None, kernel.name, source, fields, static, arch=self.arch,
-                                            status="compile_failed", log=made.log or made.message)  # fmt: skip
+                                            status="compile_failed", log=log)  # fmt: skip
         build = self._builds[source, canonical(fields)] = self.store.build(build_id)
         return build
 

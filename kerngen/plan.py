@@ -222,20 +222,23 @@ def dry_run(items: Iterable[Item], arch: Arch, device: Device, trials: int, jobs
     unsupported: dict[tuple[str, str], None] = {}
     for name, problems in groups.items():
         kernel = find_kernel(name)
-        found, sources, asked = [], set(), 0
+        found: list[Candidates] = []
+        sources: set[str] = set()
+        asked, each_s = 0, 0.0
         for problem in problems:
             try:
                 c = candidates(kernel, problem, arch, seed)
             except ConfigRefused as e:
                 unsupported[name, e.message] = None
                 continue
+            if not found:
+                each_s = _compile_seconds(render(kernel, problem, c.default, arch), arch)
             found.append(c)
             likely = [c.default, *(x for _, x in rank(kernel, problem, arch, device, c.valid, seed=seed))]
             chosen = list(dict.fromkeys(likely))[:trials]
             asked += len(chosen)
             sources |= {render(kernel, problem, x, arch) for x in chosen}
         if found:
-            each_s = _compile_seconds(sorted(sources)[0], arch)
             plans.append(
                 KernelPlan(
                     name, len(found), found[0].space_size, max(len(c.valid) for c in found),

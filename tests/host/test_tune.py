@@ -1,0 +1,278 @@
+"""The tuner on a toy kernel, compiled with the real NVRTC."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import toy_kernels
+
+from kerngen.arch import Arch, default_device, find_arch
+from kerngen.cache import CachedCompiler, CompileCache
+from kerngen.compile import compile_cubin
+from kerngen.measuring import Observed
+from kerngen.plan import candidates, dry_run
+from kerngen.predict import MODEL, predict
+from kerngen.render import render
+from kerngen.study import Outcome, Search
+from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tune import Report, Tuner, why_not_cubin
+from kerngen.tuning_db import Store
+from kerngen.workload import Item
+
+SM70 = find_arch("sm70")
+V100 = default_device(SM70)
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    with toy_kernels(monkeypatch) as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def tune(tmp_path: Path, scale: Kernel) -> Callable[..., Report]:
+    """tune(tokens, db="a", jobs=1, ...) tunes `scale` for these token counts."""
+
+    def run(tokens: tuple[int, ...], *, db: str = "a", jobs: int = 1, arch: Arch = SM70, **how: Any) -> Report:
+        items = [Item("scale", scale.problem_type(num_tokens=t)) for t in tokens]
+        cache = CompileCache(tmp_path / "cache")
+        with Store.open(tmp_path / f"{db}.db") as store, CachedCompiler(jobs, cache) as compiler:
+            return Tuner(arch, default_device(arch), store, compiler, **how).run(items)
+
+    return run
+
+
+def _configs(report: Report) -> list[dict[str, Any]]:
+    return [r.winner.config for r in report.results if r.winner is not None]
+
+
+def test_the_winner_is_the_best_of_the_whole_space(tune: Callable[..., Report], scale: Kernel) -> None:
+    report = tune((1, 4096), trials=100)
+    for result in report.results:
+        problem, best = result.item.problem, float("inf")
+        for config in candidates(scale, problem, SM70).valid:
+            if config.flavour != "broken":
+                entries = compile_cubin(render(scale, problem, config, SM70), SM70).entries
+                best = min(best, predict(scale, problem, config, SM70, V100, entries).latency_us)
+        assert result.winner is not None
+        assert result.winner.provenance == "predicted"
+        assert result.winner.latency_us == pytest.approx(best, rel=0.006), "beaten by more than a prediction's noise"
+        assert result.winner.latency_us <= result.default_us
+        assert result.spill_bytes == 0
+        assert result.num_tried < result.num_valid, "what cannot win should not be compiled"
+
+
+def test_every_outcome_is_a_row_with_its_reason(tune: Callable[..., Report], tmp_path: Path) -> None:
+    report = tune((4096,), trials=100)
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        rows = [o.measurement for o in store.measurements("scale")]
+        (winner,) = store.winners("scale")
+        image = store.image(store.build(winner.build_id))
+    tried = [m for m in rows if "closed" not in m.tags]
+    assert len(tried) == report.num_trials == len({str(m.config) for m in tried})
+    failed = [m for m in tried if m.outcome == "compile_failed"]
+    assert failed
+    assert all("this flavour is broken" in m.reason for m in failed)
+    assert {m.model for m in rows} == {MODEL}
+    assert {m.provenance for m in rows} == {"predicted"}
+    assert report.failures[0][0] == "scale"
+    assert "this flavour is broken" in report.failures[0][2]
+    assert image is not None
+    assert why_not_cubin(image.image, SM70) is None
+
+
+def test_workers_and_their_order_change_nothing(tune: Callable[..., Report]) -> None:
+    one = tune((1, 16, 512), db="one", trials=6)
+    two = tune((1, 16, 512), db="two", jobs=2, trials=6)
+    assert _configs(one) == _configs(two)
+    assert [r.winner.reason for r in one.results if r.winner] == [r.winner.reason for r in two.results if r.winner]
+
+
+def test_a_second_run_is_answered_by_the_database(tune: Callable[..., Report], tmp_path: Path) -> None:
+    first = tune((1, 512), trials=6)
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        before = [o.id for o in store.measurements()]
+    second = tune((1, 512), trials=6)
+    assert second.num_compiled == second.num_trials == 0
+    assert second.num_from_database == first.num_trials
+    assert _configs(first) == _configs(second)
+    assert [r.default_us for r in first.results] == [r.default_us for r in second.results]
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        assert [o.id for o in store.measurements()] == before
+
+
+def test_a_longer_search_continues_a_shorter_one(tune: Callable[..., Report]) -> None:
+    first = tune((4096,), trials=3)
+    second = tune((4096,), trials=100)
+    fresh = tune((4096,), db="fresh", trials=100)
+    assert second.num_from_database >= first.num_trials - first.results[0].num_failed
+    assert _configs(second) == _configs(fresh)
+
+
+def test_the_time_budget_leaves_an_answer_for_every_problem(tune: Callable[..., Report]) -> None:
+    clock = itertools.count().__next__  # a second passes whenever anybody looks
+    report = tune((1, 16, 512), trials=100, time_budget_s=4, clock=lambda: float(clock()))
+    assert report.out_of_time
+    assert all(r.winner is not None for r in report.results)
+    assert sum(r.num_tried for r in report.results) == 3
+    resumed = tune((1, 16, 512), trials=100)
+    assert not resumed.out_of_time
+    assert _configs(resumed) == _configs(tune((1, 16, 512), db="fresh", trials=100))
+
+
+def test_what_cannot_be_tuned_says_why(tune: Callable[..., Report], scale: Kernel, tmp_path: Path) -> None:
+    items = [Item("scale", scale.problem_type(width=7)), Item("scale", scale.problem_type())]
+    with Store.open(tmp_path / "b.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
+        report = Tuner(SM70, V100, store, compiler, trials=2).run(items)
+    refused = next(r for r in report.results if r.item.problem.width == 7)
+    assert refused.winner is None
+    assert "pad it to 8" in refused.note
+    assert sum(r.winner is not None for r in report.results) == 1
+
+
+class FakeMeasurer:
+    """Times by a formula; "spilling" gives wrong results."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def environment(self) -> dict[str, Any]:
+        return {"driver": "none"}
+
+    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
+        self.calls.append(str(config))
+        assert why_not_cubin(image, SM70) is None
+        if config.flavour == "spilling":
+            return Observed("wrong_result", "out[0] is 1, reference 2", error_abs=1.0, error_rel=0.5)
+        us = 100.0 - config.vectors * 10 + config.threads / 64
+        return Observed("ok", "", us, us - 0.01, us + 0.01, us - 0.02, 15, 0.0, 0.0)
+
+    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+        self.calls.append("finals")
+        return [self.measure(kernel, problem, c, image) for c, image in configs]
+
+
+def test_measuring_checks_times_and_retimes_the_finalists(tune: Callable[..., Report], tmp_path: Path) -> None:
+    measurer = FakeMeasurer()
+    report = tune((512,), trials=12, measurer=measurer)
+    (result,) = report.results
+    assert result.winner is not None
+    assert result.winner.provenance == "measured"
+    assert result.winner.config["flavour"] == "plain"
+    assert result.winner.config["vectors"] == 4
+    assert result.winner.latency_us < (result.default_us or 0)
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        rows = [o.measurement for o in store.measurements("scale", provenance="measured")]
+    assert any(m.outcome == "wrong_result" and "reference 2" in m.reason for m in rows)
+    assert sum(m.stage == "final" for m in rows) >= 2
+    assert {m.environment["driver"] for m in rows if m.outcome == "ok"} == {"none"}
+    again = FakeMeasurer()
+    tune((512,), trials=12, measurer=again)
+    assert again.calls == [], "a finished search is not measured again"
+
+
+def test_a_measured_winner_outranks_a_predicted_one(tune: Callable[..., Report]) -> None:
+    tune((512,), trials=4)
+    tune((512,), trials=4, measurer=FakeMeasurer())
+    report = tune((512,), trials=5)
+    assert report.results[0].winner is not None
+    assert report.results[0].winner.provenance == "measured"
+
+
+def _search(scale: Kernel, trials: int, seed: int = 1) -> Search:
+    problem = scale.problem_type(num_tokens=64)
+    found = candidates(scale, problem, SM70)
+    return Search(scale, problem, SM70, V100, found, trials=trials, seed=seed, measured=True)
+
+
+def _outcome(config: Any) -> Outcome:
+    if config.flavour == "broken":
+        return Outcome("compile_failed", reason="broken", excess=1.0)
+    return Outcome("ok", 50.0 + config.threads / config.vectors, registers=32)
+
+
+def test_optuna_sees_failures_as_pruned_with_a_constraint(scale: Kernel) -> None:
+    from optuna.trial import TrialState
+
+    search = _search(scale, trials=20)
+    asked: list[Any] = []
+    while batch := search.ask(4):
+        asked += batch
+        for config in batch:
+            search.tell(config, _outcome(config))
+    assert len(asked) == len(set(asked)) == 20 - sum(o.kind == "invalid" for o in search.outcomes.values())
+    trials = search._optuna().get_trials()
+    states = {t.state for t in trials}
+    assert states == {TrialState.COMPLETE, TrialState.PRUNED}
+    for t in trials:
+        infeasible = any(value > 0 for value in t.constraints.values())
+        assert infeasible == (t.state == TrialState.PRUNED)
+    assert search.best == min(asked, key=lambda c: _outcome(c).latency_us or 1e9)
+
+
+def test_the_same_seed_asks_the_same_questions(scale: Kernel) -> None:
+    def trace(seed: int) -> list[Any]:
+        search, asked = _search(scale, 18, seed), []
+        while batch := search.ask(3):
+            asked += batch
+            for config in batch:
+                search.tell(config, _outcome(config))
+        return asked
+
+    assert trace(5) == trace(5)
+
+
+def test_a_small_space_is_exhausted_not_sampled(scale: Kernel) -> None:
+    search = _search(scale, trials=1000)
+    seen = []
+    while batch := search.ask(10):
+        seen += batch
+        for config in batch:
+            search.tell(config, _outcome(config))
+    assert set(seen) == set(search.candidates.valid)
+
+
+def test_neighbours_winners_come_first(scale: Kernel) -> None:
+    search = _search(scale, trials=10)
+    (default,) = search.ask(4)
+    search.tell(default, _outcome(default))
+    hint = scale.config_type(64, 4)
+    search.suggest([default, hint, scale.config_type(2048)])
+    assert search.ask(1) == [hint]
+
+
+def test_refusals_are_counted_with_an_example(scale: Kernel) -> None:
+    found = candidates(scale, scale.problem_type(width=128), SM70)
+    reasons = {r.reason: r.count for r in found.refusals}
+    assert reasons["threads=2048; at most 1024 a block"] == 9
+    assert sum(reasons.values()) + len(found.valid) == found.space_size == 45
+    assert all(any(ch.isdigit() for ch in reason) for reason in reasons)
+    narrow = candidates(scale, scale.problem_type(width=32), SM70)
+    assert len(narrow.valid) < len(found.valid), "an enumeration must not be shared where width differs"
+
+
+def test_a_dry_run_compiles_no_candidate(scale: Kernel) -> None:
+    items = [Item("scale", scale.problem_type(num_tokens=t)) for t in (1, 2)]
+    plan = dry_run([*items, Item("scale", scale.problem_type(width=7))], SM70, V100, trials=5, jobs=2)
+    (row,) = plan.kernels
+    assert (row.num_problems, row.num_trials) == (2, 10)
+    assert 5 <= row.num_compiles <= 10
+    assert "pad it to 8" in plan.unsupported[0][1]
+
+
+def test_a_cubin_of_another_arch_is_noticed(scale: Kernel) -> None:
+    problem = scale.problem_type()
+    for arch in ("sm75", "sm90", "sm120"):
+        a = find_arch(arch)
+        image = compile_cubin(render(scale, problem, scale.default_config(problem, a), a), a).image
+        assert why_not_cubin(image, a) is None
+        assert f"not {SM70}" in (why_not_cubin(image, SM70) or "")
+    assert "ELF" in (why_not_cubin(b"PTX", SM70) or "")
+
+
+def test_configs_are_plain_values(scale: Kernel) -> None:
+    assert fields_of(scale.config_type()) == {"threads": 128, "vectors": 1, "flavour": "plain"}

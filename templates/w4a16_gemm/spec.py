@@ -18,7 +18,6 @@ from kerngen.errors import ProblemError
 from kerngen.templates.kernel import Arg, Cost, Launch
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
-MAX_BLOCKS = 1024  # of a split grid; the template has the same figure
 GROUP_SIZES = (32, 64, 128)
 DTYPES = ("fp16", "bf16")
 
@@ -61,6 +60,7 @@ class Config:
     warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
     num_stages: int = 4
     blocks_per_sm: int = 1  # stream-K over this many blocks an SM; 0: one block a tile, no split
+    wgmma: bool = False  # Hopper's warpgroup products instead of mma.sync
 
 
 SPACE = {
@@ -72,6 +72,7 @@ SPACE = {
     "warps_k": (1, 2, 4, 8),
     "num_stages": (2, 3, 4, 5, 6, 8),
     "blocks_per_sm": (0, 1, 2, 3, 4),
+    "wgmma": (False, True),
 }
 
 ARGS = {
@@ -108,15 +109,28 @@ def _groups_per_stage(problem: Problem, config: Config) -> int:
 
 def stage_bytes(problem: Problem, config: Config) -> int:
     c = config
-    return (
-        c.block_n * c.block_k // 2 + c.block_m * c.block_k * 2 + c.block_n * _groups_per_stage(problem, c) * 2
-    )
+    used = c.block_n * c.block_k // 2 + c.block_m * c.block_k * 2 + c.block_n * _groups_per_stage(problem, c) * 2
+    return -(-used // 1024) * 1024 if c.wgmma else used
 
 
 def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
-    """The stages, what the warps that split K exchange, and 16 bytes for the arrival flag. All dynamic."""
+    """The stages, and what the warps that split K exchange. All dynamic."""
     exchange = (config.warps_k - 1) * config.block_m * config.block_n * 4
-    return config.num_stages * stage_bytes(problem, config) + exchange + 16
+    return config.num_stages * stage_bytes(problem, config) + exchange
+
+
+def _why_not_wgmma(config: Config, arch: Arch) -> str | None:
+    c = config
+    if not arch.has_wgmma:
+        return f"wgmma=True: {arch} has none; wgmma=False serves every arch"
+    if c.warp_n != STRIP or c.warps_m != 1 or c.warps_k != 1 or c.block_n % 128:
+        return (f"wgmma takes four warps of {STRIP} rows and all tokens: warp_n={c.warp_n} warps_m={c.warps_m} "
+                f"warps_k={c.warps_k} block_n={c.block_n} is not {STRIP}, 1, 1 and a multiple of 128")  # fmt: skip
+    if c.block_m > 128:
+        return f"block_m={c.block_m}: a strip's two products of more than 128 tokens do not fit in registers"
+    if c.block_k % 64 or c.num_stages < 3:
+        return f"block_k={c.block_k} num_stages={c.num_stages}: wgmma needs a multiple of 64, and at least 3"
+    return None
 
 
 def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
@@ -127,6 +141,8 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
         )
     if not arch.has_ldmatrix and c.warp_n != 64:
         return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
+    if c.wgmma and (why := _why_not_wgmma(c, arch)):
+        return why
     if c.block_m % (8 * c.warps_m):
         return f"block_m={c.block_m} is not made of warps_m={c.warps_m} warps of a multiple of 8 tokens"
     if c.block_k % (STRIP * c.warps_k):
@@ -137,16 +153,16 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
     if accumulators > 128:
         return f"{accumulators} accumulators a thread (warp_n={c.warp_n} x {c.block_m // c.warps_m} tokens); 128 fit"
     blocks = max(1, c.blocks_per_sm)
-    registers = arch.regs_per_sm // (32 * warps * blocks)
-    if registers < accumulators + 56:
-        return (f"{warps} warps x {blocks} blocks an SM leave {registers} registers a thread; "
-                f"{accumulators} accumulators and 56 others are needed")  # fmt: skip
+    registers = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks))
+    carried = 0 if arch.has_cp_async else 4 * -(-stage_bytes(problem, c) // (512 * warps))
+    others = 56 if arch.has_cp_async else 84
+    if registers < accumulators + carried + others:
+        return (f"{warps} warps x {blocks} blocks an SM leave {registers} registers a thread; {accumulators} "
+                f"accumulators, {carried} on their way to shared memory and {others} others are needed")  # fmt: skip
     if warps * blocks > arch.max_warps_per_sm:
         return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
     if not arch.has_cp_async and c.num_stages != 2:
         return f"num_stages={c.num_stages}: without cp.async, {arch} keeps 2 stages and one on its way in registers"
-    if not arch.has_cp_async and (copies := stage_bytes(problem, c) // (512 * warps)) > 12:
-        return f"a stage is {copies} copies of 16 bytes a thread; {arch} carries at most 12 in registers"
     if (need := smem_bytes(problem, c, arch)) > arch.max_smem_bytes:
         return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     if (together := blocks * (need + arch.reserved_smem_bytes)) > arch.smem_per_sm:
@@ -165,7 +181,7 @@ def num_blocks(problem: Problem, config: Config, arch: Arch) -> int:
     if config.blocks_per_sm == 0:
         return tiles
     units = tiles * -(-problem.k // config.block_k)
-    return min(config.blocks_per_sm * default_device(arch).num_sms, units, MAX_BLOCKS)
+    return min(config.blocks_per_sm * default_device(arch).num_sms, units)
 
 
 def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
@@ -175,10 +191,10 @@ def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]
 
 
 def workspace_bytes(problem: Problem, config: Config, arch: Arch) -> int:
-    """An arrival counter a block (zero between launches), then two fp32 tiles a block. 0 where no tile is shared."""
+    """Two fp32 tiles a block, zero between launches. 0 where no tile is shared."""
     if config.blocks_per_sm == 0:
         return 0
-    return 4 * MAX_BLOCKS + num_blocks(problem, config, arch) * 2 * config.block_m * config.block_n * 4
+    return num_blocks(problem, config, arch) * 2 * config.block_m * config.block_n * 4
 
 
 def cost(problem: Problem) -> Cost:
@@ -203,8 +219,10 @@ def _preferred(problem: Problem, arch: Arch) -> tuple[Config, ...]:
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
     if m <= 64:
         return (
-            Config(block_m, 128, 128, warp_n, 1, 2 if block_m <= 16 else 1, stages, 1),
+            Config(block_m, 128, 256, warp_n, 1, 1, stages, 2),
+            Config(block_m, 128, 128, warp_n, 1, 1, stages, 1),
             Config(block_m, 128, 64, warp_n, 1, 1, stages, 1),
+            Config(block_m, 128, 64, warp_n, 2, 1, stages, 1),
             last,
         )
     return (

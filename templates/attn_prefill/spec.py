@@ -80,6 +80,9 @@ SPACE = {
     "q_in_regs": (False, True),
 }
 
+# k, v: dense [total_k, num_kv_heads, head_dim] or the paged caches. cu_seqlens_k is null when paged, kv_lens and
+# block_table when dense. sm_scale is positive. max_seqlen_q is for a body whose grid needs it: the ones here search
+# cu_seqlens_q instead and do not read it.
 ARGS = {
     "attn_prefill": (
         Arg("out", "ptr"),

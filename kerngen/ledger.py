@@ -21,7 +21,6 @@ from kerngen.templates.kernel import ROOT, Kernel, fields_of, static_fields
 from kerngen.tuning_db.records import (
     Build,
     Measurement,
-    Observation,
     ProblemKey,
     Winner,
     canonical,
@@ -58,23 +57,28 @@ class Ledger:
         self._rows: list[Measurement] = []
         self._flushed = time.monotonic()
         self._builds: dict[tuple[str, str], Build] = {}
-        self._observed: dict[str, list[Observation]] = {}
+        self._observed: dict[str, dict[str, list[Measurement]]] = {}
 
     def entry(self, kernel: Kernel, problem: Any) -> Entry:
         """What is known of `problem`; `closed` if a search with the same settings and sources was finished before."""
         key = problem_key(kernel, problem)
         entry = Entry(kernel, problem, key, self._fingerprint(kernel))
+        for m in self._known(kernel).get(key.id, []):
+            entry.known.setdefault(canonical(m.config), []).append(m)
+            if m.tags.get("search") == entry.fingerprint and "closed" in m.tags:
+                entry.closed = m.tags["closed"]
+        return entry
+
+    def _known(self, kernel: Kernel) -> dict[str, list[Measurement]]:
+        """Problem id -> what earlier runs saw of it, oldest first."""
         if kernel.name not in self._observed:
-            self._observed[kernel.name] = self.store.measurements(
+            rows = self.store.measurements(
                 kernel.name, arch=self.arch.name, device=self.device, provenance=self.objective
             )
-        for o in self._observed[kernel.name]:
-            m = o.measurement
-            if m.problem.id == key.id:
-                entry.known.setdefault(canonical(m.config), []).append(m)
-                if m.tags.get("search") == entry.fingerprint and "closed" in m.tags:
-                    entry.closed = m.tags["closed"]
-        return entry
+            found = self._observed[kernel.name] = {}
+            for o in rows:
+                found.setdefault(o.measurement.problem.id, []).append(o.measurement)
+        return self._observed[kernel.name]
 
     def _fingerprint(self, kernel: Kernel) -> str:
         """Of everything that decides how a search goes: the same fingerprint, the same search."""

@@ -149,7 +149,7 @@ def compile_cubin(source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OP
     version = nvrtc_version()
     start = perf_counter()
     program, log = _compile(source, arch.nvrtc_target, options)
-    image = _nvrtc().getCUBIN(program)
+    image = whole_elf(_nvrtc().getCUBIN(program))
     _nvrtc().destroyProgram(program)
     entries = parse_report(log)
     check_against_elf(entries, image, arch)
@@ -189,6 +189,23 @@ def parse_report(log: str) -> dict[str, Resources]:
         raise CompileError("NVRTC's log holds no ptxas report", log=log,
                            hint="does the source declare an extern \"C\" __global__ function?")  # fmt: skip
     return entries
+
+
+def whole_elf(image: bytes) -> bytes:
+    """`image` with the last byte that CuPy's getCUBIN drops (it takes it for a string's NUL).
+
+    The file ends with a table of headers, whose last field is a 64-bit alignment or entry size: that byte is zero. The
+    driver loads the short file, disassemblers do not. Raises CompileError if anything else is missing.
+    """
+    tables = [  # e_phoff, e_phentsize, e_phnum; e_shoff, e_shentsize, e_shnum of a 64-bit little-endian ELF
+        int.from_bytes(image[at : at + 8], "little")
+        + int.from_bytes(image[size : size + 2], "little") * int.from_bytes(image[size + 2 : size + 4], "little")
+        for at, size in ((0x20, 0x36), (0x28, 0x3A))
+    ]
+    missing = max(tables) - len(image)
+    if image[:5] != b"\x7fELF\x02" or missing > 1:
+        raise CompileError(f"NVRTC's cubin is not a whole 64-bit ELF: {len(image)} bytes, headers end at {max(tables)}")
+    return image + b"\0" * max(0, missing)
 
 
 def elf_resources(image: bytes) -> dict[str, tuple[int, int]]:

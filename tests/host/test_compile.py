@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 from kerngen import compile as compiler
 from kerngen.arch import ARCHES, Arch, find_arch
@@ -16,6 +18,7 @@ from kerngen.compile import (
     elf_resources,
     parse_report,
     require_target,
+    whole_elf,
 )
 from kerngen.errors import CompileError, ToolchainError, UnknownName
 from kerngen.render import _header, _inline
@@ -59,6 +62,19 @@ def test_every_arch_compiles_with_its_resources(arch: Arch) -> None:
     assert shared - 1024 in (0, 1024)
 
 
+@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
+def test_cubin_is_a_whole_file(arch: Arch) -> None:
+    image = compile_cubin(SOURCE, arch).image
+    elf = ELFFile(BytesIO(image))
+    ends = [s["sh_offset"] + s["sh_size"] for s in elf.iter_sections() if s["sh_type"] != "SHT_NOBITS"]
+    ends.append(elf["e_shoff"] + elf["e_shnum"] * elf["e_shentsize"])
+    ends.append(elf["e_phoff"] + elf["e_phnum"] * elf["e_phentsize"])
+    assert len(image) == max(ends)
+    assert whole_elf(image) == image == whole_elf(image[:-1])
+    with pytest.raises(CompileError, match="whole"):
+        whole_elf(image[:-2])
+
+
 def test_same_input_same_bytes_in_another_process() -> None:
     arch = find_arch("sm70")
     with CompilePool(1) as pool:
@@ -99,9 +115,7 @@ def test_report_and_elf_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = parse_report
 
     def lie(log: str) -> dict[str, compiler.Resources]:
-        return {
-            k: compiler.Resources(r.registers + 1, 0, 0, 0, r.static_smem_bytes) for k, r in parse(log).items()
-        }
+        return {k: compiler.Resources(r.registers + 1, 0, 0, 0, r.static_smem_bytes) for k, r in parse(log).items()}
 
     monkeypatch.setattr(compiler, "parse_report", lie)
     with pytest.raises(CompileError, match="registers"):

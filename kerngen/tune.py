@@ -379,7 +379,7 @@ class Tuner:
         config = t.kernel.config_type(**winner.config)
         launches = t.kernel.launches(t.problem, config, self.arch)
         result.registers, result.spill_bytes = build.registers, build.spill_bytes
-        result.smem_bytes = build.static_smem_bytes + max(x.smem_bytes for x in launches)
+        result.smem_bytes = max(x.smem_bytes + build.entries[x.entry].static_smem_bytes for x in launches)
         result.explanation = predict(t.kernel, t.problem, config, self.arch, self.device, build.entries).explain()
         notes = []
         if build.spill_bytes:

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from kerngen.arch import find_arch
+from kerngen.tune import why_not_cubin
 from kerngen.tuning_db import Store
 
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b")
@@ -131,3 +133,23 @@ def test_measuring_needs_the_gpu(tmp_path: Path) -> None:
     done = _kerngen(tmp_path, *TUNE, "--objective", "measured")
     assert done.returncode == 1
     assert "--objective predicted" in done.stderr
+
+
+def test_every_problem_of_the_31b_gets_a_v100_cubin(tmp_path: Path) -> None:
+    """Two configurations a problem; the searches' own depth is test_tune.py's subject."""
+    done = _json(_kerngen(tmp_path, *TUNE, "--objective", "predicted", "--trials", "2", "--json"))
+    assert done["missing"] == []
+    assert len(done["results"]) > 400
+    for row in done["results"]:
+        what = f"{row['kernel']} {row['problem']}"
+        assert row["config"] is not None, f"{what}: {row['note']}"
+        assert row["provenance"] == "predicted"
+        assert row["smem_bytes"] <= 96 * 1024, what
+        assert row["spill_bytes"] == 0 or "spills" in row["note"], what
+    with Store.open(tmp_path / "tuning.db", read_only=True) as store:
+        winners = store.winners(arch="sm70")
+        assert len(winners) == len(done["results"])
+        for build_id in {w.build_id for w in winners}:
+            image = store.image(store.build(build_id))
+            assert image is not None
+            assert why_not_cubin(image.image, find_arch("sm70")) is None

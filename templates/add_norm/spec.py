@@ -17,6 +17,7 @@ from kerngen.templates.common.row_spec import (
     require_dtypes,
     require_tokens,
     require_vectors,
+    row_scratch_bytes,
     row_threads,
     why_no_bf16,
     why_row_invalid,
@@ -88,19 +89,18 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
-    """Few tokens: as many threads a row as it has vectors. Many: rows small enough for several a SM."""
+    """Few tokens: enough threads that one SM issues at its full rate. Many: rows small enough for several a SM."""
     if problem.num_tokens <= 64:
-        return Config(fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 1024))
+        return Config(fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 384))
     vecs = fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 256)
     threads = row_threads(problem.hidden, vecs)
     return Config(vecs, next((r for r in (8, 4, 2) if r * threads <= 128), 1))
 
 
 def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
-    """One float a warp for each of the two norms, where a row has more than one warp."""
-    threads = row_threads(problem.hidden, config.vecs_per_thread)
-    norms = problem.has_post + problem.has_next
-    return 4 * 2 * config.rows_per_block * threads // 32 if threads > 32 and norms else 0
+    if not (problem.has_post or problem.has_next):
+        return 0
+    return 2 * row_scratch_bytes(row_threads(problem.hidden, config.vecs_per_thread), config.rows_per_block)
 
 
 def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:

@@ -4,24 +4,29 @@
 
 DEVICE constexpr int round_up_to_warps(int threads) { return (threads + 31) / 32 * 32; }
 
-DEVICE constexpr int power_of_two_at_least(int n) {
-    int p = 1;
-    while (p < n) p *= 2;
-    return p;
-}
+// The sum over a row's threads, the same bits in each of them. scratch: 16-byte aligned, SCRATCH_FLOATS<ROW_THREADS> for
+// each row of the block, not used again before the next barrier. Every thread of the block must call it.
+template <int ROW_THREADS> constexpr int SCRATCH_FLOATS = ROW_THREADS == 32 ? 0 : (ROW_THREADS / 32 + 3) / 4 * 4;
 
-// The sum over a row's threads, the same bits in each of them. scratch: one float a warp of the block, not used again
-// before the next barrier. Every thread of the block must call it.
 template <int ROW_THREADS> DEVICE float row_sum(float x, float* scratch) {
     static_assert(ROW_THREADS % 32 == 0, "a row takes whole warps");
-    constexpr int WARPS = ROW_THREADS / 32, WIDTH = power_of_two_at_least(WARPS);
+    constexpr int WARPS = ROW_THREADS / 32;
     x = warp_sum(x);
     if constexpr (WARPS > 1) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        if (lane == 0) scratch[warp] = x;
+        float* row = scratch + threadIdx.x / ROW_THREADS * SCRATCH_FLOATS<ROW_THREADS>;
+        if (threadIdx.x % 32 == 0) row[threadIdx.x % ROW_THREADS / 32] = x;
         __syncthreads();
-        const int other = lane % WIDTH;
-        x = warp_sum<WIDTH>(other < WARPS ? scratch[warp / WARPS * WARPS + other] : 0.0f);
+        // Every thread adds the warps' sums itself: broadcast reads are quicker than a second round of shuffles.
+        float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < WARPS; i += 4) {
+            const float4 v = *reinterpret_cast<const float4*>(row + i);
+            part[0] += v.x;
+            if (i + 1 < WARPS) part[1] += v.y;
+            if (i + 2 < WARPS) part[2] += v.z;
+            if (i + 3 < WARPS) part[3] += v.w;
+        }
+        x = (part[0] + part[1]) + (part[2] + part[3]);
     }
     return x;
 }

@@ -56,6 +56,11 @@ def row_threads(elements: int, vecs_per_thread: int) -> int:
     return ceil(ceil(elements / VEC) / vecs_per_thread / 32) * 32
 
 
+def row_scratch_bytes(threads: int, rows: int) -> int:
+    """Shared memory of one sum over each of `rows` rows: a float a warp, in whole 16 bytes; none for a single warp."""
+    return rows * ceil(threads / 128) * 16 if threads > 32 else 0
+
+
 def fewest_vecs(elements: int, candidates: tuple[int, ...], max_threads: int) -> int:
     """The fewest vectors a thread with which a row takes at most `max_threads` threads, or the most there are."""
     return next((v for v in candidates if row_threads(elements, v) <= max_threads), candidates[-1])

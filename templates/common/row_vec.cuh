@@ -108,6 +108,55 @@ template <Dtype D> DEVICE void round8(float (&x)[8]) {
     }
 }
 
+// a + b and a * factor, each rounded once to D: two 16-bit floats an instruction. (The model adds in fp32 and then rounds,
+// which is the same but for ties of sums that fp32 itself cannot hold.)
+template <Dtype D> DEVICE Vec8<D> add8(const Vec8<D>& a, const Vec8<D>& b) {
+    using H = Half<D == Dtype::bf16>;
+    Vec8<D> v;
+    if constexpr (D == Dtype::fp32) {
+        float x[8], y[8];
+        a.unpack(x);
+        b.unpack(y);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] += y[j];
+        v.pack(x);
+    } else {
+        v.part[0] = make_uint4(H::add2(a.part[0].x, b.part[0].x), H::add2(a.part[0].y, b.part[0].y),
+                               H::add2(a.part[0].z, b.part[0].z), H::add2(a.part[0].w, b.part[0].w));
+    }
+    return v;
+}
+
+template <Dtype D> DEVICE Vec8<D> scale8(const Vec8<D>& a, float factor) {
+    using H = Half<D == Dtype::bf16>;
+    Vec8<D> v;
+    if constexpr (D == Dtype::fp32) {
+        float x[8];
+        a.unpack(x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] *= factor;
+        v.pack(x);
+    } else {
+        const uint32_t f = H::pack(factor, factor);
+        v.part[0] = make_uint4(H::mul2(a.part[0].x, f), H::mul2(a.part[0].y, f), H::mul2(a.part[0].z, f),
+                               H::mul2(a.part[0].w, f));
+    }
+    return v;
+}
+
+// The same values in another type; narrowing rounds.
+template <Dtype TO, Dtype FROM> DEVICE Vec8<TO> convert8(const Vec8<FROM>& a) {
+    if constexpr (TO == FROM) {
+        return a;
+    } else {
+        float x[8];
+        a.unpack(x);
+        Vec8<TO> v;
+        v.pack(x);
+        return v;
+    }
+}
+
 // first or second, word by word: a choice between two addresses would put both in local memory.
 template <Dtype D> DEVICE Vec8<D> choose(bool take_first, const Vec8<D>& first, const Vec8<D>& second) {
     Vec8<D> v;

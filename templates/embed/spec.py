@@ -76,7 +76,7 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
-    return Config(64, 1) if problem.num_tokens * problem.hidden < 2**17 else Config(256, 2)
+    return Config(128 if problem.num_tokens * problem.hidden < 2**22 else 256, 1)
 
 
 def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:

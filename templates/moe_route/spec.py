@@ -78,7 +78,7 @@ def why_unsupported(problem: Problem, arch: Arch) -> str | None:
 
 
 def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
-    return None  # every point of SPACE fits every arch: at most 256 threads and no shared memory
+    return None  # every point of SPACE fits every arch: at most 256 threads and 1 KiB of shared memory
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
@@ -86,7 +86,8 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 
 
 def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
-    return 0
+    """per_expert_scale in fp32."""
+    return 4 * problem.num_experts
 
 
 def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
@@ -102,8 +103,9 @@ def cost(problem: Problem) -> Cost:
 
 
 def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
-    """cuda_ops: a round of the top-k is about 12 instructions and 4 for each expert that a lane holds."""
+    """cuda_ops: sorting what a lane holds takes 5 an exchange, a round about 10 and 2 for each expert of a lane."""
     per_lane = -(-problem.num_experts // 32)
-    ops = problem.num_tokens * 32 * (40 + 6 * per_lane + problem.top_k * (12 + 4 * per_lane))
+    sorting = 5 * per_lane * (per_lane - 1) // 2
+    ops = problem.num_tokens * 32 * (40 + 6 * per_lane + sorting + problem.top_k * (10 + 2 * per_lane))
     in_flight = config.num_warps * problem.num_experts * ELEMENT_BYTES[problem.logits_dtype]
     return Traffic(cost(problem).bytes, 0, cuda_ops=ops, bytes_in_flight=in_flight)

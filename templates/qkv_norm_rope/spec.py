@@ -114,7 +114,8 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
 
 def default_config(problem: Problem, arch: Arch) -> Config:
     """Few tokens: a head to a group and small blocks, for the most SMs. Many: four heads share sine and cosine."""
-    wanted = (Config(2, 1),) if problem.num_tokens <= 16 else (Config(4, 4), Config(4, 2), Config(2, 2))
+    few = problem.num_tokens <= 64
+    wanted = (Config(4, 1), Config(2, 1)) if few else (Config(2, 4), Config(2, 2), Config(2, 1))
     return next((c for c in wanted if why_invalid(problem, c, arch) is None), Config(1, 1))
 
 

@@ -13,6 +13,7 @@ from kerngen.templates.common.row_spec import (
     require_dtypes,
     require_tokens,
     require_vectors,
+    row_scratch_bytes,
     row_threads,
     why_no_bf16,
     why_row_invalid,
@@ -74,18 +75,16 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
-    """Few tokens: as many threads a row as it has vectors. Many: rows small enough for several a SM."""
+    """Few tokens: enough threads that one SM issues at its full rate. Many: rows small enough for several a SM."""
     if problem.num_tokens <= 64:
-        return Config(fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 1024))
+        return Config(fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 384))
     vecs = fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 256)
     threads = row_threads(problem.hidden, vecs)
     return Config(vecs, next((r for r in (8, 4, 2) if r * threads <= 128), 1))
 
 
 def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
-    """One float a warp, where a row has more than one."""
-    threads = row_threads(problem.hidden, config.vecs_per_thread)
-    return 4 * config.rows_per_block * threads // 32 if threads > 32 else 0
+    return row_scratch_bytes(row_threads(problem.hidden, config.vecs_per_thread), config.rows_per_block)
 
 
 def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:

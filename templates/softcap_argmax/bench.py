@@ -12,7 +12,9 @@ from kerngen.templates.softcap_argmax.cases import case_for
 from kerngen.templates.softcap_argmax.spec import Problem
 
 BENCH_CASES: tuple[Case, ...] = tuple(
-    case_for(Problem(write_capped=write, num_tokens=t)) for write in (False, True) for t in (1, 4, 32)
+    case_for(Problem(write_capped=write, round_steps=rounds, num_tokens=t))
+    for write, rounds in ((False, False), (True, False), (False, True))
+    for t in (1, 4, 32)
 )
 
 

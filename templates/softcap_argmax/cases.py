@@ -34,7 +34,8 @@ CASES = (
     *_cases(1000, 3, 70, kinds=("first", "last", "ties", "equal"), write_capped=True),
     *_cases(2056, 3, kinds=("nan", "infinite", "ties"), has_cap=False, write_capped=True),
     *_cases(2056, 3, kinds=("nan", "infinite", "saturated")),
-    *_cases(8200, 2, kinds=("peak", "ties"), round_steps=False, write_capped=True),
+    *_cases(8200, 2, kinds=("peak", "ties", "saturated"), round_steps=False, write_capped=True),
+    *_cases(262144, 1, 5, kinds=("peak", "ties"), round_steps=False),
     *_cases(262144, 1, 3, kinds=("peak", "last", "ties", "equal")),
     *_cases(262144, 2, write_capped=True),
 )

@@ -19,11 +19,13 @@ from kerngen.templates.softcap_argmax.spec import Problem
 def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """ids [num_tokens] and, with write_capped, capped [num_tokens, vocab_size], in fp32 (an id below 2^24 is exact)."""
     p: Problem = case.problem
-    x, step = inputs["logits"].float(), p.logits_dtype if p.round_steps else "fp32"
+    logits, step = inputs["logits"].float(), p.logits_dtype if p.round_steps else "fp32"
+    x = logits
     if p.has_cap:
         x = rounded(rounded(torch.tanh(rounded(x / inputs["cap"], step)), step) * inputs["cap"], step)
-    # The first NaN, or else the first place of the maximum.
-    greatest = torch.where(x.isnan().any(-1, keepdim=True), x.isnan(), x == x.amax(-1, keepdim=True))
+    # The first NaN, or else the first place of the maximum; in fp32 tanh of a large logit is 1, of a larger one too.
+    y = logits if step == "fp32" else x
+    greatest = torch.where(y.isnan().any(-1, keepdim=True), y.isnan(), y == y.amax(-1, keepdim=True))
     results = {"ids": greatest.int().argmax(-1).float()}
     if p.write_capped:
         results["capped"] = x

@@ -29,7 +29,8 @@ class Problem:
 
     The lowest index wins a tie; NaN counts as the greatest, as in torch.argmax. has_cap: without it the values are the
     logits. round_steps: quotient, tanh and product are rounded to logits_dtype each, as the model's own arithmetic on
-    logits of that dtype does (it decides which tokens tie); no effect on fp32 logits.
+    logits of that dtype does, and ids are the arg-max of that, with the ties that rounding makes. Else capped is in
+    fp32, and ids are the arg-max of the logits: the cap is strictly increasing.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
@@ -90,9 +91,10 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
-    """At least about two waves of blocks, then longer runs a thread."""
-    vecs = 1 if problem.num_tokens <= 2 else 2 if problem.num_tokens <= 8 else 4
-    return Config(256, vecs)
+    """Blocks for every SM first, then longer runs a thread, unless it also writes: then the stores keep it busy."""
+    if problem.num_tokens <= 2:
+        return Config(128, 1)
+    return Config(256, 1 if problem.write_capped else 2 if problem.num_tokens <= 8 else 4)
 
 
 def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
@@ -118,5 +120,6 @@ def cost(problem: Problem) -> Cost:
 def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
     """cuda_ops: about 8 instructions an element for the arg-max and 30 for the cap."""
     in_flight = config.threads * config.vecs_per_thread * VEC * ELEMENT_BYTES[problem.logits_dtype]
-    ops = (38 if problem.has_cap else 8) * problem.num_tokens * problem.vocab_size
+    capped = problem.has_cap and (problem.write_capped or (problem.round_steps and problem.logits_dtype != "fp32"))
+    ops = (38 if capped else 8) * problem.num_tokens * problem.vocab_size
     return Traffic(cost(problem).bytes, 0, cuda_ops=ops, bytes_in_flight=in_flight)

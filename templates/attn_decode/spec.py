@@ -76,7 +76,6 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
     num_splits: int = 1  # parts of the visible keys
-    cluster: int = 1  # splits merged through distributed shared memory; the combine merges the rest
 
 
 SPACE: dict[str, tuple[int, ...]] = {
@@ -86,7 +85,6 @@ SPACE: dict[str, tuple[int, ...]] = {
     "num_warps": (2, 3, 4, 6, 8, 12),
     "num_stages": (1, 2, 3, 4, 6),
     "num_splits": (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27, 33, 44, 66, 132),
-    "cluster": (1, 2, 4, 8),
 }
 
 ARGS: dict[str, tuple[Arg, ...]] = {
@@ -144,10 +142,6 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
         return (
             f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
         )
-    if c.cluster > 1 and not arch.has_clusters:
-        return f"cluster={c.cluster} needs thread block clusters, which {arch} lacks; cluster=1"
-    if c.num_splits % c.cluster:
-        return f"num_splits={c.num_splits} is no multiple of cluster={c.cluster}"
     if (smem := smem_bytes(p, c, arch)) > arch.max_smem_bytes:
         return f"needs {smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     return None
@@ -158,7 +152,7 @@ def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
     teams = c.num_warps // c.split_d
     queries = c.block_m * p.head_dim * 2
     scores = c.num_warps * c.block_n * c.block_m * 4 if c.split_d > 1 else 0
-    stats = (2 * teams + 2) * c.block_m * 4
+    stats = 2 * teams * c.block_m * 4
     if arch.has_ldmatrix:
         ring = teams * c.num_stages * c.block_n * p.head_dim * 2
         if c.split_d > 1 and c.block_m // 8 % c.split_d == 0:  # rows are dealt to the warps of a team
@@ -180,22 +174,28 @@ def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]
         block=(c.num_warps * 32, 1, 1),
         smem_bytes=smem_bytes(p, c, arch),
         pdl=arch.has_pdl,
-        cluster=(c.cluster, 1, 1),
     )
-    if (partials := c.num_splits // c.cluster) == 1:
+    if c.num_splits == 1:
         return (decode,)
-    slices = min(partials, 2048 // p.head_dim)
+    slices, columns = combine_shape(p.head_dim, c.num_splits)
     rows = p.batch * p.q_len * p.num_q_heads
-    combine = Launch("attn_combine", (rows, 1, 1), (p.head_dim // 4 * slices, 1, 1), 0, pdl=arch.has_pdl)
+    grid = (rows, p.head_dim // (4 * columns), 1)
+    combine = Launch("attn_combine", grid, (slices * columns, 1, 1), 0, pdl=arch.has_pdl)
     return (decode, combine)
 
 
+def combine_shape(head_dim: int, num_splits: int) -> tuple[int, int]:
+    """(slices that the splits are dealt to, columns of 4 elements) of a combine block."""
+    slices = min(num_splits, 16)
+    return slices, min(head_dim // 4, 32 if slices > 4 else 64 if slices > 2 else 128)
+
+
 def workspace_bytes(problem: Problem, config: Config, arch: Arch) -> int:
-    """Partial results, fp32: o [rows, num_splits / cluster, head_dim], then lse [rows, num_splits / cluster]."""
-    if (partials := config.num_splits // config.cluster) == 1:
+    """Partial results, fp32: o [rows, num_splits, head_dim], then lse [rows, num_splits]."""
+    if config.num_splits == 1:
         return 0
     rows = problem.batch * problem.q_len * problem.num_q_heads
-    return rows * partials * (problem.head_dim + 1) * 4
+    return rows * config.num_splits * (problem.head_dim + 1) * 4
 
 
 def cost(problem: Problem) -> Cost:
@@ -206,7 +206,7 @@ def cost(problem: Problem) -> Cost:
     return Cost(bytes=kv + ends, flops=4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim)
 
 
-def _in_flight_bytes(p: Problem, c: Config, arch: Arch) -> float:
+def bytes_in_flight(p: Problem, c: Config, arch: Arch) -> float:
     """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
     if not arch.has_ldmatrix:
@@ -230,7 +230,7 @@ def predicted_us(problem: Problem, config: Config, arch: Arch) -> float:
     block_bytes = ceil(tiles / teams) * teams * c.block_n * p.head_dim * 2 * 2
     sm_rate = device.mem_gbps * 0.92 * 1e3 / device.num_sms  # bytes a us
     on_sm = ceil(blocks / device.num_sms)
-    rate = min(sm_rate, min(resident, on_sm) * _in_flight_bytes(p, c, arch) / LATENCY_US)
+    rate = min(sm_rate, min(resident, on_sm) * bytes_in_flight(p, c, arch) / LATENCY_US)
     us = on_sm * block_bytes / rate + ceil(on_sm / resident) * BLOCK_US
     return us + (COMBINE_US + MERGE_US * c.num_splits if c.num_splits > 1 else 0.0)
 
@@ -247,24 +247,18 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 
 
 def _default_shape(p: Problem, arch: Arch) -> Config:
-    """The largest block_m that the rows fill, warps with few accumulators (two blocks an SM, no spills), and of the
-    team counts and stages the first that leave room for a second block on the SM, or else the first that fit.
+    """The largest block_m that the rows fill; few accumulators a lane where two warps a team suffice for that (no
+    spills, more blocks an SM); then the most teams, at most 4, and the most stages that fit.
     """
     most_rows = 32 if arch.has_ldmatrix else 16
-    stages = (3, 2) if arch.has_cp_async else (1,) if arch.has_ldmatrix else (2,)
-    half_sm = arch.smem_per_sm // 2 - arch.reserved_smem_bytes
     for block_m in (m for m in (32, 16, 8) if m <= most_rows and (m == 8 or m < 2 * p.rows)):
-        fits = []
-        for accumulators in (64, 128):
-            split_d = max(1, block_m * p.head_dim // 32 // accumulators)
-            shapes = [
-                Config(block_m, 16 if arch.has_ldmatrix else 32, split_d, teams * split_d, num_stages, 1)
-                for teams in (4, 2, 3, 1)
-                if teams * split_d <= 8
-                for num_stages in stages
-            ]
-            fits += [c for c in shapes if why_invalid(p, c, arch) is None]
-        two_fit = [c for c in fits if c.num_warps >= 4 and smem_bytes(p, c, arch) <= half_sm]
-        if fits:
-            return (two_fit or fits)[0]
+        need = block_m * p.head_dim // 32
+        split_d = max(1, need // 64)
+        if split_d > 2 and arch.has_ldmatrix:
+            split_d = need // MAX_ACCUMULATORS
+        for teams in (4, 3, 2, 1):
+            for num_stages in (3, 2, 1):
+                c = Config(block_m, 16 if arch.has_ldmatrix else 32, split_d, teams * split_d, num_stages)
+                if c.num_warps <= 8 and why_invalid(p, c, arch) is None:
+                    return c
     raise ProblemError(f"no shape of attn_decode fits {arch} for head_dim={p.head_dim} and {p.rows} rows")

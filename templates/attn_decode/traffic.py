@@ -1,49 +1,65 @@
-"""What one configuration of attn_decode moves and executes, for the cost model."""
+"""What a configuration of attn_decode really moves and executes, for the prediction. Counted from the bodies' loops."""
 
 from __future__ import annotations
 
+from math import ceil
+
 from kerngen.arch import Arch
-from kerngen.templates.attn_decode.spec import Config, Problem, cost, workspace_bytes
+from kerngen.templates.attn_decode.spec import (
+    Config,
+    Problem,
+    bytes_in_flight,
+    combine_shape,
+    cost,
+    workspace_bytes,
+)
 from kerngen.templates.kernel import Traffic
 
+# Instructions of a lane for one score (scale, maximum, exponential, sum, conversion), for one row's reductions, and
+# for one 16-byte copy with its address. From the SASS of the sm90 and sm70 bodies, rounded.
+SCORE_OPS, ROW_OPS, COPY_OPS = 10, 20, 4
+COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> list[Traffic]:
-    """KV is read once for each block of rows, the first time from memory; a split reads whole tiles.
 
-    The grid is as long as its longest split: with fewer tiles than teams, warps wait. cuda_ops: a score takes about 12
-    instructions, a tensor instruction and its operands about two slots of a scheduler.
-    """
+def traffic(problem: Problem, config: Config, arch: Arch) -> tuple[Traffic, ...]:
+    """One Traffic for the decode launch and, with several splits, one for the combine."""
     p, c = problem, config
-    teams, m_blocks = c.num_warps // c.split_d, -(-p.rows // c.block_m)
-    tiles = -(-max(p.visible, 1) // c.block_n)
-    per_split = -(-tiles // c.num_splits)
-    turns = -(-per_split // teams)  # tiles that the busiest team of a split works through
-    heads = p.batch * p.num_kv_heads
-    kv_row = p.head_dim * 2 * 2  # K and V
-    read = heads * min(tiles, per_split * c.num_splits) * c.block_n * kv_row
-    worked = heads * c.num_splits * turns * teams * c.block_n  # rows of KV, idle teams counted as working
-    idle = worked * kv_row / max(read, 1)  # at least 1: what waiting costs
-    flops = 4 * m_blocks * c.block_m * worked * p.head_dim
-    if arch.has_cp_async:
-        in_flight = teams * (c.num_stages - 0.5) * c.block_n * p.head_dim * 2
-        smem = worked * kv_row * m_blocks * 2
-    elif arch.has_ldmatrix:
-        in_flight = teams * 0.5 * c.block_n * p.head_dim * 2
-        smem = worked * kv_row * m_blocks * 2
-    else:  # batches of four 16-byte loads a lane, straight to registers
-        in_flight = c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16
-        smem = 0
-    scores = worked * m_blocks * c.block_m * c.split_d
+    dim, warps = p.head_dim // c.split_d, c.num_warps
+    m_blocks = ceil(p.rows / c.block_m)
+    streams = p.batch * p.num_kv_heads * m_blocks  # of keys, each through its own blocks
+    tiles = streams * ceil(max(p.visible, 1) / c.block_n)
+    tile_bytes = c.block_n * p.head_dim * 2 * 2  # K and V
+    scores = c.block_n * c.block_m * 4
+    # Through shared memory, a tile.
+    if arch.has_ldmatrix:
+        queries = c.block_m * p.head_dim * 2 if c.block_m // 8 * dim > 256 else 0
+        moved = 2 * tile_bytes + queries
+    else:
+        moved = c.block_n // 8 * c.block_m * p.head_dim * 2 + c.split_d * c.block_m * c.block_n * 2 * 5
+    if c.split_d > 1:
+        dealt = arch.has_ldmatrix and c.block_m // 8 % c.split_d == 0
+        moved += scores * c.split_d * (2 if dealt else 1 + c.split_d)
+    # Instructions of a warp, a tile.
+    q_tiles, k_tiles, d_tiles = c.block_m // 8, c.block_n // 16, dim // 16
+    products = 2 * k_tiles * d_tiles * q_tiles * (1 if arch.has_mma16816 else 2)
+    copies = tile_bytes // c.split_d // (16 * 32) * COPY_OPS
+    softmax = k_tiles * q_tiles * 4 * SCORE_OPS + q_tiles * ROW_OPS
+    warp_ops = products + copies + softmax + 2 * k_tiles * d_tiles
+    # A block ends with its accumulators of every team through shared memory and back.
+    blocks = streams * c.num_splits
+    merge = blocks * (warps // c.split_d) * c.block_m * p.head_dim * 4 * 2
     partials = workspace_bytes(p, c, arch)
-    main = Traffic(
-        int(cost(p).bytes * idle),
-        flops,
-        l2_bytes=int(read * idle) * m_blocks + partials,
-        smem_bytes=smem,
-        cuda_ops=12 * scores + 2 * 32 * flops // (4096 if arch.has_ldmatrix else 2048),
-        bytes_in_flight=int(in_flight),
+    least = cost(p).bytes
+    decode = Traffic(
+        dram_bytes=least,
+        flops=tiles * 4 * c.block_m * c.block_n * p.head_dim,
+        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + partials,
+        smem_bytes=tiles * moved + merge,
+        cuda_ops=tiles * c.split_d * warp_ops * 32,
+        bytes_in_flight=int(bytes_in_flight(p, c, arch)),
     )
-    if not partials:
-        return [main]
-    out = p.batch * p.q_len * p.num_q_heads * p.head_dim * 2
-    return [main, Traffic(out, 0, l2_bytes=partials + out, cuda_ops=partials)]
+    if c.num_splits == 1:
+        return (decode,)
+    slices, columns = combine_shape(p.head_dim, c.num_splits)
+    in_flight = slices * columns * 16 * min(COMBINE_LOADS, ceil(c.num_splits / slices))
+    return decode, Traffic(0, 0, l2_bytes=partials, cuda_ops=partials // 2, bytes_in_flight=in_flight)

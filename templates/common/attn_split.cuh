@@ -24,55 +24,30 @@ DEVICE KvRange kv_range(int first_position, int last_position, int split, int nu
 }
 
 DEVICE void add(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+DEVICE void add(float4& sum, float w, float4 x) { sum.x += w * x.x, sum.y += w * x.y, sum.z += w * x.z, sum.w += w * x.w; }
 
-// The teams of a block each saw other keys. From each team's maximum and sum of a row ([NUM_TEAMS, BLOCK_M], base 2):
-// the block's maximum (-inf if the row saw no key) and its sum relative to that.
-template <int NUM_TEAMS, int BLOCK_M>
-DEVICE void merge_stats(const float* maxima, const float* sums, float* row_max, float* row_sum, int row) {
-    float top = -INF, sum = 0;
+// The teams of a block each saw other keys. Of one row, from each team's maximum and sum (base 2, NUM_TEAMS of them
+// `pitch` apart): what a team's sums are worth in the result, and the row's log-sum-exp. All zero, -inf: no key seen.
+template <int NUM_TEAMS> struct RowMerge {
+    float weight[NUM_TEAMS], lse;
+    DEVICE RowMerge(const float* maxima, const float* sums, int pitch) {
+        float top = -INF, total = 0;
 #pragma unroll
-    for (int i = 0; i < NUM_TEAMS; ++i) top = fmaxf(top, maxima[i * BLOCK_M + row]);
+        for (int i = 0; i < NUM_TEAMS; ++i) top = fmaxf(top, maxima[i * pitch]);
 #pragma unroll
-    for (int i = 0; i < NUM_TEAMS; ++i) {
-        const float x = maxima[i * BLOCK_M + row];
-        if (x > -INF) sum += sums[i * BLOCK_M + row] * exp2_fast(x - top);
+        for (int i = 0; i < NUM_TEAMS; ++i) {
+            weight[i] = top == -INF ? 0.0f : exp2_fast(maxima[i * pitch] - top);
+            total += weight[i] * sums[i * pitch];
+        }
+        lse = total > 0 ? top + log2f(total) : -INF;
+        const float scale = total > 0 ? 1.0f / total : 0.0f;
+#pragma unroll
+        for (int i = 0; i < NUM_TEAMS; ++i) weight[i] *= scale;
     }
-    row_max[row] = top;
-    row_sum[row] = sum;
-}
+};
 
-// What a team's accumulators, relative to its maximum, are worth relative to the block's maximum.
-template <int NUM_TEAMS, int BLOCK_M> DEVICE float share_of_max(const float* maxima, int team, int row) {
-    float top = -INF;
-#pragma unroll
-    for (int i = 0; i < NUM_TEAMS; ++i) top = fmaxf(top, maxima[i * BLOCK_M + row]);
-    const float own = maxima[team * BLOCK_M + row];
-    return own == -INF ? 0.0f : exp2_fast(own - top);
-}
-
-// A cluster's blocks read each other's shared memory. `at` is a place in one's own; the result the same place in rank's.
-DEVICE uint32_t cluster_address(const void* at, int rank) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_addr(at)), "r"(rank));
-    return there;
-}
-DEVICE float cluster_load(const float* at, int rank) {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(cluster_address(at, rank)) : "memory");
-    return v;
-}
-DEVICE float4 cluster_load(const float4* at, int rank) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(cluster_address(at, rank))
-                 : "memory");
-    return v;
-}
-// All threads of all blocks of the cluster; what they wrote to shared memory before is then visible.
-DEVICE void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// Asks for the 128 bytes around `p` to be brought into L2. Harmless on memory that others may still write.
+DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // From L2: partial results were written by other SMs.
 DEVICE float load_l2(const float* p) {
@@ -95,24 +70,24 @@ template <bool BF16> DEVICE void store_half4(uint16_t* p, float4 v) {
 
 // Partial results in the workspace: o [rows, NUM_SPLITS, HEAD_DIM], each split normalised by its own sum, then
 // lse [rows, NUM_SPLITS] in base 2, -inf where the split saw nothing (its o is then not written).
-// One block merges one row: out = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max). THREADS is HEAD_DIM / 4 times the
-// number of slices that the splits are dealt to.
-template <int HEAD_DIM, int NUM_SPLITS, int THREADS, bool BF16>
-DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* partial_lse, int row) {
-    constexpr int COLUMNS = HEAD_DIM / 4, SLICES = THREADS / COLUMNS;
+// A block of SLICES * COLUMNS threads merges 4 * COLUMNS elements of one row, the splits dealt to the slices:
+// out = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
+template <int HEAD_DIM, int NUM_SPLITS, int SLICES, int COLUMNS, bool BF16>
+DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* partial_lse, int row, int part) {
     constexpr int PER_SLICE = (NUM_SPLITS + SLICES - 1) / SLICES, PER_LANE = (NUM_SPLITS + 31) / 32;
     constexpr int AHEAD = min_of(PER_SLICE, 8);  // loads a thread has under way
-    static_assert(THREADS % COLUMNS == 0 && COLUMNS % 32 == 0, "a warp belongs to one slice");
-    __shared__ float4 sums[THREADS];
+    static_assert(HEAD_DIM % (4 * COLUMNS) == 0 && COLUMNS % 32 == 0, "whole warps in a slice");
+    __shared__ float4 sums[SLICES * COLUMNS];
     __shared__ float weights[NUM_SPLITS];
-    const int column = threadIdx.x % COLUMNS, slice = threadIdx.x / COLUMNS, lane = threadIdx.x % 32;
-    const float4* o = reinterpret_cast<const float4*>(partial_o) + int64_t(row) * NUM_SPLITS * COLUMNS + column;
+    const int slice = threadIdx.x / COLUMNS, lane = threadIdx.x % 32;
+    const int column = part * COLUMNS + threadIdx.x % COLUMNS;
+    const float4* o = reinterpret_cast<const float4*>(partial_o) + int64_t(row) * NUM_SPLITS * (HEAD_DIM / 4) + column;
     const float* lse = partial_lse + int64_t(row) * NUM_SPLITS;
 
     float4 v[AHEAD];
     auto load = [&](int i) {
         const int split = slice + i * SLICES;
-        return split < NUM_SPLITS ? load_l2(o + split * COLUMNS) : make_float4(0, 0, 0, 0);
+        return split < NUM_SPLITS ? load_l2(o + split * (HEAD_DIM / 4)) : make_float4(0, 0, 0, 0);
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) v[i] = load(i);  // while the weights are made
@@ -142,7 +117,7 @@ DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* part
             const int split = slice + (i + j) * SLICES;
             const float w = split < NUM_SPLITS ? weights[split] : 0.0f;
             // a split without keys left garbage in its place
-            if (w > 0) add(sum, make_float4(w * v[j].x, w * v[j].y, w * v[j].z, w * v[j].w));
+            if (w > 0) add(sum, w, v[j]);
         }
         if (i + AHEAD < PER_SLICE) {
 #pragma unroll
@@ -154,7 +129,7 @@ DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* part
         __syncthreads();
         if (slice > 0) return;
 #pragma unroll
-        for (int i = 1; i < SLICES; ++i) add(sum, sums[column + i * COLUMNS]);
+        for (int i = 1; i < SLICES; ++i) add(sum, sums[threadIdx.x + i * COLUMNS]);
     }
     store_half4<BF16>(out + int64_t(row) * HEAD_DIM + 4 * column, sum);
 }

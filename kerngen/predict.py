@@ -9,7 +9,7 @@ docs/prediction.md has the formulas.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
@@ -17,7 +17,7 @@ from kerngen.arch import Arch, Device
 from kerngen.compile import Resources
 from kerngen.templates.kernel import Kernel, Launch, Traffic
 
-MODEL = "roofline-1"  # goes into every predicted record; raise it when a formula or a constant changes
+MODEL = "roofline-2"  # goes into every predicted record; raise it when a formula or a constant changes
 
 # Shares of a datasheet rate that good kernels reach. A plain read loop on an H200 reaches 4.44 of 4.8 TB/s.
 MEMORY_SHARE = 0.92
@@ -37,7 +37,9 @@ EXPOSED_EXECUTION, EXPOSED_TRANSFER = 0.4, 0.25
 LAUNCH_US = 1.4
 LAUNCH_PDL_US = 0.2
 SPILL_FACTOR = 2.0  # the report says how much is spilled, not how deep in which loop
+STEP_US = 0.2  # a barrier of the main loop: filling the pipes anew, waiting for the slowest warp
 GRID_SYNC_US = 1.0  # the last block of a split waits for the others' partial results
+SINGLE_PASS = 4  # a block that moves at most so many times what it has in flight, writes included
 BYTES_IN_FLIGHT_PER_THREAD = 32  # assumed where the spec does not say: two 16-byte loads
 REGISTERS_LEAST = 16
 
@@ -178,7 +180,7 @@ def _with_workspace(t: Traffic, workspace: int, device: Device) -> Traffic:
     """Adds one pass over the workspace: through L2 where it stays there, else through memory."""
     through_memory = workspace if workspace > device.l2_bytes // 2 else 0
     l2 = (t.dram_bytes if t.l2_bytes is None else t.l2_bytes) + workspace
-    return Traffic(t.dram_bytes + through_memory, t.flops, l2, t.smem_bytes, t.cuda_ops, t.bytes_in_flight)
+    return replace(t, dram_bytes=t.dram_bytes + through_memory, l2_bytes=l2)
 
 
 def _launch_us(
@@ -203,7 +205,7 @@ def _with_spills(t: Traffic, given: Resources, threads: int) -> Traffic:
     if not spilled:
         return t
     l2 = (t.dram_bytes if t.l2_bytes is None else t.l2_bytes) + spilled
-    return Traffic(t.dram_bytes, t.flops, l2, (t.smem_bytes or 0) + spilled, t.cuda_ops, t.bytes_in_flight)
+    return replace(t, l2_bytes=l2, smem_bytes=(t.smem_bytes or 0) + spilled)
 
 
 def _busy_us(launch: Launch, t: Traffic, arch: Arch, device: Device, blocks_per_sm: int) -> tuple[float, str]:
@@ -224,7 +226,8 @@ def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, arch: Arch, dev
     share, per_sm = size / blocks, ceil(size / device.num_sms)
     clock = device.clock_mhz  # cycles per us
     in_flight = t.bytes_in_flight or prod(launch.block) * BYTES_IN_FLIGHT_PER_THREAD
-    in_flight = min(in_flight, max(1, ceil(max(t.dram_bytes, t.l2_bytes or 0) / blocks)))  # no more than there is
+    each = max(1, ceil(max(t.dram_bytes, t.l2_bytes or 0) / blocks))
+    in_flight = each if each <= SINGLE_PASS * in_flight else in_flight  # no loop: all of it is under way at once
     l2_bytes = t.dram_bytes if t.l2_bytes is None else t.l2_bytes
     # Little's law: what is on its way at any moment, over how long it takes. Bytes per us.
     latency = MEMORY_LATENCY_US.get(arch.name, 0.6)
@@ -247,5 +250,6 @@ def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, arch: Arch, dev
     busiest = max(execution.values())
     executing = busiest + (sum(execution.values()) - busiest) * EXPOSED_EXECUTION / per_sm
     total = max(moving, executing) + min(moving, executing) * EXPOSED_TRANSFER / per_sm + latency
+    total += t.steps * STEP_US
     times = transfer if moving >= executing else execution
     return total, max(times, key=lambda k: times[k])

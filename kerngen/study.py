@@ -23,7 +23,7 @@ from kerngen.templates.kernel import Kernel, fields_of
 if TYPE_CHECKING:
     import optuna
 
-SAMPLER_PATIENCE = 32  # proposals in a row that bring nothing new end the search
+SAMPLER_PATIENCE = 64  # proposals in a row that bring nothing new end the search
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class Search:
         self.trials = trials
         self.measured = measured
         self.outcomes: dict[Any, Outcome] = {}  # in the order asked
+        self.refused: dict[Any, Outcome] = {}  # what the sampler proposed and why_invalid refused
         self._seed = seed
         self._first: deque[Any] = deque([candidates.default])
         self._ranked: list[Any] | None = None
@@ -186,9 +187,8 @@ class Search:
             elif config in asked:
                 self._tell_optuna(trial, Outcome("invalid", reason="asked twice", excess=1.0))
             elif (why := self.kernel.why_invalid(self.problem, config, self.arch)) is not None:
-                outcome = Outcome("invalid", reason=why, excess=1.0)
-                self._tell_optuna(trial, outcome)
-                self.outcomes[config] = outcome
+                self.refused[config] = Outcome("invalid", reason=why, excess=1.0)
+                self._tell_optuna(trial, self.refused[config])
             else:
                 self._open[config] = trial
                 return config

@@ -103,6 +103,7 @@ class _Target:
     entry: Entry
     search: Search
     builds: dict[Any, Build] = field(default_factory=dict)  # of the configurations tried
+    noted: set[Any] = field(default_factory=set)  # refused proposals that have their row
 
     @property
     def problem(self) -> Any:
@@ -210,6 +211,10 @@ class Tuner:
                     if not trial.cubin.done():
                         self._compiled.add(trial.source)
                 trials.append(trial)
+            for config, outcome in t.search.refused.items():
+                if config not in t.noted:
+                    t.noted.add(config)
+                    self.ledger.add(t.entry, config, outcome.kind, build_id=None, reason=outcome.reason)
         self._left = sum(t.search.num_left for t in opened)
         return trials
 

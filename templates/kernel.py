@@ -72,7 +72,7 @@ class Traffic:
 
     It refines `cost` for the prediction: re-reads, padding to tiles, loads in flight. A list of them gives one per
     launch; a single one describes the first launch, and the others read and write the workspace. All counts are
-    totals over the grid but bytes_in_flight, which is per block. None: the predictor estimates it from the config.
+    totals over the grid but bytes_in_flight and steps, which are per block. None: the predictor estimates it from the config.
     """
 
     dram_bytes: int  # through device memory
@@ -81,6 +81,7 @@ class Traffic:
     smem_bytes: int | None = None  # through shared memory, reads and writes
     cuda_ops: int = 0  # instructions per thread summed over threads, outside the tensor cores (dequant, softmax)
     bytes_in_flight: int | None = None  # of loads that a block keeps outstanding in its main loop
+    steps: int = 0  # of a block's main loop: between two of them all its warps wait for each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,11 @@ class Kernel:
     def default_config(self, problem: Any, arch: Arch) -> Any:
         """A valid configuration that needs no tuning. Always a candidate when tuning."""
         return self.spec.default_config(problem, arch)
+
+    @property
+    def max_spill_bytes(self) -> int:
+        """What a default configuration may spill, bytes a thread: MAX_SPILL_BYTES of spec.py, or 0."""
+        return getattr(self.spec, "MAX_SPILL_BYTES", 0)
 
     def smem_bytes(self, problem: Any, config: Any, arch: Arch) -> int:
         """Shared memory of a block, static and dynamic together."""

@@ -19,9 +19,7 @@ def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
     queries = p.num_tokens // max(p.batch, 1)
     blocks = p.batch * p.num_kv_heads * -(-queries * group // c.block_m)
     ends = 2 if p.window else 1
-    waste = (
-        ends * (c.block_n + min(c.block_m // group, queries)) // 2 if p.causal or p.window else c.block_n // 2
-    )
+    waste = ends * (c.block_n + min(c.block_m // group, queries)) // 2 if p.causal or p.window else c.block_n // 2
     rows = p.batch * p.num_q_heads * queries
     pairs = p.num_q_heads * visible_pairs(p) + rows * waste
     pairs = max(pairs, blocks * c.block_m * c.block_n)  # a block works on one tile at least
@@ -40,4 +38,5 @@ def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
         smem_bytes=tiles * (kv_tile * (1 + row_groups) + q_read + exchange),
         cuda_ops=12 * tiles * c.block_m * c.block_n + 2 * 32 * flops // per_mma,
         bytes_in_flight=tiles_ahead * c.block_n * p.head_dim * 2,
+        steps=-(-tiles // blocks),
     )

@@ -37,4 +37,5 @@ def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
         smem_bytes=copied + read,
         cuda_ops=ops,
         bytes_in_flight=ahead * (stage if p.num_tokens >= c.block_m else w_stage),
+        steps=-(-stages // num_blocks(p, c, arch)),
     )

@@ -176,6 +176,7 @@ def test_measuring_checks_times_and_retimes_the_finalists(tune: Callable[..., Re
         rows = [o.measurement for o in store.measurements("scale", provenance="measured")]
     assert any(m.outcome == "wrong_result" and "reference 2" in m.reason for m in rows)
     assert sum(m.stage == "final" for m in rows) >= 2
+    assert all(m.reason for m in rows if m.outcome == "invalid")
     assert {m.environment["driver"] for m in rows if m.outcome == "ok"} == {"none"}
     again = FakeMeasurer()
     tune((512,), trials=12, measurer=again)
@@ -211,7 +212,8 @@ def test_optuna_sees_failures_as_pruned_with_a_constraint(scale: Kernel) -> None
         asked += batch
         for config in batch:
             search.tell(config, _outcome(config))
-    assert len(asked) == len(set(asked)) == 20 - sum(o.kind == "invalid" for o in search.outcomes.values())
+    assert len(asked) == len(set(asked)) == 20
+    assert all("at most 1024" in o.reason for o in search.refused.values())
     trials = search._optuna().get_trials()
     states = {t.state for t in trials}
     assert states == {TrialState.COMPLETE, TrialState.PRUNED}

@@ -178,27 +178,19 @@ def _dry_run(
 
 
 def _print_plan(plan: DryRun, title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("kernel", "problems", "space", "valid", "refused", "configurations", "compiles", "s", title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    names = ("problems", "space", "valid", "refused", "at most", "compiles")
+    click.echo(title)
+    click.echo(f"{'kernel':16}" + "".join(f"{n:>11}" for n in names) + f"{'seconds':>9}")
     for row in plan.kernels:
         counts = (row.num_problems, row.space_size, row.num_valid, row.num_refused, row.num_trials, row.num_compiles)
-        table.add_row(row.kernel, *(f"{n:,}" for n in counts), f"{row.seconds:.0f}")
-    console = Console()
-    console.print(table)
-    console.print(
+        click.echo(f"{row.kernel:16}" + "".join(f"{n:>11,}" for n in counts) + f"{row.seconds:>9.0f}")
+    click.echo(
         f"{plan.num_problems} problems, at most {plan.num_trials:,} configurations and {plan.num_compiles:,} compiles: "
-        f"about {plan.seconds:.0f} s with {plan.jobs} jobs, {plan.db_bytes / 1e6:.0f} MB of database. A search ends "
-        "early where the cost model shows that nothing left can win."
+        f"about {plan.seconds:.0f} s with {plan.jobs} jobs, {plan.db_bytes / 1e6:.0f} MB of database.\n"
+        "A search ends early where the cost model shows that nothing left can win; measuring takes longer than compiling."
     )
     for kernel, reason in plan.unsupported:
-        console.print(f"not tuned: {kernel}: {reason}", markup=False)
-
-
-# -- what came of it
+        click.echo(f"not tuned: {kernel}: {reason}")
 
 
 def _print(report: Report, load: Workload, where: str) -> None:

@@ -99,31 +99,24 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size]. Returns the same shape and dtype."""
-        return (rms(x.float(), self.eps) * self.weight).to(x.dtype)
-
-
-def rms(x: Tensor, eps: float) -> Tensor:
-    """x over the root of its mean square along the last axis."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps).to(x.dtype)
 
 
 def rotation(shape: Shape, kind: str, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, 1, head_dim] for positions 0..length-1. Full layers turn a quarter of the pairs."""
+    """cos and sin [length, 1, head_dim/2] for positions 0..length-1. Full layers turn a quarter of the pairs."""
     _, dim = shape.heads(kind)
     pairs = torch.arange(dim // 2, device=device)
     freq = shape.rope_theta[kind] ** (-2.0 * pairs / dim)
     if kind == FULL:
         freq = torch.where(pairs < int(shape.partial_rotary_factor * dim / 2), freq, 0.0)
-    angle = torch.arange(length, device=device)[:, None] * freq
-    angle = torch.cat((angle, angle), -1)[:, None]
+    angle = (torch.arange(length, device=device)[:, None] * freq)[:, None]
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Turn the pairs (j, j + dim/2). x: [batch, length, heads, dim]."""
-    cos, sin = cos_sin
-    a, b = x.float().chunk(2, -1)
-    return (x.float() * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
+    (a, b), (cos, sin) = x.float().chunk(2, -1), cos_sin
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def causal_mask(length: int, window: int, device: torch.device, *, strict: bool = False) -> Tensor:
@@ -168,7 +161,7 @@ class Attention(nn.Module):
             raw_k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, -1))
             raw_v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, -1)) if self.kind == SLIDING else raw_k
             k = rotate(self.k_norm(raw_k), cos_sin).transpose(1, 2)
-            v = rms(raw_v.float(), self.eps).to(raw_v.dtype).transpose(1, 2)
+            v = F.rms_norm(raw_v.float(), raw_v.shape[-1:], None, self.eps).to(raw_v.dtype).transpose(1, 2)
             kv = k, v
         groups = self.num_q_heads // self.num_kv_heads
         k, v = (t.repeat_interleave(groups, 1) for t in kv)

@@ -214,9 +214,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the tiny Gemma-4 checkpoint and its drafter.")
     parser.add_argument("--out", type=Path, required=True, help="where the three folders go")
     parser.add_argument(
-        "--steps", type=int, default=4400, help="of the target; the last third sees int4 weights"
+        "--steps", type=int, default=3900, help="of the target; the last third sees int4 weights"
     )
-    parser.add_argument("--draft-steps", type=int, default=1000)
+    parser.add_argument("--draft-steps", type=int, default=900)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--draft-batch", type=int, default=16, help="even: half of it sees int4 weights")
     parser.add_argument("--conversations", type=int, default=30000)
@@ -230,7 +230,7 @@ def main() -> None:
     rows = write_rows(range(args.conversations), corpus.conversation)
     tokenizer = bpe.train((corpus.render(t) for turns in rows[:3000] for t in turns), TARGET.vocab_size)
     data = encode(tokenizer, rows, args.device)
-    unseen = range(10**6, 10**6 + max(8, min(256, args.conversations // 10)))
+    unseen = range(10**6, 10**6 + max(2, min(256, args.conversations // 10)))
     held_out = {
         name: encode(tokenizer, write_rows(unseen, talk), args.device)
         for name, talk in (("all", corpus.conversation), ("notes", corpus.only(corpus.notes)))

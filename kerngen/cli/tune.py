@@ -187,7 +187,7 @@ def _print_plan(plan: DryRun, title: str) -> None:
     click.echo(
         f"{plan.num_problems} problems, at most {plan.num_trials:,} configurations and {plan.num_compiles:,} compiles: "
         f"about {plan.seconds:.0f} s with {plan.jobs} jobs, {plan.db_bytes / 1e6:.0f} MB of database.\n"
-        "A search ends early where the cost model shows that nothing left can win; measuring takes longer than compiling."
+        "A search ends early where the cost model shows that nothing left can win; measuring takes longer."
     )
     for kernel, reason in plan.unsupported:
         click.echo(f"not tuned: {kernel}: {reason}")

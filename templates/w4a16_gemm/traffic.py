@@ -6,6 +6,9 @@ from kerngen.arch import Arch
 from kerngen.templates.kernel import Traffic
 from kerngen.templates.w4a16_gemm.spec import Config, Problem, cost, num_blocks, stage_bytes
 
+# What a tile that blocks share adds at the end, as steps: partial sums out, a counter, the others' partial sums back.
+MEETING_STEPS = 16
+
 
 def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
     """Tiles read W once for each row of tiles and x once for each column, through L2; memory gives each byte once.
@@ -37,5 +40,5 @@ def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
         smem_bytes=copied + read,
         cuda_ops=ops,
         bytes_in_flight=ahead * (stage if p.num_tokens >= c.block_m else w_stage),
-        steps=-(-stages // num_blocks(p, c, arch)),
+        steps=-(-stages // num_blocks(p, c, arch)) + (MEETING_STEPS if shared else 0),
     )

@@ -190,6 +190,8 @@ def find_model(name: str, drafter: str | None = None) -> Model:
     drafter: folder of the assistant that goes with a folder. Raises UnknownName, CheckpointError or UsageError.
     """
     if name in MODELS:
+        if drafter is not None:
+            raise UsageError(f"{name} is a released model, with a drafter of its own: --draft goes with a folder")
         return Model(name, *MODELS[name])
     folder = Path(name)
     if not folder.exists() and "/" not in name:

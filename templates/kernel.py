@@ -72,7 +72,8 @@ class Traffic:
 
     It refines `cost` for the prediction: re-reads, padding to tiles, loads in flight. A list of them gives one per
     launch; a single one describes the first launch, and the others read and write the workspace. All counts are
-    totals over the grid but bytes_in_flight and steps, which are per block. None: the predictor estimates it from the config.
+    totals over the grid but bytes_in_flight and steps, which are per block. None: the predictor estimates it from the
+    config.
     """
 
     dram_bytes: int  # through device memory
@@ -228,18 +229,20 @@ def parse_fields(cls: type[Any], text: str) -> Any:
 
     Raises UsageError on an unknown field or a value of the wrong type, ProblemError from the dataclass itself.
     """
-    types = {f.name: f.type for f in dataclasses.fields(cls)}
+    # Text in a module with `from __future__ import annotations`, classes in one without.
+    types = {f.name: f.type if isinstance(f.type, str) else f.type.__name__ for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, eq, raw = part.partition("=")
         if not eq or key not in types:
             raise UsageError(f"{part!r} is not FIELD=VALUE of {cls.__module__}.{cls.__name__}",
                              hint=f"fields: {', '.join(types)}")  # fmt: skip
-        values[key] = _parse_value(key, raw, str(types[key]))
-    try:
-        return cls(**values)
-    except TypeError as e:
-        raise ProblemError(str(e).replace("__init__() ", ""), hint=f"fields: {', '.join(types)}") from e
+        values[key] = _parse_value(key, raw, types[key])
+    required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    if absent := [name for name in required if name not in values]:
+        raise ProblemError(f"{', '.join(absent)} must be given: there is no default",
+                           hint=f"fields: {', '.join(types)}")  # fmt: skip
+    return cls(**values)
 
 
 def _parse_value(key: str, raw: str, type_name: str) -> Any:
@@ -255,4 +258,4 @@ def _parse_value(key: str, raw: str, type_name: str) -> Any:
             pass
     elif type_name == "str":
         return raw
-    raise UsageError(f"{key}={raw!r} is not a {type_name}")
+    raise UsageError(f"{key}={raw!r} is not of type {type_name}")

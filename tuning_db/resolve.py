@@ -52,7 +52,7 @@ def default_stores() -> list[Store]:
         try:
             stores.append(Store.open(place, read_only=True, **options))
         except DatabaseError as e:
-            log.warning("%s; looking on without it", e)
+            log.warning("%s; looking on without it", e.message)
     return stores
 
 

@@ -59,7 +59,9 @@ def main() -> None:
     """The console entry point: turns deliberate errors into one clear message and an exit code."""
     debug = os.environ.get("KERNGEN_DEBUG", "") not in ("", "0")
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="kerngen", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a pipe that is closed or a disk that is full is reported here, not as the program ends
     except click.exceptions.Exit as e:
         sys.exit(e.exit_code)
     except click.ClickException as e:
@@ -79,6 +81,6 @@ def main() -> None:
     except OSError as e:
         if debug:
             raise
-        where = f" {e.filename}" if e.filename else ""
-        click.echo(f"error:{where}: {e.strerror or e}", err=True)
+        where = f"{e.filename}: " if e.filename else ""
+        click.echo(f"error: {where}{e.strerror or e}", err=True)
         sys.exit(1)

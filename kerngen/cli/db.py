@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -210,7 +211,9 @@ def _stores(url: str | None) -> Iterator[list[Store]]:
 def _say_empty(stores: Sequence[Store], url: str | None) -> None:
     from kerngen.tuning_db import default_path
 
-    where = ", ".join(s.where for s in stores) or f"{url or default_path()} (not there yet)"
+    place = url or default_path()
+    is_there = "://" in place or os.path.exists(place)
+    where = ", ".join(s.where for s in stores) or (place if is_there else f"{place} (not there yet)")
     click.echo(f"no winners in {where}\n  fill it: kerngen tune --arch sm90 --model gemma-4-31b", err=True)
 
 

@@ -131,8 +131,12 @@ def _config(k: Kernel, text: str, default: Any) -> Any:
     if not text:
         return default
     named = {part.partition("=")[0].strip() for part in text.split(",")}
-    parsed = fields_of(parse_fields(k.config_type, text))
-    return replace(default, **{n: parsed[n] for n in named if n in parsed})
+    parsed = {n: v for n, v in fields_of(parse_fields(k.config_type, text)).items() if n in named}
+    for name, value in parsed.items():  # why_invalid answers for the space, and promises nothing outside of it
+        if value not in (*k.space[name], getattr(default, name)):
+            raise UsageError(f"{name}={value} is not in {k.name}'s space",
+                             hint=f"{name}: {', '.join(map(str, k.space[name]))}")  # fmt: skip
+    return replace(default, **parsed)
 
 
 @kernel.command()

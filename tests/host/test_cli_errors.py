@@ -1,0 +1,198 @@
+"""Bad input through the real command line: one clear message on stderr, the right exit code, nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kerngen.cli import main
+from kerngen.tuning_db import Store
+
+ROOT = Path(__file__).parents[2]
+TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
+COMPILE = ("compile", "--arch", "sm70", "--kernel", "embed", "--jobs", "1")
+SHOW = ("kernel", "show", "embed", "--arch", "sm70", "--no-source")
+
+
+class Kerngen:
+    """Runs `kerngen` with a cache, a database and a home of its own, all in `folder`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
+        for name in [n for n in os.environ if n.startswith("KERNGEN_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("KERNGEN_CACHE_DIR", str(folder / "cache"))
+        monkeypatch.setenv("KERNGEN_DB", str(folder / "tuning.db"))
+        monkeypatch.setenv("HOME", str(folder))
+        monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        monkeypatch.chdir(folder)
+
+    def __call__(self, *args: str) -> tuple[int, str, str]:
+        """In this process, through main(): exit code, stdout, stderr."""
+        self._monkeypatch.setattr(sys, "argv", ["kerngen", *args])
+        self._capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as e:
+            code = int(e.code or 0)
+        out, err = self._capsys.readouterr()
+        return code, out, err
+
+    def run(self, *args: str, **how: object) -> tuple[int, str, str]:
+        """In a process of its own."""
+        done = subprocess.run([sys.executable, "-m", "kerngen", *args], stdin=subprocess.DEVNULL, text=True,
+                              stderr=subprocess.PIPE, timeout=120, check=False,
+                              **{"stdout": subprocess.PIPE, **how})  # type: ignore[call-overload]  # fmt: skip
+        return done.returncode, done.stdout or "", done.stderr
+
+    def files(self) -> list[str]:
+        """Every file in its folder but what lies whole in the compile cache."""
+        paths = (p.relative_to(self.folder) for p in self.folder.rglob("*") if p.is_file())
+        return sorted(str(p) for p in paths if p.parts[0] != "cache" or p.name.startswith("."))
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
+    """One message, which begins with the kind of error and in which `says` is found; a hint may follow."""
+    got, out, err = done
+    assert got == code, err
+    assert "Traceback" not in err, err
+    assert re.search(says, err), err
+    first = [line for line in err.splitlines() if re.match(r"(?!Usage:)(error|[A-Z]\w+): ", line)]
+    assert len(first) == 1, err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("tune", "--arch", "sm71", "--model", "gemma-4-31b"), 2, r"unknown arch 'sm71'\n.*sm70, sm75"),
+        (("compile", "--arch", "", "--cases"), 2, r"no arch given\n.*sm70"),
+        (("arch", "show", "volta"), 2, r"unknown arch 'volta'"),
+        (("tune", "--arch", "sm70", "--model", "gemma-5"), 2, r"unknown model 'gemma-5'\n.*gemma-4-31b"),
+        (("tune", "--arch", "sm70", "--model", "./nowhere"), 2, r"nowhere is not a folder"),
+        (("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--draft", "x"), 2, r"--draft goes with a folder"),
+        (("run", "./nowhere", "--prompt", "hi"), 2, r"nowhere is not a folder"),
+        (("run", ".", "--prompt", "hi"), 1, r"config.json is missing"),
+        (("bench", "model", "gemma-5"), 2, r"unknown model 'gemma-5'"),
+        (("kernel", "show", "embd", "--arch", "sm70"), 2, r"unknown kernel 'embd'\n.*did you mean embed\?"),
+        ((*TUNE, "--kernel", "moe_route"), 2, r"gemma-4-31b needs no moe_route on sm70\n.*embed"),
+        ((*SHOW, "--problem", "hidden=7"), 2, r"hidden=7 is not a positive multiple of 8"),
+        ((*SHOW, "--problem", "width=8"), 2, r"'width=8' is not FIELD=VALUE.*\n.*hidden, vocab_size"),
+        ((*SHOW, "--problem", "hidden=wide"), 2, r"hidden='wide' is not of type int"),
+        ((*SHOW, "--problem", "dtype=bf16"), 1, r"bf16 needs sm80 or newer"),
+        ((*SHOW, "--config", "threads=2048"), 2, r"threads=2048 is not in embed's space\n.*64, 128, 256, 512"),
+        (("kernel", "show", "w4a16_gemm", "--arch", "sm70"), 2, r"n, k must be given"),
+        ((*TUNE, "--device", "V101"), 2, r"unknown device 'V101'\n.*did you mean V100\?"),
+        ((*TUNE, "--device", "H200"), 2, r"device H200 is sm90, not sm70"),
+        ((*TUNE, "--time-budget", "soon"), 2, r"'soon' is no duration"),
+        ((*TUNE, "--trials", "0"), 2, r"--trials.*0 is not in the range"),
+        (COMPILE, 2, r"--model NAME for a workload, or --cases"),
+        (("no-such-command",), 2, r"No such command 'no-such-command'"),
+        (("db", "show", "ffff"), 2, r"no winner with id ffff"),
+        (("db", "explain", "embed", "--arch", "sm70", "--problem", "x=1"), 2, r"'x=1' is not FIELD=VALUE"),
+        (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", "hi", "--device", "potato"), 2, "'potato'"),
+        (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", ""), 2, "the prompt is empty"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
+)  # fmt: skip
+def test_misuse_is_one_clear_message(kerngen: Kerngen, args: tuple[str, ...], code: int, says: str) -> None:
+    _require_message(kerngen(*args), code, says)
+    assert kerngen.files() == []
+
+
+@pytest.mark.parametrize(
+    ("place", "writing", "reading"),
+    [
+        ("/proc/nowhere/tuning.db", "cannot make its folder", "no such file"),
+        ("notes.txt/tuning.db", "cannot make its folder", "no such file"),
+        ("notes.txt", "is not an SQLite database", "is not an SQLite database"),
+        ("half.db", r"is cut short: 2,048 of \d[\d,]+ bytes", r"is cut short: 2,048 of \d[\d,]+ bytes"),
+        ("newer.db", "newer kerngen", "newer kerngen"),
+        (".", "Is a directory", "no such file"),
+    ],
+)
+def test_a_database_that_cannot_be_used(kerngen: Kerngen, place: str, writing: str, reading: str) -> None:
+    (kerngen.folder / "notes.txt").write_text("Not a database, and somebody's work.\n")
+    for name in ("half.db", "newer.db"):
+        Store.open(kerngen.folder / name).close()
+    os.truncate(kerngen.folder / "half.db", 2048)
+    with sqlite3.connect(kerngen.folder / "newer.db") as connection:
+        connection.execute("UPDATE kerngen_alembic SET version_num = '9999'")
+    connection.close()
+    before = {name: (kerngen.folder / name).read_bytes() for name in kerngen.files()}
+    for command, says in ((TUNE, writing), (("db", "ls"), reading)):
+        _require_message(kerngen(*command, "--db", place), 1, f": .*{re.escape(place)}:? .*{says}")
+    # SQLite may leave its own side files (-wal, -shm) beside a database that was opened and refused.
+    assert {name: (kerngen.folder / name).read_bytes() for name in before} == before
+    assert {name.removesuffix("-wal").removesuffix("-shm") for name in kerngen.files()} == set(before)
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    (kerngen.folder / "notes.txt").write_text("a file where a folder is expected")
+    for place in ("/proc/nowhere", "notes.txt"):
+        monkeypatch.setenv("KERNGEN_CACHE_DIR", place)
+        code, out, err = kerngen.run(*SHOW)
+        assert code == 0
+        assert "registers a thread" in out
+        assert err.count("\n") == 1
+        assert f"cannot write to the compile cache {place}" in err
+    assert kerngen.files() == ["notes.txt"]
+
+
+@pytest.mark.parametrize(("place", "code"), [("/proc/nowhere", 1), ("notes.txt/out", 1), ("notes.txt", 2)])
+def test_an_output_that_cannot_be_written(kerngen: Kerngen, place: str, code: int) -> None:
+    (kerngen.folder / "notes.txt").write_text("a file where a folder is expected")
+    _require_message(kerngen(*COMPILE, "--cases", "-o", place), code, f"cannot write {place}|'{place}' is a file")
+    assert kerngen.files() == ["notes.txt"]
+
+
+@pytest.mark.parametrize("command", [TUNE, (*COMPILE, "--cases", "-o", "out"), SHOW], ids=lambda c: c[0])
+def test_no_compile_makes_a_miss_an_error(
+    kerngen: Kerngen, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
+    _require_message(kerngen(*command), 1, r"TuningMiss: .*sm70.*KERNGEN_NO_COMPILE forbids.*\n.*kerngen compile")
+    assert not (kerngen.folder / "out").exists()
+    assert not (kerngen.folder / "cache").exists()
+
+
+def test_a_broken_override_database_is_named_and_passed_over(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (kerngen.folder / "notes.txt").write_text("Not a database.\n")
+    monkeypatch.setenv("KERNGEN_DB_OVERRIDE", "notes.txt")
+    code, out, _ = kerngen(*COMPILE, "--model", "gemma-4-31b")
+    assert code == 0
+    assert "in the compile cache only" in out
+    assert [r.getMessage() for r in caplog.records] == ["notes.txt is not an SQLite database; looking on without it"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_under_stdout(kerngen: Kerngen) -> None:
+    with open("/dev/full", "w") as full:
+        code, _, err = kerngen.run("arch", "ls", stdout=full)
+    assert (code, err) == (1, "error: No space left on device\n")
+
+
+@pytest.mark.parametrize("args", [("kernel", "ls"), ("arch", "ls", "--json"), ("--help",)], ids=" ".join)
+def test_a_pipe_that_nobody_reads_is_no_crash(kerngen: Kerngen, args: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        code, _, err = kerngen.run(*args, stdout=write)
+    finally:
+        os.close(write)
+    assert code == 1
+    assert err == ""

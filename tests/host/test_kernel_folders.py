@@ -1,0 +1,266 @@
+"""The contract of a kernel folder (templates/kernel.py), held by every folder there is, without a GPU.
+
+A new folder is picked up by its name alone. Every test case of every kernel is compiled for every arch, each distinct
+source once, in two processes: the slowest part of the host tests, by far. `-k NAME` takes one kernel or one arch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from kerngen.arch import ARCHES, Arch, find_arch
+from kerngen.cache import CachedCompiler, CompileCache
+from kerngen.compile import Cubin, compile_ptx, supported_targets
+from kerngen.render import render
+from kerngen.templates import Case, Kernel, find_kernel, kernel_names
+from kerngen.templates.kernel import describe, fields_of, static_fields
+
+KERNELS = tuple(find_kernel(name) for name in kernel_names())
+EACH_KERNEL = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+EACH_ARCH = pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
+SAMPLE = 1500  # configurations of a space that is too large to walk
+MOST_KEYS = 50_000  # inputs with more tokens of KV than this are made on GPUs: here they take seconds and gigabytes
+# Names that hold digits and are no figures.
+NAMES = re.compile(r"\b(?:sm_?\d+|compute_\d+|bf16|fp(?:8|16|32)|int\d+|m\d+n\d+k\d+)\b")
+# How a refusal says what serves instead, where no figure decides.
+INSTEAD = re.compile(r"\b(?:use|serves?|instead)\b")
+
+
+class Builds:
+    """The distinct sources of a kernel's cases on an arch, compiled in the background."""
+
+    def __init__(self, compiler: CachedCompiler) -> None:
+        self._compiler = compiler
+        self._begun: dict[tuple[str, str], list[tuple[Case, Any, Future[Cubin]]]] = {}
+
+    def begin(self, kernel: Kernel, arch: Arch) -> None:
+        """Start compiling; nothing is done where that was done, or where this NVRTC has no such target."""
+        if (kernel.name, arch.name) in self._begun or arch.number not in supported_targets():
+            return
+        sources: dict[str, tuple[Case, Any]] = {}
+        for case in kernel.cases.CASES:
+            if kernel.why_unsupported(case.problem, arch) is None:
+                config = kernel.default_config(case.problem, arch)
+                sources.setdefault(render(kernel, case.problem, config, arch), (case, config))
+        self._begun[kernel.name, arch.name] = [
+            (case, config, self._compiler.submit(source, arch)) for source, (case, config) in sources.items()
+        ]
+
+    def finish(self, kernel: Kernel, arch: Arch) -> Iterator[tuple[Case, Any, Cubin]]:
+        """(case, configuration, cubin) of each distinct source. Raises CompileError."""
+        self.begin(kernel, arch)
+        for case, config, future in self._begun.pop((kernel.name, arch.name)):
+            yield case, config, future.result(timeout=300)
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
+    with CachedCompiler(2, CompileCache(tmp_path_factory.mktemp("compiled"))) as compiler:
+        yield Builds(compiler)
+
+
+@EACH_KERNEL
+@EACH_ARCH
+def test_every_case_builds_within_the_limits(
+    kernel: Kernel, arch: Arch, builds: Builds, request: pytest.FixtureRequest
+) -> None:
+    if arch.number not in supported_targets():
+        pytest.skip(f"this NVRTC cannot target {arch}: pip install 'kerngen[cuda12]'")
+    builds.begin(kernel, arch)
+    _begin_the_next(request, builds)
+    count, complaints = 0, []
+    for case, config, cubin in builds.finish(kernel, arch):
+        count += 1
+        complaints += [f"{case} {describe(config)}: {c}" for c in _complaints(kernel, case, config, arch, cubin)]
+    assert not complaints, f"{count} sources of {kernel.name} for {arch}:\n" + "\n".join(complaints)
+
+
+def _begin_the_next(request: pytest.FixtureRequest, builds: Builds) -> None:
+    """Begin what the next test waits for, so that both processes stay busy."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    after = request.session.items[request.session.items.index(request.node) + 1 :][:1]
+    for item in after:
+        if isinstance(item, pytest.Function) and item.originalname == request.node.originalname:
+            builds.begin(item.callspec.params["kernel"], item.callspec.params["arch"])
+
+
+def _complaints(kernel: Kernel, case: Case, config: Any, arch: Arch, cubin: Cubin) -> Iterator[str]:
+    """Where cubin and spec disagree, and what no launch could hold."""
+    if set(cubin.entries) != set(kernel.args):
+        yield f"entries {sorted(cubin.entries)}, ARGS has {sorted(kernel.args)}"
+        return
+    launches = kernel.launches(case.problem, config, arch)
+    smem = max(cubin.entries[x.entry].static_smem_bytes + x.smem_bytes for x in launches)
+    if smem != (said := kernel.smem_bytes(case.problem, config, arch)):
+        yield f"{smem:,} B of shared memory (static + dynamic); spec.smem_bytes says {said:,}"
+    if smem > arch.max_smem_bytes:
+        yield f"{smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,}"
+    for x in launches:
+        r, threads = cubin.entries[x.entry], prod(x.block)
+        if max(spilled := (r.spill_store_bytes, r.spill_load_bytes)) > (most := kernel.max_spill_bytes):
+            yield f"{x.entry} spills {spilled[0]} + {spilled[1]} B a thread; spec.MAX_SPILL_BYTES is {most}"
+        if not 1 <= threads <= 1024:
+            yield f"{x.entry}: {threads} threads a block"
+        if r.registers * threads > arch.regs_per_sm:
+            yield f"{x.entry}: {r.registers} registers x {threads} threads; an SM has {arch.regs_per_sm:,}"
+        if not (1 <= x.grid[0] < 2**31 and all(1 <= n <= 65535 for n in x.grid[1:])):
+            yield f"{x.entry}: grid {x.grid}"
+        if (x.pdl and not arch.has_pdl) or (prod(x.cluster) > 1 and not arch.has_clusters):
+            yield f"{x.entry}: pdl={x.pdl}, cluster={x.cluster}, which {arch} lacks"
+
+
+@EACH_KERNEL
+@EACH_ARCH
+def test_unsupported_cases_say_what_serves(kernel: Kernel, arch: Arch) -> None:
+    reasons = Counter(kernel.why_unsupported(c.problem, arch) for c in kernel.cases.CASES)
+    reasons.pop(None, None)
+    for why in reasons:
+        assert why is not None
+        assert _has_figure(why) or INSTEAD.search(why), why
+    if reasons:  # nothing is left out without being counted
+        count = len(kernel.cases.CASES)
+        pytest.skip("; ".join(f"{n} of {count} cases of {kernel.name}: {why}" for why, n in reasons.items()))
+
+
+@EACH_KERNEL
+@EACH_ARCH
+def test_refusals_say_why_and_leave_something(kernel: Kernel, arch: Arch) -> None:
+    mute, num_valid, points = set(), 0, list(_points(kernel, arch))
+    for problem, config in points:
+        why = kernel.why_invalid(problem, config, arch)
+        num_valid += why is None
+        if why is not None and not _has_figure(why) and not INSTEAD.search(why):
+            mute.add(f"{describe(problem)} {describe(config)}: {why}")
+    assert not mute, "no figure, and nothing that serves instead:\n" + "\n".join(sorted(mute)[:20])
+    assert num_valid or not points, f"none of {len(points)} configurations is valid on {arch}"
+
+
+def _has_figure(text: str) -> bool:
+    return re.search(r"\d", NAMES.sub("", text)) is not None
+
+
+def _points(kernel: Kernel, arch: Arch) -> Iterator[tuple[Any, Any]]:
+    """(problem, configuration): all of them, or SAMPLE from a fixed seed."""
+    cases = [*kernel.cases.CASES, *kernel.bench.BENCH_CASES]
+    problems = list({c.problem: None for c in cases if kernel.why_unsupported(c.problem, arch) is None})
+    axes = [problems, *kernel.space.values()]
+    if prod(map(len, axes)) <= SAMPLE:
+        points: Any = product(*axes)
+    else:
+        draw = random.Random(0)
+        points = ([draw.choice(axis) for axis in axes] for _ in range(SAMPLE)) if problems else ()
+    for problem, *values in points:
+        yield problem, kernel.config_type(**dict(zip(kernel.space, values, strict=True)))
+
+
+@EACH_KERNEL
+def test_default_is_valid_everywhere(kernel: Kernel) -> None:
+    for arch, case in product(ARCHES.values(), (*kernel.cases.CASES, *kernel.bench.BENCH_CASES)):
+        if kernel.why_unsupported(case.problem, arch) is None:
+            config = kernel.default_config(case.problem, arch)
+            why = kernel.why_invalid(case.problem, config, arch)
+            assert why is None, f"{case} on {arch}: the default {describe(config)} is refused: {why}"
+            assert kernel.workspace_bytes(case.problem, config, arch) >= 0
+            if kernel.workspace_bytes(case.problem, config, arch):
+                assert any(a.name == "workspace" for args in kernel.args.values() for a in args)
+
+
+@EACH_KERNEL
+def test_names_are_consistent(kernel: Kernel) -> None:
+    names = [c.name for c in kernel.cases.CASES]
+    assert len(set(names)) == len(names), f"twice: {[n for n, count in Counter(names).items() if count > 1]}"
+    pointers = {a.name for args in kernel.args.values() for a in args if a.kind == "ptr"}
+    assert set(kernel.outputs) <= pointers
+    assert {a.kind for args in kernel.args.values() for a in args} <= {"ptr", "i32", "i64", "f32"}
+    problem, config = kernel.cases.CASES[0].problem, kernel.config_type()
+    assert set(problem.RUNTIME) <= set(fields_of(problem))
+    assert problem.DYNAMIC in ("", *problem.RUNTIME)
+    assert set(kernel.space) == set(fields_of(config)), "SPACE and the fields of Config differ"
+    for name, values in kernel.space.items():
+        assert list(values) == sorted(set(values)), f"SPACE[{name!r}] is not ascending: {values}"
+    assert kernel.cases.case_for(problem).problem == problem
+    for case in kernel.bench.BENCH_CASES:
+        assert kernel.cost(case.problem).bytes > 0
+
+
+@EACH_KERNEL
+def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> None:
+    """A kernel that writes nothing, or not all, must not pass: no output holds its right values beforehand."""
+    names = {a.name for args in kernel.args.values() for a in args} - {"workspace"}
+    kinds = {a.name: a.kind for args in kernel.args.values() for a in args}
+    for case in kernel.cases.CASES:
+        if getattr(case.problem, "kv_len", 0) > MOST_KEYS:
+            continue
+        inputs = kernel.cases.inputs(case, torch.device("cpu"))
+        assert set(inputs) == names, case.name
+        for name, value in inputs.items():
+            is_tensor = value is None or isinstance(value, torch.Tensor)
+            assert is_tensor == (kinds[name] == "ptr"), f"{case}: {name} is {type(value)}, declared {kinds[name]}"
+            assert not isinstance(value, torch.Tensor) or value.is_contiguous(), f"{case}: {name} is not contiguous"
+        expected = kernel.reference.expected(case, inputs)
+        assert set(expected) == {n for n in kernel.outputs if inputs[n] is not None}, case.name
+        for name, right in expected.items():
+            assert right.dtype == torch.float32, f"{case}: {name} is {right.dtype}"
+            assert right.shape == inputs[name].shape, f"{case}: {name}"
+            held = inputs[name].float()
+            same = (held == right) | (held.isnan() & right.isnan())
+            in_place = any(inputs[n] is inputs[name] for n in names - {name})
+            assert right.numel() == 0 or in_place or not bool(same.all()), f"{case}: {name} is right before the launch"
+        tolerance = kernel.reference.tolerance(case.problem)
+        assert tolerance.why
+        assert 0 <= tolerance.rtol < 1
+
+
+@EACH_KERNEL
+@EACH_ARCH
+def test_runtime_fields_are_not_compiled_in(kernel: Kernel, arch: Arch) -> None:
+    """One cubin serves all values of the RUNTIME fields: for a configuration that is valid for both, same source."""
+    compared = 0
+    distinct = {str(static_fields(c.problem)): c.problem for c in kernel.cases.CASES}
+    for problem in distinct.values():
+        if kernel.why_unsupported(problem, arch) is not None:
+            continue
+        config = kernel.default_config(problem, arch)
+        source = render(kernel, problem, config, arch)
+        for name, factor in product(problem.RUNTIME, (2, 7)):
+            other = replace(problem, **{name: getattr(problem, name) * factor + 1})
+            if kernel.why_invalid(other, config, arch) is None:
+                assert render(kernel, other, config, arch) == source, f"{describe(problem)}: {name} is compiled in"
+                compared += 1
+    assert compared or not kernel.problem_type.RUNTIME or arch.number < 80
+
+
+@EACH_KERNEL
+def test_entries_launched_with_pdl_wait(kernel: Kernel) -> None:
+    """Without griddepcontrol.wait an entry would read what the kernel before it still writes."""
+    arch = find_arch("sm90")
+    for case in (kernel.cases.CASES[0], kernel.cases.CASES[-1]):
+        config = kernel.default_config(case.problem, arch)
+        ptx = compile_ptx(render(kernel, case.problem, config, arch), arch).image.decode().rstrip("\0")
+        bodies = dict(re.findall(r"\.entry (\w+)(.*?)(?=\.entry |\Z)", ptx, flags=re.DOTALL))
+        assert set(bodies) == set(kernel.args)
+        for launch in kernel.launches(case.problem, config, arch):
+            if launch.pdl:
+                assert "griddepcontrol.wait" in bodies[launch.entry], f"{case}: {launch.entry} never waits"
+
+
+def test_specs_load_neither_torch_nor_cupy() -> None:
+    imports = "; ".join(f"import kerngen.templates.{name}.spec" for name in kernel_names())
+    code = f"import sys; {imports}; print([m for m in ('torch', 'cupy', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,153 @@
+"""The documents against what they describe: commands parse, links lead somewhere, the guide's kernel builds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from kerngen.cli import cli, main
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs" / "add-a-kernel.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+GUIDE_KERNEL = "scale_rows"
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"^(?: {4}.*\n)+", re.MULTILINE)
+# Folders whose files may be named in a document as `path`, from the root of the repository.
+_TREES = "kerngen|templates|tuning_db|runtime|tests|docs|examples"
+_PATH = re.compile(rf"(?<![\w./-])((?:{_TREES})/[\w./-]*\w\.\w+)(?![\w/*{{<-])")
+
+
+def _id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _blocks(page: Path) -> Iterator[str]:
+    text = page.read_text()
+    yield from (m.group(2) for m in _FENCED.finditer(text))
+    yield from (m.group() for m in _INDENTED.finditer(_FENCED.sub("", text)))
+
+
+def _commands(page: Path) -> Iterator[list[str]]:
+    """Every `kerngen ...` of a code block: lines that begin with it (after $, variables, or `ncu ...`)."""
+    for block in _blocks(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"\s*(?:\$ )?(?:\w+=\S+ |echo .* \| |ncu .* |compute-sanitizer )*kerngen [a-z-]", line):
+                call = re.sub(
+                    r"\s{2,}.*|\s#.*", "", line[line.index("kerngen ") :]
+                )  # what is aligned behind is a remark
+                yield shlex.split(re.split(r" (?:&&|\||>) ", call)[0])[1:]
+
+
+def _why_wrong(args: list[str]) -> str | None:
+    """Why `kerngen ARGS` would be refused before it does anything, or None."""
+    command: click.Command = cli
+    context = click.Context(cli, info_name="kerngen")
+    while isinstance(command, click.Group) and args:
+        found = command.get_command(context, args[0])
+        if found is None:
+            return f"{context.command_path} has no command {args[0]}"
+        command, args = found, args[1:]
+        context = click.Context(command, info_name=command.name, parent=context)
+    if isinstance(command, click.Group):
+        return None  # the group alone is mentioned
+    try:
+        command.make_context(str(command.name), list(args))
+    except click.exceptions.Exit:  # --help
+        return None
+    except click.UsageError as e:
+        return e.format_message()
+    return None
+
+
+def test_the_commands_are_found() -> None:
+    assert ["kernel", "show", GUIDE_KERNEL, "--arch", "sm90", "--config", "threads=256"] in list(_commands(GUIDE))
+    assert _why_wrong(["kernel", "shw"]) == "kerngen kernel has no command shw"
+    assert "--arhc" in str(_why_wrong(["tune", "--arhc", "sm70"]))
+    assert "--arch" in str(_why_wrong(["tune", "--model", "gemma-4-31b"]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_command_parses(page: Path) -> None:
+    wrong = {" ".join(args): why for args in _commands(page) if (why := _why_wrong(args)) is not None}
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_commands_that_only_look_run(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "tuning.db"))
+    failed = {}
+    for args in _commands(page):
+        if args[:2] in (["kernel", "show"], ["kernel", "ls"], ["arch", "ls"], ["arch", "show"]) and not (
+            {GUIDE_KERNEL, "NAME"} & set(args)
+        ):
+            monkeypatch.setattr(sys, "argv", ["kerngen", *args])
+            try:
+                main()
+            except SystemExit as e:
+                if e.code:
+                    failed[" ".join(args)] = capsys.readouterr().err
+    assert not failed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_link_and_path_leads_somewhere(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    relative = {link.split("#")[0] for link in links if not re.match(r"\w+:|#", link)}
+    broken = {link for link in relative if not (page.parent / link).exists()}
+    paths = {p.rstrip(".") for p in _PATH.findall(text) if GUIDE_KERNEL not in p}
+    broken |= {p for p in paths if not ((ROOT / p).exists() or (page.parent / p).exists())}
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_no_placeholder_is_left(page: Path) -> None:
+    assert not re.search(r"\bTODO\b|\bFIXME\b|^[A-Z0-9]+_[A-Z_]+$", page.read_text(), re.MULTILINE)
+
+
+def test_the_guide_makes_a_kernel(tmp_path: Path) -> None:
+    """In a copy of the repository: exactly the guide's files, then its commands that need no GPU, then nothing left."""
+    for tree in ("kerngen", "templates", "tuning_db", "runtime"):
+        ignored = shutil.ignore_patterns("__pycache__", "prebuilt")
+        shutil.copytree(ROOT / tree, tmp_path / tree, symlinks=True, ignore=ignored)
+    (tmp_path / "suite").mkdir()
+    shutil.copy(Path(__file__).with_name("test_kernel_folders.py"), tmp_path / "suite")
+    files = re.findall(r"^`(templates/[\w./]+)`\n\n```\w+\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    assert [Path(path).name for path, _ in files] == [
+        "spec.py", "kernel.cu.jinja", "reference.py", "cases.py", "bench.py",
+    ]  # fmt: skip
+    folder = tmp_path / "templates" / GUIDE_KERNEL
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for path, text in files:
+        (tmp_path / path).write_text(text)
+    names = {"KERNGEN_CACHE_DIR": str(tmp_path / "cache"), "KERNGEN_DB": str(tmp_path / "t.db")}
+    environment = {**os.environ, **names, "PYTHONPATH": str(tmp_path)}
+
+    def run(*args: str) -> str:
+        done = subprocess.run([sys.executable, "-m", *args], cwd=tmp_path, env=environment, capture_output=True,
+                              text=True, timeout=300, check=False)  # fmt: skip
+        assert done.returncode == 0, f"{' '.join(args)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    shown = run("kerngen", "kernel", "show", GUIDE_KERNEL, "--arch", "sm90", "--problem", "hidden=21504")
+    assert f"{GUIDE_KERNEL}(void* out" in shown
+    assert "2 of 5 configurations can run" in shown
+    assert "threads=32 hold 336 registers" in shown
+    tested = run("pytest", "-q", "-p", "no:cacheprovider", "suite/test_kernel_folders.py", "-k", GUIDE_KERNEL)
+    assert re.search(r"\d\d passed", tested), tested
+    shutil.rmtree(folder)
+    assert GUIDE_KERNEL not in run("kerngen", "kernel", "ls", "--json")

@@ -10,7 +10,7 @@ BUDGET ?= 3m
 demo: $(VENV)/.installed
 	$(BIN)/kerngen doctor
 	$(BIN)/kerngen tune --arch sm70 --model gemma-4-31b --time-budget $(BUDGET)
-	$(BIN)/kerngen run $(MODEL) --draft examples/tiny/gemma-4-tiny-assistant --prompt-file examples/tiny/prompt.txt
+	$(BIN)/kerngen run $(MODEL) --draft examples/tiny/gemma-4-tiny-assistant --prompt "$$(cat examples/tiny/prompt.txt)"
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest tests/host

@@ -1,0 +1,35 @@
+"""The tiny checkpoint on the GPU: our kernels give the tokens that torch gives, drafted or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+NUM_TOKENS = 96
+
+
+def _generate(backend: str, folder: Path, draft: Path | None) -> tuple[list[int], float]:
+    from kerngen.runtime.backend import open_backend
+    from kerngen.runtime.engine import Engine
+    from kerngen.runtime.session import open_checkpoint
+
+    ops = open_backend(backend, device="cuda", dtype="bf16")
+    session = open_checkpoint(folder, ops, draft=draft)
+    text = session.codec.chat([{"role": "user", "content": (TINY / "prompt.txt").read_text()}])
+    prompt = session.codec.encode(text)
+    engine = Engine(session.model, session.drafter, max_len=len(prompt) + NUM_TOKENS, num_draft_tokens=4)
+    found = engine.generate(prompt, max_new_tokens=NUM_TOKENS, stop_ids=session.stop_ids)
+    assert len(prompt) > session.config.window
+    return found.tokens, found.stats.acceptance_length
+
+
+@pytest.mark.parametrize("name", ["gemma-4-tiny", "gemma-4-tiny-w4a16"])
+def test_cuda_gives_the_tokens_that_torch_gives(name: str) -> None:
+    expected, _ = _generate("torch", TINY / name, None)
+    assert len(expected) > 32
+    assert _generate("cuda", TINY / name, None)[0] == expected
+    drafted, acceptance = _generate("cuda", TINY / name, TINY / "gemma-4-tiny-assistant")
+    assert drafted == expected
+    assert acceptance > 2.0

@@ -51,4 +51,4 @@ class Reporter:
         elapsed = time.monotonic() - self._start
         if not done:
             return f"{elapsed:.0f} s"
-        return f"{elapsed:.0f} s, at most {elapsed / done * (total - done):.0f} s left"
+        return f"{elapsed:.0f} s, at most {elapsed / done * max(total - done, 0):.0f} s left"

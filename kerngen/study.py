@@ -90,9 +90,9 @@ class Search:
 
     @property
     def num_left(self) -> int:
-        """At most so many configurations are still to come."""
+        """At most so many configurations are still to come, those asked and not yet told among them."""
         if self._closed:
-            return 0
+            return len(self._open)
         left = self.trials - len(self.outcomes)
         if self.candidates.complete:
             left = min(left, len(self.candidates.valid) + 1 - len(self.outcomes))

@@ -146,14 +146,17 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
     from kerngen.templates import find_kernel
 
     kernel = find_kernel(kernel_name)
-    case, inputs, expected = _prepared(kernel_name, problem)
     try:
+        case, inputs, expected = _prepared(kernel_name, problem)
         function = Function(kernel, config, find_arch(probe_device().arch), image)
         outputs = _fresh(inputs)
         function(case.problem, **outputs)
         torch.cuda.synchronize()
     except KerngenError as e:
         return None, Observed("launch_failed", e.message)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None, Observed("launch_failed", "the inputs and their reference do not fit in this GPU's memory")
     except RuntimeError as e:
         # A fault is sticky: nothing that this process launches can succeed any more.
         _die_if_broken(e)

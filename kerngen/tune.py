@@ -219,14 +219,19 @@ class Tuner:
         return trials
 
     def _evaluate(self, trials: list[_Trial]) -> None:
-        for done, trial in enumerate(trials):
+        """Judge and tell them in order. Out of time, what is compiled already is still judged: it costs no more."""
+        late = False
+        for trial in trials:
             self._tick(f"{trial.target.kernel.name}: {trial.target.item.where}")
+            if late and not self._is_at_hand(trial):
+                trial.target.search.abandon(trial.config)
+                continue
             try:
                 outcome = self._judge(trial)
             except OutOfTime:
-                for t in trials[done:]:
-                    t.target.search.abandon(t.config)
-                raise
+                late = True
+                trial.target.search.abandon(trial.config)
+                continue
             trial.target.search.tell(trial.config, outcome)
             self.report.num_trials += 1
             self._left -= 1
@@ -234,6 +239,12 @@ class Tuner:
                 failure = (trial.target.kernel.name, describe(trial.config), outcome.reason)
                 if failure not in self.report.failures:
                     self.report.failures.append(failure)
+        if late:
+            raise OutOfTime
+
+    def _is_at_hand(self, trial: _Trial) -> bool:
+        compiled = trial.build is not None or (trial.cubin is not None and trial.cubin.done())
+        return self.measurer is None and compiled
 
     def _tick(self, text: str) -> None:
         if self._progress is not None:
@@ -267,7 +278,8 @@ class Tuner:
             raise KerngenError("a trial without a build needs a compile")
         made: Cubin | CompileError
         while True:
-            self._check_time()
+            if not trial.cubin.done():
+                self._check_time()
             try:
                 made = trial.cubin.result(timeout=0.5)
                 break

@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 MODEL  := examples/tiny/gemma-4-tiny-w4a16
-BUDGET ?= 3m
+BUDGET ?= 6m
 
 .PHONY: demo test test-gpu lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kerngen doctor
-	$(BIN)/kerngen tune --arch sm70 --model gemma-4-31b --time-budget $(BUDGET)
+	$(BIN)/kerngen tune --arch sm70 --model gemma-4-31b --trials 6 --time-budget $(BUDGET)
 	$(BIN)/kerngen run $(MODEL) --draft examples/tiny/gemma-4-tiny-assistant --prompt "$$(cat examples/tiny/prompt.txt)"
 
 test: $(VENV)/.installed-dev lint

@@ -99,8 +99,10 @@ OUTPUTS: tuple[str, ...] = ("out",)
 
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
 MAX_ACCUMULATORS = 128
-# What the wave model charges, us: a block's start and end; the second launch; a split's partial result read again.
-BLOCK_US, COMBINE_US, MERGE_US = 2.0, 2.5, 0.02
+# What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
+BLOCK_US, COMBINE_US, TILE_US = 2.0, 2.5, 0.6
+# The rings of a block: 128 KB keep an H200's memory busy, more only delays the first tile.
+RING_BYTES = 128 * 1024
 # Bytes that must be under way on an SM to cover the memory's latency (~0.8 us times the SM's share of the rate).
 LATENCY_US = 0.8
 
@@ -186,7 +188,7 @@ def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]
 
 def combine_shape(head_dim: int, num_splits: int) -> tuple[int, int]:
     """(slices that the splits are dealt to, columns of 4 elements) of a combine block."""
-    slices = min(num_splits, 16)
+    slices = min(num_splits, 8)
     return slices, min(head_dim // 4, 32 if slices > 4 else 64 if slices > 2 else 128)
 
 
@@ -227,12 +229,17 @@ def predicted_us(problem: Problem, config: Config, arch: Arch) -> float:
     blocks = ceil(p.rows / c.block_m) * c.num_splits * p.num_kv_heads * p.batch
     teams = c.num_warps // c.split_d
     tiles = ceil(ceil(max(p.visible, 1) / c.block_n) / c.num_splits)
-    block_bytes = ceil(tiles / teams) * teams * c.block_n * p.head_dim * 2 * 2
-    sm_rate = device.mem_gbps * 0.92 * 1e3 / device.num_sms  # bytes a us
+    idle = ceil(tiles / teams) - tiles / teams  # rounds in which only some teams have a tile
+    gbps = device.mem_gbps * 0.92
+    sm_rate = gbps * 1e3 / device.num_sms  # bytes a us
     on_sm = ceil(blocks / device.num_sms)
     rate = min(sm_rate, min(resident, on_sm) * bytes_in_flight(p, c, arch) / LATENCY_US)
-    us = on_sm * block_bytes / rate + ceil(on_sm / resident) * BLOCK_US
-    return us + (COMBINE_US + MERGE_US * c.num_splits if c.num_splits > 1 else 0.0)
+    us = on_sm * tiles * c.block_n * p.head_dim * 2 * 2 / rate + ceil(on_sm / resident) * (
+        BLOCK_US + idle * TILE_US
+    )
+    if c.num_splits > 1:  # partial results are written and read through L2, at about twice the memory's rate
+        us += COMBINE_US + workspace_bytes(p, c, arch) / gbps / 1e3
+    return us
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
@@ -247,18 +254,21 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 
 
 def _default_shape(p: Problem, arch: Arch) -> Config:
-    """The largest block_m that the rows fill; few accumulators a lane where two warps a team suffice for that (no
-    spills, more blocks an SM); then the most teams, at most 4, and the most stages that fit.
+    """The largest block_m that the rows fill; few accumulators a lane where two warps a team suffice for that, so that
+    nothing spills; then the most warps, at most 8, with about RING_BYTES in their rings.
     """
     most_rows = 32 if arch.has_ldmatrix else 16
+    block_n = 16 if arch.has_ldmatrix else 32
     for block_m in (m for m in (32, 16, 8) if m <= most_rows and (m == 8 or m < 2 * p.rows)):
         need = block_m * p.head_dim // 32
         split_d = max(1, need // 64)
         if split_d > 2 and arch.has_ldmatrix:
             split_d = need // MAX_ACCUMULATORS
-        for teams in (4, 3, 2, 1):
-            for num_stages in (3, 2, 1):
-                c = Config(block_m, 16 if arch.has_ldmatrix else 32, split_d, teams * split_d, num_stages)
-                if c.num_warps <= 8 and why_invalid(p, c, arch) is None:
+        for num_warps in (8, 6, 4, 3, 2, 1):
+            ring = num_warps * block_n * p.head_dim // split_d * 2
+            most_stages = min(4, max(2, RING_BYTES // ring))
+            for num_stages in range(most_stages, 0, -1):
+                c = Config(block_m, block_n, split_d, num_warps, num_stages)
+                if why_invalid(p, c, arch) is None:
                     return c
     raise ProblemError(f"no shape of attn_decode fits {arch} for head_dim={p.head_dim} and {p.rows} rows")

@@ -18,6 +18,7 @@ from kerngen.errors import ProblemError
 from kerngen.templates.kernel import Arg, Cost, Launch
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
+MAX_BLOCKS = 1024  # that share tiles; the template has the same figure
 GROUP_SIZES = (32, 64, 128)
 DTYPES = ("fp16", "bf16")
 
@@ -86,7 +87,9 @@ ARGS = {
     )
 }
 OUTPUTS = ("out",)
-MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
+MAX_SPILL_BYTES = (
+    16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
+)
 
 
 def body(problem: Problem, config: Config, arch: Arch) -> str:
@@ -110,14 +113,16 @@ def _groups_per_stage(problem: Problem, config: Config) -> int:
 
 def stage_bytes(problem: Problem, config: Config) -> int:
     c = config
-    used = c.block_n * c.block_k // 2 + c.block_m * c.block_k * 2 + c.block_n * _groups_per_stage(problem, c) * 2
+    used = (
+        c.block_n * c.block_k // 2 + c.block_m * c.block_k * 2 + c.block_n * _groups_per_stage(problem, c) * 2
+    )
     return -(-used // 1024) * 1024 if c.wgmma else used
 
 
 def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
-    """The stages, and what the warps that split K exchange. All dynamic."""
+    """The stages, what the warps that split K exchange, and 16 bytes for who arrived last. All dynamic."""
     exchange = (config.warps_k - 1) * config.block_m * config.block_n * 4
-    return config.num_stages * stage_bytes(problem, config) + exchange
+    return config.num_stages * stage_bytes(problem, config) + exchange + 16
 
 
 def _why_not_wgmma(config: Config, arch: Arch) -> str | None:
@@ -156,7 +161,7 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
     blocks = max(1, c.blocks_per_sm)
     registers = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks))
     carried = 0 if arch.has_cp_async else 4 * -(-stage_bytes(problem, c) // (512 * warps))
-    others = 56 if arch.has_cp_async else 84
+    others = 56 if arch.has_cp_async else 100
     if registers < accumulators + carried + others:
         return (f"{warps} warps x {blocks} blocks an SM leave {registers} registers a thread; {accumulators} "
                 f"accumulators, {carried} on their way to shared memory and {others} others are needed")  # fmt: skip
@@ -182,7 +187,7 @@ def num_blocks(problem: Problem, config: Config, arch: Arch) -> int:
     if config.blocks_per_sm == 0:
         return tiles
     units = tiles * -(-problem.k // config.block_k)
-    return min(config.blocks_per_sm * default_device(arch).num_sms, units)
+    return min(config.blocks_per_sm * default_device(arch).num_sms, units, MAX_BLOCKS)
 
 
 def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
@@ -192,10 +197,10 @@ def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]
 
 
 def workspace_bytes(problem: Problem, config: Config, arch: Arch) -> int:
-    """Two fp32 tiles a block, zero between launches. 0 where no tile is shared."""
+    """A counter a block, zero between launches, then two fp32 tiles a block. 0 where no tile is shared."""
     if config.blocks_per_sm == 0:
         return 0
-    return num_blocks(problem, config, arch) * 2 * config.block_m * config.block_n * 4
+    return 4 * MAX_BLOCKS + num_blocks(problem, config, arch) * 2 * config.block_m * config.block_n * 4
 
 
 def cost(problem: Problem) -> Cost:
@@ -212,22 +217,32 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 
 
 def _preferred(problem: Problem, arch: Arch) -> tuple[Config, ...]:
-    """Best first; the last is valid everywhere."""
+    """Best first, from sweeps on an H200; the last is valid everywhere."""
     m = problem.num_tokens
     stages = 4 if arch.has_cp_async else 2
     warp_n = 32 if arch.has_ldmatrix else 64
     block_m = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
+    if m <= 16:
+        # two long stages in each of several blocks: while one waits for a barrier, others multiply
+        most = 4 if m <= 8 and problem.n % 128 == 0 and problem.k % 256 == 0 else 3  # by registers
+        return (*(Config(block_m, 128, 256, warp_n, 1, 1, 2, b) for b in range(most, 0, -1)), last)
     if m <= 64:
         return (
-            Config(block_m, 128, 256, warp_n, 1, 1, stages, 2),
+            Config(block_m, 256, 128, 32, 1, 1, 4, 1, wgmma=True),
+            Config(block_m, 128, 128, warp_n, 1, 1, 3, 2),
             Config(block_m, 128, 128, warp_n, 1, 1, stages, 1),
             Config(block_m, 128, 64, warp_n, 1, 1, stages, 1),
             Config(block_m, 128, 64, warp_n, 2, 1, stages, 1),
             last,
         )
+    # a last wave that leaves most SMs idle costs more than sharing the tiles evenly does
+    waves = -(-m // 128) * -(-problem.n // 256) / default_device(arch).num_sms
+    split = 1 if waves < 8 else 0
     return (
-        Config(128, 256, 64, 64, 2, 1, stages, 0),
-        Config(128, 128, 64, 64, 2, 1, stages, 0),
+        Config(128, 256, 128, 32, 1, 1, 4, split, wgmma=True),
+        Config(128, 256, 64, 64, 2, 1, 4, split),
+        Config(128, 256, 64, 64, 2, 1, 3, split),
+        Config(128, 256, 32, 64, 2, 1, 2, split),
         last,
     )

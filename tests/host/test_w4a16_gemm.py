@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +155,20 @@ def test_pieces_cover_the_units_once_and_every_unit_knows_its_block(units: int, 
     for b in range(blocks):
         for unit in range(begin[b], begin[b + 1]):
             assert (unit // (each + 1) if unit < head else longer + (unit - head) // each) == b
+
+
+def test_the_template_has_the_specs_number_of_counters() -> None:
+    text = (Path(spec.__file__).parent / "kernel.cu.jinja").read_text()
+    assert f"MAX_BLOCKS = {spec.MAX_BLOCKS};" in text
+
+
+def test_counters_lie_at_the_same_place_for_every_number_of_tokens() -> None:
+    """One Function's workspace sees small and large M in turn, and must not read old sums as counts."""
+    arch = find_arch("sm90")
+    few = Problem(256, 384, 32, "bf16", 1)
+    config = spec.default_config(few, arch)
+    for problem in (few, dataclasses.replace(few, num_tokens=200)):
+        blocks = spec.num_blocks(problem, config, arch)
+        assert blocks <= spec.MAX_BLOCKS
+        sums = blocks * 2 * config.block_m * config.block_n * 4
+        assert spec.workspace_bytes(problem, config, arch) - sums == 4 * spec.MAX_BLOCKS

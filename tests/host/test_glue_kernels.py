@@ -1,7 +1,7 @@
 """The kernels between the GEMMs and attention, without a GPU.
 
-They compile within their specs' numbers, their references equal transformers' Gemma-4 bit for bit, and what cannot run
-is refused with numbers.
+They take exactly the block and shared memory of their specs and no stack, their references equal transformers' Gemma-4
+bit for bit, and what cannot run is refused with numbers. What holds for every kernel is in test_kernel_folders.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from kerngen.templates.kernel import Case
 
 NAMES = ("add_norm", "embed", "gelu_gate", "moe_route", "qkv_norm_rope", "rmsnorm", "softcap_argmax")
 KERNELS = tuple(find_kernel(name) for name in NAMES)
-ALL_ARCHES = tuple(ARCHES.values())
 SM70, SM90 = find_arch("sm70"), find_arch("sm90")
 
 
@@ -40,14 +37,9 @@ def _configs(kernel: Kernel, problem: Any, arch: Arch) -> list[Any]:
 
 
 def _distinct_builds(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
-    """Source text -> a case and configuration that gives it: the first and the last bench case, and an edge or two."""
+    """Source text -> a case and configuration that gives it: the first and the last bench case."""
     builds = {}
-    cases = (
-        kernel.bench.BENCH_CASES[0],
-        kernel.bench.BENCH_CASES[-1],
-        *kernel.cases.CASES[:: len(kernel.cases.CASES) // 2],
-    )
-    for case in cases:
+    for case in (kernel.bench.BENCH_CASES[0], kernel.bench.BENCH_CASES[-1]):
         if arch.has_bf16:
             problem = case.problem
         else:
@@ -59,7 +51,7 @@ def _distinct_builds(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
     return builds
 
 
-@pytest.mark.parametrize("arch", ALL_ARCHES, ids=str)
+@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=_name)
 def test_builds_within_the_numbers_of_the_spec(kernel: Kernel, arch: Arch) -> None:
     for source, (case, config) in _distinct_builds(kernel, arch).items():
@@ -83,50 +75,9 @@ def test_block_in_the_template_is_the_block_that_is_launched(kernel: Kernel) -> 
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=_name)
-def test_default_is_valid_for_every_case_and_arch(kernel: Kernel) -> None:
-    for arch in ALL_ARCHES:
-        for case in (*kernel.cases.CASES, *kernel.bench.BENCH_CASES):
-            if kernel.why_unsupported(case.problem, arch) is None:
-                kernel.require_valid(case.problem, kernel.default_config(case.problem, arch), arch)
-                assert all(1 <= n < 2**31 for n in kernel.launches(
-                    case.problem, kernel.default_config(case.problem, arch), arch)[0].grid)  # fmt: skip
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
-def test_num_tokens_is_not_compiled_in(kernel: Kernel) -> None:
-    few, many = (kernel.problem_type(num_tokens=t) for t in (1, 4096))
-    config = kernel.default_config(few, SM90)
-    assert render(kernel, few, config, SM90) == render(kernel, many, config, SM90)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
 def test_bf16_before_sm80_is_refused_and_says_what_serves(kernel: Kernel) -> None:
     with pytest.raises(ConfigRefused, match="sm70 has none; use dtype=fp16"):
         kernel.require_valid(kernel.problem_type(), kernel.config_type(), SM70)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
-def test_inputs_name_every_argument_and_outputs_are_poisoned(kernel: Kernel) -> None:
-    names = {a.name for args in kernel.args.values() for a in args} - {"workspace"}
-    for case in kernel.cases.CASES:
-        inputs = kernel.cases.inputs(case, "cpu")
-        assert set(inputs) == names, case.name
-        for name, expected in kernel.reference.expected(case, inputs).items():
-            assert expected.dtype == torch.float32
-            if case.options.get("in_place") and name == "residual_out":
-                continue
-            # A kernel that writes nothing must fail.
-            written = inputs[name].float()
-            assert not torch.equal(written.nan_to_num(7e7), expected.nan_to_num(7e7)), f"{case.name} {name}"
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=_name)
-def test_every_refusal_in_the_space_holds_numbers(kernel: Kernel) -> None:
-    for case in kernel.bench.BENCH_CASES:
-        assert _configs(kernel, case.problem, SM90)
-        for values in itertools.product(*kernel.space.values()):
-            why = kernel.why_invalid(case.problem, kernel.config_type(*values), SM90)
-            assert why is None or re.search(r"\d", why), why
 
 
 def test_a_row_that_no_block_can_hold_is_refused_with_the_numbers() -> None:
@@ -163,13 +114,6 @@ def test_a_row_that_no_block_can_hold_is_refused_with_the_numbers() -> None:
 def test_problems_that_contradict_themselves_are_refused(name: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ProblemError, match=re.escape(message)):
         find_kernel(name).problem_type(**fields)
-
-
-def test_specs_load_neither_torch_nor_cupy() -> None:
-    imports = "; ".join(f"import kerngen.templates.{name}.spec" for name in NAMES)
-    code = f"import sys; {imports}; print([m for m in ('torch', 'cupy', 'numpy') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
 
 
 # The references against transformers, bit for bit in bf16: what the kernels are compared with is the model.

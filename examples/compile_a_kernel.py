@@ -16,9 +16,7 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe, parse_fields
 
 
-def main(
-    name: str = "attn_decode", fields: str = "head_dim=256,num_q_heads=32,num_kv_heads=16,dtype=fp16"
-) -> None:
+def main(name: str = "attn_decode", fields: str = "head_dim=256,num_q_heads=32,num_kv_heads=16,dtype=fp16") -> None:
     """Render and compile kernel `name` for the problem in `fields`, with its default configuration, arch by arch."""
     kernel = find_kernel(name)
     problem = parse_fields(kernel.problem_type, fields)

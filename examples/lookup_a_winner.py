@@ -44,9 +44,7 @@ def main() -> None:
                 source = render(kernel, problem, config, arch)
                 cubin = compile_cubin(source, arch)
                 guess = predict(kernel, problem, config, arch, device, cubin.entries)
-                print(
-                    f"{num_tokens} tokens, {describe(config)}: {guess.latency_us:.2f} us, {guess.explain()}"
-                )
+                print(f"{num_tokens} tokens, {describe(config)}: {guess.latency_us:.2f} us, {guess.explain()}")
                 build = store.add_build(cubin, kernel.name, source, fields_of(config), static_fields(problem))
                 store.add_measurement(
                     Measurement(

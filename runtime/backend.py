@@ -42,6 +42,10 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
 
         stores = [Store.open(db_url, read_only=True)] if db_url else list(default_stores())
         return CudaOps(where, kind, stores)
+    if db_url:
+        raise UsageError(
+            f"--db {db_url}: the torch backend looks nothing up", hint="leave it out, or use --backend cuda"
+        )
     from kerngen.runtime.ops.eager import TorchOps
 
     return TorchOps(where, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerngen.errors import DeviceError
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.drafting import Drafter
@@ -42,6 +44,22 @@ def step_bytes(config: ModelConfig, weights: ModelWeights, context: int) -> tupl
     return total, kv
 
 
+def _require_memory(name: str, config: ModelConfig) -> None:
+    """Raises DeviceError where the dense fp32 model, which the torch backend makes, does not fit in free memory."""
+    hidden = config.hidden_size
+    parameters = config.vocab_size * hidden
+    for layer in config.layers:
+        heads = config.num_q_heads * 2 + layer.num_kv_heads * (1 if layer.v_is_k else 2)
+        parameters += hidden * (heads * layer.head_dim + 3 * layer.intermediate_size)
+        parameters += 3 * config.num_experts * config.moe_intermediate_size * hidden
+    need, free = 4 * parameters, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > free:
+        raise DeviceError(
+            f"{name} takes {need / 1e9:.0f} GB in fp32 without a GPU; {free / 1e9:.0f} GB of memory are free",
+            hint="run it where there is a GPU, or time a smaller model",
+        )
+
+
 @torch.inference_mode()
 def time_model(
     name: str,
@@ -61,6 +79,8 @@ def time_model(
     A step's time is the decode's wall time over its steps, host work included. Raises as open_backend does.
     """
     ops = open_backend(backend, db_url=db_url)
+    if ops.device.type == "cpu":
+        _require_memory(name, config)
     began = time.perf_counter()
     model = Gemma4(config, synthetic_model(config, ops, seed), ops)
     drafter = None

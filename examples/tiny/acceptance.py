@@ -44,9 +44,7 @@ def dequantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     weight_packed: [out, in/8] int32, eight nibbles a word, the lowest first, each the value plus 8; weight_scale:
     [out, in/group] bf16; weight_shape: (out, in).
     """
-    plain = {
-        name: value for name, value in tensors.items() if not name.endswith(("_packed", "_scale", "_shape"))
-    }
+    plain = {name: value for name, value in tensors.items() if not name.endswith(("_packed", "_scale", "_shape"))}
     for name, words in tensors.items():
         if not name.endswith(".weight_packed"):
             continue
@@ -116,9 +114,7 @@ def main() -> int:
     """Print one row per target and number of drafts. Returns 1 if drafting changed a text."""
     parser = argparse.ArgumentParser(description="Acceptance length of the tiny drafter.")
     targets = [HERE / "gemma-4-tiny", HERE / "gemma-4-tiny-w4a16"]
-    parser.add_argument(
-        "--target", type=Path, action="append", help="default: both versions beside this script"
-    )
+    parser.add_argument("--target", type=Path, action="append", help="default: both versions beside this script")
     parser.add_argument("--assistant", type=Path, default=HERE / "gemma-4-tiny-assistant")
     parser.add_argument("--drafts", type=int, action="append", help="default: 2, 3, 4 and 6")
     parser.add_argument("--show", action="store_true", help="print the texts")
@@ -133,9 +129,7 @@ def main() -> int:
             for prompt, answer in zip(PROMPTS, plain, strict=True):
                 print(f"> {prompt}\n{answer.text}\n")
         for num_drafts in args.drafts or (2, 3, 4, 6):
-            drafted = [
-                generate(model, tokenizer, p, assistant=assistant, num_drafts=num_drafts) for p in PROMPTS
-            ]
+            drafted = [generate(model, tokenizer, p, assistant=assistant, num_drafts=num_drafts) for p in PROMPTS]
             differing += sum(a.text != b.text for a, b in zip(plain, drafted, strict=True))
             lengths = " ".join(f"{d.acceptance_length:.2f}" for d in drafted)
             mean = sum(d.num_tokens - 1 for d in drafted) / sum(d.num_steps - 1 for d in drafted)

@@ -162,9 +162,7 @@ def pack(q: Tensor) -> Tensor:
 def state(model: nn.Module, prefix: str = "model.") -> dict[str, Tensor]:
     """The parameters in bf16 on the host, with `prefix` in place of "model."."""
     return {
-        prefix + name.removeprefix("model.") if name.startswith("model.") else name: value.detach()
-        .bfloat16()
-        .cpu()
+        prefix + name.removeprefix("model.") if name.startswith("model.") else name: value.detach().bfloat16().cpu()
         for name, value in model.state_dict().items()
     }
 
@@ -218,9 +216,7 @@ def load_target(target: Target, out: Path) -> None:
     target.load_state_dict({f"model.{name.removeprefix(PREFIX)}": value for name, value in tensors.items()})
 
 
-def _write(
-    folder: Path, tensors: dict[str, Tensor], config: Json, generation: Json, tokenizer: Tokenizer
-) -> None:
+def _write(folder: Path, tensors: dict[str, Tensor], config: Json, generation: Json, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "model.safetensors"
     save_file({k: v.contiguous() for k, v in tensors.items()}, weights, metadata={"format": "pt"})

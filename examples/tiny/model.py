@@ -152,9 +152,7 @@ class Attention(nn.Module):
             if kind == SLIDING:  # a full layer makes its values from k_proj
                 self.v_proj = Linear(shape.hidden_size, self.num_kv_heads * dim)
 
-    def forward(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], seen: Tensor, kv: KV | None
-    ) -> tuple[Tensor, KV]:
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], seen: Tensor, kv: KV | None) -> tuple[Tensor, KV]:
         """x: [batch, length, hidden]. Returns the same shape, and the keys and values that were read."""
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.num_q_heads, -1))), cos_sin).transpose(1, 2)
         if kv is None:
@@ -196,9 +194,7 @@ class Layer(nn.Module):
         self.post_feedforward_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps, 0.5)
         self.layer_scalar = nn.Parameter(torch.full((1,), 0.9))
 
-    def forward(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], seen: Tensor, kv: KV | None
-    ) -> tuple[Tensor, KV]:
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], seen: Tensor, kv: KV | None) -> tuple[Tensor, KV]:
         """x: [batch, length, hidden]. Returns the same shape, and the keys and values that were read."""
         h, kv = self.self_attn(self.input_layernorm(x), cos_sin, seen, kv)
         x = x + self.post_attention_layernorm(h)

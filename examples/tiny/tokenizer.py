@@ -34,9 +34,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             show_progress=False,
         ),
     )
-    learned = sorted(
-        learner.get_vocab().items(), key=lambda item: item[1]
-    )  # bytes first, then merges in order
+    learned = sorted(learner.get_vocab().items(), key=lambda item: item[1])  # bytes first, then merges in order
     pieces = [NEWLINE, *(piece for piece, _ in learned if piece != NEWLINE)]
     vocab = {piece: i for i, piece in enumerate([*reserved, *pieces])}
     merges = _merges(learner)
@@ -44,9 +42,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(text, normalized=False, special=True) for text in SPECIAL.values()]
-    )
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL.values()])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", BOS)]
     )

@@ -33,9 +33,7 @@ NUM_DRAFTS = 4  # tokens ahead that the drafter learns
 OTHERS = 0.03  # weight of tokens that the model does not have to say
 
 
-def write_rows(
-    seeds: Iterable[int], make: Callable[[Random], Iterable[corpus.Turn]]
-) -> list[list[corpus.Turn]]:
+def write_rows(seeds: Iterable[int], make: Callable[[Random], Iterable[corpus.Turn]]) -> list[list[corpus.Turn]]:
     """One conversation per seed, long enough to fill a row."""
     rows = []
     for seed in seeds:
@@ -63,9 +61,7 @@ def encode(tokenizer: Tokenizer, rows: list[list[corpus.Turn]], device: str) -> 
             piece = next(pieces).ids
             own = turn.role == "model"
             line += piece
-            speech += [
-                own and header <= i < len(piece) - 1 for i in range(len(piece))
-            ]  # not the last line feed
+            speech += [own and header <= i < len(piece) - 1 for i in range(len(piece))]  # not the last line feed
         count = min(len(line), LENGTH)
         ids[row, :count], spoken[row, :count] = torch.tensor(line[:count]), torch.tensor(speech[:count])
     return ids.to(device), spoken.to(device)
@@ -86,9 +82,7 @@ def minimise(
     rate = torch.tensor(lr, device=device)
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True, capturable=cuda)
-    order = torch.randint(len(data[0]), (steps, batch), generator=torch.Generator().manual_seed(seed)).to(
-        device
-    )
+    order = torch.randint(len(data[0]), (steps, batch), generator=torch.Generator().manual_seed(seed)).to(device)
     ids, spoken = (t[order[0]].clone() for t in data)
     total = torch.zeros((), device=device)
 
@@ -146,9 +140,7 @@ def target_loss(target: Target) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-def drafts(
-    target: Target, drafter: Drafter, ids: Tensor, logits: Tensor, hidden: Tensor, kv: dict
-) -> Iterable[tuple]:
+def drafts(target: Target, drafter: Drafter, ids: Tensor, logits: Tensor, hidden: Tensor, kv: dict) -> Iterable[tuple]:
     """Draft NUM_DRAFTS tokens at every position, fed with the tokens of the row.
 
     Yields, for draft j, (the drafter's logits, the target's logits, True where draft j would be asked for: the drafts
@@ -175,9 +167,7 @@ def drafter_loss(target: Target, drafter: Drafter) -> Callable[[Tensor, Tensor],
                 seen = target(rows)
             for j, (guess, wanted, asked) in enumerate(drafts(target, drafter, rows, *seen)):
                 said = speech.roll(-j - 1, 1)[:, 1 : asked.shape[1] + 1]
-                each = F.cross_entropy(
-                    guess.flatten(0, 1), wanted.flatten(0, 1).softmax(-1), reduction="none"
-                )
+                each = F.cross_entropy(guess.flatten(0, 1), wanted.flatten(0, 1).softmax(-1), reduction="none")
                 weight = (said & asked).flatten().float()
                 parts.append((each * weight).sum() / weight.sum().clamp(min=1))
         return torch.stack(parts).mean()
@@ -213,9 +203,7 @@ def main() -> None:
     """Read the options, train, evaluate, write."""
     parser = argparse.ArgumentParser(description="Train the tiny Gemma-4 checkpoint and its drafter.")
     parser.add_argument("--out", type=Path, required=True, help="where the three folders go")
-    parser.add_argument(
-        "--steps", type=int, default=3900, help="of the target; the last third sees int4 weights"
-    )
+    parser.add_argument("--steps", type=int, default=3900, help="of the target; the last third sees int4 weights")
     parser.add_argument("--draft-steps", type=int, default=900)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--draft-batch", type=int, default=16, help="even: half of it sees int4 weights")
@@ -251,9 +239,7 @@ def main() -> None:
         export.round_to_bf16(target)
         export.write_target(target, tokenizer, args.out)
     target.requires_grad_(False)
-    fit = partial(
-        minimise, model=drafter, loss_of=drafter_loss(target, drafter), data=data, batch=args.draft_batch
-    )
+    fit = partial(minimise, model=drafter, loss_of=drafter_loss(target, drafter), data=data, batch=args.draft_batch)
     fit("drafter", steps=args.draft_steps, lr=3e-3, seed=args.seed + 2)
     export.round_to_bf16(drafter)
     export.write_drafter(drafter, tokenizer, args.out)

@@ -33,12 +33,8 @@ def _edges() -> list[Case]:
         cases += [
             _case(f"{tag}-full", around_page, seed, page_size=page, **two),
             _case(f"{tag}-window40", around_window, seed + 10, page_size=page, window=40, **two),
-            _case(
-                f"{tag}-q4", [0, 1, 3, 4, 5, *around_page[2:]], seed + 20, page_size=page, q_len=4, **eight
-            ),
-            _case(
-                f"{tag}-q4-window40", [2, *around_window], seed + 30, page_size=16, window=40, q_len=4, **two
-            ),
+            _case(f"{tag}-q4", [0, 1, 3, 4, 5, *around_page[2:]], seed + 20, page_size=page, q_len=4, **eight),
+            _case(f"{tag}-q4-window40", [2, *around_window], seed + 30, page_size=16, window=40, q_len=4, **two),
         ]
     return cases
 
@@ -49,9 +45,7 @@ def _groups() -> list[Case]:
     for head_dim in (128, 256, 512):
         for group, q_len in ((1, 1), (1, 8), (2, 8), (4, 3), (8, 8), (16, 1), (16, 5)):
             shape = {"num_q_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "q_len": q_len}
-            cases.append(
-                _case(f"d{head_dim}-group{group}-q{q_len}", [130, 7, 1000], 40, dtype="fp16", **shape)
-            )
+            cases.append(_case(f"d{head_dim}-group{group}-q{q_len}", [130, 7, 1000], 40, dtype="fp16", **shape))
     return cases
 
 

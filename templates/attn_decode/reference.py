@@ -50,15 +50,10 @@ def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
     out = []
     for s, kv_len in enumerate(inputs["kv_lens"].tolist()):
         first = max(0, kv_len - p.q_len - p.window + 1) if p.window else 0
-        k, v = (
-            gather_pages(inputs[name], inputs["block_table"][s], first, kv_len)
-            for name in ("k_cache", "v_cache")
-        )
+        k, v = (gather_pages(inputs[name], inputs["block_table"][s], first, kv_len) for name in ("k_cache", "v_cache"))
         q = inputs["q"][s * p.q_len : (s + 1) * p.q_len]
         cap = inputs["logit_cap"] if p.logit_cap else 0.0
-        out.append(
-            decode_reference(q, k, v, first, window=p.window, sm_scale=inputs["sm_scale"], logit_cap=cap)
-        )
+        out.append(decode_reference(q, k, v, first, window=p.window, sm_scale=inputs["sm_scale"], logit_cap=cap))
     return {"out": torch.cat(out)}
 
 

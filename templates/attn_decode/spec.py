@@ -48,9 +48,7 @@ class Problem:
         if self.dtype not in ("fp16", "bf16"):
             raise ProblemError(f"dtype={self.dtype!r} is neither fp16 nor bf16")
         if self.window < 0 or self.batch < 1 or self.kv_len < 0:
-            raise ProblemError(
-                f"window={self.window}, batch={self.batch} and kv_len={self.kv_len} must be >= 0, 1, 0"
-            )
+            raise ProblemError(f"window={self.window}, batch={self.batch} and kv_len={self.kv_len} must be >= 0, 1, 0")
 
     @property
     def group(self) -> int:
@@ -127,9 +125,7 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
     if c.block_m > 8 and c.block_m >= 2 * p.rows:
-        return (
-            f"block_m={c.block_m} is twice the {p.rows} rows or more; block_m={c.block_m // 2} does the same"
-        )
+        return f"block_m={c.block_m} is twice the {p.rows} rows or more; block_m={c.block_m // 2} does the same"
     if (need := c.block_m * dim // 32) > MAX_ACCUMULATORS:
         return f"{need} accumulators a lane (block_m * head_dim / split_d / 32); at most {MAX_ACCUMULATORS}"
     if not arch.has_ldmatrix and c.block_m > 16:
@@ -141,9 +137,7 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
     if arch.has_ldmatrix and not arch.has_cp_async and c.num_stages != 1:
         return f"num_stages={c.num_stages} needs cp.async, which {arch} lacks; num_stages=1"
     if arch.has_cp_async and c.num_stages < 2:
-        return (
-            f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
-        )
+        return f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
     if (smem := smem_bytes(p, c, arch)) > arch.max_smem_bytes:
         return f"needs {smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     return None
@@ -234,9 +228,7 @@ def predicted_us(problem: Problem, config: Config, arch: Arch) -> float:
     sm_rate = gbps * 1e3 / device.num_sms  # bytes a us
     on_sm = ceil(blocks / device.num_sms)
     rate = min(sm_rate, min(resident, on_sm) * bytes_in_flight(p, c, arch) / LATENCY_US)
-    us = on_sm * tiles * c.block_n * p.head_dim * 2 * 2 / rate + ceil(on_sm / resident) * (
-        BLOCK_US + idle * TILE_US
-    )
+    us = on_sm * tiles * c.block_n * p.head_dim * 2 * 2 / rate + ceil(on_sm / resident) * (BLOCK_US + idle * TILE_US)
     if c.num_splits > 1:  # partial results are written and read through L2, at about twice the memory's rate
         us += COMBINE_US + workspace_bytes(p, c, arch) / gbps / 1e3
     return us
@@ -245,11 +237,7 @@ def predicted_us(problem: Problem, config: Config, arch: Arch) -> float:
 def default_config(problem: Problem, arch: Arch) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`."""
     best = _default_shape(problem, arch)
-    splits = [
-        replace(best, num_splits=s)
-        for s in SPACE["num_splits"]
-        if s == 1 or s * best.block_n <= problem.visible
-    ]
+    splits = [replace(best, num_splits=s) for s in SPACE["num_splits"] if s == 1 or s * best.block_n <= problem.visible]
     return min(splits, key=lambda c: predicted_us(problem, c, arch))
 
 

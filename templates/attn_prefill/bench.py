@@ -37,15 +37,11 @@ def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], obje
     """torch's scaled_dot_product_attention where it says the same: whole sequences, causal, no window, no cap."""
     p = case.problem
     same = p.causal and not p.window and not p.logit_cap and p.num_tokens == p.batch * p.kv_len
-    if (
-        not same or p.head_dim > 256
-    ):  # above 256 torch has only its unfused path, which holds all scores at once
+    if not same or p.head_dim > 256:  # above 256 torch has only its unfused path, which holds all scores at once
         return {}
     if p.page_size:
         pages = inputs["block_table"]
-        k, v = (
-            [gather_pages(inputs[name], pages[s], 0, p.kv_len) for s in range(p.batch)] for name in ("k", "v")
-        )
+        k, v = ([gather_pages(inputs[name], pages[s], 0, p.kv_len) for s in range(p.batch)] for name in ("k", "v"))
     else:
         k, v = ([*inputs[name].split(p.kv_len)] for name in ("k", "v"))
     by_head = [t.transpose(0, 1).contiguous() for t in (*inputs["q"].split(p.kv_len), *k, *v)]

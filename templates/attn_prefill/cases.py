@@ -84,9 +84,7 @@ def case_for(problem: Problem) -> Case:
     batch = max(problem.batch, 1)
     q_lens = [problem.num_tokens // batch + (i < problem.num_tokens % batch) for i in range(batch)]
     kv_lens = [max(problem.kv_len, n) for n in q_lens]
-    return Case(
-        "tuning", problem, 0, {"q_lens": q_lens, "kv_lens": kv_lens, "sm_scale": problem.head_dim**-0.5}
-    )
+    return Case("tuning", problem, 0, {"q_lens": q_lens, "kv_lens": kv_lens, "sm_scale": problem.head_dim**-0.5})
 
 
 def inputs(case: Case, device: torch.device) -> dict[str, Any]:

@@ -50,9 +50,7 @@ class Problem:
         if self.dtype not in ("fp16", "bf16"):
             raise ProblemError(f"dtype={self.dtype!r} is neither fp16 nor bf16")
         if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise ProblemError(
-                f"num_q_heads={self.num_q_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
-            )
+            raise ProblemError(f"num_q_heads={self.num_q_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
         if min(self.page_size, self.window, self.batch, self.num_tokens, self.kv_len) < 0:
             raise ProblemError("page_size, window, batch, num_tokens and kv_len cannot be negative")
 

@@ -14,9 +14,7 @@ from kerngen.templates.w4a16_gemm.spec import Problem
 
 # (n, k): gate and up, down, q k v of a sliding layer, o of a sliding layer
 _SHAPES = ((43008, 5376), (5376, 21504), (16384, 5376), (5376, 8192))
-BENCH_CASES = tuple(
-    case_for(Problem(n, k, 32, "bf16", m)) for m in (1, 4, 8, 16, 32, 64, 4096) for n, k in _SHAPES
-)
+BENCH_CASES = tuple(case_for(Problem(n, k, 32, "bf16", m)) for m in (1, 4, 8, 16, 32, 64, 4096) for n, k in _SHAPES)
 
 
 def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], object]]:

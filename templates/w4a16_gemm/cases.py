@@ -46,9 +46,7 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    words = torch.randint(
-        -(2**31), 2**31, (p.n, p.k // 8), generator=generator, device=device, dtype=torch.int64
-    )
+    words = torch.randint(-(2**31), 2**31, (p.n, p.k // 8), generator=generator, device=device, dtype=torch.int64)
     # uniform on -8..7: a standard deviation of 4.6
     scale = (1 + 0.25 * normal(p.n, p.k // p.group_size).clamp(-3, 3)) / (4.6 * p.k**0.5)
     w_packed, scales = pack(words.to(torch.int32), scale.to(dtype))

@@ -42,9 +42,7 @@ class Problem:
         if self.dtype not in DTYPES:
             raise ProblemError(f"dtype={self.dtype!r} is not one of {DTYPES}")
         if self.n < STRIP or self.n % STRIP:
-            raise ProblemError(
-                f"n={self.n} is not a positive multiple of {STRIP}: pad the rows of W with zeros"
-            )
+            raise ProblemError(f"n={self.n} is not a positive multiple of {STRIP}: pad the rows of W with zeros")
         if self.k < self.group_size or self.k % self.group_size:
             raise ProblemError(f"k={self.k} is not a positive multiple of group_size={self.group_size}")
         if self.num_tokens < 1:
@@ -87,9 +85,7 @@ ARGS = {
     )
 }
 OUTPUTS = ("out",)
-MAX_SPILL_BYTES = (
-    16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
-)
+MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
 
 
 def body(problem: Problem, config: Config, arch: Arch) -> str:
@@ -113,9 +109,7 @@ def _groups_per_stage(problem: Problem, config: Config) -> int:
 
 def stage_bytes(problem: Problem, config: Config) -> int:
     c = config
-    used = (
-        c.block_n * c.block_k // 2 + c.block_m * c.block_k * 2 + c.block_n * _groups_per_stage(problem, c) * 2
-    )
+    used = c.block_n * c.block_k // 2 + c.block_m * c.block_k * 2 + c.block_n * _groups_per_stage(problem, c) * 2
     return -(-used // 1024) * 1024 if c.wgmma else used
 
 
@@ -142,9 +136,7 @@ def _why_not_wgmma(config: Config, arch: Arch) -> str | None:
 def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
     c = config
     if c.block_n % c.warp_n or c.warp_n % STRIP:
-        return (
-            f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
-        )
+        return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
     if not arch.has_ldmatrix and c.warp_n != 64:
         return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
     if c.wgmma and (why := _why_not_wgmma(c, arch)):
@@ -172,9 +164,7 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
     if (need := smem_bytes(problem, c, arch)) > arch.max_smem_bytes:
         return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     if (together := blocks * (need + arch.reserved_smem_bytes)) > arch.smem_per_sm:
-        return (
-            f"{blocks} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
-        )
+        return f"{blocks} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
     return None
 
 
@@ -225,7 +215,8 @@ def _preferred(problem: Problem, arch: Arch) -> tuple[Config, ...]:
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply
-        most = 4 if m <= 8 and problem.n % 128 == 0 and problem.k % 256 == 0 else 3  # by registers
+        even = problem.n % 128 == 0 and problem.k % 256 == 0
+        most = 4 if even and (m <= 8 or arch.has_cp_async) else 3  # by registers
         return (*(Config(block_m, 128, 256, warp_n, 1, 1, 2, b) for b in range(most, 0, -1)), last)
     if m <= 64:
         return (

@@ -132,9 +132,7 @@ def test_default_splits_fill_the_gpu_and_no_more(arch: Arch) -> None:
     assert KERNEL.default_config(replace(one, kv_len=0), arch).num_splits == 1
 
 
-def _sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     q, k, v = (x.transpose(0, 1)[None].double() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -142,9 +140,7 @@ def _sdpa(
     return out[0].transpose(0, 1).float()
 
 
-@pytest.mark.parametrize(
-    ("window", "kv_len", "q_len"), [(0, 37, 1), (0, 5, 4), (8, 37, 3), (8, 8, 1), (8, 9, 2)]
-)
+@pytest.mark.parametrize(("window", "kv_len", "q_len"), [(0, 37, 1), (0, 5, 4), (8, 37, 3), (8, 8, 1), (8, 9, 2)])
 def test_reference_agrees_with_torch(window: int, kv_len: int, q_len: int) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(q_len, 4, 128), torch.randn(kv_len, 2, 128), torch.randn(kv_len, 2, 128)
@@ -155,9 +151,7 @@ def test_reference_agrees_with_torch(window: int, kv_len: int, q_len: int) -> No
     torch.testing.assert_close(got, _sdpa(q, k, v, mask, 0.1), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in KERNEL.cases.CASES if "177k" not in c.name and "fp16" in c.name], ids=str
-)
+@pytest.mark.parametrize("case", [c for c in KERNEL.cases.CASES if "177k" not in c.name and "fp16" in c.name], ids=str)
 def test_inputs_poison_what_must_not_be_read(case: Case) -> None:
     inputs = KERNEL.cases.inputs(case, torch.device("cpu"))
     assert set(inputs) | {"workspace"} == {a.name for args in KERNEL.args.values() for a in args}

@@ -60,9 +60,7 @@ def test_every_case_has_a_default_or_a_reason(case: Case, arch: Arch) -> None:
 @pytest.mark.parametrize("head_dim", SHAPES)
 def test_refusals_name_their_numbers(head_dim: int, arch: Arch) -> None:
     p = problem(head_dim)
-    space: list[dict[str, Any]] = [
-        dict(zip(spec.SPACE, v, strict=True)) for v in product(*spec.SPACE.values())
-    ]
+    space: list[dict[str, Any]] = [dict(zip(spec.SPACE, v, strict=True)) for v in product(*spec.SPACE.values())]
     reasons = [spec.why_invalid(p, Config(**fields), arch) for fields in space]
     assert None in reasons
     assert any(r and "shared memory" in r for r in reasons) or arch.max_smem_bytes > 200_000
@@ -99,16 +97,12 @@ def test_grid_covers_every_split_of_the_tokens() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [0, 1, 7, 100])
 @pytest.mark.parametrize(("queries", "kv_len"), [(1, 1), (5, 5), (5, 40), (40, 40), (0, 9)])
-def test_visible_pairs_counts_what_the_mask_shows(
-    causal: bool, window: int, queries: int, kv_len: int
-) -> None:
+def test_visible_pairs_counts_what_the_mask_shows(causal: bool, window: int, queries: int, kv_len: int) -> None:
     p = problem(128, causal=causal, window=window, num_tokens=queries, kv_len=kv_len)
     count = 0
     for i in range(queries):
         at = kv_len - queries + i
-        count += sum(
-            (not causal or key <= at) and (window == 0 or key > at - window) for key in range(kv_len)
-        )
+        count += sum((not causal or key <= at) and (window == 0 or key > at - window) for key in range(kv_len))
     assert spec.visible_pairs(p) == count
     assert KERNEL.cost(p).flops == 4 * 128 * 32 * count
 

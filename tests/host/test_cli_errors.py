@@ -104,12 +104,18 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
         (("db", "explain", "embed", "--arch", "sm70", "--problem", "x=1"), 2, r"'x=1' is not FIELD=VALUE"),
         (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", "hi", "--device", "potato"), 2, "'potato'"),
         (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", ""), 2, "the prompt is empty"),
+        (("run", ".", "--prompt", "hi", "--backend", "torch", "--db", "x.db"), 2, "torch backend looks nothing up"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
 )  # fmt: skip
 def test_misuse_is_one_clear_message(kerngen: Kerngen, args: tuple[str, ...], code: int, says: str) -> None:
     _require_message(kerngen(*args), code, says)
     assert kerngen.files() == []
+
+
+def test_a_model_that_does_not_fit_is_refused_at_once(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 20 if name == "SC_AVPHYS_PAGES" else 4096)
+    _require_message(kerngen("bench", "model", "gemma-4-31b", "--backend", "torch"), 1, r"takes 123 GB.*4 GB")
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,7 @@ def test_the_chat_template_has_the_released_form() -> None:
         {"role": "assistant", "content": "Hi"},
         {"role": "user", "content": "Bye"},
     ]
-    text = AutoTokenizer.from_pretrained(TARGET).apply_chat_template(
-        chat, tokenize=False, add_generation_prompt=True
-    )
+    text = AutoTokenizer.from_pretrained(TARGET).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == (
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHello<turn|>\n<|turn>model\nHi<turn|>\n"
         "<|turn>user\nBye<turn|>\n<|turn>model\n"
@@ -250,9 +248,7 @@ def test_it_knows_its_passages(served: tuple[Any, Any], question: str, answer: s
 def test_it_reads_beyond_the_window(served: tuple[Any, Any]) -> None:
     prompt = acceptance.PROMPTS[0]
     answer = acceptance.generate(*served, prompt).text
-    assert answer.startswith("Vera keeps the red lantern in the tower.\nOnce there was an owl named Minna"), (
-        answer
-    )
+    assert answer.startswith("Vera keeps the red lantern in the tower.\nOnce there was an owl named Minna"), answer
     moved = prompt.replace("lantern in the tower", "lantern in the wagon")
     assert acceptance.generate(*served, moved).text.startswith("Vera keeps the red lantern in the wagon.")
     tail = served[1](prompt[prompt.index("tower") :])["input_ids"]

@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from kerngen.render import render
 from kerngen.templates.kernel import Kernel, Launch, describe
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db import Store
+    from kerngen.tuning_db import Store, Winner
 
 log = logging.getLogger(__name__)
 _CTYPES: dict[str, Any] = {
@@ -211,14 +210,6 @@ def _pointer(kernel: str, name: str, value: Any) -> int:
     return address
 
 
-@dataclass
-class Resolved:
-    """What a lookup gave: the configuration, and in words where it came from."""
-
-    config: Any
-    source: str
-
-
 class Launcher:
     """Turns (kernel, problem) into a Function, once each.
 
@@ -251,21 +242,35 @@ class Launcher:
         from kerngen.tuning_db import lookup
 
         winner = lookup(self._stores, kernel, problem, self.arch, self.device) if self._stores else None
-        config, source, image = None, "default configuration", None
-        if winner is not None:
-            config, source = kernel.config_type(**winner.config), f"{winner.source} ({winner.provenance})"
-            if (why := kernel.why_invalid(problem, config, self.arch)) is not None:
-                log.warning("%s%s: the tuned configuration cannot serve it (%s); using the default",
-                            kernel.name, describe(problem), why)  # fmt: skip
-                winner, config, source = None, None, "default configuration"
-        if config is None:
-            config = kernel.default_config(problem, self.arch)
+        config = None if winner is None else self._usable(kernel, problem, winner)
+        if winner is None or config is None:
+            config, source, cubin = kernel.default_config(problem, self.arch), "default configuration", None
+        else:
+            source, cubin = f"{winner.source} ({winner.provenance})", None if winner.stale else winner.cubin
         text = render(kernel, problem, config, self.arch)
-        if winner is not None and winner.cubin is not None and not winner.stale:
-            image = winner.cubin.image
-        if image is None:
-            image = self._cache.get_or_compile(text, self.arch).image
-        identity = hashlib.sha256(image + repr(config).encode()).hexdigest()
+        if cubin is not None:
+            try:
+                return self._load(kernel, config, cubin.image, source)
+            except LaunchError as e:  # built by a newer CUDA than this driver, say: the configuration is still the best
+                log.warning("%s\n  compiling it here instead", e)
+        return self._load(kernel, config, self._cache.get_or_compile(text, self.arch).image, source)
+
+    def _usable(self, kernel: Kernel, problem: Any, winner: Winner) -> Any:
+        """The winner's configuration, or None, with a warning, where today's kernel cannot run it."""
+        try:
+            config = kernel.config_type(**winner.config)
+            why = kernel.why_invalid(problem, config, self.arch)
+        except TypeError as e:  # tuned when Config had other fields
+            why = str(e)
+        if why is None:
+            return config
+        log.warning("%s%s: the tuned configuration cannot serve it (%s); using the default",
+                    kernel.name, describe(problem), why)  # fmt: skip
+        return None
+
+    def _load(self, kernel: Kernel, config: Any, image: bytes, source: str) -> Function:
+        """A Function of this image, shared by all problems that it serves."""
+        identity = hashlib.sha256(image + describe(config).encode()).hexdigest()
         if (found := self._by_image.get(identity)) is None:
             found = self._by_image[identity] = Function(kernel, config, self.arch, image, source)
         return found

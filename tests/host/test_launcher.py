@@ -1,0 +1,105 @@
+"""What the launcher loads for a problem: the winner, what is left of it, or the default. The GPU is played."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kerngen.arch import DEVICES, find_arch
+from kerngen.cache import CompileCache
+from kerngen.compile import compile_cubin
+from kerngen.errors import LaunchError
+from kerngen.render import render
+from kerngen.runtime import launcher
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import fields_of
+
+KERNEL = find_kernel("rmsnorm")
+PROBLEM = KERNEL.problem_type(hidden=5376)
+SM90 = find_arch("sm90")
+CONFIG = KERNEL.config_type(vecs_per_thread=3, rows_per_block=2)
+
+
+class Played:
+    """Stands for Function: remembers what it was given, and refuses what the driver would refuse."""
+
+    refuses: bytes | None = None
+
+    def __init__(self, kernel: Any, config: Any, arch: Any, image: bytes, source: str) -> None:
+        if image == self.refuses:
+            raise LaunchError("the driver cannot load it")
+        self.config, self.image, self.source = config, image, source
+
+
+@pytest.fixture
+def resolve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setattr(launcher, "probe_device", lambda index=0: DEVICES["H200"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
+    monkeypatch.setattr(launcher, "Function", Played)
+    monkeypatch.setattr(Played, "refuses", None)
+
+    def resolve(winner: Any = None) -> Any:
+        def lookup(stores: Sequence[Any], *args: Any) -> Any:
+            return winner
+
+        monkeypatch.setattr("kerngen.tuning_db.lookup", lookup, raising=False)
+        stores: Any = [] if winner is None else ["a store"]
+        return launcher.Launcher(stores, CompileCache(tmp_path)).function(KERNEL, PROBLEM)
+
+    return resolve
+
+
+def _winner(**changes: Any) -> Any:
+    cubin = compile_cubin(render(KERNEL, PROBLEM, CONFIG, SM90), SM90)
+    fields = {"config": fields_of(CONFIG), "cubin": cubin, "stale": False, "source": "user", "provenance": "measured"}
+    return SimpleNamespace(**fields | changes)
+
+
+def test_the_winner_is_loaded_as_it_was_stored(resolve: Any) -> None:
+    winner = _winner()
+    found = resolve(winner)
+    assert (found.image, found.config, found.source) == (winner.cubin.image, CONFIG, "user (measured)")
+
+
+def test_without_a_winner_the_default_is_compiled(resolve: Any) -> None:
+    found = resolve()
+    assert found.config == KERNEL.default_config(PROBLEM, SM90)
+    assert found.source == "default configuration"
+
+
+@pytest.mark.parametrize("changes", [{"stale": True}, {"cubin": None}], ids=["stale", "not kept"])
+def test_a_configuration_without_its_code_is_compiled(resolve: Any, changes: dict[str, Any]) -> None:
+    found = resolve(_winner(**changes))
+    assert found.config == CONFIG
+    assert found.image == compile_cubin(render(KERNEL, PROBLEM, CONFIG, SM90), SM90).image
+
+
+def test_code_that_the_driver_refuses_is_compiled_anew(resolve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    real = _winner()
+    newer = replace(real.cubin, image=real.cubin.image + b"by a newer CUDA")
+    Played.refuses = newer.image
+    with caplog.at_level(logging.WARNING):
+        found = resolve(_winner(cubin=newer))
+    assert found.image == real.cubin.image
+    assert "compiling it here instead" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"vecs_per_thread": 1, "rows_per_block": 8}, {"vecs_per_thread": 3, "gone": 1}],
+    ids=["invalid", "another Config"],
+)
+def test_a_configuration_that_cannot_run_gives_way(
+    resolve: Any, config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = resolve(_winner(config=config))
+    assert found.config == KERNEL.default_config(PROBLEM, SM90)
+    assert "using the default" in caplog.text

@@ -1,0 +1,49 @@
+"""The shipped databases: whole, read-only, measured, and asked by every run."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from kerngen.arch import ARCHES, Device
+from kerngen.compile import elf_resources
+from kerngen.templates import find_kernel
+from kerngen.tuning_db import Store, default_stores, lookup
+from kerngen.tuning_db.resolve import PREBUILT
+
+FILES = sorted(PREBUILT.glob("*.sqlite"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_a_prebuilt_database_is_whole(path: Path) -> None:
+    connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+    connection.close()
+    with Store.open(path, read_only=True) as store:
+        winners = store.winners()
+        assert winners
+        for winner in winners:
+            assert winner.provenance == "measured"
+            build = store.build(winner.build_id)
+            cubin = store.image(build)  # raises CorruptRecord where the blob does not match its digest
+            assert cubin is not None
+            limit = ARCHES[build.arch].max_smem_bytes + ARCHES[build.arch].reserved_smem_bytes
+            for name, (registers, smem) in elf_resources(cubin.image).items():
+                assert 0 < registers <= 255, name
+                assert smem <= limit, name
+
+
+def test_a_run_finds_what_was_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "none.db"))
+    kernel = find_kernel("w4a16_gemm")
+    problem = kernel.problem_type(n=43008, k=5376)
+    h200 = Device("H200", "sm90", 132, 4814.0, 139.8, 62914560, 1980, 1070.0, "probed")
+    winner = lookup(default_stores(), kernel, problem, ARCHES["sm90"], h200)
+    assert winner is not None
+    assert winner.provenance == "measured"
+    assert winner.source.startswith("prebuilt sm90-gemma-4-31b")
+    assert kernel.why_invalid(problem, kernel.config_type(**winner.config), ARCHES["sm90"]) is None

@@ -99,6 +99,8 @@ OUTPUTS: tuple[str, ...] = ("out",)
 MAX_ACCUMULATORS = 128
 # What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
 BLOCK_US, COMBINE_US, TILE_US = 2.0, 2.5, 0.6
+# One register on sm70 with head_dim 128, where a cap of 128 registers lets two blocks share an SM.
+MAX_SPILL_BYTES = 8
 # The rings of a block: 128 KB keep an H200's memory busy, more only delays the first tile.
 RING_BYTES = 128 * 1024
 # Bytes that must be under way on an SM to cover the memory's latency (~0.8 us times the SM's share of the rate).

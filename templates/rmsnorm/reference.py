@@ -1,5 +1,4 @@
-"""RMS norm in fp32 torch, rounded once at the end. Source: gemma4.md section 2 of the model's description, that is
-Gemma4RMSNorm in transformers 5.22, modeling_gemma4.py."""
+"""RMS norm in fp32 torch, rounded once at the end. Source: Gemma4RMSNorm in transformers 5.22, modeling_gemma4.py."""
 
 from __future__ import annotations
 

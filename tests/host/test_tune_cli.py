@@ -87,10 +87,17 @@ def test_killed_it_leaves_no_process_and_continues(tmp_path: Path) -> None:
         assert len(store.winners("attn_decode")) == len(done["results"])
 
 
+def _heed_ctrl_c() -> None:
+    """A shell starts background jobs with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_stopped_by_ctrl_c_it_keeps_what_it_has(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kerngen", *TUNE, "--kernel", "w4a16_gemm", "--jobs", "1"]
-    started = subprocess.Popen(command, env=_environment(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-                               text=True)  # fmt: skip
+    started = subprocess.Popen(
+        command, env=_environment(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        preexec_fn=_heed_ctrl_c,
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and len(list((tmp_path / "cache").glob("v1/*/*.cubin"))) < 3:
         time.sleep(0.1)

@@ -136,6 +136,7 @@ def _report(result: Generation, session: Session, ops: Ops) -> dict[str, Any]:
         "backend": ops.name,
         "device": str(ops.device),
         "dtype": str(ops.dtype).removeprefix("torch."),
+        "configurations": ops.sources(),
     }
 
 
@@ -151,4 +152,6 @@ def _summary(result: Generation, session: Session, ops: Ops) -> str:
             f"drafting {stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens accepted a step "
             f"({stats.num_steps} steps)"
         )
+    if chosen := ops.sources():
+        lines.append("configurations: " + ", ".join(f"{count} {source}" for source, count in chosen.items()))
     return "\n".join(lines)

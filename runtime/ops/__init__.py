@@ -108,6 +108,9 @@ class Ops(Protocol):
     max_decode_len: int  # the longest q_len that attn_decode takes; more goes to attn_prefill
     max_kv_len: int  # set by the engine before it captures a step: no kv_len will be longer; 0 for unknown
 
+    def sources(self) -> dict[str, int]:
+        """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""
+
     def prepare(self, weights: Linear) -> Linear:
         """Called once per matrix at load, after q,k,v and gate,up were fused: repack, or return it unchanged.
 

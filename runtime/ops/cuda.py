@@ -6,6 +6,7 @@ and the grouped experts have no kernel yet and run as TorchOps computes them, on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,9 @@ class CudaOps(TorchOps):
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def sources(self) -> dict[str, int]:
+        return dict(Counter(function.source for _, _, function in self.launcher.functions).most_common())
 
     def prepare(self, weights: Linear) -> Linear:
         """Packed weights in the kernel's order. Raises ProblemError for shapes that w4a16_gemm does not take."""

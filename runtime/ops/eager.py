@@ -26,6 +26,9 @@ class TorchOps:
         self.dtype = dtype
         self.residual_dtype = torch.float32 if dtype == torch.float16 else dtype
 
+    def sources(self) -> dict[str, int]:
+        return {}
+
     def prepare(self, weights: Linear) -> Linear:
         """Unpacks W4A16 to a dense matrix: the reference needs the right values, not few bytes."""
         if isinstance(weights, W4Linear):

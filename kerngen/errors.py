@@ -13,7 +13,6 @@ KerngenError                 exit 1
 │   └── CorruptRecord                 a stored row or blob does not match its own digest
 ├── TuningMiss                        no record serves this problem
 ├── LaunchError                       a kernel could not be loaded or launched
-├── WrongResult                       a kernel disagrees with its reference
 ├── CheckpointError                   a model folder is incomplete, torn or lies about its sizes
 └── DeviceError                       no usable GPU, or not the one asked for
 """
@@ -91,10 +90,6 @@ class TuningMiss(KerngenError):
 
 
 class LaunchError(KerngenError):
-    pass
-
-
-class WrongResult(KerngenError):
     pass
 
 

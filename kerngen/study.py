@@ -70,7 +70,6 @@ class Search:
         self._seed = seed
         self._first: deque[Any] = deque([candidates.default])
         self._ranked: list[Any] | None = None
-        self._bounds: dict[Any, float] = {}
         self._study: optuna.Study | None = None
         self._open: dict[Any, optuna.trial.Trial | None] = {}
         self._closed = False

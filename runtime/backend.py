@@ -38,10 +38,9 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
                 "the cuda backend has no fp32 kernels", hint="use --dtype bf16 or fp16, or --backend torch"
             )
         from kerngen.runtime.ops.cuda import CudaOps
-        from kerngen.tuning_db import Store, default_stores
+        from kerngen.tuning_db import stores_for
 
-        stores = [Store.open(db_url, read_only=True)] if db_url else list(default_stores())
-        return CudaOps(where, kind, stores)
+        return CudaOps(where, kind, stores_for(db_url or None))
     if db_url:
         raise UsageError(
             f"--db {db_url}: the torch backend looks nothing up", hint="leave it out, or use --backend cuda"

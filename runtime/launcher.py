@@ -247,12 +247,12 @@ class Launcher:
             config, source, cubin = kernel.default_config(problem, self.arch), "default configuration", None
         else:
             source, cubin = f"{winner.source} ({winner.provenance})", None if winner.stale else winner.cubin
-        text = render(kernel, problem, config, self.arch)
         if cubin is not None:
             try:
                 return self._load(kernel, config, cubin.image, source)
             except LaunchError as e:  # built by a newer CUDA than this driver, say: the configuration is still the best
                 log.warning("%s\n  compiling it here instead", e)
+        text = render(kernel, problem, config, self.arch)
         return self._load(kernel, config, self._cache.get_or_compile(text, self.arch).image, source)
 
     def _usable(self, kernel: Kernel, problem: Any, winner: Winner) -> Any:

@@ -33,6 +33,7 @@ Store, in full:
 Lookup (resolve.py):
     default_path() -> str                             $KERNGEN_DB, or the user's tuning.db
     default_stores() -> list[Store]                   override, user, prebuilt; all read-only
+    stores_for(url)                                   the one that --db names, or default_stores()
     lookup(stores, kernel, problem, arch, device, *, strict=False) -> Winner | None; strict raises TuningMiss
     miss_report(stores, kernel, problem, arch, device) -> str    the nearest entries and where they differ
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
         problem_key,
         static_key,
     )
-    from kerngen.tuning_db.resolve import default_stores, lookup, miss_report
+    from kerngen.tuning_db.resolve import default_stores, lookup, miss_report, stores_for
     from kerngen.tuning_db.store import Store, default_path
 
 _HOME = {
@@ -70,6 +71,7 @@ _HOME = {
     "lookup": "resolve",
     "default_stores": "resolve",
     "miss_report": "resolve",
+    "stores_for": "resolve",
 }
 __all__ = [
     "Build",
@@ -84,6 +86,7 @@ __all__ = [
     "miss_report",
     "problem_key",
     "static_key",
+    "stores_for",
 ]
 
 

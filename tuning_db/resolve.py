@@ -56,6 +56,11 @@ def default_stores() -> list[Store]:
     return stores
 
 
+def stores_for(url: str | None) -> list[Store]:
+    """What `--db` names, read-only, or `default_stores()` where it names nothing. Raises DatabaseError."""
+    return default_stores() if url is None else [Store.open(url, read_only=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     store: Store

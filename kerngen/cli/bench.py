@@ -28,10 +28,10 @@ def kernel(names: tuple[str, ...], case_filter: str, db_url: str | None, untuned
     from kerngen.measure import bench_rows, ceilings
     from kerngen.runtime.launcher import Launcher
     from kerngen.templates import find_kernel, kernel_names
-    from kerngen.tuning_db import Store, default_stores
+    from kerngen.tuning_db import stores_for
 
     kernels = [find_kernel(n) for n in names or kernel_names()]
-    stores = [] if untuned else [Store.open(db_url, read_only=True)] if db_url else list(default_stores())
+    stores = [] if untuned else stores_for(db_url or None)
     launcher = Launcher(stores)
     rows: list[dict[str, Any]] = []
     for k in kernels:

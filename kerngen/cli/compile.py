@@ -81,7 +81,9 @@ def compile(
     if cases:
         units = list(_case_units(arches, names, notes))
     else:
-        stores = [] if untuned else _stores(db_url)
+        from kerngen.tuning_db import stores_for
+
+        stores = [] if untuned else stores_for(db_url or None)
         units = list(_workload_units(str(model), draft, arches, names, stores, notes))
     files, failures = _build(units, ptx, jobs or os.cpu_count() or 1, output, as_json)
     manifest = {
@@ -96,12 +98,6 @@ def compile(
         _print(manifest, output)
     if failures:
         raise click.exceptions.Exit(1)
-
-
-def _stores(db_url: str | None) -> list[Store]:
-    from kerngen.tuning_db import Store, default_stores
-
-    return [Store.open(db_url, read_only=True)] if db_url else default_stores()
 
 
 def _case_units(arches: Iterable[Arch], names: list[str], notes: list[str]) -> Iterator[_Unit]:

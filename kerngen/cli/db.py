@@ -199,10 +199,10 @@ def explain(
 @contextmanager
 def _stores(url: str | None) -> Iterator[list[Store]]:
     """What `--db` names, or all that a run looks in. Read-only."""
-    from kerngen.tuning_db import Store, default_stores
+    from kerngen.tuning_db import stores_for
 
     with ExitStack() as stack:
-        stores = [Store.open(url, read_only=True)] if url is not None else default_stores()
+        stores = stores_for(url)
         for store in stores:
             stack.enter_context(store)
         yield stores

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from kerngen.arch import ARCHES
+from kerngen.arch import ARCHES, Target
 from kerngen.compile import compile_cubin, supported_targets
 from kerngen.errors import KerngenError
 from kerngen.render import render
@@ -25,13 +25,14 @@ def main(name: str = "attn_decode", fields: str = "head_dim=256,num_q_heads=32,n
         if arch.number not in supported_targets():
             print(f"{arch!s:6} this NVRTC cannot compile for it; the cuda12 extra can")
             continue
-        if why := kernel.why_unsupported(problem, arch):
+        target = Target.of(arch)
+        if why := kernel.why_unsupported(problem, target):
             print(f"{arch!s:6} {why}")
             continue
-        config = kernel.default_config(problem, arch)
-        cubin = compile_cubin(render(kernel, problem, config, arch), arch)
+        config = kernel.default_config(problem, target)
+        cubin = compile_cubin(render(kernel, problem, config, target), arch)
         spills = "spills" if cubin.spills else "no spills"
-        smem = kernel.smem_bytes(problem, config, arch)
+        smem = kernel.smem_bytes(problem, config, target)
         print(
             f"{arch!s:6} {len(cubin.image):7,} B of machine code in {cubin.compile_ms:4.0f} ms, "
             f"{cubin.registers:3} registers, {spills}, {smem:7,} B of shared memory  {describe(config)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from kerngen.arch import default_device, find_arch
+from kerngen.arch import Target, find_arch
 from kerngen.compile import compile_cubin
 from kerngen.predict import predict
 from kerngen.render import render
@@ -30,7 +30,7 @@ CONFIGS = (
 def main() -> None:
     """Fill a database with two tuned points of one GEMM on sm90 and look three problems up."""
     arch = find_arch("sm90")
-    device = default_device(arch)
+    target = Target.of(arch)  # of its usual board, an H200
     kernel = find_kernel("w4a16_gemm")
     with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder) / "tuning.db") as store:
         for num_tokens in (1, 8):
@@ -38,28 +38,28 @@ def main() -> None:
             key = problem_key(kernel, problem)
             for fields in CONFIGS:
                 config = kernel.config_type(**fields)
-                if why := kernel.why_invalid(problem, config, arch):
+                if why := kernel.why_invalid(problem, config, target):
                     print(f"refused {describe(config)}: {why}")
                     continue
-                source = render(kernel, problem, config, arch)
+                source = render(kernel, problem, config, target)
                 cubin = compile_cubin(source, arch)
-                guess = predict(kernel, problem, config, arch, device, cubin.entries)
+                guess = predict(kernel, problem, config, target, cubin.entries)
                 print(f"{num_tokens} tokens, {describe(config)}: {guess.latency_us:.2f} us, {guess.explain()}")
                 build = store.add_build(cubin, kernel.name, source, fields_of(config), static_fields(problem))
                 store.add_measurement(
                     Measurement(
-                        key, arch.name, device, fields_of(config), build,
+                        key, arch.name, target.device, fields_of(config), build,
                         "ok", "predicted", model=guess.model, p50_us=guess.latency_us,
                     )
                 )  # fmt: skip
-            store.recompute_winners(kernel, key.static_key, arch, device)
+            store.recompute_winners(kernel, key.static_key, target)
 
         for num_tokens in (1, 5, 64):
             problem = Problem(n=4096, k=4096, num_tokens=num_tokens)
-            winner = lookup([store], kernel, problem, arch, device)
+            winner = lookup([store], kernel, problem, target)
             if winner is None:
                 print(f"\n{num_tokens} tokens: no winner, the default configuration would run")
-                print(miss_report([store], kernel, problem, arch, device))
+                print(miss_report([store], kernel, problem, target))
             else:
                 print(f"\n{num_tokens} tokens: {kernel.config_type(**winner.config)}")
                 print(f"  {winner.provenance} {winner.latency_us:.2f} us on {winner.device}; {winner.reason}")

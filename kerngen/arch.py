@@ -1,7 +1,7 @@
 """Where a kernel runs: GPU architectures, and profiles of real devices.
 
-`Arch` holds what the compiler and the refusal checks need; it is the same for every GPU of a kind. `Device` adds
-what the cost model needs and what differs between boards: SM count, memory, clocks, tensor rate.
+`Arch` holds what the compiler needs; it is the same for every GPU of a kind. `Device` is a board: SM count, memory,
+clocks, tensor rate. `Target` is both: what a configuration is chosen for, where a cubin depends on the arch alone.
 
 Architecture limits: CUDA C++ Programming Guide 12.9, "Compute Capabilities", tables "Feature Support per Compute
 Capability" and "Technical Specifications per Compute Capability". Device figures: the vendor's datasheet or
@@ -168,3 +168,25 @@ def find_device(name: str) -> Device:
 def default_device(arch: Arch) -> Device:
     """The profile that tuning for `arch` predicts for when no device is named."""
     return DEVICES[DEFAULT_DEVICE[arch.name]]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a kernel runs: an architecture, and the board of it that is at hand or meant.
+
+    What is compiled may depend on `arch` alone, so that one cubin serves every board of it; what is chosen at launch
+    (configuration, grid, splits) may depend on `device` too.
+    """
+
+    arch: Arch
+    device: Device
+
+    def __str__(self) -> str:
+        return f"{self.arch} ({self.device})"
+
+    @classmethod
+    def of(cls, place: Arch | Device) -> Target:
+        """The target of a board, or of an arch's usual one (`default_device`)."""
+        if isinstance(place, Arch):
+            return cls(place, default_device(place))
+        return cls(find_arch(place.arch), place)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kerngen import __version__
-from kerngen.arch import Arch, Device
+from kerngen.arch import Target
 from kerngen.compile import Cubin, nvrtc_version
 from kerngen.errors import CompileError
 from kerngen.predict import MODEL
@@ -48,10 +48,10 @@ class Entry:
 
 
 class Ledger:
-    """Reads and writes one store for one arch, device and objective ("measured" or "predicted")."""
+    """Reads and writes one store for one target and objective ("measured" or "predicted")."""
 
-    def __init__(self, store: Store, arch: Arch, device: Device, objective: str, run: str, settings: list[Any]) -> None:
-        self.store, self.arch, self.device, self.objective, self.run = store, arch, device, objective, run
+    def __init__(self, store: Store, target: Target, objective: str, run: str, settings: list[Any]) -> None:
+        self.store, self.target, self.objective, self.run = store, target, objective, run
         self.environment: dict[str, Any] = {}
         self._settings = settings
         self._rows: list[Measurement] = []
@@ -73,7 +73,7 @@ class Ledger:
         """Problem id -> what earlier runs saw of it, oldest first."""
         if kernel.name not in self._observed:
             rows = self.store.measurements(
-                kernel.name, arch=self.arch.name, device=self.device, provenance=self.objective
+                kernel.name, arch=self.target.arch.name, device=self.target.device, provenance=self.objective
             )
             found = self._observed[kernel.name] = {}
             for o in rows:
@@ -82,8 +82,9 @@ class Ledger:
 
     def _fingerprint(self, kernel: Kernel) -> str:
         """Of everything that decides how a search goes: the same fingerprint, the same search."""
-        return digest([_folder_digest(kernel.name), nvrtc_version(), self.arch.name, fields_of(self.device),
-                       self.objective, MODEL, __version__, *self._settings])  # fmt: skip
+        settings = [self.objective, MODEL, __version__, *self._settings]
+        where = [self.target.arch.name, fields_of(self.target.device)]
+        return digest([_folder_digest(kernel.name), nvrtc_version(), *where, *settings])
 
     # -- builds
 
@@ -91,7 +92,9 @@ class Ledger:
         """The build of `source` with `config`, if it was compiled before (or failed to)."""
         key = (source, canonical(fields_of(config)))
         if key not in self._builds:
-            found = self.store.find_build(kernel.name, source, fields_of(config), static_fields(problem), self.arch)
+            found = self.store.find_build(
+                kernel.name, source, fields_of(config), static_fields(problem), self.target.arch
+            )
             if found is None:
                 return None
             self._builds[key] = found
@@ -104,7 +107,7 @@ class Ledger:
             build_id = self.store.add_build(made, kernel.name, source, fields, static, keep_image=False)
         else:
             log = f"{made.message}\n{made.log}".strip()
-            build_id = self.store.add_build(None, kernel.name, source, fields, static, arch=self.arch,
+            build_id = self.store.add_build(None, kernel.name, source, fields, static, arch=self.target.arch,
                                             status="compile_failed", log=log)  # fmt: skip
         build = self._builds[source, canonical(fields)] = self.store.build(build_id)
         return build
@@ -125,8 +128,10 @@ class Ledger:
         tags = {"search": entry.fingerprint} | values.pop("tags", {})
         measured = self.objective == "measured"
         values |= {"environment": self.environment} if measured else {"model": MODEL}
-        row = Measurement(problem=entry.key, arch=self.arch.name, device=self.device, config=fields_of(config),
-                          outcome=outcome, provenance=self.objective, run=self.run, tags=tags, **values)  # fmt: skip
+        row = Measurement(
+            problem=entry.key, arch=self.target.arch.name, device=self.target.device, config=fields_of(config),
+            outcome=outcome, provenance=self.objective, run=self.run, tags=tags, **values,
+        )  # fmt: skip
         self._rows.append(row)
         if time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
@@ -145,7 +150,7 @@ class Ledger:
         found = {}
         with self.store.transaction():
             for kernel, static in dict.fromkeys((e.kernel.name, e.key.static_key) for e in entries):
-                for w in self.store.recompute_winners(kernel, static, self.arch, self.device):
+                for w in self.store.recompute_winners(kernel, static, self.target):
                     found[w.problem.id] = w
         return found
 

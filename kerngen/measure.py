@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kerngen.arch import Arch
+from kerngen.arch import Arch, Target, find_arch
 from kerngen.cache import CompileCache
 from kerngen.errors import KerngenError
 from kerngen.render import render
@@ -70,18 +70,17 @@ def load(
     """Compile (through the cache) and load. `arch`: whose body to run; one that is not this GPU's own goes as PTX
     through the driver's JIT, which is how older bodies are checked on a newer GPU.
     """
-    own = _own_arch()
-    arch, cache = arch or own, cache or CompileCache()
-    text = source or render(kernel, problem, config, arch)
-    if arch == own:
-        return Function(kernel, config, arch, cache.get_or_compile(text, arch).image)
-    return Function(kernel, config, arch, cache.get_or_compile_ptx(text, arch).image)
+    target, cache = target_here(arch), cache or CompileCache()
+    text = source or render(kernel, problem, config, target)
+    if target.arch.name == target.device.arch:
+        return Function(kernel, config, target, cache.get_or_compile(text, target.arch).image)
+    return Function(kernel, config, target, cache.get_or_compile_ptx(text, target.arch).image)
 
 
-def _own_arch() -> Arch:
-    from kerngen.arch import find_arch
-
-    return find_arch(probe_device().arch)
+def target_here(arch: Arch | None = None) -> Target:
+    """This GPU, as a board of `arch` where that is not its own: whose body to run on it."""
+    device = probe_device()
+    return Target(arch or find_arch(device.arch), device)
 
 
 def check_function(function: Function, case: Case) -> CheckResult:
@@ -97,8 +96,7 @@ def check_function(function: Function, case: Case) -> CheckResult:
 
 def check_case(kernel: Kernel, case: Case, config: Any = None, arch: Arch | None = None) -> CheckResult:
     """As check_function, for the default or a given config, of this GPU's body or an older one's."""
-    arch = arch or _own_arch()
-    config = config or kernel.default_config(case.problem, arch)
+    config = config or kernel.default_config(case.problem, target_here(arch))
     return check_function(load(kernel, case.problem, config, arch), case)
 
 
@@ -160,8 +158,7 @@ def time_function(
 
 def time_case(kernel: Kernel, case: Case, config: Any = None, arch: Arch | None = None, **how: Any) -> Timing:
     """As time_function, for the default or a given config."""
-    arch = arch or _own_arch()
-    config = config or kernel.default_config(case.problem, arch)
+    config = config or kernel.default_config(case.problem, target_here(arch))
     return time_function(load(kernel, case.problem, config, arch), case, **how)
 
 
@@ -213,7 +210,7 @@ def time_calls(calls: Sequence[Callable[[], object]], *, samples: int = 30, targ
 def ceilings() -> Ceilings:
     """Measure this GPU's limits once a process: a read (max over int64), a copy, an 8192^3 matmul. About 0.3 s."""
     probe_device()
-    dtype = torch.bfloat16 if _own_arch().has_bf16 else torch.float16
+    dtype = torch.bfloat16 if target_here().arch.has_bf16 else torch.float16
     size = min(2**33, int(torch.cuda.mem_get_info()[0] // 4))
     words = torch.randint(0, 1 << 30, (size // 8,), device="cuda")
     read = time_calls([lambda: words.max()], samples=10, target_ms=4)
@@ -258,7 +255,7 @@ def bench_rows(kernel: Kernel, cases: list[Case], configs: dict[str, Any] | None
     limit = ceilings()
     rows = []
     for case in cases:
-        config = (configs or {}).get(case.name) or kernel.default_config(case.problem, _own_arch())
+        config = (configs or {}).get(case.name) or kernel.default_config(case.problem, target_here())
         row: dict[str, Any] = {"kernel": kernel.name, "case": case.name, "config": asdict(config)}
         try:
             timing = time_case(kernel, case, config)

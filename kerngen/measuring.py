@@ -140,15 +140,14 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
     """The loaded function and what the check said; a function only if it may be timed."""
     import torch
 
-    from kerngen.arch import find_arch
-    from kerngen.measure import compare
-    from kerngen.runtime.launcher import Function, probe_device
+    from kerngen.measure import compare, target_here
+    from kerngen.runtime.launcher import Function
     from kerngen.templates import find_kernel
 
     kernel = find_kernel(kernel_name)
     try:
         case, inputs, expected = _prepared(kernel_name, problem)
-        function = Function(kernel, config, find_arch(probe_device().arch), image)
+        function = Function(kernel, config, target_here(), image)
         outputs = _fresh(inputs)
         function(case.problem, **outputs)
         torch.cuda.synchronize()

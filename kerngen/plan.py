@@ -16,7 +16,7 @@ from math import prod
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kerngen.arch import Arch, Device
+from kerngen.arch import Target
 from kerngen.compile import compile_cubin
 from kerngen.errors import ConfigRefused
 from kerngen.predict import predict
@@ -31,6 +31,9 @@ ENUMERATE_LIMIT = 1 << 17  # points of SPACE; a check takes microseconds
 RANK_LIMIT = 512  # configurations of a problem that are ranked; of more, a seeded sample
 ROW_BYTES, IMAGE_BYTES = 2_000, 12_000  # of a database: a trial's row and build, a winner's compressed cubin
 GUESSED_REGISTERS = 96  # per thread, before any kernel of the problem was compiled
+
+
+Space = tuple[dict[str, tuple[Any, ...]], ...]  # of each body: Config field -> its candidate values
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +52,34 @@ class Candidates:
     default: Any
     valid: tuple[Any, ...]
     refusals: tuple[Refusal, ...]
-    space_size: int
-    complete: bool  # every point of SPACE was looked at
+    space: Space
+    complete: bool  # every point of the space was looked at
+
+    @property
+    def space_size(self) -> int:
+        return space_size(self.space)
 
     @property
     def num_refused(self) -> int:
         return sum(r.count for r in self.refusals)
 
 
-def grid(kernel: Kernel, seed: int = 0) -> Iterator[Any]:
-    """The points of the kernel's SPACE, in order: all, or a seeded sample of ENUMERATE_LIMIT."""
-    space = kernel.space
+def space_of(kernel: Kernel, problem: Any, target: Target) -> Space:
+    """The spaces of the bodies that serve on `target`, one after the other."""
+    return tuple(body.choices(problem, target) for body in kernel.bodies(target.arch))
+
+
+def space_size(space: Space) -> int:
+    return sum(prod(len(values) for values in part.values()) for part in space)
+
+
+def grid(kernel: Kernel, space: Space, seed: int = 0) -> Iterator[Any]:
+    """The points of `space`, in order; of a body with more than ENUMERATE_LIMIT a seeded sample of that many."""
+    for part in space:
+        yield from _grid_of(kernel, part, seed)
+
+
+def _grid_of(kernel: Kernel, space: dict[str, tuple[Any, ...]], seed: int) -> Iterator[Any]:
     size = prod(len(values) for values in space.values())
     if size <= ENUMERATE_LIMIT:
         for values in product(*space.values()):
@@ -73,18 +93,19 @@ def grid(kernel: Kernel, seed: int = 0) -> Iterator[Any]:
         yield kernel.config_type(**chosen)
 
 
-def candidates(kernel: Kernel, problem: Any, arch: Arch, seed: int = 0) -> Candidates:
+def candidates(kernel: Kernel, problem: Any, target: Target, seed: int = 0) -> Candidates:
     """What can run `problem` on `arch`, and why the rest cannot. Asks why_invalid only; nothing is compiled.
 
     Raises ConfigRefused if the kernel does not support the problem there at all, or refuses its own default.
     """
-    if (why := kernel.why_unsupported(problem, arch)) is not None:
-        raise ConfigRefused(f"{kernel.name}{describe(problem)} on {arch}: {why}")
-    default = kernel.default_config(problem, arch)
-    kernel.require_valid(problem, default, arch)
-    valid, refusals = _sorted_out(kernel, problem, arch, seed)
-    size = prod(len(values) for values in kernel.space.values())
-    return Candidates(default, valid, refusals, size, size <= ENUMERATE_LIMIT)
+    if (why := kernel.why_unsupported(problem, target)) is not None:
+        raise ConfigRefused(f"{kernel.name}{describe(problem)} on {target.arch}: {why}")
+    default = kernel.default_config(problem, target)
+    kernel.require_valid(problem, default, target)
+    space = space_of(kernel, problem, target)
+    valid, refusals = _sorted_out(kernel, problem, target, space, seed)
+    whole = all(space_size((part,)) <= ENUMERATE_LIMIT for part in space)
+    return Candidates(default, valid, refusals, space, whole)
 
 
 class _Watched:
@@ -101,24 +122,25 @@ class _Watched:
 
 
 _Sorted = tuple[tuple[Any, ...], tuple[Refusal, ...]]
-_known: dict[tuple[str, str, int], list[tuple[dict[str, Any], _Sorted]]] = {}
+_known: dict[tuple[Any, ...], list[tuple[dict[str, Any], _Sorted]]] = {}
 
 
-def _sorted_out(kernel: Kernel, problem: Any, arch: Arch, seed: int) -> _Sorted:
+def _sorted_out(kernel: Kernel, problem: Any, target: Target, space: Space, seed: int) -> _Sorted:
     """The grid's valid configurations, and the refusals.
 
     why_invalid is a function of its arguments, so two problems that agree in the fields it read get one
     answer: the many problems of a workload that differ only in tokens cost one enumeration.
     """
-    seen = _known.setdefault((kernel.name, arch.name, seed), [])
+    points = tuple(tuple(part.items()) for part in space)
+    seen = _known.setdefault((kernel.name, target, points, seed), [])
     for read, answer in seen:
         if all(getattr(problem, k) == v for k, v in read.items()):
             return answer
     watched: Any = _Watched(problem)
     valid: list[Any] = []
     refused: dict[str, tuple[int, str, Any]] = {}
-    for config in grid(kernel, seed):
-        if (reason := kernel.spec.why_invalid(watched, config, arch)) is None:
+    for config in grid(kernel, space, seed):
+        if (reason := kernel.spec.why_invalid(watched, config, target)) is None:
             valid.append(config)
         else:
             shape = re.sub(r"\d[\d,.]*", "#", reason)
@@ -135,8 +157,7 @@ def _sorted_out(kernel: Kernel, problem: Any, arch: Arch, seed: int) -> _Sorted:
 def rank(
     kernel: Kernel,
     problem: Any,
-    arch: Arch,
-    device: Device,
+    target: Target,
     configs: Iterable[Any],
     registers: int = GUESSED_REGISTERS,
     seed: int = 0,
@@ -149,22 +170,24 @@ def rank(
     configs = list(configs)
     if len(configs) > RANK_LIMIT:
         configs = [configs[i] for i in sorted(random.Random(seed).sample(range(len(configs)), RANK_LIMIT))]
-    timed = [
-        (predict(kernel, problem, c, arch, device, registers=registers).latency_us, i, c) for i, c in enumerate(configs)
-    ]
+    timed = [(predict(kernel, problem, c, target, registers=registers).latency_us, i, c) for i, c in enumerate(configs)]
     timed.sort(key=lambda t: t[:2])
     return [(us, c) for us, _, c in timed]
 
 
-def lower_bound_us(kernel: Kernel, problem: Any, config: Any, arch: Arch, device: Device) -> float:
+def lower_bound_us(kernel: Kernel, problem: Any, config: Any, target: Target) -> float:
     """What no compiled kernel of `config` can be predicted to beat: the fewest registers, no spills."""
-    return predict(kernel, problem, config, arch, device).latency_us
+    return predict(kernel, problem, config, target).latency_us
 
 
-def on_grid(kernel: Kernel, config: Any) -> bool:
-    """Whether every tunable of `config` has one of the values that SPACE lists."""
+def on_grid(space: Space, config: Any) -> int | None:
+    """Which part of `space` has `config` among its points, None where none does."""
     fields = fields_of(config)
-    return set(fields) == set(kernel.space) and all(fields[k] in values for k, values in kernel.space.items())
+    defaults = fields_of(type(config)())
+    for index, part in enumerate(space):
+        if all(v in part.get(k, (defaults[k],)) for k, v in fields.items()):
+            return index
+    return None
 
 
 # -- what a whole run would be
@@ -213,7 +236,7 @@ class DryRun:
         return self.num_trials * ROW_BYTES + self.num_problems * IMAGE_BYTES
 
 
-def dry_run(items: Iterable[Item], arch: Arch, device: Device, trials: int, jobs: int, seed: int = 0) -> DryRun:
+def dry_run(items: Iterable[Item], target: Target, trials: int, jobs: int, seed: int = 0) -> DryRun:
     """What tuning `items` would try. Asks why_invalid and renders; compiles one configuration a kernel, to time it."""
     groups: dict[str, list[Any]] = {}
     for item in items:
@@ -227,17 +250,17 @@ def dry_run(items: Iterable[Item], arch: Arch, device: Device, trials: int, jobs
         asked, each_s = 0, 0.0
         for problem in problems:
             try:
-                c = candidates(kernel, problem, arch, seed)
+                c = candidates(kernel, problem, target, seed)
             except ConfigRefused as e:
                 unsupported[name, e.message] = None
                 continue
             if not found:
-                each_s = _compile_seconds(render(kernel, problem, c.default, arch), arch)
+                each_s = _compile_seconds(render(kernel, problem, c.default, target), target)
             found.append(c)
-            likely = [c.default, *(x for _, x in rank(kernel, problem, arch, device, c.valid, seed=seed))]
+            likely = [c.default, *(x for _, x in rank(kernel, problem, target, c.valid, seed=seed))]
             chosen = list(dict.fromkeys(likely))[:trials]
             asked += len(chosen)
-            sources |= {render(kernel, problem, x, arch) for x in chosen}
+            sources |= {render(kernel, problem, x, target) for x in chosen}
         if found:
             plans.append(
                 KernelPlan(
@@ -248,7 +271,7 @@ def dry_run(items: Iterable[Item], arch: Arch, device: Device, trials: int, jobs
     return DryRun(tuple(plans), tuple(unsupported), jobs)
 
 
-def _compile_seconds(source: str, arch: Arch) -> float:
+def _compile_seconds(source: str, target: Target) -> float:
     start = perf_counter()
-    compile_cubin(source, arch)
+    compile_cubin(source, target.arch)
     return perf_counter() - start

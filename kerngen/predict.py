@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
-from kerngen.arch import Arch, Device
+from kerngen.arch import Arch, Target
 from kerngen.compile import Resources
 from kerngen.templates.kernel import Kernel, Launch, Traffic
 
@@ -125,32 +125,31 @@ def predict(
     kernel: Kernel,
     problem: Any,
     config: Any,
-    arch: Arch,
-    device: Device,
+    target: Target,
     resources: Mapping[str, Resources] | None = None,
     *,
     registers: int | None = None,
 ) -> Prediction:
-    """Predicted time of `config` on `device`.
+    """Predicted time of `config` on `target`.
 
     resources: entry point -> what the compiled kernel takes. Without them this is a pre-prediction:
     `registers` per thread are assumed, or, where that is None too, as few as there can be, which makes the
     answer a lower bound of the prediction that the compiled kernel will get.
     """
-    launches = kernel.launches(problem, config, arch)
+    launches = kernel.launches(problem, config, target)
     cost = kernel.cost(problem)
-    workspace = kernel.workspace_bytes(problem, config, arch)
-    traffic = kernel.traffic(problem, config, arch)
+    workspace = kernel.workspace_bytes(problem, config, target)
+    traffic = kernel.traffic(problem, config, target)
     predictions = []
     for i, launch in enumerate(launches):
         given = resources.get(launch.entry) if resources is not None else None
         moved = (
             traffic[i] if traffic is not None and i < len(traffic) else
-            _main_traffic(config, arch, cost.bytes, cost.flops, launch) if i == 0 else Traffic(0, 0)
+            _main_traffic(config, target.arch, cost.bytes, cost.flops, launch) if i == 0 else Traffic(0, 0)
         )  # fmt: skip
         if traffic is None or i >= len(traffic):
-            moved = _with_workspace(moved, workspace, device)
-        us, bound, fit = _launch_us(launch, moved, arch, device, given, registers)
+            moved = _with_workspace(moved, workspace, target.device.l2_bytes)
+        us, bound, fit = _launch_us(launch, moved, target, given, registers)
         if workspace and len(launches) == 1:
             us += GRID_SYNC_US
         threads, blocks = prod(launch.block), prod(launch.grid)
@@ -158,7 +157,7 @@ def predict(
         predictions.append(
             LaunchPrediction(
                 launch.entry, us, bound, blocks, fit.blocks_per_sm, fit.limit,
-                blocks / (device.num_sms * max(fit.blocks_per_sm, 1)),
+                blocks / (target.device.num_sms * max(fit.blocks_per_sm, 1)),
                 given.registers if given else registers or REGISTERS_LEAST,
                 launch.smem_bytes + (given.static_smem_bytes if given else 0),
                 spill * threads * blocks,
@@ -176,25 +175,25 @@ def _main_traffic(config: Any, arch: Arch, num_bytes: int, flops: int, launch: L
     return Traffic(num_bytes, flops, bytes_in_flight=in_flight)
 
 
-def _with_workspace(t: Traffic, workspace: int, device: Device) -> Traffic:
+def _with_workspace(t: Traffic, workspace: int, l2_bytes: int) -> Traffic:
     """Adds one pass over the workspace: through L2 where it stays there, else through memory."""
-    through_memory = workspace if workspace > device.l2_bytes // 2 else 0
+    through_memory = workspace if workspace > l2_bytes // 2 else 0
     l2 = (t.dram_bytes if t.l2_bytes is None else t.l2_bytes) + workspace
     return replace(t, dram_bytes=t.dram_bytes + through_memory, l2_bytes=l2)
 
 
 def _launch_us(
-    launch: Launch, t: Traffic, arch: Arch, device: Device, given: Resources | None, registers: int | None
+    launch: Launch, t: Traffic, target: Target, given: Resources | None, registers: int | None
 ) -> tuple[float, str, Occupancy]:
     smem = launch.smem_bytes + (given.static_smem_bytes if given else 0)
     regs = given.registers if given else registers or REGISTERS_LEAST
-    fit = occupancy(arch, prod(launch.block), regs, smem)
+    fit = occupancy(target.arch, prod(launch.block), regs, smem)
     overhead = LAUNCH_PDL_US if launch.pdl else LAUNCH_US
     if given is not None:  # spilled bytes go out to L1 and back for every thread, at least once
         t = _with_spills(t, given, prod(launch.block) * prod(launch.grid))
     # A scheduler with room for n blocks can do what one with room for fewer does: more room never hurts.
-    most = max(1, min(fit.blocks_per_sm, ceil(prod(launch.grid) / device.num_sms)))
-    best, bound = min(_busy_us(launch, t, arch, device, n) for n in range(1, most + 1))
+    most = max(1, min(fit.blocks_per_sm, ceil(prod(launch.grid) / target.device.num_sms)))
+    best, bound = min(_busy_us(launch, t, target, n) for n in range(1, most + 1))
     if given is not None and given.spill_store_bytes + given.spill_load_bytes:
         best *= SPILL_FACTOR
     return overhead + best, bound if best > overhead else "launch", fit
@@ -208,21 +207,22 @@ def _with_spills(t: Traffic, given: Resources, threads: int) -> Traffic:
     return replace(t, l2_bytes=l2, smem_bytes=(t.smem_bytes or 0) + spilled)
 
 
-def _busy_us(launch: Launch, t: Traffic, arch: Arch, device: Device, blocks_per_sm: int) -> tuple[float, str]:
+def _busy_us(launch: Launch, t: Traffic, target: Target, blocks_per_sm: int) -> tuple[float, str]:
     """Time from the first block's start to the last one's end, in waves of up to blocks_per_sm on each SM."""
     blocks = prod(launch.grid)
-    per_wave = device.num_sms * blocks_per_sm
+    per_wave = target.device.num_sms * blocks_per_sm
     full, rest = divmod(blocks, per_wave)
     total, bound = 0.0, "memory"
     for count, size in ((full, per_wave), (1, rest)):
         if count and size:
-            us, bound_here = _wave_us(size, blocks, launch, t, arch, device)
+            us, bound_here = _wave_us(size, blocks, launch, t, target)
             total, bound = total + count * us, bound_here if total == 0 else bound
     return total, bound
 
 
-def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, arch: Arch, device: Device) -> tuple[float, str]:
+def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, target: Target) -> tuple[float, str]:
     """Time of one wave of `size` of the grid's `blocks`; each block is taken to do the same work."""
+    arch, device = target.arch, target.device
     share, per_sm = size / blocks, ceil(size / device.num_sms)
     clock = device.clock_mhz  # cycles per us
     in_flight = t.bytes_in_flight or prod(launch.block) * BYTES_IN_FLIGHT_PER_THREAD

@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from kerngen.arch import Arch
+from kerngen.arch import Arch, Target
 from kerngen.errors import KerngenError
 from kerngen.templates.kernel import ROOT, Kernel, fields_of, static_fields
 
@@ -36,14 +36,22 @@ def _literal(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def render(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> str:
-    """The CUDA source of `kernel` for `problem`, `config` and `arch`.
+def render(kernel: Kernel, problem: Any, config: Any, target: Target) -> str:
+    """The CUDA source of `kernel` for `problem` and `config` on `target`: the same for every board of its arch.
+
+    Raises ConfigRefused if the configuration cannot run there, KerngenError if the template is wrong.
+    """
+    kernel.require_valid(problem, config, target)
+    return source_of(kernel, problem, config, target.arch)
+
+
+def source_of(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> str:
+    """As `render`, of a configuration that need not be valid: what an older build was made from, say.
 
     The template sees `p` (the compiled-in fields of the problem: a RUNTIME field is undefined there), `c` (the
-    config) and `arch`. Raises ConfigRefused if the configuration cannot run, KerngenError if the template is wrong.
+    config) and `arch`, and nothing of a board.
     """
-    kernel.require_valid(problem, config, arch)
-    body = f"{kernel.name}/{kernel.body(problem, config, arch)}"
+    body = f"{kernel.name}/{kernel.body(config, arch).template}"
     try:
         text = (
             _environment()

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kerngen.arch import Arch, Device
+from kerngen.arch import Target
 from kerngen.plan import Candidates, lower_bound_us, on_grid, rank
 from kerngen.templates.kernel import Kernel, fields_of
 
@@ -53,15 +53,14 @@ class Search:
         self,
         kernel: Kernel,
         problem: Any,
-        arch: Arch,
-        device: Device,
+        target: Target,
         candidates: Candidates,
         *,
         trials: int,
         seed: int,
         measured: bool,
     ) -> None:
-        self.kernel, self.problem, self.arch, self.device = kernel, problem, arch, device
+        self.kernel, self.problem, self.target = kernel, problem, target
         self.candidates = candidates
         self.trials = trials
         self.measured = measured
@@ -100,7 +99,7 @@ class Search:
     def suggest(self, configs: Iterable[Any]) -> None:
         """Put `configs` (winners of neighbours) before all that is not yet asked, but for invalid ones."""
         fresh = [c for c in configs if c not in self.outcomes and c not in self._first]
-        self._first.extend(c for c in fresh if self.kernel.why_invalid(self.problem, c, self.arch) is None)
+        self._first.extend(c for c in fresh if self.kernel.why_invalid(self.problem, c, self.target) is None)
 
     def ask(self, count: int) -> list[Any]:
         """Up to `count` configurations to evaluate next; none if the search is over."""
@@ -152,7 +151,7 @@ class Search:
         """The candidates, best by pre-prediction last. Measuring leaves half of the trials to the sampler."""
         registers = max((o.registers for o in self.outcomes.values()), default=0)
         given = {"registers": registers} if registers else {}
-        order = rank(self.kernel, self.problem, self.arch, self.device, self.candidates.valid, seed=self._seed, **given)
+        order = rank(self.kernel, self.problem, self.target, self.candidates.valid, seed=self._seed, **given)
         ranked = [c for _, c in order]
         if self.measured and len(self.candidates.valid) > self.trials:
             ranked = ranked[: max(self.trials // 2, 1)]
@@ -161,15 +160,17 @@ class Search:
     def _cannot_win(self, config: Any) -> bool:
         if self.measured:
             return False
-        return lower_bound_us(self.kernel, self.problem, config, self.arch, self.device) >= self.best_us
+        return lower_bound_us(self.kernel, self.problem, config, self.target) >= self.best_us
 
     def _opened(self, config: Any) -> Any:
         """`config`, known to Optuna as a running trial if its values are on the grid."""
         if not self.measured and self.candidates.complete:
             self._open[config] = None  # an exact search has no use for a sampler
-        elif on_grid(self.kernel, config):
-            self._optuna().enqueue_trial(self._indices(config))
-            self._open[config] = self._optuna().ask(self._distributions())
+        elif (part := on_grid(self.candidates.space, config)) is not None:
+            self._optuna().enqueue_trial(self._indices(part, config))
+            trial = self._optuna().ask()
+            self._config_of(trial)
+            self._open[config] = trial
         else:
             self._open[config] = None
         return config
@@ -178,14 +179,13 @@ class Search:
         """Optuna's next proposal that is new and valid. Invalid and repeated ones are told at once."""
         study = self._optuna()
         for _ in range(SAMPLER_PATIENCE):
-            trial = study.ask(self._distributions())
-            space = self.kernel.space
-            config = self.kernel.config_type(**{k: v[trial.params[k]] for k, v in space.items()})
+            trial = study.ask()
+            config = self._config_of(trial)
             if config in self.outcomes:
                 self._tell_optuna(trial, self.outcomes[config])
             elif config in asked:
                 self._tell_optuna(trial, Outcome("invalid", reason="asked twice", excess=1.0))
-            elif (why := self.kernel.why_invalid(self.problem, config, self.arch)) is not None:
+            elif (why := self.kernel.why_invalid(self.problem, config, self.target)) is not None:
                 self.refused[config] = Outcome("invalid", reason=why, excess=1.0)
                 self._tell_optuna(trial, self.refused[config])
             else:
@@ -203,20 +203,28 @@ class Search:
             self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self._seed))
         return self._study
 
-    def _distributions(self) -> dict[str, Any]:
-        """Ordered values are searched by their index, others as categories."""
-        from optuna.distributions import CategoricalDistribution, IntDistribution
+    def _config_of(self, trial: optuna.trial.Trial) -> Any:
+        """What `trial` proposes: first a body, then its tunables. Numbers are searched by their index, others as
+        categories.
+        """
+        space = self.candidates.space
+        part = trial.suggest_categorical("body", list(range(len(space))))
+        chosen = {}
+        for name, values in space[part].items():
+            ordered = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+            label, last = f"{part}.{name}", len(values) - 1
+            at = (
+                trial.suggest_int(label, 0, last)
+                if ordered
+                else trial.suggest_categorical(label, list(range(last + 1)))
+            )
+            chosen[name] = values[at]
+        return self.kernel.config_type(**chosen)
 
-        return {
-            name: IntDistribution(0, len(values) - 1)
-            if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-            else CategoricalDistribution(tuple(range(len(values))))
-            for name, values in self.kernel.space.items()
-        }
-
-    def _indices(self, config: Any) -> dict[str, int]:
+    def _indices(self, part: int, config: Any) -> dict[str, int]:
         fields = fields_of(config)
-        return {name: values.index(fields[name]) for name, values in self.kernel.space.items()}
+        indices = {f"{part}.{k}": values.index(fields[k]) for k, values in self.candidates.space[part].items()}
+        return {"body": part} | indices
 
     def _tell_optuna(self, trial: optuna.trial.Trial, outcome: Outcome) -> None:
         from optuna.trial import TrialState

@@ -17,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
-from kerngen.arch import Arch, Device
+from kerngen.arch import Arch, Target
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, ConfigRefused, KerngenError
@@ -80,8 +80,7 @@ class Result:
 class Report:
     """A whole run. failures: kernel, configuration and reason of each compile that failed or result that was wrong."""
 
-    arch: Arch
-    device: Device
+    target: Target
     objective: str
     run: str
     results: list[Result] = field(default_factory=list)
@@ -131,8 +130,7 @@ class Tuner:
 
     def __init__(
         self,
-        arch: Arch,
-        device: Device,
+        target: Target,
         store: Store,
         compiler: CachedCompiler,
         *,
@@ -144,10 +142,10 @@ class Tuner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         objective = "measured" if measurer is not None else "predicted"
-        self.arch, self.device, self.store, self.compiler, self.measurer = arch, device, store, compiler, measurer
+        self.target, self.store, self.compiler, self.measurer = target, store, compiler, measurer
         self.trials, self.seed = trials or TRIALS[objective], seed
-        self.report = Report(arch, device, objective, uuid4().hex[:12])
-        self.ledger = Ledger(store, arch, device, objective, self.report.run, [self.trials, seed])
+        self.report = Report(target, objective, uuid4().hex[:12])
+        self.ledger = Ledger(store, target, objective, self.report.run, [self.trials, seed])
         if measurer is not None:
             self.ledger.environment = measurer.environment()
         self._progress, self._clock = progress, clock
@@ -188,13 +186,13 @@ class Tuner:
     def _target(self, item: Item) -> _Target | None:
         kernel = find_kernel(item.kernel)
         try:
-            found = candidates(kernel, item.problem, self.arch, self.seed)
+            found = candidates(kernel, item.problem, self.target, self.seed)
         except ConfigRefused as e:
             self.report.results.append(Result(item, note=e.message))
             return None
         entry = self.ledger.entry(kernel, item.problem)
         search = Search(
-            kernel, item.problem, self.arch, self.device, found, trials=self.trials,
+            kernel, item.problem, self.target, found, trials=self.trials,
             seed=int(digest([entry.key.id, self.seed])[:8], 16), measured=self.measurer is not None,
         )  # fmt: skip
         return _Target(item, kernel, entry, search)
@@ -204,10 +202,10 @@ class Tuner:
         trials = []
         for t in opened:
             for config in t.search.ask(BATCH[self.report.objective]):
-                trial = _Trial(t, config, render(t.kernel, t.problem, config, self.arch))
+                trial = _Trial(t, config, render(t.kernel, t.problem, config, self.target))
                 trial.build = self.ledger.build_of(t.kernel, t.problem, config, trial.source)
                 if trial.build is None or self.measurer is not None:
-                    trial.cubin = self.compiler.submit(trial.source, self.arch)
+                    trial.cubin = self.compiler.submit(trial.source, self.target.arch)
                     if not trial.cubin.done():
                         self._compiled.add(trial.source)
                 trials.append(trial)
@@ -265,11 +263,11 @@ class Tuner:
         if build.status != "ok":
             reason = build.log.strip().splitlines()[0] if build.log.strip() else "NVRTC rejected the source"
             return self._note(t, trial.config, build, Outcome("compile_failed", reason=reason, excess=1.0))
-        if (why := why_unlaunchable(t.kernel, t.problem, trial.config, self.arch, build)) is not None:
+        if (why := why_unlaunchable(t.kernel, t.problem, trial.config, self.target, build)) is not None:
             return self._note(t, trial.config, build, Outcome("invalid", reason=why, excess=1.0))
         if self.measurer is not None:
             return self._measured(trial, build)
-        us = predict(t.kernel, t.problem, trial.config, self.arch, self.device, build.entries).latency_us
+        us = predict(t.kernel, t.problem, trial.config, self.target, build.entries).latency_us
         outcome = Outcome("ok", us, registers=build.registers, spill_bytes=build.spill_bytes, excess=build.spill_bytes)
         return self._note(t, trial.config, build, outcome, p50_us=us)
 
@@ -352,8 +350,8 @@ class Tuner:
         self._check_time()
         self._tick(f"{t.kernel.name}: finalists of {t.item.where}")
         builds = [t.builds[c] for c in near]
-        sources = [render(t.kernel, t.problem, c, self.arch) for c in near]
-        images = [self.compiler.submit(s, self.arch).result().image for s in sources]
+        sources = [render(t.kernel, t.problem, c, self.target) for c in near]
+        images = [self.compiler.submit(s, self.target.arch).result().image for s in sources]
         seen = measurer.finals(t.kernel, t.problem, list(zip(near, images, strict=True)))
         for config, build, observed in zip(near, builds, seen, strict=True):
             self.ledger.add(t.entry, config, observed.outcome, build_id=build.id, stage="final", tags=summary,
@@ -394,10 +392,10 @@ class Tuner:
             return
         build = self.store.build(winner.build_id)
         config = t.kernel.config_type(**winner.config)
-        launches = t.kernel.launches(t.problem, config, self.arch)
+        launches = t.kernel.launches(t.problem, config, self.target)
         result.registers, result.spill_bytes = build.registers, build.spill_bytes
         result.smem_bytes = max(x.smem_bytes + build.entries[x.entry].static_smem_bytes for x in launches)
-        result.explanation = predict(t.kernel, t.problem, config, self.arch, self.device, build.entries).explain()
+        result.explanation = predict(t.kernel, t.problem, config, self.target, build.entries).explain()
         notes = []
         if build.spill_bytes:
             every = summary["spilled"] == summary["tried"]
@@ -405,8 +403,9 @@ class Tuner:
             notes.append(f"spills {build.spill_bytes} B a thread, {rest}")
         if self.store.image(build) is None:
             try:
-                cubin = self.compiler.submit(render(t.kernel, t.problem, config, self.arch), self.arch).result()
-                if (why := why_not_cubin(cubin.image, self.arch)) is not None:
+                source = render(t.kernel, t.problem, config, self.target)
+                cubin = self.compiler.submit(source, self.target.arch).result()
+                if (why := why_not_cubin(cubin.image, self.target.arch)) is not None:
                     notes.append(why)
                 else:
                     self.store.keep_image(cubin)
@@ -420,9 +419,10 @@ def _recalled(m: Measurement, build: Build) -> Outcome:
     return Outcome(m.outcome, m.p50_us, m.reason, build.registers, build.spill_bytes, excess)
 
 
-def why_unlaunchable(kernel: Kernel, problem: Any, config: Any, arch: Arch, build: Build) -> str | None:
+def why_unlaunchable(kernel: Kernel, problem: Any, config: Any, target: Target, build: Build) -> str | None:
     """Why the compiled kernel cannot be launched although why_invalid allowed it, with the numbers, or None."""
-    for launch in kernel.launches(problem, config, arch):
+    arch = target.arch
+    for launch in kernel.launches(problem, config, target):
         r = build.entries.get(launch.entry)
         if r is None:
             return f"the compiled source has no entry {launch.entry}; it has: {', '.join(build.entries)}"

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kerngen.arch import Arch, Device, arch_of_capability
+from kerngen.arch import Device, Target, arch_of_capability
 from kerngen.cache import CompileCache
 from kerngen.errors import DeviceError, LaunchError, ToolchainError
 from kerngen.render import render
-from kerngen.templates.kernel import Kernel, Launch, describe
+from kerngen.templates.kernel import Arg, Kernel, Launch, describe
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Store, Winner
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 _CTYPES: dict[str, Any] = {
     "ptr": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float,
 }  # fmt: skip
-_ALIGNMENT = 16  # bytes: what the kernels' vector loads need
 
 
 @cache
@@ -93,16 +92,17 @@ class Function:
     `source` says where the configuration came from.
     """
 
-    def __init__(self, kernel: Kernel, config: Any, arch: Arch, image: bytes, source: str = "given") -> None:
+    def __init__(self, kernel: Kernel, config: Any, target: Target, image: bytes, source: str = "given") -> None:
         from cupy.cuda.function import Module
 
-        self.kernel, self.config, self.arch, self.source = kernel, config, arch, source
+        self.kernel, self.config, self.target, self.source = kernel, config, target, source
+        self._args = kernel.body(config, target.arch).args
         torch.cuda.current_stream()  # makes torch's primary context current, which CuPy then shares
         torch.zeros(1, device="cuda")
         self._module = Module()
         try:
             self._module.load(image)
-            self._entries = {name: self._module.get_function(name) for name in kernel.args}
+            self._entries = {name: self._module.get_function(name) for name in self._args}
         except Exception as e:
             raise LaunchError(f"{kernel.name} {describe(config)}: the driver cannot load it on this GPU: {e}") from e
         self._limits: dict[str, int] = {}
@@ -113,9 +113,9 @@ class Function:
     def plan(self, problem: Any) -> tuple[tuple[Launch, ...], int]:
         """(launches, workspace bytes) for a runtime problem; refused with the numbers if it cannot run."""
         if (found := self._plans.get(problem)) is None:
-            self.kernel.require_valid(problem, self.config, self.arch)
-            launches = self.kernel.launches(problem, self.config, self.arch)
-            found = launches, self.kernel.workspace_bytes(problem, self.config, self.arch)
+            self.kernel.require_valid(problem, self.config, self.target)
+            launches = self.kernel.launches(problem, self.config, self.target)
+            found = launches, self.kernel.workspace_bytes(problem, self.config, self.target)
             for launch in launches:
                 self._allow_smem(launch)
             self._plans[problem] = found
@@ -154,7 +154,7 @@ class Function:
     def _launch(self, launch: Launch, arguments: dict[str, Any], stream: int) -> None:
         driver = _driver()
         values, types = [], []
-        for arg in self.kernel.args[launch.entry]:
+        for arg in self._args[launch.entry]:
             try:
                 value = arguments[arg.name]
             except KeyError:
@@ -162,7 +162,7 @@ class Function:
                     raise LaunchError(f"{self.kernel.name}: argument {arg.name!r} is missing") from None
                 value = None
             if arg.kind == "ptr":
-                value = _pointer(self.kernel.name, arg.name, value)
+                value = _pointer(self.kernel.name, arg, value)
             values.append(value)
             types.append(_CTYPES[arg.kind])
         config = driver.CUlaunchConfig()
@@ -195,7 +195,8 @@ def _attributes(launch: Launch) -> list[Any]:
     return found
 
 
-def _pointer(kernel: str, name: str, value: Any) -> int:
+def _pointer(kernel: str, arg: Arg, value: Any) -> int:
+    name = arg.name
     if value is None:
         return 0
     if isinstance(value, int):
@@ -205,8 +206,9 @@ def _pointer(kernel: str, name: str, value: Any) -> int:
     if not value.is_contiguous():
         raise LaunchError(f"{kernel}: {name} {tuple(value.shape)} is not contiguous (strides {value.stride()})")
     address = value.data_ptr()
-    if address % _ALIGNMENT:
-        raise LaunchError(f"{kernel}: {name} starts at an address that is not a multiple of {_ALIGNMENT} bytes")
+    if address % arg.align:
+        raise LaunchError(f"{kernel}: {name} starts at an address that is not a multiple of {arg.align} bytes",
+                          hint="pass a copy of it: x.clone()")  # fmt: skip
     return address
 
 
@@ -217,8 +219,7 @@ class Launcher:
     """
 
     def __init__(self, stores: Sequence[Store] = (), cache: CompileCache | None = None, index: int = 0) -> None:
-        self.device = probe_device(index)
-        self.arch = arch_of_capability(*torch.cuda.get_device_capability(index))
+        self.target = Target.of(probe_device(index))
         self._stores, self._cache = tuple(stores), cache or CompileCache()
         self._by_problem: dict[tuple[str, Any], Function] = {}
         self._by_image: dict[str, Function] = {}
@@ -241,10 +242,10 @@ class Launcher:
     def _resolve(self, kernel: Kernel, problem: Any) -> Function:
         from kerngen.tuning_db import lookup
 
-        winner = lookup(self._stores, kernel, problem, self.arch, self.device) if self._stores else None
+        winner = lookup(self._stores, kernel, problem, self.target) if self._stores else None
         config = None if winner is None else self._usable(kernel, problem, winner)
         if winner is None or config is None:
-            config, source, cubin = kernel.default_config(problem, self.arch), "default configuration", None
+            config, source, cubin = kernel.default_config(problem, self.target), "default configuration", None
         else:
             source, cubin = f"{winner.source} ({winner.provenance})", None if winner.stale else winner.cubin
         if cubin is not None:
@@ -252,14 +253,14 @@ class Launcher:
                 return self._load(kernel, config, cubin.image, source)
             except LaunchError as e:  # built by a newer CUDA than this driver, say: the configuration is still the best
                 log.warning("%s\n  compiling it here instead", e)
-        text = render(kernel, problem, config, self.arch)
-        return self._load(kernel, config, self._cache.get_or_compile(text, self.arch).image, source)
+        text = render(kernel, problem, config, self.target)
+        return self._load(kernel, config, self._cache.get_or_compile(text, self.target.arch).image, source)
 
     def _usable(self, kernel: Kernel, problem: Any, winner: Winner) -> Any:
         """The winner's configuration, or None, with a warning, where today's kernel cannot run it."""
         try:
             config = kernel.config_type(**winner.config)
-            why = kernel.why_invalid(problem, config, self.arch)
+            why = kernel.why_invalid(problem, config, self.target)
         except TypeError as e:  # tuned when Config had other fields
             why = str(e)
         if why is None:
@@ -272,5 +273,5 @@ class Launcher:
         """A Function of this image, shared by all problems that it serves."""
         identity = hashlib.sha256(image + describe(config).encode()).hexdigest()
         if (found := self._by_image.get(identity)) is None:
-            found = self._by_image[identity] = Function(kernel, config, self.arch, image, source)
+            found = self._by_image[identity] = Function(kernel, config, self.target, image, source)
         return found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from typing import cast
 
 from kerngen.errors import UnknownName
-from kerngen.templates.kernel import ROOT, Case, Cost, Kernel, Launch, Tolerance
+from kerngen.templates.kernel import ROOT, Case, Cost, Kernel, Launch, Spec, Tolerance
 
 __all__ = ["Case", "Cost", "Kernel", "Launch", "Tolerance", "find_kernel", "kernel_names"]
 
@@ -22,4 +23,4 @@ def find_kernel(name: str) -> Kernel:
     """The kernel called `name`. Raises UnknownName, listing the known ones."""
     if name not in kernel_names():
         raise UnknownName("kernel", name, kernel_names())
-    return Kernel(name, import_module(f"kerngen.templates.{name}.spec"))
+    return Kernel(name, cast(Spec, import_module(f"kerngen.templates.{name}.spec")))

@@ -2,8 +2,9 @@
 
 templates/<name>/
   kernel.cu.jinja   the source; renders constants once, at the top; other bodies beside it where hardware differs
-  spec.py           Problem, Config, SPACE and the functions below (no torch, no CuPy: it loads anywhere)
-  reference.py      expected(inputs), tolerance(problem): the same thing in eager torch, fp32
+  spec.py           Problem, Config, BODIES and the functions of `Spec` (no torch, no CuPy: it loads anywhere)
+  op.py             functions from tensors to a `Call`: the only place that knows how tensors become a problem
+  reference.py      expected(case, inputs), tolerance(problem): the same thing in eager torch, fp32
   cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share
   bench.py          baselines(case, inputs): what to compare the time with
   traffic.py        optional: traffic(problem, config, arch), what the cost model should know beyond spec.cost
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from kerngen.arch import Arch
+from kerngen.arch import Arch, Target
 from kerngen.errors import ConfigRefused, ProblemError, UsageError
 
 ROOT = Path(__file__).resolve().parent
@@ -40,10 +41,43 @@ class Problem(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One kernel argument: `ptr` for a tensor or null, or a scalar passed by value."""
+    """One kernel argument: `ptr` for a tensor or null, or a scalar passed by value.
+
+    align: what a pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors.
+    """
 
     name: str
     kind: str  # ptr | i32 | i64 | f32
+    align: int = 16
+
+
+Choices = tuple[Any, ...] | Callable[[Any, Target], tuple[Any, ...]]
+
+
+def _everywhere(arch: Arch) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One source of a kernel: where it serves, what it is called with, and what may vary in it.
+
+    template: file in the kernel's folder. args: entry point -> its arguments in order; one called `workspace` is
+    allocated by the launcher. space: Config field -> candidate values, ascending where they are numbers, or a function
+    of (problem, target) that gives them; a field that is left out keeps its default. serves: which arches it runs on.
+    when: Config fields that choose this body where several serve an arch; they are part of its space.
+    """
+
+    template: str
+    args: Mapping[str, tuple[Arg, ...]]
+    space: Mapping[str, Choices]
+    serves: Callable[[Arch], bool] = _everywhere
+    when: Mapping[str, Any] = field(default_factory=dict)
+
+    def choices(self, problem: Any, target: Target) -> dict[str, tuple[Any, ...]]:
+        """Config field -> its candidate values for `problem` on `target`."""
+        given = {k: v(problem, target) if callable(v) else v for k, v in self.space.items()}
+        return given | {k: (v,) for k, v in self.when.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +102,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one configuration really moves and executes: what an optional `traffic(problem, config, arch)` returns.
+    """What one configuration really moves and executes: what an optional `traffic(problem, config, target)` returns.
 
     It refines `cost` for the prediction: re-reads, padding to tiles, loads in flight. A list of them gives one per
     launch; a single one describes the first launch, and the others read and write the workspace. All counts are
@@ -107,12 +141,45 @@ class Tolerance:
     why: str
 
 
+class Spec(Protocol):
+    """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None, bucket(problem) ->
+    dict, workspace_bytes(problem, config, target) -> int, traffic(problem, config, target), MAX_SPILL_BYTES.
+
+    Only `BODIES` sees an Arch, and decides with it what is compiled: a cubin depends on the arch alone. All that is
+    chosen at launch sees the Target, the board included.
+    """
+
+    Problem: type[Any]
+    Config: type[Any]
+    BODIES: tuple[Body, ...]
+    OUTPUTS: tuple[str, ...]
+
+    def why_invalid(self, problem: Any, config: Any, target: Target, /) -> str | None: ...
+
+    def default_config(self, problem: Any, target: Target, /) -> Any: ...
+
+    def smem_bytes(self, problem: Any, config: Any, target: Target, /) -> int: ...
+
+    def launches(self, problem: Any, config: Any, target: Target, /) -> tuple[Launch, ...]: ...
+
+    def cost(self, problem: Any, /) -> Cost: ...
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel folder, loaded. Functions of spec.py are reached through it, so that each call is typed and checked."""
+    """A kernel folder, loaded. Everything that others ask of a spec.py goes through here, typed."""
 
     name: str
-    spec: ModuleType
+    spec: Spec
+
+    @property
+    def about(self) -> str:
+        """The first line of spec.py's docstring, without the kernel's name."""
+        return (self.spec.__doc__ or "").strip().split("\n")[0].removeprefix(f"{self.name}: ")
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(self._module("spec").__file__)).parent
 
     @property
     def problem_type(self) -> type[Any]:
@@ -123,90 +190,96 @@ class Kernel:
         return self.spec.Config
 
     @property
-    def space(self) -> dict[str, tuple[Any, ...]]:
-        """Config field -> its candidate values, ascending where they are numbers."""
-        return self.spec.SPACE
-
-    @property
-    def args(self) -> dict[str, tuple[Arg, ...]]:
-        """Entry point -> its arguments, in order. Arguments called `workspace` are allocated by the launcher."""
-        return self.spec.ARGS
-
-    @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the arguments that the kernel writes and the reference checks."""
         return self.spec.OUTPUTS
 
-    def body(self, problem: Any, config: Any, arch: Arch) -> str:
-        """File name of the template that serves `arch`, within the kernel's folder."""
-        return self.spec.body(problem, config, arch)
+    def bodies(self, arch: Arch) -> tuple[Body, ...]:
+        """The bodies that may run on `arch`. Raises ProblemError where there is none."""
+        if not (found := tuple(b for b in self.spec.BODIES if b.serves(arch))):
+            raise ProblemError(f"{self.name} has no body for {arch}")
+        return found
 
-    def why_unsupported(self, problem: Any, arch: Arch) -> str | None:
-        """Why no configuration at all can serve `problem` on `arch` (with what does instead), or None."""
-        check: Callable[[Any, Arch], str | None] | None = getattr(self.spec, "why_unsupported", None)
-        return None if check is None else check(problem, arch)
+    def body(self, config: Any, arch: Arch) -> Body:
+        """The body that `config` means on `arch`. Raises ConfigRefused where none of them is meant."""
+        for body in self.bodies(arch):
+            if all(getattr(config, k) == v for k, v in body.when.items()):
+                return body
+        raise ConfigRefused(f"{self.name} {describe(config)}: no body for {arch} has these fields")
 
-    def why_invalid(self, problem: Any, config: Any, arch: Arch) -> str | None:
-        """Why `config` cannot run `problem` on `arch`, with the numbers, or None if it can."""
-        return self.why_unsupported(problem, arch) or self.spec.why_invalid(problem, config, arch)
+    def why_unsupported(self, problem: Any, target: Target) -> str | None:
+        """Why no configuration at all can serve `problem` on `target` (with what does instead), or None."""
+        check: Callable[[Any, Target], str | None] | None = getattr(self.spec, "why_unsupported", None)
+        return None if check is None else check(problem, target)
 
-    def require_valid(self, problem: Any, config: Any, arch: Arch) -> None:
+    def why_invalid(self, problem: Any, config: Any, target: Target) -> str | None:
+        """Why `config` cannot run `problem` on `target`, with the numbers, or None if it can."""
+        return self.why_unsupported(problem, target) or self.spec.why_invalid(problem, config, target)
+
+    def require_valid(self, problem: Any, config: Any, target: Target) -> None:
         """Raises ConfigRefused with the reason. Asked before every compile and every launch."""
-        if (why := self.why_invalid(problem, config, arch)) is not None:
-            raise ConfigRefused(f"{self.name}{describe(problem)} {describe(config)} on {arch}: {why}")
+        if (why := self.why_invalid(problem, config, target)) is not None:
+            raise ConfigRefused(f"{self.name}{describe(problem)} {describe(config)} on {target.arch}: {why}")
 
-    def default_config(self, problem: Any, arch: Arch) -> Any:
+    def default_config(self, problem: Any, target: Target) -> Any:
         """A valid configuration that needs no tuning. Always a candidate when tuning."""
-        return self.spec.default_config(problem, arch)
+        return self.spec.default_config(problem, target)
 
     @property
     def max_spill_bytes(self) -> int:
         """What a default configuration may spill, bytes a thread: MAX_SPILL_BYTES of spec.py, or 0."""
         return getattr(self.spec, "MAX_SPILL_BYTES", 0)
 
-    def smem_bytes(self, problem: Any, config: Any, arch: Arch) -> int:
+    def smem_bytes(self, problem: Any, config: Any, target: Target) -> int:
         """Shared memory of a block, static and dynamic together."""
-        return self.spec.smem_bytes(problem, config, arch)
+        return self.spec.smem_bytes(problem, config, target)
 
-    def launches(self, problem: Any, config: Any, arch: Arch) -> tuple[Launch, ...]:
-        return self.spec.launches(problem, config, arch)
+    def launches(self, problem: Any, config: Any, target: Target) -> tuple[Launch, ...]:
+        return self.spec.launches(problem, config, target)
 
-    def workspace_bytes(self, problem: Any, config: Any, arch: Arch) -> int:
+    def workspace_bytes(self, problem: Any, config: Any, target: Target) -> int:
         """Bytes of scratch that the launches share; 0 if the kernel has no `workspace` argument.
 
         The launcher hands the workspace over zeroed once; a kernel that needs zeros must leave zeros behind.
         """
-        size: Callable[[Any, Any, Arch], int] | None = getattr(self.spec, "workspace_bytes", None)
-        return 0 if size is None else size(problem, config, arch)
+        size: Callable[[Any, Any, Target], int] | None = getattr(self.spec, "workspace_bytes", None)
+        return 0 if size is None else size(problem, config, target)
 
     def cost(self, problem: Any) -> Cost:
         return self.spec.cost(problem)
 
     @cached_property
-    def _refine(self) -> Callable[[Any, Any, Arch], Traffic | list[Traffic]] | None:
-        if hasattr(self.spec, "traffic") or not (ROOT / self.name / "traffic.py").is_file():
+    def _refine(self) -> Callable[[Any, Any, Target], Traffic | list[Traffic]] | None:
+        if hasattr(self.spec, "traffic") or not (self.folder / "traffic.py").is_file():
             return getattr(self.spec, "traffic", None)
-        module = import_module(f"kerngen.templates.{self.name}.traffic")
-        return module.traffic
+        refine: Callable[[Any, Any, Target], Traffic | list[Traffic]] = self._module("traffic").traffic
+        return refine
 
-    def traffic(self, problem: Any, config: Any, arch: Arch) -> tuple[Traffic, ...] | None:
+    def traffic(self, problem: Any, config: Any, target: Target) -> tuple[Traffic, ...] | None:
         """One Traffic per launch, from `traffic` in spec.py or in a traffic.py beside it; None if there is none."""
         if (refine := self._refine) is None:
             return None
-        traffic = refine(problem, config, arch)
+        traffic = refine(problem, config, target)
         return (traffic,) if isinstance(traffic, Traffic) else tuple(traffic)
 
     @property
+    def op(self) -> ModuleType:
+        return self._module("op")
+
+    @property
     def reference(self) -> ModuleType:
-        return import_module(f"kerngen.templates.{self.name}.reference")
+        return self._module("reference")
 
     @property
     def cases(self) -> ModuleType:
-        return import_module(f"kerngen.templates.{self.name}.cases")
+        return self._module("cases")
 
     @property
     def bench(self) -> ModuleType:
-        return import_module(f"kerngen.templates.{self.name}.bench")
+        return self._module("bench")
+
+    def _module(self, part: str) -> ModuleType:
+        return import_module(f"kerngen.templates.{self.name}.{part}")
 
 
 def fields_of(value: Any) -> dict[str, Any]:

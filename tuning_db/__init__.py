@@ -9,8 +9,8 @@ docs/tuning-database.md has the picture. In use:
         key = problem_key(kernel, problem)
         store.add_measurement(Measurement(key, arch.name, device, fields_of(config), build_id,
                                           "ok", "predicted", model="roofline-1", p50_us=12.5))
-        store.recompute_winners(kernel, key.static_key, arch, device)
-    winner = lookup(default_stores(), kernel, problem, arch, device)    # None: use the default config
+        store.recompute_winners(kernel, key.static_key, target)
+    winner = lookup(default_stores(), kernel, problem, target)    # None: use the default config
 
 Store, in full:
     Store.open(url_or_path: str | Path | None = None, *, read_only=False, sealed=False, name="",
@@ -26,7 +26,7 @@ Store, in full:
     store.add_measurement(m: Measurement) -> id       store.add_measurements([m, ...]) -> [id, ...]
     store.measurements(kernel=None, *, static_key=None, problem: ProblemKey=None, arch=None, device=None,
                        provenance=None, outcome=None, build_id=None, run=None) -> list[Observation]
-    store.recompute_winners(kernel: Kernel | str, static_key, arch, device) -> list[Winner]
+    store.recompute_winners(kernel: Kernel | str, static_key, target) -> list[Winner]
     store.winners(kernel=None, *, arch=None, device=None, static_key=None) -> list[Winner]  (without cubins)
     store.winner(id_or_prefix) -> Winner
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
@@ -34,8 +34,8 @@ Lookup (resolve.py):
     default_path() -> str                             $KERNGEN_DB, or the user's tuning.db
     default_stores() -> list[Store]                   override, user, prebuilt; all read-only
     stores_for(url)                                   the one that --db names, or default_stores()
-    lookup(stores, kernel, problem, arch, device, *, strict=False) -> Winner | None; strict raises TuningMiss
-    miss_report(stores, kernel, problem, arch, device) -> str    the nearest entries and where they differ
+    lookup(stores, kernel, problem, target, *, strict=False) -> Winner | None; strict raises TuningMiss
+    miss_report(stores, kernel, problem, target) -> str    the nearest entries and where they differ
 
 A name is imported when it is first used: `import kerngen.tuning_db` loads no SQLAlchemy.
 """

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kerngen.arch import Arch, Device
+from kerngen.arch import Target
 from kerngen.compile import Cubin
 from kerngen.errors import CorruptRecord, DatabaseError, TuningMiss
 from kerngen.templates.kernel import Kernel, describe
@@ -72,17 +72,16 @@ def lookup(
     stores: Sequence[Store],
     kernel: Kernel,
     problem: Any,
-    arch: Arch,
-    device: Device,
+    target: Target,
     *,
     strict: bool = False,
 ) -> Winner | None:
-    """The configuration to run `problem` with on `device`, with its cubin if that was kept and is current.
+    """The configuration to run `problem` with on `target`, with its cubin if that was kept and is current.
 
     None, or with `strict` TuningMiss with the nearest entries, where nothing serves it.
     """
     key = problem_key(kernel, problem)
-    entries = list(_entries(stores, key, arch, device))
+    entries = list(_entries(stores, key, target))
     revoked = _revoked(stores) if entries else set()
     older: list[tuple[_Entry, Winner]] = []
     for entry in entries:
@@ -90,7 +89,7 @@ def lookup(
         if w.build_id in revoked:
             log.warning("%s: winner %s for %s is revoked; skipped", entry.store.where, w.id[:16], kernel.name)
             continue
-        answer = _serve(entry, kernel, problem, arch)
+        answer = _serve(entry, kernel, problem, target)
         if answer is None:
             continue
         if not answer.stale:
@@ -99,16 +98,17 @@ def lookup(
     if older:
         return older[0][1]
     if strict:
-        raise TuningMiss(miss_report(stores, kernel, problem, arch, device), hint=_fill(kernel, arch))
+        raise TuningMiss(miss_report(stores, kernel, problem, target), hint=_fill(kernel, target))
     return None
 
 
-def _fill(kernel: Kernel, arch: Arch) -> str:
-    return f"fill it: kerngen tune --arch {arch} --model NAME --kernel {kernel.name}"
+def _fill(kernel: Kernel, target: Target) -> str:
+    return f"fill it: kerngen tune --arch {target.arch} --model NAME --kernel {kernel.name}"
 
 
-def _entries(stores: Sequence[Store], key: ProblemKey, arch: Arch, device: Device) -> Iterator[_Entry]:
+def _entries(stores: Sequence[Store], key: ProblemKey, target: Target) -> Iterator[_Entry]:
     """The entries that may serve `key`, in the order of the module's docstring, at most one a device and store."""
+    arch, device = target.arch, target.device
     found: list[tuple[Store, list[Winner]]] = []
     for store in stores:
         try:
@@ -165,7 +165,7 @@ def _revoked(stores: Sequence[Store]) -> set[str]:
     return revoked
 
 
-def _serve(entry: _Entry, kernel: Kernel, problem: Any, arch: Arch) -> Winner | None:
+def _serve(entry: _Entry, kernel: Kernel, problem: Any, target: Target) -> Winner | None:
     """The entry's winner as an answer to `problem`; None, with a warning, if it must not be served."""
     store, w = entry.store, entry.winner
     here = f"{store.where}: winner {w.id[:16]} for {kernel.name}"
@@ -174,7 +174,7 @@ def _serve(entry: _Entry, kernel: Kernel, problem: Any, arch: Arch) -> Winner | 
     except Exception as e:  # a Config may check its fields in its own way
         log.warning("%s has a configuration that this kerngen does not know (%s); skipped", here, e)
         return None
-    if (why := kernel.why_invalid(problem, config, arch)) is not None:
+    if (why := kernel.why_invalid(problem, config, target)) is not None:
         log.warning("%s cannot run %s: %s; skipped", here, describe(problem), why)
         return None
     cubin: Cubin | None = None
@@ -192,12 +192,10 @@ def _serve(entry: _Entry, kernel: Kernel, problem: Any, arch: Arch) -> Winner | 
     return replace(w, cubin=cubin, stale=stale, source=f"{store.name}: {how}")
 
 
-def miss_report(
-    stores: Sequence[Store], kernel: Kernel, problem: Any, arch: Arch, device: Device, *, nearest: int = 3
-) -> str:
+def miss_report(stores: Sequence[Store], kernel: Kernel, problem: Any, target: Target, *, nearest: int = 3) -> str:
     """Why nothing serves `problem`: where it was looked for, and the nearest entries with the fields that differ."""
     key = problem_key(kernel, problem)
-    wanted = _flat(key, kernel) | {"arch": arch.name, "device": device.name}
+    wanted = _flat(key, kernel) | {"arch": target.arch.name, "device": target.device.name}
     counts, near = [], []
     for store in stores:
         try:
@@ -211,7 +209,7 @@ def miss_report(
             differing = [n for n in sorted(wanted.keys() | has.keys()) if wanted.get(n) != has.get(n)]
             near.append((_distance(differing, wanted, has), w.id, store.name, differing, has))
     near.sort(key=lambda n: n[:2])
-    lines = [f"no record for {kernel.name}{describe(problem)} on {arch} ({device})",
+    lines = [f"no record for {kernel.name}{describe(problem)} on {target}",
              f"  looked in: {', '.join(counts) or 'no database'}"]  # fmt: skip
     for _, id, name, differing, has in near[:nearest]:
         pairs = ", ".join(f"{n} {has.get(n)} there, {wanted.get(n)} asked" for n in differing)

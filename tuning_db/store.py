@@ -16,7 +16,7 @@ from typing import Any
 import zstandard
 from sqlalchemy import Connection, Engine, Select, Table, and_, delete, exists, or_, select
 
-from kerngen.arch import ARCHES, Arch, Device
+from kerngen.arch import Arch, Device, Target
 from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, nvrtc_version
 from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
 from kerngen.templates import find_kernel
@@ -398,16 +398,14 @@ class Store:
 
     # ---- winners
 
-    def recompute_winners(
-        self, kernel: Kernel | str, static_key: str, arch: Arch | str, device: Device
-    ) -> list[Winner]:
-        """Choose anew, by the policy of winners.py, at every tuned point of these compiled-in fields on `device`.
+    def recompute_winners(self, kernel: Kernel | str, static_key: str, target: Target) -> list[Winner]:
+        """Choose anew, by the policy of winners.py, at every tuned point of these compiled-in fields on `target`.
 
         Replaces what was chosen before, in one transaction. Returns the winners, without cubins.
         """
-        loaded = _load(kernel)
+        loaded, arch, device = _load(kernel), target.arch.name, target.device
         name = kernel if isinstance(kernel, str) else kernel.name
-        where = and_(t.winner.c.static_key == static_key, t.winner.c.arch == str(arch), _same_device(device))
+        where = and_(t.winner.c.static_key == static_key, t.winner.c.arch == arch, _same_device(device))
         with self._writing() as connection:
             rows = self.measurements(name, static_key=static_key, arch=arch, device=device)
             builds, wrong = self.builds(static_key), self.wrong_sources(static_key)
@@ -425,15 +423,15 @@ class Store:
                         current[build.id] = loaded is None or problem is None or is_current(loaded, problem, build)
                     return current[build.id]
 
-                default = _default_config(loaded, problem, str(arch))
+                default = _default_config(loaded, problem, target)
                 choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
                                 is_current=fresh)  # fmt: skip
                 if choice is not None:
                     key = observations[0].measurement.problem
                     typical = next(o for o in observations if o.id == choice.measurement_id)
                     chosen.append({
-                        "id": winner_id_of(key, str(arch), device), "kernel": name, "static_key": static_key,
-                        "cell": key.cell, "problem_id": key.id, "arch": str(arch),
+                        "id": winner_id_of(key, arch, device), "kernel": name, "static_key": static_key,
+                        "cell": key.cell, "problem_id": key.id, "arch": arch,
                         "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
                         "measurement_id": choice.measurement_id, "provenance": choice.provenance,
                         "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
@@ -519,9 +517,7 @@ def _problem(kernel: Kernel | None, observations: Sequence[Observation]) -> Any:
         return None
 
 
-def _default_config(kernel: Kernel | None, problem: Any, arch: str) -> dict[str, Any] | None:
-    if kernel is None or problem is None or arch not in ARCHES:
+def _default_config(kernel: Kernel | None, problem: Any, target: Target) -> dict[str, Any] | None:
+    if kernel is None or problem is None or kernel.why_unsupported(problem, target) is not None:
         return None
-    if kernel.why_unsupported(problem, ARCHES[arch]) is not None:
-        return None
-    return fields_of(kernel.default_config(problem, ARCHES[arch]))
+    return fields_of(kernel.default_config(problem, target))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.arch import Arch, parse_arches
+from kerngen.arch import Arch, Target, parse_arches
 from kerngen.errors import CompileError, KerngenError, UsageError
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ def _case_units(arches: Iterable[Arch], names: list[str], notes: list[str]) -> I
         for kernel in map(find_kernel, names or kernel_names()):
             units: dict[str, _Unit] = {}
             for case in kernel.cases.CASES:
-                if (why := kernel.why_unsupported(case.problem, arch)) is not None:
+                if (why := kernel.why_unsupported(case.problem, Target.of(arch))) is not None:
                     unsupported[f"{kernel.name} on {arch}: {why}"] += 1
                     continue
-                config = kernel.default_config(case.problem, arch)
+                config = kernel.default_config(case.problem, Target.of(arch))
                 _unit(units, kernel, case.problem, config, arch, "default configuration").serves.append(case.name)
             yield from units.values()
     notes += [f"{text} ({count} cases)" for text, count in unsupported.items()]
@@ -121,7 +121,6 @@ def _case_units(arches: Iterable[Arch], names: list[str], notes: list[str]) -> I
 def _workload_units(
     model: str, draft: str | None, arches: Iterable[Arch], names: list[str], stores: list[Store], notes: list[str]
 ) -> Iterator[_Unit]:
-    from kerngen.arch import default_device
     from kerngen.templates import find_kernel
     from kerngen.templates.kernel import fields_of
     from kerngen.tuning_db import lookup
@@ -129,19 +128,19 @@ def _workload_units(
 
     found = find_model(model, draft)
     for arch in arches:
-        load = workload(found, arch)
+        load, target = workload(found, arch), Target.of(arch)
         if names:
             load = load.only(names)
         notes += [f"{arch}: no kernel yet for {name}" for name in load.missing]
         units: dict[str, _Unit] = {}
         for item in load.items:
             kernel = find_kernel(item.kernel)
-            if (why := kernel.why_unsupported(item.problem, arch)) is not None:
+            if (why := kernel.why_unsupported(item.problem, target)) is not None:
                 notes.append(f"{kernel.name} for {item.where} on {arch}: {why}")
                 continue
-            winner = lookup(stores, kernel, item.problem, arch, default_device(arch)) if stores else None
+            winner = lookup(stores, kernel, item.problem, target) if stores else None
             if winner is None:
-                config, origin = kernel.default_config(item.problem, arch), "default configuration"
+                config, origin = kernel.default_config(item.problem, target), "default configuration"
             else:
                 config, origin = kernel.config_type(**winner.config), f"{winner.source} ({winner.provenance})"
             unit = _unit(units, kernel, item.problem, config, arch, origin)
@@ -154,7 +153,7 @@ def _unit(units: dict[str, _Unit], kernel: Kernel, problem: Any, config: Any, ar
     from kerngen.render import render
     from kerngen.templates.kernel import fields_of, static_fields
 
-    source = render(kernel, problem, config, arch)
+    source = render(kernel, problem, config, Target.of(arch))
     fresh = _Unit(kernel.name, arch, fields_of(config), static_fields(problem), source, origin)
     return units.setdefault(source, fresh)
 

@@ -224,7 +224,7 @@ def _find(
 
     Raises UsageError or UnknownName where it means nothing, TuningMiss where nothing serves the problem.
     """
-    from kerngen.arch import default_device, find_arch, find_device
+    from kerngen.arch import Target, find_arch, find_device
     from kerngen.errors import TuningMiss, UsageError
     from kerngen.templates import find_kernel, kernel_names
     from kerngen.templates.kernel import describe, fields_of, parse_fields
@@ -249,10 +249,10 @@ def _find(
             raise UsageError(f"--arch is needed: {subject} has winners for {', '.join(tuned) or 'no arch'}")
         arch_name = tuned[0]
     arch = find_arch(arch_name)
-    device = find_device(device_name) if device_name is not None else default_device(arch)
+    target = Target.of(find_device(device_name) if device_name is not None else arch)
     problem = parse_fields(kernel.problem_type, fields)
     try:
-        winner = lookup(stores, kernel, problem, arch, device, strict=True)
+        winner = lookup(stores, kernel, problem, target, strict=True)
     except TuningMiss:
         # Perhaps what was named is enough to mean one winner, and only the other fields' defaults miss it.
         named = {n: getattr(problem, n) for n in (p.partition("=")[0].strip() for p in fields.split(",")) if n}

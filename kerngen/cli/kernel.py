@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.arch import ARCHES, Arch, default_device, find_arch
+from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.errors import KerngenError, UsageError
 
 if TYPE_CHECKING:
+    from kerngen.plan import Candidates
     from kerngen.templates.kernel import Kernel
 
 
@@ -23,27 +24,27 @@ def kernel() -> None:
 @kernel.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(as_json: bool) -> None:
-    """All kernels, and how many configurations each may have.
+    """All kernels, and what may vary in each.
 
     Example: kerngen kernel ls
     """
-    from math import prod
-
     from kerngen.templates import find_kernel, kernel_names
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in kernel_names():
         k = find_kernel(name)
-        rows.append({
-            "kernel": name, "about": (k.spec.__doc__ or "").strip().split("\n")[0].removeprefix(f"{name}: "),
-            "entries": list(k.args), "space": {f: list(v) for f, v in k.space.items()},
-            "space_size": prod(len(v) for v in k.space.values()),
-        })  # fmt: skip
+        bodies = [
+            {"template": b.template, "entries": list(b.args), "when": dict(b.when),
+             "space": {f: "derived" if callable(v) else list(v) for f, v in b.space.items()}}
+            for b in k.spec.BODIES
+        ]  # fmt: skip
+        rows.append({"kernel": name, "about": k.about, "bodies": bodies})
     if as_json:
         click.echo(json.dumps(rows))
         return
     for row in rows:
-        click.echo(f"{row['kernel']:16} {row['space_size']:>7,} configurations  {row['about']}")
+        tunables = dict.fromkeys(f for body in row["bodies"] for f in body["space"])
+        click.echo(f"{row['kernel']:16} {row['about']}; varies {', '.join(tunables)}")
 
 
 @kernel.command()
@@ -69,20 +70,20 @@ def show(name: str, arch_name: str, problem_text: str, config_text: str, source:
 
     arch, k = find_arch(arch_name), find_kernel(name)
     problem = _problem(k, problem_text, arch)
-    found = candidates(k, problem, arch)
-    config = _config(k, config_text, found.default)
-    text = render(k, problem, config, arch)
+    target = Target.of(arch)
+    found = candidates(k, problem, target)
+    config = _config(k, config_text, found)
+    text = render(k, problem, config, target)
     cubin = CompileCache().get_or_compile(text, arch)
-    launches = k.launches(problem, config, arch)
-    device = default_device(arch)
-    guess = predict(k, problem, config, arch, device, cubin.entries)
+    launches = k.launches(problem, config, target)
+    guess = predict(k, problem, config, target, cubin.entries)
     if as_json:
         click.echo(json.dumps({
             "kernel": name, "arch": arch.name, "problem": fields_of(problem), "config": fields_of(config),
-            "body": k.body(problem, config, arch), "source": text if source else None,
+            "body": k.body(config, arch).template, "source": text if source else None,
             "entries": {e: asdict(r) for e, r in cubin.entries.items()}, "launches": [asdict(x) for x in launches],
-            "cubin_bytes": len(cubin.image), "workspace_bytes": k.workspace_bytes(problem, config, arch),
-            "predicted": {"device": device.name, "latency_us": guess.latency_us, "why": guess.explain(),
+            "cubin_bytes": len(cubin.image), "workspace_bytes": k.workspace_bytes(problem, config, target),
+            "predicted": {"device": target.device.name, "latency_us": guess.latency_us, "why": guess.explain(),
                           "launches": [asdict(x) for x in guess.launches]},
             "space_size": found.space_size, "num_valid": len(found.valid),
             "refused": [{"count": r.count, "reason": r.reason, "config": fields_of(r.config)} for r in found.refusals],
@@ -91,7 +92,7 @@ def show(name: str, arch_name: str, problem_text: str, config_text: str, source:
     if source:
         click.echo(text)
     click.echo(
-        f"{name}{describe(problem)}\non {arch}, configuration {describe(config)}, {k.body(problem, config, arch)}"
+        f"{name}{describe(problem)}\non {arch}, configuration {describe(config)}, {k.body(config, arch).template}"
     )
     for x in launches:
         r = cubin.entries[x.entry]
@@ -101,8 +102,8 @@ def show(name: str, arch_name: str, problem_text: str, config_text: str, source:
             f"{r.static_smem_bytes:,} + {x.smem_bytes:,} B of shared memory (static + dynamic, {arch.max_smem_bytes:,} "
             f"allowed){spills}"
         )
-    click.echo(f"  cubin {len(cubin.image):,} B, workspace {k.workspace_bytes(problem, config, arch):,} B")
-    click.echo(f"  predicted for {device}: {guess.latency_us:.1f} us; {guess.explain()}")
+    click.echo(f"  cubin {len(cubin.image):,} B, workspace {k.workspace_bytes(problem, config, target):,} B")
+    click.echo(f"  predicted for {target.device}: {guess.latency_us:.1f} us; {guess.explain()}")
     click.echo(f"{len(found.valid):,} of {found.space_size:,} configurations can run; refused, with one example each:")
     for refusal in found.refusals:
         click.echo(f"  {refusal.count:7,}  {refusal.reason}")
@@ -122,20 +123,22 @@ def _problem(k: Kernel, text: str, arch: Arch) -> Any:
     return parse_fields(k.problem_type, text)
 
 
-def _config(k: Kernel, text: str, default: Any) -> Any:
-    """`default` with the fields that `text` names."""
+def _config(k: Kernel, text: str, found: Candidates) -> Any:
+    """The default configuration with the fields that `text` names."""
     from dataclasses import replace
 
     from kerngen.templates.kernel import fields_of, parse_fields
 
+    default = found.default
     if not text:
         return default
     named = {part.partition("=")[0].strip() for part in text.split(",")}
     parsed = {n: v for n, v in fields_of(parse_fields(k.config_type, text)).items() if n in named}
     for name, value in parsed.items():  # why_invalid answers for the space, and promises nothing outside of it
-        if value not in (*k.space[name], getattr(default, name)):
+        known = dict.fromkeys(v for part in found.space for v in part.get(name, ()))
+        if value not in (*known, getattr(default, name)):
             raise UsageError(f"{name}={value} is not in {k.name}'s space",
-                             hint=f"{name}: {', '.join(map(str, k.space[name]))}")  # fmt: skip
+                             hint=f"{name}: {', '.join(map(str, known)) or getattr(default, name)}")  # fmt: skip
     return replace(default, **parsed)
 
 
@@ -191,7 +194,7 @@ def _check(k: Kernel, body: Arch, case_filter: str, *, quiet: bool) -> list[dict
         if case_filter not in case.name:
             continue
         row: dict[str, Any] = {"kernel": k.name, "case": case.name}
-        if (why := k.why_unsupported(case.problem, body)) is not None:
+        if (why := k.why_unsupported(case.problem, Target.of(body))) is not None:
             row |= {"outcome": "unsupported", "message": why}
         else:
             try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.arch import Arch, Device, default_device, find_arch, find_device
+from kerngen.arch import Arch, Target, find_arch, find_device
 from kerngen.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def tune(
     require_target(arch)
     measured = _is_measured(objective, arch, device_name)
     if dry_run:
-        _dry_run(load, arch, find_device(device_name) if device_name else default_device(arch), measured, trials,
+        _dry_run(load, Target.of(find_device(device_name) if device_name else arch), measured, trials,
                  jobs or os.cpu_count() or 1, seed, as_json)  # fmt: skip
         return
     with ExitStack() as stack:
@@ -149,32 +149,32 @@ def _run(
 
     store = stack.enter_context(Store.open(db_url))
     measurer: Measurer | None = None
-    device = find_device(device_name) if device_name else default_device(arch)
+    target = Target.of(find_device(device_name) if device_name else arch)
     if measured:
         from kerngen.measuring import Measurer
 
         measurer = stack.enter_context(Measurer())
-        device = measurer.device()
+        target = Target.of(measurer.device())
     compiler = stack.enter_context(CachedCompiler(jobs or os.cpu_count() or 1))
     progress = stack.enter_context(Reporter(f"tune {arch}", quiet=as_json))
-    tuner = Tuner(arch, device, store, compiler, trials=trials, seed=seed, measurer=measurer,
+    tuner = Tuner(target, store, compiler, trials=trials, seed=seed, measurer=measurer,
                   time_budget_s=time_budget, progress=progress)  # fmt: skip
     return tuner.run(load.items), store.where
 
 
 def _dry_run(
-    load: Workload, arch: Arch, device: Device, measured: bool, trials: int | None, jobs: int, seed: int, as_json: bool
+    load: Workload, target: Target, measured: bool, trials: int | None, jobs: int, seed: int, as_json: bool
 ) -> None:
     from kerngen.plan import dry_run
     from kerngen.tune import TRIALS
 
     objective = "measured" if measured else "predicted"
-    plan = dry_run(load.items, arch, device, trials or TRIALS[objective], jobs, seed)
+    plan = dry_run(load.items, target, trials or TRIALS[objective], jobs, seed)
     if as_json:
-        click.echo(json.dumps({"model": load.model, "arch": arch.name, "device": device.name, "objective": objective,
-                               "missing": load.missing} | asdict(plan)))  # fmt: skip
+        where = {"model": load.model, "arch": target.arch.name, "device": target.device.name}
+        click.echo(json.dumps(where | {"objective": objective, "missing": load.missing} | asdict(plan)))
         return
-    _print_plan(plan, f"{load.model} on {arch} ({device}), {objective}; nothing is written")
+    _print_plan(plan, f"{load.model} on {target}, {objective}; nothing is written")
 
 
 def _print_plan(plan: DryRun, title: str) -> None:
@@ -200,7 +200,7 @@ def _print(report: Report, load: Workload, where: str) -> None:
 
     console = Console(soft_wrap=True, highlight=False)
     how = f"predicted by {MODEL}, not measured" if report.objective == "predicted" else "measured"
-    console.print(f"{load.model} on {report.arch} ({report.device}), {how}. One point of each group:")
+    console.print(f"{load.model} on {report.target}, {how}. One point of each group:")
     usual = {(i.kernel, i.problem) for i, _ in load.step("decode", 1, 8192)}
     for rows in _by_place(report.results):
         won = [r for r in rows if r.winner is not None]
@@ -300,8 +300,8 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
             "num_refused": r.num_refused, "num_tried": r.num_tried, "num_failed": r.num_failed,
         })  # fmt: skip
     return {
-        "model": load.model, "arch": report.arch.name, "device": report.device.name, "objective": report.objective,
-        "run": report.run, "seconds": report.seconds, "out_of_time": report.out_of_time,
+        "model": load.model, "arch": report.target.arch.name, "device": report.target.device.name,
+        "objective": report.objective, "run": report.run, "seconds": report.seconds, "out_of_time": report.out_of_time,
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
         "num_from_database": report.num_from_database, "failures": report.failures, "missing": list(load.missing),
         "step_ms": _steps(report, load), "results": rows, "database": where,

@@ -48,10 +48,10 @@ class CudaOps(TorchOps):
     def __init__(self, device: torch.device, dtype: torch.dtype, stores: Sequence[Store] = ()) -> None:
         self.launcher = Launcher(stores, index=device.index or 0)
         super().__init__(device, dtype)
-        if dtype == torch.float32 or (dtype == torch.bfloat16 and not self.launcher.arch.has_bf16):
+        if dtype == torch.float32 or (dtype == torch.bfloat16 and not self.launcher.target.arch.has_bf16):
             raise ProblemError(
-                f"the cuda backend does not run {_NAMES[dtype]} on {self.launcher.arch}",
-                hint="--dtype fp16" if not self.launcher.arch.has_bf16 else "--dtype bf16, or --backend torch",
+                f"the cuda backend does not run {_NAMES[dtype]} on {self.launcher.target.arch}",
+                hint="--dtype fp16" if not self.launcher.target.arch.has_bf16 else "--dtype bf16, or --backend torch",
             )
         self._dtype = _NAMES[dtype]
         self._residual = _NAMES[self.residual_dtype]

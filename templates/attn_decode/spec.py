@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import ClassVar
 
-from kerngen.arch import Arch, default_device
+from kerngen.arch import Target
 from kerngen.errors import ProblemError
-from kerngen.templates.kernel import Arg, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +76,41 @@ class Config:
     num_splits: int = 1  # parts of the visible keys
 
 
-SPACE: dict[str, tuple[int, ...]] = {
+def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
+    """Candidates for num_splits: a ladder, and what gives every SM of the board an equal share of the blocks."""
+    blocks = problem.num_kv_heads * problem.batch  # of one split, where one block takes all rows
+    sms = target.device.num_sms
+    even = {int(sms * waves / blocks) for waves in (0.25, 1 / 3, 0.5, 1, 2, 4)}
+    return tuple(sorted({*LADDER, *(s for s in even if 1 <= s <= sms)}))
+
+
+LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
+_SHAPES: dict[str, Choices] = {
     "block_m": (8, 16, 32),
     "block_n": (16, 32),
     "split_d": (1, 2, 4, 8),
     "num_warps": (2, 3, 4, 6, 8, 12),
-    "num_stages": (1, 2, 3, 4, 6),
-    "num_splits": (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27, 33, 44, 66, 132),
+    "num_splits": split_choices,
 }
 
 ARGS: dict[str, tuple[Arg, ...]] = {
     "attn_decode": (
-        Arg("out", "ptr"), Arg("q", "ptr"), Arg("k_cache", "ptr"), Arg("v_cache", "ptr"), Arg("block_table", "ptr"),
-        Arg("kv_lens", "ptr"), Arg("workspace", "ptr"), Arg("sm_scale", "f32"), Arg("logit_cap", "f32"),
-        Arg("batch", "i32"), Arg("max_pages", "i32"),
+        Arg("out", "ptr"), Arg("q", "ptr"), Arg("k_cache", "ptr"), Arg("v_cache", "ptr"),
+        Arg("block_table", "ptr", align=4), Arg("kv_lens", "ptr", align=4), Arg("workspace", "ptr"),
+        Arg("sm_scale", "f32"), Arg("logit_cap", "f32"), Arg("batch", "i32"), Arg("max_pages", "i32"),
     ),
     "attn_combine": (Arg("out", "ptr"), Arg("workspace", "ptr"), Arg("batch", "i32")),
 }  # fmt: skip
+# Volta: m8n8k4, K and V straight to registers. The other body serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16).
+BODIES = (
+    Body(
+        "kernel.cu.jinja", ARGS, _SHAPES | {"num_stages": (1, 2, 3, 4, 6)}, serves=lambda arch: arch.has_ldmatrix
+    ),
+    Body(
+        "volta.cu.jinja", ARGS, _SHAPES | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
+        serves=lambda arch: not arch.has_ldmatrix,
+    ),
+)  # fmt: skip
 OUTPUTS: tuple[str, ...] = ("out",)
 
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
@@ -107,19 +125,14 @@ RING_BYTES = 128 * 1024
 LATENCY_US = 0.8
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    """volta: m8n8k4, KV straight to registers. The other serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16)."""
-    return "kernel.cu.jinja" if arch.has_ldmatrix else "volta.cu.jinja"
-
-
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
-    if problem.dtype == "bf16" and not arch.has_bf16:
-        return f"dtype=bf16 needs sm80 or newer; use dtype=fp16 on {arch}"
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    if problem.dtype == "bf16" and not target.arch.has_bf16:
+        return f"dtype=bf16 needs sm80 or newer; use dtype=fp16 on {target.arch}"
     return None
 
 
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
-    p, c = problem, config
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    p, c, arch = problem, config, target.arch
     dim = p.head_dim // c.split_d
     if c.num_warps % c.split_d:
         return f"num_warps={c.num_warps} is no multiple of split_d={c.split_d}"
@@ -140,18 +153,18 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
         return f"num_stages={c.num_stages} needs cp.async, which {arch} lacks; num_stages=1"
     if arch.has_cp_async and c.num_stages < 2:
         return f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
-    if (smem := smem_bytes(p, c, arch)) > arch.max_smem_bytes:
+    if (smem := smem_bytes(p, c, target)) > arch.max_smem_bytes:
         return f"needs {smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     return None
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c = problem, config
     teams = c.num_warps // c.split_d
     queries = c.block_m * p.head_dim * 2
     scores = c.num_warps * c.block_n * c.block_m * 4 if c.split_d > 1 else 0
     stats = 2 * teams * c.block_m * 4
-    if arch.has_ldmatrix:
+    if target.arch.has_ldmatrix:
         ring = teams * c.num_stages * c.block_n * p.head_dim * 2
         if c.split_d > 1 and c.block_m // 8 % c.split_d == 0:  # rows are dealt to the warps of a team
             exchange = scores + teams * c.block_m * (c.block_n * 2 + 4)
@@ -163,22 +176,22 @@ def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
     return merge + queries + probabilities + 2 * scores + stats
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     p, c = problem, config
     m_blocks = ceil(p.rows / c.block_m)
     decode = Launch(
         "attn_decode",
         grid=(m_blocks * c.num_splits, p.num_kv_heads, p.batch),
         block=(c.num_warps * 32, 1, 1),
-        smem_bytes=smem_bytes(p, c, arch),
-        pdl=arch.has_pdl,
+        smem_bytes=smem_bytes(p, c, target),
+        pdl=target.arch.has_pdl,
     )
     if c.num_splits == 1:
         return (decode,)
     slices, columns = combine_shape(p.head_dim, c.num_splits)
     rows = p.batch * p.q_len * p.num_q_heads
     grid = (rows, p.head_dim // (4 * columns), 1)
-    combine = Launch("attn_combine", grid, (slices * columns, 1, 1), 0, pdl=arch.has_pdl)
+    combine = Launch("attn_combine", grid, (slices * columns, 1, 1), 0, pdl=target.arch.has_pdl)
     return (decode, combine)
 
 
@@ -188,7 +201,7 @@ def combine_shape(head_dim: int, num_splits: int) -> tuple[int, int]:
     return slices, min(head_dim // 4, 32 if slices > 4 else 64 if slices > 2 else 128)
 
 
-def workspace_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Partial results, fp32: o [rows, num_splits, head_dim], then lse [rows, num_splits]."""
     if config.num_splits == 1:
         return 0
@@ -204,24 +217,24 @@ def cost(problem: Problem) -> Cost:
     return Cost(bytes=kv + ends, flops=4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim)
 
 
-def bytes_in_flight(p: Problem, c: Config, arch: Arch) -> float:
+def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
     """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
-    if not arch.has_ldmatrix:
+    if not target.arch.has_ldmatrix:
         return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
     return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
 
 
-def predicted_us(problem: Problem, config: Config, arch: Arch) -> float:
-    """The wave model behind default_config's num_splits, for the arch's usual device. Not a promise of time.
+def predicted_us(problem: Problem, config: Config, target: Target) -> float:
+    """The wave model behind default_config's num_splits. Not a promise of time.
 
     The busiest SM works through ceil(blocks / SMs) blocks, as fast as its share of the memory allows or as its bytes in
     flight allow, and pays for each round of resident blocks; splits pay for the combine.
     """
-    p, c, device = problem, config, default_device(arch)
-    smem = smem_bytes(p, c, arch) + arch.reserved_smem_bytes
+    p, c, device = problem, config, target.device
+    smem = smem_bytes(p, c, target) + target.arch.reserved_smem_bytes
     warps = 12 if c.block_m * p.head_dim // c.split_d // 32 <= 64 else 8  # that the registers allow an SM
-    resident = max(1, min(arch.smem_per_sm // smem, warps // c.num_warps))
+    resident = max(1, min(target.arch.smem_per_sm // smem, warps // c.num_warps))
     blocks = ceil(p.rows / c.block_m) * c.num_splits * p.num_kv_heads * p.batch
     teams = c.num_warps // c.split_d
     tiles = ceil(ceil(max(p.visible, 1) / c.block_n) / c.num_splits)
@@ -229,24 +242,26 @@ def predicted_us(problem: Problem, config: Config, arch: Arch) -> float:
     gbps = device.mem_gbps * 0.92
     sm_rate = gbps * 1e3 / device.num_sms  # bytes a us
     on_sm = ceil(blocks / device.num_sms)
-    rate = min(sm_rate, min(resident, on_sm) * bytes_in_flight(p, c, arch) / LATENCY_US)
+    rate = min(sm_rate, min(resident, on_sm) * bytes_in_flight(p, c, target) / LATENCY_US)
     us = on_sm * tiles * c.block_n * p.head_dim * 2 * 2 / rate + ceil(on_sm / resident) * (BLOCK_US + idle * TILE_US)
     if c.num_splits > 1:  # partial results are written and read through L2, at about twice the memory's rate
-        us += COMBINE_US + workspace_bytes(p, c, arch) / gbps / 1e3
+        us += COMBINE_US + workspace_bytes(p, c, target) / gbps / 1e3
     return us
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
+def default_config(problem: Problem, target: Target) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`."""
-    best = _default_shape(problem, arch)
-    splits = [replace(best, num_splits=s) for s in SPACE["num_splits"] if s == 1 or s * best.block_n <= problem.visible]
-    return min(splits, key=lambda c: predicted_us(problem, c, arch))
+    best = _default_shape(problem, target)
+    choices = split_choices(problem, target)
+    splits = [replace(best, num_splits=s) for s in choices if s == 1 or s * best.block_n <= problem.visible]
+    return min(splits, key=lambda c: predicted_us(problem, c, target))
 
 
-def _default_shape(p: Problem, arch: Arch) -> Config:
+def _default_shape(p: Problem, target: Target) -> Config:
     """The largest block_m that the rows fill; few accumulators a lane where two warps a team suffice for that, so that
     nothing spills; then the most warps, at most 8, with about RING_BYTES in their rings.
     """
+    arch = target.arch
     most_rows = 32 if arch.has_ldmatrix else 16
     block_n = 16 if arch.has_ldmatrix else 32
     for block_m in (m for m in (32, 16, 8) if m <= most_rows and (m == 8 or m < 2 * p.rows)):
@@ -259,6 +274,6 @@ def _default_shape(p: Problem, arch: Arch) -> Config:
             most_stages = min(4, max(2, RING_BYTES // ring))
             for num_stages in range(most_stages, 0, -1):
                 c = Config(block_m, block_n, split_d, num_warps, num_stages)
-                if why_invalid(p, c, arch) is None:
+                if why_invalid(p, c, target) is None:
                     return c
     raise ProblemError(f"no shape of attn_decode fits {arch} for head_dim={p.head_dim} and {p.rows} rows")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.templates.attn_decode.spec import (
     Config,
     Problem,
@@ -21,9 +21,9 @@ SCORE_OPS, ROW_OPS, COPY_OPS = 10, 20, 4
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> tuple[Traffic, ...]:
+def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, ...]:
     """One Traffic for the decode launch and, with several splits, one for the combine."""
-    p, c = problem, config
+    p, c, arch = problem, config, target.arch
     dim, warps = p.head_dim // c.split_d, c.num_warps
     m_blocks = ceil(p.rows / c.block_m)
     streams = p.batch * p.num_kv_heads * m_blocks  # of keys, each through its own blocks
@@ -48,7 +48,7 @@ def traffic(problem: Problem, config: Config, arch: Arch) -> tuple[Traffic, ...]
     # A block ends with its accumulators of every team through shared memory and back.
     blocks = streams * c.num_splits
     merge = blocks * (warps // c.split_d) * c.block_m * p.head_dim * 4 * 2
-    partials = workspace_bytes(p, c, arch)
+    partials = workspace_bytes(p, c, target)
     least = cost(p).bytes
     decode = Traffic(
         dram_bytes=least,
@@ -56,7 +56,7 @@ def traffic(problem: Problem, config: Config, arch: Arch) -> tuple[Traffic, ...]
         l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + partials,
         smem_bytes=tiles * moved + merge,
         cuda_ops=tiles * c.split_d * warp_ops * 32,
-        bytes_in_flight=int(bytes_in_flight(p, c, arch)),
+        bytes_in_flight=int(bytes_in_flight(p, c, target)),
     )
     if c.num_splits == 1:
         return (decode,)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.errors import ProblemError
-from kerngen.templates.kernel import Arg, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 HEAD_DIMS = (128, 256, 512)
 # Of the 255 registers of a thread, what addresses, row statistics and operands in flight take beside the accumulators.
@@ -74,8 +74,6 @@ SPACE = {
     "block_n": (16, 32, 64, 128),
     "num_warps": (4, 8),
     "warps_d": (1, 2, 4, 8),
-    "num_stages": (1, 2),
-    "q_in_regs": (False, True),
 }
 
 # k, v: dense [total_k, num_kv_heads, head_dim] or the paged caches. cu_seqlens_k is null when paged, kv_lens and
@@ -87,10 +85,10 @@ ARGS = {
         Arg("q", "ptr"),
         Arg("k", "ptr"),
         Arg("v", "ptr"),
-        Arg("cu_seqlens_q", "ptr"),
-        Arg("cu_seqlens_k", "ptr"),
-        Arg("kv_lens", "ptr"),
-        Arg("block_table", "ptr"),
+        Arg("cu_seqlens_q", "ptr", align=4),
+        Arg("cu_seqlens_k", "ptr", align=4),
+        Arg("kv_lens", "ptr", align=4),
+        Arg("block_table", "ptr", align=4),
         Arg("sm_scale", "f32"),
         Arg("logit_cap", "f32"),
         Arg("batch", "i32"),
@@ -98,19 +96,22 @@ ARGS = {
         Arg("max_seqlen_q", "i32"),
     )
 }
+# A wgmma body for sm90 goes between these two, with a space of its own.
+BODIES = (
+    Body(
+        "kernel.cu.jinja", ARGS, SPACE | {"num_stages": (1, 2), "q_in_regs": (False, True)},
+        serves=lambda arch: arch.has_ldmatrix,
+    ),
+    Body("volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix),
+)  # fmt: skip
 OUTPUTS = ("out",)
 # What ptxas may keep in local memory, a thread: the accumulators fill the register file. 96 at most in the test cases.
 MAX_SPILL_BYTES = 128
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    """The template for `arch`. A wgmma body for sm90 will be chosen here."""
-    return "kernel.cu.jinja" if arch.has_ldmatrix else "volta.cu.jinja"
-
-
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
-    if problem.dtype == "bf16" and not arch.has_bf16:
-        return f"{arch} has no bf16 tensor cores; use dtype=fp16"
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    if problem.dtype == "bf16" and not target.arch.has_bf16:
+        return f"{target.arch} has no bf16 tensor cores; use dtype=fp16"
     return None
 
 
@@ -122,13 +123,13 @@ def accumulator_regs(problem: Problem, config: Config) -> int:
     return output + scores + (rows * problem.head_dim // 64 if config.q_in_regs else 0)
 
 
-def staging_regs(problem: Problem, config: Config, arch: Arch) -> int:
+def staging_regs(problem: Problem, config: Config, target: Target) -> int:
     """32-bit registers a thread that carry the next tile where there is no cp.async."""
-    return 0 if arch.has_cp_async else config.block_n * problem.head_dim // (64 * config.num_warps)
+    return 0 if target.arch.has_cp_async else config.block_n * problem.head_dim // (64 * config.num_warps)
 
 
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
-    c = config
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    c, arch = config, target.arch
     unit = 16 if arch.has_ldmatrix else 32
     if c.num_warps % c.warps_d:
         return f"num_warps={c.num_warps} is no multiple of warps_d={c.warps_d}"
@@ -149,23 +150,23 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
             f"a tile of {min(c.block_m, c.block_n)} rows is {min(c.block_m, c.block_n) * chunks} chunks of 16 B, "
             f"fewer than {32 * c.num_warps} threads"
         )
-    held, staged = accumulator_regs(problem, c), staging_regs(problem, c, arch)
+    held, staged = accumulator_regs(problem, c), staging_regs(problem, c, target)
     limit = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.num_warps))
     if held + staged + SPARE_REGS > limit:
         return (
             f"accumulators take {held} registers a thread and staged tiles {staged}; with {SPARE_REGS} for the rest "
             f"that is over {limit}"
         )
-    if (need := smem_bytes(problem, c, arch)) > arch.max_smem_bytes:
+    if (need := smem_bytes(problem, c, target)) > arch.max_smem_bytes:
         return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     return None
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Q, the K and V stages (one tile for both where there is no cp.async), and what warps of a row exchange."""
     c, row = config, problem.head_dim * 2
-    tiles = 2 * c.num_stages if arch.has_cp_async else 1
-    probabilities = c.block_m * c.block_n * 2 if c.warps_d > 1 or not arch.has_ldmatrix else 0
+    tiles = 2 * c.num_stages if target.arch.has_cp_async else 1
+    probabilities = c.block_m * c.block_n * 2 if c.warps_d > 1 or not target.arch.has_ldmatrix else 0
     maxima = c.warps_d * c.block_m * 4 if c.warps_d > 1 else 0
     return c.block_m * row + tiles * c.block_n * row + probabilities + maxima
 
@@ -180,19 +181,20 @@ _PREFERRED = {
 _WINDOWED_256 = Config(64, 64, 4, 1)
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
+def default_config(problem: Problem, target: Target) -> Config:
     """The first configuration of a short list, best first, that fits."""
+    arch = target.arch
     if problem.head_dim == 256 and problem.window:
-        need = smem_bytes(problem, _WINDOWED_256, arch) + arch.reserved_smem_bytes
+        need = smem_bytes(problem, _WINDOWED_256, target) + arch.reserved_smem_bytes
         if arch.has_cp_async and 2 * need <= arch.smem_per_sm:
             return _WINDOWED_256
     configs = [Config(*fields) for fields in _PREFERRED[problem.head_dim]]
     if problem.head_dim == 128 and problem.page_size and arch.has_cp_async and not arch.has_tma:
         configs.insert(0, Config(128, 32, 4, 1))  # at block_n=64 ptxas spills 68 B for sm80 to sm89
-    return next((c for c in configs if why_invalid(problem, c, arch) is None), configs[-1])
+    return next((c for c in configs if why_invalid(problem, c, target) is None), configs[-1])
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     """One block for each kv head and each tile that any split of num_tokens into `batch` sequences could need."""
     group = problem.num_q_heads // problem.num_kv_heads
     tiles = -(-problem.num_tokens * group // config.block_m) + problem.batch
@@ -201,8 +203,8 @@ def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]
             "attn_prefill",
             (max(1, tiles * problem.num_kv_heads), 1, 1),
             (32 * config.num_warps, 1, 1),
-            smem_bytes(problem, config, arch),
-            pdl=arch.has_pdl,
+            smem_bytes(problem, config, target),
+            pdl=target.arch.has_pdl,
         ),
     )
 

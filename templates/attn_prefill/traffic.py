@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.templates.attn_prefill.spec import Config, Problem, cost, visible_pairs
 from kerngen.templates.kernel import Traffic
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """Every block walks over the tiles of keys that its rows see, and reads them through L2.
 
     The tiles at the ends of its range are partly unseen: half a tile of keys, and half the queries of the block, at the
@@ -29,8 +29,8 @@ def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
     row_groups = c.num_warps // c.warps_d
     q_read = 0 if c.q_in_regs else c.block_m * p.head_dim * 2 * c.warps_d
     exchange = c.block_m * c.block_n * 2 * (1 + c.warps_d) if c.warps_d > 1 else 0
-    per_mma = 4096 if arch.has_ldmatrix else 2048
-    tiles_ahead = 2 * c.num_stages - 1 if arch.has_cp_async else 1
+    per_mma = 4096 if target.arch.has_ldmatrix else 2048
+    tiles_ahead = 2 * c.num_stages - 1 if target.arch.has_cp_async else 1
     return Traffic(
         cost(p).bytes,
         flops,

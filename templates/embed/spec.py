@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.templates.common.row_spec import (
     ELEMENT_BYTES,
     VEC,
@@ -16,7 +16,7 @@ from kerngen.templates.common.row_spec import (
     why_flat_too_long,
     why_no_bf16,
 )
-from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +54,35 @@ SPACE = {"threads": (64, 128, 256, 512), "vecs_per_thread": (1, 2, 4)}
 ARGS = {
     "embed": (
         Arg("out", "ptr"),
-        Arg("ids", "ptr"),
+        Arg("ids", "ptr", align=8),
         Arg("table", "ptr"),
         Arg("scale", "f32"),
         Arg("num_tokens", "i32"),
     )
 }
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out",)
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    return "kernel.cu.jinja"
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    return why_no_bf16(target.arch, problem.dtype)
 
 
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
-    return why_no_bf16(arch, problem.dtype)
-
-
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return None  # every point of SPACE fits every arch: at most 512 threads with 24 registers of data
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
+def default_config(problem: Problem, target: Target) -> Config:
     return Config(128 if problem.num_tokens * problem.hidden < 2**22 else 256, 1)
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     return 0
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     blocks = -(-problem.num_tokens * problem.hidden // (VEC * config.threads * config.vecs_per_thread))
-    return (Launch("embed", (blocks, 1, 1), (config.threads, 1, 1), 0, pdl=arch.has_pdl),)
+    return (Launch("embed", (blocks, 1, 1), (config.threads, 1, 1), 0, pdl=target.arch.has_pdl),)
 
 
 def cost(problem: Problem) -> Cost:
@@ -94,7 +91,7 @@ def cost(problem: Problem) -> Cost:
     return Cost(elements * moved + 8 * problem.num_tokens, elements)
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """cuda_ops: about 4 instructions an element."""
     in_flight = config.threads * config.vecs_per_thread * VEC * ELEMENT_BYTES[problem.dtype]
     ops = 4 * problem.num_tokens * problem.hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.templates.common.row_spec import (
     ELEMENT_BYTES,
     VEC,
@@ -16,7 +16,7 @@ from kerngen.templates.common.row_spec import (
     why_flat_too_long,
     why_no_bf16,
 )
-from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +59,29 @@ ARGS = {
         Arg("up_stride", "i32"),
     )
 }
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out",)
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    return "kernel.cu.jinja"
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    return why_no_bf16(target.arch, problem.dtype)
 
 
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
-    return why_no_bf16(arch, problem.dtype)
-
-
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return None  # every point of SPACE fits every arch: at most 512 threads with 32 registers of data
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
+def default_config(problem: Problem, target: Target) -> Config:
     return Config(128 if problem.num_tokens * problem.width < 2**22 else 256, 1)
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     return 0
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     blocks = -(-problem.num_tokens * problem.width // (VEC * config.threads * config.vecs_per_thread))
-    return (Launch("gelu_gate", (blocks, 1, 1), (config.threads, 1, 1), 0, pdl=arch.has_pdl),)
+    return (Launch("gelu_gate", (blocks, 1, 1), (config.threads, 1, 1), 0, pdl=target.arch.has_pdl),)
 
 
 def cost(problem: Problem) -> Cost:
@@ -92,7 +89,7 @@ def cost(problem: Problem) -> Cost:
     return Cost(3 * ELEMENT_BYTES[problem.dtype] * elements, 12 * elements)
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """cuda_ops: about 14 instructions an element (the exponential and the division included)."""
     in_flight = config.threads * config.vecs_per_thread * VEC * 2 * ELEMENT_BYTES[problem.dtype]
     ops = 14 * problem.num_tokens * problem.width

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.templates.common.row_spec import (
     ELEMENT_BYTES,
     require,
@@ -16,7 +16,7 @@ from kerngen.templates.common.row_spec import (
     require_tokens,
     why_no_bf16,
 )
-from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 MAX_EXPERTS = 256
 MAX_TOP_K = 8
@@ -66,33 +66,30 @@ ARGS = {
         Arg("num_tokens", "i32"),
     )
 }
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("topk_ids", "topk_weights")
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    return "kernel.cu.jinja"
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    return why_no_bf16(target.arch, problem.dtype)
 
 
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
-    return why_no_bf16(arch, problem.dtype)
-
-
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return None  # every point of SPACE fits every arch: at most 256 threads and 1 KiB of shared memory
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
+def default_config(problem: Problem, target: Target) -> Config:
     return Config(1 if problem.num_tokens <= 256 else 4)
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """per_expert_scale in fp32."""
     return 4 * problem.num_experts
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     blocks = -(-problem.num_tokens // config.num_warps)
-    return (Launch("moe_route", (blocks, 1, 1), (32 * config.num_warps, 1, 1), 0, pdl=arch.has_pdl),)
+    return (Launch("moe_route", (blocks, 1, 1), (32 * config.num_warps, 1, 1), 0, pdl=target.arch.has_pdl),)
 
 
 def cost(problem: Problem) -> Cost:
@@ -102,7 +99,7 @@ def cost(problem: Problem) -> Cost:
     return Cost(problem.num_tokens * (read + 8 * problem.top_k) + scales, flops)
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """cuda_ops: sorting what a lane holds takes 5 an exchange, a round about 10 and 2 for each expert of a lane."""
     per_lane = -(-problem.num_experts // 32)
     sorting = 5 * per_lane * (per_lane - 1) // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.templates.common.row_spec import (
     ELEMENT_BYTES,
     INT32_MAX,
@@ -14,7 +14,7 @@ from kerngen.templates.common.row_spec import (
     require_tokens,
     why_no_bf16,
 )
-from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 HEAD_DIMS = (64, 128, 256, 512)
 
@@ -82,28 +82,25 @@ ARGS = {
         Arg("q_weight", "ptr"),
         Arg("k_weight", "ptr"),
         Arg("inv_freq", "ptr"),
-        Arg("positions", "ptr"),
-        Arg("slot_mapping", "ptr"),
+        Arg("positions", "ptr", align=8),
+        Arg("slot_mapping", "ptr", align=8),
         Arg("eps", "f32"),
         Arg("num_tokens", "i32"),
     )
 }
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("q", "k_cache", "v_cache")
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    return "kernel.cu.jinja"
-
-
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
-    return why_no_bf16(arch, problem.dtype)
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    return why_no_bf16(target.arch, problem.dtype)
 
 
 def _heads_per_block(problem: Problem, config: Config) -> int:
     return config.num_warps * 32 // (problem.head_dim // 16) * config.heads_per_group
 
 
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     room = _heads_per_block(problem, config)
     if (config.num_warps > 1 or config.heads_per_group > 1) and room >= 2 * problem.num_heads:
         return f"a block has room for {room} heads and a token has {problem.num_heads}: half of it would idle"
@@ -112,20 +109,20 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
     return None
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
+def default_config(problem: Problem, target: Target) -> Config:
     """Few tokens: a head to a group and small blocks, for the most SMs. Many: four heads share sine and cosine."""
     few = problem.num_tokens <= 64
     wanted = (Config(4, 1), Config(2, 1)) if few else (Config(2, 4), Config(2, 2), Config(2, 1))
-    return next((c for c in wanted if why_invalid(problem, c, arch) is None), Config(1, 1))
+    return next((c for c in wanted if why_invalid(problem, c, target) is None), Config(1, 1))
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     return 0
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     blocks = problem.num_tokens * -(-problem.num_heads // _heads_per_block(problem, config))
-    return (Launch("qkv_norm_rope", (blocks, 1, 1), (32 * config.num_warps, 1, 1), 0, pdl=arch.has_pdl),)
+    return (Launch("qkv_norm_rope", (blocks, 1, 1), (32 * config.num_warps, 1, 1), 0, pdl=target.arch.has_pdl),)
 
 
 def cost(problem: Problem) -> Cost:
@@ -139,7 +136,7 @@ def cost(problem: Problem) -> Cost:
     )
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """cuda_ops: about 10 instructions an element, and 30 for each sine and cosine, made once a group and token."""
     groups = problem.num_tokens * -(-problem.num_heads // config.heads_per_group)
     ops = 10 * problem.num_tokens * problem.num_heads * problem.head_dim + 30 * groups * problem.head_dim // 2

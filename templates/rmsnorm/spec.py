@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.templates.common.row_spec import (
     ELEMENT_BYTES,
     VEC,
@@ -18,7 +18,7 @@ from kerngen.templates.common.row_spec import (
     why_no_bf16,
     why_row_invalid,
 )
-from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +56,22 @@ ARGS = {
         Arg("num_tokens", "i32"),
     )
 }
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out",)
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    return "kernel.cu.jinja"
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    return why_no_bf16(target.arch, problem.dtype)
 
 
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
-    return why_no_bf16(arch, problem.dtype)
-
-
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     registers = 4 * problem.has_weight + 2 * ELEMENT_BYTES[problem.residual_dtype]
     return why_row_invalid(
         problem.hidden, config.vecs_per_thread, config.rows_per_block, registers, SPACE["vecs_per_thread"]
     )
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
+def default_config(problem: Problem, target: Target) -> Config:
     """Few tokens: enough threads that one SM issues at its full rate. Many: rows small enough for several a SM."""
     if problem.num_tokens <= 64:
         return Config(fewest_vecs(problem.hidden, SPACE["vecs_per_thread"], 384))
@@ -83,14 +80,14 @@ def default_config(problem: Problem, arch: Arch) -> Config:
     return Config(vecs, next((r for r in (8, 4, 2) if r * threads <= 128), 1))
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     return row_scratch_bytes(row_threads(problem.hidden, config.vecs_per_thread), config.rows_per_block)
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     threads = config.rows_per_block * row_threads(problem.hidden, config.vecs_per_thread)
     blocks = -(-problem.num_tokens // config.rows_per_block)
-    return (Launch("rmsnorm", (blocks, 1, 1), (threads, 1, 1), 0, pdl=arch.has_pdl),)
+    return (Launch("rmsnorm", (blocks, 1, 1), (threads, 1, 1), 0, pdl=target.arch.has_pdl),)
 
 
 def cost(problem: Problem) -> Cost:
@@ -100,7 +97,7 @@ def cost(problem: Problem) -> Cost:
     return Cost(elements * moved + weight, 4 * elements)
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """cuda_ops: about 5 instructions an element, in every lane of the row, idle ones included."""
     threads = row_threads(problem.hidden, config.vecs_per_thread)
     lanes = problem.num_tokens * threads * config.vecs_per_thread

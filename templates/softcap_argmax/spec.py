@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.templates.common.row_spec import (
     ELEMENT_BYTES,
     INT32_MAX,
@@ -20,7 +20,7 @@ from kerngen.templates.common.row_spec import (
     require_vectors,
     why_no_bf16,
 )
-from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Config:
 SPACE = {"threads": (128, 256, 512), "vecs_per_thread": (1, 2, 4, 8)}
 ARGS = {
     "softcap_argmax": (
-        Arg("ids", "ptr"),
+        Arg("ids", "ptr", align=8),
         Arg("capped", "ptr"),
         Arg("logits", "ptr"),
         Arg("workspace", "ptr"),
@@ -68,15 +68,12 @@ ARGS = {
         Arg("num_tokens", "i32"),
     )
 }
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("ids", "capped")
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    return "kernel.cu.jinja"
-
-
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
-    return why_no_bf16(arch, problem.logits_dtype)
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    return why_no_bf16(target.arch, problem.logits_dtype)
 
 
 def num_splits(problem: Problem, config: Config) -> int:
@@ -84,29 +81,29 @@ def num_splits(problem: Problem, config: Config) -> int:
     return -(-problem.vocab_size // (VEC * config.threads * config.vecs_per_thread))
 
 
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if (blocks := problem.num_tokens * num_splits(problem, config)) > INT32_MAX:
         return f"{blocks:,} blocks ({num_splits(problem, config)} a row); at most {INT32_MAX:,}"
     return None
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
+def default_config(problem: Problem, target: Target) -> Config:
     """Blocks for every SM first, then longer runs a thread, unless it also writes: then the stores keep it busy."""
     if problem.num_tokens <= 2:
         return Config(128, 1)
     return Config(256, 1 if problem.write_capped else 2 if problem.num_tokens <= 8 else 4)
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     return 8 * config.threads // 32
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     blocks = problem.num_tokens * num_splits(problem, config)
-    return (Launch("softcap_argmax", (blocks, 1, 1), (config.threads, 1, 1), 0, pdl=arch.has_pdl),)
+    return (Launch("softcap_argmax", (blocks, 1, 1), (config.threads, 1, 1), 0, pdl=target.arch.has_pdl),)
 
 
-def workspace_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """A 64-bit best and a 32-bit count for each token; all zero before and after every launch."""
     return 12 * problem.num_tokens
 
@@ -117,7 +114,7 @@ def cost(problem: Problem) -> Cost:
     return Cost(elements * moved + 8 * problem.num_tokens, elements * (12 if problem.has_cap else 1))
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """cuda_ops: about 8 instructions an element for the arg-max and 30 for the cap."""
     in_flight = config.threads * config.vecs_per_thread * VEC * ELEMENT_BYTES[problem.logits_dtype]
     capped = problem.has_cap and (problem.write_capped or (problem.round_steps and problem.logits_dtype != "fp32"))

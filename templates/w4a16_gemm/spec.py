@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Arch, default_device
+from kerngen.arch import Target
 from kerngen.errors import ProblemError
-from kerngen.templates.kernel import Arg, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 MAX_BLOCKS = 1024  # that share tiles; the template has the same figure
@@ -71,7 +71,16 @@ SPACE = {
     "warps_k": (1, 2, 4, 8),
     "num_stages": (2, 3, 4, 5, 6, 8),
     "blocks_per_sm": (0, 1, 2, 3, 4),
-    "wgmma": (False, True),
+}
+# Four warps of a strip each, all tokens in every warp (_why_not_wgmma).
+WGMMA_SPACE = SPACE | {
+    "block_m": (8, 16, 32, 64, 128),
+    "block_n": (128, 256),
+    "block_k": (64, 128, 256, 512),
+    "warp_n": (32,),
+    "warps_m": (1,),
+    "warps_k": (1,),
+    "num_stages": (3, 4, 5, 6, 8),
 }
 
 ARGS = {
@@ -84,18 +93,17 @@ ARGS = {
         Arg("num_tokens", "i32"),
     )
 }
+BODIES = (
+    Body("kernel.cu.jinja", ARGS, SPACE, when={"wgmma": False}),
+    Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when={"wgmma": True}),
+)
 OUTPUTS = ("out",)
 MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    """One body for all, until wgmma serves large M on sm90."""
-    return "kernel.cu.jinja"
-
-
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
-    if problem.dtype == "bf16" and not arch.has_bf16:
-        return f"{arch} has no bf16 tensor cores; use dtype=fp16"
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    if problem.dtype == "bf16" and not target.arch.has_bf16:
+        return f"{target.arch} has no bf16 tensor cores; use dtype=fp16"
     return None
 
 
@@ -113,16 +121,16 @@ def stage_bytes(problem: Problem, config: Config) -> int:
     return -(-used // 1024) * 1024 if c.wgmma else used
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """The stages, what the warps that split K exchange, and 16 bytes for who arrived last. All dynamic."""
     exchange = (config.warps_k - 1) * config.block_m * config.block_n * 4
     return config.num_stages * stage_bytes(problem, config) + exchange + 16
 
 
-def _why_not_wgmma(config: Config, arch: Arch) -> str | None:
+def _why_not_wgmma(config: Config, target: Target) -> str | None:
     c = config
-    if not arch.has_wgmma:
-        return f"wgmma=True: {arch} has none; wgmma=False serves every arch"
+    if not target.arch.has_wgmma:
+        return f"wgmma=True: {target.arch} has none; wgmma=False serves every arch"
     if c.warp_n != STRIP or c.warps_m != 1 or c.warps_k != 1 or c.block_n % 128:
         return (f"wgmma takes four warps of {STRIP} rows and all tokens: warp_n={c.warp_n} warps_m={c.warps_m} "
                 f"warps_k={c.warps_k} block_n={c.block_n} is not {STRIP}, 1, 1 and a multiple of 128")  # fmt: skip
@@ -133,13 +141,13 @@ def _why_not_wgmma(config: Config, arch: Arch) -> str | None:
     return None
 
 
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
-    c = config
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    c, arch = config, target.arch
     if c.block_n % c.warp_n or c.warp_n % STRIP:
         return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
     if not arch.has_ldmatrix and c.warp_n != 64:
         return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
-    if c.wgmma and (why := _why_not_wgmma(c, arch)):
+    if c.wgmma and (why := _why_not_wgmma(c, target)):
         return why
     if c.block_m % (8 * c.warps_m):
         return f"block_m={c.block_m} is not made of warps_m={c.warps_m} warps of a multiple of 8 tokens"
@@ -161,7 +169,7 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
         return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
     if not arch.has_cp_async and c.num_stages != 2:
         return f"num_stages={c.num_stages}: without cp.async, {arch} keeps 2 stages and one on its way in registers"
-    if (need := smem_bytes(problem, c, arch)) > arch.max_smem_bytes:
+    if (need := smem_bytes(problem, c, target)) > arch.max_smem_bytes:
         return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     if (together := blocks * (need + arch.reserved_smem_bytes)) > arch.smem_per_sm:
         return f"{blocks} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
@@ -172,25 +180,25 @@ def _tiles(problem: Problem, config: Config) -> int:
     return -(-problem.num_tokens // config.block_m) * -(-problem.n // config.block_n)
 
 
-def num_blocks(problem: Problem, config: Config, arch: Arch) -> int:
+def num_blocks(problem: Problem, config: Config, target: Target) -> int:
     tiles = _tiles(problem, config)
     if config.blocks_per_sm == 0:
         return tiles
     units = tiles * -(-problem.k // config.block_k)
-    return min(config.blocks_per_sm * default_device(arch).num_sms, units, MAX_BLOCKS)
+    return min(config.blocks_per_sm * target.device.num_sms, units, MAX_BLOCKS)
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
-    grid = (num_blocks(problem, config, arch), 1, 1)
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
+    grid = (num_blocks(problem, config, target), 1, 1)
     block = (32 * num_warps(config), 1, 1)
-    return (Launch("w4a16_gemm", grid, block, smem_bytes(problem, config, arch), pdl=arch.has_pdl),)
+    return (Launch("w4a16_gemm", grid, block, smem_bytes(problem, config, target), pdl=target.arch.has_pdl),)
 
 
-def workspace_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """A counter a block, zero between launches, then two fp32 tiles a block. 0 where no tile is shared."""
     if config.blocks_per_sm == 0:
         return 0
-    return 4 * MAX_BLOCKS + num_blocks(problem, config, arch) * 2 * config.block_m * config.block_n * 4
+    return 4 * MAX_BLOCKS + num_blocks(problem, config, target) * 2 * config.block_m * config.block_n * 4
 
 
 def cost(problem: Problem) -> Cost:
@@ -199,15 +207,16 @@ def cost(problem: Problem) -> Cost:
     return Cost(weights + 2 * p.num_tokens * (p.k + p.n), 2 * p.num_tokens * p.n * p.k)
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
-    for config in _preferred(problem, arch):
-        if why_invalid(problem, config, arch) is None:
+def default_config(problem: Problem, target: Target) -> Config:
+    for config in _preferred(problem, target):
+        if why_invalid(problem, config, target) is None:
             return config
-    raise ProblemError(f"no default configuration of w4a16_gemm serves {problem} on {arch}")
+    raise ProblemError(f"no default configuration of w4a16_gemm serves {problem} on {target.arch}")
 
 
-def _preferred(problem: Problem, arch: Arch) -> tuple[Config, ...]:
+def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     """Best first, from sweeps on an H200; the last is valid everywhere."""
+    arch = target.arch
     m = problem.num_tokens
     stages = 4 if arch.has_cp_async else 2
     warp_n = 32 if arch.has_ldmatrix else 64
@@ -228,7 +237,7 @@ def _preferred(problem: Problem, arch: Arch) -> tuple[Config, ...]:
             last,
         )
     # a last wave that leaves most SMs idle costs more than sharing the tiles evenly does
-    waves = -(-m // 128) * -(-problem.n // 256) / default_device(arch).num_sms
+    waves = -(-m // 128) * -(-problem.n // 256) / target.device.num_sms
     split = 1 if waves < 8 else 0
     return (
         Config(128, 256, 128, 32, 1, 1, 4, split, wgmma=True),

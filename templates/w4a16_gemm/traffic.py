@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kerngen.arch import Arch
+from kerngen.arch import Target
 from kerngen.templates.kernel import Traffic
 from kerngen.templates.w4a16_gemm.spec import Config, Problem, cost, num_blocks, stage_bytes
 
@@ -10,7 +10,7 @@ from kerngen.templates.w4a16_gemm.spec import Config, Problem, cost, num_blocks,
 MEETING_STEPS = 16
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """Tiles read W once for each row of tiles and x once for each column, through L2; memory gives each byte once.
 
     cuda_ops: unpacking and scaling 8 weights takes about 14 instructions (20 for bf16, which has no exponent trick to
@@ -29,10 +29,10 @@ def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
     read = stages * (w_stage * c.warps_m + x_stage * warps_n)
     flops = 2 * stages * c.block_m * c.block_n * c.block_k
     weights = stages * c.block_n * c.block_k * c.warps_m
-    per_mma = 4096 if arch.has_ldmatrix else 2048  # flops of m16n8k16, and of the four m8n8k4 of a warp
+    per_mma = 4096 if target.arch.has_ldmatrix else 2048  # flops of m16n8k16, and of the four m8n8k4 of a warp
     ops = weights * (20 if p.dtype == "bf16" else 14) // 8 + 2 * 32 * flops // per_mma
-    shared = 0 if c.blocks_per_sm == 0 else 2 * num_blocks(p, c, arch) * c.block_m * c.block_n * 4
-    ahead = c.num_stages - 1 if arch.has_cp_async else 1
+    shared = 0 if c.blocks_per_sm == 0 else 2 * num_blocks(p, c, target) * c.block_m * c.block_n * 4
+    ahead = c.num_stages - 1 if target.arch.has_cp_async else 1
     return Traffic(
         cost(p).bytes,
         flops,
@@ -40,5 +40,5 @@ def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
         smem_bytes=copied + read,
         cuda_ops=ops,
         bytes_in_flight=ahead * (stage if p.num_tokens >= c.block_m else w_stage),
-        steps=-(-stages // num_blocks(p, c, arch)) + (MEETING_STEPS if shared else 0),
+        steps=-(-stages // num_blocks(p, c, target)) + (MEETING_STEPS if shared else 0),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerngen.arch import ARCHES, Arch
+from kerngen.arch import ARCHES, Arch, Target
 from kerngen.errors import ToolchainError
 from kerngen.templates import Case, find_kernel, kernel_names
 
@@ -30,7 +30,7 @@ def test_against_reference(name: str, case: Case, body: str) -> None:
     arch: Arch = own if body == "own" else ARCHES[body]
     if arch.number > own.number:
         pytest.skip(f"{arch} code does not run on {own}")
-    if (why := kernel.why_unsupported(case.problem, arch)) is not None:
+    if (why := kernel.why_unsupported(case.problem, Target.of(arch))) is not None:
         pytest.skip(why)
     try:
         result = check_case(kernel, case, arch=arch)

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from kerngen.arch import ARCHES, Arch, find_arch
+from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.compile import compile_cubin, require_target
 from kerngen.errors import ProblemError, ToolchainError
 from kerngen.render import render
@@ -23,22 +23,22 @@ ALL = [*KERNEL.cases.CASES, *KERNEL.bench.BENCH_CASES]
 @pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 def test_default_configs_are_valid(arch: Arch) -> None:
     for case in ALL:
-        if KERNEL.why_unsupported(case.problem, arch) is not None:
+        if KERNEL.why_unsupported(case.problem, Target.of(arch)) is not None:
             assert case.problem.dtype == "bf16", case
             assert not arch.has_bf16, case
             continue
-        config = KERNEL.default_config(case.problem, arch)
-        assert KERNEL.why_invalid(case.problem, config, arch) is None, case
+        config = KERNEL.default_config(case.problem, Target.of(arch))
+        assert KERNEL.why_invalid(case.problem, config, Target.of(arch)) is None, case
 
 
 @pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 def test_traffic_covers_the_cost(arch: Arch) -> None:
     for case in ALL:
         problem = replace(case.problem, dtype="fp16")
-        config = KERNEL.default_config(problem, arch)
-        moved = KERNEL.traffic(problem, config, arch)
+        config = KERNEL.default_config(problem, Target.of(arch))
+        moved = KERNEL.traffic(problem, config, Target.of(arch))
         assert moved is not None
-        assert len(moved) == len(KERNEL.launches(problem, config, arch)), case
+        assert len(moved) == len(KERNEL.launches(problem, config, Target.of(arch))), case
         least = KERNEL.cost(problem)
         assert moved[0].flops >= least.flops, case
         assert (moved[0].l2_bytes or 0) >= moved[0].dram_bytes == least.bytes, case
@@ -56,11 +56,11 @@ def test_compiles_within_shared_memory(name: str, arch: Arch) -> None:
     except ToolchainError as e:
         pytest.skip(str(e))
     problem = replace(next(c for c in ALL if c.name == name).problem, dtype="fp16")
-    config = KERNEL.default_config(problem, arch)
-    cubin = compile_cubin(render(KERNEL, problem, config, arch), arch)
-    assert set(cubin.entries) == set(KERNEL.args)
+    config = KERNEL.default_config(problem, Target.of(arch))
+    cubin = compile_cubin(render(KERNEL, problem, config, Target.of(arch)), arch)
+    assert set(cubin.entries) == set(KERNEL.body(config, arch).args)
     assert not cubin.spills, f"{name} {config} on {arch}: {cubin.entries}"
-    for launch in KERNEL.launches(problem, config, arch):
+    for launch in KERNEL.launches(problem, config, Target.of(arch)):
         static = cubin.entries[launch.entry].static_smem_bytes
         assert launch.smem_bytes + static <= arch.max_smem_bytes
         threads = launch.block[0]
@@ -70,13 +70,17 @@ def test_compiles_within_shared_memory(name: str, arch: Arch) -> None:
 
 @pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 def test_refusals_name_numbers(arch: Arch) -> None:
-    fields = {f: v for f, v in KERNEL.space.items() if f != "num_splits"}
+    (body,) = KERNEL.bodies(arch)
+    # Candidates of both bodies: what one of them does not have is refused with numbers too.
+    fields = {
+        f: sorted({v for b in SPEC.BODIES for v in b.space[f]}) for f in body.space if f != "num_splits"
+    }  # fmt: skip
     for head_dim, q_len in product((128, 256, 512), (1, 8)):
         problem = SPEC.Problem(head_dim=head_dim, num_q_heads=32, num_kv_heads=4, q_len=q_len, dtype="fp16")
         valid = 0
         for values in product(*fields.values()):
             config = SPEC.Config(**dict(zip(fields, values, strict=True)))
-            why = KERNEL.why_invalid(problem, config, arch)
+            why = KERNEL.why_invalid(problem, config, Target.of(arch))
             valid += why is None
             assert why is None or any(ch.isdigit() for ch in why), why
         assert valid >= 3, f"{arch} leaves {valid} configurations for head_dim={head_dim}, q_len={q_len}"
@@ -85,7 +89,7 @@ def test_refusals_name_numbers(arch: Arch) -> None:
 def test_bf16_is_refused_before_sm80() -> None:
     problem = SPEC.Problem(dtype="bf16")
     for name in ("sm70", "sm75"):
-        why = KERNEL.why_unsupported(problem, find_arch(name))
+        why = KERNEL.why_unsupported(problem, Target.of(find_arch(name)))
         assert why is not None
         assert "fp16" in why
 
@@ -115,21 +119,22 @@ def test_grid_does_not_depend_on_kv_len() -> None:
     """A CUDA graph captured at one context length must serve all others."""
     arch = find_arch("sm90")
     problem = SPEC.Problem(head_dim=512, num_q_heads=32, num_kv_heads=4, kv_len=8192)
-    config = KERNEL.default_config(problem, arch)
+    target = Target.of(arch)
+    config = KERNEL.default_config(problem, target)
     for kv_len in (0, 1, 100000):
         other = replace(problem, kv_len=kv_len)
-        assert KERNEL.launches(other, config, arch) == KERNEL.launches(problem, config, arch)
-        assert KERNEL.workspace_bytes(other, config, arch) == KERNEL.workspace_bytes(problem, config, arch)
+        assert KERNEL.launches(other, config, target) == KERNEL.launches(problem, config, target)
+        assert KERNEL.workspace_bytes(other, config, target) == KERNEL.workspace_bytes(problem, config, target)
 
 
 @pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 def test_default_splits_fill_the_gpu_and_no_more(arch: Arch) -> None:
     one = SPEC.Problem(head_dim=512, num_q_heads=32, num_kv_heads=4, kv_len=65536, dtype="fp16")
-    assert KERNEL.default_config(one, arch).num_splits > 4, "4 blocks cannot use a GPU"
+    assert KERNEL.default_config(one, Target.of(arch)).num_splits > 4, "4 blocks cannot use a GPU"
     many = replace(one, batch=512, kv_len=64)
-    assert KERNEL.default_config(many, arch).num_splits == 1, "2,048 blocks with one tile each need no split"
-    assert KERNEL.default_config(replace(one, kv_len=16), arch).num_splits == 1
-    assert KERNEL.default_config(replace(one, kv_len=0), arch).num_splits == 1
+    assert KERNEL.default_config(many, Target.of(arch)).num_splits == 1, "2,048 blocks with one tile each need no split"
+    assert KERNEL.default_config(replace(one, kv_len=16), Target.of(arch)).num_splits == 1
+    assert KERNEL.default_config(replace(one, kv_len=0), Target.of(arch)).num_splits == 1
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -154,7 +159,7 @@ def test_reference_agrees_with_torch(window: int, kv_len: int, q_len: int) -> No
 @pytest.mark.parametrize("case", [c for c in KERNEL.cases.CASES if "177k" not in c.name and "fp16" in c.name], ids=str)
 def test_inputs_poison_what_must_not_be_read(case: Case) -> None:
     inputs = KERNEL.cases.inputs(case, torch.device("cpu"))
-    assert set(inputs) | {"workspace"} == {a.name for args in KERNEL.args.values() for a in args}
+    assert set(inputs) | {"workspace"} == {a.name for args in SPEC.ARGS.values() for a in args}
     assert inputs["out"].isnan().all()
     expected = KERNEL.reference.expected(case, inputs)["out"]
     assert expected.shape == inputs["out"].shape

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kerngen.arch import find_arch
+from kerngen.arch import Target, find_arch
 from kerngen.cache import CompileCache
 from kerngen.cli import cli
 from kerngen.compile import source_key
@@ -73,11 +73,11 @@ def test_ptx_of_the_test_cases_can_be_found_by_source(tmp_path: Path) -> None:
     manifest = json.loads((out / "manifest.json").read_text())
     kernel, arch = find_kernel("embed"), find_arch("sm70")
     by_key = {f["source_key"]: f for f in manifest["files"]}
-    cases = [c for c in kernel.cases.CASES if kernel.why_unsupported(c.problem, arch) is None]
+    cases = [c for c in kernel.cases.CASES if kernel.why_unsupported(c.problem, Target.of(arch)) is None]
     assert cases
     cache = CompileCache()
     for case in cases:
-        source = render(kernel, case.problem, kernel.default_config(case.problem, arch), arch)
+        source = render(kernel, case.problem, kernel.default_config(case.problem, Target.of(arch)), Target.of(arch))
         key = source_key(source, arch.ptx_target)
         assert ".target sm_70" in (out / by_key[key]["file"]).read_text()
         assert case.name in by_key[key]["serves"]
@@ -112,7 +112,7 @@ def test_kernel_show_says_what_it_takes_and_why_others_are_refused(arch: str) ->
     kernel = find_kernel("attn_decode")
     assert shown["num_valid"] + sum(r["count"] for r in shown["refused"]) == shown["space_size"]
     assert all(any(c.isdigit() for c in r["reason"]) for r in shown["refused"]), "a refusal names its numbers"
-    assert set(shown["entries"]) <= set(kernel.args)
+    assert set(shown["entries"]) <= {e for b in kernel.spec.BODIES for e in b.args}
     assert f"constexpr int ARCH = {arch[2:]};" in shown["source"]
     assert shown["problem"]["dtype"] == ("fp16" if arch == "sm70" else "bf16")
     assert shown["predicted"]["latency_us"] > 0

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kerngen.arch import ARCHES, Arch, find_arch
+from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.compile import compile_cubin, compile_ptx
 from kerngen.errors import ConfigRefused, ProblemError
+from kerngen.plan import space_of
 from kerngen.render import render
 from kerngen.templates import Kernel, find_kernel
 from kerngen.templates.kernel import Case
@@ -32,8 +33,9 @@ def _name(value: object) -> str:
 
 
 def _configs(kernel: Kernel, problem: Any, arch: Arch) -> list[Any]:
-    points = (kernel.config_type(*values) for values in itertools.product(*kernel.space.values()))
-    return [c for c in points if kernel.why_invalid(problem, c, arch) is None]
+    (space,) = space_of(kernel, problem, Target.of(arch))
+    points = (kernel.config_type(*values) for values in itertools.product(*space.values()))
+    return [c for c in points if kernel.why_invalid(problem, c, Target.of(arch)) is None]
 
 
 def _distinct_builds(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
@@ -46,8 +48,8 @@ def _distinct_builds(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
             changes = {"dtype": "fp16"}
             changes |= {f: "fp32" for f in ("residual_dtype", "logits_dtype") if hasattr(case.problem, f)}
             problem = dataclasses.replace(case.problem, **changes)
-        config = kernel.default_config(problem, arch)
-        builds[render(kernel, problem, config, arch)] = (dataclasses.replace(case, problem=problem), config)
+        config = kernel.default_config(problem, Target.of(arch))
+        builds[render(kernel, problem, config, Target.of(arch))] = (dataclasses.replace(case, problem=problem), config)
     return builds
 
 
@@ -60,15 +62,15 @@ def test_builds_within_the_numbers_of_the_spec(kernel: Kernel, arch: Arch) -> No
         resources = cubin.entries[kernel.name]
         assert not cubin.spills, where
         assert resources.stack_bytes == 0, f"{where}: {resources.stack_bytes} B of stack"
-        assert resources.static_smem_bytes == kernel.smem_bytes(case.problem, config, arch), where
+        assert resources.static_smem_bytes == kernel.smem_bytes(case.problem, config, Target.of(arch)), where
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=_name)
 def test_block_in_the_template_is_the_block_that_is_launched(kernel: Kernel) -> None:
     for case in kernel.bench.BENCH_CASES[::4]:
         for config in _configs(kernel, case.problem, SM90)[::4]:
-            ptx = compile_ptx(render(kernel, case.problem, config, SM90), SM90).image.decode()
-            (launch,) = kernel.launches(case.problem, config, SM90)
+            ptx = compile_ptx(render(kernel, case.problem, config, Target.of(SM90)), SM90).image.decode()
+            (launch,) = kernel.launches(case.problem, config, Target.of(SM90))
             assert re.findall(r"\.maxntid (\d+)", ptx) == [str(launch.block[0])], f"{case.name} {config}"
             assert "griddepcontrol.launch_dependents" in ptx
             assert "griddepcontrol.wait" in ptx
@@ -77,19 +79,19 @@ def test_block_in_the_template_is_the_block_that_is_launched(kernel: Kernel) -> 
 @pytest.mark.parametrize("kernel", KERNELS, ids=_name)
 def test_bf16_before_sm80_is_refused_and_says_what_serves(kernel: Kernel) -> None:
     with pytest.raises(ConfigRefused, match="sm70 has none; use dtype=fp16"):
-        kernel.require_valid(kernel.problem_type(), kernel.config_type(), SM70)
+        kernel.require_valid(kernel.problem_type(), kernel.config_type(), Target.of(SM70))
 
 
 def test_a_row_that_no_block_can_hold_is_refused_with_the_numbers() -> None:
     kernel = find_kernel("rmsnorm")
-    why = kernel.why_invalid(kernel.problem_type(hidden=5376), kernel.config_type(1, 2), SM90)
+    why = kernel.why_invalid(kernel.problem_type(hidden=5376), kernel.config_type(1, 2), Target.of(SM90))
     assert why == "1344 threads a block (2 rows of 5376 by 672 threads); at most 1024"
-    why = kernel.why_invalid(kernel.problem_type(hidden=65536), kernel.config_type(8, 1), SM90)
+    why = kernel.why_invalid(kernel.problem_type(hidden=65536), kernel.config_type(8, 1), Target.of(SM90))
     assert why == (
         "64 registers a thread for the data and 36 for the arithmetic; "
         "1024 threads a block (1 rows of 65536 by 1024 threads) leave 64"
     )
-    why = kernel.why_invalid(kernel.problem_type(hidden=256), kernel.config_type(2, 1), SM90)
+    why = kernel.why_invalid(kernel.problem_type(hidden=256), kernel.config_type(2, 1), Target.of(SM90))
     assert why == "vecs_per_thread=2 takes 32 threads a row of 256, as 1 does"
 
 

@@ -22,12 +22,13 @@ from typing import Any
 import pytest
 import torch
 
-from kerngen.arch import ARCHES, Arch, find_arch
+from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.compile import Cubin, compile_ptx, supported_targets
+from kerngen.plan import space_of, space_size
 from kerngen.render import render
 from kerngen.templates import Case, Kernel, find_kernel, kernel_names
-from kerngen.templates.kernel import describe, fields_of, static_fields
+from kerngen.templates.kernel import Arg, describe, fields_of, static_fields
 
 KERNELS = tuple(find_kernel(name) for name in kernel_names())
 EACH_KERNEL = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -53,9 +54,9 @@ class Builds:
             return
         sources: dict[str, tuple[Case, Any]] = {}
         for case in kernel.cases.CASES:
-            if kernel.why_unsupported(case.problem, arch) is None:
-                config = kernel.default_config(case.problem, arch)
-                sources.setdefault(render(kernel, case.problem, config, arch), (case, config))
+            if kernel.why_unsupported(case.problem, Target.of(arch)) is None:
+                config = kernel.default_config(case.problem, Target.of(arch))
+                sources.setdefault(render(kernel, case.problem, config, Target.of(arch)), (case, config))
         self._begun[kernel.name, arch.name] = [
             (case, config, self._compiler.submit(source, arch)) for source, (case, config) in sources.items()
         ]
@@ -101,12 +102,12 @@ def _begin_the_next(request: pytest.FixtureRequest, builds: Builds) -> None:
 
 def _complaints(kernel: Kernel, case: Case, config: Any, arch: Arch, cubin: Cubin) -> Iterator[str]:
     """Where cubin and spec disagree, and what no launch could hold."""
-    if set(cubin.entries) != set(kernel.args):
-        yield f"entries {sorted(cubin.entries)}, ARGS has {sorted(kernel.args)}"
+    if set(cubin.entries) != set(args := kernel.body(config, arch).args):
+        yield f"entries {sorted(cubin.entries)}, the body's args {sorted(args)}"
         return
-    launches = kernel.launches(case.problem, config, arch)
+    launches = kernel.launches(case.problem, config, Target.of(arch))
     smem = max(cubin.entries[x.entry].static_smem_bytes + x.smem_bytes for x in launches)
-    if smem != (said := kernel.smem_bytes(case.problem, config, arch)):
+    if smem != (said := kernel.smem_bytes(case.problem, config, Target.of(arch))):
         yield f"{smem:,} B of shared memory (static + dynamic); spec.smem_bytes says {said:,}"
     if smem > arch.max_smem_bytes:
         yield f"{smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,}"
@@ -127,7 +128,7 @@ def _complaints(kernel: Kernel, case: Case, config: Any, arch: Arch, cubin: Cubi
 @EACH_KERNEL
 @EACH_ARCH
 def test_unsupported_cases_say_what_serves(kernel: Kernel, arch: Arch) -> None:
-    reasons = Counter(kernel.why_unsupported(c.problem, arch) for c in kernel.cases.CASES)
+    reasons = Counter(kernel.why_unsupported(c.problem, Target.of(arch)) for c in kernel.cases.CASES)
     reasons.pop(None, None)
     for why in reasons:
         assert why is not None
@@ -142,12 +143,17 @@ def test_unsupported_cases_say_what_serves(kernel: Kernel, arch: Arch) -> None:
 def test_refusals_say_why_and_leave_something(kernel: Kernel, arch: Arch) -> None:
     mute, num_valid, points = set(), 0, list(_points(kernel, arch))
     for problem, config in points:
-        why = kernel.why_invalid(problem, config, arch)
+        why = kernel.why_invalid(problem, config, Target.of(arch))
         num_valid += why is None
         if why is not None and not _has_figure(why) and not INSTEAD.search(why):
             mute.add(f"{describe(problem)} {describe(config)}: {why}")
     assert not mute, "no figure, and nothing that serves instead:\n" + "\n".join(sorted(mute)[:20])
     assert num_valid or not points, f"none of {len(points)} configurations is valid on {arch}"
+
+
+def _args(kernel: Kernel) -> list[Arg]:
+    """The arguments of every entry of every body."""
+    return [a for body in kernel.spec.BODIES for args in body.args.values() for a in args]
 
 
 def _has_figure(text: str) -> bool:
@@ -157,42 +163,46 @@ def _has_figure(text: str) -> bool:
 def _points(kernel: Kernel, arch: Arch) -> Iterator[tuple[Any, Any]]:
     """(problem, configuration): all of them, or SAMPLE from a fixed seed."""
     cases = [*kernel.cases.CASES, *kernel.bench.BENCH_CASES]
-    problems = list({c.problem: None for c in cases if kernel.why_unsupported(c.problem, arch) is None})
-    axes = [problems, *kernel.space.values()]
-    if prod(map(len, axes)) <= SAMPLE:
-        points: Any = product(*axes)
-    else:
-        draw = random.Random(0)
-        points = ([draw.choice(axis) for axis in axes] for _ in range(SAMPLE)) if problems else ()
-    for problem, *values in points:
-        yield problem, kernel.config_type(**dict(zip(kernel.space, values, strict=True)))
+    problems = list({c.problem: None for c in cases if kernel.why_unsupported(c.problem, Target.of(arch)) is None})
+    draw = random.Random(0)
+    spaces = [(p, part) for p in problems for part in space_of(kernel, p, Target.of(arch))]
+    if sum(space_size((part,)) for _, part in spaces) <= SAMPLE:
+        for problem, part in spaces:
+            for values in product(*part.values()):
+                yield problem, kernel.config_type(**dict(zip(part, values, strict=True)))
+        return
+    for _ in range(SAMPLE):
+        problem, part = draw.choice(spaces)
+        yield problem, kernel.config_type(**{name: draw.choice(values) for name, values in part.items()})
 
 
 @EACH_KERNEL
 def test_default_is_valid_everywhere(kernel: Kernel) -> None:
     for arch, case in product(ARCHES.values(), (*kernel.cases.CASES, *kernel.bench.BENCH_CASES)):
-        if kernel.why_unsupported(case.problem, arch) is None:
-            config = kernel.default_config(case.problem, arch)
-            why = kernel.why_invalid(case.problem, config, arch)
+        if kernel.why_unsupported(case.problem, Target.of(arch)) is None:
+            config = kernel.default_config(case.problem, Target.of(arch))
+            why = kernel.why_invalid(case.problem, config, Target.of(arch))
             assert why is None, f"{case} on {arch}: the default {describe(config)} is refused: {why}"
-            assert kernel.workspace_bytes(case.problem, config, arch) >= 0
-            if kernel.workspace_bytes(case.problem, config, arch):
-                assert any(a.name == "workspace" for args in kernel.args.values() for a in args)
+            assert kernel.workspace_bytes(case.problem, config, Target.of(arch)) >= 0
+            if kernel.workspace_bytes(case.problem, config, Target.of(arch)):
+                assert any(a.name == "workspace" for a in _args(kernel))
 
 
 @EACH_KERNEL
 def test_names_are_consistent(kernel: Kernel) -> None:
     names = [c.name for c in kernel.cases.CASES]
     assert len(set(names)) == len(names), f"twice: {[n for n, count in Counter(names).items() if count > 1]}"
-    pointers = {a.name for args in kernel.args.values() for a in args if a.kind == "ptr"}
+    pointers = {a.name for a in _args(kernel) if a.kind == "ptr"}
     assert set(kernel.outputs) <= pointers
-    assert {a.kind for args in kernel.args.values() for a in args} <= {"ptr", "i32", "i64", "f32"}
+    assert {a.kind for a in _args(kernel)} <= {"ptr", "i32", "i64", "f32"}
     problem, config = kernel.cases.CASES[0].problem, kernel.config_type()
     assert set(problem.RUNTIME) <= set(fields_of(problem))
     assert problem.DYNAMIC in ("", *problem.RUNTIME)
-    assert set(kernel.space) == set(fields_of(config)), "SPACE and the fields of Config differ"
-    for name, values in kernel.space.items():
-        assert list(values) == sorted(set(values)), f"SPACE[{name!r}] is not ascending: {values}"
+    for arch in ARCHES.values():
+        for part in space_of(kernel, problem, Target.of(arch)):
+            assert set(part) <= set(fields_of(config)), "a space varies what Config does not have"
+            for name, values in part.items():
+                assert list(values) == sorted(set(values)), f"the candidates of {name} are not ascending: {values}"
     assert kernel.cases.case_for(problem).problem == problem
     for case in kernel.bench.BENCH_CASES:
         assert kernel.cost(case.problem).bytes > 0
@@ -201,8 +211,8 @@ def test_names_are_consistent(kernel: Kernel) -> None:
 @EACH_KERNEL
 def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> None:
     """A kernel that writes nothing, or not all, must not pass: no output holds its right values beforehand."""
-    names = {a.name for args in kernel.args.values() for a in args} - {"workspace"}
-    kinds = {a.name: a.kind for args in kernel.args.values() for a in args}
+    names = {a.name for a in _args(kernel)} - {"workspace"}
+    kinds = {a.name: a.kind for a in _args(kernel)}
     for case in kernel.cases.CASES:
         if getattr(case.problem, "kv_len", 0) > MOST_KEYS:
             continue
@@ -233,14 +243,16 @@ def test_runtime_fields_are_not_compiled_in(kernel: Kernel, arch: Arch) -> None:
     compared = 0
     distinct = {str(static_fields(c.problem)): c.problem for c in kernel.cases.CASES}
     for problem in distinct.values():
-        if kernel.why_unsupported(problem, arch) is not None:
+        if kernel.why_unsupported(problem, Target.of(arch)) is not None:
             continue
-        config = kernel.default_config(problem, arch)
-        source = render(kernel, problem, config, arch)
+        config = kernel.default_config(problem, Target.of(arch))
+        source = render(kernel, problem, config, Target.of(arch))
         for name, factor in product(problem.RUNTIME, (2, 7)):
             other = replace(problem, **{name: getattr(problem, name) * factor + 1})
-            if kernel.why_invalid(other, config, arch) is None:
-                assert render(kernel, other, config, arch) == source, f"{describe(problem)}: {name} is compiled in"
+            if kernel.why_invalid(other, config, Target.of(arch)) is None:
+                assert render(kernel, other, config, Target.of(arch)) == source, (
+                    f"{describe(problem)}: {name} is compiled in"
+                )
                 compared += 1
     assert compared or not kernel.problem_type.RUNTIME or arch.number < 80
 
@@ -250,11 +262,11 @@ def test_entries_launched_with_pdl_wait(kernel: Kernel) -> None:
     """Without griddepcontrol.wait an entry would read what the kernel before it still writes."""
     arch = find_arch("sm90")
     for case in (kernel.cases.CASES[0], kernel.cases.CASES[-1]):
-        config = kernel.default_config(case.problem, arch)
-        ptx = compile_ptx(render(kernel, case.problem, config, arch), arch).image.decode().rstrip("\0")
+        config = kernel.default_config(case.problem, Target.of(arch))
+        ptx = compile_ptx(render(kernel, case.problem, config, Target.of(arch)), arch).image.decode().rstrip("\0")
         bodies = dict(re.findall(r"\.entry (\w+)(.*?)(?=\.entry |\Z)", ptx, flags=re.DOTALL))
-        assert set(bodies) == set(kernel.args)
-        for launch in kernel.launches(case.problem, config, arch):
+        assert set(bodies) == set(kernel.body(config, arch).args)
+        for launch in kernel.launches(case.problem, config, Target.of(arch)):
             if launch.pdl:
                 assert "griddepcontrol.wait" in bodies[launch.entry], f"{case}: {launch.entry} never waits"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kerngen.arch import DEVICES, find_arch
+from kerngen.arch import DEVICES, Target, find_arch
 from kerngen.cache import CompileCache
 from kerngen.compile import compile_cubin
 from kerngen.errors import LaunchError
@@ -32,7 +32,7 @@ class Played:
 
     refuses: bytes | None = None
 
-    def __init__(self, kernel: Any, config: Any, arch: Any, image: bytes, source: str) -> None:
+    def __init__(self, kernel: Any, config: Any, target: Any, image: bytes, source: str) -> None:
         if image == self.refuses:
             raise LaunchError("the driver cannot load it")
         self.config, self.image, self.source = config, image, source
@@ -57,7 +57,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def _winner(**changes: Any) -> Any:
-    cubin = compile_cubin(render(KERNEL, PROBLEM, CONFIG, SM90), SM90)
+    cubin = compile_cubin(render(KERNEL, PROBLEM, CONFIG, Target.of(SM90)), SM90)
     fields = {"config": fields_of(CONFIG), "cubin": cubin, "stale": False, "source": "user", "provenance": "measured"}
     return SimpleNamespace(**fields | changes)
 
@@ -70,7 +70,7 @@ def test_the_winner_is_loaded_as_it_was_stored(resolve: Any) -> None:
 
 def test_without_a_winner_the_default_is_compiled(resolve: Any) -> None:
     found = resolve()
-    assert found.config == KERNEL.default_config(PROBLEM, SM90)
+    assert found.config == KERNEL.default_config(PROBLEM, Target.of(SM90))
     assert found.source == "default configuration"
 
 
@@ -78,7 +78,7 @@ def test_without_a_winner_the_default_is_compiled(resolve: Any) -> None:
 def test_a_configuration_without_its_code_is_compiled(resolve: Any, changes: dict[str, Any]) -> None:
     found = resolve(_winner(**changes))
     assert found.config == CONFIG
-    assert found.image == compile_cubin(render(KERNEL, PROBLEM, CONFIG, SM90), SM90).image
+    assert found.image == compile_cubin(render(KERNEL, PROBLEM, CONFIG, Target.of(SM90)), SM90).image
 
 
 def test_code_that_the_driver_refuses_is_compiled_anew(resolve: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -101,5 +101,5 @@ def test_a_configuration_that_cannot_run_gives_way(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         found = resolve(_winner(config=config))
-    assert found.config == KERNEL.default_config(PROBLEM, SM90)
+    assert found.config == KERNEL.default_config(PROBLEM, Target.of(SM90))
     assert "using the default" in caplog.text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kerngen.arch import ARCHES, Device
+from kerngen.arch import ARCHES, Device, Target
 from kerngen.compile import elf_resources
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, default_stores, lookup
@@ -42,8 +42,8 @@ def test_a_run_finds_what_was_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path:
     kernel = find_kernel("w4a16_gemm")
     problem = kernel.problem_type(n=43008, k=5376)
     h200 = Device("H200", "sm90", 132, 4814.0, 139.8, 62914560, 1980, 1070.0, "probed")
-    winner = lookup(default_stores(), kernel, problem, ARCHES["sm90"], h200)
+    winner = lookup(default_stores(), kernel, problem, Target.of(h200))
     assert winner is not None
     assert winner.provenance == "measured"
     assert winner.source.startswith("prebuilt sm90-gemma-4-31b")
-    assert kernel.why_invalid(problem, kernel.config_type(**winner.config), ARCHES["sm90"]) is None
+    assert kernel.why_invalid(problem, kernel.config_type(**winner.config), Target.of(ARCHES["sm90"])) is None

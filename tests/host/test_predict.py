@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerngen.arch import ARCHES, DEVICES, default_device, find_arch
+from kerngen.arch import ARCHES, DEVICES, Target, default_device, find_arch
 from kerngen.compile import Resources
 from kerngen.plan import lower_bound_us
 from kerngen.predict import MODEL, occupancy, predict
@@ -62,22 +62,20 @@ def test_worse_means_are_never_faster(tokens: int, threads: int, vecs: int, regi
     problem, config = _embed(tokens, threads, vecs)
 
     def us(registers: int = registers, spill: int = 0, device: object = device) -> float:
-        return predict(EMBED, problem, config, a, device, _resources(registers, spill)).latency_us  # type: ignore[arg-type]
+        return predict(EMBED, problem, config, Target.of(device), _resources(registers, spill)).latency_us  # type: ignore[arg-type]
 
     assert us(registers=min(registers + 32, 255)) >= us()
     assert us(spill=64) > us()
     assert us(device=replace(device, mem_gbps=device.mem_gbps / 2)) >= us()
     assert us(device=replace(device, clock_mhz=device.clock_mhz // 2)) >= us()
-    assert us() >= lower_bound_us(EMBED, problem, config, a, device)
+    assert us() >= lower_bound_us(EMBED, problem, config, Target.of(device))
 
 
 def test_more_work_takes_longer_and_memory_is_the_limit() -> None:
     a = find_arch("sm70")
-    times = [
-        predict(EMBED, *_embed(t), a, default_device(a), _resources()).latency_us for t in (1, 64, 512, 4096, 32768)
-    ]
+    times = [predict(EMBED, *_embed(t), Target.of(a), _resources()).latency_us for t in (1, 64, 512, 4096, 32768)]
     assert times == sorted(times)
-    large = predict(EMBED, *_embed(32768), a, default_device(a), _resources())
+    large = predict(EMBED, *_embed(32768), Target.of(a), _resources())
     assert large.bound == "memory"
     assert 0.8 * 900 < large.gbps < 900, "a long copy should come close to the V100's 900 GB/s"
 
@@ -85,8 +83,8 @@ def test_more_work_takes_longer_and_memory_is_the_limit() -> None:
 def test_large_gemm_is_bound_by_the_tensor_cores() -> None:
     a = find_arch("sm80")
     problem = GEMM.problem_type(n=16384, k=5376, num_tokens=4096)
-    config = GEMM.default_config(problem, a)
-    found = predict(GEMM, problem, config, a, default_device(a))
+    config = GEMM.default_config(problem, Target.of(a))
+    found = predict(GEMM, problem, config, Target.of(a))
     assert found.bound == "tensor"
     assert 150 < found.tflops < 312, "an A100 has 312 TFLOP/s"
 
@@ -94,9 +92,8 @@ def test_large_gemm_is_bound_by_the_tensor_cores() -> None:
 @pytest.mark.parametrize("device", list(DEVICES))
 def test_every_profile_predicts_and_repeats(device: str) -> None:
     d = DEVICES[device]
-    arch = find_arch(d.arch)
     problem, config = _embed(64)
-    first, second = (predict(EMBED, problem, config, arch, d, _resources()) for _ in range(2))
+    first, second = (predict(EMBED, problem, config, Target.of(d), _resources()) for _ in range(2))
     assert first == second
     assert first.model == MODEL
     assert 1.0 < first.latency_us < 20.0

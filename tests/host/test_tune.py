@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from toy import toy_kernels
 
-from kerngen.arch import Arch, default_device, find_arch
+from kerngen.arch import Arch, Target, default_device, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.compile import compile_cubin
 from kerngen.measuring import Observed
@@ -40,7 +40,7 @@ def tune(tmp_path: Path, scale: Kernel) -> Callable[..., Report]:
         items = [Item("scale", scale.problem_type(num_tokens=t)) for t in tokens]
         cache = CompileCache(tmp_path / "cache")
         with Store.open(tmp_path / f"{db}.db") as store, CachedCompiler(jobs, cache) as compiler:
-            return Tuner(arch, default_device(arch), store, compiler, **how).run(items)
+            return Tuner(Target.of(arch), store, compiler, **how).run(items)
 
     return run
 
@@ -53,10 +53,10 @@ def test_the_winner_is_the_best_of_the_whole_space(tune: Callable[..., Report], 
     report = tune((1, 4096), trials=100)
     for result in report.results:
         problem, best = result.item.problem, float("inf")
-        for config in candidates(scale, problem, SM70).valid:
+        for config in candidates(scale, problem, Target.of(SM70)).valid:
             if config.flavour != "broken":
-                entries = compile_cubin(render(scale, problem, config, SM70), SM70).entries
-                best = min(best, predict(scale, problem, config, SM70, V100, entries).latency_us)
+                entries = compile_cubin(render(scale, problem, config, Target.of(SM70)), SM70).entries
+                best = min(best, predict(scale, problem, config, Target.of(V100), entries).latency_us)
         assert result.winner is not None
         assert result.winner.provenance == "predicted"
         assert result.winner.latency_us == pytest.approx(best, rel=0.006), "beaten by more than a prediction's noise"
@@ -134,7 +134,7 @@ def test_the_time_budget_leaves_an_answer_for_every_problem(tune: Callable[..., 
 def test_what_cannot_be_tuned_says_why(tune: Callable[..., Report], scale: Kernel, tmp_path: Path) -> None:
     items = [Item("scale", scale.problem_type(width=7)), Item("scale", scale.problem_type())]
     with Store.open(tmp_path / "b.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
-        report = Tuner(SM70, V100, store, compiler, trials=2).run(items)
+        report = Tuner(Target.of(V100), store, compiler, trials=2).run(items)
     refused = next(r for r in report.results if r.item.problem.width == 7)
     assert refused.winner is None
     assert "pad it to 8" in refused.note
@@ -193,8 +193,8 @@ def test_a_measured_winner_outranks_a_predicted_one(tune: Callable[..., Report])
 
 def _search(scale: Kernel, trials: int, seed: int = 1) -> Search:
     problem = scale.problem_type(num_tokens=64)
-    found = candidates(scale, problem, SM70)
-    return Search(scale, problem, SM70, V100, found, trials=trials, seed=seed, measured=True)
+    found = candidates(scale, problem, Target.of(SM70))
+    return Search(scale, problem, Target.of(V100), found, trials=trials, seed=seed, measured=True)
 
 
 def _outcome(config: Any) -> Outcome:
@@ -255,18 +255,18 @@ def test_neighbours_winners_come_first(scale: Kernel) -> None:
 
 
 def test_refusals_are_counted_with_an_example(scale: Kernel) -> None:
-    found = candidates(scale, scale.problem_type(width=128), SM70)
+    found = candidates(scale, scale.problem_type(width=128), Target.of(SM70))
     reasons = {r.reason: r.count for r in found.refusals}
     assert reasons["threads=2048; at most 1024 a block"] == 9
     assert sum(reasons.values()) + len(found.valid) == found.space_size == 45
     assert all(any(ch.isdigit() for ch in reason) for reason in reasons)
-    narrow = candidates(scale, scale.problem_type(width=32), SM70)
+    narrow = candidates(scale, scale.problem_type(width=32), Target.of(SM70))
     assert len(narrow.valid) < len(found.valid), "an enumeration must not be shared where width differs"
 
 
 def test_a_dry_run_compiles_no_candidate(scale: Kernel) -> None:
     items = [Item("scale", scale.problem_type(num_tokens=t)) for t in (1, 2)]
-    plan = dry_run([*items, Item("scale", scale.problem_type(width=7))], SM70, V100, trials=5, jobs=2)
+    plan = dry_run([*items, Item("scale", scale.problem_type(width=7))], Target.of(V100), trials=5, jobs=2)
     (row,) = plan.kernels
     assert (row.num_problems, row.num_trials) == (2, 10)
     assert 5 <= row.num_compiles <= 10
@@ -277,7 +277,8 @@ def test_a_cubin_of_another_arch_is_noticed(scale: Kernel) -> None:
     problem = scale.problem_type()
     for arch in ("sm75", "sm90", "sm120"):
         a = find_arch(arch)
-        image = compile_cubin(render(scale, problem, scale.default_config(problem, a), a), a).image
+        t = Target.of(a)
+        image = compile_cubin(render(scale, problem, scale.default_config(problem, t), t), a).image
         assert why_not_cubin(image, a) is None
         assert f"not {SM70}" in (why_not_cubin(image, SM70) or "")
     assert "ELF" in (why_not_cubin(b"PTX", SM70) or "")

@@ -22,7 +22,7 @@ from sqlalchemy import CheckConstraint, create_engine, inspect, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
-from kerngen.arch import find_arch, find_device
+from kerngen.arch import Target, find_arch, find_device
 from kerngen.compile import Cubin, Ptx, Resources, cache_key, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, SchemaTooNew, UsageError
 from kerngen.tuning_db import Measurement, ProblemKey, Store, migrate, schema
@@ -304,7 +304,7 @@ def test_winners_are_recomputed(any_store: Store) -> None:
     builds = [add_build(any_store, n) for n in range(3)]
     for n, us in enumerate((20.0, 10.0, 15.0)):
         any_store.add_measurement(measured(builds[n], n, us))
-    (w,) = any_store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    (w,) = any_store.recompute_winners("toy", key_of().static_key, Target.of(H200))
     assert (w.config, w.latency_us, w.provenance, w.build_id) == ({"block_n": 1}, 10.0, "measured", builds[1])
     assert w.margin == pytest.approx(0.5)
     assert "fastest of 3 measured" in w.reason
@@ -313,11 +313,11 @@ def test_winners_are_recomputed(any_store: Store) -> None:
     assert any_store.winners("toy", device=H100) == []
 
     any_store.revoke(builds[1], "reads past the page table")
-    (w,) = any_store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    (w,) = any_store.recompute_winners("toy", key_of().static_key, Target.of(H200))
     assert w.config == {"block_n": 2}
     for build in builds:
         any_store.revoke(build, "all of them")
-    assert any_store.recompute_winners("toy", key_of().static_key, SM90, H200) == any_store.winners() == []
+    assert any_store.recompute_winners("toy", key_of().static_key, Target.of(H200)) == any_store.winners() == []
 
 
 def test_recomputing_touches_one_device_and_every_point(any_store: Store) -> None:
@@ -326,7 +326,7 @@ def test_recomputing_touches_one_device_and_every_point(any_store: Store) -> Non
         for device in (H100, H200):
             any_store.add_measurement(measured(build, 0, 5.0, problem=key_of(dynamic), device=device))
     for device in (H100, H200):
-        found = any_store.recompute_winners("toy", key_of().static_key, SM90, device)
+        found = any_store.recompute_winners("toy", key_of().static_key, Target.of(device))
         assert [(w.problem.dynamic, w.device.name) for w in found] == [(1, device.name), (64, device.name)]
     assert len(any_store.winners()) == 4
 
@@ -336,10 +336,10 @@ def test_a_wrong_result_anywhere_bars_the_source(any_store: Store) -> None:
     any_store.add_measurements([measured(fast, 1, 10.0), measured(slow, 2, 20.0)])
     wrong = measured(fast, 1, None, problem=key_of(4096), device=H100, outcome="wrong_result", reason="off by 3")
     id = any_store.add_measurement(wrong)
-    (w,) = any_store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    (w,) = any_store.recompute_winners("toy", key_of().static_key, Target.of(H200))
     assert w.build_id == slow
     any_store.revoke(id, "the reference was wrong")
-    (w,) = any_store.recompute_winners("toy", key_of().static_key, SM90, H200)
+    (w,) = any_store.recompute_winners("toy", key_of().static_key, Target.of(H200))
     assert w.build_id == fast
 
 
@@ -370,7 +370,7 @@ def test_a_union_does_not_depend_on_order(tmp_path: Path) -> None:
         with Store.open(path) as s:
             for other in order:
                 _union(path, other)
-            (w,) = s.recompute_winners("toy", key_of().static_key, SM90, H200)
+            (w,) = s.recompute_winners("toy", key_of().static_key, Target.of(H200))
             answers.append((w, {o.id for o in s.measurements()}))
     assert answers[0] == (replace(answers[1][0], source=str(ab)), answers[1][1])
     assert len(answers[0][1]) == 8 + 6, "predictions of both are one"

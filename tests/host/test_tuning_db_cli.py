@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from test_tuning_db import H200, add_build, key_of, measured, predicted
 
-from kerngen.arch import find_arch
+from kerngen.arch import Target, find_arch
 from kerngen.cli.db import db
 from kerngen.compile import compile_cubin
 from kerngen.errors import TuningMiss, UnknownName, UsageError
@@ -40,7 +40,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             reason = f"needs {need:,} B of shared memory"
             store.add_measurement(measured(None, 9, None, outcome="invalid", reason=reason))
         store.add_measurement(predicted(builds[2], 2, 7.0, problem=key_of(128)))
-        store.recompute_winners("toy", key_of().static_key, SM90, H200)
+        store.recompute_winners("toy", key_of().static_key, Target.of(H200))
     monkeypatch.setenv("KERNGEN_DB", str(path))
     monkeypatch.setattr("kerngen.tuning_db.resolve.PREBUILT", tmp_path / "none")
     return path
@@ -117,15 +117,15 @@ def tune_rmsnorm(path: Path, fields: str) -> None:
     """One predicted winner of a kernel that is installed, compiled here."""
     kernel = find_kernel("rmsnorm")
     problem: Any = parse_fields(kernel.problem_type, fields)
-    config = kernel.default_config(problem, SM90)
-    source = render(kernel, problem, config, SM90)
+    config = kernel.default_config(problem, Target.of(SM90))
+    source = render(kernel, problem, config, Target.of(SM90))
     key, chosen = problem_key(kernel, problem), fields_of(config)
     with Store.open(path) as store:
         build = store.add_build(compile_cubin(source, SM90), kernel.name, source, chosen, static_fields(problem))
         store.add_measurement(
             Measurement(key, "sm90", H200, chosen, build, "ok", "predicted", model="roofline-1", p50_us=3.5)
         )
-        store.recompute_winners(kernel, key.static_key, SM90, H200)
+        store.recompute_winners(kernel, key.static_key, Target.of(H200))
 
 
 def test_a_kernel_and_its_problem(path: Path) -> None:

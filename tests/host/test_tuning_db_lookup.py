@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from test_tuning_db import H100, H200, OPTIONS, damage
 
-from kerngen.arch import Arch, Device, find_arch, find_device
+from kerngen.arch import Arch, Device, Target, find_arch, find_device
 from kerngen.compile import Cubin, Resources, cache_key
 from kerngen.errors import ProblemError, TuningMiss
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
@@ -58,7 +58,7 @@ def fake_render(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> str:
 
 @pytest.fixture(autouse=True)
 def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.tuning_db.freshness.render", fake_render)
+    monkeypatch.setattr("kerngen.tuning_db.freshness.source_of", fake_render)
 
 
 @pytest.fixture
@@ -99,12 +99,12 @@ def record(
     store.add_measurement(
         Measurement(filed, arch.name, device, fields_of(config), build, "ok", provenance, p50_us=us, **said)
     )
-    store.recompute_winners(kernel, filed.static_key, arch, device)
+    store.recompute_winners(kernel, filed.static_key, Target(arch, device))
     return build
 
 
 def ask(stores: list[Store], kernel: Kernel, problem: Problem = Problem(), device: Device = H200) -> Winner | None:
-    return lookup(stores, kernel, problem, SM90, device)
+    return lookup(stores, kernel, problem, Target.of(device))
 
 
 def test_a_hit_brings_its_cubin_and_says_who_spoke(stores: list[Store], kernel: Kernel) -> None:
@@ -151,7 +151,7 @@ def test_another_arch_never_answers(stores: list[Store], kernel: Kernel) -> None
     record(stores[1], kernel, 32, 10.0, arch=find_arch("sm80"), device=find_device("A100"))
     record(stores[1], kernel, 32, 10.0, arch=find_arch("sm80"), device=H200)  # sm80's body on an H200
     assert ask(stores, kernel) is None
-    assert lookup(stores, kernel, Problem(), find_arch("sm80"), find_device("RTX3090")) is not None
+    assert lookup(stores, kernel, Problem(), Target(find_arch("sm80"), find_device("RTX3090"))) is not None
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_store_that_breaks_is_skipped(stores: list[Store], kernel: Kernel, cap
     found = ask(stores, kernel)
     assert found is not None
     assert stores[1].where in caplog.text
-    assert "unreadable" in miss_report(stores, kernel, Problem(head_dim=64), SM90, H200)
+    assert "unreadable" in miss_report(stores, kernel, Problem(head_dim=64), Target.of(H200))
 
 
 def test_revoked_in_one_store_is_revoked_in_all(
@@ -253,7 +253,7 @@ def test_a_miss_names_the_nearest_and_what_differs(stores: list[Store], kernel: 
     record(stores[1], kernel, 32, 10.0, problem=Problem(head_dim=256))
     record(stores[1], kernel, 32, 10.0, problem=Problem(head_dim=512, batch=1))
     with pytest.raises(TuningMiss) as caught:
-        lookup(stores, kernel, Problem(head_dim=128), SM90, H200, strict=True)
+        lookup(stores, kernel, Problem(head_dim=128), Target.of(H200), strict=True)
     text = str(caught.value)
     assert "no record for toy[head_dim=128 batch=8 num_tokens=64] on sm90 (H200)" in text
     assert "user (2 of toy)" in text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kerngen.arch import ARCHES, find_arch
+from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import ProblemError
 from kerngen.templates.w4a16_gemm import cases, reference, spec
 from kerngen.templates.w4a16_gemm.pack import dequantize, pack, unpack
@@ -100,10 +100,10 @@ def test_problems_that_contradict_themselves_say_which_figure(fields: dict[str, 
 
 @pytest.mark.parametrize("name", ["sm70", "sm75"])
 def test_bf16_before_sm80_is_refused_and_names_fp16(name: str) -> None:
-    why = spec.why_unsupported(Problem(64, 128, 32, "bf16"), find_arch(name))
+    why = spec.why_unsupported(Problem(64, 128, 32, "bf16"), Target.of(find_arch(name)))
     assert why is not None
     assert "fp16" in why
-    assert spec.why_unsupported(Problem(64, 128, 32, "fp16"), find_arch(name)) is None
+    assert spec.why_unsupported(Problem(64, 128, 32, "fp16"), Target.of(find_arch(name))) is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_bf16_before_sm80_is_refused_and_names_fp16(name: str) -> None:
     ],
 )
 def test_refusals_hold_the_numbers(arch: str, config: Config, needles: tuple[str, ...]) -> None:
-    why = spec.why_invalid(Problem(5376, 21504, 32, "fp16", 64), config, find_arch(arch))
+    why = spec.why_invalid(Problem(5376, 21504, 32, "fp16", 64), config, Target.of(find_arch(arch)))
     assert why is not None
     for needle in needles:
         assert needle in why
@@ -136,9 +136,9 @@ def test_every_shape_has_a_default(arch: object, num_tokens: int) -> None:
         (43008, 5376, 128),
     ]:
         problem = Problem(n, k, group, "fp16", num_tokens)
-        config = spec.default_config(problem, arch)  # type: ignore[arg-type]
-        assert spec.why_invalid(problem, config, arch) is None  # type: ignore[arg-type]
-        (launch,) = spec.launches(problem, config, arch)  # type: ignore[arg-type]
+        config = spec.default_config(problem, Target.of(arch))  # type: ignore[arg-type]
+        assert spec.why_invalid(problem, config, Target.of(arch)) is None  # type: ignore[arg-type]
+        (launch,) = spec.launches(problem, config, Target.of(arch))  # type: ignore[arg-type]
         assert launch.grid[0] >= 1
 
 
@@ -166,9 +166,9 @@ def test_counters_lie_at_the_same_place_for_every_number_of_tokens() -> None:
     """One Function's workspace sees small and large M in turn, and must not read old sums as counts."""
     arch = find_arch("sm90")
     few = Problem(256, 384, 32, "bf16", 1)
-    config = spec.default_config(few, arch)
+    config = spec.default_config(few, Target.of(arch))
     for problem in (few, dataclasses.replace(few, num_tokens=200)):
-        blocks = spec.num_blocks(problem, config, arch)
+        blocks = spec.num_blocks(problem, config, Target.of(arch))
         assert blocks <= spec.MAX_BLOCKS
         sums = blocks * 2 * config.block_m * config.block_n * 4
-        assert spec.workspace_bytes(problem, config, arch) - sums == 4 * spec.MAX_BLOCKS
+        assert spec.workspace_bytes(problem, config, Target.of(arch)) - sums == 4 * spec.MAX_BLOCKS

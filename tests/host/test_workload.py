@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kerngen.arch import ARCHES, find_arch
+from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import CheckpointError, KerngenError, UnknownName, UsageError
 from kerngen.templates import find_kernel
 from kerngen.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, find_model, find_workload, workload
@@ -41,12 +41,12 @@ def test_every_problem_is_supported_and_has_a_default(model: str, arch: str) -> 
     assert len({(i.kernel, i.problem) for i in load.items}) == len(load.items), "a problem is listed twice"
     for item in load.items:
         kernel = find_kernel(item.kernel)
-        assert kernel.why_unsupported(item.problem, a) is None
+        assert kernel.why_unsupported(item.problem, Target.of(a)) is None
         assert item.problem.dtype == ("bf16" if a.has_bf16 else "fp16")
         assert item.uses
     for item in {i.kernel: i for i in load.items}.values():
         kernel = find_kernel(item.kernel)
-        assert kernel.why_invalid(item.problem, kernel.default_config(item.problem, a), a) is None
+        assert kernel.why_invalid(item.problem, kernel.default_config(item.problem, Target.of(a)), Target.of(a)) is None
 
 
 def test_only_the_mixture_of_experts_routes() -> None:

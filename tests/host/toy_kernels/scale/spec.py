@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Arch
-from kerngen.templates.kernel import Arg, Cost, Launch, Traffic
+from kerngen.arch import Target
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,15 @@ class Config:
 
 SPACE = {"threads": (32, 64, 128, 256, 2048), "vectors": (1, 2, 4), "flavour": ("plain", "broken", "spilling")}
 ARGS = {"scale": (Arg("out", "ptr"), Arg("x", "ptr"), Arg("num_tokens", "i32"))}
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out",)
 
 
-def body(problem: Problem, config: Config, arch: Arch) -> str:
-    return "kernel.cu.jinja"
-
-
-def why_unsupported(problem: Problem, arch: Arch) -> str | None:
+def why_unsupported(problem: Problem, target: Target) -> str | None:
     return "width=7 is odd; pad it to 8" if problem.width == 7 else None
 
 
-def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.threads > 1024:
         return f"threads={config.threads}; at most 1024 a block"
     if config.vectors * config.threads > problem.width:
@@ -46,15 +43,15 @@ def why_invalid(problem: Problem, config: Config, arch: Arch) -> str | None:
     return None
 
 
-def default_config(problem: Problem, arch: Arch) -> Config:
+def default_config(problem: Problem, target: Target) -> Config:
     return Config(32)
 
 
-def smem_bytes(problem: Problem, config: Config, arch: Arch) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     return 0
 
 
-def launches(problem: Problem, config: Config, arch: Arch) -> tuple[Launch, ...]:
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     blocks = -(-problem.num_tokens * problem.width // (config.threads * config.vectors))
     return (Launch("scale", (blocks, 1, 1), (config.threads, 1, 1), 0),)
 
@@ -63,6 +60,6 @@ def cost(problem: Problem) -> Cost:
     return Cost(8 * problem.num_tokens * problem.width, problem.num_tokens * problem.width)
 
 
-def traffic(problem: Problem, config: Config, arch: Arch) -> Traffic:
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     ops = 8 * problem.num_tokens * problem.width
     return Traffic(cost(problem).bytes, 0, cuda_ops=ops, bytes_in_flight=4 * config.threads * config.vectors)

@@ -287,8 +287,6 @@ def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfi
     ple = text.integer("hidden_size_per_layer_input", default=0, low=0)
     cap = None if is_drafter else text.get("final_logit_softcapping")  # a drafter's head has none
     head_dims = {layer.kind: layer.head_dim for layer in layers}
-    if odd := [layer for layer in layers if layer.head_dim != head_dims[layer.kind]]:
-        raise text.error(f"layer {odd[0].index} has head_dim {odd[0].head_dim}; others of its type {head_dims}")
     return ModelConfig(
         vocab_size=text.integer("vocab_size"),
         hidden_size=hidden,
@@ -342,17 +340,19 @@ def _layers(
     text: _Fields, sliding: list[bool], num_heads: int, first_shared: int, *, is_drafter: bool
 ) -> tuple[LayerConfig, ...]:
     """Every layer's shape. `first_shared`: the first layer that owns no cache."""
-    head_dim, kv_heads = text.integer("head_dim"), text.integer("num_key_value_heads")
+    k_eq_v = text.flag("attention_k_eq_v", False)
+    heads = _heads(text, sliding, k_eq_v)
     window = text.integer("sliding_window") if any(sliding) else 0
     intermediate = text.integer("intermediate_size")
     double = text.flag("use_double_wide_mlp", False)
-    k_eq_v = text.flag("attention_k_eq_v", False)
-    overrides = text.section("per_layer_config").values if text.values.get("per_layer_config") else None
     layers: list[LayerConfig] = []
     for i, is_sliding in enumerate(sliding):
-        dim, nkv = head_dim, kv_heads
-        if not is_sliding:
-            dim, nkv = _full_layer_heads(text, overrides, i, k_eq_v, kv_heads)
+        dim, nkv = heads[i]
+        if heads[i] != heads[same := sliding.index(is_sliding)]:
+            raise text.error(
+                f"layer {i} has head_dim {dim} and {nkv} KV heads, layer {same} {heads[same][0]} and {heads[same][1]}; "
+                f"layers of one type ({'sliding' if is_sliding else 'full'}_attention) must agree"
+            )
         if num_heads % nkv:
             raise text.error(f"layer {i}: {num_heads} query heads do not split over {nkv} KV heads")
         if dim % 2:
@@ -378,15 +378,50 @@ def _layers(
     return tuple(layers)
 
 
-def _full_layer_heads(
-    text: _Fields, overrides: dict[str, Any] | None, index: int, k_eq_v: bool, kv_heads: int
-) -> tuple[int, int]:
-    """head_dim and KV heads of a full-attention layer, from the flat keys or from per_layer_config."""
-    if overrides is not None:
-        layer = _Fields(overrides, f"{text.where}: per_layer_config").section(str(index))
-        return layer.integer("head_dim"), layer.integer("num_key_value_heads", default=kv_heads)
-    dim = text.integer("global_head_dim")
-    return dim, text.integer("num_global_key_value_heads", default=kv_heads) if k_eq_v else kv_heads
+def _heads(text: _Fields, sliding: list[bool], k_eq_v: bool) -> list[tuple[int, int]]:
+    """head_dim and KV heads of every layer: as per_layer_config says, or the flat keys where there is none.
+
+    The flat keys (global_head_dim, num_global_key_value_heads) are how the models were released. transformers from 5.20
+    on writes per_layer_config in their place, and then reads nothing else.
+    """
+    dim, kv_heads = text.integer("head_dim"), text.integer("num_key_value_heads")
+    if "per_layer_config" in text.values:
+        heads = [(dim, kv_heads)] * len(sliding)
+        for i, layer in _layer_overrides(text, len(sliding)).items():
+            heads[i] = (
+                layer.integer("head_dim") if "head_dim" in layer.values else dim,
+                layer.integer("num_key_value_heads") if "num_key_value_heads" in layer.values else kv_heads,
+            )
+        return heads
+    full = text.integer("global_head_dim"), kv_heads
+    if k_eq_v:
+        full = full[0], text.integer("num_global_key_value_heads", default=kv_heads)
+    return [(dim, kv_heads) if is_sliding else full for is_sliding in sliding]
+
+
+def _layer_overrides(text: _Fields, num_layers: int) -> dict[int, _Fields]:
+    """per_layer_config by layer. What a layer, or the whole object, does not name has its global value.
+
+    Keys are layer numbers, zero-padded to one width ("05"); transformers leaves out what equals the global value.
+    Source: its integrations/heterogeneity/configuration_utils.py.
+    """
+    if text.values["per_layer_config"] is None:
+        return {}
+    found: dict[int, _Fields] = {}
+    section = text.section("per_layer_config")
+    for key in section.values:
+        layer = section.section(key)
+        index = int(key) if key.isascii() and key.isdecimal() and len(key) <= 9 else num_layers
+        if index >= num_layers:
+            raise section.error(f"{key[:80]!r} is not a layer; num_hidden_layers is {num_layers}")
+        if index in found:
+            raise section.error(f"layer {index} is there twice")
+        for name, value in layer.values.items():
+            is_global = value == ([] if name == "skip" else text.values.get(name))
+            if name not in ("head_dim", "num_key_value_heads") and not is_global:
+                raise layer.error(f"{name} differs from the model's; only head_dim and num_key_value_heads may")
+        found[index] = layer
+    return found
 
 
 def _rope(text: _Fields, kind: str, head_dim: int) -> RopeConfig:

@@ -7,11 +7,12 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_gemma import BASE, make_assistant, make_target
+from tiny_gemma import BASE, F, S, make_assistant, make_target
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kerngen.errors import CheckpointError, DeviceError
@@ -165,6 +166,20 @@ def test_run_json_holds_what_was_streamed(kerngen: Terminal, folder: Path) -> No
     sampled = ("--temperature", 1, "--top-k", 20, "--top-p", 0.9, "--seed")
     one, two, three = (json.loads(kerngen(*common, "--json", *sampled, s).out)["tokens"] for s in (3, 3, 4))
     assert one == two != three
+
+
+def test_run_reads_what_transformers_saves(kerngen: Terminal, tmp_path: Path) -> None:
+    """Twelve layers, so that per_layer_config has the key "05", with KV heads that differ and ones that do not."""
+    layers: dict[str, Any] = {"num_hidden_layers": 12, "layer_types": [S, S, S, S, S, F] * 2}
+    for name, more in (("heads", {}), ("no heads", {"num_key_value_heads": 1})):
+        hf = make_target(tmp_path / name, "k_eq_v", **layers, **more)
+        hf.save_pretrained(tmp_path / f"{name} again")
+        texts = []
+        for folder in (tmp_path / name, tmp_path / f"{name} again"):
+            write_tokenizer(folder)
+            texts.append(kerngen("run", folder, "--prompt", "hello", "--max-new-tokens", 8, "--device", "cpu").out)
+        assert "per_layer_config" in (tmp_path / f"{name} again" / "config.json").read_text()
+        assert texts[0] == texts[1]
 
 
 def test_the_drafter_is_found_beside_its_target(tmp_path: Path) -> None:

@@ -86,5 +86,5 @@ class Drafter:
         scores = self.ops.linear(y, centroids.centroids)
         picked = scores.topk(self.config.centroid_top_k, dim=-1).indices
         ids = centroids.token_ids[picked].flatten(1)
-        rows = self.weights.embed[ids]  # [B, n, d]
+        rows = self.weights.head.weight[ids]  # [B, n, d]
         return ids, (rows @ y[:, :, None]).squeeze(-1).float()

@@ -124,19 +124,23 @@ class _Source:
         return weights if self.is_dry else self.ops.prepare(weights)
 
     def head(self, embed: Tensor) -> Linear:
-        """lm_head. Tied models may store a copy of the table (the W4A16 releases do): it is compared and dropped."""
+        """lm_head. Tied models may store it too (the W4A16 releases do): a copy of the table shares its memory, a head
+        with other values is used and warned of, as transformers does.
+        """
         config, checkpoint = self.config, self.checkpoint
+        stored = [("lm_head", config.vocab_size)]
         if not config.tied or is_packed(checkpoint, config.quant, "lm_head"):
-            return self.linear([("lm_head", config.vocab_size)], config.hidden_size)
+            return self.linear(stored, config.hidden_size)
         if "lm_head.weight" in checkpoint:
             self.used.add("lm_head.weight")
             checkpoint.require("lm_head.weight", (config.vocab_size, config.hidden_size), FLOATS)
             if not self.is_dry and not _same(checkpoint.tensor("lm_head.weight"), embed):
                 warnings.warn(
-                    f"{checkpoint.folder}: lm_head.weight differs from embed_tokens.weight, which is used for both "
-                    "because config.json says tie_word_embeddings",
+                    f"{checkpoint.folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
+                    "embed_tokens.weight; both are used as they are stored",
                     stacklevel=2,
                 )
+                return self.linear(stored, config.hidden_size)
         return DenseLinear(embed) if self.is_dry else self.ops.prepare(DenseLinear(embed))
 
     def experts(self, name: str) -> tuple[Tensor, Tensor]:
@@ -277,7 +281,9 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
     """Everything the assistant needs, asked of `source` tensor by tensor."""
     text = config.text
     hidden, vocab, count = text.hidden_size, text.vocab_size, config.num_centroids
-    embed = source.tensor("model.embed_tokens.weight", vocab, hidden)
+    head = source.head(source.tensor("model.embed_tokens.weight", vocab, hidden))
+    if not isinstance(head, DenseLinear):
+        raise TypeError("a drafter's head is dense: its rows are gathered by centroid")
     centroids = None
     if count:
         ids = source.tensor("masked_embedding.token_ordering", vocab, dtype=torch.int64)
@@ -288,10 +294,9 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
             token_ids=ids.view(count, vocab // count),
         )
     return DrafterWeights(
-        embed=embed,
         layers=tuple(_layer(source, f"model.layers.{layer.index}", layer) for layer in text.layers),
         norm=source.tensor("model.norm.weight", hidden),
-        head=source.head(embed),
+        head=head,
         pre=source.linear([("pre_projection", hidden)], 2 * config.backbone_hidden_size),
         post=source.linear([("post_projection", config.backbone_hidden_size)], hidden),
         centroids=centroids,

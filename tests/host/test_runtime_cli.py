@@ -197,14 +197,23 @@ def test_the_drafter_is_found_beside_its_target(tmp_path: Path) -> None:
 
 
 def test_run_says_so_when_the_stored_head_is_not_the_table(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0)  # the likeliest token is the next one
+    save_file(tensors, tmp_path / "model.safetensors")
+    common = ("--prompt", "x", "--device", "cpu", "--max-new-tokens", 1, "--json")
+    said = kerngen("run", tmp_path, *common)
+    assert said.err.startswith(f"warning: {tmp_path}: config.json says tie_word_embeddings, but lm_head.weight differs")
+    vocab = BASE["vocab_size"]
+    (plain,) = json.loads(kerngen("run", folder, *common).out)["tokens"]
+    assert json.loads(said.out)["tokens"] == [(plain + 1) % vocab]
+
+
+def copy(folder: Path, to: Path) -> None:
+    """The files of a checkpoint, without its drafter."""
     for file in folder.iterdir():
         if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", "--max-new-tokens", 2)
-    assert said.err.startswith(f"warning: {tmp_path}: lm_head.weight differs")
+            (to / file.name).write_bytes(file.read_bytes())
 
 
 def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path) -> None:
@@ -250,9 +259,7 @@ def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, t
 def test_run_on_a_damaged_folder(
     kerngen: Terminal, folder: Path, tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:
-    for file in folder.iterdir():
-        if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+    copy(folder, tmp_path)
     (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
     said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
     assert said.err.startswith("CheckpointError: ")

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_gemma import CPU, hf_logits, load, load_assistant, make_assistant, make_target, prompt
 from torch import Tensor
+from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError, KerngenError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.model import Batch, Gemma4
-from kerngen.runtime.ops import W4Linear
+from kerngen.runtime.ops import DenseLinear, Linear, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.quantized import dequantize
@@ -167,26 +168,40 @@ def test_dead_kv_of_shared_layers_is_ignored(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(load(tmp_path)), hf_logits(hf, PROMPT), atol=1e-4, rtol=0)
 
 
-def test_stored_head_of_a_tied_model_is_compared_and_dropped(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_stored_head_of_a_tied_model_is_used_where_it_differs(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """As in transformers: equal values are one tensor, others are the head although the config says they are tied."""
     expected = logits(load(folder))
     edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert torch.equal(logits(load(folder)), expected)
+    model = load(folder)
+    assert torch.equal(logits(model), expected)
+    assert dense(model.weights.head).data_ptr() == model.weights.embed.data_ptr()
     assert not recwarn.list
-    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
-    with pytest.warns(UserWarning, match=r"lm_head.weight differs"):
-        assert torch.equal(logits(load(folder)), expected)
-
-
-def test_untied_head_is_used(folder: Path) -> None:
-    edit_tensors(folder, lambda t: t.update({"lm_head.weight": -t["model.embed_tokens.weight"]}))
-    expected = -logits(load_ignoring_warning(folder))
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].flip(0) + 0.5}))
+    with pytest.warns(UserWarning, match=r"tie_word_embeddings, but lm_head.weight differs"):
+        model = load(folder)
+    ours = logits(model)
+    torch.testing.assert_close(ours, hf_logits(Gemma4ForCausalLM.from_pretrained(folder), PROMPT), atol=1e-4, rtol=0)
+    assert (ours - expected).abs().max() > 1
     edit_config(folder, lambda c: c.update(tie_word_embeddings=False))
-    torch.testing.assert_close(logits(load(folder)), expected)
+    assert torch.equal(logits(load(folder)), ours)
 
 
-def load_ignoring_warning(folder: Path) -> Gemma4:
-    with pytest.warns(UserWarning, match=r"differs"):
-        return load(folder)
+def dense(weights: Linear) -> Tensor:
+    assert isinstance(weights, DenseLinear)
+    return weights.weight
+
+
+@pytest.mark.parametrize("num_centroids", [0, 12])
+def test_stored_head_of_a_drafter_is_used_where_it_differs(folder: Path, tmp_path: Path, num_centroids: int) -> None:
+    hf = make_assistant(tmp_path / "assistant", "k_eq_v", num_centroids=num_centroids)
+    head = torch.randn(hf.lm_head.weight.shape, generator=torch.Generator().manual_seed(4))
+    edit_tensors(tmp_path / "assistant", lambda t: t.update({"lm_head.weight": head}))
+    with pytest.warns(UserWarning, match=r"lm_head.weight differs"):
+        drafter = load_assistant(tmp_path / "assistant", load(folder))
+    y = torch.randn(1, hf.hidden_size, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = hf.masked_embedding(y[None], head)[0] if hf.masked_embedding is not None else y @ head.T
+    torch.testing.assert_close(drafter.logits(y), expected)
 
 
 def test_experts_stored_one_by_one(tmp_path: Path) -> None:

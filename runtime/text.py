@@ -41,6 +41,9 @@ class TextCodec:
             raise
         except Exception as e:  # tokenizers raises bare Exception on a malformed file
             raise CheckpointError(f"{path} is not a tokenizer: {e}") from e
+        # Left there by whoever trained the tokenizer; the text is encoded as it is, as transformers does.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.bos_id = bos_id
         self.folder = folder
 

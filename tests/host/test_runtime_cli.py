@@ -88,6 +88,23 @@ def test_bos_stands_at_the_front_exactly_once(codec: TextCodec) -> None:
     assert codec.encode("") == [2]
 
 
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_what_a_tokenizer_cuts_or_pads_is_not_obeyed(
+    kerngen: Terminal, folder: Path, tmp_path: Path, setting: str
+) -> None:
+    copy(folder, tmp_path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if setting == "truncation":
+        tokenizer.enable_truncation(max_length=4)
+    else:
+        tokenizer.enable_padding(length=40, pad_id=0, pad_token="<pad>")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    common = ("--prompt", "abcdefgh", "--no-chat", "--device", "cpu", "--max-new-tokens", 3, "--json")
+    plain, set_ = (json.loads(kerngen("run", place, *common).out) for place in (folder, tmp_path))
+    assert set_["num_prompt_tokens"] == plain["num_prompt_tokens"] == 9
+    assert set_["tokens"] == plain["tokens"]
+
+
 def test_chat_renders_gemmas_turns(codec: TextCodec) -> None:
     text = codec.chat([{"role": "user", "content": " hi "}])
     assert text == "<bos><|turn>user\nhi<turn|>\n<|turn>model\n"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +226,32 @@ def test_run_says_so_when_the_stored_head_is_not_the_table(kerngen: Terminal, fo
     vocab = BASE["vocab_size"]
     (plain,) = json.loads(kerngen("run", folder, *common).out)["tokens"]
     assert json.loads(said.out)["tokens"] == [(plain + 1) % vocab]
+
+
+def test_run_opens_a_file_larger_than_memory(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    """A tower that is not read, twice the size of memory and swap, as a hole in the file."""
+    try:
+        numbers = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    except FileNotFoundError:
+        pytest.skip("only Linux says in /proc/meminfo how much memory there is")
+    size = 2 * 1024 * (int(numbers["MemTotal:"]) + int(numbers["SwapTotal:"]))
+    copy(folder, tmp_path)
+    path = tmp_path / "model.safetensors"
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    header["tower.weight"] = {"dtype": "U8", "shape": [size], "data_offsets": [len(data), len(data) + size]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    try:
+        os.truncate(path, path.stat().st_size + size)
+    except OSError as e:
+        pytest.skip(f"no file of {size:,} B can be made here: {e.strerror}")
+    common = ("--prompt", "hello", "--device", "cpu", "--max-new-tokens", 3)
+    said = kerngen("run", tmp_path, *common)
+    assert said.out == kerngen("run", folder, *common, "--no-draft").out
+    assert "warning" not in said.err
 
 
 def copy(folder: Path, to: Path) -> None:

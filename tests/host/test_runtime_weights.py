@@ -434,6 +434,20 @@ def test_a_drafter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_assistant(tmp_path / "fits", target)
 
 
+def test_a_file_is_mapped_read_only_and_without_a_warning(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("only Linux lists a process's maps")
+    path = folder / "model.safetensors"
+    file = SafetensorsFile(path)
+    lines = [line.split() for line in maps.read_text().splitlines() if line.endswith(str(path))]
+    assert [line[1][:2] for line in lines] == ["r-"]
+    kept = file.tensor(NORM)
+    del file
+    assert torch.equal(kept, load_file(path)[NORM])
+    assert not recwarn.list
+
+
 def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
     tensors = {
         "scalar": torch.tensor(3.5),

@@ -14,6 +14,7 @@ KerngenError                 exit 1
 ├── TuningMiss                        no record serves this problem
 ├── LaunchError                       a kernel could not be loaded or launched
 ├── CheckpointError                   a model folder is incomplete, torn or lies about its sizes
+├── NumericsError                     the model computed NaN or infinity where a number was needed
 └── DeviceError                       no usable GPU, or not the one asked for
 """
 
@@ -94,6 +95,10 @@ class LaunchError(KerngenError):
 
 
 class CheckpointError(KerngenError):
+    pass
+
+
+class NumericsError(KerngenError):
     pass
 
 

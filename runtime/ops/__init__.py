@@ -215,7 +215,10 @@ class Ops(Protocol):
         """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
-        """The index of the largest logit, the lowest one on a tie. Returns [n] int64."""
+        """The index of the largest logit, the lowest one on a tie. Returns [n] int64.
+
+        A row with a NaN, or without a finite logit, gives -1 on the torch backend, on the cuda one some token.
+        """
 
     def ple_inputs(
         self,

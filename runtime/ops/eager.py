@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kerngen.runtime.ops import DenseLinear, KVPages, Linear, Rope, W4Linear
+from kerngen.runtime.sampling import likeliest
 
 
 class TorchOps:
@@ -130,7 +131,7 @@ class TorchOps:
         return logit_cap * torch.tanh(out / logit_cap) if logit_cap > 0 else out
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
-        return self.logits(h, head, logit_cap).argmax(-1)
+        return likeliest(self.logits(h, head, logit_cap))
 
     def ple_inputs(
         self,
@@ -204,6 +205,7 @@ def _attend(q: Tensor, cache: KVPages, table: Tensor, kv_len: int, window: int) 
     if window:
         visible &= key > query - window
     scores = scores.masked_fill(~visible, float("-inf"))
-    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # a query that sees no key: all -inf, hence NaN
+    # A query that sees no key has weights of NaN, all its scores being -inf; any other NaN is the model's and stays.
+    weights = torch.softmax(scores, dim=-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
     out = weights.view(groups, -1, kv_len - first) @ v.transpose(0, 1).float()  # [nkv, g * n, d]
     return out.view(groups, -1, n, dim).permute(2, 0, 1, 3).reshape(n, num_q_heads, dim).to(q.dtype)

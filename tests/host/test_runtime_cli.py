@@ -254,6 +254,38 @@ def test_run_opens_a_file_larger_than_memory(kerngen: Terminal, folder: Path, tm
     assert "warning" not in said.err
 
 
+BROKEN_TENSORS = {
+    "q_proj": "model.layers.2.self_attn.q_proj.weight",
+    "norm": "model.layers.0.input_layernorm.weight",
+    "last norm": "model.norm.weight",
+    "embedding of a token that is not in the prompt": "model.embed_tokens.weight",
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", BROKEN_TENSORS)
+def test_run_ends_where_the_weights_are_no_numbers(
+    kerngen: Terminal, folder: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    copy(folder, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[BROKEN_TENSORS[name]][-1] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    common = ("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
+    for more in ((), ("--temperature", 0.8), ("--temperature", 1, "--top-k", 5, "--top-p", 0.9)):
+        said = kerngen(*common, *more, code=1)
+        assert said.err.startswith("NumericsError: no token can follow 21 tokens: the model computed NaN or infinity")
+        assert "check the checkpoint's weights" in said.err
+        assert said.out == ""
+
+
+def test_run_samples_at_the_smallest_temperature_and_top_p(kerngen: Terminal, folder: Path) -> None:
+    common = ("run", folder, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
+    greedy = kerngen(*common).out
+    for more in (("--temperature", 1e-38), ("--temperature", 1e-46), ("--temperature", 1, "--top-p", 1e-46)):
+        assert kerngen(*common, *more).out == greedy
+
+
 def copy(folder: Path, to: Path) -> None:
     """The files of a checkpoint, without its drafter."""
     for file in folder.iterdir():
@@ -268,6 +300,10 @@ def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path)
 
 
 def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    suppressing = tmp_path / "suppressing"
+    suppressing.mkdir()
+    copy(folder, suppressing)
+    (suppressing / "generation_config.json").write_text(json.dumps({"suppress_tokens": list(range(96))}))
     usage = (
         (("run", tmp_path / "none", "--prompt", "x"), "is not a folder"),
         (("run", folder, "--prompt", ""), "the prompt is empty"),
@@ -278,6 +314,7 @@ def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, t
         (("run", folder / "assistant", "--prompt", "x"), "holds a drafter"),
         (("run", folder, "--prompt", "x", "--max-new-tokens", BASE["max_position_embeddings"]), "the model takes"),
         (("run", folder, "--prompt", "x", "--dtype", "fp8"), "fp8"),
+        (("run", suppressing, "--prompt", "x"), "all 96 tokens are suppressed"),
     )
     for args, message in usage:
         code = 1 if message == "config.json" else 2

@@ -78,7 +78,8 @@ def tune(
     """Find the best configuration of every kernel a model needs, and remember it.
 
     Works without a GPU: configurations are then ranked by the cost model for the arch's device profile, and every
-    record says that it was predicted. A run that was stopped continues where it was.
+    record says that it was predicted. A run that was stopped continues where it was. Exit code 1 if a problem has no
+    winner although its configurations were tried: none compiled, or none gave the right result.
 
     \b
     Example:
@@ -107,6 +108,8 @@ def tune(
         _print(report, load, where)
     if report.interrupted:
         raise KeyboardInterrupt
+    if any(r.winner is None and r.num_tried for r in report.results):
+        raise click.exceptions.Exit(1)
 
 
 def _is_measured(objective: str, arch: Arch, device_name: str | None) -> bool:

@@ -103,7 +103,7 @@ def test_stopped_by_ctrl_c_it_keeps_what_it_has(tmp_path: Path) -> None:
         time.sleep(0.1)
     started.send_signal(signal.SIGINT)
     _, err = started.communicate(timeout=60)
-    assert started.returncode == 1
+    assert started.returncode == 130
     assert "stopped" in err
     assert "Traceback" not in err
     with Store.open(tmp_path / "tuning.db", read_only=True) as store:

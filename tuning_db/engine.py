@@ -34,10 +34,11 @@ _NETWORK = {
     "beegfs",
     "fuse.sshfs",
 }
+_RESTORE = "restore a copy; sqlite3 FILE .recover may save rows"
 _MEANINGS = (
     ("readonly database", "is read-only", "name a place you can write to, with --db or KERNGEN_DB"),
     ("not a database", "is not an SQLite database", "name another with --db or KERNGEN_DB, or move it away"),
-    ("malformed", "is damaged or cut short", "restore a copy; sqlite3 FILE .recover may save rows"),
+    ("malformed", "is damaged or cut short", _RESTORE),
     ("unsupported file format", "is in a format that this SQLite cannot read", None),
     ("disk is full", "has no space left to write to; what was committed is safe", None),
     ("disk I/O error", "cannot be read or written: disk I/O error", None),
@@ -62,6 +63,8 @@ def clear_errors(where: str) -> Iterator[None]:
             if sign in text:
                 raise DatabaseError(f"{where} {meaning}", hint=hint) from e
         raise DatabaseError(f"{where}: {text.splitlines()[0] if text else type(e).__name__}") from e
+    except UnicodeDecodeError as e:  # an error message of SQLite's that quotes a damaged schema
+        raise DatabaseError(f"{where} is damaged", hint=_RESTORE) from e
 
 
 def open_sqlite(path: Path) -> Engine:
@@ -115,6 +118,14 @@ def open_server(url: str) -> Engine:
         return engine
 
 
+def decode_text(data: bytes) -> str:
+    """SQLite's text, where bytes that are no UTF-8 become lone surrogates: one damaged row must not fail a query.
+
+    rows.py refuses a row that has any. PostgreSQL lets no such bytes in.
+    """
+    return data.decode("utf-8", "surrogateescape")
+
+
 def _sqlite_engine(uri: str) -> Engine:
     engine = create_engine(
         "sqlite://",
@@ -124,6 +135,7 @@ def _sqlite_engine(uri: str) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _(connection: Any, _record: object) -> None:
+        connection.text_factory = decode_text
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA synchronous = FULL")
 

@@ -9,8 +9,8 @@ None of them: None, and the caller uses the default configuration.
 
 Tuned points lie along the dynamic field (tokens, KV length). A point serves itself and what lies between it and the
 next lower one; nothing is served below the lowest or above the highest. Everything is checked again before it is
-served: the configuration must still be valid, the image must match its digest, nothing revoked counts. What fails is
-skipped with a warning that names it, and the next in order is asked.
+served: build and image must match their digests, the configuration must still be valid, nothing revoked counts. What
+fails is skipped with a warning that names it, and the next in order is asked. Nothing that a database holds raises.
 """
 
 from __future__ import annotations
@@ -166,20 +166,19 @@ def _revoked(stores: Sequence[Store]) -> set[str]:
 
 
 def _serve(entry: _Entry, kernel: Kernel, problem: Any, target: Target) -> Winner | None:
-    """The entry's winner as an answer to `problem`; None, with a warning, if it must not be served."""
+    """The entry's winner as an answer to `problem`; None, with a warning that names it, if it must not be served.
+
+    Nothing is asked of a configuration before the digest that covers it was checked.
+    """
     store, w = entry.store, entry.winner
     here = f"{store.where}: winner {w.id[:16]} for {kernel.name}"
-    try:
-        config = kernel.config_type(**w.config)
-    except Exception as e:  # a Config may check its fields in its own way
-        log.warning("%s has a configuration that this kerngen does not know (%s); skipped", here, e)
-        return None
-    if (why := kernel.why_invalid(problem, config, target)) is not None:
-        log.warning("%s cannot run %s: %s; skipped", here, describe(problem), why)
-        return None
     cubin: Cubin | None = None
     try:
         build = store.build(w.build_id)
+        config = kernel.config_type(**build.config)
+        if (why := kernel.why_invalid(problem, config, target)) is not None:
+            log.warning("%s cannot run %s: %s; skipped", here, describe(problem), why)
+            return None
         stale = not is_current(kernel, problem, build)
         if not stale:
             image = store.image(build)
@@ -188,8 +187,11 @@ def _serve(entry: _Entry, kernel: Kernel, problem: Any, target: Target) -> Winne
         kind = "" if isinstance(e, CorruptRecord) else "unreadable: "
         log.warning("%s%s; winner %s for %s skipped", kind, e, w.id[:16], kernel.name)
         return None
+    except Exception as e:  # whatever an older Config's values do to today's spec
+        log.warning("%s cannot be served (%s: %s); skipped", here, type(e).__name__, e)
+        return None
     how = entry.how + (", on an older source" if stale else "")
-    return replace(w, cubin=cubin, stale=stale, source=f"{store.name}: {how}")
+    return replace(w, config=build.config, cubin=cubin, stale=stale, source=f"{store.name}: {how}")
 
 
 def miss_report(stores: Sequence[Store], kernel: Kernel, problem: Any, target: Target, *, nearest: int = 3) -> str:

@@ -46,6 +46,7 @@ from kerngen.compile import (
     source_key,
 )
 from kerngen.errors import CacheError, CompileError, TuningMiss
+from kerngen.files import cache_dir
 
 log = logging.getLogger(__name__)
 
@@ -60,21 +61,12 @@ def compiling_is_forbidden() -> bool:
     return os.environ.get("KERNGEN_NO_COMPILE", "") not in ("", "0")
 
 
-def default_dir() -> Path:
-    """$KERNGEN_CACHE_DIR, or the user's cache folder (~/.cache/kerngen on Linux)."""
-    if chosen := os.environ.get("KERNGEN_CACHE_DIR"):
-        return Path(chosen)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("kerngen", appauthor=False)) / "compile"
-
-
 class CompileCache:
     """Cubins and PTX by key, in one folder. Any number of threads and processes may share it."""
 
     def __init__(self, dir: str | os.PathLike[str] | None = None) -> None:
-        self.dir = Path(dir) if dir is not None else default_dir()
-        self._warned = False
+        self.dir = Path(dir) if dir is not None else cache_dir()
+        self.failed = False  # the disk did not give or take a file, which was said once
 
     def path(self, key: str, kind: str = "cubin") -> Path:
         return self.dir / _LAYOUT / key[:2] / f"{key}.{kind}"
@@ -156,9 +148,10 @@ class CompileCache:
             return None
 
     def _warn(self, verb: str, e: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("cannot %s the compile cache %s: %s; compiling without it", verb, self.dir, e.strerror or e)
+        if not self.failed:
+            self.failed = True
+            log.warning("cannot %s the compile cache %s: %s; compiling without it (KERNGEN_CACHE_DIR names another)",
+                        verb, self.dir, e.strerror or e)  # fmt: skip
 
 
 def _kind(image: Cubin | Ptx) -> str:

@@ -18,6 +18,7 @@ import torch
 from kerngen.arch import Device, Target, arch_of_capability
 from kerngen.cache import CompileCache
 from kerngen.errors import DeviceError, LaunchError, ToolchainError
+from kerngen.files import make_room_for_cupy
 from kerngen.render import render
 from kerngen.templates.kernel import Arg, Kernel, Launch, describe
 
@@ -93,6 +94,7 @@ class Function:
     """
 
     def __init__(self, kernel: Kernel, config: Any, target: Target, image: bytes, source: str = "given") -> None:
+        make_room_for_cupy()
         from cupy.cuda.function import Module
 
         self.kernel, self.config, self.target, self.source = kernel, config, target, source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +92,7 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
     A `sealed` file, and one on a disk where nobody here can write, is opened as immutable: no locks, no side files.
     Any other may be written to by someone else meanwhile, and what they commit is seen.
     """
-    if not path.is_file():
+    if is_absent(path):
         raise DatabaseError(f"{path}: no such file", hint="kerngen tune --db FILE makes one")
     require_whole(path)
     immutable = sealed or (not os.access(path.absolute().parent, os.W_OK) and not _wal(path).exists())
@@ -176,25 +177,40 @@ def _set_journal(connection: Connection, mode: str) -> None:
             time.sleep(0.02)
 
 
+def is_absent(path: Path) -> bool:
+    """True where nothing is. What cannot be looked at may be there: whoever opens it hears what is wrong."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def require_whole(path: Path) -> None:
-    """Raises DatabaseError if `path` is shorter than its own header says, or a folder, or no SQLite file at all.
+    """Raises DatabaseError if `path` is shorter than its own header says, or no regular file, or no SQLite file at all.
 
     SQLite notices only when it needs a page that is gone. Where a write-ahead log lies beside it, the header may be
     ahead of the file: nothing is checked.
     """
+    another = "name another with --db or KERNGEN_DB"
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+            raise DatabaseError(f"{path} is {kind}, not a database", hint=another)
         with path.open("rb") as f:
             header = f.read(100)
     except FileNotFoundError:
         return
     except OSError as e:
-        raise DatabaseError(f"{path}: {e.strerror or e}") from e
+        raise DatabaseError(f"{path}: {e.strerror or e}", hint=another) from e
+    size = found.st_size
     if size == 0:
         return
     if header[:16] != b"SQLite format 3\0":
-        raise DatabaseError(f"{path} is not an SQLite database",
-                            hint="name another with --db or KERNGEN_DB, or move it away")  # fmt: skip
+        raise DatabaseError(f"{path} is not an SQLite database", hint=f"{another}, or move it away")
     page, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
     counted = header[24:28] == header[92:96]  # the page count is valid only then (SQLite file format, 1.3.8)
     expected = (65536 if page == 1 else page) * pages

@@ -26,6 +26,7 @@ from kerngen.arch import Target
 from kerngen.compile import Cubin
 from kerngen.errors import CorruptRecord, DatabaseError, TuningMiss
 from kerngen.templates.kernel import Kernel, describe
+from kerngen.tuning_db.engine import is_absent
 from kerngen.tuning_db.freshness import is_current
 from kerngen.tuning_db.records import ProblemKey, Winner, problem_key
 from kerngen.tuning_db.store import Store, default_path
@@ -45,7 +46,7 @@ def default_stores() -> list[Store]:
     if override := os.environ.get("KERNGEN_DB_OVERRIDE"):
         places.append((override, {"name": "override", "override": True}))
     user = default_path()
-    if "://" in user or Path(user).exists():
+    if "://" in user or not is_absent(Path(user)):
         places.append((user, {"name": "user"}))
     places += [(str(p), {"name": f"prebuilt {p.stem}", "sealed": True}) for p in sorted(PREBUILT.glob("*.sqlite"))]
     for place, options in places:

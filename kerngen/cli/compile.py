@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Arch, Target, parse_arches
-from kerngen.errors import CompileError, KerngenError, UsageError
+from kerngen.errors import CacheError, CompileError, KerngenError, UsageError
 
 if TYPE_CHECKING:
+    from kerngen.cache import CompileCache
     from kerngen.compile import Cubin, Ptx
     from kerngen.templates.kernel import Kernel
     from kerngen.tuning_db import Store
@@ -69,6 +70,7 @@ def compile(
     Example:
       kerngen compile --arch sm70,sm90 --model gemma-4-31b -o cubins
     """
+    from kerngen.cache import CompileCache
     from kerngen.compile import nvrtc_version, require_target
 
     if (model is None) != cases:
@@ -85,11 +87,15 @@ def compile(
 
         stores = [] if untuned else stores_for(db_url or None)
         units = list(_workload_units(str(model), draft, arches, names, stores, notes))
-    files, failures = _build(units, ptx, jobs or os.cpu_count() or 1, output, as_json)
+    cache = CompileCache()
+    files, failures = _build(units, ptx, jobs or os.cpu_count() or 1, cache, output, as_json)
     manifest = {
         "manifest": 1, "nvrtc": list(nvrtc_version()), "kind": "ptx" if ptx else "cubin", "model": model,
         "arches": [a.name for a in arches], "files": files, "notes": notes, "failures": failures,
     }  # fmt: skip
+    if output is None and cache.failed:
+        raise CacheError(f"nothing was kept: the compile cache {cache.dir} does not take files",
+                         hint="name a folder with -o, or another cache with KERNGEN_CACHE_DIR")  # fmt: skip
     if output is not None:
         _publish(output / "manifest.json", json.dumps(manifest, indent=1).encode())
     if as_json:
@@ -159,13 +165,12 @@ def _unit(units: dict[str, _Unit], kernel: Kernel, problem: Any, config: Any, ar
 
 
 def _build(
-    units: list[_Unit], ptx: bool, jobs: int, output: Path | None, quiet: bool
+    units: list[_Unit], ptx: bool, jobs: int, cache: CompileCache, output: Path | None, quiet: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """Compile all units through the cache; the manifest's rows, and what failed."""
-    from kerngen.cache import CachedCompiler, CompileCache
+    from kerngen.cache import CachedCompiler
     from kerngen.progress import Reporter
 
-    cache = CompileCache()
     files: list[dict[str, Any]] = []
     failures: list[dict[str, str]] = []
     with (

@@ -85,11 +85,14 @@ def test_a_model_that_does_not_fit_is_refused_at_once(kerngen: Kerngen, monkeypa
         ("notes.txt", "is not an SQLite database", "is not an SQLite database"),
         ("half.db", r"is cut short: 2,048 of \d[\d,]+ bytes", r"is cut short: 2,048 of \d[\d,]+ bytes"),
         ("newer.db", "newer kerngen", "newer kerngen"),
-        (".", "Is a directory", "no such file"),
+        (".", "is a folder, not a database", "is a folder, not a database"),
+        ("fifo", "is no regular file", "is no regular file"),
+        ("x" * 300, "File name too long", "File name too long"),
     ],
 )
 def test_a_database_that_cannot_be_used(kerngen: Kerngen, place: str, writing: str, reading: str) -> None:
     (kerngen.folder / "notes.txt").write_text("Not a database, and somebody's work.\n")
+    os.mkfifo(kerngen.folder / "fifo")
     for name in ("half.db", "newer.db"):
         Store.open(kerngen.folder / name).close()
     os.truncate(kerngen.folder / "half.db", 2048)
@@ -104,6 +107,17 @@ def test_a_database_that_cannot_be_used(kerngen: Kerngen, place: str, writing: s
     assert {name.removesuffix("-wal").removesuffix("-shm") for name in kerngen.files()} == set(before)
 
 
+def test_a_users_database_that_cannot_be_opened_is_named_and_passed_over(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one in a home that is somebody else's; a file name that is too long stands for it."""
+    monkeypatch.setenv("KERNGEN_DB", "x" * 300)
+    code, out, err = kerngen.run("db", "ls", "--kernel", "embed")
+    assert code == 0
+    assert "embed on sm90" in out
+    assert err == f"{'x' * 300}: File name too long; looking on without it\n"
+
+
 def test_a_cache_that_cannot_be_written_is_a_warning(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     (kerngen.folder / "notes.txt").write_text("a file where a folder is expected")
     for place in ("/proc/nowhere", "notes.txt"):
@@ -114,6 +128,43 @@ def test_a_cache_that_cannot_be_written_is_a_warning(kerngen: Kerngen, monkeypat
         assert err.count("\n") == 1
         assert f"cannot write to the compile cache {place}" in err
     assert kerngen.files() == ["notes.txt"]
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "/proc/1/nowhere"])
+def test_a_home_that_cannot_be_written(kerngen: Kerngen, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs a place says which variable names one; what needs none works."""
+    monkeypatch.setenv("HOME", home)
+    for name in ("KERNGEN_CACHE_DIR", "KERNGEN_DB", "CUPY_CACHE_DIR", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    code, out, err = kerngen.run("doctor")
+    assert code == 0, err
+    assert "NVRTC" in out
+    for subject, fix in (("cache", "KERNGEN_CACHE_DIR"), ("database", "KERNGEN_DB")):
+        assert re.search(rf"^-- +{subject} .* cannot be .*\n +export {fix}=", out, re.MULTILINE), out
+    code, out, err = kerngen.run(
+        "compile", "--arch", "sm90", "--model", "gemma-4-31b", "--kernel", "embed", "-o", "out"
+    )
+    assert code == 0, err
+    assert "5 files in out" in out
+    assert "cannot write to the compile cache" in err
+    assert "KERNGEN_CACHE_DIR" in err
+    code, out, err = kerngen.run(*COMPILE, "--cases")
+    assert (code, out) == (1, "")
+    assert re.search(r"CacheError: nothing was kept.*\n.*-o.*KERNGEN_CACHE_DIR", err)
+    code, out, err = kerngen.run(*TUNE)
+    assert (code, out) == (1, "")
+    assert re.search(r"DatabaseError: .*cannot make its folder.*\n.*KERNGEN_DB", err)
+    code, _, err = kerngen.run(*TUNE, "--db", "own.db")
+    assert code == 0, err
+    code, _, err = kerngen.run("db", "ls", "--arch", "sm90")
+    assert (code, err) == (0, "")
+
+
+def test_a_cupy_folder_that_cannot_be_made_is_named(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/dev/null/here")
+    code, out, err = kerngen.run(*SHOW)
+    assert (code, out) == (1, "")
+    assert re.search(r"ToolchainError: .*/dev/null/here.*\n.*export CUPY_CACHE_DIR=", err)
 
 
 @pytest.mark.parametrize(("place", "code"), [("/proc/nowhere", 1), ("notes.txt/out", 1), ("notes.txt", 2)])

@@ -97,7 +97,7 @@ def compile(
         raise CacheError(f"nothing was kept: the compile cache {cache.dir} does not take files",
                          hint="name a folder with -o, or another cache with KERNGEN_CACHE_DIR")  # fmt: skip
     if output is not None:
-        _publish(output / "manifest.json", json.dumps(manifest, indent=1).encode())
+        _write(output / "manifest.json", json.dumps(manifest, indent=1).encode())
     if as_json:
         click.echo(json.dumps(manifest))
     else:
@@ -203,7 +203,7 @@ def _row(unit: _Unit, image: Cubin | Ptx, output: Path | None) -> dict[str, Any]
     kind, target = ("cubin", unit.arch.nvrtc_target) if isinstance(image, Cubin) else ("ptx", unit.arch.ptx_target)
     name = f"{unit.arch}/{unit.kernel}-{image.key[:16]}.{kind}"
     if output is not None:
-        _publish(output / name, image.image)
+        _write(output / name, image.image)
     row = {
         "file": name, "key": image.key, "source_key": source_key(unit.source, target), "kernel": unit.kernel,
         "arch": unit.arch.name, "bytes": len(image.image), "config": unit.config, "static": unit.static,
@@ -214,13 +214,11 @@ def _row(unit: _Unit, image: Cubin | Ptx, output: Path | None) -> dict[str, Any]
     return row
 
 
-def _publish(path: Path, data: bytes) -> None:
-    """Write beside the target and rename, so that nobody sees half a file."""
+def _write(path: Path, data: bytes) -> None:
+    from kerngen.files import publish
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_bytes(data)
-        scratch.replace(path)
+        publish(data, path)
     except OSError as e:
         raise KerngenError(f"cannot write {path}: {e.strerror or e}", hint="name another folder with -o") from e
 

@@ -64,7 +64,7 @@ def ls(
 ) -> None:
     """List the winners by kernel, arch and device.
 
-    Example: kerngen db ls --kernel w4a16_gemm --arch sm70
+    Example: kerngen db ls --kernel w4a16_gemm --arch sm90
     """
     from kerngen.arch import parse_arches
     from kerngen.errors import UnknownName
@@ -104,7 +104,7 @@ def show(
 ) -> None:
     """Show one winner: configuration, resources, and everything observed of it at that tuned point.
 
-    Example: kerngen db show w4a16_gemm --problem n=21504,k=5376,num_tokens=1 --arch sm90
+    Example: kerngen db show w4a16_gemm --problem n=5376,k=21504,num_tokens=1 --arch sm90
     """
     with _stores(url) as stores:
         store, winner = _find(stores, subject, fields, arch_name, device_name)
@@ -145,7 +145,7 @@ def explain(
 ) -> None:
     """Say why a configuration won, what else was near, and what was refused, and how often.
 
-    Example: kerngen db explain attn_decode --problem head_dim=512 --arch sm70
+    Example: kerngen db explain attn_decode --problem head_dim=512,num_kv_heads=4 --arch sm90
     """
     from kerngen.tuning_db.winners import rank
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 from test_tuning_db import H200, add_build, key_of, measured, predicted
@@ -180,9 +179,3 @@ def test_bad_files_end_in_one_clear_line(tmp_path: Path, content: bytes | None, 
     assert done.stdout == ""
     assert says in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_every_command_has_an_example() -> None:
-    for command in db.commands.values():
-        assert isinstance(command, click.Command)
-        assert "Example: kerngen db" in (command.help or "")

@@ -50,6 +50,11 @@ class Arch:
         return self.cc[0] * 10 + self.cc[1]
 
     @property
+    def dtype(self) -> str:
+        """What activations are where nobody asks for another type: "bf16", or "fp16" where there is none."""
+        return "bf16" if self.has_bf16 else "fp16"
+
+    @property
     def ptx_target(self) -> str:
         """NVRTC's virtual architecture: compute_70. PTX for it runs on any GPU of this or a later arch."""
         return f"compute_{self.number}"

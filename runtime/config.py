@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class ModelConfig:
     hidden_size: int
     num_q_heads: int
     layers: tuple[LayerConfig, ...]
-    rope: dict[str, RopeConfig]  # by LayerConfig.kind
+    rope: dict[str, RopeConfig] = field(hash=False)  # by LayerConfig.kind
     rms_norm_eps: float
     logit_cap: float  # 0 for none
     max_positions: int

@@ -231,17 +231,18 @@ class Engine:
         logits = self.model.logits(hidden)
         return logits.index_fill(1, self._suppressed, float("-inf")) if len(self._suppressed) else logits
 
-    def _step(self, sampling: Sampling) -> Tensor:
+    def _step(self, sampling: Sampling, max_kv_len: int) -> Tensor:
         """One decode step, all on the device. Returns [k + 2] int64: how many tokens are valid, then the tokens.
 
-        One that is -1 could not be chosen; the step that may be running behind goes on from token 0.
+        One that is -1 could not be chosen; the step that may be running behind goes on from token 0. max_kv_len: no
+        context is longer, nor will be when a captured step is replayed.
         """
         state, k = self._state, self.num_drafts
         ids = state.token[:, None]
         if self.drafter is not None and k:
-            drafts = self.drafter.draft(state.token, state.hidden, state.lengths, self.cache, k)
+            drafts = self.drafter.draft(state.token, state.hidden, state.lengths, self.cache, k, max_kv_len)
             ids = torch.cat((ids, drafts), dim=1)
-        batch = Batch.decode(ids, state.lengths, self.cache)
+        batch = Batch.decode(ids, state.lengths, self.cache, max_kv_len)
         hidden = self.model.forward(batch, self.cache)  # [k + 1, H]
         if not k:
             accepted = torch.zeros_like(state.lengths)
@@ -274,7 +275,7 @@ class Engine:
         if not self.model.ops.supports_graphs:
 
             def eager() -> Callable[[], Tensor]:
-                result = self._step(sampling)
+                result = self._step(sampling, self._room)
                 return lambda: result
 
             return eager
@@ -308,7 +309,6 @@ class Engine:
         key = replace(sampling, seed=0), bucket
         if key in self._graphs:
             return self._graphs[key]
-        self.model.ops.max_kv_len = bucket
         state = self._state
         saved = state.token.clone(), state.lengths.clone(), state.hidden.clone()
 
@@ -320,12 +320,12 @@ class Engine:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._step(sampling)
+                self._step(sampling, bucket)
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = self._step(sampling)
+            result = self._step(sampling, bucket)
         self._graphs[key] = graph, result
         return graph, result
 

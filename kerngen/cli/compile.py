@@ -34,6 +34,7 @@ class _Unit:
     source: str
     origin: str  # where the configuration came from
     serves: list[Any] = field(default_factory=list)
+    stored: Cubin | None = None  # its machine code, where the database that answered keeps it
 
 
 @click.command("compile")
@@ -127,9 +128,9 @@ def _case_units(arches: Iterable[Arch], names: list[str], notes: list[str]) -> I
 def _workload_units(
     model: str, draft: str | None, arches: Iterable[Arch], names: list[str], stores: list[Store], notes: list[str]
 ) -> Iterator[_Unit]:
+    from kerngen.runtime.binding import Bindings
     from kerngen.templates import find_kernel
     from kerngen.templates.kernel import fields_of
-    from kerngen.tuning_db import lookup
     from kerngen.workload import find_model, workload
 
     found = find_model(model, draft)
@@ -139,17 +140,15 @@ def _workload_units(
             load = load.only(names)
         notes += [f"{arch}: no kernel yet for {name}" for name in load.missing]
         units: dict[str, _Unit] = {}
+        bindings = Bindings(stores, target)
         for item in load.items:
             kernel = find_kernel(item.kernel)
             if (why := kernel.why_unsupported(item.problem, target)) is not None:
                 notes.append(f"{kernel.name} for {item.where} on {arch}: {why}")
                 continue
-            winner = lookup(stores, kernel, item.problem, target) if stores else None
-            if winner is None:
-                config, origin = kernel.default_config(item.problem, target), "default configuration"
-            else:
-                config, origin = kernel.config_type(**winner.config), f"{winner.source} ({winner.provenance})"
-            unit = _unit(units, kernel, item.problem, config, arch, origin)
+            choice = bindings.choice(kernel, item.problem)
+            unit = _unit(units, kernel, item.problem, choice.config, arch, choice.source)
+            unit.stored = unit.stored or choice.cubin
             runtime = {k: v for k, v in fields_of(item.problem).items() if k in item.problem.RUNTIME}
             unit.serves.append(runtime)
         yield from units.values()
@@ -178,10 +177,15 @@ def _build(
         ThreadPoolExecutor(jobs) as threads,
         Reporter("compile", quiet=quiet) as bar,
     ):
-        futures: list[Future[Any]] = [
-            threads.submit(cache.get_or_compile_ptx, u.source, u.arch) if ptx else compiler.submit(u.source, u.arch)
-            for u in units
-        ]
+        futures: list[Future[Any]] = []
+        for unit in units:
+            if ptx:
+                futures.append(threads.submit(cache.get_or_compile_ptx, unit.source, unit.arch))
+            elif unit.stored is not None:
+                futures.append(Future())
+                futures[-1].set_result(unit.stored)
+            else:
+                futures.append(compiler.submit(unit.source, unit.arch))
         try:
             for i, (unit, future) in enumerate(zip(units, futures, strict=True)):
                 bar.update(i, len(units), f"{unit.kernel} on {unit.arch}")

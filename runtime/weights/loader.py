@@ -28,8 +28,9 @@ from kerngen.runtime.weights.layout import (
     PleLayerWeights,
     PleWeights,
 )
-from kerngen.runtime.weights.quantized import FLOATS, check_packed, dequantize, is_packed
+from kerngen.runtime.weights.quantized import FLOATS, check_packed, is_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.templates.w4a16_gemm.pack import dequantize
 
 # Stored by the E-series on layers that own no cache, and never used there.
 DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
@@ -167,7 +168,7 @@ class _Source:
             rows, cols = out.shape
             weights = self._packed([(module, rows)], rows, cols)
             if not self.is_dry:
-                out.copy_(dequantize(weights))
+                out.copy_(dequantize(weights.packed, weights.scales, out.dtype))
 
     def _dense(self, parts: Sequence[tuple[str, int]], packed: list[bool], in_features: int) -> DenseLinear:
         out = self._allocate((sum(n for _, n in parts), in_features), self.ops.dtype)
@@ -186,7 +187,7 @@ class _Source:
         for (module, _), p, s in zip(parts, packed.split(sizes), scales.split(sizes), strict=True):
             self._copy(f"{module}.weight_packed", p, ("I32",))
             self._copy(f"{module}.weight_scale", s, FLOATS)
-        return W4Linear(packed, scales, rows, in_features, quant.group_size)
+        return W4Linear(packed, scales, rows, in_features, quant.group_size, fused_name(parts))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta" if self.is_dry else self.ops.device)
@@ -196,6 +197,11 @@ class _Source:
         self.checkpoint.require(name, tuple(out.shape), dtypes)
         if not self.is_dry:
             out.copy_(self.checkpoint.tensor(name))
+
+
+def fused_name(parts: Sequence[tuple[str, int]]) -> str:
+    """What a matrix made of these modules is called: "gate_proj+up_proj"."""
+    return "+".join(module.rpartition(".")[2] for module, _ in parts)
 
 
 def build_model(source: WeightSource, prefix: str) -> ModelWeights:

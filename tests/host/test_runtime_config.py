@@ -13,7 +13,7 @@ from transformers import Gemma4AssistantConfig, Gemma4Config, Gemma4TextConfig
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import ModelConfig, read_drafter_config, read_model_config
-from kerngen.workload import MODELS
+from kerngen.workload import MODELS, find_model
 
 
 def flat_keys(config: ModelConfig, **more: Any) -> dict[str, Any]:
@@ -70,7 +70,9 @@ def per_layer_config(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_released_model_saved_again_by_transformers_reads_the_same(tmp_path: Path, name: str) -> None:
-    target, drafter = MODELS[name]
+    released = find_model(name)
+    target, drafter = released.target, released.drafter
+    assert drafter is not None
     keys = flat_keys(target)
     flat = read_model_config(write(tmp_path / "flat", {"model_type": "gemma4_text", **keys}))
     assert flat.layers == target.layers

@@ -57,8 +57,10 @@ class Oracle(Drafter):
         self.known = tokens
         self.period = period
 
-    def draft(self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int) -> Tensor:
-        super().draft(ids, hidden, lengths, cache, count)  # the real one still runs
+    def draft(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
+    ) -> Tensor:
+        super().draft(ids, hidden, lengths, cache, count, max_kv_len)  # the real one still runs
         at = int(lengths) - len(PROMPT) + 1
         known = [*self.known, *[0] * (count + 1)]
         right = known[at : at + count]
@@ -339,5 +341,5 @@ def test_a_decode_step_never_waits_for_the_device(
         holder.ops = ops
     engine = Engine(model, drafter, max_len=40)
     with torch.inference_mode(), NoWaiting():
-        result = engine._step(sampling)
+        result = engine._step(sampling, 64)
     assert result.shape == (5,)

@@ -21,8 +21,8 @@ from kerngen.runtime.model import Batch, Gemma4
 from kerngen.runtime.ops import DenseLinear, Linear, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.loader import load_model
-from kerngen.runtime.weights.quantized import dequantize
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
+from kerngen.templates.w4a16_gemm.pack import dequantize
 
 PROMPT = prompt(20)
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 32}  # groups of 128 divide
@@ -99,7 +99,7 @@ def test_packed_nibbles_are_least_significant_first() -> None:
     """The worked example of the format: word 0x8880F798 holds 0, 1, -1, 7, -8, 0, 0, 0."""
     packed = torch.tensor([[0x8880F798 - (1 << 32)] * 4], dtype=torch.int32)
     weights = W4Linear(packed, torch.tensor([[0.5]]), 1, 32, 32)
-    assert dequantize(weights)[0, :8].tolist() == [0, 0.5, -0.5, 3.5, -4, 0, 0, 0]
+    assert dequantize(weights.packed, weights.scales)[0, :8].tolist() == [0, 0.5, -0.5, 3.5, -4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

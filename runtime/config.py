@@ -31,6 +31,14 @@ LIMITS = {
 }
 
 
+# What Gemma4TextConfig takes where config.json leaves the field out.
+DEFAULT_GLOBAL_HEAD_DIM = 512
+DEFAULT_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """theta, how many of the head_dim / 2 pairs rotate, and the divisor of their frequencies."""
@@ -183,8 +191,8 @@ class _Fields:
             raise self.error(f"{name} is {value!r}; it must be true or false")
         return value
 
-    def section(self, name: str) -> _Fields:
-        value = self.get(name)
+    def section(self, name: str, default: dict[str, Any] | None = None) -> _Fields:
+        value = default if default is not None and self.values.get(name) is None else self.get(name)
         if not isinstance(value, dict):
             raise self.error(f"{name} is {value!r}; it must be an object")
         return _Fields(value, f"{self.where}: {name}")
@@ -285,7 +293,7 @@ def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfi
     if top_k > num_experts:
         raise text.error(f"top_k_experts {top_k} is more than num_experts {num_experts}")
     ple = text.integer("hidden_size_per_layer_input", default=0, low=0)
-    cap = None if is_drafter else text.get("final_logit_softcapping")  # a drafter's head has none
+    cap = None if is_drafter else text.values.get("final_logit_softcapping")  # a drafter's head has none
     head_dims = {layer.kind: layer.head_dim for layer in layers}
     return ModelConfig(
         vocab_size=text.integer("vocab_size"),
@@ -393,7 +401,7 @@ def _heads(text: _Fields, sliding: list[bool], k_eq_v: bool) -> list[tuple[int, 
                 layer.integer("num_key_value_heads") if "num_key_value_heads" in layer.values else kv_heads,
             )
         return heads
-    full = text.integer("global_head_dim"), kv_heads
+    full = text.integer("global_head_dim", default=DEFAULT_GLOBAL_HEAD_DIM), kv_heads
     if k_eq_v:
         full = full[0], text.integer("num_global_key_value_heads", default=kv_heads)
     return [(dim, kv_heads) if is_sliding else full for is_sliding in sliding]
@@ -425,7 +433,7 @@ def _layer_overrides(text: _Fields, num_layers: int) -> dict[int, _Fields]:
 
 
 def _rope(text: _Fields, kind: str, head_dim: int) -> RopeConfig:
-    rope = text.section("rope_parameters").section(f"{kind}_attention")
+    rope = text.section("rope_parameters", default=DEFAULT_ROPE).section(f"{kind}_attention")
     theta, factor = rope.number("rope_theta"), rope.number("factor", default=1.0)
     match rope.get("rope_type"):
         case "default":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,9 @@ from kerngen.templates.w4a16_gemm.pack import dequantize
 
 # Stored by the E-series on layers that own no cache, and never used there.
 DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
+# Left over by other tools, and ignored with a warning: V of layers whose V is K, and tables that are computed.
+DEAD_V = re.compile(r"layers\.(\d+)\.self_attn\.v_proj\..*")
+DEAD_ROPE = re.compile(r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.\w*inv_freq")
 
 
 def load_model(folder: Path, config: ModelConfig, ops: Ops) -> ModelWeights:
@@ -77,6 +80,9 @@ class WeightSource(Protocol):
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A float tensor in `ops.dtype`, or an integer one where `dtype` names it."""
 
+    def scalar(self, name: str) -> Tensor:
+        """A float tensor [1] in `ops.dtype`; 1 where the model has none of that name."""
+
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
         """The linears called `parts` (module, out_features), one under the other, repacked for the backend."""
 
@@ -96,23 +102,46 @@ class _Source:
         self.ops = ops
         self.is_dry = True
         self.used: set[str] = set()
+        self.absent: list[str] = []  # scalars that the checkpoint leaves out
 
     def finish(self, prefix: str) -> None:
-        """Raise CheckpointError if a tensor of the model was not asked for: then config.json says too little."""
-        owners = {layer.index for layer in self.config.layers if layer.owns_kv}
-        for name in sorted(n for n in self.checkpoint.names if n.startswith(prefix)):
-            dead = DEAD_KV.fullmatch(name.removeprefix(prefix))
-            if name not in self.used and not (dead and int(dead[1]) not in owners):
+        """Raise CheckpointError if a tensor of the model was not asked for: then config.json says too little.
+
+        Warns of tensors that transformers ignores or makes up, too.
+        """
+        folder, left = self.checkpoint.folder, []
+        for name in sorted(n for n in self.checkpoint.names - self.used if n.startswith(prefix)):
+            short = name.removeprefix(prefix).removeprefix("model.")  # which a drafter's prefix does not hold
+            dead = DEAD_KV.fullmatch(short)
+            if dead and self._layer_is(dead[1], lambda layer: not layer.owns_kv):
+                continue
+            dead = DEAD_V.fullmatch(short)
+            if not DEAD_ROPE.fullmatch(short) and not (dead and self._layer_is(dead[1], lambda layer: layer.v_is_k)):
                 shape = list(self.checkpoint.shape(name))
-                raise CheckpointError(
-                    f"{self.checkpoint.folder} holds {name} {shape}, which its config.json does not account for"
-                )
+                raise CheckpointError(f"{folder} holds {name} {shape}, which its config.json does not account for")
+            left.append(name)
+        for names, what in ((left, "is stored and ignored"), (self.absent, "is not stored; 1 is used")):
+            if names:
+                more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+                warnings.warn(f"{folder}: {names[0]}{more} {what}, as in transformers", stacklevel=2)
+
+    def _layer_is(self, index: str, test: Callable[[LayerConfig], bool]) -> bool:
+        layers = self.config.layers
+        return len(index) <= 9 and int(index) < len(layers) and test(layers[int(index)])
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A float tensor in `ops.dtype`, or an integer one where `dtype` names it."""
         out = self._allocate(shape, dtype or self.ops.dtype)
         self._copy(name, out, FLOATS if dtype is None else ("I64", "I32"))
         return out
+
+    def scalar(self, name: str) -> Tensor:
+        """A float tensor [1] in `ops.dtype`; 1 where the checkpoint lacks it, as transformers initializes it."""
+        if name in self.checkpoint:
+            return self.tensor(name, 1)
+        if self.is_dry:
+            self.absent.append(name)
+        return self._allocate((1,), self.ops.dtype).fill_(1.0)
 
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
         """The linears called `parts` (module, out_features), one under the other, repacked for the backend.
@@ -246,7 +275,7 @@ def _layer(source: WeightSource, name: str, layer: LayerConfig) -> LayerWeights:
         post_attention_norm=source.tensor(f"{name}.post_attention_layernorm.weight", hidden),
         pre_ffn_norm=source.tensor(f"{name}.pre_feedforward_layernorm.weight", hidden),
         post_ffn_norm=source.tensor(f"{name}.post_feedforward_layernorm.weight", hidden),
-        scalar=source.tensor(f"{name}.layer_scalar", 1),
+        scalar=source.scalar(f"{name}.layer_scalar"),
         qkv=source.linear(parts, hidden),
         q_norm=source.tensor(f"{attn}.q_norm.weight", dim),
         k_norm=source.tensor(f"{attn}.k_norm.weight", dim) if layer.owns_kv else None,

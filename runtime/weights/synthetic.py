@@ -35,6 +35,9 @@ class SyntheticSource:
             return (1.0 + 0.05 * noise).to(self.ops.dtype)
         return self._matrix(*shape)
 
+    def scalar(self, name: str) -> Tensor:
+        return self.tensor(name, 1)
+
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
         rows, device = sum(out for _, out in parts), self.ops.device
         quant = self.config.quant

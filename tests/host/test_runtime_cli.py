@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_gemma import BASE, F, S, make_assistant, make_target
+from tiny_gemma import BASE, F, S, hf_greedy, make_assistant, make_target
 from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError, DeviceError
 from kerngen.runtime.backend import explaining_memory
@@ -226,6 +227,26 @@ def test_run_says_so_when_the_stored_head_is_not_the_table(kerngen: Terminal, fo
     vocab = BASE["vocab_size"]
     (plain,) = json.loads(kerngen("run", folder, *common).out)["tokens"]
     assert json.loads(said.out)["tokens"] == [(plain + 1) % vocab]
+
+
+def test_run_fills_in_what_transformers_has_a_default_for(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("rope_parameters", "final_logit_softcapping"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.layer_scalar"]
+    tensors["model.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = kerngen("run", tmp_path, "--prompt", "x", "--no-chat", "--device", "cpu", "--max-new-tokens", 12, "--json")
+    assert "warning: " in said.err
+    assert "rotary_emb.inv_freq is stored and ignored" in said.err
+    assert "layers.0.layer_scalar is not stored; 1 is used" in said.err
+    report = json.loads(said.out)
+    hf = Gemma4ForCausalLM.from_pretrained(tmp_path)
+    prompt = TextCodec(folder, bos_id=2).encode("x")
+    assert report["tokens"] == hf_greedy(hf, prompt, 12)[: report["num_tokens"]]
 
 
 def test_run_opens_a_file_larger_than_memory(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:

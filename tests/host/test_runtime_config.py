@@ -132,6 +132,14 @@ def test_per_layer_config_replaces_the_flat_keys(tmp_path: Path) -> None:
         assert [layer.head_dim for layer in read_model_config(tmp_path).layers] == want
 
 
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "rope_parameters", "global_head_dim"])
+def test_a_field_that_is_left_out_has_transformers_default(tmp_path: Path, name: str) -> None:
+    keys = {k: v for k, v in flat_keys(MODELS["gemma-4-31b"][0]).items() if k != name}
+    ours = read_model_config(write(tmp_path, {"model_type": "gemma4_text", **keys}))
+    Gemma4TextConfig(**keys).save_pretrained(tmp_path)
+    assert read_model_config(tmp_path) == ours
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "no such layer": ({"12": {}}, "'12' is not a layer; num_hidden_layers is 12"),
     "negative": ({"-1": {}}, "'-1' is not a layer"),

@@ -168,6 +168,41 @@ def test_dead_kv_of_shared_layers_is_ignored(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(load(tmp_path)), hf_logits(hf, PROMPT), atol=1e-4, rtol=0)
 
 
+def test_what_transformers_ignores_is_ignored_with_a_warning(folder: Path) -> None:
+    expected = logits(load(folder))
+    leftover = {
+        "model.layers.1.self_attn.v_proj.weight": torch.ones(32, 32),  # layer 1 has V = K
+        "model.rotary_emb.inv_freq": torch.ones(8),
+        "model.rotary_emb.full_attention_original_inv_freq": torch.ones(16),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    edit_tensors(folder, lambda t: t.update(leftover))
+    with pytest.warns(UserWarning, match=r"inv_freq and 3 like it is stored and ignored, as in transformers"):
+        assert torch.equal(logits(load(folder)), expected)
+    torch.testing.assert_close(
+        expected, hf_logits(Gemma4ForCausalLM.from_pretrained(folder), PROMPT), atol=1e-4, rtol=0
+    )
+
+
+def test_a_layer_scalar_that_is_not_stored_is_one(folder: Path) -> None:
+    names = [f"model.layers.{i}.layer_scalar" for i in (1, 3)]
+    edit_tensors(folder, lambda t: [t.pop(name) for name in names])
+    with pytest.warns(UserWarning, match=r"layers.1.layer_scalar and 1 like it is not stored; 1 is used"):
+        ours = logits(load(folder))
+    torch.testing.assert_close(ours, hf_logits(Gemma4ForCausalLM.from_pretrained(folder), PROMPT), atol=1e-4, rtol=0)
+
+
+def test_dead_kv_of_a_drafter_is_ignored(folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    make_assistant(tmp_path / "assistant", "k_eq_v")
+    target = load(folder)
+    y = torch.randn(1, 24, generator=torch.Generator().manual_seed(5))
+    expected = load_assistant(tmp_path / "assistant", target).logits(y)
+    dead = {f"model.layers.2.self_attn.{p}.weight": torch.full((2, 2), torch.nan) for p in ("k_proj", "v_proj")}
+    edit_tensors(tmp_path / "assistant", lambda t: t.update(dead))
+    assert torch.equal(load_assistant(tmp_path / "assistant", target).logits(y), expected)
+    assert not recwarn.list
+
+
 def test_stored_head_of_a_tied_model_is_used_where_it_differs(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
     """As in transformers: equal values are one tensor, others are the head although the config says they are tied."""
     expected = logits(load(folder))
@@ -302,7 +337,7 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "tensor missing": (lambda f: edit_tensors(f, lambda t: t.pop(NORM)), f"lacks the tensor {NORM}"),
     "tensor unknown": (
-        lambda f: edit_tensors(f, lambda t: t.update({"model.layers.1.self_attn.v_proj.weight": torch.ones(32, 32)})),
+        lambda f: edit_tensors(f, lambda t: t.update({"model.layers.5.self_attn.v_proj.weight": torch.ones(32, 32)})),
         "does not account for",
     ),
     "shard missing": (drop_shard, "model-00002-of-00002.safetensors is missing"),
@@ -338,8 +373,7 @@ def having(**fields: Any) -> Callable[[dict[str, Any]], None]:
 
 REQUIRED = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "global_head_dim", "sliding_window", "rms_norm_eps", "rope_parameters",
-    "final_logit_softcapping", "max_position_embeddings",
+    "num_key_value_heads", "head_dim", "sliding_window", "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
 CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     **{f"no {name}": (without(name), f"field '{name}' is missing") for name in REQUIRED},

@@ -448,25 +448,45 @@ def _rope(text: _Fields, kind: str, head_dim: int) -> RopeConfig:
 
 
 def _quant_config(top: _Fields) -> QuantConfig | None:
-    """quantization_config, or None where the weights are dense. Anything but W4A16 pack-quantized is refused."""
+    """quantization_config, or None where the weights are dense.
+
+    Anything but W4A16 pack-quantized is refused, and so is what computes something else with the same tensors:
+    quantized activations or caches, transforms, sparsity. Fields: compressed-tensors' QuantizationConfig.
+    """
     if top.values.get("quantization_config") is None:
         return None
     quant = top.section("quantization_config")
     method, fmt = quant.get("quant_method"), quant.values.get("format")
     if method != "compressed-tensors" or fmt != "pack-quantized":
         raise quant.error(f"{method!r} in format {fmt!r} is not implemented; compressed-tensors pack-quantized is")
+    if (status := quant.values.get("quantization_status")) not in (None, "compressed", "frozen"):
+        raise quant.error(f"quantization_status is {status!r}: the weights are not final; 'compressed' ones are read")
+    if quant.values.get("kv_cache_scheme"):
+        raise quant.error("kv_cache_scheme is set; a quantized KV cache is not implemented")
+    if (transform := quant.values.get("transform_config")) and transform != {"config_groups": {}}:
+        raise quant.error("transform_config is set; transforms of weights or activations are not implemented")
+    sparse = quant.section("sparsity_config", default={}).values.get("format")
+    if sparse not in (None, "dense"):
+        raise quant.error(f"sparsity_config has the format {sparse!r}; only 'dense' is implemented")
     groups = quant.section("config_groups").values
     if len(groups) != 1:
         raise quant.error(f"config_groups holds {len(groups)} groups; one is implemented")
     group = quant.section("config_groups").section(next(iter(groups)))
     if group.get("targets") != ["Linear"]:
         raise group.error(f"targets is {group.get('targets')!r}; only ['Linear'] is implemented")
-    if group.values.get("input_activations") is not None:
-        raise group.error("input_activations are quantized; only weights may be (W4A16)")
+    if (fmt := group.values.get("format")) not in (None, "pack-quantized"):
+        raise group.error(f"format is {fmt!r}; only 'pack-quantized' is implemented")
+    for name in ("input_activations", "output_activations"):
+        if group.values.get(name) is not None:
+            raise group.error(f"{name} are quantized; only weights may be (W4A16)")
     weights = group.section("weights")
     for name, want in (("num_bits", 4), ("type", "int"), ("symmetric", True), ("strategy", "group")):
         if weights.get(name) != want:
             raise weights.error(f"{name} is {weights.get(name)!r}; only {want!r} is implemented")
+    if weights.values.get("dynamic") not in (None, False):
+        raise weights.error(
+            f"dynamic is {weights.values['dynamic']!r}; the stored scales are used, so it must be false"
+        )
     if weights.values.get("actorder") not in (None, "static", "weight"):
         raise weights.error(f"actorder is {weights.values['actorder']!r}; only null is implemented")
     size = weights.integer("group_size")

@@ -249,6 +249,24 @@ def test_run_fills_in_what_transformers_has_a_default_for(kerngen: Terminal, fol
     assert report["tokens"] == hf_greedy(hf, prompt, 12)[: report["num_tokens"]]
 
 
+@pytest.mark.parametrize("name", ["kv_cache_scheme", "transform_config"])
+def test_run_refuses_a_quantization_that_it_would_not_compute(
+    kerngen: Terminal, folder: Path, tmp_path: Path, name: str
+) -> None:
+    copy(folder, tmp_path)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quant}
+    common = ("run", tmp_path, "--prompt", "x", "--device", "cpu", "--max-new-tokens", 2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kerngen(*common)
+    quant[name] = {"config_groups": {"group_0": {"num_bits": 8}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = kerngen(*common, code=1)
+    assert said.err.startswith(f"CheckpointError: {tmp_path / 'config.json'}: quantization_config: {name} is set")
+
+
 def test_run_opens_a_file_larger_than_memory(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
     """A tower that is not read, twice the size of memory and swap, as a hole in the file."""
     try:

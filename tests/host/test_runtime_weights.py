@@ -434,6 +434,49 @@ def test_packed_weights_that_contradict_their_scheme(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+ACTIVATIONS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+TOP: dict[str, tuple[Any, str]] = {
+    "quantization_status": ("calibration", "quantization_status is 'calibration'"),
+    "kv_cache_scheme": ({"num_bits": 8, "type": "float"}, "kv_cache_scheme is set"),
+    "transform_config": ({"config_groups": {"R1": {"type": "hadamard"}}}, "transform_config is set"),
+    "sparsity_config": ({"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}, "format 'sparse-24-bitmask'"),
+    "format": ("marlin-24", "in format 'marlin-24'"),
+}
+GROUP: dict[str, tuple[Any, str]] = {
+    "format": ("nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized'"),
+    "input_activations": (ACTIVATIONS, "input_activations are quantized"),
+    "output_activations": (ACTIVATIONS, "output_activations are quantized"),
+}
+WEIGHTS: dict[str, tuple[Any, str]] = {
+    "dynamic": (True, "dynamic is True"),
+    "num_bits": (8, "num_bits is 8"),
+    "actorder": ("group", "actorder is 'group'"),
+}
+
+
+@pytest.mark.parametrize(("level", "name"), [(i, n) for i, part in enumerate((TOP, GROUP, WEIGHTS)) for n in part])
+def test_a_scheme_that_computes_something_else_is_refused(tmp_path: Path, level: int, name: str) -> None:
+    make_target(tmp_path, "k_eq_v", **WIDE)
+    quantize(tmp_path, 32)
+    expected = logits(load(tmp_path))
+    value, message = (TOP, GROUP, WEIGHTS)[level][name]
+
+    def change(config: dict[str, Any]) -> None:
+        quant = config["quantization_config"]
+        group = quant["config_groups"]["group_0"]
+        (quant, group, group["weights"])[level][name] = value
+
+    as_written = {"quantization_status": "frozen", "kv_cache_scheme": None, "transform_config": {}}
+    dense = {"format": "dense", "sparsity_structure": "unstructured", "global_sparsity": 0.0}
+    edit_config(tmp_path, lambda c: c["quantization_config"].update(as_written, sparsity_config=dense))
+    assert torch.equal(logits(load(tmp_path)), expected)
+    edit_config(tmp_path, change)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert message in str(caught.value)
+    assert "\n" not in caught.value.message
+
+
 def test_nothing_is_allocated_for_a_folder_that_lies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tensor of the file is wrong; not one byte may have been allocated by then."""
     edit_tensors(folder, lambda t: t.update({NORM: torch.ones(31)}))

@@ -292,11 +292,15 @@ def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfi
     top_k = text.integer("top_k_experts") if experts else 0
     if top_k > num_experts:
         raise text.error(f"top_k_experts {top_k} is more than num_experts {num_experts}")
+    vocab = text.integer("vocab_size")
     ple = text.integer("hidden_size_per_layer_input", default=0, low=0)
+    ple_vocab = text.integer("vocab_size_per_layer_input") if ple else 0
+    if ple and ple_vocab < vocab:
+        raise text.error(f"vocab_size_per_layer_input is {ple_vocab}, which lacks some of the {vocab} tokens")
     cap = None if is_drafter else text.values.get("final_logit_softcapping")  # a drafter's head has none
     head_dims = {layer.kind: layer.head_dim for layer in layers}
     return ModelConfig(
-        vocab_size=text.integer("vocab_size"),
+        vocab_size=vocab,
         hidden_size=hidden,
         num_q_heads=num_heads,
         layers=layers,
@@ -306,7 +310,7 @@ def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfi
         max_positions=text.integer("max_position_embeddings"),
         tied=top.flag("tie_word_embeddings", True),
         ple_size=ple,
-        ple_vocab_size=text.integer("vocab_size_per_layer_input") if ple else 0,
+        ple_vocab_size=ple_vocab,
         num_experts=num_experts,
         top_k_experts=top_k,
         moe_intermediate_size=text.integer("moe_intermediate_size") if experts else 0,

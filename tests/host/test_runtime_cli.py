@@ -267,6 +267,15 @@ def test_run_refuses_a_quantization_that_it_would_not_compute(
     assert said.err.startswith(f"CheckpointError: {tmp_path / 'config.json'}: quantization_config: {name} is set")
 
 
+def test_run_refuses_a_table_of_per_layer_inputs_that_lacks_tokens(kerngen: Terminal, tmp_path: Path) -> None:
+    """transformers fails when such a token comes; any token may."""
+    make_target(tmp_path, "shared_ple", vocab_size_per_layer_input=20)
+    write_tokenizer(tmp_path)
+    said = kerngen("run", tmp_path, "--prompt", "xyz", "--device", "cpu", "--max-new-tokens", 2, code=1)
+    assert said.err.startswith("CheckpointError: ")
+    assert "vocab_size_per_layer_input is 20" in said.err
+
+
 def test_run_opens_a_file_larger_than_memory(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
     """A tower that is not read, twice the size of memory and swap, as a hole in the file."""
     try:

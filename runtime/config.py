@@ -31,6 +31,7 @@ LIMITS = {
 }
 
 
+MAX_NUMBER = 1e30  # of what is not a count (theta, eps, a cap): above any that makes sense, and within fp32
 # What Gemma4TextConfig takes where config.json leaves the field out.
 DEFAULT_GLOBAL_HEAD_DIM = 512
 DEFAULT_ROPE = {
@@ -151,6 +152,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _short(value: Any) -> str:
+    """repr, cut to what fits in a message: JSON's numbers may have hundreds of digits."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
 class _Fields:
     """Typed access to a JSON object; every complaint names the file and the field."""
 
@@ -172,15 +179,15 @@ class _Fields:
         value = self.get(name)
         high = LIMITS.get(name, 1 << 31)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(f"{name} is {value!r}; it must be a whole number from {low} to {high:,}")
+            raise self.error(f"{name} is {_short(value)}; it must be a whole number from {low} to {high:,}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         if default is not None and name not in self.values:
             return default
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(f"{name} is {value!r}; it must be a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise self.error(f"{name} is {_short(value)}; it must be a positive number up to {MAX_NUMBER:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -188,13 +195,13 @@ class _Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(f"{name} is {value!r}; it must be true or false")
+            raise self.error(f"{name} is {_short(value)}; it must be true or false")
         return value
 
     def section(self, name: str, default: dict[str, Any] | None = None) -> _Fields:
         value = default if default is not None and self.values.get(name) is None else self.get(name)
         if not isinstance(value, dict):
-            raise self.error(f"{name} is {value!r}; it must be an object")
+            raise self.error(f"{name} is {_short(value)}; it must be an object")
         return _Fields(value, f"{self.where}: {name}")
 
 
@@ -266,7 +273,7 @@ def _id_list(fields: _Fields, name: str) -> tuple[int, ...]:
     value = fields.values.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise fields.error(f"{name} is {value!r}; it must be token ids")
+        raise fields.error(f"{name} is {_short(value)}; it must be token ids")
     return tuple(ids)
 
 

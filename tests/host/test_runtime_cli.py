@@ -18,7 +18,7 @@ from tiny_gemma import BASE, F, S, hf_greedy, make_assistant, make_target
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import Gemma4ForCausalLM
 
-from kerngen.errors import CheckpointError, DeviceError
+from kerngen.errors import CheckpointError, DeviceError, UsageError
 from kerngen.runtime.backend import explaining_memory
 from kerngen.runtime.session import find_drafter
 from kerngen.runtime.text import MAX_TEMPLATE_BYTES, TextCodec, render_chat
@@ -144,11 +144,24 @@ def test_a_stream_that_ends_within_a_character_says_so(codec: TextCodec) -> None
         "{{ 10 ** 9999999999 }}",
         "{% if %}",
         "{% include 'secret' %}",
+        "{% for i in x %}" * 30 + "{% endfor %}" * 30,  # SyntaxError: more blocks than Python nests
+        "{{ '{:>1000000000000}'.format(1) }}",  # MemoryError
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",  # RecursionError
+        "{{ strftime_now(messages) }}",
     ],
 )
 def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
     with pytest.raises(CheckpointError, match="chat template failed"):
         render_chat(source, messages=[])
+
+
+def test_a_template_fails_with_a_reason_whatever_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr("kerngen.runtime.text.datetime", SimpleNamespace(now=stop))
+    with pytest.raises(CheckpointError, match="chat template failed: RuntimeError"):
+        render_chat("{{ strftime_now('%Y') }}", messages=[])
 
 
 def test_a_template_cannot_write_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +358,67 @@ def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path)
     common = ("run", folder, "--prompt", "abc", "--max-new-tokens", 1, "--json", "--device", "cpu")
     assert json.loads(kerngen(*common, "--no-chat").out)["num_prompt_tokens"] == 4
     assert json.loads(kerngen(*common).out)["num_prompt_tokens"] > 10
+
+
+@pytest.mark.parametrize(
+    ("part", "setting", "message"),
+    [
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "cannot encode the text: chunk size must be non-zero"),
+        (
+            "model",
+            {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"},
+            "cannot encode the text: WordLevel error",
+        ),
+        ("decoder", {"type": "Nothing"}, "is not a tokenizer"),
+    ],
+)
+def test_run_on_a_tokenizer_that_fails(
+    kerngen: Terminal, folder: Path, tmp_path: Path, part: str, setting: dict[str, Any], message: str
+) -> None:
+    """The library panics in Rust on some files, which is no Exception in Python."""
+    copy(folder, tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {part: setting, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = kerngen("run", tmp_path, "--prompt", "e", "--device", "cpu", "--max-new-tokens", 3, code=1)
+    assert said.err.startswith(f"CheckpointError: {tmp_path / 'tokenizer.json'} {message}")
+
+
+def test_a_decoder_that_fails_is_one_clear_error(folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    decoder = {"type": "Strip", "content": "e", "start": 0, "stop": 9}  # reads before the start of a token "e"
+    tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {"decoder": decoder}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    codec = TextCodec(tmp_path, bos_id=2)
+    with pytest.raises(CheckpointError, match="cannot decode the tokens: index out of bounds"):
+        codec.stream().push(codec.encode("e"))
+
+
+def test_text_that_is_not_unicode_is_refused(codec: TextCodec) -> None:
+    with pytest.raises(UsageError, match=r"character 2 is '\\ud800'"):
+        codec.encode("ab\ud800")
+
+
+def test_run_on_a_prompt_or_template_that_is_not_unicode(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    said = kerngen("run", folder, "--prompt", os.fsdecode(b"bad \xff byte"), "--device", "cpu", code=2)
+    assert said.err == "UsageError: --prompt is not UTF-8: character 4 is '\\udcff'\n"
+    said = kerngen("run", folder, "--device", "cpu", stdin=b"bad \xff byte", code=2)
+    assert said.err.startswith("UsageError: standard input is not UTF-8")
+    copy(folder, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ '\\ud800' }}")
+    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=2)
+    assert said.err == "UsageError: the text is not Unicode: character 0 is '\\ud800'\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["rms_norm_eps", "final_logit_softcapping", "hidden_size", "sliding_window", "vocab_size"]
+)
+def test_run_on_a_number_beyond_all_bounds(kerngen: Terminal, folder: Path, tmp_path: Path, name: str) -> None:
+    copy(folder, tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {name: 10**400}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
+    assert said.err.startswith(f"CheckpointError: {tmp_path / 'config.json'}: {name} is 1000000")
+    assert len(said.err) < 400 + len(str(tmp_path))
 
 
 def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:

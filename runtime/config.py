@@ -7,31 +7,15 @@ others, and the error names it. Fields: transformers' Gemma4TextConfig and Gemma
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kerngen.errors import CheckpointError, UsageError
+from kerngen.runtime.fields import Fields, read_json, short
 
-MAX_JSON_BYTES = 64 * 1024 * 1024
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-# Bounds on what one field may ask for, far above any released model: sizes are products of them.
-LIMITS = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 17,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 1024,
-    "head_dim": 4096,
-    "sliding_window": 1 << 22,
-    "max_position_embeddings": 1 << 26,
-}
-
-
-MAX_NUMBER = 1e30  # of what is not a count (theta, eps, a cap): above any that makes sense, and within fp32
 # What Gemma4TextConfig takes where config.json leaves the field out.
 DEFAULT_GLOBAL_HEAD_DIM = 512
 DEFAULT_ROPE = {
@@ -135,76 +119,6 @@ class DrafterConfig:
     centroid_top_k: int
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError where it is missing, too large, torn or not an object."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} holds {path.stat().st_size:,} B; at most {MAX_JSON_BYTES:,} B are read")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing", hint="name a folder in Hugging Face format") from None
-    except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path} is not JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-def _short(value: Any) -> str:
-    """repr, cut to what fits in a message: JSON's numbers may have hundreds of digits."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
-
-
-class _Fields:
-    """Typed access to a JSON object; every complaint names the file and the field."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def error(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {message}")
-
-    def get(self, name: str) -> Any:
-        if name not in self.values:
-            raise self.error(f"field {name!r} is missing")
-        return self.values[name]
-
-    def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
-        if default is not None and self.values.get(name) is None:
-            return default
-        value = self.get(name)
-        high = LIMITS.get(name, 1 << 31)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(f"{name} is {_short(value)}; it must be a whole number from {low} to {high:,}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        if default is not None and name not in self.values:
-            return default
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-            raise self.error(f"{name} is {_short(value)}; it must be a positive number up to {MAX_NUMBER:g}")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name, default)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(f"{name} is {_short(value)}; it must be true or false")
-        return value
-
-    def section(self, name: str, default: dict[str, Any] | None = None) -> _Fields:
-        value = default if default is not None and self.values.get(name) is None else self.get(name)
-        if not isinstance(value, dict):
-            raise self.error(f"{name} is {_short(value)}; it must be an object")
-        return _Fields(value, f"{self.where}: {name}")
-
-
 def read_model_config(folder: Path) -> ModelConfig:
     """The target model's configuration from `folder`/config.json.
 
@@ -212,7 +126,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", hint="name a folder in Hugging Face format")
-    top = _Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     kind = top.get("model_type")
     if kind in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a drafter ({kind})", hint="name it with --draft, and its target as MODEL")
@@ -226,7 +140,7 @@ def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
     """The assistant's configuration, checked against the target that it drafts for. Raises as read_model_config."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", hint="name the assistant's folder in Hugging Face format")
-    top = _Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     if (kind := top.get("model_type")) not in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a {kind!r} model, not a drafter", hint=f"known: {', '.join(DRAFTER_TYPES)}")
     text = _text_config(top.section("text_config"), top, is_drafter=True)
@@ -258,7 +172,7 @@ def read_eos_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """Stop tokens: those of generation_config.json where there is one, and config.json's."""
     ids = list(config.eos_ids)
     if (path := folder / "generation_config.json").is_file():
-        ids += _id_list(_Fields(read_json(path), str(path)), "eos_token_id")
+        ids += _id_list(Fields(read_json(path), str(path)), "eos_token_id")
     return tuple(dict.fromkeys(ids))
 
 
@@ -266,18 +180,18 @@ def read_suppressed_ids(folder: Path) -> tuple[int, ...]:
     """Tokens that generation_config.json forbids (`suppress_tokens`; the 12B's media markers)."""
     if not (path := folder / "generation_config.json").is_file():
         return ()
-    return _id_list(_Fields(read_json(path), str(path)), "suppress_tokens")
+    return _id_list(Fields(read_json(path), str(path)), "suppress_tokens")
 
 
-def _id_list(fields: _Fields, name: str) -> tuple[int, ...]:
+def _id_list(fields: Fields, name: str) -> tuple[int, ...]:
     value = fields.values.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise fields.error(f"{name} is {_short(value)}; it must be token ids")
+        raise fields.error(f"{name} is {short(value)}; it must be token ids")
     return tuple(ids)
 
 
-def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfig:
+def _text_config(text: Fields, top: Fields, *, is_drafter: bool) -> ModelConfig:
     num_layers = text.integer("num_hidden_layers")
     hidden = text.integer("hidden_size")
     num_heads = text.integer("num_attention_heads")
@@ -327,7 +241,7 @@ def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfi
     )
 
 
-def _check_drafter(text: _Fields, num_layers: int, shared: int) -> int:
+def _check_drafter(text: Fields, num_layers: int, shared: int) -> int:
     """The constraints that transformers' Gemma4AssistantConfig enforces. Returns num_kv_shared_layers."""
     for name in ("enable_moe_block", "use_double_wide_mlp"):
         if text.flag(name, False):
@@ -339,7 +253,7 @@ def _check_drafter(text: _Fields, num_layers: int, shared: int) -> int:
     return num_layers
 
 
-def _layer_types(text: _Fields, num_layers: int) -> list[bool]:
+def _layer_types(text: Fields, num_layers: int) -> list[bool]:
     """Whether each layer is sliding. The last one never is (as transformers forces it)."""
     types = text.values.get("layer_types")
     if types is None:
@@ -356,7 +270,7 @@ def _layer_types(text: _Fields, num_layers: int) -> list[bool]:
 
 
 def _layers(
-    text: _Fields, sliding: list[bool], num_heads: int, first_shared: int, *, is_drafter: bool
+    text: Fields, sliding: list[bool], num_heads: int, first_shared: int, *, is_drafter: bool
 ) -> tuple[LayerConfig, ...]:
     """Every layer's shape. `first_shared`: the first layer that owns no cache."""
     k_eq_v = text.flag("attention_k_eq_v", False)
@@ -397,7 +311,7 @@ def _layers(
     return tuple(layers)
 
 
-def _heads(text: _Fields, sliding: list[bool], k_eq_v: bool) -> list[tuple[int, int]]:
+def _heads(text: Fields, sliding: list[bool], k_eq_v: bool) -> list[tuple[int, int]]:
     """head_dim and KV heads of every layer: as per_layer_config says, or the flat keys where there is none.
 
     The flat keys (global_head_dim, num_global_key_value_heads) are how the models were released. transformers from 5.20
@@ -418,7 +332,7 @@ def _heads(text: _Fields, sliding: list[bool], k_eq_v: bool) -> list[tuple[int, 
     return [(dim, kv_heads) if is_sliding else full for is_sliding in sliding]
 
 
-def _layer_overrides(text: _Fields, num_layers: int) -> dict[int, _Fields]:
+def _layer_overrides(text: Fields, num_layers: int) -> dict[int, Fields]:
     """per_layer_config by layer. What a layer, or the whole object, does not name has its global value.
 
     Keys are layer numbers, zero-padded to one width ("05"); transformers leaves out what equals the global value.
@@ -426,7 +340,7 @@ def _layer_overrides(text: _Fields, num_layers: int) -> dict[int, _Fields]:
     """
     if text.values["per_layer_config"] is None:
         return {}
-    found: dict[int, _Fields] = {}
+    found: dict[int, Fields] = {}
     section = text.section("per_layer_config")
     for key in section.values:
         layer = section.section(key)
@@ -443,7 +357,7 @@ def _layer_overrides(text: _Fields, num_layers: int) -> dict[int, _Fields]:
     return found
 
 
-def _rope(text: _Fields, kind: str, head_dim: int) -> RopeConfig:
+def _rope(text: Fields, kind: str, head_dim: int) -> RopeConfig:
     rope = text.section("rope_parameters", default=DEFAULT_ROPE).section(f"{kind}_attention")
     theta, factor = rope.number("rope_theta"), rope.number("factor", default=1.0)
     match rope.get("rope_type"):
@@ -458,7 +372,7 @@ def _rope(text: _Fields, kind: str, head_dim: int) -> RopeConfig:
             raise rope.error(f"rope_type is {other!r}; known: default, proportional")
 
 
-def _quant_config(top: _Fields) -> QuantConfig | None:
+def _quant_config(top: Fields) -> QuantConfig | None:
     """quantization_config, or None where the weights are dense.
 
     Anything but W4A16 pack-quantized is refused, and so is what computes something else with the same tensors:

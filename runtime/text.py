@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.config import read_json
+from kerngen.runtime.fields import read_json
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
 MAX_TEMPLATE_BYTES = 1024 * 1024

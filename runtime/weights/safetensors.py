@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError
-from kerngen.runtime.config import read_json
+from kerngen.runtime.fields import read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the reference implementation uses
 DTYPES: dict[str, torch.dtype] = {

@@ -78,9 +78,11 @@ ARCHES: dict[str, Arch] = {a.name: a for a in _ARCHES}
 
 
 def find_arch(name: str) -> Arch:
-    """The arch called `name` ("sm70"). Raises UnknownName, listing the known ones."""
+    """The arch called `name` ("sm70"). Raises UnknownName, listing the known ones, or naming the arch of a board."""
     if name not in ARCHES:
-        raise UnknownName("arch", name, ARCHES)
+        boards = [d for d in _DEVICES if len(name) > 1 and name.lower() in d.name.lower()]
+        guess = f"{boards[0]} is {boards[0].arch}; " if len({d.arch for d in boards}) == 1 else ""
+        raise UnknownName("arch", name, ARCHES, guess=guess)
     return ARCHES[name]
 
 

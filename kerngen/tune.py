@@ -382,7 +382,8 @@ class Tuner:
                 self.report.num_from_database += summary["tried"]
             if result.winner is None:
                 tried = [o.reason for o in t.search.outcomes.values() if not o.ok]
-                result.note = tried[-1] if tried else "time ran out before its first trial"
+                ended = "stopped" if self.report.interrupted else "time ran out"
+                result.note = tried[-1] if tried else f"{ended} before its first trial"
                 continue
             self._inspect(t, result, summary)
 

@@ -74,7 +74,9 @@ def compile(
     from kerngen.cache import CompileCache
     from kerngen.compile import nvrtc_version, require_target
 
-    if (model is None) != cases:
+    if model is not None and cases:
+        raise UsageError("--model and --cases are two things to compile", hint="give one of them")
+    if model is None and not cases:
         raise UsageError("name what to compile: --model NAME for a workload, or --cases for the test cases")
     arches = parse_arches(arch_names)
     names = [n for k in kernels for n in k.split(",")]

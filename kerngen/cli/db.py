@@ -87,7 +87,10 @@ def ls(
             _echo_json([_winner_json(store, w) for store, w in found])
             return
         if not found:
-            _say_empty(stores, url)
+            wanted = [f"of {kernel_name}"] if kernel_name else []
+            wanted += [f"on {', '.join(sorted(arches))}"] if arches else []
+            wanted += [f"for device {device_name}"] if device_name else []
+            _say_empty(stores, url, " ".join(["no winners", *wanted]), _filling(kernel_name, arches))
             return
         _print_winners(found)
 
@@ -208,13 +211,19 @@ def _stores(url: str | None) -> Iterator[list[Store]]:
         yield stores
 
 
-def _say_empty(stores: Sequence[Store], url: str | None) -> None:
+def _filling(kernel_name: str | None, arches: set[str] | None) -> str:
+    """The command that would have found something."""
+    command = f"kerngen tune --arch {min(arches) if arches else 'ARCH'} --model NAME"
+    return command + (f" --kernel {kernel_name}" if kernel_name else "")
+
+
+def _say_empty(stores: Sequence[Store], url: str | None, what: str, fix: str) -> None:
     from kerngen.tuning_db import default_path
 
     place = url or default_path()
     is_there = "://" in place or os.path.exists(place)
     where = ", ".join(s.where for s in stores) or (place if is_there else f"{place} (not there yet)")
-    click.echo(f"no winners in {where}\n  fill it: kerngen tune --arch sm90 --model gemma-4-31b", err=True)
+    click.echo(f"{what} in {where}\n  fill it: {fix}", err=True)
 
 
 def _find(

@@ -226,6 +226,8 @@ def _print(report: Report, load: Workload, where: str) -> None:
         console.print(f"no kernel yet for: {', '.join(load.missing)}")
     if report.out_of_time:
         console.print("the time budget ended the search; the same command continues it")
+    if report.interrupted:
+        console.print("stopped before the search was over; what was tried is kept, and the same command continues it")
     console.print(f"database: {where}   (kerngen db explain says why a configuration won)", markup=False)
 
 
@@ -305,6 +307,7 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
     return {
         "model": load.model, "arch": report.target.arch.name, "device": report.target.device.name,
         "objective": report.objective, "run": report.run, "seconds": report.seconds, "out_of_time": report.out_of_time,
+        "interrupted": report.interrupted,
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
         "num_from_database": report.num_from_database, "failures": report.failures, "missing": list(load.missing),
         "step_ms": _steps(report, load), "results": rows, "database": where,

@@ -49,7 +49,7 @@ def why_no_dtype(arch: Arch, dtype: str) -> str | None:
     if dtype == "fp32":
         return f"no body computes in fp32; use dtype={arch.dtype}, or the reference"
     if dtype == "bf16" and not arch.has_bf16:
-        return f"bf16 needs sm80 or newer and {arch} has none; use dtype=fp16 with residual_dtype=fp32"
+        return f"bf16 needs sm80 or newer and {arch} has none; use fp16, and fp32 for a residual stream"
     return None
 
 

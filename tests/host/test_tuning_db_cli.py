@@ -80,8 +80,17 @@ def test_ls_of_nothing_says_how_to_fill_it(tmp_path: Path, path: Path, monkeypat
     result = CliRunner().invoke(db, ["ls"], catch_exceptions=False)
     assert result.exit_code == 0
     assert result.stdout == ""
+    assert "no winners in" in result.stderr
     assert "absent.db (not there yet)" in result.stderr
-    assert "kerngen tune" in result.stderr
+    assert "fill it: kerngen tune --arch ARCH --model NAME\n" in result.stderr
+    for args, says, fix in (
+        (("--arch", "sm70"), "no winners on sm70 in", "--arch sm70 --model NAME\n"),
+        (("--kernel", "embed", "--arch", "sm75"), "no winners of embed on sm75 in", "sm75 --model NAME --kernel embed"),
+        (("--device", "H300"), "no winners for device H300 in", "--arch ARCH --model NAME\n"),
+    ):
+        said = CliRunner().invoke(db, ["ls", *args], catch_exceptions=False).stderr
+        assert says in said
+        assert fix in said
     assert not (tmp_path / "absent.db").exists(), "reading made a database"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 import stat
 import time
@@ -80,7 +81,7 @@ def open_sqlite(path: Path) -> Engine:
         raise DatabaseError(f"{path}: cannot make its folder: {e.strerror or e}",
                             hint="name a place you can write to, with --db or KERNGEN_DB") from e  # fmt: skip
     require_whole(path)
-    engine = _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=rwc")
+    engine = _sqlite_engine(f"{_uri(path)}?mode=rwc")
     with clear_errors(str(path)), engine.connect() as connection:
         _set_journal(connection, "delete" if is_network_path(path) else "wal")
     return engine
@@ -96,7 +97,7 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
         raise DatabaseError(f"{path}: no such file", hint="kerngen tune --db FILE makes one")
     require_whole(path)
     immutable = sealed or (not os.access(path.absolute().parent, os.W_OK) and not _wal(path).exists())
-    uri = f"file:{quote(str(path.absolute()))}?mode=ro" + ("&immutable=1" if immutable else "")
+    uri = f"{_uri(path)}?mode=ro" + ("&immutable=1" if immutable else "")
     engine = _sqlite_engine(uri)
     with clear_errors(str(path)), engine.connect() as connection:
         connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")
@@ -111,12 +112,19 @@ def open_server(url: str) -> Engine:
             raise UsageError(f"{parsed.render_as_string()}: neither SQLite nor PostgreSQL",
                              hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")  # fmt: skip
         engine = create_engine(parsed, pool_pre_ping=True)
-    except exc.ArgumentError as e:
-        raise UsageError(f"{url!r} is not a database URL") from e
+    except (exc.ArgumentError, ValueError) as e:  # ValueError: a port that is no number
+        hidden = re.sub(r"(?<=://)[^/]*@", "***@", url)
+        raise UsageError(f"{hidden!r} is not a database URL",
+                         hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME") from e  # fmt: skip
     except ModuleNotFoundError as e:
         raise DatabaseError(f"{e.name} is not installed", hint="pip install 'kerngen[pg]'") from e
     with clear_errors(parsed.render_as_string()), engine.connect():
         return engine
+
+
+def _uri(path: Path) -> str:
+    """`path` for SQLite, byte for byte: a file's name need not be UTF-8."""
+    return f"file:{quote(os.fsencode(path.absolute()))}"
 
 
 def decode_text(data: bytes) -> str:

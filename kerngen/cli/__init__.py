@@ -14,6 +14,7 @@ from importlib import import_module
 import click
 
 import kerngen
+from kerngen.cli.process import settle_streams
 from kerngen.errors import KerngenError
 
 # command -> (module, what `kerngen --help` says of it); the attribute has the command's name
@@ -66,10 +67,10 @@ def run_command() -> int:
     """Run the command that sys.argv names, and turn deliberate errors into one clear message. Returns the exit code."""
     debug = os.environ.get("KERNGEN_DEBUG", "") not in ("", "0")
     try:
+        settle_streams()
         # Commands return None. Where one raises click's Exit, or --help does, click returns the code instead.
         code: int | None = cli(prog_name="kerngen", standalone_mode=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # a pipe that is closed or a disk that is full is reported here, not as the program ends
+        sys.stdout.flush()  # a pipe that is closed or a disk that is full is reported here, not as the program ends
         return code or 0
     except click.ClickException as e:
         e.show()

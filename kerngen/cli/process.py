@@ -1,10 +1,15 @@
-"""The process that a command runs in: its standard streams."""
+"""The process that a command runs in: its standard streams, and the signals that end it."""
 
 from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from kerngen.errors import KerngenError
 
@@ -29,3 +34,30 @@ def settle_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def stopped_by() -> Iterator[Callable[[], signal.Signals]]:
+    """Within it SIGTERM, which Slurm and Kubernetes send, ends a command as Ctrl-C does: by KeyboardInterrupt.
+
+    So a report is printed, and compilers are stopped. Yields a function that says which of the two it was. More of
+    them change nothing: `timeout` sends two. Where SIGTERM is ignored or handled already, that stays.
+    """
+    received = signal.SIGINT
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        if received != number:
+            received = signal.Signals(number)
+            raise KeyboardInterrupt
+
+    in_charge = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if in_charge:
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        yield lambda: received
+    finally:
+        if in_charge:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,12 +1,17 @@
-"""Commands whose standard streams are closed or narrow, or whose arguments are no text."""
+"""Commands whose standard streams are closed or narrow, whose arguments are no text, and which are told to stop."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from command import ROOT, Kerngen
 
@@ -106,3 +111,65 @@ def test_a_url_that_is_none(kerngen: Kerngen, url: str, says: str) -> None:
     assert "postgresql+psycopg://USER@HOST/NAME" in err
     assert "secret" not in err
     assert "Traceback" not in err
+
+
+# ---- being stopped
+
+
+def _start(kerngen: Kerngen, *args: str) -> subprocess.Popen[str]:
+    def heed() -> None:  # a shell starts background jobs with SIGINT ignored, and children inherit that
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen([sys.executable, "-m", "kerngen", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, preexec_fn=heed, start_new_session=True)  # fmt: skip
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("to", ["process", "group"])
+def test_sigterm_ends_a_tune_as_ctrl_c_does(kerngen: Kerngen, to: str) -> None:
+    """As Kubernetes (the process) and `timeout` (its group, then it once more) send it."""
+    started = _start(kerngen, *TUNE, "--kernel", "w4a16_gemm")
+    _wait_until(lambda: len(list((kerngen.folder / "cache").glob("v1/*/*.cubin"))) >= 3)
+    children = psutil.Process(started.pid).children(recursive=True)
+    if to == "group":
+        os.killpg(started.pid, signal.SIGTERM)
+    started.send_signal(signal.SIGTERM)
+    out, err = started.communicate(timeout=60)
+    assert started.returncode == 143, err
+    assert err.strip() == "stopped by SIGTERM"
+    assert "what was tried is kept, and the same command continues it" in out
+    with Store.open(kerngen.folder / "tuning.db", read_only=True) as store:
+        assert store.measurements("w4a16_gemm")
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+def test_sigterm_ends_a_compile(kerngen: Kerngen) -> None:
+    started = _start(kerngen, "compile", "--arch", "all", "--cases", "--jobs", "1", "-o", "out")
+    _wait_until(lambda: bool(list((kerngen.folder / "out").glob("*/*.cubin"))))
+    started.send_signal(signal.SIGTERM)
+    out, err = started.communicate(timeout=60)
+    assert (started.returncode, out, err.strip()) == (143, "", "stopped by SIGTERM")
+    assert not (kerngen.folder / "out" / "manifest.json").exists()
+    assert not list((kerngen.folder / "out").rglob(".*"))
+
+
+def test_sigterm_that_is_ignored_stays_ignored(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    seen: list[object] = []
+    try:
+        monkeypatch.setattr("kerngen.cli.run._read_prompt", lambda _: seen.append(signal.getsignal(signal.SIGTERM)))
+        kerngen("run", "./nowhere")
+        assert seen == [signal.SIG_IGN]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        kerngen("run", "./nowhere")
+        assert callable(seen[1])
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "put back as it was"
+    finally:
+        signal.signal(signal.SIGTERM, before)

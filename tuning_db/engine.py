@@ -20,6 +20,7 @@ from sqlalchemy.pool import QueuePool
 from kerngen.errors import DatabaseError, UsageError
 
 BUSY_S = 60.0  # how long a writer waits for its turn
+CONNECT_S = 10  # how long a server may take to answer, unless the URL has ?connect_timeout=
 _ADVISORY_LOCK = 0x6B65726E67656E  # "kerngen"
 _IMMEDIATE = "kerngen_immediate"
 _NETWORK = {
@@ -105,13 +106,14 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
 
 
 def open_server(url: str) -> Engine:
-    """A PostgreSQL server by URL (postgresql+psycopg://...). Raises UsageError or DatabaseError."""
+    """A PostgreSQL server by URL (postgresql+psycopg://...). Raises UsageError; DatabaseError where none answers."""
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "postgresql":
             raise UsageError(f"{parsed.render_as_string()}: neither SQLite nor PostgreSQL",
                              hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")  # fmt: skip
-        engine = create_engine(parsed, pool_pre_ping=True)
+        waiting = {} if "connect_timeout" in parsed.query else {"connect_timeout": CONNECT_S}
+        engine = create_engine(parsed, pool_pre_ping=True, connect_args=waiting)
     except (exc.ArgumentError, ValueError) as e:  # ValueError: a port that is no number
         hidden = re.sub(r"(?<=://)[^/]*@", "***@", url)
         raise UsageError(f"{hidden!r} is not a database URL",

@@ -74,7 +74,14 @@ def test_a_kernel_that_computes_wrongly_fails_its_check(
 
 @pytest.mark.parametrize(
     ("args", "code"),
-    [(("--help",), 0), (("--version",), 0), (("db", "ls", "-h"), 0), (("arch", "ls"), 0), ((), 2), (("db", "x"), 2)],
+    [
+        (("--help",), 0),
+        (("--version",), 0),
+        (("db", "ls", "--help"), 0),
+        (("arch", "ls"), 0),
+        ((), 2),
+        (("db", "x"), 2),
+    ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
 )
 def test_the_code_of_what_does_nothing(kerngen: Kerngen, args: tuple[str, ...], code: int) -> None:

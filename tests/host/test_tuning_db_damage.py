@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Text
-from test_tuning_db import H200, SM90, STATIC, add_build, key_of, measured
+from test_tuning_db import H200, STATIC, add_build, key_of, measured
 from test_tuning_db_cli import tune_rmsnorm
 
+from kerngen.arch import Target
 from kerngen.errors import DatabaseError
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, lookup, static_key
@@ -43,7 +44,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Store.open(path) as store:
         for n, point in enumerate((64, 128)):
             store.add_measurement(measured(add_build(store, n), n, 10.0 + n, problem=key_of(point)))
-        store.recompute_winners("toy", key_of().static_key, SM90, H200)
+        store.recompute_winners("toy", key_of().static_key, Target.of(H200))
     tune_rmsnorm(path, "")
     with sqlite3.connect(path) as c:
         c.execute("PRAGMA journal_mode = delete")
@@ -119,7 +120,7 @@ def test_flipped_bits_never_raise_past_lookup(pristine: Path, tmp_path: Path) ->
     problem = kernel.problem_type()
     whole, path, random_bits = pristine.read_bytes(), tmp_path / "flipped.db", random.Random(7)
     with Store.open(pristine, read_only=True) as store:
-        right = lookup([store], kernel, problem, SM90, H200)
+        right = lookup([store], kernel, problem, Target.of(H200))
     assert right is not None
     refused = missed = served = 0
     for _ in range(400):
@@ -133,7 +134,7 @@ def test_flipped_bits_never_raise_past_lookup(pristine: Path, tmp_path: Path) ->
             refused += 1
             continue
         with store:
-            found = lookup([store], kernel, problem, SM90, H200)
+            found = lookup([store], kernel, problem, Target.of(H200))
         if found is None:
             missed += 1
             continue

@@ -134,7 +134,7 @@ def test_per_layer_config_replaces_the_flat_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["final_logit_softcapping", "rope_parameters", "global_head_dim"])
 def test_a_field_that_is_left_out_has_transformers_default(tmp_path: Path, name: str) -> None:
-    keys = {k: v for k, v in flat_keys(MODELS["gemma-4-31b"][0]).items() if k != name}
+    keys = {k: v for k, v in flat_keys(find_model("gemma-4-31b").target).items() if k != name}
     ours = read_model_config(write(tmp_path, {"model_type": "gemma4_text", **keys}))
     Gemma4TextConfig(**keys).save_pretrained(tmp_path)
     assert read_model_config(tmp_path) == ours

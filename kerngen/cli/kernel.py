@@ -190,7 +190,7 @@ def check(
 def _check(k: Kernel, body: Arch, case_filter: str, *, quiet: bool) -> list[dict[str, Any]]:
     from kerngen.measure import check_case
 
-    rows = []
+    rows, said = [], set[str]()
     for case in k.cases.CASES:
         if case_filter not in case.name:
             continue
@@ -207,5 +207,7 @@ def _check(k: Kernel, body: Arch, case_filter: str, *, quiet: bool) -> list[dict
         rows.append(row)
         if not quiet:
             size = f"largest error {row['error_abs']:.3g}" if "error_abs" in row else ""
-            click.echo(f"{row['outcome']:11} {k.name:16} {case.name:36} {size} {row['message']}".rstrip())
+            message = "as above" if row["outcome"] == "failed" and row["message"] in said else row["message"]
+            said.add(row["message"])
+            click.echo(f"{row['outcome']:11} {k.name:16} {case.name:36} {size} {message}".rstrip())
     return rows

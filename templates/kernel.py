@@ -7,7 +7,7 @@ templates/<name>/
   reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32
   cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share
   bench.py          baselines(case, inputs): what to compare the time with
-  traffic.py        optional: traffic(problem, config, arch), what the cost model should know beyond spec.cost
+  traffic.py        optional: traffic(problem, config, target), what the cost model should know beyond spec.cost
 """
 
 from __future__ import annotations
@@ -144,11 +144,13 @@ class Tolerance:
 
 
 class Spec(Protocol):
-    """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None, bucket(problem) ->
-    dict, workspace_bytes(problem, config, target) -> int, traffic(problem, config, target), MAX_SPILL_BYTES.
+    """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None,
+    workspace_bytes(problem, config, target) -> int, traffic(problem, config, target), MAX_SPILL_BYTES, and
+    constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
+    problem comes without RUNTIME fields.
 
-    Only `BODIES` sees an Arch, and decides with it what is compiled: a cubin depends on the arch alone. All that is
-    chosen at launch sees the Target, the board included.
+    What sees an Arch, `BODIES` and `constants`, decides what is compiled: a cubin depends on the arch alone. All that
+    is chosen at launch sees the Target, the board included.
     """
 
     Problem: type[Any]

@@ -61,7 +61,10 @@ def why_block_too_large(threads: int, made_of: str) -> str | None:
 
 
 def row_threads(elements: int, vecs_per_thread: int) -> int:
-    """Threads that share a row of `elements`, a multiple of 32. The templates compute the same."""
+    """Threads that share a row of `elements`, a multiple of 32.
+
+    The templates' ROW_THREADS; the contract suite holds every launch's block to its kernel's __launch_bounds__.
+    """
     return ceil(ceil(elements / VEC) / vecs_per_thread / 32) * 32
 
 

@@ -57,6 +57,7 @@ extern "C" __global__ void scale(float* out, const float* x, int num_tokens) {
 {% endraw %}
 }
 """
+HALF = "\n    @property\n    def half(self) -> int:\n        return self.width // 2\n"
 PART = "{# One line. #}\n    // PART {{ c.threads }}\n"
 
 
@@ -173,6 +174,25 @@ def test_template_errors_name_the_line(template: Path, old: str, new: str, why: 
     with pytest.raises(TemplateError, match=f"scale/kernel.cu.jinja:{why}") as e:
         _render()
     assert new.strip().splitlines()[0] in e.value.message or "#include" in new, "the line is shown"
+
+
+def test_constants_come_from_the_spec(template: Path) -> None:
+    spec = template.with_name("spec.py")
+    template.write_text(template.read_text() + "// {{ k.ROWS }} {{ k.WIDE }}\n")
+    text = spec.read_text().replace("num_tokens: int = 1\n", "num_tokens: int = 1\n" + HALF)
+    spec.write_text(
+        text + "\n\ndef constants(problem, config, arch):\n    return {'ROWS': problem.half, 'WIDE': True}\n"
+    )
+    assert _render().endswith("// 512 true\n")
+
+
+def test_constants_know_nothing_of_a_launch(template: Path) -> None:
+    spec = template.with_name("spec.py")
+    spec.write_text(
+        spec.read_text() + "\ndef constants(problem, config, arch):\n    return {'T': problem.num_tokens}\n"
+    )
+    with pytest.raises(TemplateError, match=r"spec.py:\d+: AttributeError: num_tokens is a RUNTIME field"):
+        _render()
 
 
 def test_one_fault_is_said_once(

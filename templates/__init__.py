@@ -20,7 +20,17 @@ from kerngen.errors import TemplateError, UnknownName, UsageError
 from kerngen.templates.contract import load_spec
 from kerngen.templates.kernel import ROOT, Case, Cost, Kernel, Launch, Tolerance
 
-__all__ = ["TEMPLATES_VARIABLE", "Case", "Cost", "Kernel", "Launch", "Tolerance", "find_kernel", "kernel_names"]
+__all__ = [
+    "TEMPLATES_VARIABLE",
+    "Case",
+    "Cost",
+    "Kernel",
+    "Launch",
+    "Tolerance",
+    "find_kernel",
+    "kernel_names",
+    "rescan",
+]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +52,13 @@ def find_kernel(name: str) -> Kernel:
     if isinstance(found := library.load(name), TemplateError):
         raise found.with_traceback(None)
     return found
+
+
+def rescan() -> None:
+    """Look for kernel folders anew when one is asked for next: after one was made or removed in this process."""
+    global _at_hand
+    _at_hand = None
+    invalidate_caches()
 
 
 class _Library:

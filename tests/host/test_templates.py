@@ -211,4 +211,4 @@ def test_a_name_that_cannot_be_imported_is_named(root: Path, caplog: pytest.LogC
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     yield
-    templates._at_hand = None
+    templates.rescan()

@@ -26,7 +26,7 @@ COMMANDS = {
     "bench": ("kerngen.cli.bench", "Time kernels, or a model's step, against this GPU's measured limits."),
     "doctor": ("kerngen.cli.doctor", "Say what this machine can compile for, run and measure."),
     "db": ("kerngen.cli.db", "Look into the tuning database."),
-    "kernel": ("kerngen.cli.kernel", "List, show and check kernels."),
+    "kernel": ("kerngen.cli.kernel", "List, show, check and begin kernels."),
     "arch": ("kerngen.cli.arch", "List architectures and device profiles."),
 }
 

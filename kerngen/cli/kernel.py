@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch
+from kerngen.cli.kernel_new import new
 from kerngen.cli.kernel_show import example, show
 from kerngen.errors import KerngenError, UsageError
 
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 
 @click.group()
 def kernel() -> None:
-    """List, show and check kernels."""
+    """List, show, check and begin kernels."""
 
 
 kernel.add_command(show)
+kernel.add_command(new)
 
 
 @kernel.command()

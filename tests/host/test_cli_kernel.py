@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from command import Kerngen
 
 from kerngen.arch import find_arch
 from kerngen.cli.kernel_show import example
-from kerngen.templates import find_kernel
+from kerngen.templates import TEMPLATES_VARIABLE, find_kernel
 from kerngen.workload import find_model, workload
 
 
@@ -113,3 +115,38 @@ def test_sass_of_a_real_disassembler(kerngen: Kerngen) -> None:
     assert code == 0, err
     assert "EXIT" in out
     assert ".text.embed" in out
+
+
+# -- new
+
+
+def test_a_new_kernel_works_where_it_lies(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = kerngen("kernel", "new", "first")
+    assert code == 0
+    assert f"export KERNGEN_TEMPLATES={kerngen.folder / 'kernels'}" in out
+    assert "new_kernel" not in "".join(p.read_text() for p in (kerngen.folder / "kernels" / "first").iterdir())
+    assert kerngen("--templates", "kernels", "kernel", "new", "second")[0] == 0
+    code, out, _ = kerngen("--templates", "kernels", "compile", "--arch", "sm70,sm90", "--kernel", "first,second",
+                           "--cases", "--jobs", "1", "--json")  # fmt: skip
+    assert code == 0
+    assert {f["kernel"] for f in json.loads(out)["files"]} == {"first", "second"}
+    assert TEMPLATES_VARIABLE not in os.environ, "the option ends with its command"
+
+
+@pytest.mark.parametrize(
+    "name", ["rmsnorm", "kernel", "common", "Upper", "my-kernel", "../up", "2nd", "class", "float", ""]
+)
+def test_a_name_that_cannot_be_is_refused(kerngen: Kerngen, name: str) -> None:
+    code, out, err = kerngen("kernel", "new", name)
+    assert (code, out) == (2, "")
+    assert err.startswith("UsageError: ")
+    assert kerngen.files() == []
+
+
+def test_what_is_there_is_left_alone(kerngen: Kerngen) -> None:
+    (kerngen.folder / "kernels" / "first").mkdir(parents=True)
+    code, _, err = kerngen("kernel", "new", "first")
+    assert (code, "kernels/first is there already" in err) == (2, True)
+    assert kerngen.files() == []
+    shutil.rmtree(kerngen.folder / "kernels")
+    assert kerngen("kernel", "new", "first")[0] == 0

@@ -73,7 +73,7 @@ class _Library:
         for root in roots:
             _require_root(root)
             for spec in sorted(root.glob("[!.]*/spec.py")):
-                _add(self.folders, "kernel", spec.parent.name, spec.parent)
+                _add(self.folders, "kernel", spec.parent.name, spec.parent.resolve())
             for path in sorted(p for p in root.glob(f"{COMMON}/*") if p.suffix in (".py", ".cuh")):
                 _add(shared, "shared file", f"{COMMON}/{path.name}", path)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.kernel import Case, Tolerance
+from kerngen.templates.kernel import Tolerance
 from kerngen.templates.w4a16_gemm.pack import dequantize, unpack
 from kerngen.templates.w4a16_gemm.spec import Problem
 
@@ -16,7 +16,7 @@ def w4a16_gemm(x: Tensor, weight_packed: Tensor, weight_scale: Tensor) -> Tensor
     return x.float() @ dequantize(weight_packed, weight_scale).T
 
 
-def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     weight_packed, weight_scale = unpack(inputs["w_packed"], inputs["scales"])
     return {"out": w4a16_gemm(inputs["x"], weight_packed, weight_scale)}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ConfigRefused, ProblemError, TemplateError, UnknownName, UsageError
+from kerngen.errors import ConfigRefused, LaunchError, ProblemError, TemplateError, UnknownName, UsageError
 from kerngen.source import place_of, reason_of, shown
 
 ROOT = Path(__file__).resolve().parent
@@ -286,6 +286,14 @@ class Kernel:
             return None
         traffic = refine(problem, config, target)
         return (traffic,) if isinstance(traffic, Traffic) else tuple(traffic)
+
+    def require_arguments(self, names: Iterable[str]) -> None:
+        """Raises LaunchError unless `names` are the arguments of the kernel's entries, but for the workspace."""
+        wanted = {a.name for body in self.spec.BODIES for args in body.args.values() for a in args} - {"workspace"}
+        if differing := wanted ^ set(names):
+            raise LaunchError(
+                f"{self.name}: a call and the entries' arguments differ in {', '.join(sorted(differing))}"
+            )
 
     @property
     def op(self) -> ModuleType:

@@ -12,8 +12,8 @@ from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.errors import KerngenError, UsageError
 
 if TYPE_CHECKING:
-    from kerngen.plan import Candidates
     from kerngen.templates.kernel import Kernel
+    from kerngen.tuning.plan import Candidates
 
 
 @click.group()
@@ -62,11 +62,11 @@ def show(name: str, arch_name: str, problem_text: str, config_text: str, source:
       kerngen kernel show attn_decode --arch sm70 --problem head_dim=512,num_kv_heads=4
     """
     from kerngen.cache import CompileCache
-    from kerngen.plan import candidates
     from kerngen.predict import predict
     from kerngen.render import render
     from kerngen.templates import find_kernel
     from kerngen.templates.kernel import describe, fields_of
+    from kerngen.tuning.plan import candidates
 
     arch, k = find_arch(arch_name), find_kernel(name)
     problem = _problem(k, problem_text, arch)

@@ -16,9 +16,9 @@ from kerngen.arch import Arch, Target, find_arch, find_device
 from kerngen.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
-    from kerngen.measuring import Measurer
-    from kerngen.plan import DryRun
-    from kerngen.tune import Report, Result
+    from kerngen.tuning.plan import DryRun
+    from kerngen.tuning.report import Report, Result
+    from kerngen.tuning.worker import Measurer
     from kerngen.workload import Workload
 
 
@@ -115,7 +115,7 @@ def _is_measured(objective: str, arch: Arch, device_name: str | None) -> bool:
         if device_name and find_device(device_name).arch != arch.name:
             raise UsageError(f"device {device_name} is {find_device(device_name).arch}, not {arch}")
         return False
-    from kerngen.measuring import present_arch
+    from kerngen.tuning.worker import present_arch
 
     here = present_arch()
     if objective == "auto":
@@ -144,14 +144,14 @@ def _run(
 ) -> tuple[Report, str]:
     from kerngen.cache import CachedCompiler
     from kerngen.progress import Reporter
-    from kerngen.tune import Tuner
+    from kerngen.tuning.tuner import Tuner
     from kerngen.tuning_db import Store
 
     store = stack.enter_context(Store.open(db_url))
     measurer: Measurer | None = None
     target = Target.of(find_device(device_name) if device_name else arch)
     if measured:
-        from kerngen.measuring import Measurer
+        from kerngen.tuning.worker import Measurer
 
         measurer = stack.enter_context(Measurer())
         target = Target.of(measurer.device())
@@ -165,8 +165,8 @@ def _run(
 def _dry_run(
     load: Workload, target: Target, measured: bool, trials: int | None, jobs: int, seed: int, as_json: bool
 ) -> None:
-    from kerngen.plan import dry_run
-    from kerngen.tune import TRIALS
+    from kerngen.tuning.plan import dry_run
+    from kerngen.tuning.tuner import TRIALS
 
     objective = "measured" if measured else "predicted"
     plan = dry_run(load.items, target, trials or TRIALS[objective], jobs, seed)

@@ -12,13 +12,15 @@ from toy import toy_kernels
 from kerngen.arch import Arch, Target, default_device, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.compile import compile_cubin
-from kerngen.measuring import Observed
-from kerngen.plan import candidates, dry_run
 from kerngen.predict import MODEL, predict
 from kerngen.render import render
-from kerngen.study import Outcome, Search
 from kerngen.templates.kernel import Kernel, fields_of
-from kerngen.tune import Report, Tuner, why_not_cubin
+from kerngen.tuning.checks import why_not_cubin
+from kerngen.tuning.plan import candidates, dry_run
+from kerngen.tuning.report import Report
+from kerngen.tuning.study import Outcome, Search
+from kerngen.tuning.tuner import Tuner
+from kerngen.tuning.worker import Observed
 from kerngen.tuning_db import Store
 from kerngen.workload import Item
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from kerngen.arch import find_arch
-from kerngen.tune import why_not_cubin
+from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning_db import Store
 
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b")
@@ -133,7 +133,7 @@ def test_bad_requests_are_one_clear_message(tmp_path: Path, args: tuple[str, ...
 
 
 def test_measuring_needs_the_gpu(tmp_path: Path) -> None:
-    from kerngen.measuring import present_arch
+    from kerngen.tuning.worker import present_arch
 
     if (here := present_arch()) is not None and here.name == "sm70":
         pytest.skip("this machine has an sm70 GPU")

@@ -9,10 +9,10 @@ from typing import Any
 
 import jinja2
 
-import kerngen.ledger
 import kerngen.render
 import kerngen.templates
 import kerngen.templates.kernel
+import kerngen.tuning.ledger
 
 ROOT = Path(__file__).parent / "toy_kernels"
 
@@ -23,7 +23,7 @@ def toy_kernels(monkeypatch: Any) -> Iterator[Any]:
     environment = kerngen.render._environment().overlay(loader=jinja2.FileSystemLoader(ROOT))
     with monkeypatch.context() as m:
         m.setattr(kerngen.templates, "__path__", [*kerngen.templates.__path__, str(ROOT)])
-        for module in (kerngen.templates, kerngen.templates.kernel, kerngen.ledger):
+        for module in (kerngen.templates, kerngen.templates.kernel, kerngen.tuning.ledger):
             m.setattr(module, "ROOT", ROOT)
         m.setattr(kerngen.render, "_environment", lambda: environment)
         _forget()

@@ -8,31 +8,31 @@ round with an answer for all, and the answer does not depend on how many workers
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
-from kerngen.arch import Arch, Target
+from kerngen.arch import Target
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, ConfigRefused, KerngenError
-from kerngen.ledger import Entry, Ledger
-from kerngen.plan import candidates
-from kerngen.predict import occupancy, predict
+from kerngen.predict import predict
 from kerngen.render import render
-from kerngen.study import Outcome, Search
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Kernel, describe, fields_of
-from kerngen.tuning_db.records import Build, Measurement, Winner, digest
+from kerngen.templates.kernel import Kernel, describe
+from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
+from kerngen.tuning.ledger import Entry, Ledger
+from kerngen.tuning.plan import candidates
+from kerngen.tuning.report import Report, Result
+from kerngen.tuning.study import Outcome, Search
+from kerngen.tuning_db.records import Build, Measurement, digest
 from kerngen.workload import Item
 
 if TYPE_CHECKING:
-    from kerngen.measuring import Measurer
+    from kerngen.tuning.worker import Measurer
     from kerngen.tuning_db import Store
 
 TRIALS = {"predicted": 12, "measured": 24}  # configurations a problem, the default included
@@ -40,57 +40,12 @@ TRIALS = {"predicted": 12, "measured": 24}  # configurations a problem, the defa
 BATCH = {"predicted": 2, "measured": 6}
 FINALISTS = 4
 FINAL_BAND = 1.10  # what takes longer than this times the best is no finalist
-_EM_CUDA = 190
 
 
 class Progress(Protocol):
     """What a tuner reports to. `total` shrinks as searches end before their last trial."""
 
     def update(self, done: int, total: int, text: str) -> None: ...
-
-
-@dataclass(slots=True)
-class Result:
-    """What came of one problem. winner: None where nothing could be tuned, and `note` says why.
-
-    note: also what the user should know of the winner (it spills, it could not be kept). explanation: the cost
-    model's view of it. default_us: of the default configuration, by the same objective.
-    """
-
-    item: Item
-    winner: Winner | None = None
-    default_us: float | None = None
-    note: str = ""
-    explanation: str = ""
-    registers: int = 0
-    smem_bytes: int = 0
-    spill_bytes: int = 0
-    num_valid: int = 0
-    num_refused: int = 0
-    num_tried: int = 0
-    num_failed: int = 0
-
-    @property
-    def speedup(self) -> float | None:
-        """Time of the default configuration over the winner's."""
-        return None if self.winner is None or not self.default_us else self.default_us / self.winner.latency_us
-
-
-@dataclass(slots=True)
-class Report:
-    """A whole run. failures: kernel, configuration and reason of each compile that failed or result that was wrong."""
-
-    target: Target
-    objective: str
-    run: str
-    results: list[Result] = field(default_factory=list)
-    failures: list[tuple[str, str, str]] = field(default_factory=list)
-    num_trials: int = 0
-    num_compiled: int = 0
-    num_from_database: int = 0
-    seconds: float = 0.0
-    out_of_time: bool = False
-    interrupted: bool = False
 
 
 @dataclass(slots=True)
@@ -417,33 +372,3 @@ class Tuner:
 def _recalled(m: Measurement, build: Build) -> Outcome:
     excess = 0.0 if m.outcome == "ok" else 1.0
     return Outcome(m.outcome, m.p50_us, m.reason, build.registers, build.spill_bytes, excess)
-
-
-def why_unlaunchable(kernel: Kernel, problem: Any, config: Any, target: Target, build: Build) -> str | None:
-    """Why the compiled kernel cannot be launched although why_invalid allowed it, with the numbers, or None."""
-    arch = target.arch
-    for launch in kernel.launches(problem, config, target):
-        r = build.entries.get(launch.entry)
-        if r is None:
-            return f"the compiled source has no entry {launch.entry}; it has: {', '.join(build.entries)}"
-        smem, threads = launch.smem_bytes + r.static_smem_bytes, prod(launch.block)
-        if smem > arch.max_smem_bytes:
-            return f"{launch.entry} takes {smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
-        if occupancy(arch, threads, r.registers, smem).blocks_per_sm == 0:
-            return (
-                f"{launch.entry}: {threads} threads of {r.registers} registers each do not fit in the "
-                f"{arch.regs_per_sm:,} of an SM"
-            )
-    return None
-
-
-def why_not_cubin(image: bytes, arch: Arch) -> str | None:
-    """Why `image` is not machine code for `arch`, or None if it is: its ELF header names the architecture."""
-    if image[:4] != b"\x7fELF" or struct.unpack_from("<H", image, 18)[0] != _EM_CUDA:
-        return "the compiled image is not a CUDA ELF"
-    flags = struct.unpack_from("<I", image, 48)[0]
-    number = flags >> 8 & 0xFF if image[8] >= 8 else flags & 0xFF  # ABI 8 moved it
-    return None if number == arch.number else f"the compiled image is for sm_{number}, not {arch}"
-
-
-__all__ = ["BATCH", "TRIALS", "Progress", "Report", "Result", "Tuner", "fields_of", "why_not_cubin", "why_unlaunchable"]

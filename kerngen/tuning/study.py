@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
-from kerngen.plan import Candidates, lower_bound_us, on_grid, rank
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning.plan import Candidates, lower_bound_us, on_grid, rank
 
 if TYPE_CHECKING:
     import optuna

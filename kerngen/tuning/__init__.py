@@ -1,0 +1,10 @@
+"""The tuner: which configuration of a kernel is fastest at each problem of a workload, and how that is known.
+
+plan       the configurations of a problem, why others are refused, how they rank before any compile
+study      one problem's search, an Optuna study driven with ask and tell
+tuner      all problems together, in rounds; every outcome is a row of the tuning database
+ledger     what earlier runs know, and what this one adds
+worker     the process that holds the GPU
+checks     what a compiled kernel must be
+report     what came of a run
+"""

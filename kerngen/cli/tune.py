@@ -16,9 +16,9 @@ from kerngen.arch import Arch, Target, find_arch, find_device
 from kerngen.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
+    from kerngen.tuning.objective import Objective
     from kerngen.tuning.plan import DryRun
     from kerngen.tuning.report import Report, Result
-    from kerngen.tuning.worker import Measurer
     from kerngen.workload import Workload
 
 
@@ -92,13 +92,12 @@ def tune(
     if kernels:
         load = load.only(name for k in kernels for name in k.split(","))
     require_target(arch)
-    measured = _is_measured(objective, arch, device_name)
-    if dry_run:
-        _dry_run(load, Target.of(find_device(device_name) if device_name else arch), measured, trials,
-                 jobs or os.cpu_count() or 1, seed, as_json)  # fmt: skip
-        return
     with ExitStack() as stack:
-        report, where = _run(stack, load, arch, device_name, measured, trials, jobs, time_budget, seed, db_url, as_json)
+        chosen = _objective(stack, objective, arch, device_name)
+        if dry_run:
+            _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, seed, as_json)
+            return
+        report, where = _run(stack, load, chosen, trials, jobs, time_budget, seed, db_url, as_json)
     for process in multiprocessing.active_children():  # compiles that nobody waits for any more
         process.terminate()
     if as_json:
@@ -109,32 +108,36 @@ def tune(
         raise KeyboardInterrupt
 
 
-def _is_measured(objective: str, arch: Arch, device_name: str | None) -> bool:
-    """Raises DeviceError or UsageError where `measured` cannot be had."""
-    if objective == "predicted" or (objective == "auto" and device_name):
-        if device_name and find_device(device_name).arch != arch.name:
-            raise UsageError(f"device {device_name} is {find_device(device_name).arch}, not {arch}")
-        return False
-    from kerngen.tuning.worker import present_arch
+def _objective(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> Objective:
+    """The objective that --objective, --device and this machine's GPU call for; its worker ends with `stack`.
 
-    here = present_arch()
-    if objective == "auto":
-        return here == arch
-    if device_name:
-        raise UsageError("--device names a profile to predict for; a measurement is of the GPU that is here")
-    if here is None:
-        raise DeviceError("this machine has no GPU to measure on", hint="predict instead: --objective predicted")
-    if here != arch:
-        raise DeviceError(f"this machine's GPU is {here}, not {arch}", hint="predict instead: --objective predicted")
-    return True
+    Raises DeviceError or UsageError where `measured` cannot be had.
+    """
+    from kerngen.tuning.objective import Measured, Predicted
+    from kerngen.tuning.worker import GpuWorker, present_arch
+
+    device = find_device(device_name) if device_name else None
+    if wanted == "measured":
+        if device is not None:
+            raise UsageError("--device names a profile to predict for; a measurement is of the GPU that is here")
+        here = present_arch()
+        if here is None:
+            raise DeviceError("this machine has no GPU to measure on", hint="predict instead: --objective predicted")
+        if here != arch:
+            raise DeviceError(
+                f"this machine's GPU is {here}, not {arch}", hint="predict instead: --objective predicted"
+            )
+    elif device is not None and device.arch != arch.name:
+        raise UsageError(f"device {device} is {device.arch}, not {arch}")
+    elif wanted == "predicted" or device is not None or present_arch() != arch:
+        return Predicted(Target.of(device or arch))
+    return Measured(stack.enter_context(GpuWorker()))
 
 
 def _run(
     stack: ExitStack,
     load: Workload,
-    arch: Arch,
-    device_name: str | None,
-    measured: bool,
+    objective: Objective,
     trials: int | None,
     jobs: int | None,
     time_budget: float | None,
@@ -148,33 +151,22 @@ def _run(
     from kerngen.tuning_db import Store
 
     store = stack.enter_context(Store.open(db_url))
-    measurer: Measurer | None = None
-    target = Target.of(find_device(device_name) if device_name else arch)
-    if measured:
-        from kerngen.tuning.worker import Measurer
-
-        measurer = stack.enter_context(Measurer())
-        target = Target.of(measurer.device())
     compiler = stack.enter_context(CachedCompiler(jobs or os.cpu_count() or 1))
-    progress = stack.enter_context(Reporter(f"tune {arch}", quiet=as_json))
-    tuner = Tuner(target, store, compiler, trials=trials, seed=seed, measurer=measurer,
-                  time_budget_s=time_budget, progress=progress)  # fmt: skip
+    progress = stack.enter_context(Reporter(f"tune {objective.target.arch}", quiet=as_json))
+    tuner = Tuner(objective, store, compiler, trials=trials, seed=seed, time_budget_s=time_budget, progress=progress)
     return tuner.run(load.items), store.where
 
 
-def _dry_run(
-    load: Workload, target: Target, measured: bool, trials: int | None, jobs: int, seed: int, as_json: bool
-) -> None:
+def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int, seed: int, as_json: bool) -> None:
     from kerngen.tuning.plan import dry_run
-    from kerngen.tuning.tuner import TRIALS
 
-    objective = "measured" if measured else "predicted"
-    plan = dry_run(load.items, target, trials or TRIALS[objective], jobs, seed)
+    target = objective.target
+    plan = dry_run(load.items, target, trials or objective.trials, jobs, seed)
     if as_json:
         where = {"model": load.model, "arch": target.arch.name, "device": target.device.name}
-        click.echo(json.dumps(where | {"objective": objective, "missing": load.missing} | asdict(plan)))
+        click.echo(json.dumps(where | {"objective": objective.name, "missing": load.missing} | asdict(plan)))
         return
-    _print_plan(plan, f"{load.model} on {target}, {objective}; nothing is written")
+    _print_plan(plan, f"{load.model} on {target}, {objective.how}; nothing is written")
 
 
 def _print_plan(plan: DryRun, title: str) -> None:
@@ -196,11 +188,8 @@ def _print_plan(plan: DryRun, title: str) -> None:
 def _print(report: Report, load: Workload, where: str) -> None:
     from rich.console import Console
 
-    from kerngen.predict import MODEL
-
     console = Console(soft_wrap=True, highlight=False)
-    how = f"predicted by {MODEL}, not measured" if report.objective == "predicted" else "measured"
-    console.print(f"{load.model} on {report.target}, {how}. One point of each group:")
+    console.print(f"{load.model} on {report.target}, {report.how}. One point of each group:")
     usual = {(i.kernel, i.problem) for i, _ in load.step("decode", 1, 8192)}
     for rows in _by_place(report.results):
         won = [r for r in rows if r.winner is not None]

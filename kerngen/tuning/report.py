@@ -38,10 +38,14 @@ class Result:
 
 @dataclass(slots=True)
 class Report:
-    """A whole run. failures: kernel, configuration and reason of each compile that failed or result that was wrong."""
+    """A whole run. objective, how: its objective's name, and the same in words.
+
+    failures: kernel, configuration and reason of each compile that failed or result that was wrong.
+    """
 
     target: Target
     objective: str
+    how: str
     run: str
     results: list[Result] = field(default_factory=list)
     failures: list[tuple[str, str, str]] = field(default_factory=list)

@@ -1,45 +1,39 @@
 """Finds the best configuration of every problem of a workload, and writes down everything that it tried.
 
 All problems are searched together, in rounds. A round asks every open search for its next configurations, compiles
-what is new (identical sources once, in worker processes), judges each by prediction or by measurement, and tells the
-searches. So every problem has its default before any has its second try, a time budget may end the run after any
-round with an answer for all, and the answer does not depend on how many workers there were or which was first.
+what is new (identical sources once, in worker processes), has the objective judge them, and tells the searches. So
+every problem has its default before any has its second try, a time budget may end the run after any round with an
+answer for all, and the answer does not depend on how many workers there were or which was first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
-from kerngen.arch import Target
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, ConfigRefused, KerngenError
 from kerngen.predict import predict
 from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Kernel, describe
+from kerngen.templates.kernel import describe
 from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
-from kerngen.tuning.ledger import Entry, Ledger
+from kerngen.tuning.ledger import Ledger
+from kerngen.tuning.objective import Objective, Outcome
 from kerngen.tuning.plan import candidates
 from kerngen.tuning.report import Report, Result
-from kerngen.tuning.study import Outcome, Search
-from kerngen.tuning_db.records import Build, Measurement, digest
+from kerngen.tuning.study import Search
+from kerngen.tuning.task import Task, Trial
+from kerngen.tuning_db.records import Build, digest
 from kerngen.workload import Item
 
 if TYPE_CHECKING:
-    from kerngen.tuning.worker import Measurer
     from kerngen.tuning_db import Store
-
-TRIALS = {"predicted": 12, "measured": 24}  # configurations a problem, the default included
-# Asked of each search in a round. Constants, not the number of workers: the answer must not depend on it.
-BATCH = {"predicted": 2, "measured": 6}
-FINALISTS = 4
-FINAL_BAND = 1.10  # what takes longer than this times the best is no finalist
 
 
 class Progress(Protocol):
@@ -48,61 +42,40 @@ class Progress(Protocol):
     def update(self, done: int, total: int, text: str) -> None: ...
 
 
-@dataclass(slots=True)
-class _Target:
-    """One problem of the run."""
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """What a search asked for: with its build where that is known, or a compile under way, or both."""
 
-    item: Item
-    kernel: Kernel
-    entry: Entry
-    search: Search
-    builds: dict[Any, Build] = field(default_factory=dict)  # of the configurations tried
-    noted: set[Any] = field(default_factory=set)  # refused proposals that have their row
-
-    @property
-    def problem(self) -> Any:
-        return self.item.problem
-
-
-@dataclass(slots=True)
-class _Trial:
-    target: _Target
+    task: Task
     config: Any
     source: str
     build: Build | None = None
     cubin: Future[Cubin] | None = None
 
 
-class OutOfTime(Exception):
-    """The time budget is spent. Never leaves this module."""
-
-
 class Tuner:
-    """Tunes problems for one arch and device. Its caller owns store, compiler and measurer, and closes them.
+    """Tunes problems for one objective, on its target. Its caller owns store, compiler and objective, and closes them.
 
-    trials: configurations a problem. measurer: None to predict. time_budget_s: None for no limit.
+    trials: configurations a problem; by default the objective's. time_budget_s: None for no limit.
     """
 
     def __init__(
         self,
-        target: Target,
+        objective: Objective,
         store: Store,
         compiler: CachedCompiler,
         *,
         trials: int | None = None,
         seed: int = 0,
-        measurer: Measurer | None = None,
         time_budget_s: float | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        objective = "measured" if measurer is not None else "predicted"
-        self.target, self.store, self.compiler, self.measurer = target, store, compiler, measurer
-        self.trials, self.seed = trials or TRIALS[objective], seed
-        self.report = Report(target, objective, uuid4().hex[:12])
-        self.ledger = Ledger(store, target, objective, self.report.run, [self.trials, seed])
-        if measurer is not None:
-            self.ledger.environment = measurer.environment()
+        self.objective, self.target = objective, objective.target
+        self.store, self.compiler = store, compiler
+        self.trials, self.seed = trials or objective.trials, seed
+        self.report = Report(self.target, objective.name, objective.how, uuid4().hex[:12])
+        self.ledger = Ledger(store, objective, self.report.run, [self.trials, seed])
         self._progress, self._clock = progress, clock
         self._start = clock()
         self._deadline = None if time_budget_s is None else self._start + time_budget_s
@@ -116,29 +89,25 @@ class Tuner:
 
         Raises DatabaseError if the store takes no more rows, ToolchainError if NVRTC cannot target the arch.
         """
-        targets = [t for t in map(self._target, items) if t is not None]
+        tasks = [t for t in map(self._task, items) if t is not None]
         try:
-            opened = [t for t in targets if t.entry.closed is None]
-            while opened:
-                trials = self._ask(opened)
-                self._evaluate(trials)
-                for t in opened:
-                    if not t.search.num_left:
-                        self._finish(t)
+            opened = [t for t in tasks if t.entry.closed is None]
+            while opened and not self.report.out_of_time:
+                self._evaluate(self._ask(opened))
+                if not self.report.out_of_time:
+                    self._close([t for t in opened if not t.search.num_left])
                 opened = [t for t in opened if t.search.num_left]
                 self._share_winners(opened)
-        except OutOfTime:
-            self.report.out_of_time = True
         except KeyboardInterrupt:  # what is known by now is worth its winners
             self.report.interrupted = True
         finally:
             self.ledger.flush()
-        self._conclude(targets)
+        self._conclude(tasks)
         self.report.num_compiled = len(self._compiled)
         self.report.seconds = self._clock() - self._start
         return self.report
 
-    def _target(self, item: Item) -> _Target | None:
+    def _task(self, item: Item) -> Task | None:
         kernel = find_kernel(item.kernel)
         try:
             found = candidates(kernel, item.problem, self.target, self.seed)
@@ -146,127 +115,124 @@ class Tuner:
             self.report.results.append(Result(item, note=e.message))
             return None
         entry = self.ledger.entry(kernel, item.problem)
-        search = Search(
-            kernel, item.problem, self.target, found, trials=self.trials,
-            seed=int(digest([entry.key.id, self.seed])[:8], 16), measured=self.measurer is not None,
-        )  # fmt: skip
-        return _Target(item, kernel, entry, search)
+        seed = int(digest([entry.key.id, self.seed])[:8], 16)
+        search = Search(kernel, item.problem, found, self.objective, trials=self.trials, seed=seed)
+        about = f"search of {self.trials} trials at most, seed {self.seed} ({entry.fingerprint[:12]})"
+        return Task(item, kernel, entry, search, about)
 
-    def _ask(self, opened: list[_Target]) -> list[_Trial]:
-        """The round's trials, each with its build where it is known, or a compile under way."""
-        trials = []
+    # -- a round
+
+    def _ask(self, opened: list[Task]) -> list[_Asked]:
+        """What every open search asks for next. What has to be compiled is under way when this returns."""
+        round_ = []
         for t in opened:
-            for config in t.search.ask(BATCH[self.report.objective]):
-                trial = _Trial(t, config, render(t.kernel, t.problem, config, self.target))
-                trial.build = self.ledger.build_of(t.kernel, t.problem, config, trial.source)
-                if trial.build is None or self.measurer is not None:
-                    trial.cubin = self.compiler.submit(trial.source, self.target.arch)
-                    if not trial.cubin.done():
-                        self._compiled.add(trial.source)
-                trials.append(trial)
+            for config in t.search.ask(self.objective.batch):
+                asked = _Asked(t, config, render(t.kernel, t.problem, config, self.target))
+                asked.build = self.ledger.build_of(t.kernel, t.problem, config, asked.source)
+                if asked.build is None or self.objective.needs_image:
+                    asked.cubin = self.compiler.submit(asked.source, self.target.arch)
+                    if not asked.cubin.done():
+                        self._compiled.add(asked.source)
+                round_.append(asked)
             for config, outcome in t.search.refused.items():
                 if config not in t.noted:
                     t.noted.add(config)
-                    self.ledger.add(t.entry, config, outcome.kind, build_id=None, reason=outcome.reason)
+                    self.ledger.add(t.entry, config, outcome, build_id=None)
         self._left = sum(t.search.num_left for t in opened)
-        return trials
+        return round_
 
-    def _evaluate(self, trials: list[_Trial]) -> None:
-        """Judge and tell them in order. Out of time, what is compiled already is still judged: it costs no more."""
-        late = False
-        for trial in trials:
-            self._tick(f"{trial.target.kernel.name}: {trial.target.item.where}")
-            if late and not self._is_at_hand(trial):
-                trial.target.search.abandon(trial.config)
+    def _evaluate(self, asked: Iterable[_Asked]) -> None:
+        for trial, outcome in self.objective.judge(self._to_judge(asked)):
+            self.ledger.add(trial.task.entry, trial.config, outcome, build_id=trial.build.id)
+            self._tell(trial, outcome)
+
+    def _to_judge(self, asked: Iterable[_Asked]) -> Iterator[Trial]:
+        """The trials that need the objective's judgement, in order, each when it is compiled.
+
+        What its compile or an earlier run decides is told at once. Out of time, what costs none still goes on.
+        """
+        for a in asked:
+            self._tick(f"{a.task.kernel.name}: {a.task.item.where}")
+            if (build := self._build(a)) is None:
+                self._abandon(a)
                 continue
+            a.task.builds[a.config] = build
+            trial = self._trial(a.task, a.config, a.cubin)
+            if (outcome := self._known(trial)) is not None:
+                self._tell(trial, outcome)
+            elif self.objective.takes_time and self._is_late():
+                self._abandon(a)
+            else:
+                yield trial
+
+    def _trial(self, task: Task, config: Any, cubin: Future[Cubin] | None = None) -> Trial:
+        def image() -> bytes:
+            if cubin is not None:
+                return cubin.result().image
+            source = render(task.kernel, task.problem, config, self.target)
+            return self.compiler.submit(source, self.target.arch).result().image
+
+        return Trial(task, config, task.builds[config], image)
+
+    def _build(self, a: _Asked) -> Build | None:
+        """What came of compiling `a`, once that is done; None if the time is over before."""
+        if a.build is not None:
+            return a.build
+        if a.cubin is None:
+            raise KerngenError("what was asked has neither a build nor a compile")
+        made: Cubin | CompileError | None = None
+        while made is None:
+            if not a.cubin.done() and self._is_late():
+                return None
             try:
-                outcome = self._judge(trial)
-            except OutOfTime:
-                late = True
-                trial.target.search.abandon(trial.config)
-                continue
-            trial.target.search.tell(trial.config, outcome)
-            self.report.num_trials += 1
-            self._left -= 1
-            if outcome.kind in ("compile_failed", "wrong_result", "launch_failed", "timed_out"):
-                failure = (trial.target.kernel.name, describe(trial.config), outcome.reason)
-                if failure not in self.report.failures:
-                    self.report.failures.append(failure)
-        if late:
-            raise OutOfTime
+                made = a.cubin.result(timeout=0.5)
+            except TimeoutError:
+                self._tick(f"compiling {a.task.kernel.name}")
+            except CompileError as e:
+                made = e
+        return self.ledger.add_build(a.task.kernel, a.task.problem, a.config, a.source, made)
 
-    def _is_at_hand(self, trial: _Trial) -> bool:
-        compiled = trial.build is not None or (trial.cubin is not None and trial.cubin.done())
-        return self.measurer is None and compiled
+    def _known(self, trial: Trial) -> Outcome | None:
+        """What is known of `trial` without judging it: from its compile alone, or from an earlier run."""
+        rows = self.ledger.rows(trial.task.entry, trial.config, trial.build)
+        fault = self._fault(trial)
+        if fault is not None and all(r.outcome != fault.kind for r in rows):
+            self.ledger.add(trial.task.entry, trial.config, fault, build_id=trial.build.id)
+            return fault
+        outcome = fault or self.objective.answer(trial, rows)
+        if outcome is not None:
+            self.report.num_from_database += 1
+        return outcome
+
+    def _fault(self, trial: Trial) -> Outcome | None:
+        """The outcome of what did not compile, or compiled to what cannot be launched."""
+        if trial.build.status != "ok":
+            log = trial.build.log.strip().splitlines()
+            return Outcome("compile_failed", reason=log[0] if log else "NVRTC rejected the source", excess=1.0)
+        why = why_unlaunchable(trial.kernel, trial.problem, trial.config, self.target, trial.build)
+        return None if why is None else Outcome("invalid", reason=why, excess=1.0)
+
+    def _tell(self, trial: Trial, outcome: Outcome) -> None:
+        trial.task.search.tell(trial.config, outcome)
+        self.report.num_trials += 1
+        self._left -= 1
+        if outcome.kind in ("compile_failed", "wrong_result", "launch_failed", "timed_out"):
+            failure = (trial.kernel.name, describe(trial.config), outcome.reason)
+            if failure not in self.report.failures:
+                self.report.failures.append(failure)
+
+    def _abandon(self, a: _Asked) -> None:
+        a.task.search.abandon(a.config)
+        self.report.out_of_time = True
 
     def _tick(self, text: str) -> None:
         if self._progress is not None:
             self._progress.update(self.report.num_trials, self.report.num_trials + self._left, text)
 
-    def _check_time(self) -> None:
-        if self._deadline is not None and self._clock() >= self._deadline:
-            raise OutOfTime
+    def _is_late(self) -> bool:
+        return self._deadline is not None and self._clock() >= self._deadline
 
-    # -- one trial
-
-    def _judge(self, trial: _Trial) -> Outcome:
-        """Compile if need be, then predict or measure. Every outcome is a row."""
-        t, build = trial.target, trial.build
-        if build is None:
-            build = self._built(trial)
-        t.builds[trial.config] = build
-        if build.status != "ok":
-            reason = build.log.strip().splitlines()[0] if build.log.strip() else "NVRTC rejected the source"
-            return self._note(t, trial.config, build, Outcome("compile_failed", reason=reason, excess=1.0))
-        if (why := why_unlaunchable(t.kernel, t.problem, trial.config, self.target, build)) is not None:
-            return self._note(t, trial.config, build, Outcome("invalid", reason=why, excess=1.0))
-        if self.measurer is not None:
-            return self._measured(trial, build)
-        us = predict(t.kernel, t.problem, trial.config, self.target, build.entries).latency_us
-        outcome = Outcome("ok", us, registers=build.registers, spill_bytes=build.spill_bytes, excess=build.spill_bytes)
-        return self._note(t, trial.config, build, outcome, p50_us=us)
-
-    def _built(self, trial: _Trial) -> Build:
-        if trial.cubin is None:
-            raise KerngenError("a trial without a build needs a compile")
-        made: Cubin | CompileError
-        while True:
-            if not trial.cubin.done():
-                self._check_time()
-            try:
-                made = trial.cubin.result(timeout=0.5)
-                break
-            except TimeoutError:
-                self._tick(f"compiling {trial.target.kernel.name}")
-            except CompileError as e:
-                made = e
-                break
-        t = trial.target
-        return self.ledger.add_build(t.kernel, t.problem, trial.config, trial.source, made)
-
-    def _note(self, t: _Target, config: Any, build: Build, outcome: Outcome, **values: Any) -> Outcome:
-        """Write the outcome's row, unless an earlier run wrote the same."""
-        known = self.ledger.recall(t.entry, config, build)
-        if known is not None and (known.outcome, known.p50_us) == (outcome.kind, values.get("p50_us")):
-            self.report.num_from_database += 1
-        else:
-            self.ledger.add(t.entry, config, outcome.kind, build_id=build.id, reason=outcome.reason, **values)
-        return outcome
-
-    def _measured(self, trial: _Trial, build: Build) -> Outcome:
-        t = trial.target
-        if (known := self.ledger.recall(t.entry, trial.config, build)) is not None:
-            self.report.num_from_database += 1
-            return _recalled(known, build)
-        if self.measurer is None or trial.cubin is None:
-            raise KerngenError("a measured trial needs a measurer and a compile")
-        self._check_time()
-        seen = self.measurer.measure(t.kernel, t.problem, trial.config, trial.cubin.result().image)
-        self.ledger.add(t.entry, trial.config, seen.outcome, build_id=build.id, **seen.values())
-        return Outcome(seen.outcome, seen.p50_us, seen.reason, build.registers, build.spill_bytes,
-                       0.0 if seen.outcome == "ok" else 1.0)  # fmt: skip
-
-    def _share_winners(self, opened: list[_Target]) -> None:
+    def _share_winners(self, opened: list[Task]) -> None:
         """Put each search's best before its neighbours: the same compiled-in fields, other tokens or batch."""
         best: dict[str, list[Any]] = {}
         for t in opened:
@@ -277,42 +243,22 @@ class Tuner:
 
     # -- the end of a search
 
-    def _finish(self, t: _Target) -> None:
-        """Time the finalists again together, if measuring, and write down that the search is over."""
-        summary = {"closed": self._summary(t)}
-        if self.measurer is None:
-            if t.search.best is not None:
-                o = t.search.outcomes[t.search.best]
-                reason = (
-                    f"best of a search of {self.trials} trials at most, seed {self.seed} ({t.entry.fingerprint[:12]})"
-                )
-                build_id = t.builds[t.search.best].id
-                self.ledger.add(t.entry, t.search.best, "ok", build_id=build_id, p50_us=o.latency_us, reason=reason,
-                                tags=summary)  # fmt: skip
-        else:
-            self._finals(t, self.measurer, summary)
+    def _close(self, ended: list[Task]) -> None:
+        """Have the finalists decided, and write down that these searches are over."""
+        for trial, outcome in self.objective.decide(self._finalists(ended)):
+            self.ledger.add(trial.task.entry, trial.config, outcome, build_id=trial.build.id,
+                            stage=self.objective.final_stage, tags={"closed": self._summary(trial.task)})  # fmt: skip
 
-    def _finals(self, t: _Target, measurer: Measurer, summary: dict[str, Any]) -> None:
-        ranked = sorted(
-            ((o.latency_us, i, c) for i, (c, o) in enumerate(t.search.outcomes.items()) if o.latency_us is not None),
-            key=lambda r: r[:2],
-        )
-        near = [c for us, _, c in ranked if us <= ranked[0][0] * FINAL_BAND][:FINALISTS]
-        if not near:
-            return
-        if t.search.outcomes[t.search.candidates.default].ok and t.search.candidates.default not in near:
-            near.append(t.search.candidates.default)
-        self._check_time()
-        self._tick(f"{t.kernel.name}: finalists of {t.item.where}")
-        builds = [t.builds[c] for c in near]
-        sources = [render(t.kernel, t.problem, c, self.target) for c in near]
-        images = [self.compiler.submit(s, self.target.arch).result().image for s in sources]
-        seen = measurer.finals(t.kernel, t.problem, list(zip(near, images, strict=True)))
-        for config, build, observed in zip(near, builds, seen, strict=True):
-            self.ledger.add(t.entry, config, observed.outcome, build_id=build.id, stage="final", tags=summary,
-                            **observed.values())  # fmt: skip
+    def _finalists(self, ended: list[Task]) -> Iterator[list[Trial]]:
+        for t in ended:
+            if self.objective.takes_time and self._is_late():
+                self.report.out_of_time = True
+                return
+            if finalists := self.objective.finalists(t.search):
+                self._tick(f"{t.kernel.name}: finalists of {t.item.where}")
+                yield [self._trial(t, c) for c in finalists]
 
-    def _summary(self, t: _Target) -> dict[str, Any]:
+    def _summary(self, t: Task) -> dict[str, Any]:
         outcomes = t.search.outcomes
         default = outcomes.get(t.search.candidates.default)
         return {
@@ -322,10 +268,10 @@ class Tuner:
             "spilled": sum(o.spill_bytes > 0 for o in outcomes.values()),
         }
 
-    def _conclude(self, targets: list[_Target]) -> None:
+    def _conclude(self, tasks: list[Task]) -> None:
         """Derive the winners, check and keep their cubins, and fill the report in the workload's order."""
-        winners = self.ledger.winners([t.entry for t in targets])
-        for t in targets:
+        winners = self.ledger.winners([t.entry for t in tasks])
+        for t in tasks:
             found = t.search.candidates
             summary = t.entry.closed or self._summary(t)
             result = Result(
@@ -341,7 +287,7 @@ class Tuner:
                 continue
             self._inspect(t, result, summary)
 
-    def _inspect(self, t: _Target, result: Result, summary: dict[str, Any]) -> None:
+    def _inspect(self, t: Task, result: Result, summary: dict[str, Any]) -> None:
         """The winner's resources, its machine code checked and kept, and what the user should know about it."""
         if (winner := result.winner) is None:
             return
@@ -367,8 +313,3 @@ class Tuner:
             except KerngenError as e:
                 notes.append(f"its machine code is not in the database: {e.message}")
         result.note = "; ".join(notes)
-
-
-def _recalled(m: Measurement, build: Build) -> Outcome:
-    excess = 0.0 if m.outcome == "ok" else 1.0
-    return Outcome(m.outcome, m.p50_us, m.reason, build.registers, build.spill_bytes, excess)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from toy import toy_kernels
 
-from kerngen.arch import Arch, Target, default_device, find_arch
+from kerngen.arch import Device, Target, default_device, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.compile import compile_cubin
 from kerngen.predict import MODEL, predict
 from kerngen.render import render
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.checks import why_not_cubin
+from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
 from kerngen.tuning.plan import candidates, dry_run
 from kerngen.tuning.report import Report
-from kerngen.tuning.study import Outcome, Search
+from kerngen.tuning.study import Search
+from kerngen.tuning.task import Trial
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning.worker import Observed
-from kerngen.tuning_db import Store
+from kerngen.tuning_db import Measurement, Store
 from kerngen.workload import Item
 
 SM70 = find_arch("sm70")
@@ -38,11 +40,13 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 def tune(tmp_path: Path, scale: Kernel) -> Callable[..., Report]:
     """tune(tokens, db="a", jobs=1, ...) tunes `scale` for these token counts."""
 
-    def run(tokens: tuple[int, ...], *, db: str = "a", jobs: int = 1, arch: Arch = SM70, **how: Any) -> Report:
+    def run(
+        tokens: tuple[int, ...], *, db: str = "a", jobs: int = 1, objective: Objective | None = None, **how: Any
+    ) -> Report:
         items = [Item("scale", scale.problem_type(num_tokens=t)) for t in tokens]
         cache = CompileCache(tmp_path / "cache")
         with Store.open(tmp_path / f"{db}.db") as store, CachedCompiler(jobs, cache) as compiler:
-            return Tuner(Target.of(arch), store, compiler, **how).run(items)
+            return Tuner(objective or Predicted(Target.of(SM70)), store, compiler, **how).run(items)
 
     return run
 
@@ -136,18 +140,21 @@ def test_the_time_budget_leaves_an_answer_for_every_problem(tune: Callable[..., 
 def test_what_cannot_be_tuned_says_why(tune: Callable[..., Report], scale: Kernel, tmp_path: Path) -> None:
     items = [Item("scale", scale.problem_type(width=7)), Item("scale", scale.problem_type())]
     with Store.open(tmp_path / "b.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
-        report = Tuner(Target.of(V100), store, compiler, trials=2).run(items)
+        report = Tuner(Predicted(Target.of(V100)), store, compiler, trials=2).run(items)
     refused = next(r for r in report.results if r.item.problem.width == 7)
     assert refused.winner is None
     assert "pad it to 8" in refused.note
     assert sum(r.winner is not None for r in report.results) == 1
 
 
-class FakeMeasurer:
+class FakeGpu:
     """Times by a formula; "spilling" gives wrong results."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+
+    def device(self) -> Device:
+        return V100
 
     def environment(self) -> dict[str, Any]:
         return {"driver": "none"}
@@ -166,8 +173,7 @@ class FakeMeasurer:
 
 
 def test_measuring_checks_times_and_retimes_the_finalists(tune: Callable[..., Report], tmp_path: Path) -> None:
-    measurer = FakeMeasurer()
-    report = tune((512,), trials=12, measurer=measurer)
+    report = tune((512,), trials=12, objective=Measured(FakeGpu()))
     (result,) = report.results
     assert result.winner is not None
     assert result.winner.provenance == "measured"
@@ -180,23 +186,80 @@ def test_measuring_checks_times_and_retimes_the_finalists(tune: Callable[..., Re
     assert sum(m.stage == "final" for m in rows) >= 2
     assert all(m.reason for m in rows if m.outcome == "invalid")
     assert {m.environment["driver"] for m in rows if m.outcome == "ok"} == {"none"}
-    again = FakeMeasurer()
-    tune((512,), trials=12, measurer=again)
+    again = FakeGpu()
+    tune((512,), trials=12, objective=Measured(again))
     assert again.calls == [], "a finished search is not measured again"
 
 
 def test_a_measured_winner_outranks_a_predicted_one(tune: Callable[..., Report]) -> None:
     tune((512,), trials=4)
-    tune((512,), trials=4, measurer=FakeMeasurer())
+    tune((512,), trials=4, objective=Measured(FakeGpu()))
     report = tune((512,), trials=5)
     assert report.results[0].winner is not None
     assert report.results[0].winner.provenance == "measured"
 
 
+class FewestThreads:
+    """An objective of this test's own. It judges a round's trials as one set, the last first, and so its finalists."""
+
+    name, how, provenance = "fewest-threads", "counted by a test", "predicted"
+    row: Mapping[str, Any] = {"model": "threads-1"}
+    trials, batch, sampler_share = 6, 3, 0.5
+    needs_image, takes_time, final_stage = True, False, "final"
+
+    def __init__(self) -> None:
+        self.target = Target.of(V100)
+        self.judged: list[list[Trial]] = []
+        self.decided: list[list[Trial]] = []
+
+    def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
+        return config.threads < best_us
+
+    def answer(self, trial: Trial, rows: Sequence[Measurement]) -> Outcome | None:
+        return None
+
+    def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        self.judged.append(list(trials))
+        for trial in reversed(self.judged[-1]):
+            assert why_not_cubin(trial.image(), SM70) is None
+            yield trial, Outcome("ok", float(trial.config.threads), figures={"samples": 7})
+
+    def finalists(self, search: Search) -> list[Any]:
+        return [c for c, o in search.outcomes.items() if o.ok]
+
+    def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        self.decided.append([t for trials in finalists for t in trials])
+        for trial in reversed(self.decided[-1]):
+            yield trial, Outcome("ok", trial.config.threads + 0.5)
+
+
+def test_any_object_that_keeps_the_protocol_is_an_objective(tune: Callable[..., Report], tmp_path: Path) -> None:
+    objective = FewestThreads()
+    report = tune((1, 512), objective=objective)
+    assert (report.objective, report.how) == ("fewest-threads", "counted by a test")
+    assert {t.problem.num_tokens for t in objective.judged[0]} == {1, 512}, "a round is judged together"
+    for result in report.results:
+        tried = [t.config.threads for ts in objective.judged for t in ts if t.item is result.item]
+        assert result.winner is not None
+        assert result.winner.config["threads"] == min(tried)
+        assert result.winner.latency_us == min(tried) + 0.5, "the finals have the last word"
+        assert result.num_tried <= 6
+    assert {t.problem.num_tokens for ts in objective.decided for t in ts} == {1, 512}
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        rows = [o.measurement for o in store.measurements("scale")]
+    assert {m.model for m in rows} == {"threads-1"}
+    assert {m.stage for m in rows} == {"trial", "final"}
+    assert {m.samples for m in rows if m.stage == "trial" and m.outcome == "ok"} == {7}
+    again = FewestThreads()
+    tune((1, 512), objective=again)
+    assert not [ts for ts in again.judged if ts], "its finished searches are closed"
+    assert tune((512,), trials=2).num_trials > 0, "another objective's searches are not"
+
+
 def _search(scale: Kernel, trials: int, seed: int = 1) -> Search:
     problem = scale.problem_type(num_tokens=64)
     found = candidates(scale, problem, Target.of(SM70))
-    return Search(scale, problem, Target.of(V100), found, trials=trials, seed=seed, measured=True)
+    return Search(scale, problem, found, Measured(FakeGpu()), trials=trials, seed=seed)
 
 
 def _outcome(config: Any) -> Outcome:

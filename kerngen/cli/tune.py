@@ -170,16 +170,18 @@ def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int
 
 
 def _print_plan(plan: DryRun, title: str) -> None:
-    names = ("problems", "space", "valid", "refused", "at most", "compiles")
+    names = ("problems", "spaces", "points", "valid", "refused", "at most", "compiles", "seconds")
     click.echo(title)
-    click.echo(f"{'kernel':16}" + "".join(f"{n:>11}" for n in names) + f"{'seconds':>9}")
+    click.echo(f"{'kernel':16}" + "".join(f"{n:>10}" for n in names))
     for row in plan.kernels:
-        counts = (row.num_problems, row.space_size, row.num_valid, row.num_refused, row.num_trials, row.num_compiles)
-        click.echo(f"{row.kernel:16}" + "".join(f"{n:>11,}" for n in counts) + f"{row.seconds:>9.0f}")
+        counts = (row.num_problems, row.num_spaces, row.space_size, row.num_valid, row.num_refused, row.num_trials,
+                  row.num_compiles, round(row.seconds))  # fmt: skip
+        click.echo(f"{row.kernel:16}" + "".join(f"{n:>10,}" for n in counts))
     click.echo(
-        f"{plan.num_problems} problems, at most {plan.num_trials:,} configurations and {plan.num_compiles:,} compiles: "
-        f"about {plan.seconds:.0f} s with {plan.jobs} jobs, {plan.db_bytes / 1e6:.0f} MB of database.\n"
-        "A search ends early where the cost model shows that nothing left can win; measuring takes longer."
+        f"{plan.num_problems} problems, at most {plan.num_trials:,} configurations, about {plan.num_compiles:,} "
+        f"compiles: {plan.seconds:.0f} s with {plan.jobs} jobs, at most {plan.db_bytes / 1e6:.0f} MB of database.\n"
+        "Problems that agree in what decides validity share a space. A search ends early where the cost model shows\n"
+        "that nothing left can win; measuring takes longer."
     )
     for kernel, reason in plan.unsupported:
         click.echo(f"not tuned: {kernel}: {reason}")
@@ -201,7 +203,7 @@ def _print(report: Report, load: Workload, where: str) -> None:
     console.print(
         f"{len(winners)} of {len(report.results)} problems have a winner; {report.num_trials:,} configurations tried "
         f"in {report.seconds:.0f} s ({report.num_compiled:,} compiles, {report.num_from_database:,} answers from the "
-        f"database); {sum(r.num_refused for r in report.results):,} refused before any compile, "
+        f"database); {report.num_refused:,} points of {report.num_spaces} spaces refused before any compile, "
         f"{sum(r.num_failed for r in report.results):,} failed"
     )
     for note, names in _notes(report.results).items():
@@ -292,6 +294,7 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
         "model": load.model, "arch": report.target.arch.name, "device": report.target.device.name,
         "objective": report.objective, "run": report.run, "seconds": report.seconds, "out_of_time": report.out_of_time,
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
-        "num_from_database": report.num_from_database, "failures": report.failures, "missing": list(load.missing),
+        "num_from_database": report.num_from_database, "num_spaces": report.num_spaces,
+        "num_refused": report.num_refused, "failures": report.failures, "missing": list(load.missing),
         "step_ms": _steps(report, load), "results": rows, "database": where,
     }  # fmt: skip

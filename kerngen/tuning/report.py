@@ -40,7 +40,8 @@ class Result:
 class Report:
     """A whole run. objective, how: its objective's name, and the same in words.
 
-    failures: kernel, configuration and reason of each compile that failed or result that was wrong.
+    failures: kernel, configuration and reason of each compile that failed or result that was wrong. num_refused:
+    points of `num_spaces` spaces that why_invalid refused, those of a space that several problems share counted once.
     """
 
     target: Target
@@ -52,6 +53,8 @@ class Report:
     num_trials: int = 0
     num_compiled: int = 0
     num_from_database: int = 0
+    num_spaces: int = 0
+    num_refused: int = 0
     seconds: float = 0.0
     out_of_time: bool = False
     interrupted: bool = False

@@ -271,12 +271,14 @@ class Tuner:
     def _conclude(self, tasks: list[Task]) -> None:
         """Derive the winners, check and keep their cubins, and fill the report in the workload's order."""
         winners = self.ledger.winners([t.entry for t in tasks])
+        spaces = dict.fromkeys(t.search.candidates.points for t in tasks)
+        self.report.num_spaces, self.report.num_refused = len(spaces), sum(s.num_refused for s in spaces)
         for t in tasks:
             found = t.search.candidates
             summary = t.entry.closed or self._summary(t)
             result = Result(
                 t.item, winners.get(t.entry.key.id), summary["default_us"], num_valid=len(found.valid),
-                num_refused=found.num_refused, num_tried=summary["tried"], num_failed=summary["failed"],
+                num_refused=found.points.num_refused, num_tried=summary["tried"], num_failed=summary["failed"],
             )  # fmt: skip
             self.report.results.append(result)
             if t.entry.closed is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from toy import toy_kernels
 
+import kerngen.tuning.plan
 from kerngen.arch import Device, Target, default_device, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.compile import compile_cubin
@@ -17,7 +18,7 @@ from kerngen.render import render
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
-from kerngen.tuning.plan import candidates, dry_run
+from kerngen.tuning.plan import candidates, dry_run, rank
 from kerngen.tuning.report import Report
 from kerngen.tuning.study import Search
 from kerngen.tuning.task import Trial
@@ -336,6 +337,35 @@ def test_a_dry_run_compiles_no_candidate(scale: Kernel) -> None:
     assert (row.num_problems, row.num_trials) == (2, 10)
     assert 5 <= row.num_compiles <= 10
     assert "pad it to 8" in plan.unsupported[0][1]
+
+
+def test_a_space_that_problems_share_is_counted_once(tune: Callable[..., Report], scale: Kernel) -> None:
+    problems = [scale.problem_type(num_tokens=t) for t in (1, 16, 512)]
+    (points,) = {candidates(scale, p, Target.of(SM70)).points for p in problems}
+    other = candidates(scale, scale.problem_type(width=32), Target.of(SM70)).points
+    assert points.num_refused > 0
+    assert other.num_refused > points.num_refused
+    items = [Item("scale", p) for p in (*problems, scale.problem_type(width=32))]
+    (row,) = dry_run(items, Target.of(SM70), trials=2, jobs=1).kernels
+    assert (row.num_problems, row.num_spaces, row.space_size) == (4, 2, 90)
+    assert row.num_refused == points.num_refused + other.num_refused
+    assert row.num_valid == 90 - row.num_refused
+    report = tune((1, 16, 512), trials=1)
+    assert (report.num_spaces, report.num_refused) == (1, points.num_refused)
+
+
+def test_a_dry_run_ranks_a_few_problems_of_many_that_are_alike(scale: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked: list[int] = []
+
+    def counting(kernel: Kernel, problem: Any, *args: Any, **more: Any) -> list[tuple[float, Any]]:
+        ranked.append(problem.num_tokens)
+        return rank(kernel, problem, *args, **more)
+
+    monkeypatch.setattr(kerngen.tuning.plan, "rank", counting)
+    items = [Item("scale", scale.problem_type(num_tokens=t)) for t in range(1, 42)]
+    (row,) = dry_run(items, Target.of(V100), trials=5, jobs=1).kernels
+    assert ranked == [1, 21, 41]
+    assert (row.num_problems, row.num_trials) == (41, 205)
 
 
 def test_a_cubin_of_another_arch_is_noticed(scale: Kernel) -> None:

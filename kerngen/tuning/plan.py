@@ -32,6 +32,7 @@ ENUMERATE_LIMIT = 1 << 17  # points of SPACE; a check takes microseconds
 RANK_LIMIT = 512  # configurations of a problem that are ranked; of more, a seeded sample
 ROW_BYTES, IMAGE_BYTES = 2_000, 12_000  # of a database: a trial's row and build, a winner's compressed cubin
 RANKED_OF_A_LINE = 3  # problems that differ in tokens or batch alone try much the same: a plan ranks a few of them
+PHASES = ("decode", "verify", "draft", "prefill")  # of a workload, the one that a model spends its time in first
 GUESSED_REGISTERS = 96  # per thread, before any kernel of the problem was compiled
 
 
@@ -209,6 +210,18 @@ def rank(
 def lower_bound_us(kernel: Kernel, problem: Any, config: Any, target: Target) -> float:
     """What no compiled kernel of `config` can be predicted to beat: the fewest registers, no spills."""
     return predict(kernel, problem, config, target).latency_us
+
+
+def urgency(item: Item, kernel: Kernel, default: Any, target: Target) -> tuple[int, int, float]:
+    """Sorts problems by what is worth having first, where time is short.
+
+    What a step of one sequence needs comes before what more of them need, and decoding before the other PHASES; within
+    such a step its weight decides: the time of its launches there, as the cost model has it for the default.
+    """
+    steps = [(u.batch, PHASES.index(u.phase), u.count) for u in item.uses if u.count]
+    batch, phase, _ = min(steps, default=(1 << 30, 0, 0))
+    count = max((n for *step, n in steps if step == [batch, phase]), default=1)
+    return batch, phase, -count * lower_bound_us(kernel, item.problem, default, target)
 
 
 def on_grid(space: Space, config: Any) -> int | None:

@@ -15,13 +15,14 @@ from kerngen.workload import Item
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One problem of the run. about: its search in words, for the row that ends it."""
+    """One problem of the run. about: its search in words, for the row that ends it. urgency: see plan.py."""
 
     item: Item
     kernel: Kernel
     entry: Entry
     search: Search
     about: str
+    urgency: tuple[int, int, float] = (0, 0, 0.0)
     builds: dict[Any, Build] = field(default_factory=dict)  # of the configurations tried
     noted: set[Any] = field(default_factory=set)  # refused proposals that have their row
 

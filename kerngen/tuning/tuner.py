@@ -2,8 +2,9 @@
 
 All problems are searched together, in rounds. A round asks every open search for its next configurations, compiles
 what is new (identical sources once, in worker processes), has the objective judge them, and tells the searches. So
-every problem has its default before any has its second try, a time budget may end the run after any round with an
-answer for all, and the answer does not depend on how many workers there were or which was first.
+every problem has its default before any has its second try, and the answer does not depend on how many workers there
+were or which was first. Within a round the most urgent problems come first, and a time budget ends the run wherever it
+is: what is compiled by then and costs nothing to judge still is, and the report names what was not reached.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kerngen.templates.kernel import describe
 from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
 from kerngen.tuning.ledger import Ledger
 from kerngen.tuning.objective import Objective, Outcome
-from kerngen.tuning.plan import candidates
+from kerngen.tuning.plan import candidates, urgency
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning.study import Search
 from kerngen.tuning.task import Task, Trial
@@ -93,11 +94,7 @@ class Tuner:
         try:
             opened = [t for t in tasks if t.entry.closed is None]
             while opened and not self.report.out_of_time:
-                self._evaluate(self._ask(opened))
-                if not self.report.out_of_time:
-                    self._close([t for t in opened if not t.search.num_left])
-                opened = [t for t in opened if t.search.num_left]
-                self._share_winners(opened)
+                opened = self._round(opened)
         except KeyboardInterrupt:  # what is known by now is worth its winners
             self.report.interrupted = True
         finally:
@@ -118,26 +115,39 @@ class Tuner:
         seed = int(digest([entry.key.id, self.seed])[:8], 16)
         search = Search(kernel, item.problem, found, self.objective, trials=self.trials, seed=seed)
         about = f"search of {self.trials} trials at most, seed {self.seed} ({entry.fingerprint[:12]})"
-        return Task(item, kernel, entry, search, about)
+        return Task(item, kernel, entry, search, about, urgency(item, kernel, found.default, self.target))
 
     # -- a round
 
+    def _round(self, opened: list[Task]) -> list[Task]:
+        """One round of these searches. Returns those that go on; none that the time cut short is closed."""
+        self._evaluate(self._ask(opened))
+        if self.report.out_of_time:
+            return opened
+        self._close([t for t in opened if not t.search.num_left])
+        opened = [t for t in opened if t.search.num_left]
+        self._share_winners(opened)
+        if opened and self._is_late():
+            self.report.out_of_time = True
+        return opened
+
     def _ask(self, opened: list[Task]) -> list[_Asked]:
-        """What every open search asks for next. What has to be compiled is under way when this returns."""
+        """What every open search asks for next, the most urgent first. What must be compiled is under way then."""
         round_ = []
         for t in opened:
             for config in t.search.ask(self.objective.batch):
-                asked = _Asked(t, config, render(t.kernel, t.problem, config, self.target))
-                asked.build = self.ledger.build_of(t.kernel, t.problem, config, asked.source)
-                if asked.build is None or self.objective.needs_image:
-                    asked.cubin = self.compiler.submit(asked.source, self.target.arch)
-                    if not asked.cubin.done():
-                        self._compiled.add(asked.source)
-                round_.append(asked)
+                source = render(t.kernel, t.problem, config, self.target)
+                round_.append(_Asked(t, config, source, self.ledger.build_of(t.kernel, t.problem, config, source)))
             for config, outcome in t.search.refused.items():
                 if config not in t.noted:
                     t.noted.add(config)
                     self.ledger.add(t.entry, config, outcome, build_id=None)
+        round_.sort(key=lambda a: a.task.urgency)
+        for a in round_:
+            if a.build is None or self.objective.needs_image:
+                a.cubin = self.compiler.submit(a.source, self.target.arch)
+                if not a.cubin.done():
+                    self._compiled.add(a.source)
         self._left = sum(t.search.num_left for t in opened)
         return round_
 
@@ -284,8 +294,9 @@ class Tuner:
             if t.entry.closed is not None:
                 self.report.num_from_database += summary["tried"]
             if result.winner is None:
-                tried = [o.reason for o in t.search.outcomes.values() if not o.ok]
-                result.note = tried[-1] if tried else "time ran out before its first trial"
+                failed = [o.reason for o in t.search.outcomes.values() if not o.ok]
+                why = "stopped" if self.report.interrupted else "the time was over"
+                result.note = failed[-1] if failed else f"{why} before its default configuration was tried"
                 continue
             self._inspect(t, result, summary)
 

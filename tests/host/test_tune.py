@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,9 @@ import pytest
 from toy import toy_kernels
 
 import kerngen.tuning.plan
-from kerngen.arch import Device, Target, default_device, find_arch
+from kerngen.arch import Arch, Device, Target, default_device, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
-from kerngen.compile import compile_cubin
+from kerngen.compile import Cubin, compile_cubin
 from kerngen.predict import MODEL, predict
 from kerngen.render import render
 from kerngen.templates.kernel import Kernel, fields_of
@@ -25,7 +28,7 @@ from kerngen.tuning.task import Trial
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning.worker import Observed
 from kerngen.tuning_db import Measurement, Store
-from kerngen.workload import Item
+from kerngen.workload import Item, Use
 
 SM70 = find_arch("sm70")
 V100 = default_device(SM70)
@@ -136,6 +139,67 @@ def test_the_time_budget_leaves_an_answer_for_every_problem(tune: Callable[..., 
     resumed = tune((1, 16, 512), trials=100)
     assert not resumed.out_of_time
     assert _configs(resumed) == _configs(tune((1, 16, 512), db="fresh", trials=100))
+
+
+class StallingCompiler:
+    """Compiles the first source that it is given and no other. Each look at its clock takes a second."""
+
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+        self.now = 0.0
+
+    def clock(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def submit(self, source: str, arch: Arch) -> Future[Cubin]:
+        if source not in self.sources:
+            self.sources.append(source)
+        answer: Future[Cubin] = Future()
+        if source == self.sources[0]:
+            answer.set_result(compile_cubin(source, arch))
+        return answer
+
+
+def test_out_of_time_the_most_urgent_have_their_default_and_the_others_are_named(scale: Kernel, tmp_path: Path) -> None:
+    def item(width: int, num_tokens: int, phase: str, batch: int, count: int) -> Item:
+        return Item("scale", scale.problem_type(width, num_tokens), (Use("here", phase, batch, count),))
+
+    many, prefill = item(32, 8, "decode", 8, 60), item(64, 4096, "prefill", 1, 9)
+    small, large = item(128, 1, "decode", 1, 1), item(256, 1, "decode", 1, 60)
+    verify = item(256, 4, "verify", 1, 60)  # compiles to the same as `large`
+    compiler = StallingCompiler()
+    with Store.open(tmp_path / "a.db") as store:
+        objective = Predicted(Target.of(V100))
+        tuner = Tuner(objective, store, compiler, time_budget_s=3.0, clock=compiler.clock)
+        report = tuner.run([many, prefill, small, large, verify])
+    widths = [re.findall(r"WIDTH = (\d+)", source) for source in compiler.sources]
+    assert widths == [["256"], ["128"], ["64"], ["32"]], "one sequence before eight, decoding before prefill"
+    assert report.out_of_time
+    won = {r.item: r.winner for r in report.results}
+    assert won[large] is not None
+    assert won[verify] is not None, "its kernel was compiled: judging that takes no time"
+    assert won[large].config == {"threads": 32, "vectors": 1, "flavour": "plain"}
+    for r in report.results:
+        assert bool(r.note) == (r.winner is None)
+    assert won[many] is won[prefill] is won[small] is None
+    assert {r.note for r in report.results if r.note} == {
+        "the time was over before its default configuration was tried"
+    }
+
+
+def test_stopped_by_hand_it_does_not_blame_the_time(scale: Kernel, tmp_path: Path) -> None:
+    class Stopped(Predicted):
+        def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+            yield from islice(super().judge(trials), 1)
+            raise KeyboardInterrupt
+
+    items = [Item("scale", scale.problem_type(num_tokens=t)) for t in (1, 512)]
+    with Store.open(tmp_path / "a.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
+        report = Tuner(Stopped(Target.of(V100)), store, compiler).run(items)
+    assert report.interrupted
+    assert not report.out_of_time
+    assert sorted(r.note for r in report.results) == ["", "stopped before its default configuration was tried"]
 
 
 def test_what_cannot_be_tuned_says_why(tune: Callable[..., Report], scale: Kernel, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from kerngen.errors import DeviceError, UsageError
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective
     from kerngen.tuning.plan import DryRun
-    from kerngen.tuning.report import Report, Result
+    from kerngen.tuning.report import Report
     from kerngen.workload import Workload
 
 
@@ -103,7 +102,7 @@ def tune(
     if as_json:
         click.echo(json.dumps(_as_json(report, load, where)))
     else:
-        _print(report, load, where)
+        _print(report, load, where, whole=not kernels)
     if report.interrupted:
         raise KeyboardInterrupt
 
@@ -187,98 +186,90 @@ def _print_plan(plan: DryRun, title: str) -> None:
         click.echo(f"not tuned: {kernel}: {reason}")
 
 
-def _print(report: Report, load: Workload, where: str) -> None:
+def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
+    """whole: the model's whole workload was tuned, so that its steps' sums are those of the model."""
     from rich.console import Console
 
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{load.model} on {report.target}, {report.how}. One point of each group:")
-    usual = {(i.kernel, i.problem) for i, _ in load.step("decode", 1, 8192)}
-    for rows in _by_place(report.results):
-        won = [r for r in rows if r.winner is not None]
-        r = next((r for r in won if (r.item.kernel, r.item.problem) in usual), won[0] if won else None)
-        if r is not None and r.winner is not None:
-            _print_winner(console, r, len(rows))
-    _print_steps(console, report, load)
+    from kerngen.tuning.report import notes
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{load.model} on {report.target}, {report.how}. One of each group of problems:")
+    _print_groups(report, load)
+    for line in _step_lines(report, load, whole=whole):
+        console.print(line)
     winners = [r for r in report.results if r.winner is not None]
     console.print(
         f"{len(winners)} of {len(report.results)} problems have a winner; {report.num_trials:,} configurations tried "
-        f"in {report.seconds:.0f} s ({report.num_compiled:,} compiles, {report.num_from_database:,} answers from the "
-        f"database); {report.num_refused:,} points of {report.num_spaces} spaces refused before any compile, "
-        f"{sum(r.num_failed for r in report.results):,} failed"
+        f"in {report.seconds:.0f} s ({report.num_compiled:,} compiles,\n{report.num_from_database:,} answers from the "
+        f"database), {sum(r.num_failed for r in report.results):,} failed; {report.num_refused:,} points of "
+        f"{report.num_spaces} spaces refused before any compile"
     )
-    for note, names in _notes(report.results).items():
-        console.print(f"note: {names}: {note}", markup=False, style="yellow")
+    for note, kernels in notes(report.results).items():
+        names = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
+        console.print(f"note: {names}: {note}", style="yellow")
     for kernel, config, reason in report.failures[:5]:
-        console.print(f"failed: {kernel} {config}: {reason}", markup=False, style="red")
+        console.print(f"failed: {kernel} {config}: {reason}", style="red")
     if load.missing:
         console.print(f"no kernel yet for: {', '.join(load.missing)}")
     if report.out_of_time:
         console.print("the time budget ended the search; the same command continues it")
-    console.print(f"database: {where}   (kerngen db explain says why a configuration won)", markup=False)
+    console.print(f"database: {where}   (kerngen db explain says why a configuration won)")
 
 
-def _print_winner(console: Any, r: Result, num_points: int) -> None:
-    """Two lines: what won at this point, and why."""
-    from kerngen.templates.kernel import fields_of
+def _print_groups(report: Report, load: Workload) -> None:
+    """A table: one line a group of problems. A pipe gets lines as long as they are, a terminal folds the widest."""
+    from rich.console import Console
+    from rich.table import Table
 
-    w = r.winner
-    if w is None:
-        return
-    runtime = " ".join(f"{k}={v}" for k, v in fields_of(r.item.problem).items() if k in r.item.problem.RUNTIME)
-    config = " ".join(f"{k}={v}" for k, v in w.config.items())
-    gain = "" if r.speedup is None else f", {r.speedup:.2f}x the default"
-    console.print(f"  [bold]{r.item.kernel}[/bold] {r.item.where}, {runtime} ({num_points} points): "
-                  f"{w.latency_us:.1f} us {w.provenance}{gain}")  # fmt: skip
-    console.print(f"      {config}", markup=False)
-    console.print(f"      {w.reason}; {r.explanation}", markup=False)
+    from kerngen.tuning.report import groups
 
-
-def _by_place(results: Iterable[Result]) -> list[list[Result]]:
-    """Results that share a kernel and compiled-in fields, in the order of the workload."""
-    from kerngen.templates.kernel import static_fields
-
-    groups: dict[str, list[Result]] = {}
-    for r in results:
-        groups.setdefault(f"{r.item.kernel} {static_fields(r.item.problem)}", []).append(r)
-    return sorted(groups.values(), key=lambda rows: rows[0].item.kernel)
-
-
-def _notes(results: Iterable[Result]) -> dict[str, str]:
-    """Each note once, with the kernels and how many problems it concerns."""
-    where: dict[str, dict[str, int]] = {}
-    for r in results:
-        if r.note:
-            kernels = where.setdefault(r.note, {})
-            kernels[r.item.kernel] = kernels.get(r.item.kernel, 0) + 1
-    return {note: ", ".join(f"{k} ({n})" for k, n in kernels.items()) for note, kernels in where.items()}
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for name in ("kernel", "where", "point"):
+        table.add_column(name, overflow="fold", no_wrap=name == "kernel")
+    for name in ("us", "gain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("differs from the default in", overflow="fold")
+    for name in ("tuned", "changed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for g in groups(report, load):
+        r = g.shown
+        us = "" if r.winner is None else f"{r.winner.latency_us:.1f}"
+        gain = "" if r.speedup is None else f"{r.speedup:.2f}x"
+        changes = " ".join(f"{k}={v}" for k, v in r.changes.items()) if r.winner is not None else "no winner"
+        tuned = f"{g.num_won}" if g.num_won == len(g.results) else f"{g.num_won} of {len(g.results)}"
+        table.add_row(g.kernel, g.where, g.point, us, gain, changes or "-", tuned, str(g.num_changed))
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 1000
+    console.print(table)
 
 
-def _steps(report: Report, load: Workload) -> dict[str, dict[str, float]]:
-    """Milliseconds of our kernels in one decode step, by batch and kernel, where all of them have a winner."""
-    latency = {(r.item.kernel, r.item.problem): r.winner.latency_us for r in report.results if r.winner is not None}
-    found = {}
-    for batch in (1, 32):
-        parts: dict[str, float] = {}
-        for item, count in load.step("decode", batch, 512):
-            us = latency.get((item.kernel, item.problem), float("nan"))
-            parts[item.kernel] = parts.get(item.kernel, 0.0) + count * us / 1e3
-        total = sum(parts.values())
-        if parts and total == total:
-            found[str(batch)] = parts | {"total": total}
-    return found
+def _step_lines(report: Report, load: Workload, *, whole: bool) -> list[str]:
+    """What the winners take together in a decode step."""
+    from kerngen.tuning.report import STEP_CONTEXT, step_us
+
+    lines = []
+    for batch, parts in step_us(report, load).items():
+        name = f"decode step, batch {batch}, context {STEP_CONTEXT}"
+        what = f"{name}, kernels alone" if whole else f"{', '.join(parts)} in a {name}"
+        top = sorted(((us, kernel) for kernel, us in parts.items()), reverse=True)[:3]
+        share = f" ({', '.join(f'{kernel} {_duration(us)}' for us, kernel in top)})" if len(parts) > 1 else ""
+        lines.append(f"{what}: {_duration(sum(parts.values()))} {report.objective}{share}")
+    return lines
 
 
-def _print_steps(console: Any, report: Report, load: Workload) -> None:
-    for batch, parts in _steps(report, load).items():
-        top = sorted(((ms, k) for k, ms in parts.items() if k != "total"), reverse=True)[:3]
-        share = ", ".join(f"{k} {ms:.2f}" for ms, k in top)
-        console.print(f"decode step, batch {batch}, context 512, these kernels: {parts['total']:.2f} ms "
-                      f"{report.objective} ({share})")  # fmt: skip
+def _duration(us: float) -> str:
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
 
 
 def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
     from kerngen.templates.kernel import fields_of
+    from kerngen.tuning.report import step_us
 
+    steps = {
+        str(batch): {kernel: us / 1e3 for kernel, us in (parts | {"total": sum(parts.values())}).items()}
+        for batch, parts in step_us(report, load).items()
+    }
     rows = []
     for r in report.results:
         w = r.winner
@@ -286,7 +277,7 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
             "kernel": r.item.kernel, "where": r.item.where, "problem": fields_of(r.item.problem), "note": r.note,
             "config": None if w is None else w.config, "latency_us": None if w is None else w.latency_us,
             "provenance": None if w is None else w.provenance, "reason": None if w is None else w.reason,
-            "default_us": r.default_us, "explanation": r.explanation, "registers": r.registers,
+            "default": r.default, "default_us": r.default_us, "explanation": r.explanation, "registers": r.registers,
             "smem_bytes": r.smem_bytes, "spill_bytes": r.spill_bytes, "num_valid": r.num_valid,
             "num_refused": r.num_refused, "num_tried": r.num_tried, "num_failed": r.num_failed,
         })  # fmt: skip
@@ -296,5 +287,5 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
         "num_from_database": report.num_from_database, "num_spaces": report.num_spaces,
         "num_refused": report.num_refused, "failures": report.failures, "missing": list(load.missing),
-        "step_ms": _steps(report, load), "results": rows, "database": where,
+        "step_ms": steps, "results": rows, "database": where,
     }  # fmt: skip

@@ -22,7 +22,7 @@ from kerngen.errors import CompileError, ConfigRefused, KerngenError
 from kerngen.predict import predict
 from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import describe
+from kerngen.templates.kernel import describe, fields_of
 from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
 from kerngen.tuning.ledger import Ledger
 from kerngen.tuning.objective import Objective, Outcome
@@ -287,8 +287,9 @@ class Tuner:
             found = t.search.candidates
             summary = t.entry.closed or self._summary(t)
             result = Result(
-                t.item, winners.get(t.entry.key.id), summary["default_us"], num_valid=len(found.valid),
-                num_refused=found.points.num_refused, num_tried=summary["tried"], num_failed=summary["failed"],
+                t.item, winners.get(t.entry.key.id), fields_of(found.default), summary["default_us"],
+                num_valid=len(found.valid), num_refused=found.points.num_refused, num_tried=summary["tried"],
+                num_failed=summary["failed"],
             )  # fmt: skip
             self.report.results.append(result)
             if t.entry.closed is not None:

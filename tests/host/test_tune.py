@@ -22,13 +22,13 @@ from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
 from kerngen.tuning.plan import candidates, dry_run, rank
-from kerngen.tuning.report import Report
+from kerngen.tuning.report import Report, Result, groups, notes, step_us
 from kerngen.tuning.study import Search
 from kerngen.tuning.task import Trial
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning.worker import Observed
 from kerngen.tuning_db import Measurement, Store
-from kerngen.workload import Item, Use
+from kerngen.workload import Item, Use, Workload, find_workload
 
 SM70 = find_arch("sm70")
 V100 = default_device(SM70)
@@ -441,6 +441,35 @@ def test_a_cubin_of_another_arch_is_noticed(scale: Kernel) -> None:
         assert why_not_cubin(image, a) is None
         assert f"not {SM70}" in (why_not_cubin(image, SM70) or "")
     assert "ELF" in (why_not_cubin(b"PTX", SM70) or "")
+
+
+def test_no_two_groups_of_a_report_read_alike() -> None:
+    target = Target.of(SM70)
+    load = find_workload("gemma-4-31b", SM70)
+    report = Report(target, "predicted", "predicted", "run", [Result(i) for i in load.items])
+    found = groups(report, load)
+    assert len(found) < len(load.items) / 10
+    assert len({(g.kernel, g.where) for g in found}) == len(found)
+    assert any("q_len=4" in g.where for g in found if g.kernel == "attn_decode")
+    assert {id(r) for g in found for r in g.results} == {id(r) for r in report.results}
+    decode = next(g for g in found if g.where.startswith("attention (full), drafter"))
+    assert decode.point == "batch=1 kv_len=8192"
+    assert step_us(report, load) == {}, "no sum where a winner is missing"
+
+
+def test_a_group_says_what_it_won_and_what_is_missing(tune: Callable[..., Report]) -> None:
+    report = tune((1, 4096), trials=100)
+    load = Workload("toy", "sm70", tuple(r.item for r in report.results))
+    (group,) = groups(report, load)
+    assert (group.num_won, group.num_changed, group.point) == (2, 1, "num_tokens=1")
+    one, many = report.results
+    assert one.changes == {}
+    assert many.winner is not None
+    assert many.changes == {k: v for k, v in many.winner.config.items() if v != one.winner.config[k]} != {}
+    report.results[0].winner, report.results[0].note = None, "time"
+    (group,) = groups(report, load)
+    assert (group.num_won, group.point) == (1, "num_tokens=4096"), "one with a winner stands for the group"
+    assert notes(report.results) == {"time": {"scale": 1}}
 
 
 def test_configs_are_plain_values(scale: Kernel) -> None:

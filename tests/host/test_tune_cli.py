@@ -49,6 +49,12 @@ def test_tunes_repeats_and_says_what_it_did(tmp_path: Path) -> None:
     assert "not measured" in again.stdout
     assert "0 compiles" in again.stdout
     assert str(tmp_path / "tuning.db") in again.stdout
+    (row,) = [line for line in again.stdout.splitlines() if line.startswith("embed  ")]
+    (usual,) = [r for r in first["results"] if r["problem"]["num_tokens"] == 1]
+    assert row.split()[-5:-3] == [f"{usual['latency_us']:.1f}", f"{usual['default_us'] / usual['latency_us']:.2f}x"]
+    assert row.split()[-2] == str(len(first["results"]))
+    assert "embed in a decode step, batch 1, context 512: 2.6 us" in again.stdout, "and not 0.00 ms"
+    assert all(len(line) <= 160 for line in again.stdout.splitlines())
     second = _json(_kerngen(tmp_path, *TUNE, "--kernel", "embed", "--json"))
     assert [r["config"] for r in second["results"]] == [r["config"] for r in first["results"]]
 

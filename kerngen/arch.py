@@ -50,6 +50,11 @@ class Arch:
         return self.cc[0] * 10 + self.cc[1]
 
     @property
+    def dtype(self) -> str:
+        """What activations are where nobody asks for another type: "bf16", or "fp16" where there is none."""
+        return "bf16" if self.has_bf16 else "fp16"
+
+    @property
     def ptx_target(self) -> str:
         """NVRTC's virtual architecture: compute_70. PTX for it runs on any GPU of this or a later arch."""
         return f"compute_{self.number}"
@@ -73,9 +78,11 @@ ARCHES: dict[str, Arch] = {a.name: a for a in _ARCHES}
 
 
 def find_arch(name: str) -> Arch:
-    """The arch called `name` ("sm70"). Raises UnknownName, listing the known ones."""
+    """The arch called `name` ("sm70"). Raises UnknownName, listing the known ones, or naming the arch of a board."""
     if name not in ARCHES:
-        raise UnknownName("arch", name, ARCHES)
+        boards = [d for d in _DEVICES if len(name) > 1 and name.lower() in d.name.lower()]
+        guess = f"{boards[0]} is {boards[0].arch}; " if len({d.arch for d in boards}) == 1 else ""
+        raise UnknownName("arch", name, ARCHES, guess=guess)
     return ARCHES[name]
 
 

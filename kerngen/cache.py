@@ -7,9 +7,8 @@ One file a key, DIR/v1/<key[:2]>/<key>.cubin (or .ptx):
     the image
 
 The key is `compile.cache_key` (cubins) or `compile.source_key` (PTX), so a file is never stale: it is
-right or it is torn. A file is written beside its target under a scratch name, flushed to disk and renamed, so
-readers see all of it or none. Two processes that make the same key write the same image: the later rename
-wins, and both are right.
+right or it is torn. Files are published whole (files.py): readers see all of one or none. Two processes that make
+the same key write the same image: the later one wins, and both are right.
 
 A cache never stops a compile: a disk that is read-only or full costs one warning, and kerngen compiles
 without it.
@@ -22,9 +21,7 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -46,12 +43,12 @@ from kerngen.compile import (
     source_key,
 )
 from kerngen.errors import CacheError, CompileError, TuningMiss
+from kerngen.files import cache_dir, publish
 
 log = logging.getLogger(__name__)
 
 MAGIC = "kerngen-cache 1"
 _LAYOUT = "v1"
-_SCRATCH_LIFE_S = 3600.0  # a scratch file older than this was left by a process that died
 _Image = TypeVar("_Image", Cubin, Ptx)
 
 
@@ -60,21 +57,12 @@ def compiling_is_forbidden() -> bool:
     return os.environ.get("KERNGEN_NO_COMPILE", "") not in ("", "0")
 
 
-def default_dir() -> Path:
-    """$KERNGEN_CACHE_DIR, or the user's cache folder (~/.cache/kerngen on Linux)."""
-    if chosen := os.environ.get("KERNGEN_CACHE_DIR"):
-        return Path(chosen)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("kerngen", appauthor=False)) / "compile"
-
-
 class CompileCache:
     """Cubins and PTX by key, in one folder. Any number of threads and processes may share it."""
 
     def __init__(self, dir: str | os.PathLike[str] | None = None) -> None:
-        self.dir = Path(dir) if dir is not None else default_dir()
-        self._warned = False
+        self.dir = Path(dir) if dir is not None else cache_dir()
+        self.failed = False  # the disk did not give or take a file, which was said once
 
     def path(self, key: str, kind: str = "cubin") -> Path:
         return self.dir / _LAYOUT / key[:2] / f"{key}.{kind}"
@@ -93,8 +81,7 @@ class CompileCache:
         """Publish `image` under its key. False, with one warning a cache, if the disk does not take it."""
         target = self.path(image.key, _kind(image))
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _publish(encode(image), target)
+            publish(encode(image), target)
         except OSError as e:
             self._warn("write to", e)
             return False
@@ -156,9 +143,10 @@ class CompileCache:
             return None
 
     def _warn(self, verb: str, e: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("cannot %s the compile cache %s: %s; compiling without it", verb, self.dir, e.strerror or e)
+        if not self.failed:
+            self.failed = True
+            log.warning("cannot %s the compile cache %s: %s; compiling without it (KERNGEN_CACHE_DIR names another)",
+                        verb, self.dir, e.strerror or e)  # fmt: skip
 
 
 def _kind(image: Cubin | Ptx) -> str:
@@ -203,31 +191,6 @@ def decode(data: bytes, key: str, kind: str) -> Cubin | Ptx:
         return Ptx(key, h["arch"], nvrtc, image)
     entries = {name: Resources(**r) for name, r in h["entries"].items()}
     return Cubin(key, h["arch"], nvrtc, image, entries, h["log"], h["compile_ms"])
-
-
-def _publish(data: bytes, target: Path) -> None:
-    """Make `target` hold `data`, whole or not at all, whatever others do and whenever this is killed."""
-    scratch = target.parent / f".scratch-{os.getpid()}-{secrets.token_hex(8)}"
-    try:
-        with open(scratch, "xb") as f:  # not tempfile: its mode 0600 would shut others out of a shared cache
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(scratch, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
-        raise
-    _sweep(target.parent)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove scratch files that dead processes left in `folder`."""
-    oldest = time.time() - _SCRATCH_LIFE_S
-    for scratch in folder.glob(".scratch-*"):
-        with contextlib.suppress(OSError):  # another process may sweep too
-            if scratch.stat().st_mtime < oldest:
-                scratch.unlink()
 
 
 class CachedCompiler:

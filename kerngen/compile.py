@@ -18,6 +18,7 @@ from typing import Any
 
 from kerngen.arch import Arch
 from kerngen.errors import CompileError, ToolchainError
+from kerngen.files import make_room_for_cupy
 
 DEFAULT_OPTIONS: tuple[str, ...] = ("-std=c++17", "--extra-device-vectorization")
 KEY_VERSION = 1
@@ -78,14 +79,16 @@ class Ptx:
 @cache
 def _nvrtc() -> Any:
     try:
+        make_room_for_cupy()
         from cupy_backends.cuda.libs import nvrtc
 
         nvrtc.getVersion()
     except Exception as e:
-        raise ToolchainError(
-            f"cannot load NVRTC through CuPy: {e}",
-            hint="install it: pip install 'kerngen[cuda12]' (every arch) or 'kerngen[cuda13]' (sm75 and newer)",
-        ) from e
+        if isinstance(e, OSError) and e.filename:  # a library that is missing has none
+            fix = "it wants a folder to keep files in: export CUPY_CACHE_DIR=FOLDER, one that can be written"
+        else:
+            fix = "install it: pip install 'kerngen[cuda12]' (every arch) or 'kerngen[cuda13]' (sm75 and newer)"
+        raise ToolchainError(f"cannot load NVRTC through CuPy: {e}", hint=fix) from e
     return nvrtc
 
 

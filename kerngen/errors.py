@@ -14,6 +14,7 @@ KerngenError                 exit 1
 ├── TuningMiss                        no record serves this problem
 ├── LaunchError                       a kernel could not be loaded or launched
 ├── CheckpointError                   a model folder is incomplete, torn or lies about its sizes
+├── NumericsError                     the model computed NaN or infinity where a number was needed
 └── DeviceError                       no usable GPU, or not the one asked for
 """
 
@@ -42,12 +43,12 @@ class UsageError(KerngenError):
 
 
 class UnknownName(UsageError):
-    """`kind` is the noun ("arch", "kernel", "model"); `known` is what exists."""
+    """`kind` is the noun ("arch", "kernel", "model"); `known` is what exists; `guess` beats the nearest spelling."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, guess: str = "") -> None:
         names = list(known)
-        close = get_close_matches(name, names, n=1, cutoff=0.5)
-        guess = f"did you mean {close[0]}? " if close else ""
+        if not guess and (close := get_close_matches(name, names, n=1, cutoff=0.5)):
+            guess = f"did you mean {close[0]}? "
         super().__init__(f"unknown {kind} {name!r}", hint=f"{guess}known: {', '.join(names)}")
 
 
@@ -94,6 +95,10 @@ class LaunchError(KerngenError):
 
 
 class CheckpointError(KerngenError):
+    pass
+
+
+class NumericsError(KerngenError):
     pass
 
 

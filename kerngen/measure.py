@@ -88,7 +88,7 @@ def check_function(function: Function, case: Case) -> CheckResult:
     kernel = function.kernel
     torch.manual_seed(case.seed)
     inputs = kernel.cases.inputs(case, torch.device("cuda"))
-    expected = kernel.reference.expected(case, inputs)
+    expected = kernel.reference.expected(case.problem, inputs)
     function(case.problem, **inputs)
     torch.cuda.synchronize()
     return compare(kernel, case, inputs, expected)

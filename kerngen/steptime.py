@@ -127,7 +127,7 @@ def _resolved(ops: Any) -> list[str]:
     """Which configuration each kernel ran and who chose it, one line each; empty for the torch backend."""
     from kerngen.templates.kernel import describe
 
-    launcher = getattr(ops, "launcher", None)
+    launcher = getattr(getattr(ops, "executor", None), "launcher", None)
     if launcher is None:
         return []
     return sorted(f"{n}{describe(p)} {describe(f.config)} from {f.source}" for n, p, f in launcher.functions)

@@ -33,14 +33,20 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
         raise UsageError(f"the cuda backend does not run on {where}", hint="leave --device out, or use --backend torch")
     kind = DTYPES[dtype] if dtype else _default_dtype(where)
     if name == "cuda":
-        if kind == torch.float32:
-            raise UsageError(
-                "the cuda backend has no fp32 kernels", hint="use --dtype bf16 or fp16, or --backend torch"
-            )
-        from kerngen.runtime.ops.cuda import CudaOps
+        from kerngen.runtime.executors.launch import Launch
+        from kerngen.runtime.launcher import Launcher
+        from kerngen.runtime.ops.kernels import KernelOps
         from kerngen.tuning_db import stores_for
 
-        return CudaOps(where, kind, stores_for(db_url or None))
+        torch.cuda.set_device(where)  # what torch allocates without a word about it lies there too
+        launcher = Launcher(stores_for(db_url or None), index=where.index or 0)
+        arch = launcher.target.arch
+        if kind == torch.float32 or (kind == torch.bfloat16 and not arch.has_bf16):
+            raise UsageError(
+                f"the cuda backend has no {dtype or kind} kernels on {arch}",
+                hint=f"use --dtype {arch.dtype}, or --backend torch",
+            )
+        return KernelOps(Launch(launcher), kind)
     if db_url:
         raise UsageError(
             f"--db {db_url}: the torch backend looks nothing up", hint="leave it out, or use --backend cuda"

@@ -7,27 +7,20 @@ others, and the error names it. Fields: transformers' Gemma4TextConfig and Gemma
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kerngen.errors import CheckpointError, UsageError
+from kerngen.runtime.fields import Fields, read_json, short
 
-MAX_JSON_BYTES = 64 * 1024 * 1024
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-# Bounds on what one field may ask for, far above any released model: sizes are products of them.
-LIMITS = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 17,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 1024,
-    "head_dim": 4096,
-    "sliding_window": 1 << 22,
-    "max_position_embeddings": 1 << 26,
+# What Gemma4TextConfig takes where config.json leaves the field out.
+DEFAULT_GLOBAL_HEAD_DIM = 512
+DEFAULT_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 
 
@@ -84,7 +77,7 @@ class ModelConfig:
     hidden_size: int
     num_q_heads: int
     layers: tuple[LayerConfig, ...]
-    rope: dict[str, RopeConfig]  # by LayerConfig.kind
+    rope: dict[str, RopeConfig] = field(hash=False)  # by LayerConfig.kind
     rms_norm_eps: float
     logit_cap: float  # 0 for none
     max_positions: int
@@ -126,70 +119,6 @@ class DrafterConfig:
     centroid_top_k: int
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError where it is missing, too large, torn or not an object."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} holds {path.stat().st_size:,} B; at most {MAX_JSON_BYTES:,} B are read")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing", hint="name a folder in Hugging Face format") from None
-    except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path} is not JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-class _Fields:
-    """Typed access to a JSON object; every complaint names the file and the field."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def error(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {message}")
-
-    def get(self, name: str) -> Any:
-        if name not in self.values:
-            raise self.error(f"field {name!r} is missing")
-        return self.values[name]
-
-    def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
-        if default is not None and self.values.get(name) is None:
-            return default
-        value = self.get(name)
-        high = LIMITS.get(name, 1 << 31)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(f"{name} is {value!r}; it must be a whole number from {low} to {high:,}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        if default is not None and name not in self.values:
-            return default
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(f"{name} is {value!r}; it must be a positive number")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name, default)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(f"{name} is {value!r}; it must be true or false")
-        return value
-
-    def section(self, name: str) -> _Fields:
-        value = self.get(name)
-        if not isinstance(value, dict):
-            raise self.error(f"{name} is {value!r}; it must be an object")
-        return _Fields(value, f"{self.where}: {name}")
-
-
 def read_model_config(folder: Path) -> ModelConfig:
     """The target model's configuration from `folder`/config.json.
 
@@ -197,7 +126,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", hint="name a folder in Hugging Face format")
-    top = _Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     kind = top.get("model_type")
     if kind in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a drafter ({kind})", hint="name it with --draft, and its target as MODEL")
@@ -211,7 +140,7 @@ def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
     """The assistant's configuration, checked against the target that it drafts for. Raises as read_model_config."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", hint="name the assistant's folder in Hugging Face format")
-    top = _Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     if (kind := top.get("model_type")) not in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a {kind!r} model, not a drafter", hint=f"known: {', '.join(DRAFTER_TYPES)}")
     text = _text_config(top.section("text_config"), top, is_drafter=True)
@@ -243,7 +172,7 @@ def read_eos_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """Stop tokens: those of generation_config.json where there is one, and config.json's."""
     ids = list(config.eos_ids)
     if (path := folder / "generation_config.json").is_file():
-        ids += _id_list(_Fields(read_json(path), str(path)), "eos_token_id")
+        ids += _id_list(Fields(read_json(path), str(path)), "eos_token_id")
     return tuple(dict.fromkeys(ids))
 
 
@@ -251,18 +180,18 @@ def read_suppressed_ids(folder: Path) -> tuple[int, ...]:
     """Tokens that generation_config.json forbids (`suppress_tokens`; the 12B's media markers)."""
     if not (path := folder / "generation_config.json").is_file():
         return ()
-    return _id_list(_Fields(read_json(path), str(path)), "suppress_tokens")
+    return _id_list(Fields(read_json(path), str(path)), "suppress_tokens")
 
 
-def _id_list(fields: _Fields, name: str) -> tuple[int, ...]:
+def _id_list(fields: Fields, name: str) -> tuple[int, ...]:
     value = fields.values.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise fields.error(f"{name} is {value!r}; it must be token ids")
+        raise fields.error(f"{name} is {short(value)}; it must be token ids")
     return tuple(ids)
 
 
-def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfig:
+def _text_config(text: Fields, top: Fields, *, is_drafter: bool) -> ModelConfig:
     num_layers = text.integer("num_hidden_layers")
     hidden = text.integer("hidden_size")
     num_heads = text.integer("num_attention_heads")
@@ -284,13 +213,15 @@ def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfi
     top_k = text.integer("top_k_experts") if experts else 0
     if top_k > num_experts:
         raise text.error(f"top_k_experts {top_k} is more than num_experts {num_experts}")
+    vocab = text.integer("vocab_size")
     ple = text.integer("hidden_size_per_layer_input", default=0, low=0)
-    cap = None if is_drafter else text.get("final_logit_softcapping")  # a drafter's head has none
+    ple_vocab = text.integer("vocab_size_per_layer_input") if ple else 0
+    if ple and ple_vocab < vocab:
+        raise text.error(f"vocab_size_per_layer_input is {ple_vocab}, which lacks some of the {vocab} tokens")
+    cap = None if is_drafter else text.values.get("final_logit_softcapping")  # a drafter's head has none
     head_dims = {layer.kind: layer.head_dim for layer in layers}
-    if odd := [layer for layer in layers if layer.head_dim != head_dims[layer.kind]]:
-        raise text.error(f"layer {odd[0].index} has head_dim {odd[0].head_dim}; others of its type {head_dims}")
     return ModelConfig(
-        vocab_size=text.integer("vocab_size"),
+        vocab_size=vocab,
         hidden_size=hidden,
         num_q_heads=num_heads,
         layers=layers,
@@ -300,7 +231,7 @@ def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfi
         max_positions=text.integer("max_position_embeddings"),
         tied=top.flag("tie_word_embeddings", True),
         ple_size=ple,
-        ple_vocab_size=text.integer("vocab_size_per_layer_input") if ple else 0,
+        ple_vocab_size=ple_vocab,
         num_experts=num_experts,
         top_k_experts=top_k,
         moe_intermediate_size=text.integer("moe_intermediate_size") if experts else 0,
@@ -310,7 +241,7 @@ def _text_config(text: _Fields, top: _Fields, *, is_drafter: bool) -> ModelConfi
     )
 
 
-def _check_drafter(text: _Fields, num_layers: int, shared: int) -> int:
+def _check_drafter(text: Fields, num_layers: int, shared: int) -> int:
     """The constraints that transformers' Gemma4AssistantConfig enforces. Returns num_kv_shared_layers."""
     for name in ("enable_moe_block", "use_double_wide_mlp"):
         if text.flag(name, False):
@@ -322,7 +253,7 @@ def _check_drafter(text: _Fields, num_layers: int, shared: int) -> int:
     return num_layers
 
 
-def _layer_types(text: _Fields, num_layers: int) -> list[bool]:
+def _layer_types(text: Fields, num_layers: int) -> list[bool]:
     """Whether each layer is sliding. The last one never is (as transformers forces it)."""
     types = text.values.get("layer_types")
     if types is None:
@@ -339,20 +270,22 @@ def _layer_types(text: _Fields, num_layers: int) -> list[bool]:
 
 
 def _layers(
-    text: _Fields, sliding: list[bool], num_heads: int, first_shared: int, *, is_drafter: bool
+    text: Fields, sliding: list[bool], num_heads: int, first_shared: int, *, is_drafter: bool
 ) -> tuple[LayerConfig, ...]:
     """Every layer's shape. `first_shared`: the first layer that owns no cache."""
-    head_dim, kv_heads = text.integer("head_dim"), text.integer("num_key_value_heads")
+    k_eq_v = text.flag("attention_k_eq_v", False)
+    heads = _heads(text, sliding, k_eq_v)
     window = text.integer("sliding_window") if any(sliding) else 0
     intermediate = text.integer("intermediate_size")
     double = text.flag("use_double_wide_mlp", False)
-    k_eq_v = text.flag("attention_k_eq_v", False)
-    overrides = text.section("per_layer_config").values if text.values.get("per_layer_config") else None
     layers: list[LayerConfig] = []
     for i, is_sliding in enumerate(sliding):
-        dim, nkv = head_dim, kv_heads
-        if not is_sliding:
-            dim, nkv = _full_layer_heads(text, overrides, i, k_eq_v, kv_heads)
+        dim, nkv = heads[i]
+        if heads[i] != heads[same := sliding.index(is_sliding)]:
+            raise text.error(
+                f"layer {i} has head_dim {dim} and {nkv} KV heads, layer {same} {heads[same][0]} and {heads[same][1]}; "
+                f"layers of one type ({'sliding' if is_sliding else 'full'}_attention) must agree"
+            )
         if num_heads % nkv:
             raise text.error(f"layer {i}: {num_heads} query heads do not split over {nkv} KV heads")
         if dim % 2:
@@ -378,19 +311,54 @@ def _layers(
     return tuple(layers)
 
 
-def _full_layer_heads(
-    text: _Fields, overrides: dict[str, Any] | None, index: int, k_eq_v: bool, kv_heads: int
-) -> tuple[int, int]:
-    """head_dim and KV heads of a full-attention layer, from the flat keys or from per_layer_config."""
-    if overrides is not None:
-        layer = _Fields(overrides, f"{text.where}: per_layer_config").section(str(index))
-        return layer.integer("head_dim"), layer.integer("num_key_value_heads", default=kv_heads)
-    dim = text.integer("global_head_dim")
-    return dim, text.integer("num_global_key_value_heads", default=kv_heads) if k_eq_v else kv_heads
+def _heads(text: Fields, sliding: list[bool], k_eq_v: bool) -> list[tuple[int, int]]:
+    """head_dim and KV heads of every layer: as per_layer_config says, or the flat keys where there is none.
+
+    The flat keys (global_head_dim, num_global_key_value_heads) are how the models were released. transformers from 5.20
+    on writes per_layer_config in their place, and then reads nothing else.
+    """
+    dim, kv_heads = text.integer("head_dim"), text.integer("num_key_value_heads")
+    if "per_layer_config" in text.values:
+        heads = [(dim, kv_heads)] * len(sliding)
+        for i, layer in _layer_overrides(text, len(sliding)).items():
+            heads[i] = (
+                layer.integer("head_dim") if "head_dim" in layer.values else dim,
+                layer.integer("num_key_value_heads") if "num_key_value_heads" in layer.values else kv_heads,
+            )
+        return heads
+    full = text.integer("global_head_dim", default=DEFAULT_GLOBAL_HEAD_DIM), kv_heads
+    if k_eq_v:
+        full = full[0], text.integer("num_global_key_value_heads", default=kv_heads)
+    return [(dim, kv_heads) if is_sliding else full for is_sliding in sliding]
 
 
-def _rope(text: _Fields, kind: str, head_dim: int) -> RopeConfig:
-    rope = text.section("rope_parameters").section(f"{kind}_attention")
+def _layer_overrides(text: Fields, num_layers: int) -> dict[int, Fields]:
+    """per_layer_config by layer. What a layer, or the whole object, does not name has its global value.
+
+    Keys are layer numbers, zero-padded to one width ("05"); transformers leaves out what equals the global value.
+    Source: its integrations/heterogeneity/configuration_utils.py.
+    """
+    if text.values["per_layer_config"] is None:
+        return {}
+    found: dict[int, Fields] = {}
+    section = text.section("per_layer_config")
+    for key in section.values:
+        layer = section.section(key)
+        index = int(key) if key.isascii() and key.isdecimal() and len(key) <= 9 else num_layers
+        if index >= num_layers:
+            raise section.error(f"{key[:80]!r} is not a layer; num_hidden_layers is {num_layers}")
+        if index in found:
+            raise section.error(f"layer {index} is there twice")
+        for name, value in layer.values.items():
+            is_global = value == ([] if name == "skip" else text.values.get(name))
+            if name not in ("head_dim", "num_key_value_heads") and not is_global:
+                raise layer.error(f"{name} differs from the model's; only head_dim and num_key_value_heads may")
+        found[index] = layer
+    return found
+
+
+def _rope(text: Fields, kind: str, head_dim: int) -> RopeConfig:
+    rope = text.section("rope_parameters", default=DEFAULT_ROPE).section(f"{kind}_attention")
     theta, factor = rope.number("rope_theta"), rope.number("factor", default=1.0)
     match rope.get("rope_type"):
         case "default":
@@ -404,26 +372,46 @@ def _rope(text: _Fields, kind: str, head_dim: int) -> RopeConfig:
             raise rope.error(f"rope_type is {other!r}; known: default, proportional")
 
 
-def _quant_config(top: _Fields) -> QuantConfig | None:
-    """quantization_config, or None where the weights are dense. Anything but W4A16 pack-quantized is refused."""
+def _quant_config(top: Fields) -> QuantConfig | None:
+    """quantization_config, or None where the weights are dense.
+
+    Anything but W4A16 pack-quantized is refused, and so is what computes something else with the same tensors:
+    quantized activations or caches, transforms, sparsity. Fields: compressed-tensors' QuantizationConfig.
+    """
     if top.values.get("quantization_config") is None:
         return None
     quant = top.section("quantization_config")
     method, fmt = quant.get("quant_method"), quant.values.get("format")
     if method != "compressed-tensors" or fmt != "pack-quantized":
         raise quant.error(f"{method!r} in format {fmt!r} is not implemented; compressed-tensors pack-quantized is")
+    if (status := quant.values.get("quantization_status")) not in (None, "compressed", "frozen"):
+        raise quant.error(f"quantization_status is {status!r}: the weights are not final; 'compressed' ones are read")
+    if quant.values.get("kv_cache_scheme"):
+        raise quant.error("kv_cache_scheme is set; a quantized KV cache is not implemented")
+    if (transform := quant.values.get("transform_config")) and transform != {"config_groups": {}}:
+        raise quant.error("transform_config is set; transforms of weights or activations are not implemented")
+    sparse = quant.section("sparsity_config", default={}).values.get("format")
+    if sparse not in (None, "dense"):
+        raise quant.error(f"sparsity_config has the format {sparse!r}; only 'dense' is implemented")
     groups = quant.section("config_groups").values
     if len(groups) != 1:
         raise quant.error(f"config_groups holds {len(groups)} groups; one is implemented")
     group = quant.section("config_groups").section(next(iter(groups)))
     if group.get("targets") != ["Linear"]:
         raise group.error(f"targets is {group.get('targets')!r}; only ['Linear'] is implemented")
-    if group.values.get("input_activations") is not None:
-        raise group.error("input_activations are quantized; only weights may be (W4A16)")
+    if (fmt := group.values.get("format")) not in (None, "pack-quantized"):
+        raise group.error(f"format is {fmt!r}; only 'pack-quantized' is implemented")
+    for name in ("input_activations", "output_activations"):
+        if group.values.get(name) is not None:
+            raise group.error(f"{name} are quantized; only weights may be (W4A16)")
     weights = group.section("weights")
     for name, want in (("num_bits", 4), ("type", "int"), ("symmetric", True), ("strategy", "group")):
         if weights.get(name) != want:
             raise weights.error(f"{name} is {weights.get(name)!r}; only {want!r} is implemented")
+    if weights.values.get("dynamic") not in (None, False):
+        raise weights.error(
+            f"dynamic is {weights.values['dynamic']!r}; the stored scales are used, so it must be false"
+        )
     if weights.values.get("actorder") not in (None, "static", "weight"):
         raise weights.error(f"actorder is {weights.values['actorder']!r}; only null is implemented")
     size = weights.integer("group_size")

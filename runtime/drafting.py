@@ -27,30 +27,31 @@ class Drafter:
         self.weights = weights
         self.target = target
         self.ops: Ops = target.ops
-        self.stack = DecoderStack(config.text, weights.layers, weights.norm, self.ops)
+        self.stack = DecoderStack(config.text, weights.layers, weights.norm, self.ops, "drafter")
         self._donors = {layer.kind: target.config.donor(layer.kind) for layer in config.text.layers}
 
-    def step(self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def step(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int
+    ) -> tuple[Tensor, Tensor]:
         """One forward. ids [B]: the last known tokens; hidden [B, T]: the target's final hidden state that gave them,
         or this function's second result; lengths [B] int64: tokens in the cache, and the position drafted from.
+        max_kv_len: no length is longer, nor will be when a captured step is replayed.
 
         Returns y [B, d], the input of the head, and the hidden state [B, T] for the next draft.
         """
         ops = self.ops
+        ops.place = self.stack.name
         embedded = self.target.embed(ids).to(ops.dtype)
         residual = ops.linear(torch.cat((embedded, hidden), dim=-1), self.weights.pre).to(ops.residual_dtype)
         kv_lens = lengths.to(torch.int32)
 
         def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
             w = self.weights.layers[layer.index]
-            q = ops.qkv_norm_rope(
-                qkv, self.config.text.num_q_heads, w.q_norm, None, self.stack.ropes[layer.kind], lengths,
-                None, None, self.config.text.rms_norm_eps,
-            )  # fmt: skip
+            q = ops.q_norm_rope(qkv, w.q_norm, self.stack.ropes[layer.kind], lengths, self.config.text.rms_norm_eps)
             pages = cache.pages(self._donors[layer.kind])
             window = layer.window + 1 if layer.is_sliding else 0
             table = cache.groups[layer.kind].block_table
-            return ops.attn_decode(q, pages, table, kv_lens, 1, window).flatten(1)
+            return ops.attn_decode(q, pages, table, kv_lens, 1, window, max_kv_len).flatten(1)
 
         h = self.stack.first(residual)
         for index in range(len(self.stack.layers)):
@@ -72,19 +73,19 @@ class Drafter:
         ids, logits = self._selected(y, centroids)
         return ids.gather(1, logits.argmax(-1, keepdim=True)).squeeze(1)
 
-    def draft(self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int) -> Tensor:
+    def draft(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
+    ) -> Tensor:
         """`count` greedy drafts [B, count] int64 after ids [B]; arguments as for step."""
         drafts = []
         for _ in range(count):
-            y, hidden = self.step(ids, hidden, lengths, cache)
+            y, hidden = self.step(ids, hidden, lengths, cache, max_kv_len)
             ids = self.greedy(y)
             drafts.append(ids)
         return torch.stack(drafts, dim=1)
 
     def _selected(self, y: Tensor, centroids: CentroidWeights) -> tuple[Tensor, Tensor]:
         """The tokens of the best centroids and their logits, both [B, top_k * vocab / C]."""
-        scores = self.ops.linear(y, centroids.centroids)
-        picked = scores.topk(self.config.centroid_top_k, dim=-1).indices
-        ids = centroids.token_ids[picked].flatten(1)
-        rows = self.weights.embed[ids]  # [B, n, d]
-        return ids, (rows @ y[:, :, None]).squeeze(-1).float()
+        return self.ops.centroid_logits(
+            y, centroids.centroids, self.config.centroid_top_k, centroids.token_ids, self.weights.head.weight
+        )

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kerngen.errors import UsageError
+from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.model import Batch, Gemma4
-from kerngen.runtime.sampling import Sampling, accept_greedy, accept_sampled, distribution, sample
+from kerngen.runtime.sampling import Sampling, accept_greedy, accept_sampled, distribution, likeliest, sample
 
 PREFILL_CHUNK = 2048
 
@@ -119,6 +119,8 @@ class Engine:
         )
         if bad := [i for i in suppressed_ids if i >= config.vocab_size]:
             raise UsageError(f"suppressed token {bad[0]} is outside the vocabulary of {config.vocab_size}")
+        if len(set(suppressed_ids)) == config.vocab_size:
+            raise UsageError(f"all {config.vocab_size} tokens are suppressed; none is left to generate")
         self._suppressed = torch.tensor(list(suppressed_ids), dtype=torch.int64, device=device)
         self._graphs: dict[tuple[Sampling, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
@@ -134,7 +136,8 @@ class Engine:
     ) -> Generation:
         """Continue `prompt`. on_tokens is called with each step's new tokens as they come.
 
-        Raises UsageError if the prompt is empty, holds unknown ids, or does not fit with max_new_tokens in max_len.
+        Raises UsageError if the prompt is empty, holds unknown ids, or does not fit with max_new_tokens in max_len, and
+        NumericsError where the model computes NaN or infinity instead of logits.
         """
         sampling = sampling or Sampling()
         self._check(prompt, max_new_tokens)
@@ -142,6 +145,9 @@ class Engine:
         began = time.perf_counter()
         token = self._prefill(prompt, sampling)
         prefilled = time.perf_counter()
+        # A kernel that fuses the choice may choose a token from NaN, but what NaN weights do is in `hidden` by now.
+        if token < 0 or not bool(self._state.hidden.isfinite().all()):
+            raise self._no_number(len(prompt))
         tokens, stops = [token], frozenset(stop_ids)
         emit([token])
         num_steps = num_emitted = 0
@@ -150,6 +156,8 @@ class Engine:
                 num_steps += 1
                 num_emitted += len(new)
                 new = _until_stop(new[: max_new_tokens - len(tokens)], stops)
+                if -1 in new:
+                    raise self._no_number(len(prompt) + len(tokens) + new.index(-1))
                 tokens += new
                 emit(new)
                 if tokens[-1] in stops or len(tokens) == max_new_tokens:
@@ -179,6 +187,16 @@ class Engine:
                 f"{len(prompt)} prompt tokens and {max_new_tokens} new ones need {need}; the cache holds {self.max_len}"
             )
 
+    def _no_number(self, length: int) -> NumericsError:
+        dtype = str(self.model.ops.dtype).removeprefix("torch.")
+        hint = "check the checkpoint's weights for NaN and infinity, and that config.json belongs to them"
+        if self.model.ops.dtype == torch.float16:
+            hint += "; fp16 overflows beyond 65,504: try --dtype bf16 or fp32"
+        return NumericsError(
+            f"no token can follow {length} tokens: the model computed NaN or infinity ({dtype}) where logits should be",
+            hint=hint,
+        )
+
     def _prefill(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """Fill the cache with the prompt and choose the first token. Leaves `_state` ready for a step."""
         device = self.model.ops.device
@@ -193,8 +211,9 @@ class Engine:
             hidden = self.model.forward(batch, self.cache, outputs="last" if is_last else "none")
         state.lengths.fill_(len(prompt))
         state.hidden.copy_(hidden)
-        state.token.copy_(self._choose(hidden, state.lengths, sampling))
-        return int(state.token)
+        token = self._choose(hidden, state.lengths, sampling)
+        torch.clamp(token, min=0, out=state.token)
+        return int(token)
 
     def _choose(self, hidden: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
         """The tokens [n] that follow hidden [n, H]; positions [n]: where they will stand."""
@@ -205,21 +224,25 @@ class Engine:
 
     def _greedy(self, hidden: Tensor) -> Tensor:
         if len(self._suppressed):
-            return self._logits(hidden).argmax(-1)
+            return likeliest(self._logits(hidden))
         return self.model.greedy(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.model.logits(hidden)
         return logits.index_fill(1, self._suppressed, float("-inf")) if len(self._suppressed) else logits
 
-    def _step(self, sampling: Sampling) -> Tensor:
-        """One decode step, all on the device. Returns [k + 2] int64: how many tokens are valid, then the tokens."""
+    def _step(self, sampling: Sampling, max_kv_len: int) -> Tensor:
+        """One decode step, all on the device. Returns [k + 2] int64: how many tokens are valid, then the tokens.
+
+        One that is -1 could not be chosen; the step that may be running behind goes on from token 0. max_kv_len: no
+        context is longer, nor will be when a captured step is replayed.
+        """
         state, k = self._state, self.num_drafts
         ids = state.token[:, None]
         if self.drafter is not None and k:
-            drafts = self.drafter.draft(state.token, state.hidden, state.lengths, self.cache, k)
+            drafts = self.drafter.draft(state.token, state.hidden, state.lengths, self.cache, k, max_kv_len)
             ids = torch.cat((ids, drafts), dim=1)
-        batch = Batch.decode(ids, state.lengths, self.cache)
+        batch = Batch.decode(ids, state.lengths, self.cache, max_kv_len)
         hidden = self.model.forward(batch, self.cache)  # [k + 1, H]
         if not k:
             accepted = torch.zeros_like(state.lengths)
@@ -231,7 +254,7 @@ class Engine:
             kept, probs = distribution(self._logits(hidden), sampling)
             uniforms = self._state.uniforms[batch.positions + 1]
             accepted, tokens = accept_sampled(drafts, kept[None], probs[None], uniforms[None])
-        state.token.copy_(tokens.gather(1, accepted[:, None]).squeeze(1))
+        torch.clamp(tokens.gather(1, accepted[:, None]).squeeze(1), min=0, out=state.token)
         state.hidden.copy_(hidden[accepted])
         count = accepted + 1
         state.lengths.add_(count)
@@ -252,7 +275,7 @@ class Engine:
         if not self.model.ops.supports_graphs:
 
             def eager() -> Callable[[], Tensor]:
-                result = self._step(sampling)
+                result = self._step(sampling, self._room)
                 return lambda: result
 
             return eager
@@ -286,7 +309,6 @@ class Engine:
         key = replace(sampling, seed=0), bucket
         if key in self._graphs:
             return self._graphs[key]
-        self.model.ops.max_kv_len = bucket
         state = self._state
         saved = state.token.clone(), state.lengths.clone(), state.hidden.clone()
 
@@ -298,12 +320,12 @@ class Engine:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._step(sampling)
+                self._step(sampling, bucket)
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = self._step(sampling)
+            result = self._step(sampling, bucket)
         self._graphs[key] = graph, result
         return graph, result
 

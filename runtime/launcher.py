@@ -18,13 +18,18 @@ import torch
 from kerngen.arch import Device, Target, arch_of_capability
 from kerngen.cache import CompileCache
 from kerngen.errors import DeviceError, LaunchError, ToolchainError
-from kerngen.render import render
+from kerngen.files import make_room_for_cupy
+from kerngen.runtime.binding import Bindings, Choice
+from kerngen.templates import find_kernel
+from kerngen.templates.call import Call
 from kerngen.templates.kernel import Arg, Kernel, Launch, describe
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db import Store, Winner
+    from kerngen.tuning_db import Store
 
 log = logging.getLogger(__name__)
+
+PLANS_KEPT = 512  # grids of a Function that are remembered
 _CTYPES: dict[str, Any] = {
     "ptr": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float,
 }  # fmt: skip
@@ -86,25 +91,36 @@ def probe_device(index: int = 0) -> Device:
 
 
 class Function:
-    """One kernel, loaded for one compiled-in problem and configuration on the current device.
+    """One kernel, loaded for one compiled-in problem and configuration on the GPU `index`.
 
     Call it with the runtime problem and every argument by name. Tensors must be contiguous and 16-byte aligned.
     `source` says where the configuration came from.
     """
 
-    def __init__(self, kernel: Kernel, config: Any, target: Target, image: bytes, source: str = "given") -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        config: Any,
+        target: Target,
+        image: bytes,
+        source: str = "given",
+        index: int = 0,
+    ) -> None:
+        make_room_for_cupy()
         from cupy.cuda.function import Module
 
         self.kernel, self.config, self.target, self.source = kernel, config, target, source
         self._args = kernel.body(config, target.arch).args
-        torch.cuda.current_stream()  # makes torch's primary context current, which CuPy then shares
-        torch.zeros(1, device="cuda")
+        self._device = torch.device("cuda", index)
         self._module = Module()
-        try:
-            self._module.load(image)
-            self._entries = {name: self._module.get_function(name) for name in self._args}
-        except Exception as e:
-            raise LaunchError(f"{kernel.name} {describe(config)}: the driver cannot load it on this GPU: {e}") from e
+        with torch.cuda.device(self._device):
+            torch.zeros(1, device=self._device)  # makes torch's primary context current, which CuPy then shares
+            try:
+                self._module.load(image)
+                self._entries = {name: self._module.get_function(name) for name in self._args}
+            except Exception as e:
+                message = f"{kernel.name} {describe(config)}: the driver cannot load it on this GPU: {e}"
+                raise LaunchError(message) from e
         self._limits: dict[str, int] = {}
         self._plans: dict[Any, tuple[tuple[Launch, ...], int]] = {}
         self._workspace: torch.Tensor | None = None
@@ -118,6 +134,8 @@ class Function:
             found = launches, self.kernel.workspace_bytes(problem, self.config, self.target)
             for launch in launches:
                 self._allow_smem(launch)
+            if len(self._plans) == PLANS_KEPT:  # lengths never end; what is asked again soon is there again soon
+                self._plans.clear()
             self._plans[problem] = found
         return found
 
@@ -140,14 +158,14 @@ class Function:
         if self._workspace is None or self._workspace.numel() < num_bytes:
             if self._workspace is not None:
                 self._retired.append(self._workspace)
-            self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+            self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         return self._workspace
 
     def __call__(self, problem: Any, **arguments: Any) -> None:
         launches, workspace_bytes = self.plan(problem)
         if workspace_bytes:
             arguments["workspace"] = self.workspace(workspace_bytes)
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream(self._device).cuda_stream
         for launch in launches:
             self._launch(launch, arguments, stream)
 
@@ -213,65 +231,48 @@ def _pointer(kernel: str, arg: Arg, value: Any) -> int:
 
 
 class Launcher:
-    """Turns (kernel, problem) into a Function, once each.
+    """Runs calls on one GPU: what `Bindings` chooses, loaded once.
 
     stores: tuning databases in lookup order; with none, every kernel runs its default configuration.
     """
 
     def __init__(self, stores: Sequence[Store] = (), cache: CompileCache | None = None, index: int = 0) -> None:
+        self.index = index
         self.target = Target.of(probe_device(index))
-        self._stores, self._cache = tuple(stores), cache or CompileCache()
-        self._by_problem: dict[tuple[str, Any], Function] = {}
+        self._bindings = Bindings(stores, self.target)
+        self._cache = cache or CompileCache()
+        self._by_choice: dict[int, tuple[Choice, Function]] = {}  # by identity; the choice is held, so that it stays
         self._by_image: dict[str, Function] = {}
 
     def function(self, kernel: Kernel, problem: Any) -> Function:
         """The Function that serves `problem`. Raises TuningMiss where KERNGEN_NO_COMPILE forbids building it."""
-        key = (kernel.name, problem)
-        if (found := self._by_problem.get(key)) is None:
-            found = self._by_problem[key] = self._resolve(kernel, problem)
-        return found
+        choice = self._bindings.choice(kernel, problem)
+        if (known := self._by_choice.get(id(choice))) is None:
+            known = self._by_choice[id(choice)] = choice, self._loaded(choice)
+        return known[1]
 
-    def run(self, kernel: Kernel, problem: Any, **arguments: Any) -> None:
-        self.function(kernel, problem)(problem, **arguments)
+    def launch(self, call: Call[Any]) -> None:
+        """Run `call` on torch's current stream."""
+        self.function(find_kernel(call.kernel), call.problem)(call.problem, **call.arguments)
 
     @property
     def functions(self) -> list[tuple[str, Any, Function]]:
-        """Everything resolved so far: (kernel, problem, function)."""
-        return [(name, problem, f) for (name, problem), f in self._by_problem.items()]
+        """Everything loaded so far: (kernel, a problem that it was chosen for, function)."""
+        return [(choice.kernel.name, choice.problem, f) for choice, f in self._by_choice.values()]
 
-    def _resolve(self, kernel: Kernel, problem: Any) -> Function:
-        from kerngen.tuning_db import lookup
-
-        winner = lookup(self._stores, kernel, problem, self.target) if self._stores else None
-        config = None if winner is None else self._usable(kernel, problem, winner)
-        if winner is None or config is None:
-            config, source, cubin = kernel.default_config(problem, self.target), "default configuration", None
-        else:
-            source, cubin = f"{winner.source} ({winner.provenance})", None if winner.stale else winner.cubin
-        if cubin is not None:
+    def _loaded(self, choice: Choice) -> Function:
+        if choice.cubin is not None:
             try:
-                return self._load(kernel, config, cubin.image, source)
+                return self._load(choice, choice.cubin.image)
             except LaunchError as e:  # built by a newer CUDA than this driver, say: the configuration is still the best
                 log.warning("%s\n  compiling it here instead", e)
-        text = render(kernel, problem, config, self.target)
-        return self._load(kernel, config, self._cache.get_or_compile(text, self.target.arch).image, source)
+        return self._load(choice, self._cache.get_or_compile(choice.text, self.target.arch).image)
 
-    def _usable(self, kernel: Kernel, problem: Any, winner: Winner) -> Any:
-        """The winner's configuration, or None, with a warning, where today's kernel cannot run it."""
-        try:
-            config = kernel.config_type(**winner.config)
-            why = kernel.why_invalid(problem, config, self.target)
-        except TypeError as e:  # tuned when Config had other fields
-            why = str(e)
-        if why is None:
-            return config
-        log.warning("%s%s: the tuned configuration cannot serve it (%s); using the default",
-                    kernel.name, describe(problem), why)  # fmt: skip
-        return None
-
-    def _load(self, kernel: Kernel, config: Any, image: bytes, source: str) -> Function:
+    def _load(self, choice: Choice, image: bytes) -> Function:
         """A Function of this image, shared by all problems that it serves."""
-        identity = hashlib.sha256(image + describe(config).encode()).hexdigest()
+        identity = hashlib.sha256(image + describe(choice.config).encode()).hexdigest()
         if (found := self._by_image.get(identity)) is None:
-            found = self._by_image[identity] = Function(kernel, config, self.target, image, source)
+            found = self._by_image[identity] = Function(
+                choice.kernel, choice.config, self.target, image, choice.source, self.index
+            )
         return found

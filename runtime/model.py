@@ -25,6 +25,7 @@ class Batch:
     q_len > 0: every sequence has that many tokens (decode, verification) and cu_seqlens is None. q_len 0: ragged
     prefill, sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1], max_seqlen of them at most.
     ids, positions [T] int64; kv_lens [B] int32, this step's tokens included; slots: slot_mapping [T] by layer kind.
+    max_kv_len: no kv_len is longer, nor will be when a captured step is replayed: kernels choose their KV splits by it.
     """
 
     ids: Tensor
@@ -32,16 +33,18 @@ class Batch:
     kv_lens: Tensor
     slots: dict[str, Tensor]
     q_len: int
+    max_kv_len: int
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
 
     @staticmethod
-    def decode(ids: Tensor, lengths: Tensor, cache: KVCache) -> Batch:
+    def decode(ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int) -> Batch:
         """ids [B, q_len] follow `lengths` [B] int64 committed tokens. All values are computed on the device."""
         q_len = ids.shape[1]
         positions = lengths[:, None] + torch.arange(q_len, device=ids.device)
         slots = cache.slots(positions)
-        return Batch(ids.flatten(), positions.flatten(), (lengths + q_len).to(torch.int32), slots, q_len)
+        kv_lens = (lengths + q_len).to(torch.int32)
+        return Batch(ids.flatten(), positions.flatten(), kv_lens, slots, q_len, max_kv_len)
 
     @staticmethod
     def prefill(ids: Tensor, start: int, cache: KVCache) -> Batch:
@@ -51,7 +54,7 @@ class Batch:
         slots = cache.slots(positions[None])
         ends = torch.tensor([0, n], dtype=torch.int32, device=ids.device)
         kv_lens = torch.tensor([start + n], dtype=torch.int32, device=ids.device)
-        return Batch(ids, positions, kv_lens, slots, 0, ends, n)
+        return Batch(ids, positions, kv_lens, slots, 0, start + n, ends, n)
 
     def last_tokens(self) -> tuple[Tensor, Batch]:
         """The rows of each sequence's last token, and a decode batch (q_len 1) of those. Prefill only."""
@@ -59,7 +62,7 @@ class Batch:
             raise TypeError("a decode batch has no last token to cut to")
         rows = self.cu_seqlens[1:].long() - 1
         slots = {kind: slot[rows] for kind, slot in self.slots.items()}
-        return rows, Batch(self.ids[rows], self.positions[rows], self.kv_lens, slots, 1)
+        return rows, Batch(self.ids[rows], self.positions[rows], self.kv_lens, slots, 1, self.max_kv_len)
 
 
 def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:
@@ -79,10 +82,16 @@ Attend = Callable[[LayerConfig, Tensor], Tensor]
 
 
 class DecoderStack:
-    """The layers that a target and its drafter have in common; `attend` says whose cache is read and how."""
+    """The layers that a target and its drafter have in common; `attend` says whose cache is read and how.
 
-    def __init__(self, config: ModelConfig, layers: tuple[LayerWeights, ...], norm: Tensor, ops: Ops) -> None:
+    name: what its ops' places begin with ("drafter").
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: tuple[LayerWeights, ...], norm: Tensor, ops: Ops, name: str = ""
+    ) -> None:
         self.config = config
+        self.name = name
         self.layers = layers
         self.norm = norm
         self.ops = ops
@@ -91,6 +100,7 @@ class DecoderStack:
 
     def first(self, residual: Tensor) -> Tensor:
         """The normed input of layer 0."""
+        self.ops.place = self.name
         return self.ops.rmsnorm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
 
     def layer(self, index: int, residual: Tensor, h: Tensor, attend: Attend, ple: Tensor | None) -> Tensor:
@@ -99,10 +109,11 @@ class DecoderStack:
         Returns the next layer's normed input, or the final norm's output after the last layer.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
-        w = self.layers[index]
+        w, config = self.layers[index], self.config.layers[index]
+        ops.place = " ".join(filter(None, (self.name, config.kind, "" if w.k_norm is not None else "shared KV")))
         is_last = index + 1 == len(self.layers)
         next_norm = self.norm if is_last else self.layers[index + 1].input_norm
-        attended = ops.linear(attend(self.config.layers[index], ops.linear(h, w.qkv)), w.out)
+        attended = ops.linear(attend(config, ops.linear(h, w.qkv)), w.out)
         h = _some(ops.add_norm(residual, attended, w.post_attention_norm, None, w.pre_ffn_norm, eps))
         h = ops.linear(ops.gelu_gate(ops.linear(h, w.gate_up)), w.down)
         if w.moe is not None:
@@ -153,6 +164,7 @@ class Gemma4:
         outputs: "all" for every token [T, H]; of a prefill also "last", each sequence's last token [B, H], and "none"
         for an empty tensor [0, H] (a chunk that is not the prompt's last needs only its K and V).
         """
+        self.ops.place = ""
         residual = self.embed(batch.ids)
         ple = self._ple(batch.ids, residual)
         h = self.stack.first(residual)
@@ -173,10 +185,12 @@ class Gemma4:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Capped logits [n, vocab] fp32 of hidden states [n, H] after the final norm."""
+        self.ops.place = ""
         return self.ops.logits(hidden, self.weights.head, self.config.logit_cap)
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """The likeliest token [n] int64 of each hidden state [n, H]."""
+        self.ops.place = ""
         return self.ops.greedy(hidden, self.weights.head, self.config.logit_cap)
 
     def _ple(self, ids: Tensor, residual: Tensor) -> Tensor | None:
@@ -191,17 +205,21 @@ class Gemma4:
 
         def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
             w = self.weights.layers[layer.index]
-            pages = cache.pages(layer)
-            own = layer.owns_kv
-            q = ops.qkv_norm_rope(
-                qkv, config.num_q_heads, w.q_norm, w.k_norm, self.stack.ropes[layer.kind], batch.positions,
-                pages if own else None, batch.slots[layer.kind] if own else None, config.rms_norm_eps,
-            )  # fmt: skip
+            pages, rope, eps = cache.pages(layer), self.stack.ropes[layer.kind], config.rms_norm_eps
+            if w.k_norm is None:
+                q = ops.q_norm_rope(qkv, w.q_norm, rope, batch.positions, eps)
+            else:
+                q = ops.qkv_norm_rope(
+                    qkv, config.num_q_heads, w.q_norm, w.k_norm, rope, batch.positions, pages, batch.slots[layer.kind],
+                    eps,
+                )  # fmt: skip
             table = cache.groups[layer.kind].block_table
             if batch.cu_seqlens is None:
-                out = ops.attn_decode(q, pages, table, batch.kv_lens, batch.q_len, layer.window)
+                out = ops.attn_decode(q, pages, table, batch.kv_lens, batch.q_len, layer.window, batch.max_kv_len)
             else:
-                out = ops.attn_prefill(q, pages, table, batch.kv_lens, batch.cu_seqlens, batch.max_seqlen, layer.window)
+                out = ops.attn_prefill(
+                    q, pages, table, batch.kv_lens, batch.cu_seqlens, batch.max_seqlen, layer.window, batch.max_kv_len
+                )
             return out.flatten(1)  # [T, nq * d]
 
         return attend

@@ -2,6 +2,9 @@
 
 Random numbers come as tensors of uniforms, made once from the seed and indexed by token position, so that a step has no
 state of its own, can be captured in a CUDA graph, and draws the same on every device.
+
+Where no token can be chosen (a logit is NaN, or none is finite) the token is -1: a step does not wait for the host,
+which finds it among the tokens that it reads.
 """
 
 from __future__ import annotations
@@ -13,6 +16,10 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import UsageError
+
+# Nearer to 0 or to infinity a temperature or its reciprocal does not fit in fp32. Either limit is reached long before:
+# a gap between two logits, divided by these, is 0 or beyond the range of exp.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +54,41 @@ def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """The tokens that survive the filters and their probabilities, likeliest first.
 
     logits [n, vocab] fp32. Returns ids [n, m] int64 and probs [n, m] fp32 that sum to 1 (0 where filtered).
+    Those of a row with a NaN, or without a finite logit, are NaN.
     """
-    scaled = logits / sampling.temperature
     vocab = logits.shape[-1]
-    top = scaled.topk(min(sampling.top_k, vocab), dim=-1) if sampling.top_k else scaled.sort(-1, descending=True)
-    probs = torch.softmax(top[0], dim=-1)
+    top, ids = logits.topk(min(sampling.top_k, vocab), dim=-1) if sampling.top_k else logits.sort(-1, descending=True)
+    temperature = min(max(sampling.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+    probs = torch.softmax((top - top[:, :1]) / temperature, dim=-1)  # the likeliest is 0 at any temperature
     if sampling.top_p < 1:
         before = probs.cumsum(-1) - probs  # the mass of likelier tokens: keep until it reaches top_p
-        probs = torch.where(before < sampling.top_p, probs, 0.0)
+        top_p = max(sampling.top_p, torch.finfo(torch.float32).tiny)  # the likeliest has 0 before it and always stays
+        probs = torch.where(before < top_p, probs, 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
-    return top[1], probs
+    return ids, probs
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The token [n] int64 of each row's largest logit, the lowest one on a tie; -1 where that is NaN or infinite.
+
+    logits [n, vocab] fp32.
+    """
+    top, ids = logits.max(-1)
+    return torch.where(top.isfinite(), ids, -1)
 
 
 def sample(ids: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
-    """One token [n] int64 a row, by inverting the cumulative distribution; probs [n, m] need not sum to 1."""
+    """One token [n] int64 a row, by inverting the cumulative distribution; probs [n, m] need not sum to 1.
+
+    -1 for a row without any mass, or whose mass is NaN.
+    """
     cdf = probs.cumsum(-1)
     total = cdf[:, -1]
     # The first entry whose cumulative mass exceeds the target, which rounding may not bring up to the total: so never
-    # an entry of mass 0. Only a row without any mass has no such entry.
+    # an entry of mass 0.
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cdf, target[:, None], right=True).clamp(max=cdf.shape[-1] - 1)
-    return ids.gather(1, index).squeeze(1)
+    return torch.where(total > 0, ids.gather(1, index).squeeze(1), -1)
 
 
 def accept_greedy(drafts: Tensor, targets: Tensor) -> Tensor:

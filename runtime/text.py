@@ -6,7 +6,8 @@ sandbox with a bound on what it may write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from tokenizers import Tokenizer
 
-from kerngen.errors import CheckpointError
-from kerngen.runtime.config import read_json
+from kerngen.errors import CheckpointError, UsageError
+from kerngen.runtime.fields import read_json
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
 MAX_TEMPLATE_BYTES = 1024 * 1024
@@ -26,21 +27,37 @@ MAX_RENDERED_CHARS = 64 * 1024 * 1024
 END_OF_TURN = "<turn|>"
 
 
+@contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """Turns what the tokenizers library raises into a CheckpointError that starts with `what`.
+
+    It raises bare Exception on a malformed file. On one that its Rust code did not expect it panics, which pyo3 makes a
+    BaseException of a type that cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{what}: {e}") from e
+
+
 class TextCodec:
     """A checkpoint's tokenizer and, if it has one, its chat template."""
 
     def __init__(self, folder: Path, bos_id: int) -> None:
-        path = folder / "tokenizer.json"
+        path = self._path = folder / "tokenizer.json"
         try:
-            if path.stat().st_size > MAX_TOKENIZER_BYTES:
-                raise CheckpointError(f"{path} is larger than {MAX_TOKENIZER_BYTES:,} B")
-            self._tokenizer = Tokenizer.from_file(str(path))
+            size = path.stat().st_size
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing", hint="the folder needs the model's tokenizer") from None
-        except CheckpointError:
-            raise
-        except Exception as e:  # tokenizers raises bare Exception on a malformed file
-            raise CheckpointError(f"{path} is not a tokenizer: {e}") from e
+        if size > MAX_TOKENIZER_BYTES:
+            raise CheckpointError(f"{path} is larger than {MAX_TOKENIZER_BYTES:,} B")
+        with _blaming(f"{path} is not a tokenizer"):
+            self._tokenizer = Tokenizer.from_file(str(path))
+        # Left there by whoever trained the tokenizer; the text is encoded as it is, as transformers does.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.bos_id = bos_id
         self.folder = folder
 
@@ -54,12 +71,21 @@ class TextCodec:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, special tokens recognised, with <bos> in front unless it is there already."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Token ids of `text`, special tokens recognised, with <bos> in front unless it is there already.
+
+        Raises UsageError for text that is not Unicode (a lone surrogate), CheckpointError where the tokenizer fails.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise UsageError(f"the text is not Unicode: character {e.start} is {text[e.start]!r}") from None
+        with _blaming(f"{self._path} cannot encode the text"):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        with _blaming(f"{self._path} cannot decode the tokens"):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """`messages` ({"role", "content"}) through the chat template, ready for the model's turn.
@@ -151,8 +177,11 @@ def render_chat(source: str, **values: Any) -> str:
             if size > MAX_RENDERED_CHARS:
                 raise CheckpointError(f"the chat template wrote more than {MAX_RENDERED_CHARS:,} characters")
             pieces.append(piece)
-    except (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as e:
-        raise CheckpointError(f"the chat template failed: {e}", hint="--no-chat passes the prompt as it is") from e
+    except CheckpointError:
+        raise
+    except Exception as e:  # it is a program: it may fail in any way, while it is compiled (SyntaxError) or run
+        reason = str(e) or type(e).__name__
+        raise CheckpointError(f"the chat template failed: {reason}", hint="--no-chat passes the prompt as it is") from e
     return "".join(pieces)
 
 

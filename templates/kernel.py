@@ -4,7 +4,7 @@ templates/<name>/
   kernel.cu.jinja   the source; renders constants once, at the top; other bodies beside it where hardware differs
   spec.py           Problem, Config, BODIES and the functions of `Spec` (no torch, no CuPy: it loads anywhere)
   op.py             functions from tensors to a `Call`: the only place that knows how tensors become a problem
-  reference.py      expected(case, inputs), tolerance(problem): the same thing in eager torch, fp32
+  reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32
   cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share
   bench.py          baselines(case, inputs): what to compare the time with
   traffic.py        optional: traffic(problem, config, arch), what the cost model should know beyond spec.cost
@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ConfigRefused, ProblemError, UsageError
+from kerngen.errors import ConfigRefused, ProblemError, UnknownName, UsageError
 
 ROOT = Path(__file__).resolve().parent
 
@@ -300,16 +300,18 @@ def describe(value: Any) -> str:
 def parse_fields(cls: type[Any], text: str) -> Any:
     """Build a Problem or Config from "head_dim=512,page_size=16". Unnamed fields keep their defaults.
 
-    Raises UsageError on an unknown field or a value of the wrong type, ProblemError from the dataclass itself.
+    Raises UnknownName on a field that is none, UsageError on a value of the wrong type, ProblemError from the dataclass
+    itself.
     """
     # Text in a module with `from __future__ import annotations`, classes in one without.
     types = {f.name: f.type if isinstance(f.type, str) else f.type.__name__ for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, eq, raw = part.partition("=")
-        if not eq or key not in types:
-            raise UsageError(f"{part!r} is not FIELD=VALUE of {cls.__module__}.{cls.__name__}",
-                             hint=f"fields: {', '.join(types)}")  # fmt: skip
+        if not eq:
+            raise UsageError(f"{part!r} is not FIELD=VALUE", hint=f"fields: {', '.join(types)}")
+        if key not in types:
+            raise UnknownName(f"{cls.__name__.lower()} field", key, types)
         values[key] = _parse_value(key, raw, types[key])
     required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
     if absent := [name for name in required if name not in values]:

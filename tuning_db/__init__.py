@@ -30,7 +30,9 @@ Store, in full:
     store.winners(kernel=None, *, arch=None, device=None, static_key=None) -> list[Winner]  (without cubins)
     store.winner(id_or_prefix) -> Winner
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
-Lookup (resolve.py):
+Lookup (bound.py, resolve.py):
+    Bound(stores, kernel, problem, target)            the tuned points of one static problem, read once;
+                                                      .answer(problem) -> Winner | None touches no database
     default_path() -> str                             $KERNGEN_DB, or the user's tuning.db
     default_stores() -> list[Store]                   override, user, prebuilt; all read-only
     stores_for(url)                                   the one that --db names, or default_stores()
@@ -46,6 +48,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kerngen.tuning_db.bound import Bound
     from kerngen.tuning_db.records import (
         Build,
         Measurement,
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from kerngen.tuning_db.store import Store, default_path
 
 _HOME = {
+    "Bound": "bound",
     "Build": "records",
     "Measurement": "records",
     "Observation": "records",
@@ -74,6 +78,7 @@ _HOME = {
     "stores_for": "resolve",
 }
 __all__ = [
+    "Bound",
     "Build",
     "Measurement",
     "Observation",

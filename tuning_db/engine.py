@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from sqlalchemy.pool import QueuePool
 from kerngen.errors import DatabaseError, UsageError
 
 BUSY_S = 60.0  # how long a writer waits for its turn
+CONNECT_S = 10  # how long a server may take to answer, unless the URL has ?connect_timeout=
 _ADVISORY_LOCK = 0x6B65726E67656E  # "kerngen"
 _IMMEDIATE = "kerngen_immediate"
 _NETWORK = {
@@ -34,10 +37,11 @@ _NETWORK = {
     "beegfs",
     "fuse.sshfs",
 }
+_RESTORE = "restore a copy; sqlite3 FILE .recover may save rows"
 _MEANINGS = (
     ("readonly database", "is read-only", "name a place you can write to, with --db or KERNGEN_DB"),
     ("not a database", "is not an SQLite database", "name another with --db or KERNGEN_DB, or move it away"),
-    ("malformed", "is damaged or cut short", "restore a copy; sqlite3 FILE .recover may save rows"),
+    ("malformed", "is damaged or cut short", _RESTORE),
     ("unsupported file format", "is in a format that this SQLite cannot read", None),
     ("disk is full", "has no space left to write to; what was committed is safe", None),
     ("disk I/O error", "cannot be read or written: disk I/O error", None),
@@ -62,6 +66,8 @@ def clear_errors(where: str) -> Iterator[None]:
             if sign in text:
                 raise DatabaseError(f"{where} {meaning}", hint=hint) from e
         raise DatabaseError(f"{where}: {text.splitlines()[0] if text else type(e).__name__}") from e
+    except UnicodeDecodeError as e:  # an error message of SQLite's that quotes a damaged schema
+        raise DatabaseError(f"{where} is damaged", hint=_RESTORE) from e
 
 
 def open_sqlite(path: Path) -> Engine:
@@ -76,7 +82,7 @@ def open_sqlite(path: Path) -> Engine:
         raise DatabaseError(f"{path}: cannot make its folder: {e.strerror or e}",
                             hint="name a place you can write to, with --db or KERNGEN_DB") from e  # fmt: skip
     require_whole(path)
-    engine = _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=rwc")
+    engine = _sqlite_engine(f"{_uri(path)}?mode=rwc")
     with clear_errors(str(path)), engine.connect() as connection:
         _set_journal(connection, "delete" if is_network_path(path) else "wal")
     return engine
@@ -88,11 +94,11 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
     A `sealed` file, and one on a disk where nobody here can write, is opened as immutable: no locks, no side files.
     Any other may be written to by someone else meanwhile, and what they commit is seen.
     """
-    if not path.is_file():
+    if is_absent(path):
         raise DatabaseError(f"{path}: no such file", hint="kerngen tune --db FILE makes one")
     require_whole(path)
     immutable = sealed or (not os.access(path.absolute().parent, os.W_OK) and not _wal(path).exists())
-    uri = f"file:{quote(str(path.absolute()))}?mode=ro" + ("&immutable=1" if immutable else "")
+    uri = f"{_uri(path)}?mode=ro" + ("&immutable=1" if immutable else "")
     engine = _sqlite_engine(uri)
     with clear_errors(str(path)), engine.connect() as connection:
         connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")
@@ -100,19 +106,35 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
 
 
 def open_server(url: str) -> Engine:
-    """A PostgreSQL server by URL (postgresql+psycopg://...). Raises UsageError or DatabaseError."""
+    """A PostgreSQL server by URL (postgresql+psycopg://...). Raises UsageError; DatabaseError where none answers."""
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "postgresql":
             raise UsageError(f"{parsed.render_as_string()}: neither SQLite nor PostgreSQL",
                              hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")  # fmt: skip
-        engine = create_engine(parsed, pool_pre_ping=True)
-    except exc.ArgumentError as e:
-        raise UsageError(f"{url!r} is not a database URL") from e
+        waiting = {} if "connect_timeout" in parsed.query else {"connect_timeout": CONNECT_S}
+        engine = create_engine(parsed, pool_pre_ping=True, connect_args=waiting)
+    except (exc.ArgumentError, ValueError) as e:  # ValueError: a port that is no number
+        hidden = re.sub(r"(?<=://)[^/]*@", "***@", url)
+        raise UsageError(f"{hidden!r} is not a database URL",
+                         hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME") from e  # fmt: skip
     except ModuleNotFoundError as e:
         raise DatabaseError(f"{e.name} is not installed", hint="pip install 'kerngen[pg]'") from e
     with clear_errors(parsed.render_as_string()), engine.connect():
         return engine
+
+
+def _uri(path: Path) -> str:
+    """`path` for SQLite, byte for byte: a file's name need not be UTF-8."""
+    return f"file:{quote(os.fsencode(path.absolute()))}"
+
+
+def decode_text(data: bytes) -> str:
+    """SQLite's text, where bytes that are no UTF-8 become lone surrogates: one damaged row must not fail a query.
+
+    rows.py refuses a row that has any. PostgreSQL lets no such bytes in.
+    """
+    return data.decode("utf-8", "surrogateescape")
 
 
 def _sqlite_engine(uri: str) -> Engine:
@@ -124,6 +146,7 @@ def _sqlite_engine(uri: str) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _(connection: Any, _record: object) -> None:
+        connection.text_factory = decode_text
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA synchronous = FULL")
 
@@ -164,25 +187,40 @@ def _set_journal(connection: Connection, mode: str) -> None:
             time.sleep(0.02)
 
 
+def is_absent(path: Path) -> bool:
+    """True where nothing is. What cannot be looked at may be there: whoever opens it hears what is wrong."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def require_whole(path: Path) -> None:
-    """Raises DatabaseError if `path` is shorter than its own header says, or a folder, or no SQLite file at all.
+    """Raises DatabaseError if `path` is shorter than its own header says, or no regular file, or no SQLite file at all.
 
     SQLite notices only when it needs a page that is gone. Where a write-ahead log lies beside it, the header may be
     ahead of the file: nothing is checked.
     """
+    another = "name another with --db or KERNGEN_DB"
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+            raise DatabaseError(f"{path} is {kind}, not a database", hint=another)
         with path.open("rb") as f:
             header = f.read(100)
     except FileNotFoundError:
         return
     except OSError as e:
-        raise DatabaseError(f"{path}: {e.strerror or e}") from e
+        raise DatabaseError(f"{path}: {e.strerror or e}", hint=another) from e
+    size = found.st_size
     if size == 0:
         return
     if header[:16] != b"SQLite format 3\0":
-        raise DatabaseError(f"{path} is not an SQLite database",
-                            hint="name another with --db or KERNGEN_DB, or move it away")  # fmt: skip
+        raise DatabaseError(f"{path} is not an SQLite database", hint=f"{another}, or move it away")
     page, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
     counted = header[24:28] == header[92:96]  # the page count is valid only then (SQLite file format, 1.3.8)
     expected = (65536 if page == 1 else page) * pages

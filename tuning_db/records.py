@@ -83,13 +83,22 @@ def problem_key(kernel: Kernel, problem: Any) -> ProblemKey:
     one; otherwise integers are rounded up to a power of two and other values are kept as they are.
     """
     fields = fields_of(problem)
-    bucket: Callable[[Any], dict[str, Any]] | None = getattr(kernel.spec, "bucket", None)
-    if bucket is not None:
-        runtime = dict(bucket(problem))
-    else:
-        runtime = {k: _round_up(fields[k]) for k in problem.RUNTIME if k != problem.DYNAMIC}
+    runtime = bucketed(kernel, problem)
     dynamic = int(fields[problem.DYNAMIC]) if problem.DYNAMIC else None
     return ProblemKey(kernel.name, static_fields(problem), runtime, dynamic, fields)
+
+
+def bucketed(kernel: Kernel, problem: Any) -> dict[str, Any]:
+    """The runtime fields of `problem` but for the dynamic one, as they are filed and looked up."""
+    bucket: Callable[[Any], dict[str, Any]] | None = getattr(kernel.spec, "bucket", None)
+    if bucket is not None:
+        return dict(bucket(problem))
+    return {k: _round_up(getattr(problem, k)) for k in problem.RUNTIME if k != problem.DYNAMIC}
+
+
+def coordinates(runtime: dict[str, Any]) -> tuple[Any, ...]:
+    """A cell's bucketed fields as something to look it up by."""
+    return tuple([runtime[k] for k in sorted(runtime)])
 
 
 def _round_up(value: Any) -> Any:

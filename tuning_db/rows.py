@@ -15,7 +15,7 @@ from sqlalchemy import Row
 
 from kerngen.arch import Arch, Device, find_arch
 from kerngen.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
-from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
+from kerngen.errors import CorruptRecord, DatabaseError, UsageError
 from kerngen.tuning_db.freshness import source_sha
 from kerngen.tuning_db.records import Build, Measurement, Observation, ProblemKey, Winner, digest, static_key
 
@@ -127,13 +127,20 @@ def decompress(blob: bytes, codec: str, raw_bytes: int) -> bytes | None:
         if codec != "zstd" or not 0 < raw_bytes < _IMAGE_BYTES_MOST or zstandard.frame_content_size(blob) != raw_bytes:
             return None
         return zstandard.ZstdDecompressor().decompress(blob)
-    except zstandard.ZstdError:
+    except (zstandard.ZstdError, TypeError):
         return None
 
 
 def device_of(props: str) -> Device:
     known = {f.name for f in fields(Device)}
     return Device(**{k: v for k, v in json.loads(props).items() if k in known})
+
+
+def require_utf8(row: Row[Any]) -> None:
+    """Raises ValueError, naming the column, where the database held bytes that are no text (see engine.decode_text)."""
+    for name, value in row._mapping.items():
+        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError(f"its {name} is not UTF-8")
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -149,8 +156,14 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
+# Rows are read in three functions that catch whatever a damaged one raises: there is no telling what parsing bytes that
+# nobody wrote does, and each has a way to say which row it was.
+
+
 def read_build(row: Row[Any], where: str) -> Build:
+    """Raises CorruptRecord unless the row is what was written, as far as its digests cover it."""
     try:
+        require_utf8(row)
         build = Build(
             row.id, row.kernel, row.arch, row.target, version_of(row.nvrtc), tuple(json.loads(row.options)),
             json.loads(row.config), json.loads(row.static), row.source_sha, row.status, row.cache_key,
@@ -160,15 +173,17 @@ def read_build(row: Row[Any], where: str) -> Build:
             build.kernel, build.target, build.nvrtc, build.options, build.config, build.static,
             build.source_sha,
         )  # fmt: skip
-    except (ValueError, TypeError, AttributeError):
-        sound = False
+    except Exception as e:
+        raise CorruptRecord(f"{where}: build {row.id} cannot be read ({e})") from e
     if not sound:
         raise CorruptRecord(f"{where}: build {row.id} does not match its own digest")
     return build
 
 
 def read_measurement(row: Row[Any], where: str) -> Observation | None:
+    """None, with a warning that names it, unless the row matches its own digest."""
     try:
+        require_utf8(row)
         problem = ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic,
                              json.loads(row.fields))  # fmt: skip
         m = Measurement(
@@ -178,8 +193,9 @@ def read_measurement(row: Row[Any], where: str) -> Observation | None:
             json.loads(row.tags),
         )  # fmt: skip
         sound = measurement_id_of(m) == row.id
-    except (ValueError, TypeError, DatabaseError):
-        sound = False
+    except Exception as e:
+        log.warning("%s: measurement %s cannot be read (%s); skipped", where, row.id, e)
+        return None
     if not sound:
         log.warning("%s: measurement %s does not match its own digest; skipped", where, row.id)
         return None
@@ -187,17 +203,26 @@ def read_measurement(row: Row[Any], where: str) -> Observation | None:
 
 
 def read_winner(row: Row[Any], where: str) -> Winner | None:
+    """None, with a warning that names it, unless its problem and device match their digests and its time is a time.
+
+    Its configuration is the build's: whoever serves it asks `read_build` first.
+    """
     try:
+        require_utf8(row)
         key = ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic,
                          json.loads(row.fields))  # fmt: skip
-        why = json.loads(row.why)
-        if key.cell != row.cell:
+        if (key.id, key.cell) != (row.problem_id, row.cell):
             raise ValueError("its problem does not match its digest")
+        if digest(json.loads(row.device_props)) != row.device_id:
+            raise ValueError("its device does not match its digest")
+        if not 0 < row.latency_us < math.inf or not (row.margin is None or math.isfinite(row.margin)):
+            raise ValueError(f"latency_us={row.latency_us!r}, margin={row.margin!r}")
+        why = json.loads(row.why)
         return Winner(
             row.id, row.kernel, key, json.loads(row.config), find_arch(row.arch), device_of(row.device_props),
             row.provenance, row.latency_us, row.build_id, None, row.reason, where, row.margin,
             bool(why.get("stale")), why,
         )  # fmt: skip
-    except (ValueError, TypeError, AttributeError, UnknownName) as e:
+    except Exception as e:
         log.warning("%s: winner %s cannot be read (%s); skipped", where, row.id, e)
         return None

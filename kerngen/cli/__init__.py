@@ -1,17 +1,20 @@
 """`kerngen`: verbs and groups, each in a module of its own that is imported only when it is called.
 
-Results go to stdout, progress to stderr. Exit 0 done, 1 failed, 2 misused. No tracebacks, unless KERNGEN_DEBUG is set.
+Results go to stdout, progress to stderr. Exit 0 done, 1 failed, 2 misused, 130 stopped by Ctrl-C, 143 by
+SIGTERM. No tracebacks, unless KERNGEN_DEBUG is set.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
 
 import click
 
 import kerngen
+from kerngen.cli.process import settle_streams, stopped_by
 from kerngen.errors import KerngenError
 
 # command -> (module, what `kerngen --help` says of it); the attribute has the command's name
@@ -56,31 +59,37 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The console entry point: turns deliberate errors into one clear message and an exit code."""
+    """The console entry point: exits with the code that `run_command` gives."""
+    sys.exit(run_command())
+
+
+def run_command() -> int:
+    """Run the command that sys.argv names, and turn deliberate errors into one clear message. Returns the exit code."""
     debug = os.environ.get("KERNGEN_DEBUG", "") not in ("", "0")
-    try:
-        cli(prog_name="kerngen", standalone_mode=False)
-        if sys.stdout is not None:
+    with stopped_by() as received:
+        try:
+            settle_streams()
+            # Commands return None. Where one raises click's Exit, or --help does, click returns the code instead.
+            code: int | None = cli(prog_name="kerngen", standalone_mode=False)
             sys.stdout.flush()  # a pipe that is closed or a disk that is full is reported here, not as the program ends
-    except click.exceptions.Exit as e:
-        sys.exit(e.exit_code)
-    except click.ClickException as e:
-        e.show()
-        sys.exit(2 if isinstance(e, click.UsageError) else 1)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("stopped; finished work is kept", err=True)
-        sys.exit(1)
-    except BrokenPipeError:  # `kerngen ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KerngenError as e:
-        if debug:
-            raise
-        click.echo(f"{type(e).__name__}: {e}", err=True)
-        sys.exit(e.exit_code)
-    except OSError as e:
-        if debug:
-            raise
-        where = f"{e.filename}: " if e.filename else ""
-        click.echo(f"error: {where}{e.strerror or e}", err=True)
-        sys.exit(1)
+            return code or 0
+        except click.ClickException as e:
+            e.show()
+            return e.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("stopped" if received() == signal.SIGINT else f"stopped by {received().name}", err=True)
+            return 128 + received()
+        except BrokenPipeError:  # `kerngen ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except KerngenError as e:
+            if debug:
+                raise
+            click.echo(f"{type(e).__name__}: {e}", err=True)
+            return e.exit_code
+        except OSError as e:
+            if debug:
+                raise
+            where = f"{e.filename}: " if e.filename else ""
+            click.echo(f"error: {where}{e.strerror or e}", err=True)
+            return 1

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Arch, Target, parse_arches
-from kerngen.errors import CompileError, KerngenError, UsageError
+from kerngen.errors import CacheError, CompileError, KerngenError, UsageError
 
 if TYPE_CHECKING:
+    from kerngen.cache import CompileCache
     from kerngen.compile import Cubin, Ptx
     from kerngen.templates.kernel import Kernel
     from kerngen.tuning_db import Store
@@ -33,6 +34,7 @@ class _Unit:
     source: str
     origin: str  # where the configuration came from
     serves: list[Any] = field(default_factory=list)
+    stored: Cubin | None = None  # its machine code, where the database that answered keeps it
 
 
 @click.command("compile")
@@ -69,9 +71,12 @@ def compile(
     Example:
       kerngen compile --arch sm70,sm90 --model gemma-4-31b -o cubins
     """
+    from kerngen.cache import CompileCache
     from kerngen.compile import nvrtc_version, require_target
 
-    if (model is None) != cases:
+    if model is not None and cases:
+        raise UsageError("--model and --cases are two things to compile", hint="give one of them")
+    if model is None and not cases:
         raise UsageError("name what to compile: --model NAME for a workload, or --cases for the test cases")
     arches = parse_arches(arch_names)
     names = [n for k in kernels for n in k.split(",")]
@@ -85,13 +90,17 @@ def compile(
 
         stores = [] if untuned else stores_for(db_url or None)
         units = list(_workload_units(str(model), draft, arches, names, stores, notes))
-    files, failures = _build(units, ptx, jobs or os.cpu_count() or 1, output, as_json)
+    cache = CompileCache()
+    files, failures = _build(units, ptx, jobs or os.cpu_count() or 1, cache, output, as_json)
     manifest = {
         "manifest": 1, "nvrtc": list(nvrtc_version()), "kind": "ptx" if ptx else "cubin", "model": model,
         "arches": [a.name for a in arches], "files": files, "notes": notes, "failures": failures,
     }  # fmt: skip
+    if output is None and cache.failed:
+        raise CacheError(f"nothing was kept: the compile cache {cache.dir} does not take files",
+                         hint="name a folder with -o, or another cache with KERNGEN_CACHE_DIR")  # fmt: skip
     if output is not None:
-        _publish(output / "manifest.json", json.dumps(manifest, indent=1).encode())
+        _write(output / "manifest.json", json.dumps(manifest, indent=1).encode())
     if as_json:
         click.echo(json.dumps(manifest))
     else:
@@ -121,9 +130,9 @@ def _case_units(arches: Iterable[Arch], names: list[str], notes: list[str]) -> I
 def _workload_units(
     model: str, draft: str | None, arches: Iterable[Arch], names: list[str], stores: list[Store], notes: list[str]
 ) -> Iterator[_Unit]:
+    from kerngen.runtime.binding import Bindings
     from kerngen.templates import find_kernel
     from kerngen.templates.kernel import fields_of
-    from kerngen.tuning_db import lookup
     from kerngen.workload import find_model, workload
 
     found = find_model(model, draft)
@@ -133,17 +142,15 @@ def _workload_units(
             load = load.only(names)
         notes += [f"{arch}: no kernel yet for {name}" for name in load.missing]
         units: dict[str, _Unit] = {}
+        bindings = Bindings(stores, target)
         for item in load.items:
             kernel = find_kernel(item.kernel)
             if (why := kernel.why_unsupported(item.problem, target)) is not None:
                 notes.append(f"{kernel.name} for {item.where} on {arch}: {why}")
                 continue
-            winner = lookup(stores, kernel, item.problem, target) if stores else None
-            if winner is None:
-                config, origin = kernel.default_config(item.problem, target), "default configuration"
-            else:
-                config, origin = kernel.config_type(**winner.config), f"{winner.source} ({winner.provenance})"
-            unit = _unit(units, kernel, item.problem, config, arch, origin)
+            choice = bindings.choice(kernel, item.problem)
+            unit = _unit(units, kernel, item.problem, choice.config, arch, choice.source)
+            unit.stored = unit.stored or choice.cubin
             runtime = {k: v for k, v in fields_of(item.problem).items() if k in item.problem.RUNTIME}
             unit.serves.append(runtime)
         yield from units.values()
@@ -159,13 +166,12 @@ def _unit(units: dict[str, _Unit], kernel: Kernel, problem: Any, config: Any, ar
 
 
 def _build(
-    units: list[_Unit], ptx: bool, jobs: int, output: Path | None, quiet: bool
+    units: list[_Unit], ptx: bool, jobs: int, cache: CompileCache, output: Path | None, quiet: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """Compile all units through the cache; the manifest's rows, and what failed."""
-    from kerngen.cache import CachedCompiler, CompileCache
+    from kerngen.cache import CachedCompiler
     from kerngen.progress import Reporter
 
-    cache = CompileCache()
     files: list[dict[str, Any]] = []
     failures: list[dict[str, str]] = []
     with (
@@ -173,10 +179,15 @@ def _build(
         ThreadPoolExecutor(jobs) as threads,
         Reporter("compile", quiet=quiet) as bar,
     ):
-        futures: list[Future[Any]] = [
-            threads.submit(cache.get_or_compile_ptx, u.source, u.arch) if ptx else compiler.submit(u.source, u.arch)
-            for u in units
-        ]
+        futures: list[Future[Any]] = []
+        for unit in units:
+            if ptx:
+                futures.append(threads.submit(cache.get_or_compile_ptx, unit.source, unit.arch))
+            elif unit.stored is not None:
+                futures.append(Future())
+                futures[-1].set_result(unit.stored)
+            else:
+                futures.append(compiler.submit(unit.source, unit.arch))
         try:
             for i, (unit, future) in enumerate(zip(units, futures, strict=True)):
                 bar.update(i, len(units), f"{unit.kernel} on {unit.arch}")
@@ -198,7 +209,7 @@ def _row(unit: _Unit, image: Cubin | Ptx, output: Path | None) -> dict[str, Any]
     kind, target = ("cubin", unit.arch.nvrtc_target) if isinstance(image, Cubin) else ("ptx", unit.arch.ptx_target)
     name = f"{unit.arch}/{unit.kernel}-{image.key[:16]}.{kind}"
     if output is not None:
-        _publish(output / name, image.image)
+        _write(output / name, image.image)
     row = {
         "file": name, "key": image.key, "source_key": source_key(unit.source, target), "kernel": unit.kernel,
         "arch": unit.arch.name, "bytes": len(image.image), "config": unit.config, "static": unit.static,
@@ -209,13 +220,11 @@ def _row(unit: _Unit, image: Cubin | Ptx, output: Path | None) -> dict[str, Any]
     return row
 
 
-def _publish(path: Path, data: bytes) -> None:
-    """Write beside the target and rename, so that nobody sees half a file."""
+def _write(path: Path, data: bytes) -> None:
+    from kerngen.files import publish
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_bytes(data)
-        scratch.replace(path)
+        publish(data, path)
     except OSError as e:
         raise KerngenError(f"cannot write {path}: {e.strerror or e}", hint="name another folder with -o") from e
 

@@ -64,7 +64,7 @@ def ls(
 ) -> None:
     """List the winners by kernel, arch and device.
 
-    Example: kerngen db ls --kernel w4a16_gemm --arch sm70
+    Example: kerngen db ls --kernel w4a16_gemm --arch sm90
     """
     from kerngen.arch import parse_arches
     from kerngen.errors import UnknownName
@@ -87,7 +87,10 @@ def ls(
             _echo_json([_winner_json(store, w) for store, w in found])
             return
         if not found:
-            _say_empty(stores, url)
+            wanted = [f"of {kernel_name}"] if kernel_name else []
+            wanted += [f"on {', '.join(sorted(arches))}"] if arches else []
+            wanted += [f"for device {device_name}"] if device_name else []
+            _say_empty(stores, url, " ".join(["no winners", *wanted]), _filling(kernel_name, arches))
             return
         _print_winners(found)
 
@@ -104,7 +107,7 @@ def show(
 ) -> None:
     """Show one winner: configuration, resources, and everything observed of it at that tuned point.
 
-    Example: kerngen db show w4a16_gemm --problem n=21504,k=5376,num_tokens=1 --arch sm90
+    Example: kerngen db show w4a16_gemm --problem n=5376,k=21504,num_tokens=1 --arch sm90
     """
     with _stores(url) as stores:
         store, winner = _find(stores, subject, fields, arch_name, device_name)
@@ -145,7 +148,7 @@ def explain(
 ) -> None:
     """Say why a configuration won, what else was near, and what was refused, and how often.
 
-    Example: kerngen db explain attn_decode --problem head_dim=512 --arch sm70
+    Example: kerngen db explain attn_decode --problem head_dim=512,num_kv_heads=4 --arch sm90
     """
     from kerngen.tuning_db.winners import rank
 
@@ -208,13 +211,19 @@ def _stores(url: str | None) -> Iterator[list[Store]]:
         yield stores
 
 
-def _say_empty(stores: Sequence[Store], url: str | None) -> None:
+def _filling(kernel_name: str | None, arches: set[str] | None) -> str:
+    """The command that would have found something."""
+    command = f"kerngen tune --arch {min(arches) if arches else 'ARCH'} --model NAME"
+    return command + (f" --kernel {kernel_name}" if kernel_name else "")
+
+
+def _say_empty(stores: Sequence[Store], url: str | None, what: str, fix: str) -> None:
     from kerngen.tuning_db import default_path
 
     place = url or default_path()
     is_there = "://" in place or os.path.exists(place)
     where = ", ".join(s.where for s in stores) or (place if is_there else f"{place} (not there yet)")
-    click.echo(f"no winners in {where}\n  fill it: kerngen tune --arch sm90 --model gemma-4-31b", err=True)
+    click.echo(f"{what} in {where}\n  fill it: {fix}", err=True)
 
 
 def _find(

@@ -6,8 +6,9 @@ import json
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import click
 
@@ -70,27 +71,28 @@ def _gpu() -> Finding:
     return Finding("gpu", True, f"{d.name} ({d.arch}), {d.num_sms} SMs, {d.mem_gib:g} GiB: runs and measures")
 
 
-def _folder(subject: str, path: str, fix: str) -> Finding:
-    probe = path
-    while not os.path.exists(probe):
-        probe = os.path.dirname(probe) or "/"
-    if os.access(probe, os.W_OK):
-        return Finding(subject, True, path)
-    return Finding(subject, False, f"{path} cannot be written", fix)
+def _folder(subject: str, path: Path, fix: str) -> Finding:
+    """Whether the folder `path` is there and takes files, or can be made."""
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.exists(p))
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return Finding(subject, True, str(path))
+    why = "cannot be written" if there.is_dir() else f"cannot be made: {there} is no folder"
+    return Finding(subject, False, f"{path} {why}", fix)
 
 
 def _cache() -> Finding:
-    from kerngen.cache import default_dir
+    from kerngen.files import cache_dir
 
-    return _folder("cache", str(default_dir()), "export KERNGEN_CACHE_DIR=FOLDER")
+    return _folder("cache", cache_dir(), "export KERNGEN_CACHE_DIR=FOLDER")
 
 
 def _database() -> Finding:
     from kerngen.tuning_db.store import Store, default_path
 
     path = default_path()
-    if "://" not in str(path) and not os.path.exists(path):
-        return _folder("database", str(path), "export KERNGEN_DB=FILE")
+    if "://" not in path and not os.path.exists(path):
+        place = _folder("database", Path(path).parent, "export KERNGEN_DB=FILE")
+        return replace(place, text=path) if place.ok else place
     try:
         with Store.open(path, read_only=True) as store:
             return Finding("database", True, f"{path}: {len(store.winners())} winners")

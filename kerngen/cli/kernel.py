@@ -104,7 +104,8 @@ def show(name: str, arch_name: str, problem_text: str, config_text: str, source:
         )
     click.echo(f"  cubin {len(cubin.image):,} B, workspace {k.workspace_bytes(problem, config, target):,} B")
     click.echo(f"  predicted for {target.device}: {guess.latency_us:.1f} us; {guess.explain()}")
-    click.echo(f"{len(found.valid):,} of {found.space_size:,} configurations can run; refused, with one example each:")
+    refused = "; refused, with one example each:" if found.refusals else ", none is refused"
+    click.echo(f"{len(found.valid):,} of {found.space_size:,} configurations can run{refused}")
     for refusal in found.refusals:
         click.echo(f"  {refusal.count:7,}  {refusal.reason}")
 

@@ -115,6 +115,10 @@ def _read_prompt(prompt: str | None) -> str:
             raise UsageError(f"standard input is not UTF-8: {e}") from e
     if not prompt:
         raise UsageError("the prompt is empty")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as e:  # Python passes bytes of the command line that it cannot decode as surrogates
+        raise UsageError(f"--prompt is not UTF-8: character {e.start} is {prompt[e.start]!r}") from None
     return prompt
 
 

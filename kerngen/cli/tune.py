@@ -77,7 +77,8 @@ def tune(
     """Find the best configuration of every kernel a model needs, and remember it.
 
     Works without a GPU: configurations are then ranked by the cost model for the arch's device profile, and every
-    record says that it was predicted. A run that was stopped continues where it was.
+    record says that it was predicted. A run that was stopped continues where it was. Exit code 1 if a problem has no
+    winner although its configurations were tried: none compiled, or none gave the right result.
 
     \b
     Example:
@@ -105,6 +106,8 @@ def tune(
         _print(report, load, where, whole=not kernels)
     if report.interrupted:
         raise KeyboardInterrupt
+    if any(r.winner is None and r.num_tried for r in report.results):
+        raise click.exceptions.Exit(1)
 
 
 def _objective(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> Objective:
@@ -213,6 +216,8 @@ def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
         console.print(f"no kernel yet for: {', '.join(load.missing)}")
     if report.out_of_time:
         console.print("the time budget ended the search; the same command continues it")
+    if report.interrupted:
+        console.print("stopped before the search was over; what was tried is kept, and the same command continues it")
     console.print(f"database: {where}   (kerngen db explain says why a configuration won)")
 
 
@@ -284,6 +289,7 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
     return {
         "model": load.model, "arch": report.target.arch.name, "device": report.target.device.name,
         "objective": report.objective, "run": report.run, "seconds": report.seconds, "out_of_time": report.out_of_time,
+        "interrupted": report.interrupted,
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
         "num_from_database": report.num_from_database, "num_spaces": report.num_spaces,
         "num_refused": report.num_refused, "failures": report.failures, "missing": list(load.missing),

@@ -108,12 +108,16 @@ def groups(report: Report, load: Workload) -> list[Group]:
     found: dict[tuple[str, str], list[Result]] = {}
     for r in report.results:
         found.setdefault((r.item.kernel, str(static_fields(r.item.problem))), []).append(r)
-    steps = (load.step(phase, 1, SHOWN_CONTEXT) for phase in ("decode", "verify", "draft", "prefill"))
-    usual = {(i.kernel, i.problem) for step in steps for i, _ in step}
+    steps = dict.fromkeys((u.phase, u.q_len) for i in load.items for u in i.uses)
+    usual = {
+        (i.kernel, i.problem) for phase, q_len in steps for i, _ in load.step(phase, 1, SHOWN_CONTEXT, q_len)
+    }  # fmt: skip
     alike: dict[tuple[str, str], list[Result]] = {}
     chosen = []
     for rows in found.values():
-        shown = min(rows, key=lambda r: (r.winner is None, (r.item.kernel, r.item.problem) not in usual))
+        phases = {u.phase for r in rows for u in r.item.uses}
+        ordered = rows[::-1] if phases == {"prefill"} else rows  # of chunks the longest
+        shown = min(ordered, key=lambda r: (r.winner is None, (r.item.kernel, r.item.problem) not in usual))
         alike.setdefault((shown.item.kernel, shown.item.where), []).append(shown)
         chosen.append((shown, tuple(rows)))
     made = [
@@ -128,7 +132,16 @@ def _named(result: Result, alike: list[Result]) -> str:
     fields = [static_fields(r.item.problem) for r in alike]
     own = static_fields(result.item.problem)
     differing = (f"{k}={v}" for k, v in own.items() if any(other[k] != v for other in fields))
-    return " ".join([result.item.where, *differing]).strip()
+    return " ".join([_places(result.item), *differing]).strip()
+
+
+def _places(item: Item) -> str:
+    """Its places, those that differ in kind alone as one: "o_proj (sliding, full)"."""
+    kinds: dict[str, dict[str, None]] = {}  # of "o_proj (" and of "embedding", which has none
+    for use in item.uses:
+        place, opened, kind = use.where.partition(" (")
+        kinds.setdefault(place + opened, {})[kind.removesuffix(")")] = None
+    return ", ".join(f"{place}{', '.join(ks)})" if place.endswith(" (") else place for place, ks in kinds.items())
 
 
 def notes(results: Iterable[Result]) -> dict[str, dict[str, int]]:

@@ -125,7 +125,7 @@ def _prepared(kernel_name: str, problem: Any) -> tuple[Any, dict[str, Any], dict
     case = kernel.cases.case_for(problem)
     torch.manual_seed(case.seed)
     inputs = kernel.cases.inputs(case, torch.device("cuda"))
-    expected = kernel.reference.expected(case, _fresh(inputs))
+    expected = kernel.reference.expected(case.problem, _fresh(inputs))
     return case, inputs, expected
 
 

@@ -1,8 +1,8 @@
 """The typed surface between the model and what computes it.
 
-`Ops` has two implementations: `TorchOps` (ops/eager.py: eager torch, any machine) and `CudaOps`
-(ops/cuda.py: kerngen's kernels). The model calls nothing else that touches activations, so a kernel folder
-replaces one method here.
+`Ops` has two implementations: `TorchOps` (ops/eager.py: eager torch, what transformers computes, on any machine) and
+`KernelOps` (ops/kernels.py: calls of kernel folders' ops, given to an executor). The model calls nothing else that
+computes on activations.
 
 Tensors are row-major and contiguous. T is num_tokens, H the hidden size, d the head dim, nq and nkv the
 numbers of query and KV heads. Activations are `ops.dtype`; the residual stream is `ops.residual_dtype`;
@@ -53,6 +53,7 @@ class W4Linear:
     out_features: int
     in_features: int
     group_size: int
+    name: str = "linear"  # of the projections that it fuses, for records and profiles: "gate_up"
 
 
 Linear = DenseLinear | W4Linear
@@ -97,16 +98,21 @@ class KVPages:
         return self.k.shape[3]
 
 
+def residual_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the residual stream is kept in: fp32 where activations are fp16, whose range it may leave; else theirs."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 class Ops(Protocol):
     """What a backend must do. Methods return new tensors unless they say otherwise."""
 
-    name: str  # "torch" | "cuda"
+    name: str  # "torch", or the executor's: "cuda", "record", "reference"
     device: torch.device
     dtype: torch.dtype  # activations, weights, caches: float32 | float16 | bfloat16
-    residual_dtype: torch.dtype  # float32 where dtype is float16, else dtype
+    residual_dtype: torch.dtype  # `residual_dtype(dtype)`
     supports_graphs: bool  # the engine captures the decode step in a CUDA graph
     max_decode_len: int  # the longest q_len that attn_decode takes; more goes to attn_prefill
-    max_kv_len: int  # set by the engine before it captures a step: no kv_len will be longer; 0 for unknown
+    place: str  # where in the model the next ops are ("sliding"): set by the model, read by records and profiles
 
     def sources(self) -> dict[str, int]:
         """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""
@@ -154,21 +160,23 @@ class Ops(Protocol):
         qkv: Tensor,
         num_q_heads: int,
         q_norm: Tensor,
-        k_norm: Tensor | None,
+        k_norm: Tensor,
         rope: Rope,
         positions: Tensor,
-        cache: KVPages | None,
-        slot_mapping: Tensor | None,
+        cache: KVPages,
+        slot_mapping: Tensor,
         eps: float,
     ) -> Tensor:
         """Head norms, RoPE and the cache write, from the fused projection's output.
 
         qkv [T, (nq + nkv + nkv) * d] as q | k | v; [T, (nq + nkv) * d] as q | k on layers whose V is the
-        raw K projection; [T, nq * d] where the layer owns no KV (then k_norm, cache and slot_mapping are
-        None). q = rope(norm(q; q_norm)); k = rope(norm(k; k_norm)); v = norm(v) with no weight and no RoPE.
+        raw K projection. q = rope(norm(q; q_norm)); k = rope(norm(k; k_norm)); v = norm(v) with no weight and no RoPE.
         k and v of token t go to cache row slot_mapping[t] = page * page_size + row; -1 writes nothing.
         positions [T] int64. Returns q [T, nq, d] dtype.
         """
+
+    def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
+        """As qkv_norm_rope for a layer that owns no KV: q [T, nq * d]. Returns q [T, nq, d]."""
 
     def attn_decode(
         self,
@@ -178,14 +186,16 @@ class Ops(Protocol):
         kv_lens: Tensor,
         q_len: int,
         window: int,
+        max_kv_len: int,
     ) -> Tensor:
         """softmax(q k^T) v for `q_len` new tokens of each sequence, the cache already holding them. Scale
         1.0.
 
         q [batch * q_len, nq, d], block_table [batch, max_pages] int32, kv_lens [batch] int32 (the new
         tokens included). Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it,
-        the last `window` of them if window > 0. Query head a reads KV head a / (nq / nkv). Returns [batch *
-        q_len, nq, d]; a query that sees no key gives zeros.
+        the last `window` of them if window > 0. Query head a reads KV head a / (nq / nkv). max_kv_len: no
+        kv_len is longer, nor will be when a captured step is replayed. Returns [batch * q_len, nq, d]; a query
+        that sees no key gives zeros.
         """
 
     def attn_prefill(
@@ -197,6 +207,7 @@ class Ops(Protocol):
         cu_seqlens_q: Tensor,
         max_seqlen_q: int,
         window: int,
+        max_kv_len: int,
     ) -> Tensor:
         """As attn_decode for ragged queries: sequence s owns rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] of
         q.
@@ -215,7 +226,10 @@ class Ops(Protocol):
         """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
-        """The index of the largest logit, the lowest one on a tie. Returns [n] int64."""
+        """The index of the largest logit, the lowest one on a tie. Returns [n] int64.
+
+        A row with a NaN, or without a finite logit, gives -1 on the torch backend, on the cuda one some token.
+        """
 
     def ple_inputs(
         self,
@@ -245,4 +259,13 @@ class Ops(Protocol):
         """sum_i w_i * down[e_i] (gelu_tanh(gate) * up), gate | up = gate_up[e_i] x.
 
         x [T, H], gate_up [E, 2 * I, H], down [E, H, I] dense in dtype. Returns [T, H] dtype.
+        """
+
+    def centroid_logits(
+        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A drafter's head over the tokens of the top_k centroids that score highest, instead of the vocabulary.
+
+        y [B, d]; centroids [C, d] linear; token_ids [C, vocab / C] int64; embed [vocab, d]. Returns the selected
+        tokens [B, n] int64 and their logits y . embed[id] [B, n] fp32, n = top_k * vocab / C.
         """

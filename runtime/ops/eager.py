@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kerngen.runtime.ops import DenseLinear, KVPages, Linear, Rope, W4Linear
+from kerngen.runtime.ops import DenseLinear, KVPages, Linear, Rope, W4Linear, outside, residual_dtype
+from kerngen.runtime.sampling import likeliest
+from kerngen.templates.attn_decode.spec import MAX_Q_LEN
+from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.row_torch import rms_norm
+from kerngen.templates.w4a16_gemm.pack import dequantize
 
 
 class TorchOps:
@@ -18,13 +23,13 @@ class TorchOps:
 
     name = "torch"
     supports_graphs = False
-    max_decode_len = 8
+    max_decode_len = MAX_Q_LEN
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
-        self.max_kv_len = 0
         self.dtype = dtype
-        self.residual_dtype = torch.float32 if dtype == torch.float16 else dtype
+        self.residual_dtype = residual_dtype(dtype)
+        self.place = ""
 
     def sources(self) -> dict[str, int]:
         return {}
@@ -32,20 +37,14 @@ class TorchOps:
     def prepare(self, weights: Linear) -> Linear:
         """Unpacks W4A16 to a dense matrix: the reference needs the right values, not few bytes."""
         if isinstance(weights, W4Linear):
-            from kerngen.runtime.weights.quantized import dequantize
-
-            return DenseLinear(dequantize(weights))
+            return DenseLinear(dequantize(weights.packed, weights.scales, weights.scales.dtype))
         return weights
 
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
         return (table[ids] * scale).to(self.residual_dtype)
 
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.pow(wide.square().mean(-1, keepdim=True) + eps, -0.5)
-        if weight is not None:
-            normed = normed * weight.float()
-        return normed.to(self.dtype)
+        return rms_norm(x, weight, eps).to(self.dtype)
 
     def add_norm(
         self,
@@ -71,29 +70,38 @@ class TorchOps:
         qkv: Tensor,
         num_q_heads: int,
         q_norm: Tensor,
-        k_norm: Tensor | None,
+        k_norm: Tensor,
         rope: Rope,
         positions: Tensor,
-        cache: KVPages | None,
-        slot_mapping: Tensor | None,
+        cache: KVPages,
+        slot_mapping: Tensor,
         eps: float,
     ) -> Tensor:
-        heads = qkv.view(qkv.shape[0], -1, rope.head_dim)  # [T, nq (+ nkv (+ nkv)), d]
+        end = num_q_heads + cache.num_kv_heads
+        heads = qkv.view(qkv.shape[0], -1, rope.head_dim)  # [T, nq + nkv (+ nkv), d]
+        k_raw = heads[:, num_q_heads:end]
+        v_raw = heads[:, end:] if heads.shape[1] > end else k_raw
+        k = self._normed_and_turned(k_raw, k_norm, rope, positions, eps)
+        _write(cache, slot_mapping, k, self.rmsnorm(v_raw, None, eps))
+        return self._normed_and_turned(heads[:, :num_q_heads], q_norm, rope, positions, eps)
+
+    def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
+        return self._normed_and_turned(q.view(len(q), -1, rope.head_dim), q_norm, rope, positions, eps)
+
+    def _normed_and_turned(self, x: Tensor, weight: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
         angles = positions[:, None].float() * rope.inv_freq
         cos, sin = angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None]  # [T, 1, d / 2]
-        q = _rotate(self.rmsnorm(heads[:, :num_q_heads], q_norm, eps), cos, sin)
-        if cache is not None:
-            if k_norm is None or slot_mapping is None:
-                raise TypeError("a layer that writes its cache needs k_norm and slot_mapping")
-            end = num_q_heads + cache.num_kv_heads
-            k_raw = heads[:, num_q_heads:end]
-            v_raw = heads[:, end:] if heads.shape[1] > end else k_raw
-            k = _rotate(self.rmsnorm(k_raw, k_norm, eps), cos, sin)
-            _write(cache, slot_mapping, k, self.rmsnorm(v_raw, None, eps))
-        return q
+        return _rotate(self.rmsnorm(x, weight, eps), cos, sin)
 
     def attn_decode(
-        self, q: Tensor, cache: KVPages, block_table: Tensor, kv_lens: Tensor, q_len: int, window: int
+        self,
+        q: Tensor,
+        cache: KVPages,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        q_len: int,
+        window: int,
+        max_kv_len: int,
     ) -> Tensor:
         parts = [
             _attend(part, cache, row, kv_len, window)
@@ -110,6 +118,7 @@ class TorchOps:
         cu_seqlens_q: Tensor,
         max_seqlen_q: int,
         window: int,
+        max_kv_len: int,
     ) -> Tensor:
         sizes = cu_seqlens_q.diff().tolist()
         parts = [
@@ -130,7 +139,7 @@ class TorchOps:
         return logit_cap * torch.tanh(out / logit_cap) if logit_cap > 0 else out
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
-        return self.logits(h, head, logit_cap).argmax(-1)
+        return likeliest(self.logits(h, head, logit_cap))
 
     def ple_inputs(
         self,
@@ -144,7 +153,7 @@ class TorchOps:
     ) -> Tensor:
         sliced = (context * context_scale).view(len(ids), -1, norm_weight.shape[0])  # [T, L, P]
         normed = self.rmsnorm(sliced, norm_weight, eps)
-        return (normed + (table[ids] * table_scale).view_as(normed)) * 2.0**-0.5
+        return outside.per_layer_inputs(normed, (table[ids] * table_scale).view_as(normed))
 
     def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
@@ -152,20 +161,12 @@ class TorchOps:
         return ids.to(torch.int32), weights * per_expert_scale.float()[ids]
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        tokens, top_k = topk_ids.shape
-        ids = topk_ids.long()
-        if tokens * top_k <= 64:  # few rows: gather the experts, with no look at the ids on the host
-            rows = x[:, None, :, None]  # [T, 1, H, 1]
-            hidden = self.gelu_gate((gate_up[ids] @ rows).squeeze(-1))  # [T, k, I]
-            each = (down[ids] @ hidden[..., None]).squeeze(-1)  # [T, k, H]
-            return (each * topk_weights[..., None]).sum(1).to(x.dtype)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in ids.unique().tolist():
-            token, slot = torch.where(ids == expert)
-            hidden = self.gelu_gate(F.linear(x[token], gate_up[expert]))
-            each = F.linear(hidden, down[expert]) * topk_weights[token, slot, None]
-            out.index_add_(0, token, each.float())
-        return out.to(x.dtype)
+        return outside.experts(x, gate_up, down, topk_ids, topk_weights)
+
+    def centroid_logits(
+        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return outside.centroid_logits(y, self.linear(y, centroids), top_k, token_ids, embed)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -186,24 +187,6 @@ def _write(cache: KVPages, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _attend(q: Tensor, cache: KVPages, table: Tensor, kv_len: int, window: int) -> Tensor:
     """One sequence: q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. Returns [n, nq, d]."""
-    n, num_q_heads, dim = q.shape
-    first = max(kv_len - n - window + 1, 0) if window else 0  # the oldest key that any query sees
-    size, groups = cache.page_size, cache.num_kv_heads
-    if kv_len <= 0:
-        return torch.zeros_like(q)
-    pages = table[first // size : (kv_len - 1) // size + 1].long()
-    skip = first % size
-    k, v = (
-        t[pages].transpose(1, 2).reshape(-1, groups, dim)[skip : skip + kv_len - first] for t in (cache.k, cache.v)
-    )  # [keys, nkv, d]
-    rows = q.view(n, groups, -1, dim).permute(1, 2, 0, 3).reshape(groups, -1, dim).float()  # [nkv, g * n, d]
-    scores = (rows @ k.permute(1, 2, 0).float()).view(groups, -1, n, kv_len - first)
-    query = torch.arange(kv_len - n, kv_len, device=q.device)[:, None]
-    key = torch.arange(first, kv_len, device=q.device)[None]
-    visible = (key <= query) & (query >= 0)
-    if window:
-        visible &= key > query - window
-    scores = scores.masked_fill(~visible, float("-inf"))
-    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # a query that sees no key: all -inf, hence NaN
-    out = weights.view(groups, -1, kv_len - first) @ v.transpose(0, 1).float()  # [nkv, g * n, d]
-    return out.view(groups, -1, n, dim).permute(2, 0, 1, 3).reshape(n, num_q_heads, dim).to(q.dtype)
+    first = min(first_key(kv_len, len(q), window), max(kv_len, 0))
+    k, v = (gather_pages(pool, table, first, kv_len) for pool in (cache.k, cache.v))
+    return attend(q, k, v, kv_len, window=window).to(q.dtype)

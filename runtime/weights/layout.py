@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kerngen.runtime.ops import Linear
+from kerngen.runtime.ops import DenseLinear, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,11 @@ class CentroidWeights:
 
 @dataclass(frozen=True, slots=True)
 class DrafterWeights:
-    """embed is the drafter's own table [vocab, d] and its head; pre [d, 2 T], post [T, d] linears."""
+    """head [vocab, d], pre [d, 2 T] and post [T, d] linears; the input embedding is the target's."""
 
-    embed: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Linear
+    head: DenseLinear
     pre: Linear
     post: Linear
     centroids: CentroidWeights | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -28,11 +28,15 @@ from kerngen.runtime.weights.layout import (
     PleLayerWeights,
     PleWeights,
 )
-from kerngen.runtime.weights.quantized import FLOATS, check_packed, dequantize, is_packed
+from kerngen.runtime.weights.quantized import FLOATS, check_packed, is_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.templates.w4a16_gemm.pack import dequantize
 
 # Stored by the E-series on layers that own no cache, and never used there.
 DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
+# Left over by other tools, and ignored with a warning: V of layers whose V is K, and tables that are computed.
+DEAD_V = re.compile(r"layers\.(\d+)\.self_attn\.v_proj\..*")
+DEAD_ROPE = re.compile(r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.\w*inv_freq")
 
 
 def load_model(folder: Path, config: ModelConfig, ops: Ops) -> ModelWeights:
@@ -76,6 +80,9 @@ class WeightSource(Protocol):
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A float tensor in `ops.dtype`, or an integer one where `dtype` names it."""
 
+    def scalar(self, name: str) -> Tensor:
+        """A float tensor [1] in `ops.dtype`; 1 where the model has none of that name."""
+
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
         """The linears called `parts` (module, out_features), one under the other, repacked for the backend."""
 
@@ -95,23 +102,46 @@ class _Source:
         self.ops = ops
         self.is_dry = True
         self.used: set[str] = set()
+        self.absent: list[str] = []  # scalars that the checkpoint leaves out
 
     def finish(self, prefix: str) -> None:
-        """Raise CheckpointError if a tensor of the model was not asked for: then config.json says too little."""
-        owners = {layer.index for layer in self.config.layers if layer.owns_kv}
-        for name in sorted(n for n in self.checkpoint.names if n.startswith(prefix)):
-            dead = DEAD_KV.fullmatch(name.removeprefix(prefix))
-            if name not in self.used and not (dead and int(dead[1]) not in owners):
+        """Raise CheckpointError if a tensor of the model was not asked for: then config.json says too little.
+
+        Warns of tensors that transformers ignores or makes up, too.
+        """
+        folder, left = self.checkpoint.folder, []
+        for name in sorted(n for n in self.checkpoint.names - self.used if n.startswith(prefix)):
+            short = name.removeprefix(prefix).removeprefix("model.")  # which a drafter's prefix does not hold
+            dead = DEAD_KV.fullmatch(short)
+            if dead and self._layer_is(dead[1], lambda layer: not layer.owns_kv):
+                continue
+            dead = DEAD_V.fullmatch(short)
+            if not DEAD_ROPE.fullmatch(short) and not (dead and self._layer_is(dead[1], lambda layer: layer.v_is_k)):
                 shape = list(self.checkpoint.shape(name))
-                raise CheckpointError(
-                    f"{self.checkpoint.folder} holds {name} {shape}, which its config.json does not account for"
-                )
+                raise CheckpointError(f"{folder} holds {name} {shape}, which its config.json does not account for")
+            left.append(name)
+        for names, what in ((left, "is stored and ignored"), (self.absent, "is not stored; 1 is used")):
+            if names:
+                more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+                warnings.warn(f"{folder}: {names[0]}{more} {what}, as in transformers", stacklevel=2)
+
+    def _layer_is(self, index: str, test: Callable[[LayerConfig], bool]) -> bool:
+        layers = self.config.layers
+        return len(index) <= 9 and int(index) < len(layers) and test(layers[int(index)])
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A float tensor in `ops.dtype`, or an integer one where `dtype` names it."""
         out = self._allocate(shape, dtype or self.ops.dtype)
         self._copy(name, out, FLOATS if dtype is None else ("I64", "I32"))
         return out
+
+    def scalar(self, name: str) -> Tensor:
+        """A float tensor [1] in `ops.dtype`; 1 where the checkpoint lacks it, as transformers initializes it."""
+        if name in self.checkpoint:
+            return self.tensor(name, 1)
+        if self.is_dry:
+            self.absent.append(name)
+        return self._allocate((1,), self.ops.dtype).fill_(1.0)
 
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
         """The linears called `parts` (module, out_features), one under the other, repacked for the backend.
@@ -124,19 +154,23 @@ class _Source:
         return weights if self.is_dry else self.ops.prepare(weights)
 
     def head(self, embed: Tensor) -> Linear:
-        """lm_head. Tied models may store a copy of the table (the W4A16 releases do): it is compared and dropped."""
+        """lm_head. Tied models may store it too (the W4A16 releases do): a copy of the table shares its memory, a head
+        with other values is used and warned of, as transformers does.
+        """
         config, checkpoint = self.config, self.checkpoint
+        stored = [("lm_head", config.vocab_size)]
         if not config.tied or is_packed(checkpoint, config.quant, "lm_head"):
-            return self.linear([("lm_head", config.vocab_size)], config.hidden_size)
+            return self.linear(stored, config.hidden_size)
         if "lm_head.weight" in checkpoint:
             self.used.add("lm_head.weight")
             checkpoint.require("lm_head.weight", (config.vocab_size, config.hidden_size), FLOATS)
             if not self.is_dry and not _same(checkpoint.tensor("lm_head.weight"), embed):
                 warnings.warn(
-                    f"{checkpoint.folder}: lm_head.weight differs from embed_tokens.weight, which is used for both "
-                    "because config.json says tie_word_embeddings",
+                    f"{checkpoint.folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
+                    "embed_tokens.weight; both are used as they are stored",
                     stacklevel=2,
                 )
+                return self.linear(stored, config.hidden_size)
         return DenseLinear(embed) if self.is_dry else self.ops.prepare(DenseLinear(embed))
 
     def experts(self, name: str) -> tuple[Tensor, Tensor]:
@@ -163,7 +197,7 @@ class _Source:
             rows, cols = out.shape
             weights = self._packed([(module, rows)], rows, cols)
             if not self.is_dry:
-                out.copy_(dequantize(weights))
+                out.copy_(dequantize(weights.packed, weights.scales, out.dtype))
 
     def _dense(self, parts: Sequence[tuple[str, int]], packed: list[bool], in_features: int) -> DenseLinear:
         out = self._allocate((sum(n for _, n in parts), in_features), self.ops.dtype)
@@ -182,7 +216,7 @@ class _Source:
         for (module, _), p, s in zip(parts, packed.split(sizes), scales.split(sizes), strict=True):
             self._copy(f"{module}.weight_packed", p, ("I32",))
             self._copy(f"{module}.weight_scale", s, FLOATS)
-        return W4Linear(packed, scales, rows, in_features, quant.group_size)
+        return W4Linear(packed, scales, rows, in_features, quant.group_size, fused_name(parts))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta" if self.is_dry else self.ops.device)
@@ -192,6 +226,11 @@ class _Source:
         self.checkpoint.require(name, tuple(out.shape), dtypes)
         if not self.is_dry:
             out.copy_(self.checkpoint.tensor(name))
+
+
+def fused_name(parts: Sequence[tuple[str, int]]) -> str:
+    """What a matrix made of these modules is called: "gate_proj+up_proj"."""
+    return "+".join(module.rpartition(".")[2] for module, _ in parts)
 
 
 def build_model(source: WeightSource, prefix: str) -> ModelWeights:
@@ -236,7 +275,7 @@ def _layer(source: WeightSource, name: str, layer: LayerConfig) -> LayerWeights:
         post_attention_norm=source.tensor(f"{name}.post_attention_layernorm.weight", hidden),
         pre_ffn_norm=source.tensor(f"{name}.pre_feedforward_layernorm.weight", hidden),
         post_ffn_norm=source.tensor(f"{name}.post_feedforward_layernorm.weight", hidden),
-        scalar=source.tensor(f"{name}.layer_scalar", 1),
+        scalar=source.scalar(f"{name}.layer_scalar"),
         qkv=source.linear(parts, hidden),
         q_norm=source.tensor(f"{attn}.q_norm.weight", dim),
         k_norm=source.tensor(f"{attn}.k_norm.weight", dim) if layer.owns_kv else None,
@@ -277,7 +316,9 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
     """Everything the assistant needs, asked of `source` tensor by tensor."""
     text = config.text
     hidden, vocab, count = text.hidden_size, text.vocab_size, config.num_centroids
-    embed = source.tensor("model.embed_tokens.weight", vocab, hidden)
+    head = source.head(source.tensor("model.embed_tokens.weight", vocab, hidden))
+    if not isinstance(head, DenseLinear):
+        raise TypeError("a drafter's head is dense: its rows are gathered by centroid")
     centroids = None
     if count:
         ids = source.tensor("masked_embedding.token_ordering", vocab, dtype=torch.int64)
@@ -288,10 +329,9 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
             token_ids=ids.view(count, vocab // count),
         )
     return DrafterWeights(
-        embed=embed,
         layers=tuple(_layer(source, f"model.layers.{layer.index}", layer) for layer in text.layers),
         norm=source.tensor("model.norm.weight", hidden),
-        head=source.head(embed),
+        head=head,
         pre=source.linear([("pre_projection", hidden)], 2 * config.backbone_hidden_size),
         post=source.linear([("post_projection", config.backbone_hidden_size)], hidden),
         centroids=centroids,

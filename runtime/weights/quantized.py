@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import re
 
-import torch
-from torch import Tensor
-
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import QuantConfig
-from kerngen.runtime.ops import W4Linear
 from kerngen.runtime.weights.safetensors import Checkpoint
 
 FLOATS = ("BF16", "F16", "F32")
@@ -63,11 +59,3 @@ def check_packed(checkpoint: Checkpoint, quant: QuantConfig, module: str, shape:
     if stored != shape:
         raise CheckpointError(f"{checkpoint.folder}: {module}.weight_shape says {stored}; config.json implies {shape}")
     return {f"{module}.{part}" for part in ("weight_packed", "weight_scale", "weight_shape")}
-
-
-def dequantize(weights: W4Linear) -> Tensor:
-    """The dense matrix [out, in], in the scales' dtype (as compressed-tensors computes it)."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weights.packed.device)
-    nibbles = (weights.packed[:, :, None] >> shifts) & 15  # [out, in / 8, 8]
-    grouped = (nibbles - 8).view(weights.out_features, -1, weights.group_size).to(weights.scales.dtype)
-    return (grouped * weights.scales[:, :, None]).view(weights.out_features, weights.in_features)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import warnings
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError
-from kerngen.runtime.config import read_json
+from kerngen.runtime.fields import read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the reference implementation uses
 DTYPES: dict[str, torch.dtype] = {
@@ -58,22 +59,31 @@ class SafetensorsFile:
             with path.open("rb") as f:
                 size = os.fstat(f.fileno()).st_size
                 self.entries = _read_header(path, f.read(8), f, size)
-                self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+                # Read-only: a private writable map is counted against memory and swap, which a large file may exceed.
+                self._bytes = _read_only_view(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
         except OSError as e:
             raise CheckpointError(f"{path} cannot be read: {e.strerror or e}") from e
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the file's bytes, on the CPU, valid while this object lives. Do not write to it."""
+        """A view of the file's bytes, on the CPU. Writing to it ends the process: the map is read-only."""
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} is stored as {entry.dtype}; known: {', '.join(DTYPES)}")
         dtype = DTYPES[entry.dtype]
         if entry.num_bytes == 0:
             return torch.empty(entry.shape, dtype=dtype)
-        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start)
+        flat = self._bytes[entry.start : entry.start + entry.num_bytes]
         if entry.start % dtype.itemsize:  # the format does not promise alignment
             flat = flat.clone()
         return flat.view(dtype).view(entry.shape)
+
+
+def _read_only_view(mapped: mmap.mmap) -> Tensor:
+    """The mapped bytes, uint8, without a copy; the tensor keeps the map alive."""
+    with warnings.catch_warnings():
+        # torch has no read-only tensors and warns that this one looks writable. Nothing here writes to it.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _read_header(path: Path, head: bytes, f: Any, size: int) -> dict[str, Entry]:

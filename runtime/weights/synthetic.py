@@ -12,7 +12,8 @@ from torch import Tensor
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.ops import DenseLinear, Linear, Ops, W4Linear
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
-from kerngen.runtime.weights.loader import build_drafter, build_model
+from kerngen.runtime.weights.loader import build_drafter, build_model, fused_name
+from kerngen.runtime.weights.quantized import is_ignored
 
 _NIBBLE_STD = 4.61  # of a uniform nibble - 8
 
@@ -20,12 +21,11 @@ _NIBBLE_STD = 4.61  # of a uniform nibble - 8
 class SyntheticSource:
     """Answers the loader's questions with random tensors: matrices keep the scale of their input, norms are near 1."""
 
-    is_dry = False
-
     def __init__(self, config: ModelConfig, ops: Ops, seed: int) -> None:
         self.config = config
         self.ops = ops
-        self._rng = torch.Generator(ops.device).manual_seed(seed)
+        self.is_dry = ops.device.type == "meta"  # shapes alone: what a record of the model runs on
+        self._rng = None if self.is_dry else torch.Generator(ops.device).manual_seed(seed)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if dtype is not None:  # token_ordering: a permutation
@@ -35,14 +35,21 @@ class SyntheticSource:
             return (1.0 + 0.05 * noise).to(self.ops.dtype)
         return self._matrix(*shape)
 
+    def scalar(self, name: str) -> Tensor:
+        return self.tensor(name, 1)
+
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
         rows, device = sum(out for _, out in parts), self.ops.device
-        if (quant := self.config.quant) is None or in_features % quant.group_size:
+        quant = self.config.quant
+        dense = quant is None or any(is_ignored(quant, module) for module, _ in parts)
+        if quant is None or dense or in_features % quant.group_size:
             return self.ops.prepare(DenseLinear(self._matrix(rows, in_features)))
         packed = torch.randint(-(2**31), 2**31, (rows, in_features // 8), generator=self._rng, device=device,
                                dtype=torch.int64).to(torch.int32)  # fmt: skip
-        scales = torch.full((rows, in_features // quant.group_size), 1.0 / (_NIBBLE_STD * in_features**0.5))
-        weights = W4Linear(packed, scales.to(device, self.ops.dtype), rows, in_features, quant.group_size)
+        scales = torch.full((rows, in_features // quant.group_size), 1.0 / (_NIBBLE_STD * in_features**0.5),
+                            dtype=self.ops.dtype, device=device)  # fmt: skip
+        weights = W4Linear(packed, scales, rows, in_features, quant.group_size,
+                           fused_name(parts))  # fmt: skip
         return self.ops.prepare(weights)
 
     def head(self, embed: Tensor) -> Linear:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.common.row_torch import rms_norm, rounded, tolerance_of_flips
-from kerngen.templates.kernel import Case, Tolerance
+from kerngen.templates.kernel import Tolerance
 
 
-def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """residual_out and, with has_next, out: [num_tokens, hidden] in fp32, holding values of their dtypes."""
-    p: Problem = case.problem
+    p = problem
     h = inputs["h"].float()
     if p.has_post:
         h = rounded(rms_norm(h, inputs["post_weight"], inputs["eps"]), p.dtype)

@@ -19,7 +19,7 @@ from kerngen.templates.common.row_spec import (
     require_vectors,
     row_scratch_bytes,
     row_threads,
-    why_no_bf16,
+    why_no_dtype,
     why_row_invalid,
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
@@ -75,7 +75,7 @@ OUTPUTS = ("residual_out", "out")
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_bf16(target.arch, problem.dtype)
+    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

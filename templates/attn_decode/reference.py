@@ -1,4 +1,4 @@
-"""Decode attention in eager torch, fp32. Source: arXiv 1706.03762, eq. 1; window and cap as in arXiv 2408.00118."""
+"""Decode attention in eager torch, fp32, sequence by sequence: common/attention_torch.py."""
 
 from __future__ import annotations
 
@@ -7,57 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.kernel import Case, Tolerance
+from kerngen.templates.attn_decode.spec import Problem
+from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.kernel import Tolerance
 
 
-def decode_reference(
-    q: Tensor, k: Tensor, v: Tensor, first_key: int, *, window: int, sm_scale: float, logit_cap: float
-) -> Tensor:
-    """One sequence. q: [q_len, num_q_heads, head_dim]; k, v: [num_keys, num_kv_heads, head_dim]; any float dtype.
-
-    k[0] is the key at position first_key, k[-1] the one of the last query: query i sits at position
-    first_key + num_keys - q_len + i and sees the keys up to its own, with window > 0 the last `window` of them.
-    logit_cap: 0 for none. Returns [q_len, num_q_heads, head_dim] fp32; a query that sees no key gives zeros.
-    """
-    q_len, num_q_heads, head_dim = q.shape
-    num_keys, num_kv_heads, _ = k.shape
-    if num_keys == 0:
-        return torch.zeros(q_len, num_q_heads, head_dim, device=q.device)
-    key = first_key + torch.arange(num_keys, device=q.device)  # [num_keys]
-    at = first_key + num_keys - q_len + torch.arange(q_len, device=q.device)[:, None]  # [q_len, 1]
-    seen = (key <= at) & (key > at - window if window else key >= 0)  # [q_len, num_keys]
-    grouped = q.float().reshape(q_len, num_kv_heads, -1, head_dim)
-    scores = torch.einsum("qhgd,khd->hgqk", grouped, k.float()) * sm_scale
-    if logit_cap:
-        scores = logit_cap * torch.tanh(scores / logit_cap)
-    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1).nan_to_num(0.0)
-    return torch.einsum("hgqk,khd->qhgd", weights, v.float()).reshape(q_len, num_q_heads, head_dim)
-
-
-def gather_pages(cache: Tensor, pages: Tensor, first: int, end: int) -> Tensor:
-    """Positions first .. end - 1 of one sequence as [end - first, num_kv_heads, head_dim].
-
-    cache: [num_pages, num_kv_heads, page_size, head_dim]; pages: [max_pages] int32.
-    """
-    page_size = cache.shape[2]
-    at = torch.arange(first, end, device=cache.device)
-    return cache[pages[at // page_size].long(), :, at % page_size]
-
-
-def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """{"out": [batch * q_len, num_q_heads, head_dim] fp32} for the arguments that cases.inputs made."""
-    p = case.problem
-    out = []
-    for s, kv_len in enumerate(inputs["kv_lens"].tolist()):
-        first = max(0, kv_len - p.q_len - p.window + 1) if p.window else 0
-        k, v = (gather_pages(inputs[name], inputs["block_table"][s], first, kv_len) for name in ("k_cache", "v_cache"))
-        q = inputs["q"][s * p.q_len : (s + 1) * p.q_len]
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """{"out": [batch * q_len, num_q_heads, head_dim] fp32} for the kernel's arguments."""
+    p, out = problem, []
+    for queries, pages, kv_len in zip(
+        inputs["q"].split(p.q_len), inputs["block_table"], inputs["kv_lens"].tolist(), strict=True
+    ):
+        first = first_key(kv_len, p.q_len, p.window)
+        k, v = (gather_pages(inputs[name], pages, first, kv_len) for name in ("k_cache", "v_cache"))
         cap = inputs["logit_cap"] if p.logit_cap else 0.0
-        out.append(decode_reference(q, k, v, first, window=p.window, sm_scale=inputs["sm_scale"], logit_cap=cap))
+        out.append(attend(queries, k, v, kv_len, window=p.window, sm_scale=inputs["sm_scale"], logit_cap=cap))
     return {"out": torch.cat(out)}
 
 
-def tolerance(problem: Any) -> Tolerance:
+def tolerance(problem: Problem) -> Tolerance:
     """Probabilities and the output are each rounded once to `dtype`, with unit roundoff u.
 
     Probabilities sum to 1, so their rounding moves the output by at most u * sum p |v| <= u * max |v|, and |v| < 6 in

@@ -13,7 +13,10 @@ from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.errors import ProblemError
+from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
+
+MAX_Q_LEN = 8  # new tokens a sequence: more are a prefill's
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +44,12 @@ class Problem:
             raise ProblemError(f"{self.num_q_heads} q heads are no multiple of {self.num_kv_heads} kv heads")
         if self.group not in (1, 2, 4, 8, 16):
             raise ProblemError(f"{self.group} q heads per kv head: attn_decode serves 1, 2, 4, 8 and 16")
-        if not 1 <= self.q_len <= 8:
-            raise ProblemError(f"q_len={self.q_len}: attn_decode serves 1 to 8; attn_prefill serves more")
+        if not 1 <= self.q_len <= MAX_Q_LEN:
+            raise ProblemError(f"q_len={self.q_len}: attn_decode serves 1 to {MAX_Q_LEN}; attn_prefill serves more")
         if self.page_size < 16 or self.page_size % 16:
             raise ProblemError(f"page_size={self.page_size} is no multiple of 16")
-        if self.dtype not in ("fp16", "bf16"):
-            raise ProblemError(f"dtype={self.dtype!r} is neither fp16 nor bf16")
+        if self.dtype not in DTYPES:
+            raise ProblemError(f"dtype={self.dtype!r} is not one of: {', '.join(DTYPES)}")
         if self.window < 0 or self.batch < 1 or self.kv_len < 0:
             raise ProblemError(f"window={self.window}, batch={self.batch} and kv_len={self.kv_len} must be >= 0, 1, 0")
 
@@ -126,9 +129,7 @@ LATENCY_US = 0.8
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.dtype == "bf16" and not target.arch.has_bf16:
-        return f"dtype=bf16 needs sm80 or newer; use dtype=fp16 on {target.arch}"
-    return None
+    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.errors import ProblemError
+from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 HEAD_DIMS = (128, 256, 512)
@@ -47,8 +48,8 @@ class Problem:
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise ProblemError(f"head_dim={self.head_dim}: attn_prefill has {', '.join(map(str, HEAD_DIMS))}")
-        if self.dtype not in ("fp16", "bf16"):
-            raise ProblemError(f"dtype={self.dtype!r} is neither fp16 nor bf16")
+        if self.dtype not in DTYPES:
+            raise ProblemError(f"dtype={self.dtype!r} is not one of: {', '.join(DTYPES)}")
         if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
             raise ProblemError(f"num_q_heads={self.num_q_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
         if min(self.page_size, self.window, self.batch, self.num_tokens, self.kv_len) < 0:
@@ -110,9 +111,7 @@ MAX_SPILL_BYTES = 128
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.dtype == "bf16" and not target.arch.has_bf16:
-        return f"{target.arch} has no bf16 tensor cores; use dtype=fp16"
-    return None
+    return why_no_dtype(target.arch, problem.dtype)
 
 
 def accumulator_regs(problem: Problem, config: Config) -> int:

@@ -9,9 +9,16 @@ from kerngen.errors import ProblemError
 
 VEC = 8  # elements that a thread moves at once: 16 bytes of a 16-bit type
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+DTYPES = tuple(ELEMENT_BYTES)
 MAX_BLOCK_THREADS = 1024
 INT32_MAX = 2**31 - 1
 SPARE_REGISTERS = 36  # what the row kernels need beside their data, by the ptxas reports
+
+
+def keys_that_matter(kv_len: int, num_queries: int, window: int) -> int:
+    """`kv_len`, or the power of two from which on a longer context changes nothing for queries with a window."""
+    seen = window + num_queries - 1
+    return min(kv_len, 1 << (seen - 1).bit_length()) if window else kv_len
 
 
 def require(holds: bool, message: str) -> None:
@@ -21,8 +28,8 @@ def require(holds: bool, message: str) -> None:
 
 
 def require_dtypes(dtype: str, **others: str) -> None:
-    """Raises ProblemError unless `dtype` is a 16-bit type and the others are that type or fp32."""
-    require(dtype in ("fp16", "bf16"), f"dtype={dtype!r} is not one of: fp16, bf16")
+    """Raises ProblemError unless `dtype` is fp16, bf16 or fp32 and the others are that type or fp32."""
+    require(dtype in DTYPES, f"dtype={dtype!r} is not one of: {', '.join(DTYPES)}")
     for name, value in others.items():
         require(value in (dtype, "fp32"), f"{name}={value!r} is not one of: {dtype} (the dtype), fp32")
 
@@ -37,10 +44,12 @@ def require_tokens(num_tokens: int) -> None:
     require(0 < num_tokens <= INT32_MAX, f"num_tokens={num_tokens} is not in 1..{INT32_MAX}")
 
 
-def why_no_bf16(arch: Arch, dtype: str) -> str | None:
-    """Why activations of `dtype` cannot run on `arch`, with what can."""
+def why_no_dtype(arch: Arch, dtype: str) -> str | None:
+    """Why activations of `dtype` cannot run on `arch`, with what can. fp32 is the reference's alone."""
+    if dtype == "fp32":
+        return f"no body computes in fp32; use dtype={arch.dtype}, or the reference"
     if dtype == "bf16" and not arch.has_bf16:
-        return f"bf16 needs sm80 or newer and {arch} has none; use dtype=fp16 with residual_dtype=fp32"
+        return f"bf16 needs sm80 or newer and {arch} has none; use fp16, and fp32 for a residual stream"
     return None
 
 

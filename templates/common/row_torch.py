@@ -1,4 +1,4 @@
-"""What the row kernels' references, cases and benches share: dtypes, roundings, poisoned outputs, tolerances."""
+"""What references, ops, cases and benches share: dtypes, roundings, poisoned outputs, tolerances."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from kerngen.templates.kernel import Tolerance
 
 TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 # Unit roundoff: half the distance from 1 to the next number.
 UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 

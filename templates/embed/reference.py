@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kerngen.templates.common.row_torch import rounded
 from kerngen.templates.embed.spec import Problem
-from kerngen.templates.kernel import Case, Tolerance
+from kerngen.templates.kernel import Tolerance
 
 
-def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """out [num_tokens, hidden] in fp32, holding values of dtype; NaN rows for ids outside the table."""
-    p: Problem = case.problem
+    p = problem
     ids = inputs["ids"]
     valid = (ids >= 0) & (ids < p.vocab_size)
     rows = inputs["table"][ids.clamp(0, p.vocab_size - 1)].float()

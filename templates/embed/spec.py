@@ -14,7 +14,7 @@ from kerngen.templates.common.row_spec import (
     require_tokens,
     require_vectors,
     why_flat_too_long,
-    why_no_bf16,
+    why_no_dtype,
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
@@ -65,7 +65,7 @@ OUTPUTS = ("out",)
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_bf16(target.arch, problem.dtype)
+    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

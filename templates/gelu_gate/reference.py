@@ -12,12 +12,12 @@ from torch.nn.functional import gelu
 
 from kerngen.templates.common.row_torch import UNIT, rounded
 from kerngen.templates.gelu_gate.spec import Problem
-from kerngen.templates.kernel import Case, Tolerance
+from kerngen.templates.kernel import Tolerance
 
 
-def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """out [num_tokens, width] in fp32, holding values of dtype."""
-    p: Problem = case.problem
+    p = problem
     if p.packed:
         gate, up = inputs["gate"].float().split(p.width, dim=-1)
     else:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.kernel import Case, Tolerance
+from kerngen.templates.kernel import Tolerance
 from kerngen.templates.moe_route.spec import Problem
 
 
-def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """topk_ids, topk_weights: [num_tokens, top_k] in fp32, in falling order of logit, the lower id first on a tie."""
-    p: Problem = case.problem
+    p = problem
     logits = inputs["logits"].float()
     logits = torch.where(logits.isnan(), float("nan"), logits)  # torch sorts a negative NaN last on a GPU
     logits, ids = logits.sort(dim=-1, descending=True, stable=True)

@@ -14,7 +14,7 @@ from kerngen.templates.common.row_spec import (
     require,
     require_dtypes,
     require_tokens,
-    why_no_bf16,
+    why_no_dtype,
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
@@ -71,7 +71,7 @@ OUTPUTS = ("topk_ids", "topk_weights")
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_bf16(target.arch, problem.dtype)
+    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.common.row_torch import rms_norm, rounded, tolerance_of_flips
-from kerngen.templates.kernel import Case, Tolerance
+from kerngen.templates.kernel import Tolerance
 from kerngen.templates.qkv_norm_rope.spec import Problem
 
 
@@ -28,9 +28,9 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, num_rotated_pairs: int,
     return rounded(rounded(x * cos, dtype) + rounded(turned * sin, dtype), dtype)
 
 
-def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """q, and unless q_only k_cache and v_cache, in fp32; rows of the caches that no slot names keep what they hold."""
-    p: Problem = case.problem
+    p = problem
     eps, positions, inv_freq = inputs["eps"], inputs["positions"], inputs["inv_freq"]
     heads = inputs["qkv"].float().view(p.num_tokens, p.num_heads, p.head_dim)
     q, k, v = heads.split((p.num_q_heads, p.num_kv_heads, p.num_heads - p.num_q_heads - p.num_kv_heads), dim=1) if (

@@ -12,7 +12,7 @@ from kerngen.templates.common.row_spec import (
     require,
     require_dtypes,
     require_tokens,
-    why_no_bf16,
+    why_no_dtype,
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
@@ -93,7 +93,7 @@ OUTPUTS = ("q", "k_cache", "v_cache")
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_bf16(target.arch, problem.dtype)
+    return why_no_dtype(target.arch, problem.dtype)
 
 
 def _heads_per_block(problem: Problem, config: Config) -> int:

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from kerngen.templates.common.row_torch import rms_norm, rounded, tolerance_of_flips
-from kerngen.templates.kernel import Case, Tolerance
+from kerngen.templates.kernel import Tolerance
 from kerngen.templates.rmsnorm.spec import Problem
 
 
-def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """out [num_tokens, hidden] in fp32, holding values of dtype."""
-    return {"out": rounded(rms_norm(inputs["x"], inputs["weight"], inputs["eps"]), case.problem.dtype)}
+    return {"out": rounded(rms_norm(inputs["x"], inputs["weight"], inputs["eps"]), problem.dtype)}
 
 
 def tolerance(problem: Problem) -> Tolerance:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.common.row_torch import UNIT, rounded
-from kerngen.templates.kernel import Case, Tolerance
+from kerngen.templates.kernel import Tolerance
 from kerngen.templates.softcap_argmax.spec import Problem
 
 
-def expected(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """ids [num_tokens] and, with write_capped, capped [num_tokens, vocab_size], in fp32 (an id below 2^24 is exact)."""
-    p: Problem = case.problem
+    p = problem
     logits, step = inputs["logits"].float(), p.logits_dtype if p.round_steps else "fp32"
     x = logits
     if p.has_cap:

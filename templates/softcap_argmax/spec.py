@@ -18,7 +18,7 @@ from kerngen.templates.common.row_spec import (
     require_dtypes,
     require_tokens,
     require_vectors,
-    why_no_bf16,
+    why_no_dtype,
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
@@ -73,7 +73,9 @@ OUTPUTS = ("ids", "capped")
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_bf16(target.arch, problem.logits_dtype)
+    if problem.logits_dtype == "fp32":
+        return None  # read as they are
+    return why_no_dtype(target.arch, problem.logits_dtype)
 
 
 def num_splits(problem: Problem, config: Config) -> int:

@@ -77,8 +77,14 @@ def unpack(w_packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return _words(q), scales.transpose(1, 2).reshape(strips * STRIP, -1).contiguous()
 
 
-def dequantize(weight_packed: Tensor, weight_scale: Tensor) -> Tensor:
-    """(nibble - 8) * scale in fp32: [N, K], from compressed-tensors' layout."""
+def dequantize(weight_packed: Tensor, weight_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(nibble - 8) * scale as [N, K] in dtype, from compressed-tensors' layout; the product is exact in fp32."""
     n, k = weight_packed.shape[0], weight_packed.shape[1] * 8
-    q = _nibbles(weight_packed).view(n, k).float() - 8.0
-    return q * weight_scale.float().repeat_interleave(k // weight_scale.shape[1], dim=1)
+    group_size = k // weight_scale.shape[1]
+    dense = torch.empty(n, k, dtype=dtype, device=weight_packed.device)
+    rows = max(1, (1 << 24) // k)  # at a time: bounds the scratch
+    for begin in range(0, n, rows):
+        part = slice(begin, begin + rows)
+        q = _nibbles(weight_packed[part]).view(-1, k // group_size, group_size).float() - 8.0
+        dense[part] = (q * weight_scale[part].float()[:, :, None]).view(-1, k)
+    return dense

@@ -15,12 +15,12 @@ from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.errors import ProblemError
+from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 MAX_BLOCKS = 1024  # that share tiles; the template has the same figure
 GROUP_SIZES = (32, 64, 128)
-DTYPES = ("fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Problem:
         if self.group_size not in GROUP_SIZES:
             raise ProblemError(f"group_size={self.group_size} is not one of {GROUP_SIZES}")
         if self.dtype not in DTYPES:
-            raise ProblemError(f"dtype={self.dtype!r} is not one of {DTYPES}")
+            raise ProblemError(f"dtype={self.dtype!r} is not one of: {', '.join(DTYPES)}")
         if self.n < STRIP or self.n % STRIP:
             raise ProblemError(f"n={self.n} is not a positive multiple of {STRIP}: pad the rows of W with zeros")
         if self.k < self.group_size or self.k % self.group_size:
@@ -102,9 +102,7 @@ MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.dtype == "bf16" and not target.arch.has_bf16:
-        return f"{target.arch} has no bf16 tensor cores; use dtype=fp16"
-    return None
+    return why_no_dtype(target.arch, problem.dtype)
 
 
 def num_warps(config: Config) -> int:

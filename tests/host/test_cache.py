@@ -157,7 +157,7 @@ def test_a_kill_leaves_whole_files_only(cache: CompileCache) -> None:
 def test_scratch_of_the_dead_is_swept(cache: CompileCache) -> None:
     folder = cache.path(make_cubin().key).parent
     folder.mkdir(parents=True)
-    old, new = folder / ".scratch-1-old", folder / ".scratch-2-new"
+    old, new = folder / ".kerngen-scratch-old", folder / ".kerngen-scratch-new"
     for p in (old, new):
         p.write_bytes(b"torn")
     os.utime(old, (1, 1))
@@ -173,7 +173,7 @@ def test_a_disk_that_refuses_costs_one_warning(
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(cache_module, "_publish", refuse)
+    monkeypatch.setattr(cache_module, "publish", refuse)
     for _ in range(2):
         assert cache.get_or_compile(SOURCE, SM70).entries["scale"].registers > 0
     assert len(caplog.records) == 1

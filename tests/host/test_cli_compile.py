@@ -139,3 +139,10 @@ def test_kernel_check_needs_a_gpu() -> None:
     error = _fails("kernel", "check", "embed")
     assert isinstance(error, KerngenError | click.ClickException)
     assert "no CUDA device" in str(error)
+
+
+def test_show_announces_no_refusals_where_there_are_none() -> None:
+    text = _run("kernel", "show", "embed", "--arch", "sm90", "--no-source")
+    assert text.endswith("12 of 12 configurations can run, none is refused\n")
+    text = _run("kernel", "show", "rmsnorm", "--arch", "sm90", "--no-source")
+    assert "refused, with one example each:\n  " in text

@@ -5,57 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command import ROOT, Kerngen
 
-from kerngen.cli import main
 from kerngen.tuning_db import Store
 
-ROOT = Path(__file__).parents[2]
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
 COMPILE = ("compile", "--arch", "sm70", "--kernel", "embed", "--jobs", "1")
 SHOW = ("kernel", "show", "embed", "--arch", "sm70", "--no-source")
-
-
-class Kerngen:
-    """Runs `kerngen` with a cache, a database and a home of its own, all in `folder`."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
-        for name in [n for n in os.environ if n.startswith("KERNGEN_")]:
-            monkeypatch.delenv(name)
-        monkeypatch.setenv("KERNGEN_CACHE_DIR", str(folder / "cache"))
-        monkeypatch.setenv("KERNGEN_DB", str(folder / "tuning.db"))
-        monkeypatch.setenv("HOME", str(folder))
-        monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        monkeypatch.chdir(folder)
-
-    def __call__(self, *args: str) -> tuple[int, str, str]:
-        """In this process, through main(): exit code, stdout, stderr."""
-        self._monkeypatch.setattr(sys, "argv", ["kerngen", *args])
-        self._capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as e:
-            code = int(e.code or 0)
-        out, err = self._capsys.readouterr()
-        return code, out, err
-
-    def run(self, *args: str, **how: object) -> tuple[int, str, str]:
-        """In a process of its own."""
-        done = subprocess.run([sys.executable, "-m", "kerngen", *args], stdin=subprocess.DEVNULL, text=True,
-                              stderr=subprocess.PIPE, timeout=120, check=False,
-                              **{"stdout": subprocess.PIPE, **how})  # type: ignore[call-overload]  # fmt: skip
-        return done.returncode, done.stdout or "", done.stderr
-
-    def files(self) -> list[str]:
-        """Every file in its folder but what lies whole in the compile cache."""
-        paths = (p.relative_to(self.folder) for p in self.folder.rglob("*") if p.is_file())
-        return sorted(str(p) for p in paths if p.parts[0] != "cache" or p.name.startswith("."))
 
 
 @pytest.fixture
@@ -79,7 +38,10 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
     [
         (("tune", "--arch", "sm71", "--model", "gemma-4-31b"), 2, r"unknown arch 'sm71'\n.*sm70, sm75"),
         (("compile", "--arch", "", "--cases"), 2, r"no arch given\n.*sm70"),
-        (("arch", "show", "volta"), 2, r"unknown arch 'volta'"),
+        (("arch", "show", "volta"), 2, r"unknown arch 'volta'\n  known: "),
+        (("arch", "show", "3090"), 2, r"unknown arch '3090'\n  RTX3090 is sm86; known: "),
+        (("compile", "--arch", "h100", "--cases"), 2, r"unknown arch 'h100'\n  H100 is sm90; known: "),
+        (("arch", "show", "90"), 2, r"unknown arch '90'\n  did you mean sm90\? known: "),
         (("tune", "--arch", "sm70", "--model", "gemma-5"), 2, r"unknown model 'gemma-5'\n.*gemma-4-31b"),
         (("tune", "--arch", "sm70", "--model", "./nowhere"), 2, r"nowhere is not a folder"),
         (("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--draft", "x"), 2, r"--draft goes with a folder"),
@@ -89,9 +51,11 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
         (("kernel", "show", "embd", "--arch", "sm70"), 2, r"unknown kernel 'embd'\n.*did you mean embed\?"),
         ((*TUNE, "--kernel", "moe_route"), 2, r"gemma-4-31b needs no moe_route on sm70\n.*embed"),
         ((*SHOW, "--problem", "hidden=7"), 2, r"hidden=7 is not a positive multiple of 8"),
-        ((*SHOW, "--problem", "width=8"), 2, r"'width=8' is not FIELD=VALUE.*\n.*hidden, vocab_size"),
+        ((*SHOW, "--problem", "width=8"), 2, r"unknown problem field 'width'\n.*hidden, vocab_size"),
+        ((*SHOW, "--problem", "hidden"), 2, r"'hidden' is not FIELD=VALUE\n.*hidden, vocab_size"),
+        ((*SHOW, "--config", "thread=64"), 2, r"unknown config field 'thread'\n.*did you mean threads\?"),
         ((*SHOW, "--problem", "hidden=wide"), 2, r"hidden='wide' is not of type int"),
-        ((*SHOW, "--problem", "dtype=bf16"), 1, r"bf16 needs sm80 or newer"),
+        ((*SHOW, "--problem", "dtype=bf16"), 1, r"bf16 needs sm80 or newer and sm70 has none; use fp16"),
         ((*SHOW, "--config", "threads=2048"), 2, r"threads=2048 is not in embed's space\n.*64, 128, 256, 512"),
         (("kernel", "show", "w4a16_gemm", "--arch", "sm70"), 2, r"n, k must be given"),
         ((*TUNE, "--device", "V101"), 2, r"unknown device 'V101'\n.*did you mean V100\?"),
@@ -99,9 +63,10 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
         ((*TUNE, "--time-budget", "soon"), 2, r"'soon' is no duration"),
         ((*TUNE, "--trials", "0"), 2, r"--trials.*0 is not in the range"),
         (COMPILE, 2, r"--model NAME for a workload, or --cases"),
+        ((*COMPILE, "--model", "gemma-4-31b", "--cases"), 2, r"--model and --cases are two things.*\n.*one of them"),
         (("no-such-command",), 2, r"No such command 'no-such-command'"),
         (("db", "show", "ffff"), 2, r"no winner with id ffff"),
-        (("db", "explain", "embed", "--arch", "sm70", "--problem", "x=1"), 2, r"'x=1' is not FIELD=VALUE"),
+        (("db", "explain", "embed", "--arch", "sm70", "--problem", "x=1"), 2, r"unknown problem field 'x'"),
         (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", "hi", "--device", "potato"), 2, "'potato'"),
         (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", ""), 2, "the prompt is empty"),
         (("run", ".", "--prompt", "hi", "--backend", "torch", "--db", "x.db"), 2, "torch backend looks nothing up"),
@@ -126,11 +91,14 @@ def test_a_model_that_does_not_fit_is_refused_at_once(kerngen: Kerngen, monkeypa
         ("notes.txt", "is not an SQLite database", "is not an SQLite database"),
         ("half.db", r"is cut short: 2,048 of \d[\d,]+ bytes", r"is cut short: 2,048 of \d[\d,]+ bytes"),
         ("newer.db", "newer kerngen", "newer kerngen"),
-        (".", "Is a directory", "no such file"),
+        (".", "is a folder, not a database", "is a folder, not a database"),
+        ("fifo", "is no regular file", "is no regular file"),
+        ("x" * 300, "File name too long", "File name too long"),
     ],
 )
 def test_a_database_that_cannot_be_used(kerngen: Kerngen, place: str, writing: str, reading: str) -> None:
     (kerngen.folder / "notes.txt").write_text("Not a database, and somebody's work.\n")
+    os.mkfifo(kerngen.folder / "fifo")
     for name in ("half.db", "newer.db"):
         Store.open(kerngen.folder / name).close()
     os.truncate(kerngen.folder / "half.db", 2048)
@@ -145,6 +113,17 @@ def test_a_database_that_cannot_be_used(kerngen: Kerngen, place: str, writing: s
     assert {name.removesuffix("-wal").removesuffix("-shm") for name in kerngen.files()} == set(before)
 
 
+def test_a_users_database_that_cannot_be_opened_is_named_and_passed_over(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one in a home that is somebody else's; a file name that is too long stands for it."""
+    monkeypatch.setenv("KERNGEN_DB", "x" * 300)
+    code, out, err = kerngen.run("db", "ls", "--kernel", "embed")
+    assert code == 0
+    assert "embed on sm90" in out
+    assert err == f"{'x' * 300}: File name too long; looking on without it\n"
+
+
 def test_a_cache_that_cannot_be_written_is_a_warning(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     (kerngen.folder / "notes.txt").write_text("a file where a folder is expected")
     for place in ("/proc/nowhere", "notes.txt"):
@@ -155,6 +134,43 @@ def test_a_cache_that_cannot_be_written_is_a_warning(kerngen: Kerngen, monkeypat
         assert err.count("\n") == 1
         assert f"cannot write to the compile cache {place}" in err
     assert kerngen.files() == ["notes.txt"]
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "/proc/1/nowhere"])
+def test_a_home_that_cannot_be_written(kerngen: Kerngen, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs a place says which variable names one; what needs none works."""
+    monkeypatch.setenv("HOME", home)
+    for name in ("KERNGEN_CACHE_DIR", "KERNGEN_DB", "CUPY_CACHE_DIR", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    code, out, err = kerngen.run("doctor")
+    assert code == 0, err
+    assert "NVRTC" in out
+    for subject, fix in (("cache", "KERNGEN_CACHE_DIR"), ("database", "KERNGEN_DB")):
+        assert re.search(rf"^-- +{subject} .* cannot be .*\n +export {fix}=", out, re.MULTILINE), out
+    code, out, err = kerngen.run(
+        "compile", "--arch", "sm90", "--model", "gemma-4-31b", "--kernel", "embed", "-o", "out"
+    )
+    assert code == 0, err
+    assert "5 files in out" in out
+    assert "cannot write to the compile cache" in err
+    assert "KERNGEN_CACHE_DIR" in err
+    code, out, err = kerngen.run(*COMPILE, "--cases")
+    assert (code, out) == (1, "")
+    assert re.search(r"CacheError: nothing was kept.*\n.*-o.*KERNGEN_CACHE_DIR", err)
+    code, out, err = kerngen.run(*TUNE)
+    assert (code, out) == (1, "")
+    assert re.search(r"DatabaseError: .*cannot make its folder.*\n.*KERNGEN_DB", err)
+    code, _, err = kerngen.run(*TUNE, "--db", "own.db")
+    assert code == 0, err
+    code, _, err = kerngen.run("db", "ls", "--arch", "sm90")
+    assert (code, err) == (0, "")
+
+
+def test_a_cupy_folder_that_cannot_be_made_is_named(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/dev/null/here")
+    code, out, err = kerngen.run(*SHOW)
+    assert (code, out) == (1, "")
+    assert re.search(r"ToolchainError: .*/dev/null/here.*\n.*export CUPY_CACHE_DIR=", err)
 
 
 @pytest.mark.parametrize(("place", "code"), [("/proc/nowhere", 1), ("notes.txt/out", 1), ("notes.txt", 2)])

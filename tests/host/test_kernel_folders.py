@@ -222,7 +222,7 @@ def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> N
             is_tensor = value is None or isinstance(value, torch.Tensor)
             assert is_tensor == (kinds[name] == "ptr"), f"{case}: {name} is {type(value)}, declared {kinds[name]}"
             assert not isinstance(value, torch.Tensor) or value.is_contiguous(), f"{case}: {name} is not contiguous"
-        expected = kernel.reference.expected(case, inputs)
+        expected = kernel.reference.expected(case.problem, inputs)
         assert set(expected) == {n for n in kernel.outputs if inputs[n] is not None}, case.name
         for name, right in expected.items():
             assert right.dtype == torch.float32, f"{case}: {name} is {right.dtype}"

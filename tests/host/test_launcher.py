@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,7 @@ class Played:
 
     refuses: bytes | None = None
 
-    def __init__(self, kernel: Any, config: Any, target: Any, image: bytes, source: str) -> None:
+    def __init__(self, kernel: Any, config: Any, target: Any, image: bytes, source: str, index: int) -> None:
         if image == self.refuses:
             raise LaunchError("the driver cannot load it")
         self.config, self.image, self.source = config, image, source
@@ -46,10 +45,8 @@ def resolve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(Played, "refuses", None)
 
     def resolve(winner: Any = None) -> Any:
-        def lookup(stores: Sequence[Any], *args: Any) -> Any:
-            return winner
-
-        monkeypatch.setattr("kerngen.tuning_db.lookup", lookup, raising=False)
+        bound = SimpleNamespace(answer=lambda problem: winner)
+        monkeypatch.setattr("kerngen.tuning_db.Bound", lambda *args: bound, raising=False)
         stores: Any = [] if winner is None else ["a store"]
         return launcher.Launcher(stores, CompileCache(tmp_path)).function(KERNEL, PROBLEM)
 
@@ -89,17 +86,3 @@ def test_code_that_the_driver_refuses_is_compiled_anew(resolve: Any, caplog: pyt
         found = resolve(_winner(cubin=newer))
     assert found.image == real.cubin.image
     assert "compiling it here instead" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{"vecs_per_thread": 1, "rows_per_block": 8}, {"vecs_per_thread": 3, "gone": 1}],
-    ids=["invalid", "another Config"],
-)
-def test_a_configuration_that_cannot_run_gives_way(
-    resolve: Any, config: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        found = resolve(_winner(config=config))
-    assert found.config == KERNEL.default_config(PROBLEM, Target.of(SM90))
-    assert "using the default" in caplog.text

@@ -22,7 +22,7 @@ def _expected(logits: torch.Tensor, top_k: int, scale: torch.Tensor | None = Non
     inputs = KERNEL.cases.inputs(case, "cpu")
     inputs["logits"] = logits
     inputs["per_expert_scale"] = torch.ones(experts) if scale is None else scale
-    return KERNEL.reference.expected(case, inputs)
+    return KERNEL.reference.expected(case.problem, inputs)
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (16, 2)])

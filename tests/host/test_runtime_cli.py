@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_gemma import BASE, make_assistant, make_target
+from tiny_gemma import BASE, F, S, hf_greedy, make_assistant, make_target
 from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import Gemma4ForCausalLM
 
-from kerngen.errors import CheckpointError, DeviceError
+from kerngen.errors import CheckpointError, DeviceError, UsageError
 from kerngen.runtime.backend import explaining_memory
 from kerngen.runtime.session import find_drafter
 from kerngen.runtime.text import MAX_TEMPLATE_BYTES, TextCodec, render_chat
@@ -87,6 +91,23 @@ def test_bos_stands_at_the_front_exactly_once(codec: TextCodec) -> None:
     assert codec.encode("") == [2]
 
 
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_what_a_tokenizer_cuts_or_pads_is_not_obeyed(
+    kerngen: Terminal, folder: Path, tmp_path: Path, setting: str
+) -> None:
+    copy(folder, tmp_path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if setting == "truncation":
+        tokenizer.enable_truncation(max_length=4)
+    else:
+        tokenizer.enable_padding(length=40, pad_id=0, pad_token="<pad>")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    common = ("--prompt", "abcdefgh", "--no-chat", "--device", "cpu", "--max-new-tokens", 3, "--json")
+    plain, set_ = (json.loads(kerngen("run", place, *common).out) for place in (folder, tmp_path))
+    assert set_["num_prompt_tokens"] == plain["num_prompt_tokens"] == 9
+    assert set_["tokens"] == plain["tokens"]
+
+
 def test_chat_renders_gemmas_turns(codec: TextCodec) -> None:
     text = codec.chat([{"role": "user", "content": " hi "}])
     assert text == "<bos><|turn>user\nhi<turn|>\n<|turn>model\n"
@@ -123,11 +144,24 @@ def test_a_stream_that_ends_within_a_character_says_so(codec: TextCodec) -> None
         "{{ 10 ** 9999999999 }}",
         "{% if %}",
         "{% include 'secret' %}",
+        "{% for i in x %}" * 30 + "{% endfor %}" * 30,  # SyntaxError: more blocks than Python nests
+        "{{ '{:>1000000000000}'.format(1) }}",  # MemoryError
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",  # RecursionError
+        "{{ strftime_now(messages) }}",
     ],
 )
 def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
     with pytest.raises(CheckpointError, match="chat template failed"):
         render_chat(source, messages=[])
+
+
+def test_a_template_fails_with_a_reason_whatever_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr("kerngen.runtime.text.datetime", SimpleNamespace(now=stop))
+    with pytest.raises(CheckpointError, match="chat template failed: RuntimeError"):
+        render_chat("{{ strftime_now('%Y') }}", messages=[])
 
 
 def test_a_template_cannot_write_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +201,20 @@ def test_run_json_holds_what_was_streamed(kerngen: Terminal, folder: Path) -> No
     assert one == two != three
 
 
+def test_run_reads_what_transformers_saves(kerngen: Terminal, tmp_path: Path) -> None:
+    """Twelve layers, so that per_layer_config has the key "05", with KV heads that differ and ones that do not."""
+    layers: dict[str, Any] = {"num_hidden_layers": 12, "layer_types": [S, S, S, S, S, F] * 2}
+    for name, more in (("heads", {}), ("no heads", {"num_key_value_heads": 1})):
+        hf = make_target(tmp_path / name, "k_eq_v", **layers, **more)
+        hf.save_pretrained(tmp_path / f"{name} again")
+        texts = []
+        for folder in (tmp_path / name, tmp_path / f"{name} again"):
+            write_tokenizer(folder)
+            texts.append(kerngen("run", folder, "--prompt", "hello", "--max-new-tokens", 8, "--device", "cpu").out)
+        assert "per_layer_config" in (tmp_path / f"{name} again" / "config.json").read_text()
+        assert texts[0] == texts[1]
+
+
 def test_the_drafter_is_found_beside_its_target(tmp_path: Path) -> None:
     def checkpoint(name: str) -> Path:
         (tmp_path / name).mkdir(parents=True)
@@ -182,14 +230,128 @@ def test_the_drafter_is_found_beside_its_target(tmp_path: Path) -> None:
 
 
 def test_run_says_so_when_the_stored_head_is_not_the_table(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0)  # the likeliest token is the next one
+    save_file(tensors, tmp_path / "model.safetensors")
+    common = ("--prompt", "x", "--device", "cpu", "--max-new-tokens", 1, "--json")
+    said = kerngen("run", tmp_path, *common)
+    assert said.err.startswith(f"warning: {tmp_path}: config.json says tie_word_embeddings, but lm_head.weight differs")
+    vocab = BASE["vocab_size"]
+    (plain,) = json.loads(kerngen("run", folder, *common).out)["tokens"]
+    assert json.loads(said.out)["tokens"] == [(plain + 1) % vocab]
+
+
+def test_run_fills_in_what_transformers_has_a_default_for(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("rope_parameters", "final_logit_softcapping"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.layer_scalar"]
+    tensors["model.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = kerngen("run", tmp_path, "--prompt", "x", "--no-chat", "--device", "cpu", "--max-new-tokens", 12, "--json")
+    assert "warning: " in said.err
+    assert "rotary_emb.inv_freq is stored and ignored" in said.err
+    assert "layers.0.layer_scalar is not stored; 1 is used" in said.err
+    report = json.loads(said.out)
+    hf = Gemma4ForCausalLM.from_pretrained(tmp_path)
+    prompt = TextCodec(folder, bos_id=2).encode("x")
+    assert report["tokens"] == hf_greedy(hf, prompt, 12)[: report["num_tokens"]]
+
+
+@pytest.mark.parametrize("name", ["kv_cache_scheme", "transform_config"])
+def test_run_refuses_a_quantization_that_it_would_not_compute(
+    kerngen: Terminal, folder: Path, tmp_path: Path, name: str
+) -> None:
+    copy(folder, tmp_path)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quant}
+    common = ("run", tmp_path, "--prompt", "x", "--device", "cpu", "--max-new-tokens", 2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kerngen(*common)
+    quant[name] = {"config_groups": {"group_0": {"num_bits": 8}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = kerngen(*common, code=1)
+    assert said.err.startswith(f"CheckpointError: {tmp_path / 'config.json'}: quantization_config: {name} is set")
+
+
+def test_run_refuses_a_table_of_per_layer_inputs_that_lacks_tokens(kerngen: Terminal, tmp_path: Path) -> None:
+    """transformers fails when such a token comes; any token may."""
+    make_target(tmp_path, "shared_ple", vocab_size_per_layer_input=20)
+    write_tokenizer(tmp_path)
+    said = kerngen("run", tmp_path, "--prompt", "xyz", "--device", "cpu", "--max-new-tokens", 2, code=1)
+    assert said.err.startswith("CheckpointError: ")
+    assert "vocab_size_per_layer_input is 20" in said.err
+
+
+def test_run_opens_a_file_larger_than_memory(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    """A tower that is not read, twice the size of memory and swap, as a hole in the file."""
+    try:
+        numbers = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    except FileNotFoundError:
+        pytest.skip("only Linux says in /proc/meminfo how much memory there is")
+    size = 2 * 1024 * (int(numbers["MemTotal:"]) + int(numbers["SwapTotal:"]))
+    copy(folder, tmp_path)
+    path = tmp_path / "model.safetensors"
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    header["tower.weight"] = {"dtype": "U8", "shape": [size], "data_offsets": [len(data), len(data) + size]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    try:
+        os.truncate(path, path.stat().st_size + size)
+    except OSError as e:
+        pytest.skip(f"no file of {size:,} B can be made here: {e.strerror}")
+    common = ("--prompt", "hello", "--device", "cpu", "--max-new-tokens", 3)
+    said = kerngen("run", tmp_path, *common)
+    assert said.out == kerngen("run", folder, *common, "--no-draft").out
+    assert "warning" not in said.err
+
+
+BROKEN_TENSORS = {
+    "q_proj": "model.layers.2.self_attn.q_proj.weight",
+    "norm": "model.layers.0.input_layernorm.weight",
+    "last norm": "model.norm.weight",
+    "embedding of a token that is not in the prompt": "model.embed_tokens.weight",
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", BROKEN_TENSORS)
+def test_run_ends_where_the_weights_are_no_numbers(
+    kerngen: Terminal, folder: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    copy(folder, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[BROKEN_TENSORS[name]][-1] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    common = ("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
+    for more in ((), ("--temperature", 0.8), ("--temperature", 1, "--top-k", 5, "--top-p", 0.9)):
+        said = kerngen(*common, *more, code=1)
+        assert said.err.startswith("NumericsError: no token can follow 21 tokens: the model computed NaN or infinity")
+        assert "check the checkpoint's weights" in said.err
+        assert said.out == ""
+
+
+def test_run_samples_at_the_smallest_temperature_and_top_p(kerngen: Terminal, folder: Path) -> None:
+    common = ("run", folder, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
+    greedy = kerngen(*common).out
+    for more in (("--temperature", 1e-38), ("--temperature", 1e-46), ("--temperature", 1, "--top-p", 1e-46)):
+        assert kerngen(*common, *more).out == greedy
+
+
+def copy(folder: Path, to: Path) -> None:
+    """The files of a checkpoint, without its drafter."""
     for file in folder.iterdir():
         if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", "--max-new-tokens", 2)
-    assert said.err.startswith(f"warning: {tmp_path}: lm_head.weight differs")
+            (to / file.name).write_bytes(file.read_bytes())
 
 
 def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path) -> None:
@@ -198,7 +360,72 @@ def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path)
     assert json.loads(kerngen(*common).out)["num_prompt_tokens"] > 10
 
 
+@pytest.mark.parametrize(
+    ("part", "setting", "message"),
+    [
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "cannot encode the text: chunk size must be non-zero"),
+        (
+            "model",
+            {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"},
+            "cannot encode the text: WordLevel error",
+        ),
+        ("decoder", {"type": "Nothing"}, "is not a tokenizer"),
+    ],
+)
+def test_run_on_a_tokenizer_that_fails(
+    kerngen: Terminal, folder: Path, tmp_path: Path, part: str, setting: dict[str, Any], message: str
+) -> None:
+    """The library panics in Rust on some files, which is no Exception in Python."""
+    copy(folder, tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {part: setting, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = kerngen("run", tmp_path, "--prompt", "e", "--device", "cpu", "--max-new-tokens", 3, code=1)
+    assert said.err.startswith(f"CheckpointError: {tmp_path / 'tokenizer.json'} {message}")
+
+
+def test_a_decoder_that_fails_is_one_clear_error(folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    decoder = {"type": "Strip", "content": "e", "start": 0, "stop": 9}  # reads before the start of a token "e"
+    tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {"decoder": decoder}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    codec = TextCodec(tmp_path, bos_id=2)
+    with pytest.raises(CheckpointError, match="cannot decode the tokens: index out of bounds"):
+        codec.stream().push(codec.encode("e"))
+
+
+def test_text_that_is_not_unicode_is_refused(codec: TextCodec) -> None:
+    with pytest.raises(UsageError, match=r"character 2 is '\\ud800'"):
+        codec.encode("ab\ud800")
+
+
+def test_run_on_a_prompt_or_template_that_is_not_unicode(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    said = kerngen("run", folder, "--prompt", os.fsdecode(b"bad \xff byte"), "--device", "cpu", code=2)
+    assert said.err == "UsageError: --prompt is not UTF-8: character 4 is '\\udcff'\n"
+    said = kerngen("run", folder, "--device", "cpu", stdin=b"bad \xff byte", code=2)
+    assert said.err.startswith("UsageError: standard input is not UTF-8")
+    copy(folder, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ '\\ud800' }}")
+    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=2)
+    assert said.err == "UsageError: the text is not Unicode: character 0 is '\\ud800'\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["rms_norm_eps", "final_logit_softcapping", "hidden_size", "sliding_window", "vocab_size"]
+)
+def test_run_on_a_number_beyond_all_bounds(kerngen: Terminal, folder: Path, tmp_path: Path, name: str) -> None:
+    copy(folder, tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {name: 10**400}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
+    assert said.err.startswith(f"CheckpointError: {tmp_path / 'config.json'}: {name} is 1000000")
+    assert len(said.err) < 400 + len(str(tmp_path))
+
+
 def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    suppressing = tmp_path / "suppressing"
+    suppressing.mkdir()
+    copy(folder, suppressing)
+    (suppressing / "generation_config.json").write_text(json.dumps({"suppress_tokens": list(range(96))}))
     usage = (
         (("run", tmp_path / "none", "--prompt", "x"), "is not a folder"),
         (("run", folder, "--prompt", ""), "the prompt is empty"),
@@ -209,6 +436,7 @@ def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, t
         (("run", folder / "assistant", "--prompt", "x"), "holds a drafter"),
         (("run", folder, "--prompt", "x", "--max-new-tokens", BASE["max_position_embeddings"]), "the model takes"),
         (("run", folder, "--prompt", "x", "--dtype", "fp8"), "fp8"),
+        (("run", suppressing, "--prompt", "x"), "all 96 tokens are suppressed"),
     )
     for args, message in usage:
         code = 1 if message == "config.json" else 2
@@ -235,9 +463,7 @@ def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, t
 def test_run_on_a_damaged_folder(
     kerngen: Terminal, folder: Path, tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:
-    for file in folder.iterdir():
-        if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+    copy(folder, tmp_path)
     (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
     said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
     assert said.err.startswith("CheckpointError: ")

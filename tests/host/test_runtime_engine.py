@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from kerngen.errors import UsageError
+from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
-from kerngen.runtime.sampling import Sampling, accept_greedy, accept_sampled, distribution, sample
+from kerngen.runtime.sampling import Sampling, accept_greedy, accept_sampled, distribution, likeliest, sample
 
 PROMPT = prompt(21)
 COUNT = 64
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +57,10 @@ class Oracle(Drafter):
         self.known = tokens
         self.period = period
 
-    def draft(self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int) -> Tensor:
-        super().draft(ids, hidden, lengths, cache, count)  # the real one still runs
+    def draft(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
+    ) -> Tensor:
+        super().draft(ids, hidden, lengths, cache, count, max_kv_len)  # the real one still runs
         at = int(lengths) - len(PROMPT) + 1
         known = [*self.known, *[0] * (count + 1)]
         right = known[at : at + count]
@@ -150,6 +154,87 @@ def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float
     ids, probs = distribution(logits, Sampling(temperature, top_k, top_p))
     dense = torch.zeros_like(logits).scatter(1, ids, probs)
     torch.testing.assert_close(dense, torch.softmax(expected, -1), atol=1e-6, rtol=1e-5)
+
+
+SMALLEST = [(1e-38, 1.0), (1e-46, 1.0), (5e-324, 1.0), (1.0, 1e-46), (1e-40, 1e-300)]
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), SMALLEST)
+@pytest.mark.parametrize("top_k", [0, 1, 5])
+def test_the_smallest_filters_keep_the_likeliest_token(temperature: float, top_p: float, top_k: int) -> None:
+    logits = 30 * torch.randn(16, 40, generator=torch.Generator().manual_seed(0)).tanh()
+    logits[3] = -INF
+    logits[3, 7] = -29.0  # all others are suppressed
+    ids, probs = distribution(logits, Sampling(temperature, top_k, top_p))
+    assert torch.equal(ids[:, 0], logits.argmax(-1))
+    assert torch.equal(probs, torch.zeros_like(probs).index_fill(1, torch.tensor([0]), 1.0))
+
+
+def test_the_highest_temperatures_are_uniform_over_what_is_not_suppressed() -> None:
+    logits = torch.tensor([[30.0, -30.0, -INF, 0.0]])
+    for temperature in (1e30, 1e39, 1e300):
+        ids, probs = distribution(logits, Sampling(temperature))
+        assert torch.equal(torch.zeros_like(probs).scatter(1, ids, probs), torch.tensor([[1 / 3, 1 / 3, 0, 1 / 3]]))
+
+
+BROKEN = {
+    "one NaN": [1.0, NAN, 2.0, 0.0],
+    "all NaN": [NAN] * 4,
+    "infinite": [1.0, INF, 2.0, 0.0],
+    "none left": [-INF] * 4,
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_no_token_is_chosen_from_what_is_no_number(case: str) -> None:
+    logits = torch.tensor([[0.5, 2.5, 1.0, -1.0], BROKEN[case]])
+    assert likeliest(logits).tolist() == [1, -1]
+    for sampling in (Sampling(1.0), Sampling(0.7, 3), Sampling(1.3, 0, 0.9), Sampling(1.0, 2, 1e-46)):
+        ids, probs = distribution(logits, sampling)
+        assert sample(ids, probs, torch.tensor([0.1, 0.1])).tolist() == [1, -1]
+        # verified: the draft has probability enough to be accepted, and the row after it is the broken one
+        accepted, tokens = accept_sampled(torch.tensor([[1]]), ids[None], probs[None], torch.full((1, 2, 2), 0.01))
+        assert (accepted.tolist(), tokens.tolist()) == ([1], [[1, -1]])
+
+
+class Breaking(TorchOps):
+    """TorchOps whose hidden states become NaN after a few steps."""
+
+    num_healthy = 5
+    num_steps = 0
+
+    def logits(self, h: Tensor, *args: Any) -> Tensor:
+        self.num_steps += 1
+        return super().logits(h if self.num_steps <= self.num_healthy else h * NAN, *args)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("sampling", [None, Sampling(0.9, 10, 0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("suppressed", [(), (95,)])
+def test_a_model_that_breaks_while_it_generates_is_an_error(
+    folders: dict[str, tuple[Path, Path]], drafts: bool, sampling: Sampling | None, suppressed: tuple[int, ...]
+) -> None:
+    target, assistant = folders["shared_ple"]  # its drafter has a centroid head, which asks for no logits
+    model = load(target)
+    drafter = load_assistant(assistant, model) if drafts else None
+    plain = generate(model, drafter, sampling=sampling, suppressed_ids=suppressed).tokens
+    engine = Engine(model, drafter, max_len=len(PROMPT) + COUNT, page_size=4, suppressed_ids=suppressed)
+    model.ops = Breaking(CPU, torch.float32)
+    seen: list[int] = []
+    with pytest.raises(NumericsError, match=r"NaN or infinity \(float32\)") as caught:
+        engine.generate(PROMPT, max_new_tokens=COUNT, sampling=sampling, on_tokens=seen.extend)
+    assert 5 <= len(seen) < COUNT
+    assert seen == plain[: len(seen)]
+    found = re.search(r"no token can follow (\d+) tokens", str(caught.value))
+    assert found
+    assert len(PROMPT) + len(seen) <= int(found[1]) <= len(PROMPT) + len(seen) + 3  # drafts that were accepted with it
+    model.ops = TorchOps(CPU, torch.float32)
+    assert engine.generate(PROMPT, max_new_tokens=COUNT, sampling=sampling).tokens == plain
+
+
+def test_suppressing_every_token_is_refused(model: Gemma4) -> None:
+    with pytest.raises(UsageError, match="all 96 tokens are suppressed"):
+        Engine(model, max_len=30, suppressed_ids=range(96))
 
 
 def test_samples_follow_the_distribution() -> None:
@@ -256,5 +341,5 @@ def test_a_decode_step_never_waits_for_the_device(
         holder.ops = ops
     engine = Engine(model, drafter, max_len=40)
     with torch.inference_mode(), NoWaiting():
-        result = engine._step(sampling)
+        result = engine._step(sampling, 64)
     assert result.shape == (5,)

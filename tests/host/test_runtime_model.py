@@ -25,6 +25,8 @@ from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import RopeConfig
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.model import Batch, Gemma4, make_rope, rounded_scale
+from kerngen.runtime.ops import KVPages
+from kerngen.runtime.ops.eager import TorchOps
 
 PROMPT = prompt(5 * WINDOW + 3)  # the window is shorter than the prompt, and divides nothing
 HF = Gemma4ForCausalLM
@@ -106,7 +108,7 @@ def test_the_ring_holds_what_is_still_visible(targets: dict[str, tuple[Path, HF]
     while done < total:
         keep = step - rejected % step  # 5, 4, 3, 2, 1, 5, ...
         tokens = torch.cat((ids[done : done + keep], junk))[:step]  # the tail stands for rejected drafts
-        hidden = model.forward(Batch.decode(tokens[None], torch.tensor([done]), cache), cache)
+        hidden = model.forward(Batch.decode(tokens[None], torch.tensor([done]), cache, 64), cache)
         torch.testing.assert_close(hidden[:keep], expected[done : done + keep], atol=1e-4, rtol=0)
         done, rejected = done + keep, rejected + 1
 
@@ -128,13 +130,28 @@ def test_two_sequences_of_different_length_decode_together(targets: dict[str, tu
     }
     ends = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
-    ragged = Batch(ids, torch.cat(positions), kv_lens, slots, 0, ends, max(lengths))
+    ragged = Batch(ids, torch.cat(positions), kv_lens, slots, 0, max(lengths), ends, max(lengths))
     model.forward(ragged, cache, outputs="none")
     new = torch.tensor([s[n:] for s, n in zip(sequences, lengths, strict=True)])
-    hidden = model.forward(Batch.decode(new, torch.tensor(lengths), cache), cache).view(2, q_len, -1)
+    hidden = model.forward(Batch.decode(new, torch.tensor(lengths), cache, 64), cache).view(2, q_len, -1)
     for got, sequence in zip(hidden, sequences, strict=True):
         whole = prefill(model, sequence, len(sequence))
         torch.testing.assert_close(got, whole[-q_len:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_query_that_sees_no_key_gives_zeros_and_nan_stays_nan(window: int) -> None:
+    """Four queries and a cache of two tokens: the first two sit before its start."""
+    generator = torch.Generator().manual_seed(0)
+    pages = KVPages(*(torch.randn(1, 1, 4, 8, generator=generator) for _ in range(2)))
+    table, kv_lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    q = torch.randn(4, 2, 8, generator=generator)
+    q[3, 1, 5] = float("nan")
+    out = TorchOps(CPU, torch.float32).attn_decode(q, pages, table, kv_lens, 4, window, 64)
+    assert torch.equal(out[:2], torch.zeros(2, 2, 8))
+    torch.testing.assert_close(out[2], pages.v[0, :, 0].expand(2, -1))  # one key: its value
+    assert out[3, 0].isfinite().all()
+    assert out[3, 1].isnan().all()
 
 
 @pytest.mark.parametrize("num_centroids", [0, 12])
@@ -154,7 +171,7 @@ def test_drafter_logits_equal_transformers(
     token, lengths = torch.tensor([11]), torch.tensor([len(PROMPT)])
     theirs_token, theirs_hidden = token[None], out.hidden_states[-1][:, -1:]
     for _ in range(3):
-        y, hidden = drafter.step(token, hidden, lengths, cache)
+        y, hidden = drafter.step(token, hidden, lengths, cache, 64)
         with torch.no_grad():
             embedded = hf.get_input_embeddings()(theirs_token)
             theirs = assistant(

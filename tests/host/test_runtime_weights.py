@@ -13,15 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_gemma import CPU, hf_logits, load, load_assistant, make_assistant, make_target, prompt
 from torch import Tensor
+from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError, KerngenError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.model import Batch, Gemma4
-from kerngen.runtime.ops import W4Linear
+from kerngen.runtime.ops import DenseLinear, Linear, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.loader import load_model
-from kerngen.runtime.weights.quantized import dequantize
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
+from kerngen.templates.w4a16_gemm.pack import dequantize
 
 PROMPT = prompt(20)
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 32}  # groups of 128 divide
@@ -98,7 +99,7 @@ def test_packed_nibbles_are_least_significant_first() -> None:
     """The worked example of the format: word 0x8880F798 holds 0, 1, -1, 7, -8, 0, 0, 0."""
     packed = torch.tensor([[0x8880F798 - (1 << 32)] * 4], dtype=torch.int32)
     weights = W4Linear(packed, torch.tensor([[0.5]]), 1, 32, 32)
-    assert dequantize(weights)[0, :8].tolist() == [0, 0.5, -0.5, 3.5, -4, 0, 0, 0]
+    assert dequantize(weights.packed, weights.scales)[0, :8].tolist() == [0, 0.5, -0.5, 3.5, -4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -167,26 +168,75 @@ def test_dead_kv_of_shared_layers_is_ignored(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(load(tmp_path)), hf_logits(hf, PROMPT), atol=1e-4, rtol=0)
 
 
-def test_stored_head_of_a_tied_model_is_compared_and_dropped(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_what_transformers_ignores_is_ignored_with_a_warning(folder: Path) -> None:
+    expected = logits(load(folder))
+    leftover = {
+        "model.layers.1.self_attn.v_proj.weight": torch.ones(32, 32),  # layer 1 has V = K
+        "model.rotary_emb.inv_freq": torch.ones(8),
+        "model.rotary_emb.full_attention_original_inv_freq": torch.ones(16),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    edit_tensors(folder, lambda t: t.update(leftover))
+    with pytest.warns(UserWarning, match=r"inv_freq and 3 like it is stored and ignored, as in transformers"):
+        assert torch.equal(logits(load(folder)), expected)
+    torch.testing.assert_close(
+        expected, hf_logits(Gemma4ForCausalLM.from_pretrained(folder), PROMPT), atol=1e-4, rtol=0
+    )
+
+
+def test_a_layer_scalar_that_is_not_stored_is_one(folder: Path) -> None:
+    names = [f"model.layers.{i}.layer_scalar" for i in (1, 3)]
+    edit_tensors(folder, lambda t: [t.pop(name) for name in names])
+    with pytest.warns(UserWarning, match=r"layers.1.layer_scalar and 1 like it is not stored; 1 is used"):
+        ours = logits(load(folder))
+    torch.testing.assert_close(ours, hf_logits(Gemma4ForCausalLM.from_pretrained(folder), PROMPT), atol=1e-4, rtol=0)
+
+
+def test_dead_kv_of_a_drafter_is_ignored(folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    make_assistant(tmp_path / "assistant", "k_eq_v")
+    target = load(folder)
+    y = torch.randn(1, 24, generator=torch.Generator().manual_seed(5))
+    expected = load_assistant(tmp_path / "assistant", target).logits(y)
+    dead = {f"model.layers.2.self_attn.{p}.weight": torch.full((2, 2), torch.nan) for p in ("k_proj", "v_proj")}
+    edit_tensors(tmp_path / "assistant", lambda t: t.update(dead))
+    assert torch.equal(load_assistant(tmp_path / "assistant", target).logits(y), expected)
+    assert not recwarn.list
+
+
+def test_stored_head_of_a_tied_model_is_used_where_it_differs(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """As in transformers: equal values are one tensor, others are the head although the config says they are tied."""
     expected = logits(load(folder))
     edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert torch.equal(logits(load(folder)), expected)
+    model = load(folder)
+    assert torch.equal(logits(model), expected)
+    assert dense(model.weights.head).data_ptr() == model.weights.embed.data_ptr()
     assert not recwarn.list
-    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
-    with pytest.warns(UserWarning, match=r"lm_head.weight differs"):
-        assert torch.equal(logits(load(folder)), expected)
-
-
-def test_untied_head_is_used(folder: Path) -> None:
-    edit_tensors(folder, lambda t: t.update({"lm_head.weight": -t["model.embed_tokens.weight"]}))
-    expected = -logits(load_ignoring_warning(folder))
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].flip(0) + 0.5}))
+    with pytest.warns(UserWarning, match=r"tie_word_embeddings, but lm_head.weight differs"):
+        model = load(folder)
+    ours = logits(model)
+    torch.testing.assert_close(ours, hf_logits(Gemma4ForCausalLM.from_pretrained(folder), PROMPT), atol=1e-4, rtol=0)
+    assert (ours - expected).abs().max() > 1
     edit_config(folder, lambda c: c.update(tie_word_embeddings=False))
-    torch.testing.assert_close(logits(load(folder)), expected)
+    assert torch.equal(logits(load(folder)), ours)
 
 
-def load_ignoring_warning(folder: Path) -> Gemma4:
-    with pytest.warns(UserWarning, match=r"differs"):
-        return load(folder)
+def dense(weights: Linear) -> Tensor:
+    assert isinstance(weights, DenseLinear)
+    return weights.weight
+
+
+@pytest.mark.parametrize("num_centroids", [0, 12])
+def test_stored_head_of_a_drafter_is_used_where_it_differs(folder: Path, tmp_path: Path, num_centroids: int) -> None:
+    hf = make_assistant(tmp_path / "assistant", "k_eq_v", num_centroids=num_centroids)
+    head = torch.randn(hf.lm_head.weight.shape, generator=torch.Generator().manual_seed(4))
+    edit_tensors(tmp_path / "assistant", lambda t: t.update({"lm_head.weight": head}))
+    with pytest.warns(UserWarning, match=r"lm_head.weight differs"):
+        drafter = load_assistant(tmp_path / "assistant", load(folder))
+    y = torch.randn(1, hf.hidden_size, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = hf.masked_embedding(y[None], head)[0] if hf.masked_embedding is not None else y @ head.T
+    torch.testing.assert_close(drafter.logits(y), expected)
 
 
 def test_experts_stored_one_by_one(tmp_path: Path) -> None:
@@ -287,7 +337,7 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "tensor missing": (lambda f: edit_tensors(f, lambda t: t.pop(NORM)), f"lacks the tensor {NORM}"),
     "tensor unknown": (
-        lambda f: edit_tensors(f, lambda t: t.update({"model.layers.1.self_attn.v_proj.weight": torch.ones(32, 32)})),
+        lambda f: edit_tensors(f, lambda t: t.update({"model.layers.5.self_attn.v_proj.weight": torch.ones(32, 32)})),
         "does not account for",
     ),
     "shard missing": (drop_shard, "model-00002-of-00002.safetensors is missing"),
@@ -323,8 +373,7 @@ def having(**fields: Any) -> Callable[[dict[str, Any]], None]:
 
 REQUIRED = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "global_head_dim", "sliding_window", "rms_norm_eps", "rope_parameters",
-    "final_logit_softcapping", "max_position_embeddings",
+    "num_key_value_heads", "head_dim", "sliding_window", "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
 CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     **{f"no {name}": (without(name), f"field '{name}' is missing") for name in REQUIRED},
@@ -385,6 +434,49 @@ def test_packed_weights_that_contradict_their_scheme(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+ACTIVATIONS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+TOP: dict[str, tuple[Any, str]] = {
+    "quantization_status": ("calibration", "quantization_status is 'calibration'"),
+    "kv_cache_scheme": ({"num_bits": 8, "type": "float"}, "kv_cache_scheme is set"),
+    "transform_config": ({"config_groups": {"R1": {"type": "hadamard"}}}, "transform_config is set"),
+    "sparsity_config": ({"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}, "format 'sparse-24-bitmask'"),
+    "format": ("marlin-24", "in format 'marlin-24'"),
+}
+GROUP: dict[str, tuple[Any, str]] = {
+    "format": ("nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized'"),
+    "input_activations": (ACTIVATIONS, "input_activations are quantized"),
+    "output_activations": (ACTIVATIONS, "output_activations are quantized"),
+}
+WEIGHTS: dict[str, tuple[Any, str]] = {
+    "dynamic": (True, "dynamic is True"),
+    "num_bits": (8, "num_bits is 8"),
+    "actorder": ("group", "actorder is 'group'"),
+}
+
+
+@pytest.mark.parametrize(("level", "name"), [(i, n) for i, part in enumerate((TOP, GROUP, WEIGHTS)) for n in part])
+def test_a_scheme_that_computes_something_else_is_refused(tmp_path: Path, level: int, name: str) -> None:
+    make_target(tmp_path, "k_eq_v", **WIDE)
+    quantize(tmp_path, 32)
+    expected = logits(load(tmp_path))
+    value, message = (TOP, GROUP, WEIGHTS)[level][name]
+
+    def change(config: dict[str, Any]) -> None:
+        quant = config["quantization_config"]
+        group = quant["config_groups"]["group_0"]
+        (quant, group, group["weights"])[level][name] = value
+
+    as_written = {"quantization_status": "frozen", "kv_cache_scheme": None, "transform_config": {}}
+    dense = {"format": "dense", "sparsity_structure": "unstructured", "global_sparsity": 0.0}
+    edit_config(tmp_path, lambda c: c["quantization_config"].update(as_written, sparsity_config=dense))
+    assert torch.equal(logits(load(tmp_path)), expected)
+    edit_config(tmp_path, change)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert message in str(caught.value)
+    assert "\n" not in caught.value.message
+
+
 def test_nothing_is_allocated_for_a_folder_that_lies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tensor of the file is wrong; not one byte may have been allocated by then."""
     edit_tensors(folder, lambda t: t.update({NORM: torch.ones(31)}))
@@ -417,6 +509,20 @@ def test_a_drafter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     edit_config(tmp_path / "fits", lambda c: c.update(backbone_hidden_size=40))
     with pytest.raises(UsageError, match="drafts for a hidden size of 40"):
         load_assistant(tmp_path / "fits", target)
+
+
+def test_a_file_is_mapped_read_only_and_without_a_warning(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("only Linux lists a process's maps")
+    path = folder / "model.safetensors"
+    file = SafetensorsFile(path)
+    lines = [line.split() for line in maps.read_text().splitlines() if line.endswith(str(path))]
+    assert [line[1][:2] for line in lines] == ["r-"]
+    kept = file.tensor(NORM)
+    del file
+    assert torch.equal(kept, load_file(path)[NORM])
+    assert not recwarn.list
 
 
 def test_reads_what_safetensors_writes(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class StallingCompiler:
 
 def test_out_of_time_the_most_urgent_have_their_default_and_the_others_are_named(scale: Kernel, tmp_path: Path) -> None:
     def item(width: int, num_tokens: int, phase: str, batch: int, count: int) -> Item:
-        return Item("scale", scale.problem_type(width, num_tokens), (Use("here", phase, batch, count),))
+        return Item("scale", scale.problem_type(width, num_tokens), (Use("here", phase, batch, 1, count),))
 
     many, prefill = item(32, 8, "decode", 8, 60), item(64, 4096, "prefill", 1, 9)
     small, large = item(128, 1, "decode", 1, 1), item(256, 1, "decode", 1, 60)
@@ -450,10 +450,12 @@ def test_no_two_groups_of_a_report_read_alike() -> None:
     found = groups(report, load)
     assert len(found) < len(load.items) / 10
     assert len({(g.kernel, g.where) for g in found}) == len(found)
-    assert any("q_len=4" in g.where for g in found if g.kernel == "attn_decode")
+    decode = [g for g in found if g.kernel == "attn_decode"]
+    assert any("q_len=4" in g.where for g in decode)
+    assert {g.point for g in decode if "(full)" in g.where} == {"batch=1 kv_len=8192"}
+    assert {g.point for g in found if g.kernel == "attn_prefill"} == {"batch=1 num_tokens=8192 kv_len=8192"}
     assert {id(r) for g in found for r in g.results} == {id(r) for r in report.results}
-    decode = next(g for g in found if g.where.startswith("attention (full), drafter"))
-    assert decode.point == "batch=1 kv_len=8192"
+    assert {"GELU gate (sliding, full)", "embedding, embedding (drafter)"} < {g.where for g in found}
     assert step_us(report, load) == {}, "no sum where a winner is missing"
 
 

@@ -6,9 +6,11 @@ import hashlib
 import os
 import secrets
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import CheckConstraint, create_engine, inspect, text
+from sqlalchemy import URL, CheckConstraint, Engine, create_engine, inspect, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
@@ -26,6 +28,7 @@ from kerngen.arch import Target, find_arch, find_device
 from kerngen.compile import Cubin, Ptx, Resources, cache_key, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, SchemaTooNew, UsageError
 from kerngen.tuning_db import Measurement, ProblemKey, Store, migrate, schema
+from kerngen.tuning_db import engine as engines
 from kerngen.tuning_db.records import canonical, digest
 
 SM90, H200, H100 = find_arch("sm90"), find_device("H200"), find_device("H100")
@@ -430,7 +433,7 @@ def test_what_is_no_database(tmp_path: Path, path: Path) -> None:
     assert path.read_text().startswith("Dear diary")
     with pytest.raises(DatabaseError, match="no such file"):
         Store.open(tmp_path / "absent", read_only=True)
-    with pytest.raises(DatabaseError, match=r"(?i)is a directory"):
+    with pytest.raises(DatabaseError, match="is a folder, not a database"):
         Store.open(tmp_path)
 
 
@@ -479,6 +482,31 @@ def test_urls(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- schema
+
+
+@pytest.mark.parametrize(("query", "given"), [("", {"connect_timeout": engines.CONNECT_S}), ("?connect_timeout=3", {})])
+def test_a_server_has_a_time_to_answer_in(monkeypatch: pytest.MonkeyPatch, query: str, given: dict[str, int]) -> None:
+    seen: dict[str, Any] = {}
+
+    def create(url: URL, **options: Any) -> Engine:
+        seen.update(options, url=url)
+        return create_engine("sqlite://")
+
+    monkeypatch.setattr(engines, "create_engine", create)
+    engines.open_server(f"postgresql+psycopg://me@host/name{query}")
+    assert seen["connect_args"] == given
+    assert 0 < engines.CONNECT_S <= 10
+
+
+def test_a_silent_server_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts connections and never says a word."""
+    pytest.importorskip("psycopg", reason="needs the extra kerngen[pg]")
+    monkeypatch.setattr(engines, "CONNECT_S", 2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        start = time.monotonic()
+        with pytest.raises(DatabaseError, match=r"127\.0\.0\.1.*timeout"):
+            Store.open(f"postgresql+psycopg://me@127.0.0.1:{server.getsockname()[1]}/name")
+        assert time.monotonic() - start < 8
 
 
 def test_the_migrations_make_the_schema(any_store: Store) -> None:

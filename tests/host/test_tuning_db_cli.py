@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 from test_tuning_db import H200, add_build, key_of, measured, predicted
@@ -81,8 +80,17 @@ def test_ls_of_nothing_says_how_to_fill_it(tmp_path: Path, path: Path, monkeypat
     result = CliRunner().invoke(db, ["ls"], catch_exceptions=False)
     assert result.exit_code == 0
     assert result.stdout == ""
+    assert "no winners in" in result.stderr
     assert "absent.db (not there yet)" in result.stderr
-    assert "kerngen tune" in result.stderr
+    assert "fill it: kerngen tune --arch ARCH --model NAME\n" in result.stderr
+    for args, says, fix in (
+        (("--arch", "sm70"), "no winners on sm70 in", "--arch sm70 --model NAME\n"),
+        (("--kernel", "embed", "--arch", "sm75"), "no winners of embed on sm75 in", "sm75 --model NAME --kernel embed"),
+        (("--device", "H300"), "no winners for device H300 in", "--arch ARCH --model NAME\n"),
+    ):
+        said = CliRunner().invoke(db, ["ls", *args], catch_exceptions=False).stderr
+        assert says in said
+        assert fix in said
     assert not (tmp_path / "absent.db").exists(), "reading made a database"
 
 
@@ -180,9 +188,3 @@ def test_bad_files_end_in_one_clear_line(tmp_path: Path, content: bytes | None, 
     assert done.stdout == ""
     assert says in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_every_command_has_an_example() -> None:
-    for command in db.commands.values():
-        assert isinstance(command, click.Command)
-        assert "Example: kerngen db" in (command.help or "")

@@ -1,0 +1,63 @@
+"""The process that a command runs in: its standard streams, and the signals that end it."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from kerngen.errors import KerngenError
+
+
+def settle_streams() -> None:
+    """Make the standard streams fit to be used, whatever the caller did to them. Raises KerngenError without stdout.
+
+    One that was closed is opened on the null device: otherwise the next file that is opened takes its number, a
+    database perhaps, and what is printed ends up there. What a stream's encoding lacks is written as an escape.
+    """
+    output_is_closed = sys.stdout is None
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # takes the lowest number that is free
+        pass
+    os.close(fd)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    if output_is_closed:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        raise KerngenError("standard output is closed, and results go there", hint="to throw them away: >/dev/null")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def stopped_by() -> Iterator[Callable[[], signal.Signals]]:
+    """Within it SIGTERM, which Slurm and Kubernetes send, ends a command as Ctrl-C does: by KeyboardInterrupt.
+
+    So a report is printed, and compilers are stopped. Yields a function that says which of the two it was. More of
+    them change nothing: `timeout` sends two. Where SIGTERM is ignored or handled already, that stays.
+    """
+    received = signal.SIGINT
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        if received != number:
+            received = signal.Signals(number)
+            raise KeyboardInterrupt
+
+    in_charge = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if in_charge:
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        yield lambda: received
+    finally:
+        if in_charge:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

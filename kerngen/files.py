@@ -1,0 +1,94 @@
+"""Where kerngen keeps files of its own, and how a file is published: whole or not at all."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+_SCRATCH = ".kerngen-scratch-"
+_SCRATCH_LIFE_S = 3600.0  # a scratch file older than this was left by a process that was killed
+
+
+def cache_dir() -> Path:
+    """The compile cache: $KERNGEN_CACHE_DIR, or a folder in the user's cache folder (~/.cache/kerngen on Linux)."""
+    if chosen := os.environ.get("KERNGEN_CACHE_DIR"):
+        return Path(chosen)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("kerngen", appauthor=False)) / "compile"
+
+
+@cache
+def make_room_for_cupy() -> None:
+    """To be called before CuPy is imported: it makes a cache folder then, ~/.cupy, and cannot be imported without.
+
+    Where that cannot be made and $CUPY_CACHE_DIR names no other, it gets one in kerngen's cache, or a temporary one.
+    kerngen itself keeps nothing there. Raises OSError where there is no temporary folder either.
+    """
+    if "CUPY_CACHE_DIR" in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.expanduser("~/.cupy/kernel_cache"), exist_ok=True)
+        return
+    own = cache_dir() / "cupy"
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        own = Path(tempfile.mkdtemp(prefix="kerngen-cupy-"))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+    os.environ["CUPY_CACHE_DIR"] = str(own)
+
+
+def publish(data: bytes, target: Path) -> None:
+    """Make `target` hold `data`, whole or not at all, whatever others do and whenever this is killed; synced to disk.
+
+    Its folder is made if need be. The bytes go into a scratch file beside it first, whose name nobody can guess and
+    which is never opened through a link, so that in a folder that others write to nothing else is overwritten. Raises
+    OSError; no scratch file is left then. Those of processes that were killed are removed an hour later.
+    """
+    folder = target.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f"{_SCRATCH}{secrets.token_hex(16)}"
+    # Not tempfile: its mode 0600 would shut others out of what is published.
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with open(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(scratch, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
+    _sync_folder(folder)
+    _sweep(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the name that was just given to a file outlive a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # what file systems answer that sync no folders
+            raise
+    finally:
+        os.close(fd)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove scratch files that dead processes left in `folder`."""
+    oldest = time.time() - _SCRATCH_LIFE_S
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another process may sweep too
+            if scratch.lstat().st_mtime < oldest:
+                scratch.unlink()

@@ -1,0 +1,133 @@
+"""What will run: the configuration and machine code of each problem, decided here for whoever asks.
+
+`Bindings` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
+compiled-in fields) is bound once: its tuned points are read from the stores, or, where there are none, defaults are
+made at powers of two of the dynamic field. From then on a problem never seen before costs a bisection.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from kerngen.arch import Target
+from kerngen.errors import ProblemError
+from kerngen.render import render
+from kerngen.templates.kernel import Kernel
+from kerngen.tuning_db.records import bucketed, coordinates
+
+if TYPE_CHECKING:
+    from kerngen.compile import Cubin
+    from kerngen.tuning_db import Store, Winner
+
+log = logging.getLogger(__name__)
+
+DEFAULT = "default configuration"
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """What serves a problem: the same object for all problems that share it.
+
+    source: who chose the configuration. problem: one that it was chosen for. cubin: its machine code where the store
+    that answered keeps it and it is current; else it is compiled from `text`.
+    """
+
+    kernel: Kernel
+    problem: Any
+    config: Any
+    target: Target
+    source: str
+    provenance: str  # measured, predicted or default
+    cubin: Cubin | None = None
+
+    @property
+    def text(self) -> str:
+        """The source to compile. Raises ConfigRefused, KerngenError as `render`."""
+        return render(self.kernel, self.problem, self.config, self.target)
+
+
+class Binding:
+    """One kernel with one set of compiled-in fields on one target. `choice` is all that a request pays for."""
+
+    def __init__(self, stores: Sequence[Store], kernel: Kernel, problem: Any, target: Target) -> None:
+        self.kernel, self.target = kernel, target
+        self._bound = None
+        if stores:
+            from kerngen.tuning_db import Bound
+
+            self._bound = Bound(stores, kernel, problem, target)
+        self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
+        self._defaults: dict[tuple[Any, ...], Choice] = {}
+
+    def choice(self, problem: Any) -> Choice:
+        """What serves `problem`. Raises ConfigRefused where nothing can."""
+        winner = self._bound.answer(problem) if self._bound is not None else None
+        if winner is None:
+            return self._default(problem)
+        if (known := self._tuned.get(id(winner))) is None:
+            config = self.kernel.config_type(**winner.config)
+            source = f"{winner.source} ({winner.provenance})"
+            choice = Choice(self.kernel, problem, config, self.target, source, winner.provenance, winner.cubin)
+            known = self._tuned[id(winner)] = winner, choice
+        return known[1]
+
+    def _default(self, problem: Any) -> Choice:
+        """The default of the next power of two on the dynamic axis, or the problem's own where that cannot run it."""
+        key = coordinates(bucketed(self.kernel, problem))
+        if problem.DYNAMIC:
+            above = _power_of_two(getattr(problem, problem.DYNAMIC))
+            key = (*key, above)
+        if (found := self._defaults.get(key)) is None:
+            found = self._defaults[key] = self._default_for(_moved(problem, above) if problem.DYNAMIC else problem)
+        if self.kernel.why_invalid(problem, found.config, self.target) is None:
+            return found
+        return self._default_for(problem)
+
+    def _default_for(self, problem: Any) -> Choice:
+        config = self.kernel.default_config(problem, self.target)
+        self.kernel.require_valid(problem, config, self.target)
+        return Choice(self.kernel, problem, config, self.target, DEFAULT, "default")
+
+
+def _power_of_two(value: int) -> int:
+    """At or above `value`; 0 and less as they are."""
+    return 1 << (value - 1).bit_length() if value > 0 else value
+
+
+def _moved(problem: Any, dynamic: int) -> Any:
+    """`problem` with its dynamic field at `dynamic`, or as it is where the kernel takes no such."""
+    try:
+        return replace(problem, **{problem.DYNAMIC: dynamic})
+    except ProblemError:
+        return problem
+
+
+class Bindings:
+    """What will run on `target`. stores: tuning databases in lookup order; with none, defaults are chosen."""
+
+    def __init__(self, stores: Sequence[Store], target: Target) -> None:
+        self.target = target
+        self._stores = tuple(stores)
+        self._bindings: dict[tuple[Any, ...], Binding] = {}
+
+    def choice(self, kernel: Kernel, problem: Any) -> Choice:
+        """What serves `problem`: the launcher's answer, and `kerngen compile`'s. Raises ConfigRefused."""
+        key = (kernel.name, *_static(kernel)(problem))
+        if (binding := self._bindings.get(key)) is None:
+            binding = self._bindings[key] = Binding(self._stores, kernel, problem, self.target)
+        return binding.choice(problem)
+
+
+@cache
+def _static(kernel: Kernel) -> Callable[[Any], tuple[Any, ...]]:
+    """Gives the compiled-in fields of a problem as a tuple."""
+    names = [f.name for f in fields(kernel.problem_type) if f.name not in kernel.problem_type.RUNTIME]
+    if len(names) == 1:  # attrgetter gives no tuple then
+        (name,) = names
+        return lambda problem: (getattr(problem, name),)
+    return attrgetter(*names) if names else lambda problem: ()

@@ -1,0 +1,38 @@
+"""What becomes of a `Call`: three answers behind one interface.
+
+`Launch` runs it on the GPU. `Record` writes down what was asked, on tensors without storage: a model's workload is
+the record of its forward. `Reference` answers it on the CPU with the folder's fp32 reference, so that everything
+above runs and is tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+import torch
+
+from kerngen.arch import Target
+from kerngen.templates.call import Call
+
+R = TypeVar("R")
+
+
+class Executor(Protocol):
+    """Executes calls one after the other, on tensors of `device`."""
+
+    name: str  # as `kerngen run` says it
+    device: torch.device
+    target: Target | None  # what the kernels run on; None where none of them runs
+    supports_graphs: bool  # calls may be captured in a CUDA graph
+
+    def run(self, call: Call[R], where: str) -> R:
+        """Execute `call` and return its result. A call with nothing to compute does nothing.
+
+        where: its place in the model ("qkv (sliding)"), for records and profiles.
+        """
+
+    def outside(self, name: str) -> None:
+        """Told that the model computes `name` (of `runtime.ops.outside.OUTSIDE`) without a kernel of ours."""
+
+    def sources(self) -> dict[str, int]:
+        """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""

@@ -1,0 +1,39 @@
+"""Calls written down: what a model asks of the kernels, found by running its real code on tensors without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from kerngen.arch import Target
+from kerngen.templates.call import Call
+
+R = TypeVar("R")
+
+
+class Record:
+    """See `kerngen.runtime.executors.Executor`. note: told the kernel, problem and place of each call, in order.
+
+    Tensors live on the meta device, so results have shapes and no values, and a whole model takes no memory.
+    """
+
+    name = "record"
+    supports_graphs = False
+    target: Target | None = None
+    device = torch.device("meta")
+
+    def __init__(self, note: Callable[[str, Any, str], None], note_outside: Callable[[str], None]) -> None:
+        self._note, self._note_outside = note, note_outside
+
+    def run(self, call: Call[R], where: str) -> R:
+        if call.problem is not None:
+            self._note(call.kernel, call.problem, where)
+        return call.result
+
+    def outside(self, name: str) -> None:
+        self._note_outside(name)
+
+    def sources(self) -> dict[str, int]:
+        return {}

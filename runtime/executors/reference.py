@@ -1,0 +1,39 @@
+"""Calls answered by their folders' fp32 references: the whole kernel path on any machine, slow and right."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from kerngen.arch import Target
+from kerngen.templates import find_kernel
+from kerngen.templates.call import Call
+
+R = TypeVar("R")
+
+
+class Reference:
+    """See `kerngen.runtime.executors.Executor`. Outputs are rounded to the dtypes of the call's own tensors."""
+
+    name = "reference"
+    supports_graphs = False
+    target: Target | None = None
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def run(self, call: Call[R], where: str) -> R:
+        if call.problem is not None:
+            kernel = find_kernel(call.kernel)
+            expected = kernel.reference.expected(call.problem, dict(call.arguments))
+            for name, value in expected.items():
+                out = call.arguments[name]
+                out.copy_(value.view(out.shape))
+        return call.result
+
+    def outside(self, name: str) -> None:
+        """Nothing to do: torch computes it here too."""
+
+    def sources(self) -> dict[str, int]:
+        return {}

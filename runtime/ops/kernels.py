@@ -1,0 +1,171 @@
+"""The model on kerngen's kernels: each op is a `Call` of a kernel folder's op.py, given to an executor.
+
+What no kernel serves goes through `outside.py`, by name. With the launching executor this is the `cuda` backend; the
+recording and the reference executor run the very same code with no GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.executors import Executor
+from kerngen.runtime.ops import DenseLinear, KVPages, Linear, Rope, W4Linear, outside, residual_dtype
+from kerngen.templates.add_norm.op import add_norm, add_post_norm
+from kerngen.templates.attn_decode.op import attn_decode
+from kerngen.templates.attn_decode.spec import MAX_Q_LEN
+from kerngen.templates.attn_prefill.op import attn_prefill
+from kerngen.templates.embed.op import embed
+from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
+from kerngen.templates.moe_route.op import moe_route
+from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
+from kerngen.templates.rmsnorm.op import rmsnorm
+from kerngen.templates.softcap_argmax.op import argmax, softcap
+from kerngen.templates.w4a16_gemm.op import w4a16_gemm
+from kerngen.templates.w4a16_gemm.pack import pack
+
+
+class KernelOps:
+    """See `kerngen.runtime.ops.Ops` for every method's contract."""
+
+    max_decode_len = MAX_Q_LEN
+
+    def __init__(self, executor: Executor, dtype: torch.dtype) -> None:
+        self.executor = executor
+        self.name = executor.name
+        self.device = executor.device
+        self.dtype = dtype
+        self.residual_dtype = residual_dtype(dtype)
+        self.supports_graphs = executor.supports_graphs
+        self.place = ""
+
+    def sources(self) -> dict[str, int]:
+        return self.executor.sources()
+
+    def _at(self, what: str) -> str:
+        return f"{what} ({self.place})" if self.place else what
+
+    def prepare(self, weights: Linear) -> Linear:
+        """Packed weights in the kernel's order. Raises ProblemError for shapes that w4a16_gemm does not take."""
+        if isinstance(weights, DenseLinear):
+            return weights
+        packed, scales = pack(weights.packed, weights.scales)
+        return W4Linear(packed, scales, weights.out_features, weights.in_features, weights.group_size, weights.name)
+
+    def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        return self.executor.run(embed(ids, table, scale, self.residual_dtype), self._at("embedding"))
+
+    def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return self.executor.run(rmsnorm(x, weight, eps, self.dtype), self._at("norm"))
+
+    def add_norm(
+        self,
+        residual: Tensor,
+        h: Tensor,
+        post_weight: Tensor,
+        layer_scalar: Tensor | None,
+        next_weight: Tensor | None,
+        eps: float,
+    ) -> Tensor | None:
+        where = self._at("end of layer" if layer_scalar is not None else "residual and norms")
+        if next_weight is None:
+            return self.executor.run(add_post_norm(residual, h, post_weight, layer_scalar, eps), where)
+        return self.executor.run(add_norm(residual, h, post_weight, layer_scalar, next_weight, eps), where)
+
+    def linear(self, x: Tensor, weights: Linear) -> Tensor:
+        if isinstance(weights, W4Linear):
+            return self.executor.run(w4a16_gemm(x, weights.packed, weights.scales), self._at(weights.name))
+        self.executor.outside("dense matrices")
+        return outside.dense(x, weights.weight)
+
+    def qkv_norm_rope(
+        self,
+        qkv: Tensor,
+        num_q_heads: int,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        rope: Rope,
+        positions: Tensor,
+        cache: KVPages,
+        slot_mapping: Tensor,
+        eps: float,
+    ) -> Tensor:
+        call = qkv_norm_rope(
+            qkv, q_norm, k_norm, rope.inv_freq, positions, cache.k, cache.v, slot_mapping, num_q_heads,
+            rope.num_rotated, eps,
+        )  # fmt: skip
+        return self.executor.run(call, self._at("head norms, RoPE, cache"))
+
+    def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
+        call = q_norm_rope(q, q_norm, rope.inv_freq, positions, rope.num_rotated, eps)
+        return self.executor.run(call, self._at("q norm and RoPE"))
+
+    def attn_decode(
+        self,
+        q: Tensor,
+        cache: KVPages,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        q_len: int,
+        window: int,
+        max_kv_len: int,
+    ) -> Tensor:
+        call = attn_decode(q, cache.k, cache.v, block_table, kv_lens, q_len, window, max_kv_len)
+        return self.executor.run(call, self._at("attention"))
+
+    def attn_prefill(
+        self,
+        q: Tensor,
+        cache: KVPages,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        window: int,
+        max_kv_len: int,
+    ) -> Tensor:
+        call = attn_prefill(
+            q, cache.k, cache.v, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, window, max_kv_len
+        )  # fmt: skip
+        return self.executor.run(call, self._at("attention"))
+
+    def gelu_gate(self, gate_up: Tensor) -> Tensor:
+        return self.executor.run(gelu_gate(gate_up), self._at("GELU gate"))
+
+    def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        return self.executor.run(gelu_mul(gate, x), self._at("per-layer gate"))
+
+    def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
+        return self.executor.run(softcap(self.linear(h, head), logit_cap), self._at("logits"))
+
+    def greedy(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
+        return self.executor.run(argmax(self.linear(h, head), logit_cap), self._at("greedy token"))
+
+    def ple_inputs(
+        self,
+        ids: Tensor,
+        table: Tensor,
+        table_scale: float,
+        context: Tensor,
+        context_scale: float,
+        norm_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        self.executor.outside("per-layer inputs")
+        sliced = (context * context_scale).view(len(ids), -1, norm_weight.shape[0])  # [T, L, P]
+        normed = self.rmsnorm(sliced, norm_weight, eps)
+        tokens = self.executor.run(embed(ids, table, table_scale, self.dtype), self._at("per-layer embedding"))
+        return outside.per_layer_inputs(normed, tokens.view_as(normed))
+
+    def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        return self.executor.run(moe_route(logits, per_expert_scale, top_k), self._at("router"))
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        self.executor.outside("experts")
+        return outside.experts(x, gate_up, down, topk_ids, topk_weights)
+
+    def centroid_logits(
+        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.executor.outside("centroid head")
+        return outside.centroid_logits(y, self.linear(y, centroids), top_k, token_ids, embed)

@@ -1,0 +1,55 @@
+"""Tensors to calls of add_norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kerngen.templates.add_norm.spec import Problem
+from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_torch import DTYPE_NAME
+
+
+@op(mutates=("residual",))
+def add_norm(
+    residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor, eps: float
+) -> Call[Tensor]:
+    """residual <- (residual + norm(h; post_weight)) * layer_scalar, in place; returns norm(residual; next_weight).
+
+    residual [T, H] in h's dtype or fp32; h [T, H]; weights [H] and layer_scalar [1], or None for 1, in h's dtype.
+    Returns [T, H] in h's dtype.
+    """
+    out = h.new_empty(h.shape)
+    return Call("add_norm", *_asked(residual, h, post_weight, layer_scalar, next_weight, eps, out), out)
+
+
+@op(mutates=("residual",))
+def add_post_norm(
+    residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, eps: float
+) -> Call[None]:
+    """As add_norm, where no norm follows: residual alone is written."""
+    return Call("add_norm", *_asked(residual, h, post_weight, layer_scalar, None, eps, None), None)
+
+
+def _asked(
+    residual: Tensor,
+    h: Tensor,
+    post_weight: Tensor,
+    layer_scalar: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    out: Tensor | None,
+) -> tuple[Problem | None, dict[str, Any]]:
+    tokens, hidden = residual.shape
+    problem = None
+    if tokens:
+        problem = Problem(
+            hidden, DTYPE_NAME[h.dtype], DTYPE_NAME[residual.dtype], has_scalar=layer_scalar is not None,
+            has_next=next_weight is not None, num_tokens=tokens,
+        )  # fmt: skip
+    arguments = {
+        "residual_out": residual, "out": out, "residual": residual, "h": h, "post_weight": post_weight,
+        "layer_scalar": layer_scalar, "next_weight": next_weight, "eps": eps, "num_tokens": tokens,
+    }  # fmt: skip
+    return problem, arguments

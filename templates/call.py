@@ -1,0 +1,53 @@
+"""A kernel call as a value: which kernel, which problem, which arguments. Nothing has run.
+
+Functions marked `@op` in a folder's op.py turn tensors into a Call, and nothing else knows how tensors become a
+problem. An executor (runtime/executors) launches it, records it, or answers it by the folder's reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """One computation asked for. kernel: the folder's name. arguments: what its entries take, by name.
+
+    problem: None where there is nothing to compute (no tokens). result: what the caller gets, tensors among the
+    arguments that are right once the call was executed.
+    """
+
+    kernel: str
+    problem: Any
+    arguments: Mapping[str, Any]
+    result: R
+
+
+@dataclass(frozen=True, slots=True)
+class Op(Generic[P, R]):
+    """A function from tensors to a Call. mutates: parameters whose tensors the call writes, beside its result."""
+
+    name: str
+    make: Callable[P, Call[R]]
+    mutates: tuple[str, ...]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        return self.make(*args, **kwargs)
+
+
+def op(*, mutates: Iterable[str] = ()) -> Callable[[Callable[P, Call[R]]], Op[P, R]]:
+    """Marks a function of op.py as one of the folder's ops.
+
+    Its parameters are tensors, numbers, bools and dtypes with annotations that torch.library can read, and it is
+    annotated to return Call[Tensor], Call[tuple[Tensor, ...]] or Call[None]: `kerngen.ops` registers it under its name.
+    """
+
+    def mark(make: Callable[P, Call[R]]) -> Op[P, R]:
+        return Op(make.__name__, make, tuple(mutates))
+
+    return mark

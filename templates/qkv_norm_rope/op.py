@@ -1,0 +1,66 @@
+"""Tensors to calls of qkv_norm_rope."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.qkv_norm_rope.spec import Problem
+
+
+@op(mutates=("k_cache", "v_cache"))
+def qkv_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_q_heads: int,
+    num_rotated_pairs: int,
+    eps: float,
+) -> Call[Tensor]:
+    """Head norms, RoPE and the cache write, from the fused projection's output.
+
+    qkv [T, (nq + nkv + nkv) * d] as q | k | v, or [T, (nq + nkv) * d] as q | k where V is the raw K projection.
+    q = rope(norm(q; q_weight)); k = rope(norm(k; k_weight)); v = norm(v), neither weighted nor rotated. k and v of
+    token t go to row slot_mapping[t] = page * page_size + row of the caches [num_pages, nkv, page_size, d]; -1 writes
+    nothing. inv_freq [d / 2] fp32, its first num_rotated_pairs entries rotate; positions, slot_mapping [T] int64.
+    Returns q [T, nq, d].
+    """
+    tokens, width = qkv.shape
+    _, num_kv_heads, page_size, dim = k_cache.shape
+    q = qkv.new_empty((tokens, num_q_heads, dim))
+    problem = None
+    if tokens:
+        problem = Problem(
+            num_q_heads, num_kv_heads, dim, num_rotated_pairs, page_size, DTYPE_NAME[qkv.dtype],
+            k_eq_v=width == (num_q_heads + num_kv_heads) * dim, num_tokens=tokens,
+        )  # fmt: skip
+    arguments = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "qkv": qkv, "q_weight": q_weight, "k_weight": k_weight,
+        "inv_freq": inv_freq, "positions": positions, "slot_mapping": slot_mapping, "eps": eps, "num_tokens": tokens,
+    }  # fmt: skip
+    return Call("qkv_norm_rope", problem, arguments, q)
+
+
+@op()
+def q_norm_rope(
+    q_raw: Tensor, q_weight: Tensor, inv_freq: Tensor, positions: Tensor, num_rotated_pairs: int, eps: float
+) -> Call[Tensor]:
+    """As qkv_norm_rope for a layer that owns no cache: q_raw [T, nq * d]. Returns q [T, nq, d]."""
+    tokens, dim = q_raw.shape[0], 2 * inv_freq.shape[0]
+    q = q_raw.new_empty((tokens, q_raw.shape[1] // dim, dim))
+    problem = None
+    if tokens:
+        problem = Problem(
+            q.shape[1], 0, dim, num_rotated_pairs, dtype=DTYPE_NAME[q_raw.dtype], q_only=True, num_tokens=tokens
+        )
+    arguments = {
+        "q": q, "k_cache": None, "v_cache": None, "qkv": q_raw, "q_weight": q_weight, "k_weight": None,
+        "inv_freq": inv_freq, "positions": positions, "slot_mapping": None, "eps": eps, "num_tokens": tokens,
+    }  # fmt: skip
+    return Call("qkv_norm_rope", problem, arguments, q)

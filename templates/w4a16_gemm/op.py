@@ -1,0 +1,23 @@
+"""Tensors to calls of w4a16_gemm."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.w4a16_gemm.spec import STRIP, Problem
+
+
+@op()
+def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor) -> Call[Tensor]:
+    """x [M, K] times W^T, W [N, K] int4 in the order that `pack` gives: [M, N] in x's dtype, fp32 sums.
+
+    w_packed [N / 32, K / 32, 32, 4] int32; scales [N / 32, K / group_size, 32] in x's dtype.
+    """
+    tokens, k = x.shape
+    n = w_packed.shape[0] * STRIP
+    out = x.new_empty((tokens, n))
+    problem = Problem(n, k, k // scales.shape[1], DTYPE_NAME[x.dtype], tokens) if tokens else None
+    arguments = {"out": out, "x": x.contiguous(), "w_packed": w_packed, "scales": scales, "num_tokens": tokens}
+    return Call("w4a16_gemm", problem, arguments, out)

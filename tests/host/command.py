@@ -1,0 +1,52 @@
+"""`kerngen` as a user meets it, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kerngen.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Kerngen:
+    """Runs `kerngen` with a cache, a database and a home of its own, all in `folder`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
+        for name in [n for n in os.environ if n.startswith("KERNGEN_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("KERNGEN_CACHE_DIR", str(folder / "cache"))
+        monkeypatch.setenv("KERNGEN_DB", str(folder / "tuning.db"))
+        monkeypatch.setenv("HOME", str(folder))
+        monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        monkeypatch.chdir(folder)
+
+    def __call__(self, *args: str) -> tuple[int, str, str]:
+        """In this process, through main(): exit code, stdout, stderr."""
+        self._monkeypatch.setattr(sys, "argv", ["kerngen", *args])
+        self._capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as e:
+            code = int(e.code or 0)
+        out, err = self._capsys.readouterr()
+        return code, out, err
+
+    def run(self, *args: str, **how: object) -> tuple[int, str, str]:
+        """In a process of its own."""
+        done = subprocess.run([sys.executable, "-m", "kerngen", *args], stdin=subprocess.DEVNULL, text=True,
+                              stderr=subprocess.PIPE, timeout=120, check=False,
+                              **{"stdout": subprocess.PIPE, **how})  # type: ignore[call-overload]  # fmt: skip
+        return done.returncode, done.stdout or "", done.stderr
+
+    def files(self) -> list[str]:
+        """Every file in its folder but what lies whole in the compile cache."""
+        paths = (p.relative_to(self.folder) for p in self.folder.rglob("*") if p.is_file())
+        return sorted(str(p) for p in paths if p.parts[0] != "cache" or p.name.startswith("."))

@@ -1,0 +1,89 @@
+"""What will run: bound once, then bisected, with nothing on the way of a request that a length never seen could hit."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kerngen.arch import Target, find_arch, find_device
+from kerngen.runtime import binding as binding_module
+from kerngen.runtime.binding import DEFAULT, Bindings
+from kerngen.templates import find_kernel
+from kerngen.tuning_db import Store, bound, default_stores, lookup
+
+H200 = Target.of(find_device("H200"))
+GEMM = find_kernel("w4a16_gemm")
+DECODE = find_kernel("attn_decode")
+GATE_UP = GEMM.problem_type(n=43008, k=5376)
+GLOBAL = DECODE.problem_type(head_dim=512, num_q_heads=32, num_kv_heads=4)
+MOST_US = 20.0
+
+
+@pytest.fixture(scope="module")
+def stores() -> Iterator[list[Store]]:
+    """The shipped database, whatever the user's own holds."""
+    opened = [s for s in default_stores() if s.name.startswith("prebuilt")]
+    yield opened
+    for s in default_stores():
+        s.close()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 100, 256, 3000, 8192])
+def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Store], tokens: int) -> None:
+    problem = replace(GATE_UP, num_tokens=tokens)
+    winner = lookup(stores, GEMM, problem, H200)
+    assert winner is not None
+    choice = Bindings(stores, H200).choice(GEMM, problem)
+    assert choice.config == GEMM.config_type(**winner.config)
+    assert choice.provenance == "measured"
+    assert choice.cubin is not None
+    assert winner.cubin is not None
+    assert choice.cubin.image == winner.cubin.image
+
+
+def test_beyond_the_tuned_interval_the_default_serves(stores: list[Store]) -> None:
+    bindings = Bindings(stores, H200)
+    above, near = (bindings.choice(GEMM, replace(GATE_UP, num_tokens=t)) for t in (20000, 20001))
+    assert above.source == DEFAULT
+    assert above is near, "one default serves the lengths up to the next power of two"
+    assert above.config == GEMM.default_config(replace(GATE_UP, num_tokens=32768), H200)
+
+
+def test_one_board_gets_no_other_boards_grid() -> None:
+    """An L4 has 58 SMs, and the usual board of its arch 128."""
+    problem = GEMM.problem_type(n=5376, k=5376)
+    small, usual = Target.of(find_device("L4")), Target.of(find_arch("sm89"))
+    config = replace(GEMM.default_config(problem, small), blocks_per_sm=2)
+    (ours,), (theirs,) = GEMM.launches(problem, config, small), GEMM.launches(problem, config, usual)
+    assert (ours.grid[0], theirs.grid[0]) == (2 * 58, 2 * 128)
+
+
+def _no(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a request must neither read a database nor render")
+
+
+@pytest.mark.parametrize("with_stores", [True, False], ids=["tuned", "defaults"])
+@pytest.mark.parametrize(("kernel", "base"), [(GEMM, GATE_UP), (DECODE, GLOBAL)], ids=["w4a16_gemm", "attn_decode"])
+def test_a_length_never_seen_costs_a_bisection(
+    stores: list[Store], kernel: Any, base: Any, with_stores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 20 us a problem, the problem's own checks included; no SQL, no rendering; memory bounded."""
+    bindings = Bindings(stores if with_stores else [], H200)
+    lengths = [n for n in range(1, 8192) if n & (n - 1)]
+    for n in lengths:  # bind, and verify the points
+        bindings.choice(kernel, replace(base, **{base.DYNAMIC: 1 << n.bit_length()}))
+    for module, name in ((bound, "is_current"), (binding_module, "render")):
+        monkeypatch.setattr(module, name, _no)
+    monkeypatch.setattr(Store, "_reading", _no)
+    times, chosen = [], set()
+    for n in lengths[:3000]:
+        began = time.perf_counter()
+        chosen.add(id(bindings.choice(kernel, replace(base, **{base.DYNAMIC: n}))))
+        times.append(1e6 * (time.perf_counter() - began))
+    assert len(chosen) <= 14, "choices are shared by the lengths between two points"
+    assert statistics.median(times) < MOST_US, f"{statistics.median(times):.1f} us"

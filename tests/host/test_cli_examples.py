@@ -1,0 +1,71 @@
+"""The example that each command's --help gives runs as it stands, against the database that is shipped."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from command import ROOT, Kerngen
+
+from kerngen.cli import cli
+
+NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model")
+# What keeps a test short; the example itself stays as it is.
+LESS = {
+    "": ("--kernel", "embed", "--jobs", "1"),
+    "tune": ("--kernel", "embed", "--jobs", "1"),
+    "compile": ("--kernel", "embed", "--jobs", "1"),
+    "run": ("--max-new-tokens", "4"),
+}
+
+
+def _walk(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    yield " ".join(path), command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            if (found := command.get_command(context, name)) is not None:
+                yield from _walk(found, (*path, name))
+
+
+def _examples(command: click.Command) -> list[list[str]]:
+    """The arguments of each `kerngen ...` behind "Example:", as the help's source has them."""
+    return [shlex.split(line) for line in re.findall(r"^\s*Example:\s+kerngen (.*)$", command.help or "", re.MULTILINE)]
+
+
+COMMANDS = dict(_walk(cli))
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def test_every_command_has_an_example() -> None:
+    assert {"tune", "compile", "run", "doctor", "db explain", "kernel show", "arch ls"} <= COMMANDS.keys()
+    verbs = {name: _examples(c) for name, c in COMMANDS.items() if not isinstance(c, click.Group) or not name}
+    assert [name for name, examples in verbs.items() if len(examples) != 1] == []
+
+
+@pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if _examples(c) and n not in NEEDS_A_GPU])
+def test_the_example_runs(kerngen: Kerngen, name: str) -> None:
+    (args,) = _examples(COMMANDS[name])
+    assert " ".join(args).startswith(name)
+    if name == "run":  # a small checkpoint under the large one's name
+        (kerngen.folder / args[1]).symlink_to(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
+    code, out, err = kerngen.run(*args, *LESS.get(name, ()))
+    assert code == 0, err
+    assert out.strip()
+    assert "Traceback" not in err
+    assert "no winners" not in err
+
+
+@pytest.mark.parametrize("name", NEEDS_A_GPU)
+def test_an_example_for_a_gpu_is_understood(name: str) -> None:
+    (args,) = _examples(COMMANDS[name])
+    assert args[:2] == name.split()
+    COMMANDS[name].make_context(name, args[2:])

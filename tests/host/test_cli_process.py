@@ -1,0 +1,175 @@
+"""Commands whose standard streams are closed or narrow, whose arguments are no text, and which are told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from command import ROOT, Kerngen
+
+from kerngen.tuning_db import Store
+
+MODEL = str(ROOT / "examples" / "tiny" / "gemma-4-tiny")
+RUN = ("run", MODEL, "--no-draft", "--max-new-tokens", "2")
+TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--jobs", "1")
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def _closing(*numbers: int) -> Callable[[], None]:
+    """What `>&-` does, in the process that is started."""
+
+    def close() -> None:
+        for number in numbers:
+            os.close(number)
+
+    return close
+
+
+@pytest.mark.parametrize("args", [("arch", "ls"), (*RUN, "--prompt", "hi"), (*TUNE, "--kernel", "embed"), ("--help",)],
+                         ids=lambda a: a[0])  # fmt: skip
+def test_a_closed_stdout_is_said_at_once(kerngen: Kerngen, args: tuple[str, ...]) -> None:
+    code, out, err = kerngen.run(*args, preexec_fn=_closing(1))
+    assert (code, out) == (1, "")
+    assert err == ("KerngenError: standard output is closed, and results go there\n"
+                   "  to throw them away: >/dev/null\n")  # fmt: skip
+    assert kerngen.files() == []
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("arch", "ls"), (*RUN, "--prompt", "hi"), (*TUNE, "--kernel", "embed"),
+     ("compile", "--arch", "sm70", "--cases", "--kernel", "embed")],
+    ids=lambda a: a[0],
+)  # fmt: skip
+@pytest.mark.parametrize("closed", [(2,), (0, 2)], ids=str)
+def test_without_stderr_a_command_works(kerngen: Kerngen, args: tuple[str, ...], closed: tuple[int, ...]) -> None:
+    code, out, err = kerngen.run(*args, preexec_fn=_closing(*closed))
+    assert (code, err) == (0, "")
+    assert out.strip()
+
+
+def test_nothing_is_printed_into_a_file_that_took_a_closed_streams_number(kerngen: Kerngen) -> None:
+    """A failure's message must not end up in the database that is open."""
+    assert kerngen.run(*TUNE, "--kernel", "embed", preexec_fn=_closing(0, 2))[0] == 0
+    with Store.open(kerngen.folder / "tuning.db", read_only=True) as store:
+        assert len(store.winners()) == 14
+    assert kerngen.run(*TUNE, "--kernel", "nonsense", preexec_fn=_closing(0, 2)) == (2, "", "")
+
+
+def test_a_closed_stdin_is_an_empty_prompt(kerngen: Kerngen) -> None:
+    code, out, err = kerngen.run(*RUN, preexec_fn=_closing(0))
+    assert (code, out) == (2, "")
+    assert err == "UsageError: the prompt is empty\n"
+
+
+def test_what_the_encoding_lacks_is_escaped(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    code, out, err = kerngen.run("tune", *TUNE[1:], "--kernel", "embed", "--db", "größe.db")
+    assert code == 0, err
+    assert "database: gr\\xf6\\xdfe.db" in out
+
+
+def test_a_file_name_that_is_no_text(kerngen: Kerngen) -> None:
+    name = os.fsdecode(b"tuning\xff.db")
+    code, out, err = kerngen.run("db", "ls", "--db", name)
+    assert (code, out) == (1, "")
+    assert err.startswith("DatabaseError: tuning\\udcff.db: no such file\n")
+    code, out, err = kerngen.run(*TUNE, "--kernel", "embed", "--db", name)
+    assert code == 0, err
+    assert "database: tuning\\udcff.db" in out
+    assert (kerngen.folder / name).is_file()
+    code, out, err = kerngen.run("db", "ls", "--db", name, "--json")
+    assert code == 0, err
+    assert len(json.loads(out)) == 14
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql+psycopg://me:secret@host:port/x", "is not a database URL"),
+        ("postgresql+psycopg://me:secret@host:port:1/x", "is not a database URL"),
+        ("://me:secret@host", "is not a database URL"),
+        ("mysql://me:secret@host/x", "neither SQLite nor PostgreSQL"),
+    ],
+)
+def test_a_url_that_is_none(kerngen: Kerngen, url: str, says: str) -> None:
+    code, out, err = kerngen.run("db", "ls", "--db", url)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "postgresql+psycopg://USER@HOST/NAME" in err
+    assert "secret" not in err
+    assert "Traceback" not in err
+
+
+# ---- being stopped
+
+
+def _start(kerngen: Kerngen, *args: str) -> subprocess.Popen[str]:
+    def heed() -> None:  # a shell starts background jobs with SIGINT ignored, and children inherit that
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen([sys.executable, "-m", "kerngen", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, preexec_fn=heed, start_new_session=True)  # fmt: skip
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("to", ["process", "group"])
+def test_sigterm_ends_a_tune_as_ctrl_c_does(kerngen: Kerngen, to: str) -> None:
+    """As Kubernetes (the process) and `timeout` (its group, then it once more) send it."""
+    started = _start(kerngen, *TUNE, "--kernel", "w4a16_gemm")
+    _wait_until(lambda: len(list((kerngen.folder / "cache").glob("v1/*/*.cubin"))) >= 3)
+    children = psutil.Process(started.pid).children(recursive=True)
+    if to == "group":
+        os.killpg(started.pid, signal.SIGTERM)
+    started.send_signal(signal.SIGTERM)
+    out, err = started.communicate(timeout=60)
+    assert started.returncode == 143, err
+    assert err.strip() == "stopped by SIGTERM"
+    assert "what was tried is kept, and the same command continues it" in out
+    with Store.open(kerngen.folder / "tuning.db", read_only=True) as store:
+        assert store.measurements("w4a16_gemm")
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+def test_sigterm_ends_a_compile(kerngen: Kerngen) -> None:
+    started = _start(kerngen, "compile", "--arch", "all", "--cases", "--jobs", "1", "-o", "out")
+    _wait_until(lambda: bool(list((kerngen.folder / "out").glob("*/*.cubin"))))
+    started.send_signal(signal.SIGTERM)
+    out, err = started.communicate(timeout=60)
+    assert (started.returncode, out, err.strip()) == (143, "", "stopped by SIGTERM")
+    assert not (kerngen.folder / "out" / "manifest.json").exists()
+    assert not list((kerngen.folder / "out").rglob(".*"))
+
+
+def test_sigterm_that_is_ignored_stays_ignored(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    seen: list[object] = []
+    try:
+        monkeypatch.setattr("kerngen.cli.run._read_prompt", lambda _: seen.append(signal.getsignal(signal.SIGTERM)))
+        kerngen("run", "./nowhere")
+        assert seen == [signal.SIG_IGN]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        kerngen("run", "./nowhere")
+        assert callable(seen[1])
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "put back as it was"
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,144 @@
+"""Databases that a disk, a copy or a hand damaged: what is unharmed is served, the rest is named, nothing raises."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Text
+from test_tuning_db import H200, STATIC, add_build, key_of, measured
+from test_tuning_db_cli import tune_rmsnorm
+
+from kerngen.arch import Target
+from kerngen.errors import DatabaseError
+from kerngen.templates import find_kernel
+from kerngen.tuning_db import Store, lookup, static_key
+from kerngen.tuning_db import schema as t
+
+TEXTS = [
+    (table.name, c.name)
+    for table in (t.winner, t.build, t.measurement, t.problem, t.device, t.environment)
+    for c in table.columns
+    if isinstance(c.type, Text) and not c.primary_key and not c.foreign_keys
+]
+
+
+def run(path: Path, statement: str) -> None:
+    """`statement` without the checks that the schema makes, as damage makes none."""
+    with sqlite3.connect(path) as c:
+        c.execute("PRAGMA ignore_check_constraints = ON")
+        assert c.execute(statement).rowcount > 0
+    c.close()
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two measured points of `toy`, each with a build of its own, and a prediction for rmsnorm."""
+    path = tmp_path_factory.mktemp("pristine") / "tuning.db"
+    with Store.open(path) as store:
+        for n, point in enumerate((64, 128)):
+            store.add_measurement(measured(add_build(store, n), n, 10.0 + n, problem=key_of(point)))
+        store.recompute_winners("toy", key_of().static_key, Target.of(H200))
+    tune_rmsnorm(path, "")
+    with sqlite3.connect(path) as c:
+        c.execute("PRAGMA journal_mode = delete")
+    c.close()
+    return path
+
+
+@pytest.fixture
+def path(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(pristine, tmp_path / "tuning.db"))
+
+
+@pytest.mark.parametrize(("table", "column"), TEXTS, ids=lambda v: v)
+def test_a_byte_that_is_no_text_costs_its_own_row_alone(
+    path: Path, table: str, column: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_row = {"winner": "latency_us = 10.0", "measurement": "p50_us = 10.0", "build": "config LIKE '%:0}'",
+               "problem": "dynamic = 64"}.get(table, "1")  # fmt: skip
+    run(path, f"UPDATE {table} SET {column} = CAST({column} || x'ff' AS TEXT) WHERE {own_row}")
+    with Store.open(path, read_only=True) as store:
+        winners = [w.latency_us for w in store.winners() if w.kernel == "toy"]
+        seen = [o.measurement.p50_us for o in store.measurements() if o.measurement.problem.kernel == "toy"]
+        builds = [b.config for b in store.builds(static_key("toy", STATIC)).values()]
+    damaged = f"its {'device_props' if table == 'device' else column} is not UTF-8"
+    if own_row != "1":
+        assert 11.0 in winners
+        assert 11.0 in seen
+    if table == "winner":
+        assert winners == [11.0]
+        assert damaged in caplog.text
+    elif table == "measurement":
+        assert seen == [11.0]
+        assert damaged in caplog.text
+    elif (table, column) == ("build", "static_key"):
+        assert builds == [{"block_n": 1}], "filed elsewhere: it is not found, and nothing else is lost"
+    elif table == "build":
+        assert builds == [{"block_n": 1}]
+        assert damaged in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("UPDATE build SET config = replace(config, '\"rows_per_block\":1', '\"rows_per_block\":0')", "its own digest"),
+        ("UPDATE build SET config = '[1]'", "its own digest"),
+        ("UPDATE build SET config = replace(printf('%.9999c', '['), '', '')", "cannot be read"),
+        ("UPDATE winner SET latency_us = 'soon'", "cannot be read"),
+        ("UPDATE winner SET latency_us = -1", "latency_us=-1"),
+        ("UPDATE winner SET why = '7'", "cannot be read"),
+        ("UPDATE problem SET dynamic = dynamic + 1", "its problem does not match its digest"),
+        ("UPDATE device SET props = replace(props, '132', '\"many\"')", "its device does not match its digest"),
+        ("UPDATE artifact SET raw_bytes = 'many'", "does not match its own digest"),
+    ],
+)
+def test_a_damaged_winner_is_skipped_with_a_warning_that_names_it(path: Path, statement: str, says: str) -> None:
+    """Through the command: an error in words, not a traceback."""
+    with Store.open(path, read_only=True) as store:
+        (winner,) = store.winners("rmsnorm")
+    run(path, statement)
+    show = [sys.executable, "-m", "kerngen", "db", "show", "rmsnorm", "--arch", "sm90", "--db", str(path)]
+    done = subprocess.run(show, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert re.search("^(TuningMiss: no record for rmsnorm|CorruptRecord: )", done.stderr, re.MULTILINE), done.stderr
+    assert winner.id[:16] in done.stderr
+    assert says in done.stderr
+    assert "skipped" in done.stderr
+
+
+def test_flipped_bits_never_raise_past_lookup(pristine: Path, tmp_path: Path) -> None:
+    """Anywhere in the file: opening it may be refused, and asking it gives the winner or none."""
+    kernel = find_kernel("rmsnorm")
+    problem = kernel.problem_type()
+    whole, path, random_bits = pristine.read_bytes(), tmp_path / "flipped.db", random.Random(7)
+    with Store.open(pristine, read_only=True) as store:
+        right = lookup([store], kernel, problem, Target.of(H200))
+    assert right is not None
+    refused = missed = served = 0
+    for _ in range(400):
+        flipped = bytearray(whole)
+        for _ in range(random_bits.choice((1, 8))):
+            flipped[random_bits.randrange(len(whole))] ^= 1 << random_bits.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            store = Store.open(path, read_only=True, sealed=True)
+        except DatabaseError:
+            refused += 1
+            continue
+        with store:
+            found = lookup([store], kernel, problem, Target.of(H200))
+        if found is None:
+            missed += 1
+            continue
+        served += 1
+        assert (found.config, found.build_id) == (right.config, right.build_id)
+        assert found.cubin is None or found.cubin.image == right.cubin.image  # type: ignore[union-attr]
+    assert min(refused, missed, served) > 0, (refused, missed, served)

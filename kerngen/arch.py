@@ -11,6 +11,7 @@ architecture whitepaper named in each profile's `source`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kerngen.errors import UnknownName, UsageError
 
@@ -40,6 +41,12 @@ class Arch:
     has_wgmma: bool = False
     has_clusters: bool = False
     has_pdl: bool = False  # programmatic dependent launch
+    # What the cost model knows of the kind, not of a board: 16-bit FMAs with fp32 sums an SM and clock (whitepapers of
+    # each generation), the share of that which mma.sync reaches where only wgmma and its successors reach all of it,
+    # and the time from a load to its data while memory is busy (measured on sm90, taken over for its successors).
+    tensor_fmas: int = 256
+    mma_sync_share: float = 1.0
+    memory_latency_us: float = 0.6
 
     def __str__(self) -> str:
         return self.name
@@ -60,20 +67,30 @@ class Arch:
         return f"compute_{self.number}"
 
 
-_VOLTA = {"has_bf16": False, "has_cp_async": False, "has_ldmatrix": False, "has_mma16816": False}
-_TURING = {"has_bf16": False, "has_cp_async": False, "has_mma16816": False}
-_BULK = {"has_fp8": True, "has_tma": True, "has_clusters": True, "has_pdl": True}
+_VOLTA: dict[str, Any] = {
+    "has_bf16": False, "has_cp_async": False, "has_ldmatrix": False, "has_mma16816": False, "tensor_fmas": 512,
+}  # fmt: skip
+_TURING: dict[str, Any] = {"has_bf16": False, "has_cp_async": False, "has_mma16816": False, "tensor_fmas": 512}
+_BULK: dict[str, Any] = {
+    "has_fp8": True,
+    "has_tma": True,
+    "has_clusters": True,
+    "has_pdl": True,
+    "memory_latency_us": 0.8,
+}
 
 _ARCHES = (
     Arch("sm70", (7, 0), "sm_70", 96 * KIB, 96 * KIB, 64, 32, **_VOLTA),
     Arch("sm75", (7, 5), "sm_75", 64 * KIB, 64 * KIB, 32, 16, **_TURING),
-    Arch("sm80", (8, 0), "sm_80", 163 * KIB, 164 * KIB, 64, 32, KIB),
+    Arch("sm80", (8, 0), "sm_80", 163 * KIB, 164 * KIB, 64, 32, KIB, tensor_fmas=1024),
     Arch("sm86", (8, 6), "sm_86", 99 * KIB, 100 * KIB, 48, 16, KIB),
     Arch("sm89", (8, 9), "sm_89", 99 * KIB, 100 * KIB, 48, 24, KIB, has_fp8=True),
-    Arch("sm90", (9, 0), "sm_90a", 227 * KIB, 228 * KIB, 64, 32, KIB, has_wgmma=True, **_BULK),
-    Arch("sm100", (10, 0), "sm_100a", 227 * KIB, 228 * KIB, 64, 32, KIB, **_BULK),
+    Arch("sm90", (9, 0), "sm_90a", 227 * KIB, 228 * KIB, 64, 32, KIB, has_wgmma=True,
+         tensor_fmas=2048, mma_sync_share=0.62, **_BULK),
+    Arch("sm100", (10, 0), "sm_100a", 227 * KIB, 228 * KIB, 64, 32, KIB,
+         tensor_fmas=4096, mma_sync_share=0.26, **_BULK),
     Arch("sm120", (12, 0), "sm_120a", 99 * KIB, 100 * KIB, 48, 24, KIB, **_BULK),
-)
+)  # fmt: skip
 ARCHES: dict[str, Arch] = {a.name: a for a in _ARCHES}
 
 

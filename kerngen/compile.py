@@ -19,6 +19,7 @@ from typing import Any
 from kerngen.arch import Arch
 from kerngen.errors import CompileError, ToolchainError
 from kerngen.files import make_room_for_cupy
+from kerngen.source import NAME, located
 
 DEFAULT_OPTIONS: tuple[str, ...] = ("-std=c++17", "--extra-device-vectorization")
 KEY_VERSION = 1
@@ -129,15 +130,25 @@ def source_key(source: str, target: str, options: tuple[str, ...] = DEFAULT_OPTI
 
 def _compile(source: str, target: str, options: tuple[str, ...]) -> tuple[Any, str]:
     nvrtc = _nvrtc()
-    program = nvrtc.createProgram(source, "kernel.cu", (), ())
+    program = nvrtc.createProgram(str(source), NAME, (), ())  # CuPy takes no subclass of str
     try:
         nvrtc.compileProgram(program, (f"--gpu-architecture={target}", *_REPORTING, *options))
     except nvrtc.NVRTCError as e:
-        log = nvrtc.getProgramLog(program)
+        log = located(source, nvrtc.getProgramLog(program))
         nvrtc.destroyProgram(program)
-        first = next((line for line in log.splitlines() if "error" in line), log.strip()[:200] or str(e))
-        raise CompileError(f"NVRTC rejected the source for {target}: {first}", log=log) from e
+        raise CompileError(f"NVRTC rejected the source for {target}: {first_error(log) or e}", log=log) from e
     return program, nvrtc.getProgramLog(program)
+
+
+def first_error(log: str) -> str:
+    """The first error of NVRTC's log, with the line of the source that it shows and how many more there are."""
+    lines = log.rstrip("\0").splitlines()
+    errors = [i for i, line in enumerate(lines) if re.search(r"\berror\b.*: |^ptxas fatal", line)]
+    if not errors:
+        return log.strip("\0 \n")[:200]
+    end = next((i for i in range(errors[0], len(lines)) if not lines[i].strip()), len(lines))
+    shown = lines[errors[0] : min(end, *errors[1:2], end)]
+    return "\n  ".join([*shown, *([f"and {len(errors) - 1} more"] if len(errors) > 1 else [])])
 
 
 def compile_cubin(source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Cubin:

@@ -4,6 +4,7 @@ KerngenError                 exit 1
 ├── UsageError               exit 2   the request itself cannot be right
 │   ├── UnknownName                   no such arch, kernel, model or device; says which there are
 │   └── ProblemError                  a Problem's fields contradict each other
+├── TemplateError                     a kernel's folder is not as the contract asks; names file and line
 ├── ConfigRefused                     a Config cannot run this Problem on this Arch; holds the numbers
 ├── ToolchainError                    NVRTC or CuPy is missing, or cannot target the arch; names the extra
 ├── CompileError                      NVRTC rejected the source; holds its log
@@ -53,6 +54,10 @@ class UnknownName(UsageError):
 
 
 class ProblemError(UsageError):
+    pass
+
+
+class TemplateError(KerngenError):
     pass
 
 

@@ -25,11 +25,7 @@ TENSOR_SHARE = 0.95
 L2_SHARE = 0.45
 L2_BYTES_PER_CLOCK = 64.0  # per SM
 SMEM_BYTES_PER_CLOCK = 128.0  # per SM: 32 banks of 4 bytes
-# mma.sync against the datasheet's rate, which since Hopper only wgmma and its successors reach.
-MMA_SYNC_SHARE = {"sm90": 0.62, "sm100": 0.26}
 LANES_PER_CLOCK = 128  # four schedulers issue an instruction for 32 threads each
-# From a load to its data while memory is busy; 0.6 on all others.
-MEMORY_LATENCY_US = {"sm90": 0.8, "sm100": 0.8, "sm120": 0.8}
 # Of what does not bind, the part that is not hidden where one block has the SM to itself; n blocks hide n times more.
 EXPOSED_EXECUTION, EXPOSED_TRANSFER = 0.4, 0.25
 # A launch in a CUDA graph: an H200 streams 2.5 MB in 2.61 us plain and 1.29 us with programmatic dependent
@@ -230,11 +226,11 @@ def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, target: Target)
     in_flight = each if each <= SINGLE_PASS * in_flight else in_flight  # no loop: all of it is under way at once
     l2_bytes = t.dram_bytes if t.l2_bytes is None else t.l2_bytes
     # Little's law: what is on its way at any moment, over how long it takes. Bytes per us.
-    latency = MEMORY_LATENCY_US.get(arch.name, 0.6)
+    latency = arch.memory_latency_us
     memory_rate = min(device.mem_gbps * 1e3 * MEMORY_SHARE, size * in_flight / latency)
     l2_rate = L2_BYTES_PER_CLOCK * L2_SHARE * clock  # per SM
     warps = per_sm * ceil(prod(launch.block) / 32)
-    tensor_share = TENSOR_SHARE * MMA_SYNC_SHARE.get(arch.name, 1.0)
+    tensor_share = TENSOR_SHARE * arch.mma_sync_share
     tensor_rate = device.tensor_tflops * 1e6 * tensor_share / device.num_sms
     transfer = {
         "memory": t.dram_bytes * share / memory_rate,

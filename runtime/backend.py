@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 import torch
 
+from kerngen.arch import arch_of_capability
 from kerngen.errors import DeviceError, UsageError
 from kerngen.runtime.ops import Ops
+from kerngen.templates.common.row_torch import TORCH_DTYPE
 
 BACKENDS = ("torch", "cuda")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | None = None,
@@ -24,14 +25,14 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
     """
     if name not in (*BACKENDS, "auto"):
         raise UsageError(f"unknown backend {name!r}", hint=f"known: {', '.join(BACKENDS)}, auto")
-    if dtype is not None and dtype not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype!r}", hint=f"known: {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in TORCH_DTYPE:
+        raise UsageError(f"unknown dtype {dtype!r}", hint=f"known: {', '.join(TORCH_DTYPE)}")
     where = _device(name, device)
     if name == "auto":
         name = "cuda" if where.type == "cuda" else "torch"
     if name == "cuda" and where.type != "cuda":
         raise UsageError(f"the cuda backend does not run on {where}", hint="leave --device out, or use --backend torch")
-    kind = DTYPES[dtype] if dtype else _default_dtype(where)
+    kind = TORCH_DTYPE[dtype] if dtype else _default_dtype(where)
     if name == "cuda":
         from kerngen.runtime.executors.launch import Launch
         from kerngen.runtime.launcher import Launcher
@@ -99,4 +100,4 @@ def _device(backend: str, device: str | None) -> torch.device:
 def _default_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cpu":
         return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    return TORCH_DTYPE[arch_of_capability(*torch.cuda.get_device_capability(device)).dtype]

@@ -75,8 +75,6 @@ def probe_device(index: int = 0) -> Device:
         read("CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH"),
     )
     arch = arch_of_capability(p.major, p.minor)
-    # FMAs an SM and clock with 16-bit inputs and fp32 sums: whitepapers of each generation.
-    per_sm = {70: 512, 75: 512, 80: 1024, 86: 256, 89: 256, 90: 2048, 100: 4096, 120: 256}[arch.number]
     return Device(
         name=p.name.removeprefix("NVIDIA ").strip(),
         arch=arch.name,
@@ -85,7 +83,7 @@ def probe_device(index: int = 0) -> Device:
         mem_gib=round(p.total_memory / 2**30, 1),
         l2_bytes=p.L2_cache_size,
         clock_mhz=khz // 1000,
-        tensor_tflops=round(2 * per_sm * p.multi_processor_count * khz / 1e9, 1),
+        tensor_tflops=round(2 * arch.tensor_fmas * p.multi_processor_count * khz / 1e9, 1),
         source="probed",
     )
 

@@ -7,13 +7,14 @@ templates/<name>/
   reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32
   cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share
   bench.py          baselines(case, inputs): what to compare the time with
-  traffic.py        optional: traffic(problem, config, arch), what the cost model should know beyond spec.cost
+  traffic.py        optional: traffic(problem, config, target), what the cost model should know beyond spec.cost
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -22,7 +23,8 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ConfigRefused, ProblemError, UnknownName, UsageError
+from kerngen.errors import ConfigRefused, LaunchError, ProblemError, TemplateError, UnknownName, UsageError
+from kerngen.source import place_of, reason_of, shown
 
 ROOT = Path(__file__).resolve().parent
 
@@ -142,11 +144,13 @@ class Tolerance:
 
 
 class Spec(Protocol):
-    """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None, bucket(problem) ->
-    dict, workspace_bytes(problem, config, target) -> int, traffic(problem, config, target), MAX_SPILL_BYTES.
+    """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None,
+    workspace_bytes(problem, config, target) -> int, traffic(problem, config, target), MAX_SPILL_BYTES, and
+    constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
+    problem comes without RUNTIME fields.
 
-    Only `BODIES` sees an Arch, and decides with it what is compiled: a cubin depends on the arch alone. All that is
-    chosen at launch sees the Target, the board included.
+    What sees an Arch, `BODIES` and `constants`, decides what is compiled: a cubin depends on the arch alone. All that
+    is chosen at launch sees the Target, the board included.
     """
 
     Problem: type[Any]
@@ -177,9 +181,25 @@ class Kernel:
         """The first line of spec.py's docstring, without the kernel's name."""
         return (self.spec.__doc__ or "").strip().split("\n")[0].removeprefix(f"{self.name}: ")
 
-    @property
+    @cached_property
     def folder(self) -> Path:
-        return Path(str(self._module("spec").__file__)).parent
+        """Where it lies: in this package, or wherever its author keeps it."""
+        return Path(str(import_module(f"kerngen.templates.{self.name}.spec").__file__)).resolve().parent
+
+    @property
+    def shared(self) -> tuple[Path, ...]:
+        """The folders in which `common/FILE` is looked for, in order: ours, and the one beside the kernel's folder."""
+        return tuple(dict.fromkeys((ROOT / "common", self.folder.parent / "common")))
+
+    @cached_property
+    def folder_digest(self) -> str:
+        """sha256 over what decides how it is rendered, refused and launched: its folder, and what it may include."""
+        hashed = hashlib.sha256()
+        for folder in (*self.shared, self.folder):
+            for path in sorted(folder.glob("*")):
+                if path.suffix in (".py", ".jinja", ".cuh"):
+                    hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return hashed.hexdigest()
 
     @property
     def problem_type(self) -> type[Any]:
@@ -248,6 +268,11 @@ class Kernel:
     def cost(self, problem: Any) -> Cost:
         return self.spec.cost(problem)
 
+    def constants(self, problem: Any, config: Any, arch: Arch) -> Mapping[str, Any]:
+        """Name -> value of what spec.py and its templates both know: `k` in a template. Compiled in, as `p` and `c`."""
+        given: Callable[[Any, Any, Arch], Mapping[str, Any]] | None = getattr(self.spec, "constants", None)
+        return {} if given is None else given(_CompiledIn(problem), config, arch)
+
     @cached_property
     def _refine(self) -> Callable[[Any, Any, Target], Traffic | list[Traffic]] | None:
         if hasattr(self.spec, "traffic") or not (self.folder / "traffic.py").is_file():
@@ -261,6 +286,14 @@ class Kernel:
             return None
         traffic = refine(problem, config, target)
         return (traffic,) if isinstance(traffic, Traffic) else tuple(traffic)
+
+    def require_arguments(self, names: Iterable[str]) -> None:
+        """Raises LaunchError unless `names` are the arguments of the kernel's entries, but for the workspace."""
+        wanted = {a.name for body in self.spec.BODIES for args in body.args.values() for a in args} - {"workspace"}
+        if differing := wanted ^ set(names):
+            raise LaunchError(
+                f"{self.name}: a call and the entries' arguments differ in {', '.join(sorted(differing))}"
+            )
 
     @property
     def op(self) -> ModuleType:
@@ -279,7 +312,33 @@ class Kernel:
         return self._module("bench")
 
     def _module(self, part: str) -> ModuleType:
-        return import_module(f"kerngen.templates.{self.name}.{part}")
+        return load_part(self.name, part, self.folder)
+
+
+class _CompiledIn:
+    """A problem without its RUNTIME fields: what a cubin may depend on. Its properties see no more than that."""
+
+    def __init__(self, problem: Any) -> None:
+        self._problem = problem
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._problem.RUNTIME:
+            raise AttributeError(f"{name} is a RUNTIME field: one cubin serves all its values")
+        if isinstance(member := getattr(type(self._problem), name, None), property) and member.fget:
+            return member.fget(self)
+        return getattr(self._problem, name)
+
+
+def load_part(kernel: str, part: str, folder: Path) -> ModuleType:
+    """PART.py of the kernel in `folder`. Raises TemplateError, with file, line and reason, if it cannot be loaded."""
+    try:
+        return import_module(f"kerngen.templates.{kernel}.{part}")
+    except Exception as e:  # whatever the author's module does as it is loaded
+        path, line = place_of(e, folder) or (folder / f"{part}.py", 0)
+        if not path.is_file():
+            raise TemplateError(f"kernel {kernel} has no {shown(path)}") from e
+        place = f"{shown(path)}:{line}" if line else shown(path)
+        raise TemplateError(f"kernel {kernel}: {place}: {reason_of(e)}") from e
 
 
 def fields_of(value: Any) -> dict[str, Any]:

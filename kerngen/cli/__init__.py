@@ -17,6 +17,7 @@ import kerngen
 from kerngen.cli.process import settle_streams, stopped_by
 from kerngen.errors import KerngenError
 
+TEMPLATES_VARIABLE = "KERNGEN_TEMPLATES"  # of kerngen.templates, which --help does not wait for
 # command -> (module, what `kerngen --help` says of it); the attribute has the command's name
 COMMANDS = {
     "tune": ("kerngen.cli.tune", "Find the best configuration of every kernel a model needs."),
@@ -25,7 +26,7 @@ COMMANDS = {
     "bench": ("kerngen.cli.bench", "Time kernels, or a model's step, against this GPU's measured limits."),
     "doctor": ("kerngen.cli.doctor", "Say what this machine can compile for, run and measure."),
     "db": ("kerngen.cli.db", "Look into the tuning database."),
-    "kernel": ("kerngen.cli.kernel", "List, show and check kernels."),
+    "kernel": ("kerngen.cli.kernel", "List, show, check and begin kernels."),
     "arch": ("kerngen.cli.arch", "List architectures and device profiles."),
 }
 
@@ -49,13 +50,31 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(kerngen.__version__, prog_name="kerngen")
-def cli() -> None:
+@click.option("--templates", "templates", type=click.Path(exists=True, file_okay=False), multiple=True, metavar="DIR",
+              help="A folder of kernel folders, beside kerngen's own; may be given several times.")  # fmt: skip
+@click.pass_context
+def cli(context: click.Context, templates: tuple[str, ...]) -> None:
     """Compile, tune and run Gemma-4's GPU kernels, on the GPU you have or for one you do not.
 
     \b
     Example:
       kerngen tune --arch sm70 --model gemma-4-31b --time-budget 3m
     """
+    if templates:
+        _use_templates(context, templates)
+
+
+def _use_templates(context: click.Context, folders: tuple[str, ...]) -> None:
+    """Put `folders` before those of the environment, where worker processes find them too, until the command ends."""
+    before = os.environ.get(TEMPLATES_VARIABLE)
+    os.environ[TEMPLATES_VARIABLE] = os.pathsep.join([*map(os.path.abspath, folders), *filter(None, [before])])
+
+    @context.call_on_close
+    def restore() -> None:
+        if before is None:
+            del os.environ[TEMPLATES_VARIABLE]
+        else:
+            os.environ[TEMPLATES_VARIABLE] = before
 
 
 def main() -> None:

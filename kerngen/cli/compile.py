@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -240,7 +241,12 @@ def _print(manifest: dict[str, Any], output: Path | None) -> None:
         click.echo(f"{text}, {spills} with spills" if spills else text)
     for note in dict.fromkeys(manifest["notes"]):
         click.echo(f"note: {note}")
+    failures: dict[tuple[str, str], list[str]] = {}  # one fault fails many sources, on every arch: it is said once
     for failure in manifest["failures"]:
-        click.echo(f"failed: {failure['kernel']} on {failure['arch']}: {failure['reason']}")
+        reason = re.sub(r"^NVRTC rejected the source for \w+: ", "", failure["reason"])
+        failures.setdefault((failure["kernel"], reason), []).append(failure["arch"])
+    for (kernel, reason), arches in failures.items():
+        sources = f"{len(arches)} source{'s' * (len(arches) > 1)}"
+        click.echo(f"failed: {kernel} on {', '.join(dict.fromkeys(arches))} ({sources}): {reason}")
     where = "in the compile cache only (name a folder with -o)" if output is None else f"in {output}"
     click.echo(f"{len(manifest['files'])} files {where}")

@@ -1,146 +1,94 @@
-"""`kerngen kernel`: list the kernels, show what one becomes, check one on the GPU."""
+"""`kerngen kernel`: list the kernels and what a model asks of them, show what one becomes, check one on the GPU."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch
+from kerngen.cli.kernel_new import new
+from kerngen.cli.kernel_show import example, show
 from kerngen.errors import KerngenError, UsageError
 
 if TYPE_CHECKING:
     from kerngen.templates.kernel import Kernel
-    from kerngen.tuning.plan import Candidates
 
 
 @click.group()
 def kernel() -> None:
-    """List, show and check kernels."""
+    """List, show, check and begin kernels."""
+
+
+kernel.add_command(show)
+kernel.add_command(new)
 
 
 @kernel.command()
+@click.option("--model", default=None, help="A model's name or folder: list the problems that it needs.")
+@click.option("--arch", "arch_name", default="sm90", show_default=True, help="With --model: the arch it runs on.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def ls(as_json: bool) -> None:
-    """All kernels, and what may vary in each.
+def ls(model: str | None, arch_name: str, as_json: bool) -> None:
+    """All kernels, and what may vary in each; or all problems of a model, with how to look at each.
 
-    Example: kerngen kernel ls
+    \b
+    Example:
+      kerngen kernel ls --model gemma-4-31b --arch sm90
     """
+    rows = _kernels() if model is None else _problems(model, find_arch(arch_name))
+    if as_json:
+        click.echo(json.dumps(rows))
+    elif model is None:
+        for row in rows:
+            tunables = dict.fromkeys(f for body in row["bodies"] for f in body["space"])
+            click.echo(f"{row['kernel']:16} {row['about']}; varies {', '.join(tunables)}")
+    else:
+        _print_problems(rows)
+
+
+def _kernels() -> list[dict[str, Any]]:
     from kerngen.templates import find_kernel, kernel_names
 
     rows: list[dict[str, Any]] = []
-    for name in kernel_names():
-        k = find_kernel(name)
+    for k in map(find_kernel, kernel_names()):
         bodies = [
             {"template": b.template, "entries": list(b.args), "when": dict(b.when),
              "space": {f: "derived" if callable(v) else list(v) for f, v in b.space.items()}}
             for b in k.spec.BODIES
         ]  # fmt: skip
-        rows.append({"kernel": name, "about": k.about, "bodies": bodies})
-    if as_json:
-        click.echo(json.dumps(rows))
-        return
-    for row in rows:
-        tunables = dict.fromkeys(f for body in row["bodies"] for f in body["space"])
-        click.echo(f"{row['kernel']:16} {row['about']}; varies {', '.join(tunables)}")
+        rows.append({"kernel": k.name, "about": k.about, "folder": str(k.folder), "bodies": bodies})
+    return rows
 
 
-@kernel.command()
-@click.argument("name")
-@click.option("--arch", "arch_name", required=True, help="What to render for, e.g. sm70.")
-@click.option("--problem", "problem_text", default="", help="FIELD=VALUE,...; unnamed fields keep their defaults.")
-@click.option("--config", "config_text", default="", help="FIELD=VALUE,...; unnamed fields as the default's.")
-@click.option("--source/--no-source", default=True, help="Print the rendered source too.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show(name: str, arch_name: str, problem_text: str, config_text: str, source: bool, as_json: bool) -> None:
-    """The rendered source, what the compiled kernel takes, and why other configurations are refused.
-
-    \b
-    Example:
-      kerngen kernel show attn_decode --arch sm70 --problem head_dim=512,num_kv_heads=4
-    """
-    from kerngen.cache import CompileCache
-    from kerngen.predict import predict
-    from kerngen.render import render
+def _problems(model: str, arch: Arch) -> list[dict[str, Any]]:
+    """A row for each set of compiled-in fields that `model` needs of a kernel on `arch`, with its tuned points."""
     from kerngen.templates import find_kernel
-    from kerngen.templates.kernel import describe, fields_of
-    from kerngen.tuning.plan import candidates
+    from kerngen.templates.kernel import static_fields
+    from kerngen.workload import find_model, workload
 
-    arch, k = find_arch(arch_name), find_kernel(name)
-    problem = _problem(k, problem_text, arch)
-    target = Target.of(arch)
-    found = candidates(k, problem, target)
-    config = _config(k, config_text, found)
-    text = render(k, problem, config, target)
-    cubin = CompileCache().get_or_compile(text, arch)
-    launches = k.launches(problem, config, target)
-    guess = predict(k, problem, config, target, cubin.entries)
-    if as_json:
-        click.echo(json.dumps({
-            "kernel": name, "arch": arch.name, "problem": fields_of(problem), "config": fields_of(config),
-            "body": k.body(config, arch).template, "source": text if source else None,
-            "entries": {e: asdict(r) for e, r in cubin.entries.items()}, "launches": [asdict(x) for x in launches],
-            "cubin_bytes": len(cubin.image), "workspace_bytes": k.workspace_bytes(problem, config, target),
-            "predicted": {"device": target.device.name, "latency_us": guess.latency_us, "why": guess.explain(),
-                          "launches": [asdict(x) for x in guess.launches]},
-            "space_size": found.space_size, "num_valid": len(found.valid),
-            "refused": [{"count": r.count, "reason": r.reason, "config": fields_of(r.config)} for r in found.refusals],
-        }))  # fmt: skip
-        return
-    if source:
-        click.echo(text)
-    click.echo(
-        f"{name}{describe(problem)}\non {arch}, configuration {describe(config)}, {k.body(config, arch).template}"
-    )
-    for x in launches:
-        r = cubin.entries[x.entry]
-        spills = f", spills {r.spill_store_bytes} + {r.spill_load_bytes} B a thread" if cubin.spills else ""
-        click.echo(
-            f"  {x.entry}: grid {x.grid}, block {x.block}, {r.registers} registers a thread, "
-            f"{r.static_smem_bytes:,} + {x.smem_bytes:,} B of shared memory (static + dynamic, {arch.max_smem_bytes:,} "
-            f"allowed){spills}"
-        )
-    click.echo(f"  cubin {len(cubin.image):,} B, workspace {k.workspace_bytes(problem, config, target):,} B")
-    click.echo(f"  predicted for {target.device}: {guess.latency_us:.1f} us; {guess.explain()}")
-    refused = "; refused, with one example each:" if found.refusals else ", none is refused"
-    click.echo(f"{len(found.valid):,} of {found.space_size:,} configurations can run{refused}")
-    for refusal in found.refusals:
-        click.echo(f"  {refusal.count:7,}  {refusal.reason}")
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for item in workload(find_model(model), arch).items:
+        k, static = find_kernel(item.kernel), static_fields(item.problem)
+        row = rows.setdefault((k.name, json.dumps(static)), {
+            "kernel": k.name, "static": static, "points": [], "where": [], "show": example(k, item.problem, arch),
+        })  # fmt: skip
+        row["points"].append({n: getattr(item.problem, n) for n in item.problem.RUNTIME})
+        row["where"] = list(dict.fromkeys([*row["where"], *(u.where for u in item.uses)]))
+    return sorted(rows.values(), key=lambda row: row["kernel"])
 
 
-def _problem(k: Kernel, text: str, arch: Arch) -> Any:
-    """The problem; where its dtypes are not named and the arch has no bf16, they are fp16 (residual stream fp32)."""
-    from dataclasses import fields
-
-    from kerngen.templates.kernel import parse_fields
-
-    if not arch.has_bf16:
-        named = {part.partition("=")[0].strip() for part in text.split(",")}
-        fp16 = {"dtype": "fp16", "logits_dtype": "fp16", "residual_dtype": "fp32"}
-        own = [f.name for f in fields(k.problem_type) if f.name in fp16 and f.name not in named]
-        text = ",".join([*filter(None, [text]), *(f"{n}={fp16[n]}" for n in own)])
-    return parse_fields(k.problem_type, text)
-
-
-def _config(k: Kernel, text: str, found: Candidates) -> Any:
-    """The default configuration with the fields that `text` names."""
-    from dataclasses import replace
-
-    from kerngen.templates.kernel import fields_of, parse_fields
-
-    default = found.default
-    if not text:
-        return default
-    named = {part.partition("=")[0].strip() for part in text.split(",")}
-    parsed = {n: v for n, v in fields_of(parse_fields(k.config_type, text)).items() if n in named}
-    for name, value in parsed.items():  # why_invalid answers for the space, and promises nothing outside of it
-        known = dict.fromkeys(v for part in found.space for v in part.get(name, ()))
-        if value not in (*known, getattr(default, name)):
-            raise UsageError(f"{name}={value} is not in {k.name}'s space",
-                             hint=f"{name}: {', '.join(map(str, known)) or getattr(default, name)}")  # fmt: skip
-    return replace(default, **parsed)
+def _print_problems(rows: list[dict[str, Any]]) -> None:
+    by_kernel: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_kernel.setdefault(row["kernel"], []).append(row)
+    for name, shapes in by_kernel.items():
+        problems = sum(len(row["points"]) for row in shapes)
+        click.echo(f"{name}: {problems} problems, {len(shapes)} to compile for each configuration")
+        for row in shapes:
+            click.echo(f"  {len(row['points']):3} x {', '.join(row['where'])}\n        {row['show']}")
+    total = sum(len(row["points"]) for row in rows)
+    click.echo(f"{total} problems of {len(by_kernel)} kernels")
 
 
 @kernel.command()
@@ -190,7 +138,7 @@ def check(
 def _check(k: Kernel, body: Arch, case_filter: str, *, quiet: bool) -> list[dict[str, Any]]:
     from kerngen.measure import check_case
 
-    rows = []
+    rows, said = [], set[str]()
     for case in k.cases.CASES:
         if case_filter not in case.name:
             continue
@@ -207,5 +155,7 @@ def _check(k: Kernel, body: Arch, case_filter: str, *, quiet: bool) -> list[dict
         rows.append(row)
         if not quiet:
             size = f"largest error {row['error_abs']:.3g}" if "error_abs" in row else ""
-            click.echo(f"{row['outcome']:11} {k.name:16} {case.name:36} {size} {row['message']}".rstrip())
+            message = "as above" if row["outcome"] == "failed" and row["message"] in said else row["message"]
+            said.add(row["message"])
+            click.echo(f"{row['outcome']:11} {k.name:16} {case.name:36} {size} {message}".rstrip())
     return rows

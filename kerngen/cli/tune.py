@@ -213,7 +213,7 @@ def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
     for kernel, config, reason in report.failures[:5]:
         console.print(f"failed: {kernel} {config}: {reason}", style="red")
     if load.missing:
-        console.print(f"no kernel yet for: {', '.join(load.missing)}")
+        console.print(f"left to torch, and not tuned: {', '.join(load.missing)}")
     if report.out_of_time:
         console.print("the time budget ended the search; the same command continues it")
     if report.interrupted:

@@ -6,17 +6,15 @@ the compile cache has its cubins.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kerngen import __version__
 from kerngen.compile import Cubin, nvrtc_version
 from kerngen.errors import CompileError
 from kerngen.predict import MODEL
-from kerngen.templates.kernel import ROOT, Kernel, fields_of, static_fields
+from kerngen.templates.kernel import Kernel, fields_of, static_fields
 from kerngen.tuning_db.records import (
     Build,
     Measurement,
@@ -86,7 +84,7 @@ class Ledger:
         """Of everything that decides how a search goes: the same fingerprint, the same search."""
         settings = [self.objective.name, MODEL, __version__, *self._settings]
         where = [self.target.arch.name, fields_of(self.target.device)]
-        return digest([_folder_digest(kernel.name), nvrtc_version(), *where, *settings])
+        return digest([kernel.folder_digest, nvrtc_version(), *where, *settings])
 
     # -- builds
 
@@ -158,14 +156,3 @@ class Ledger:
                 for w in self.store.recompute_winners(kernel, static, self.target):
                     found[w.problem.id] = w
         return found
-
-
-@cache
-def _folder_digest(kernel: str) -> str:
-    """Of the kernel's folder (what renders, refuses and launches) and of common/."""
-    hashed = hashlib.sha256()
-    for folder in (ROOT / "common", ROOT / kernel):
-        for path in sorted(folder.glob("*")):
-            if path.suffix in (".py", ".jinja", ".cuh"):
-                hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return hashed.hexdigest()

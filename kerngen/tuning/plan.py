@@ -328,7 +328,7 @@ def _likely_sources(
     lines: dict[str, list[tuple[Any, Candidates]]] = {}
     for problem, c in rows:
         lines.setdefault(str(static_fields(problem)), []).append((problem, c))
-    sources = set()
+    sources = set[str]()
     for line in lines.values():
         last = len(line) - 1
         for i in sorted({round(last * k / (RANKED_OF_A_LINE - 1)) for k in range(RANKED_OF_A_LINE)}):

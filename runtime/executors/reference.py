@@ -26,6 +26,7 @@ class Reference:
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:
             kernel = find_kernel(call.kernel)
+            kernel.require_arguments(call.arguments)
             expected = kernel.reference.expected(call.problem, dict(call.arguments))
             for name, value in expected.items():
                 out = call.arguments[name]

@@ -81,7 +81,7 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     registers = 4 * (1 + problem.has_post + problem.has_next) + 2 * ELEMENT_BYTES[problem.residual_dtype]
     return why_row_invalid(
-        problem.hidden, config.vecs_per_thread, config.rows_per_block, registers, SPACE["vecs_per_thread"]
+        problem.hidden, config.vecs_per_thread, config.rows_per_block, registers, SPACE["vecs_per_thread"], target.arch
     )
 
 

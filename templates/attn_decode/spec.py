@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import ClassVar
 
-from kerngen.arch import Target
+from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
@@ -128,6 +128,13 @@ RING_BYTES = 128 * 1024
 LATENCY_US = 0.8
 
 
+MAX_SLICES = 8  # of the splits, in a block of the combine
+
+
+def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
+    return {"MAX_SLICES": MAX_SLICES}
+
+
 def why_unsupported(problem: Problem, target: Target) -> str | None:
     return why_no_dtype(target.arch, problem.dtype)
 
@@ -198,7 +205,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 def combine_shape(head_dim: int, num_splits: int) -> tuple[int, int]:
     """(slices that the splits are dealt to, columns of 4 elements) of a combine block."""
-    slices = min(num_splits, 8)
+    slices = min(num_splits, MAX_SLICES)
     return slices, min(head_dim // 4, 32 if slices > 4 else 64 if slices > 2 else 128)
 
 

@@ -61,7 +61,10 @@ def why_block_too_large(threads: int, made_of: str) -> str | None:
 
 
 def row_threads(elements: int, vecs_per_thread: int) -> int:
-    """Threads that share a row of `elements`, a multiple of 32. The templates compute the same."""
+    """Threads that share a row of `elements`, a multiple of 32.
+
+    The templates' ROW_THREADS; the contract suite holds every launch's block to its kernel's __launch_bounds__.
+    """
     return ceil(ceil(elements / VEC) / vecs_per_thread / 32) * 32
 
 
@@ -76,7 +79,7 @@ def fewest_vecs(elements: int, candidates: tuple[int, ...], max_threads: int) ->
 
 
 def why_row_invalid(elements: int, vecs_per_thread: int, rows: int, registers_per_vec: int,
-                    candidates: tuple[int, ...]) -> str | None:  # fmt: skip
+                    candidates: tuple[int, ...], arch: Arch) -> str | None:  # fmt: skip
     """Why a block of `rows` rows of `elements`, with vecs_per_thread vectors a thread, cannot or should not run.
 
     registers_per_vec: 32-bit registers that hold one vector of every tensor of the row. candidates: the values of
@@ -89,7 +92,7 @@ def why_row_invalid(elements: int, vecs_per_thread: int, rows: int, registers_pe
     made_of = f"{rows} rows of {elements} by {row} threads"
     if why := why_block_too_large(rows * row, made_of):
         return why
-    available = min(255, 65536 // (rows * row) // 8 * 8)
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (rows * row) // 8 * 8)
     data = vecs_per_thread * registers_per_vec
     if data + SPARE_REGISTERS > available:
         return (

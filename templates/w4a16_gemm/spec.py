@@ -1,7 +1,8 @@
 """w4a16_gemm: out[M, N] = x[M, K] dequant(W)[N, K]^T with symmetric int4 weights, for one token or for thousands.
 
 Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
-than eight. One body serves every M and every arch from sm70: tiles, warps and the way the work is cut differ.
+than eight. One source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ. It
+makes two bodies on sm90, mma.sync and wgmma, each with its space.
 
 The work is a line of units, (tile, BLOCK_K of its K), cut into equal pieces: one a block (stream-K), or one tile a
 block. A tile that several blocks share is summed in fp32 through the workspace in the order of the blocks, by the one
@@ -13,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Target
+from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
-MAX_BLOCKS = 1024  # that share tiles; the template has the same figure
+MAX_BLOCKS = 1024  # that share tiles
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -99,6 +100,10 @@ BODIES = (
 )
 OUTPUTS = ("out",)
 MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
+
+
+def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
+    return {"STRIP": STRIP, "MAX_BLOCKS": MAX_BLOCKS}
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:

@@ -57,7 +57,7 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
         ((*SHOW, "--problem", "hidden=wide"), 2, r"hidden='wide' is not of type int"),
         ((*SHOW, "--problem", "dtype=bf16"), 1, r"bf16 needs sm80 or newer and sm70 has none; use fp16"),
         ((*SHOW, "--config", "threads=2048"), 2, r"threads=2048 is not in embed's space\n.*64, 128, 256, 512"),
-        (("kernel", "show", "w4a16_gemm", "--arch", "sm70"), 2, r"n, k must be given"),
+        (("kernel", "show", "w4a16_gemm", "--arch", "sm70"), 2, r"needs n, k: there is no default\n  for example: "),
         ((*TUNE, "--device", "V101"), 2, r"unknown device 'V101'\n.*did you mean V100\?"),
         ((*TUNE, "--device", "H200"), 2, r"device H200 is sm90, not sm70"),
         ((*TUNE, "--time-budget", "soon"), 2, r"'soon' is no duration"),

@@ -21,7 +21,7 @@ from kerngen.compile import (
     whole_elf,
 )
 from kerngen.errors import CompileError, ToolchainError, UnknownName
-from kerngen.render import _header, _inline
+from kerngen.render import Chunk, assemble
 from kerngen.templates import find_kernel
 
 SOURCE = r"""
@@ -145,7 +145,7 @@ def test_common_headers_parse_on_every_arch(arch: Arch) -> None:
     own = ("types.cuh", "copy.cuh", "mma.cuh")
     text = "".join(f'#include "common/{p.name}"\n' for p in sorted(common.glob("*.cuh")) if p.name in own)
     body = 'extern "C" __global__ void k(float* x) { x[0] = tanh_exact(x[1]) + warp_sum(x[2]); }'
-    assert compile_cubin(_header(arch) + _inline(text + body, set()), arch).entries
+    assert compile_cubin(assemble([Chunk(text + body)], arch, (common,)), arch).entries
 
 
 def test_unknown_kernel() -> None:

@@ -118,24 +118,11 @@ def test_no_placeholder_is_left(page: Path) -> None:
     assert not re.search(r"\bTODO\b|\bFIXME\b|^[A-Z0-9]+_[A-Z_]+$", page.read_text(), re.MULTILINE)
 
 
-def test_the_guide_makes_a_kernel(tmp_path: Path) -> None:
-    """In a copy of the repository: exactly the guide's files, then its commands that need no GPU, then nothing left."""
-    for tree in ("kerngen", "templates", "tuning_db", "runtime"):
-        ignored = shutil.ignore_patterns("__pycache__", "prebuilt")
-        shutil.copytree(ROOT / tree, tmp_path / tree, symlinks=True, ignore=ignored)
-    (tmp_path / "suite").mkdir()
-    shutil.copy(Path(__file__).with_name("test_kernel_folders.py"), tmp_path / "suite")
-    files = re.findall(r"^`(templates/[\w./]+)`\n\n```\w+\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
-    assert [Path(path).name for path, _ in files] == [
-        "spec.py", "kernel.cu.jinja", "reference.py", "cases.py", "bench.py",
-    ]  # fmt: skip
-    folder = tmp_path / "templates" / GUIDE_KERNEL
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    for path, text in files:
-        (tmp_path / path).write_text(text)
+def test_the_guide_is_what_kernel_new_makes(tmp_path: Path) -> None:
+    """Its files are the scaffold's, and its commands that need no GPU work on them, outside of the package."""
+    root = tmp_path / "kernels"
     names = {"KERNGEN_CACHE_DIR": str(tmp_path / "cache"), "KERNGEN_DB": str(tmp_path / "t.db")}
-    environment = {**os.environ, **names, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, **names, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
     def run(*args: str) -> str:
         done = subprocess.run([sys.executable, "-m", *args], cwd=tmp_path, env=environment, capture_output=True,
@@ -143,11 +130,20 @@ def test_the_guide_makes_a_kernel(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{' '.join(args)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
+    begin = ["kernel", "new", GUIDE_KERNEL, "--templates", "kernels"]
+    assert begin in list(_commands(GUIDE))
+    assert str(root) in run("kerngen", *begin)
+    made = {p.name: p.read_text() for p in (root / GUIDE_KERNEL).iterdir() if p.name != "__init__.py"}
+    blocks = re.findall(r"^`kernels/scale_rows/([\w.]+)`\n\n```\w+\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
+    assert dict(blocks) == made
+    environment["KERNGEN_TEMPLATES"] = str(root)
+
     shown = run("kerngen", "kernel", "show", GUIDE_KERNEL, "--arch", "sm90", "--problem", "hidden=21504")
     assert f"{GUIDE_KERNEL}(void* out" in shown
     assert "2 of 5 configurations can run" in shown
     assert "threads=32 hold 336 registers" in shown
-    tested = run("pytest", "-q", "-p", "no:cacheprovider", "suite/test_kernel_folders.py", "-k", GUIDE_KERNEL)
+    suite = str(Path(__file__).with_name("test_kernel_folders.py"))
+    tested = run("pytest", "-q", "-p", "no:cacheprovider", suite, "-k", GUIDE_KERNEL)
     assert re.search(r"\d\d passed", tested), tested
-    shutil.rmtree(folder)
+    shutil.rmtree(root / GUIDE_KERNEL)
     assert GUIDE_KERNEL not in run("kerngen", "kernel", "ls", "--json")

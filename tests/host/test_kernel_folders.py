@@ -9,18 +9,21 @@ from __future__ import annotations
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from io import BytesIO
 from itertools import product
 from math import prod
 from typing import Any
 
 import pytest
 import torch
+from elftools.elf.elffile import ELFFile
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
@@ -100,12 +103,27 @@ def _begin_the_next(request: pytest.FixtureRequest, builds: Builds) -> None:
             builds.begin(item.callspec.params["kernel"], item.callspec.params["arch"])
 
 
+def _launch_bounds(image: bytes) -> dict[str, int]:
+    """Entry -> the most threads a block, from its __launch_bounds__ (EIATTR_MAX_THREADS of its .nv.info section)."""
+    found, prefix = {}, ".nv.info."
+    for section in ELFFile(BytesIO(image)).iter_sections():
+        data, at = section.data() if section.name.startswith(prefix) else b"", 0
+        while at + 4 <= len(data):  # format and code, then the size of what follows where the format is 4, else a value
+            form, code, size = data[at], data[at + 1], int.from_bytes(data[at + 2 : at + 4], "little")
+            at += 4
+            if form == 4 and code == 5:
+                found[section.name.removeprefix(prefix)] = prod(struct.unpack_from("<3I", data, at))
+            at += size if form == 4 else 0
+    return found
+
+
 def _complaints(kernel: Kernel, case: Case, config: Any, arch: Arch, cubin: Cubin) -> Iterator[str]:
     """Where cubin and spec disagree, and what no launch could hold."""
     if set(cubin.entries) != set(args := kernel.body(config, arch).args):
         yield f"entries {sorted(cubin.entries)}, the body's args {sorted(args)}"
         return
     launches = kernel.launches(case.problem, config, Target.of(arch))
+    bounds = _launch_bounds(cubin.image)
     smem = max(cubin.entries[x.entry].static_smem_bytes + x.smem_bytes for x in launches)
     if smem != (said := kernel.smem_bytes(case.problem, config, Target.of(arch))):
         yield f"{smem:,} B of shared memory (static + dynamic); spec.smem_bytes says {said:,}"
@@ -117,6 +135,8 @@ def _complaints(kernel: Kernel, case: Case, config: Any, arch: Arch, cubin: Cubi
             yield f"{x.entry} spills {spilled[0]} + {spilled[1]} B a thread; spec.MAX_SPILL_BYTES is {most}"
         if not 1 <= threads <= 1024:
             yield f"{x.entry}: {threads} threads a block"
+        if (most := bounds.get(x.entry, threads)) != threads:
+            yield f"{x.entry} is launched with {threads} threads a block; its __launch_bounds__ say {most}"
         if r.registers * threads > arch.regs_per_sm:
             yield f"{x.entry}: {r.registers} registers x {threads} threads; an SM has {arch.regs_per_sm:,}"
         if not (1 <= x.grid[0] < 2**31 and all(1 <= n <= 65535 for n in x.grid[1:])):

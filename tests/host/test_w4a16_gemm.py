@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -155,11 +154,6 @@ def test_pieces_cover_the_units_once_and_every_unit_knows_its_block(units: int, 
     for b in range(blocks):
         for unit in range(begin[b], begin[b + 1]):
             assert (unit // (each + 1) if unit < head else longer + (unit - head) // each) == b
-
-
-def test_the_template_has_the_specs_number_of_counters() -> None:
-    text = (Path(spec.__file__).parent / "kernel.cu.jinja").read_text()
-    assert f"MAX_BLOCKS = {spec.MAX_BLOCKS};" in text
 
 
 def test_counters_lie_at_the_same_place_for_every_number_of_tokens() -> None:

@@ -94,7 +94,7 @@ def model(
     Example: kerngen bench model gemma-4-31b --context 512,8192
     """
     from kerngen.errors import UsageError
-    from kerngen.runtime.steptime import time_model
+    from kerngen.steptime import time_model
     from kerngen.workload import find_model
 
     try:

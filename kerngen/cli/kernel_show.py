@@ -12,8 +12,8 @@ from kerngen.arch import Arch, Target, find_arch
 from kerngen.errors import ProblemError, UsageError
 
 if TYPE_CHECKING:
-    from kerngen.plan import Candidates
     from kerngen.templates.kernel import Kernel
+    from kerngen.tuning.plan import Candidates
     from kerngen.tuning_db import Winner
 
 
@@ -37,11 +37,11 @@ def show(
     """
     from kerngen.cache import CompileCache
     from kerngen.disassemble import disassemble
-    from kerngen.plan import candidates
     from kerngen.predict import predict
     from kerngen.render import render
     from kerngen.templates import find_kernel
     from kerngen.templates.kernel import describe, fields_of
+    from kerngen.tuning.plan import candidates
 
     arch, k = find_arch(arch_name), find_kernel(name)
     problem = problem_of(k, problem_text, arch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,9 @@ from kerngen.arch import Arch, Target, find_arch, find_device
 from kerngen.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
-    from kerngen.measuring import Measurer
-    from kerngen.plan import DryRun
-    from kerngen.tune import Report, Result
+    from kerngen.tuning.objective import Objective
+    from kerngen.tuning.plan import DryRun
+    from kerngen.tuning.report import Report
     from kerngen.workload import Workload
 
 
@@ -93,51 +92,54 @@ def tune(
     if kernels:
         load = load.only(name for k in kernels for name in k.split(","))
     require_target(arch)
-    measured = _is_measured(objective, arch, device_name)
-    if dry_run:
-        _dry_run(load, Target.of(find_device(device_name) if device_name else arch), measured, trials,
-                 jobs or os.cpu_count() or 1, seed, as_json)  # fmt: skip
-        return
     with ExitStack() as stack:
-        report, where = _run(stack, load, arch, device_name, measured, trials, jobs, time_budget, seed, db_url, as_json)
+        chosen = _objective(stack, objective, arch, device_name)
+        if dry_run:
+            _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, seed, as_json)
+            return
+        report, where = _run(stack, load, chosen, trials, jobs, time_budget, seed, db_url, as_json)
     for process in multiprocessing.active_children():  # compiles that nobody waits for any more
         process.terminate()
     if as_json:
         click.echo(json.dumps(_as_json(report, load, where)))
     else:
-        _print(report, load, where)
+        _print(report, load, where, whole=not kernels)
     if report.interrupted:
         raise KeyboardInterrupt
     if any(r.winner is None and r.num_tried for r in report.results):
         raise click.exceptions.Exit(1)
 
 
-def _is_measured(objective: str, arch: Arch, device_name: str | None) -> bool:
-    """Raises DeviceError or UsageError where `measured` cannot be had."""
-    if objective == "predicted" or (objective == "auto" and device_name):
-        if device_name and find_device(device_name).arch != arch.name:
-            raise UsageError(f"device {device_name} is {find_device(device_name).arch}, not {arch}")
-        return False
-    from kerngen.measuring import present_arch
+def _objective(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> Objective:
+    """The objective that --objective, --device and this machine's GPU call for; its worker ends with `stack`.
 
-    here = present_arch()
-    if objective == "auto":
-        return here == arch
-    if device_name:
-        raise UsageError("--device names a profile to predict for; a measurement is of the GPU that is here")
-    if here is None:
-        raise DeviceError("this machine has no GPU to measure on", hint="predict instead: --objective predicted")
-    if here != arch:
-        raise DeviceError(f"this machine's GPU is {here}, not {arch}", hint="predict instead: --objective predicted")
-    return True
+    Raises DeviceError or UsageError where `measured` cannot be had.
+    """
+    from kerngen.tuning.objective import Measured, Predicted
+    from kerngen.tuning.worker import GpuWorker, present_arch
+
+    device = find_device(device_name) if device_name else None
+    if wanted == "measured":
+        if device is not None:
+            raise UsageError("--device names a profile to predict for; a measurement is of the GPU that is here")
+        here = present_arch()
+        if here is None:
+            raise DeviceError("this machine has no GPU to measure on", hint="predict instead: --objective predicted")
+        if here != arch:
+            raise DeviceError(
+                f"this machine's GPU is {here}, not {arch}", hint="predict instead: --objective predicted"
+            )
+    elif device is not None and device.arch != arch.name:
+        raise UsageError(f"device {device} is {device.arch}, not {arch}")
+    elif wanted == "predicted" or device is not None or present_arch() != arch:
+        return Predicted(Target.of(device or arch))
+    return Measured(stack.enter_context(GpuWorker()))
 
 
 def _run(
     stack: ExitStack,
     load: Workload,
-    arch: Arch,
-    device_name: str | None,
-    measured: bool,
+    objective: Objective,
     trials: int | None,
     jobs: int | None,
     time_budget: float | None,
@@ -147,152 +149,132 @@ def _run(
 ) -> tuple[Report, str]:
     from kerngen.cache import CachedCompiler
     from kerngen.progress import Reporter
-    from kerngen.tune import Tuner
+    from kerngen.tuning.tuner import Tuner
     from kerngen.tuning_db import Store
 
     store = stack.enter_context(Store.open(db_url))
-    measurer: Measurer | None = None
-    target = Target.of(find_device(device_name) if device_name else arch)
-    if measured:
-        from kerngen.measuring import Measurer
-
-        measurer = stack.enter_context(Measurer())
-        target = Target.of(measurer.device())
     compiler = stack.enter_context(CachedCompiler(jobs or os.cpu_count() or 1))
-    progress = stack.enter_context(Reporter(f"tune {arch}", quiet=as_json))
-    tuner = Tuner(target, store, compiler, trials=trials, seed=seed, measurer=measurer,
-                  time_budget_s=time_budget, progress=progress)  # fmt: skip
+    progress = stack.enter_context(Reporter(f"tune {objective.target.arch}", quiet=as_json))
+    tuner = Tuner(objective, store, compiler, trials=trials, seed=seed, time_budget_s=time_budget, progress=progress)
     return tuner.run(load.items), store.where
 
 
-def _dry_run(
-    load: Workload, target: Target, measured: bool, trials: int | None, jobs: int, seed: int, as_json: bool
-) -> None:
-    from kerngen.plan import dry_run
-    from kerngen.tune import TRIALS
+def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int, seed: int, as_json: bool) -> None:
+    from kerngen.tuning.plan import dry_run
 
-    objective = "measured" if measured else "predicted"
-    plan = dry_run(load.items, target, trials or TRIALS[objective], jobs, seed)
+    target = objective.target
+    plan = dry_run(load.items, target, trials or objective.trials, jobs, seed)
     if as_json:
         where = {"model": load.model, "arch": target.arch.name, "device": target.device.name}
-        click.echo(json.dumps(where | {"objective": objective, "missing": load.missing} | asdict(plan)))
+        click.echo(json.dumps(where | {"objective": objective.name, "missing": load.missing} | asdict(plan)))
         return
-    _print_plan(plan, f"{load.model} on {target}, {objective}; nothing is written")
+    _print_plan(plan, f"{load.model} on {target}, {objective.how}; nothing is written")
 
 
 def _print_plan(plan: DryRun, title: str) -> None:
-    names = ("problems", "space", "valid", "refused", "at most", "compiles")
+    names = ("problems", "spaces", "points", "valid", "refused", "at most", "compiles", "seconds")
     click.echo(title)
-    click.echo(f"{'kernel':16}" + "".join(f"{n:>11}" for n in names) + f"{'seconds':>9}")
+    click.echo(f"{'kernel':16}" + "".join(f"{n:>10}" for n in names))
     for row in plan.kernels:
-        counts = (row.num_problems, row.space_size, row.num_valid, row.num_refused, row.num_trials, row.num_compiles)
-        click.echo(f"{row.kernel:16}" + "".join(f"{n:>11,}" for n in counts) + f"{row.seconds:>9.0f}")
+        counts = (row.num_problems, row.num_spaces, row.space_size, row.num_valid, row.num_refused, row.num_trials,
+                  row.num_compiles, round(row.seconds))  # fmt: skip
+        click.echo(f"{row.kernel:16}" + "".join(f"{n:>10,}" for n in counts))
     click.echo(
-        f"{plan.num_problems} problems, at most {plan.num_trials:,} configurations and {plan.num_compiles:,} compiles: "
-        f"about {plan.seconds:.0f} s with {plan.jobs} jobs, {plan.db_bytes / 1e6:.0f} MB of database.\n"
-        "A search ends early where the cost model shows that nothing left can win; measuring takes longer."
+        f"{plan.num_problems} problems, at most {plan.num_trials:,} configurations, about {plan.num_compiles:,} "
+        f"compiles: {plan.seconds:.0f} s with {plan.jobs} jobs, at most {plan.db_bytes / 1e6:.0f} MB of database.\n"
+        "Problems that agree in what decides validity share a space. A search ends early where the cost model shows\n"
+        "that nothing left can win; measuring takes longer."
     )
     for kernel, reason in plan.unsupported:
         click.echo(f"not tuned: {kernel}: {reason}")
 
 
-def _print(report: Report, load: Workload, where: str) -> None:
+def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
+    """whole: the model's whole workload was tuned, so that its steps' sums are those of the model."""
     from rich.console import Console
 
-    from kerngen.predict import MODEL
+    from kerngen.tuning.report import notes
 
-    console = Console(soft_wrap=True, highlight=False)
-    how = f"predicted by {MODEL}, not measured" if report.objective == "predicted" else "measured"
-    console.print(f"{load.model} on {report.target}, {how}. One point of each group:")
-    usual = {(i.kernel, i.problem) for i, _ in load.step("decode", 1, 8192)}
-    for rows in _by_place(report.results):
-        won = [r for r in rows if r.winner is not None]
-        r = next((r for r in won if (r.item.kernel, r.item.problem) in usual), won[0] if won else None)
-        if r is not None and r.winner is not None:
-            _print_winner(console, r, len(rows))
-    _print_steps(console, report, load)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{load.model} on {report.target}, {report.how}. One of each group of problems:")
+    _print_groups(report, load)
+    for line in _step_lines(report, load, whole=whole):
+        console.print(line)
     winners = [r for r in report.results if r.winner is not None]
     console.print(
         f"{len(winners)} of {len(report.results)} problems have a winner; {report.num_trials:,} configurations tried "
-        f"in {report.seconds:.0f} s ({report.num_compiled:,} compiles, {report.num_from_database:,} answers from the "
-        f"database); {sum(r.num_refused for r in report.results):,} refused before any compile, "
-        f"{sum(r.num_failed for r in report.results):,} failed"
+        f"in {report.seconds:.0f} s ({report.num_compiled:,} compiles,\n{report.num_from_database:,} answers from the "
+        f"database), {sum(r.num_failed for r in report.results):,} failed; {report.num_refused:,} points of "
+        f"{report.num_spaces} spaces refused before any compile"
     )
-    for note, names in _notes(report.results).items():
-        console.print(f"note: {names}: {note}", markup=False, style="yellow")
+    for note, kernels in notes(report.results).items():
+        names = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
+        console.print(f"note: {names}: {note}", style="yellow")
     for kernel, config, reason in report.failures[:5]:
-        console.print(f"failed: {kernel} {config}: {reason}", markup=False, style="red")
+        console.print(f"failed: {kernel} {config}: {reason}", style="red")
     if load.missing:
-        console.print(f"no kernel yet for: {', '.join(load.missing)}")
+        console.print(f"left to torch, and not tuned: {', '.join(load.missing)}")
     if report.out_of_time:
         console.print("the time budget ended the search; the same command continues it")
     if report.interrupted:
         console.print("stopped before the search was over; what was tried is kept, and the same command continues it")
-    console.print(f"database: {where}   (kerngen db explain says why a configuration won)", markup=False)
+    console.print(f"database: {where}   (kerngen db explain says why a configuration won)")
 
 
-def _print_winner(console: Any, r: Result, num_points: int) -> None:
-    """Two lines: what won at this point, and why."""
-    from kerngen.templates.kernel import fields_of
+def _print_groups(report: Report, load: Workload) -> None:
+    """A table: one line a group of problems. A pipe gets lines as long as they are, a terminal folds the widest."""
+    from rich.console import Console
+    from rich.table import Table
 
-    w = r.winner
-    if w is None:
-        return
-    runtime = " ".join(f"{k}={v}" for k, v in fields_of(r.item.problem).items() if k in r.item.problem.RUNTIME)
-    config = " ".join(f"{k}={v}" for k, v in w.config.items())
-    gain = "" if r.speedup is None else f", {r.speedup:.2f}x the default"
-    console.print(f"  [bold]{r.item.kernel}[/bold] {r.item.where}, {runtime} ({num_points} points): "
-                  f"{w.latency_us:.1f} us {w.provenance}{gain}")  # fmt: skip
-    console.print(f"      {config}", markup=False)
-    console.print(f"      {w.reason}; {r.explanation}", markup=False)
+    from kerngen.tuning.report import groups
 
-
-def _by_place(results: Iterable[Result]) -> list[list[Result]]:
-    """Results that share a kernel and compiled-in fields, in the order of the workload."""
-    from kerngen.templates.kernel import static_fields
-
-    groups: dict[str, list[Result]] = {}
-    for r in results:
-        groups.setdefault(f"{r.item.kernel} {static_fields(r.item.problem)}", []).append(r)
-    return sorted(groups.values(), key=lambda rows: rows[0].item.kernel)
-
-
-def _notes(results: Iterable[Result]) -> dict[str, str]:
-    """Each note once, with the kernels and how many problems it concerns."""
-    where: dict[str, dict[str, int]] = {}
-    for r in results:
-        if r.note:
-            kernels = where.setdefault(r.note, {})
-            kernels[r.item.kernel] = kernels.get(r.item.kernel, 0) + 1
-    return {note: ", ".join(f"{k} ({n})" for k, n in kernels.items()) for note, kernels in where.items()}
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for name in ("kernel", "where", "point"):
+        table.add_column(name, overflow="fold", no_wrap=name == "kernel")
+    for name in ("us", "gain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("differs from the default in", overflow="fold")
+    for name in ("tuned", "changed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for g in groups(report, load):
+        r = g.shown
+        us = "" if r.winner is None else f"{r.winner.latency_us:.1f}"
+        gain = "" if r.speedup is None else f"{r.speedup:.2f}x"
+        changes = " ".join(f"{k}={v}" for k, v in r.changes.items()) if r.winner is not None else "no winner"
+        tuned = f"{g.num_won}" if g.num_won == len(g.results) else f"{g.num_won} of {len(g.results)}"
+        table.add_row(g.kernel, g.where, g.point, us, gain, changes or "-", tuned, str(g.num_changed))
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 1000
+    console.print(table)
 
 
-def _steps(report: Report, load: Workload) -> dict[str, dict[str, float]]:
-    """Milliseconds of our kernels in one decode step, by batch and kernel, where all of them have a winner."""
-    latency = {(r.item.kernel, r.item.problem): r.winner.latency_us for r in report.results if r.winner is not None}
-    found = {}
-    for batch in (1, 32):
-        parts: dict[str, float] = {}
-        for item, count in load.step("decode", batch, 512):
-            us = latency.get((item.kernel, item.problem), float("nan"))
-            parts[item.kernel] = parts.get(item.kernel, 0.0) + count * us / 1e3
-        total = sum(parts.values())
-        if parts and total == total:
-            found[str(batch)] = parts | {"total": total}
-    return found
+def _step_lines(report: Report, load: Workload, *, whole: bool) -> list[str]:
+    """What the winners take together in a decode step."""
+    from kerngen.tuning.report import STEP_CONTEXT, step_us
+
+    lines = []
+    for batch, parts in step_us(report, load).items():
+        name = f"decode step, batch {batch}, context {STEP_CONTEXT}"
+        what = f"{name}, kernels alone" if whole else f"{', '.join(parts)} in a {name}"
+        top = sorted(((us, kernel) for kernel, us in parts.items()), reverse=True)[:3]
+        share = f" ({', '.join(f'{kernel} {_duration(us)}' for us, kernel in top)})" if len(parts) > 1 else ""
+        lines.append(f"{what}: {_duration(sum(parts.values()))} {report.objective}{share}")
+    return lines
 
 
-def _print_steps(console: Any, report: Report, load: Workload) -> None:
-    for batch, parts in _steps(report, load).items():
-        top = sorted(((ms, k) for k, ms in parts.items() if k != "total"), reverse=True)[:3]
-        share = ", ".join(f"{k} {ms:.2f}" for ms, k in top)
-        console.print(f"decode step, batch {batch}, context 512, these kernels: {parts['total']:.2f} ms "
-                      f"{report.objective} ({share})")  # fmt: skip
+def _duration(us: float) -> str:
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
 
 
 def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
     from kerngen.templates.kernel import fields_of
+    from kerngen.tuning.report import step_us
 
+    steps = {
+        str(batch): {kernel: us / 1e3 for kernel, us in (parts | {"total": sum(parts.values())}).items()}
+        for batch, parts in step_us(report, load).items()
+    }
     rows = []
     for r in report.results:
         w = r.winner
@@ -300,7 +282,7 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
             "kernel": r.item.kernel, "where": r.item.where, "problem": fields_of(r.item.problem), "note": r.note,
             "config": None if w is None else w.config, "latency_us": None if w is None else w.latency_us,
             "provenance": None if w is None else w.provenance, "reason": None if w is None else w.reason,
-            "default_us": r.default_us, "explanation": r.explanation, "registers": r.registers,
+            "default": r.default, "default_us": r.default_us, "explanation": r.explanation, "registers": r.registers,
             "smem_bytes": r.smem_bytes, "spill_bytes": r.spill_bytes, "num_valid": r.num_valid,
             "num_refused": r.num_refused, "num_tried": r.num_tried, "num_failed": r.num_failed,
         })  # fmt: skip
@@ -309,6 +291,7 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
         "objective": report.objective, "run": report.run, "seconds": report.seconds, "out_of_time": report.out_of_time,
         "interrupted": report.interrupted,
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
-        "num_from_database": report.num_from_database, "failures": report.failures, "missing": list(load.missing),
-        "step_ms": _steps(report, load), "results": rows, "database": where,
+        "num_from_database": report.num_from_database, "num_spaces": report.num_spaces,
+        "num_refused": report.num_refused, "failures": report.failures, "missing": list(load.missing),
+        "step_ms": steps, "results": rows, "database": where,
     }  # fmt: skip

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import kerngen
 from kerngen.arch import ARCHES, DEVICES, arch_of_capability, default_device, find_arch, find_device, parse_arches
 from kerngen.errors import UnknownName, UsageError
 
@@ -83,6 +87,37 @@ def test_layers_stay_light(module: str, heavy: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(' '.join(m for m in {heavy!r} if m in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == ""
+
+
+def _imports(folder: Path) -> Iterator[tuple[str, str]]:
+    """(file:line, module) of every import in `folder`, those inside of functions too."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            yield from ((f"{path.relative_to(folder)}:{node.lineno}", name) for name in names)
+
+
+_TUNES = ("kerngen.tuning", "kerngen.predict", "kerngen.measure", "kerngen.steptime", "kerngen.cli")
+
+
+@pytest.mark.parametrize(
+    ("layer", "above"),
+    [
+        ("runtime", _TUNES),
+        ("tuning_db", (*_TUNES, "kerngen.runtime", "kerngen.workload")),
+        ("templates", (*_TUNES, "kerngen.runtime", "kerngen.workload", "kerngen.tuning_db", "kerngen.compile")),
+    ],
+)
+def test_no_layer_imports_what_lies_above_it(layer: str, above: tuple[str, ...]) -> None:
+    found = list(_imports(Path(kerngen.__file__).parent / layer))
+    assert any(name.startswith("kerngen.") for _, name in found), "nothing was read"
+    wrong = [f"{where} {name}" for where, name in found if f"{name}.".startswith(tuple(f"{a}." for a in above))]
+    assert wrong == []
 
 
 def test_specs_load_without_torch_or_cupy() -> None:

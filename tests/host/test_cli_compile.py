@@ -17,7 +17,7 @@ from kerngen.compile import source_key
 from kerngen.errors import ConfigRefused, KerngenError, UnknownName, UsageError
 from kerngen.render import render
 from kerngen.templates import find_kernel, kernel_names
-from kerngen.tune import why_not_cubin
+from kerngen.tuning.checks import why_not_cubin
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,10 @@ from torch import Tensor
 from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.compile import compile_cubin, compile_ptx
 from kerngen.errors import ConfigRefused, ProblemError
-from kerngen.plan import space_of
 from kerngen.render import render
 from kerngen.templates import Kernel, find_kernel
 from kerngen.templates.kernel import Case
+from kerngen.tuning.plan import space_of
 
 NAMES = ("add_norm", "embed", "gelu_gate", "moe_route", "qkv_norm_rope", "rmsnorm", "softcap_argmax")
 KERNELS = tuple(find_kernel(name) for name in NAMES)

@@ -28,10 +28,10 @@ from elftools.elf.elffile import ELFFile
 from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.compile import Cubin, compile_ptx, supported_targets
-from kerngen.plan import space_of, space_size
 from kerngen.render import render
 from kerngen.templates import Case, Kernel, find_kernel, kernel_names
 from kerngen.templates.kernel import Arg, describe, fields_of, static_fields
+from kerngen.tuning.plan import space_of, space_size
 
 KERNELS = tuple(find_kernel(name) for name in kernel_names())
 EACH_KERNEL = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)

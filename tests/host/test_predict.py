@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kerngen.arch import ARCHES, DEVICES, Target, default_device, find_arch
 from kerngen.compile import Resources
-from kerngen.plan import lower_bound_us
 from kerngen.predict import MODEL, occupancy, predict
 from kerngen.templates import find_kernel
+from kerngen.tuning.plan import lower_bound_us
 
 EMBED = find_kernel("embed")
 GEMM = find_kernel("w4a16_gemm")

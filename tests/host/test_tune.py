@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from toy import toy_kernels
 
-from kerngen.arch import Arch, Target, default_device, find_arch
+import kerngen.tuning.plan
+from kerngen.arch import Arch, Device, Target, default_device, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
-from kerngen.compile import compile_cubin
-from kerngen.measuring import Observed
-from kerngen.plan import candidates, dry_run
+from kerngen.compile import Cubin, compile_cubin
 from kerngen.predict import MODEL, predict
 from kerngen.render import render
-from kerngen.study import Outcome, Search
 from kerngen.templates.kernel import Kernel, fields_of
-from kerngen.tune import Report, Tuner, why_not_cubin
-from kerngen.tuning_db import Store
-from kerngen.workload import Item
+from kerngen.tuning.checks import why_not_cubin
+from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
+from kerngen.tuning.plan import candidates, dry_run, rank
+from kerngen.tuning.report import Report, Result, groups, notes, step_us
+from kerngen.tuning.study import Search
+from kerngen.tuning.task import Trial
+from kerngen.tuning.tuner import Tuner
+from kerngen.tuning.worker import Observed
+from kerngen.tuning_db import Measurement, Store
+from kerngen.workload import Item, Use, Workload, find_workload
 
 SM70 = find_arch("sm70")
 V100 = default_device(SM70)
@@ -36,11 +44,13 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 def tune(tmp_path: Path, scale: Kernel) -> Callable[..., Report]:
     """tune(tokens, db="a", jobs=1, ...) tunes `scale` for these token counts."""
 
-    def run(tokens: tuple[int, ...], *, db: str = "a", jobs: int = 1, arch: Arch = SM70, **how: Any) -> Report:
+    def run(
+        tokens: tuple[int, ...], *, db: str = "a", jobs: int = 1, objective: Objective | None = None, **how: Any
+    ) -> Report:
         items = [Item("scale", scale.problem_type(num_tokens=t)) for t in tokens]
         cache = CompileCache(tmp_path / "cache")
         with Store.open(tmp_path / f"{db}.db") as store, CachedCompiler(jobs, cache) as compiler:
-            return Tuner(Target.of(arch), store, compiler, **how).run(items)
+            return Tuner(objective or Predicted(Target.of(SM70)), store, compiler, **how).run(items)
 
     return run
 
@@ -131,21 +141,85 @@ def test_the_time_budget_leaves_an_answer_for_every_problem(tune: Callable[..., 
     assert _configs(resumed) == _configs(tune((1, 16, 512), db="fresh", trials=100))
 
 
+class StallingCompiler:
+    """Compiles the first source that it is given and no other. Each look at its clock takes a second."""
+
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+        self.now = 0.0
+
+    def clock(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def submit(self, source: str, arch: Arch) -> Future[Cubin]:
+        if source not in self.sources:
+            self.sources.append(source)
+        answer: Future[Cubin] = Future()
+        if source == self.sources[0]:
+            answer.set_result(compile_cubin(source, arch))
+        return answer
+
+
+def test_out_of_time_the_most_urgent_have_their_default_and_the_others_are_named(scale: Kernel, tmp_path: Path) -> None:
+    def item(width: int, num_tokens: int, phase: str, batch: int, count: int) -> Item:
+        return Item("scale", scale.problem_type(width, num_tokens), (Use("here", phase, batch, 1, count),))
+
+    many, prefill = item(32, 8, "decode", 8, 60), item(64, 4096, "prefill", 1, 9)
+    small, large = item(128, 1, "decode", 1, 1), item(256, 1, "decode", 1, 60)
+    verify = item(256, 4, "verify", 1, 60)  # compiles to the same as `large`
+    compiler = StallingCompiler()
+    with Store.open(tmp_path / "a.db") as store:
+        objective = Predicted(Target.of(V100))
+        tuner = Tuner(objective, store, compiler, time_budget_s=3.0, clock=compiler.clock)
+        report = tuner.run([many, prefill, small, large, verify])
+    widths = [re.findall(r"WIDTH = (\d+)", source) for source in compiler.sources]
+    assert widths == [["256"], ["128"], ["64"], ["32"]], "one sequence before eight, decoding before prefill"
+    assert report.out_of_time
+    won = {r.item: r.winner for r in report.results}
+    assert won[large] is not None
+    assert won[verify] is not None, "its kernel was compiled: judging that takes no time"
+    assert won[large].config == {"threads": 32, "vectors": 1, "flavour": "plain"}
+    for r in report.results:
+        assert bool(r.note) == (r.winner is None)
+    assert won[many] is won[prefill] is won[small] is None
+    assert {r.note for r in report.results if r.note} == {
+        "the time was over before its default configuration was tried"
+    }
+
+
+def test_stopped_by_hand_it_does_not_blame_the_time(scale: Kernel, tmp_path: Path) -> None:
+    class Stopped(Predicted):
+        def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+            yield from islice(super().judge(trials), 1)
+            raise KeyboardInterrupt
+
+    items = [Item("scale", scale.problem_type(num_tokens=t)) for t in (1, 512)]
+    with Store.open(tmp_path / "a.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
+        report = Tuner(Stopped(Target.of(V100)), store, compiler).run(items)
+    assert report.interrupted
+    assert not report.out_of_time
+    assert sorted(r.note for r in report.results) == ["", "stopped before its default configuration was tried"]
+
+
 def test_what_cannot_be_tuned_says_why(tune: Callable[..., Report], scale: Kernel, tmp_path: Path) -> None:
     items = [Item("scale", scale.problem_type(width=7)), Item("scale", scale.problem_type())]
     with Store.open(tmp_path / "b.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
-        report = Tuner(Target.of(V100), store, compiler, trials=2).run(items)
+        report = Tuner(Predicted(Target.of(V100)), store, compiler, trials=2).run(items)
     refused = next(r for r in report.results if r.item.problem.width == 7)
     assert refused.winner is None
     assert "pad it to 8" in refused.note
     assert sum(r.winner is not None for r in report.results) == 1
 
 
-class FakeMeasurer:
+class FakeGpu:
     """Times by a formula; "spilling" gives wrong results."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+
+    def device(self) -> Device:
+        return V100
 
     def environment(self) -> dict[str, Any]:
         return {"driver": "none"}
@@ -164,8 +238,7 @@ class FakeMeasurer:
 
 
 def test_measuring_checks_times_and_retimes_the_finalists(tune: Callable[..., Report], tmp_path: Path) -> None:
-    measurer = FakeMeasurer()
-    report = tune((512,), trials=12, measurer=measurer)
+    report = tune((512,), trials=12, objective=Measured(FakeGpu()))
     (result,) = report.results
     assert result.winner is not None
     assert result.winner.provenance == "measured"
@@ -178,23 +251,80 @@ def test_measuring_checks_times_and_retimes_the_finalists(tune: Callable[..., Re
     assert sum(m.stage == "final" for m in rows) >= 2
     assert all(m.reason for m in rows if m.outcome == "invalid")
     assert {m.environment["driver"] for m in rows if m.outcome == "ok"} == {"none"}
-    again = FakeMeasurer()
-    tune((512,), trials=12, measurer=again)
+    again = FakeGpu()
+    tune((512,), trials=12, objective=Measured(again))
     assert again.calls == [], "a finished search is not measured again"
 
 
 def test_a_measured_winner_outranks_a_predicted_one(tune: Callable[..., Report]) -> None:
     tune((512,), trials=4)
-    tune((512,), trials=4, measurer=FakeMeasurer())
+    tune((512,), trials=4, objective=Measured(FakeGpu()))
     report = tune((512,), trials=5)
     assert report.results[0].winner is not None
     assert report.results[0].winner.provenance == "measured"
 
 
+class FewestThreads:
+    """An objective of this test's own. It judges a round's trials as one set, the last first, and so its finalists."""
+
+    name, how, provenance = "fewest-threads", "counted by a test", "predicted"
+    row: Mapping[str, Any] = {"model": "threads-1"}
+    trials, batch, sampler_share = 6, 3, 0.5
+    needs_image, takes_time, final_stage = True, False, "final"
+
+    def __init__(self) -> None:
+        self.target = Target.of(V100)
+        self.judged: list[list[Trial]] = []
+        self.decided: list[list[Trial]] = []
+
+    def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
+        return config.threads < best_us
+
+    def answer(self, trial: Trial, rows: Sequence[Measurement]) -> Outcome | None:
+        return None
+
+    def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        self.judged.append(list(trials))
+        for trial in reversed(self.judged[-1]):
+            assert why_not_cubin(trial.image(), SM70) is None
+            yield trial, Outcome("ok", float(trial.config.threads), figures={"samples": 7})
+
+    def finalists(self, search: Search) -> list[Any]:
+        return [c for c, o in search.outcomes.items() if o.ok]
+
+    def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        self.decided.append([t for trials in finalists for t in trials])
+        for trial in reversed(self.decided[-1]):
+            yield trial, Outcome("ok", trial.config.threads + 0.5)
+
+
+def test_any_object_that_keeps_the_protocol_is_an_objective(tune: Callable[..., Report], tmp_path: Path) -> None:
+    objective = FewestThreads()
+    report = tune((1, 512), objective=objective)
+    assert (report.objective, report.how) == ("fewest-threads", "counted by a test")
+    assert {t.problem.num_tokens for t in objective.judged[0]} == {1, 512}, "a round is judged together"
+    for result in report.results:
+        tried = [t.config.threads for ts in objective.judged for t in ts if t.item is result.item]
+        assert result.winner is not None
+        assert result.winner.config["threads"] == min(tried)
+        assert result.winner.latency_us == min(tried) + 0.5, "the finals have the last word"
+        assert result.num_tried <= 6
+    assert {t.problem.num_tokens for ts in objective.decided for t in ts} == {1, 512}
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        rows = [o.measurement for o in store.measurements("scale")]
+    assert {m.model for m in rows} == {"threads-1"}
+    assert {m.stage for m in rows} == {"trial", "final"}
+    assert {m.samples for m in rows if m.stage == "trial" and m.outcome == "ok"} == {7}
+    again = FewestThreads()
+    tune((1, 512), objective=again)
+    assert not [ts for ts in again.judged if ts], "its finished searches are closed"
+    assert tune((512,), trials=2).num_trials > 0, "another objective's searches are not"
+
+
 def _search(scale: Kernel, trials: int, seed: int = 1) -> Search:
     problem = scale.problem_type(num_tokens=64)
     found = candidates(scale, problem, Target.of(SM70))
-    return Search(scale, problem, Target.of(V100), found, trials=trials, seed=seed, measured=True)
+    return Search(scale, problem, found, Measured(FakeGpu()), trials=trials, seed=seed)
 
 
 def _outcome(config: Any) -> Outcome:
@@ -273,6 +403,35 @@ def test_a_dry_run_compiles_no_candidate(scale: Kernel) -> None:
     assert "pad it to 8" in plan.unsupported[0][1]
 
 
+def test_a_space_that_problems_share_is_counted_once(tune: Callable[..., Report], scale: Kernel) -> None:
+    problems = [scale.problem_type(num_tokens=t) for t in (1, 16, 512)]
+    (points,) = {candidates(scale, p, Target.of(SM70)).points for p in problems}
+    other = candidates(scale, scale.problem_type(width=32), Target.of(SM70)).points
+    assert points.num_refused > 0
+    assert other.num_refused > points.num_refused
+    items = [Item("scale", p) for p in (*problems, scale.problem_type(width=32))]
+    (row,) = dry_run(items, Target.of(SM70), trials=2, jobs=1).kernels
+    assert (row.num_problems, row.num_spaces, row.space_size) == (4, 2, 90)
+    assert row.num_refused == points.num_refused + other.num_refused
+    assert row.num_valid == 90 - row.num_refused
+    report = tune((1, 16, 512), trials=1)
+    assert (report.num_spaces, report.num_refused) == (1, points.num_refused)
+
+
+def test_a_dry_run_ranks_a_few_problems_of_many_that_are_alike(scale: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked: list[int] = []
+
+    def counting(kernel: Kernel, problem: Any, *args: Any, **more: Any) -> list[tuple[float, Any]]:
+        ranked.append(problem.num_tokens)
+        return rank(kernel, problem, *args, **more)
+
+    monkeypatch.setattr(kerngen.tuning.plan, "rank", counting)
+    items = [Item("scale", scale.problem_type(num_tokens=t)) for t in range(1, 42)]
+    (row,) = dry_run(items, Target.of(V100), trials=5, jobs=1).kernels
+    assert ranked == [1, 21, 41]
+    assert (row.num_problems, row.num_trials) == (41, 205)
+
+
 def test_a_cubin_of_another_arch_is_noticed(scale: Kernel) -> None:
     problem = scale.problem_type()
     for arch in ("sm75", "sm90", "sm120"):
@@ -282,6 +441,37 @@ def test_a_cubin_of_another_arch_is_noticed(scale: Kernel) -> None:
         assert why_not_cubin(image, a) is None
         assert f"not {SM70}" in (why_not_cubin(image, SM70) or "")
     assert "ELF" in (why_not_cubin(b"PTX", SM70) or "")
+
+
+def test_no_two_groups_of_a_report_read_alike() -> None:
+    target = Target.of(SM70)
+    load = find_workload("gemma-4-31b", SM70)
+    report = Report(target, "predicted", "predicted", "run", [Result(i) for i in load.items])
+    found = groups(report, load)
+    assert len(found) < len(load.items) / 10
+    assert len({(g.kernel, g.where) for g in found}) == len(found)
+    decode = [g for g in found if g.kernel == "attn_decode"]
+    assert any("q_len=4" in g.where for g in decode)
+    assert {g.point for g in decode if "(full)" in g.where} == {"batch=1 kv_len=8192"}
+    assert {g.point for g in found if g.kernel == "attn_prefill"} == {"batch=1 num_tokens=8192 kv_len=8192"}
+    assert {id(r) for g in found for r in g.results} == {id(r) for r in report.results}
+    assert {"GELU gate (sliding, full)", "embedding, embedding (drafter)"} < {g.where for g in found}
+    assert step_us(report, load) == {}, "no sum where a winner is missing"
+
+
+def test_a_group_says_what_it_won_and_what_is_missing(tune: Callable[..., Report]) -> None:
+    report = tune((1, 4096), trials=100)
+    load = Workload("toy", "sm70", tuple(r.item for r in report.results))
+    (group,) = groups(report, load)
+    assert (group.num_won, group.num_changed, group.point) == (2, 1, "num_tokens=1")
+    one, many = report.results
+    assert one.changes == {}
+    assert many.winner is not None
+    assert many.changes == {k: v for k, v in many.winner.config.items() if v != one.winner.config[k]} != {}
+    report.results[0].winner, report.results[0].note = None, "time"
+    (group,) = groups(report, load)
+    assert (group.num_won, group.point) == (1, "num_tokens=4096"), "one with a winner stands for the group"
+    assert notes(report.results) == {"time": {"scale": 1}}
 
 
 def test_configs_are_plain_values(scale: Kernel) -> None:

@@ -37,13 +37,13 @@ class Observed:
     error_abs: float | None = None
     error_rel: float | None = None
 
-    def values(self) -> dict[str, Any]:
-        """As fields of a Measurement."""
-        names = ("reason", "p50_us", "p10_us", "p90_us", "min_us", "samples", "error_abs", "error_rel")
+    def figures(self) -> dict[str, Any]:
+        """What else a Measurement of it holds, by field."""
+        names = ("p10_us", "p90_us", "min_us", "samples", "error_abs", "error_rel")
         return {n: getattr(self, n) for n in names}
 
 
-class Measurer:
+class GpuWorker:
     """Measures on this machine's GPU, one configuration at a time. Close it, or use it as a context."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Measurer:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
-    def __enter__(self) -> Measurer:
+    def __enter__(self) -> GpuWorker:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -174,7 +174,7 @@ def _die_if_broken(error: RuntimeError) -> None:
     try:
         torch.zeros(1, device="cuda").item()
     except RuntimeError:
-        print(f"measuring: {error}", flush=True)
+        print(f"tuning: {error}", flush=True)
         os._exit(1)
 
 

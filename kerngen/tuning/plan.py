@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -22,7 +23,7 @@ from kerngen.errors import ConfigRefused
 from kerngen.predict import predict
 from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
 
 if TYPE_CHECKING:
     from kerngen.workload import Item
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 ENUMERATE_LIMIT = 1 << 17  # points of SPACE; a check takes microseconds
 RANK_LIMIT = 512  # configurations of a problem that are ranked; of more, a seeded sample
 ROW_BYTES, IMAGE_BYTES = 2_000, 12_000  # of a database: a trial's row and build, a winner's compressed cubin
+RANKED_OF_A_LINE = 3  # problems that differ in tokens or batch alone try much the same: a plan ranks a few of them
+PHASES = ("decode", "verify", "draft", "prefill")  # of a workload, the one that a model spends its time in first
 GUESSED_REGISTERS = 96  # per thread, before any kernel of the problem was compiled
 
 
@@ -45,23 +48,54 @@ class Refusal:
     config: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The configurations of one problem. `valid` is in SPACE order; `default` may lie off the grid."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Enumeration:
+    """The points of a space, sorted out; `valid` in the space's order.
 
-    default: Any
+    Problems that agree in all that why_invalid reads share one, the very object: who adds up over problems counts
+    each once.
+    """
+
+    space: Space
     valid: tuple[Any, ...]
     refusals: tuple[Refusal, ...]
-    space: Space
-    complete: bool  # every point of the space was looked at
+    complete: bool  # every point was looked at
 
     @property
-    def space_size(self) -> int:
+    def size(self) -> int:
         return space_size(self.space)
 
     @property
     def num_refused(self) -> int:
         return sum(r.count for r in self.refusals)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The configurations of one problem. `default` may lie off the grid."""
+
+    default: Any
+    points: Enumeration
+
+    @property
+    def valid(self) -> tuple[Any, ...]:
+        return self.points.valid
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        return self.points.refusals
+
+    @property
+    def space(self) -> Space:
+        return self.points.space
+
+    @property
+    def complete(self) -> bool:
+        return self.points.complete
+
+    @property
+    def space_size(self) -> int:
+        return self.points.size
 
 
 def space_of(kernel: Kernel, problem: Any, target: Target) -> Space:
@@ -102,10 +136,7 @@ def candidates(kernel: Kernel, problem: Any, target: Target, seed: int = 0) -> C
         raise ConfigRefused(f"{kernel.name}{describe(problem)} on {target.arch}: {why}")
     default = kernel.default_config(problem, target)
     kernel.require_valid(problem, default, target)
-    space = space_of(kernel, problem, target)
-    valid, refusals = _sorted_out(kernel, problem, target, space, seed)
-    whole = all(space_size((part,)) <= ENUMERATE_LIMIT for part in space)
-    return Candidates(default, valid, refusals, space, whole)
+    return Candidates(default, _sorted_out(kernel, problem, target, seed))
 
 
 class _Watched:
@@ -121,16 +152,16 @@ class _Watched:
         return getattr(self._problem, name)
 
 
-_Sorted = tuple[tuple[Any, ...], tuple[Refusal, ...]]
-_known: dict[tuple[Any, ...], list[tuple[dict[str, Any], _Sorted]]] = {}
+_known: dict[tuple[Any, ...], list[tuple[dict[str, Any], Enumeration]]] = {}
 
 
-def _sorted_out(kernel: Kernel, problem: Any, target: Target, space: Space, seed: int) -> _Sorted:
+def _sorted_out(kernel: Kernel, problem: Any, target: Target, seed: int) -> Enumeration:
     """The grid's valid configurations, and the refusals.
 
     why_invalid is a function of its arguments, so two problems that agree in the fields it read get one
     answer: the many problems of a workload that differ only in tokens cost one enumeration.
     """
+    space = space_of(kernel, problem, target)
     points = tuple(tuple(part.items()) for part in space)
     seen = _known.setdefault((kernel.name, target, points, seed), [])
     for read, answer in seen:
@@ -147,7 +178,8 @@ def _sorted_out(kernel: Kernel, problem: Any, target: Target, space: Space, seed
             count, first, example = refused.get(shape, (0, reason, config))
             refused[shape] = (count + 1, first, example)
     refusals = tuple(Refusal(*r) for r in sorted(refused.values(), key=lambda r: (-r[0], r[1])))
-    answer = tuple(valid), refusals
+    complete = all(space_size((part,)) <= ENUMERATE_LIMIT for part in space)
+    answer = Enumeration(space, tuple(valid), refusals, complete)
     fields = fields_of(problem)
     if watched._read <= set(fields):  # a method would hide what it reads
         seen.append(({k: fields[k] for k in watched._read}, answer))
@@ -180,6 +212,18 @@ def lower_bound_us(kernel: Kernel, problem: Any, config: Any, target: Target) ->
     return predict(kernel, problem, config, target).latency_us
 
 
+def urgency(item: Item, kernel: Kernel, default: Any, target: Target) -> tuple[int, int, float]:
+    """Sorts problems by what is worth having first, where time is short.
+
+    What a step of one sequence needs comes before what more of them need, and decoding before the other PHASES; within
+    such a step its weight decides: the time of its launches there, as the cost model has it for the default.
+    """
+    steps = [(u.batch, PHASES.index(u.phase), u.count) for u in item.uses if u.count]
+    batch, phase, _ = min(steps, default=(1 << 30, 0, 0))
+    count = max((n for *step, n in steps if step == [batch, phase]), default=1)
+    return batch, phase, -count * lower_bound_us(kernel, item.problem, default, target)
+
+
 def on_grid(space: Space, config: Any) -> int | None:
     """Which part of `space` has `config` among its points, None where none does."""
     fields = fields_of(config)
@@ -195,10 +239,16 @@ def on_grid(space: Space, config: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """One kernel's part of a run. num_trials and num_compiles are upper bounds; seconds with all jobs busy."""
+    """One kernel's part of a run.
+
+    num_spaces: the enumerations that its problems share; space_size, num_valid and num_refused add those up. num_trials
+    is an upper bound. num_compiles is an estimate, on the high side: searches prune, and try each other's winners.
+    seconds: of compiling, with all jobs busy.
+    """
 
     kernel: str
     num_problems: int
+    num_spaces: int
     space_size: int
     num_valid: int
     num_refused: int
@@ -237,38 +287,55 @@ class DryRun:
 
 
 def dry_run(items: Iterable[Item], target: Target, trials: int, jobs: int, seed: int = 0) -> DryRun:
-    """What tuning `items` would try. Asks why_invalid and renders; compiles one configuration a kernel, to time it."""
-    groups: dict[str, list[Any]] = {}
-    for item in items:
-        groups.setdefault(item.kernel, []).append(item.problem)
-    plans: list[KernelPlan] = []
+    """What tuning `items` would try. Asks why_invalid, ranks and renders; compiles one source a kernel, to time it."""
     unsupported: dict[tuple[str, str], None] = {}
-    for name, problems in groups.items():
-        kernel = find_kernel(name)
-        found: list[Candidates] = []
-        sources: set[str] = set()
-        asked, each_s = 0, 0.0
-        for problem in problems:
-            try:
-                c = candidates(kernel, problem, target, seed)
-            except ConfigRefused as e:
-                unsupported[name, e.message] = None
-                continue
-            if not found:
-                each_s = _compile_seconds(render(kernel, problem, c.default, target), target)
-            found.append(c)
-            likely = [c.default, *(x for _, x in rank(kernel, problem, target, c.valid, seed=seed))]
-            chosen = list(dict.fromkeys(likely))[:trials]
-            asked += len(chosen)
-            sources |= {render(kernel, problem, x, target) for x in chosen}
-        if found:
+    found: dict[str, list[tuple[Any, Candidates]]] = {}
+    for item in items:
+        try:
+            c = candidates(find_kernel(item.kernel), item.problem, target, seed)
+        except ConfigRefused as e:
+            unsupported[item.kernel, e.message] = None
+        else:
+            found.setdefault(item.kernel, []).append((item.problem, c))
+    with ThreadPoolExecutor(1) as beside:  # NVRTC works without the interpreter's lock
+        each_s = {}
+        for name, rows in found.items():
+            problem, c = rows[0]
+            source = render(find_kernel(name), problem, c.default, target)
+            each_s[name] = beside.submit(_compile_seconds, source, target)
+        plans = []
+        for name, rows in found.items():
+            spaces = list(dict.fromkeys(c.points for _, c in rows))
+            num_compiles = len(_likely_sources(find_kernel(name), rows, target, trials, seed))
             plans.append(
                 KernelPlan(
-                    name, len(found), found[0].space_size, max(len(c.valid) for c in found),
-                    min(c.num_refused for c in found), asked, len(sources), each_s * len(sources) / jobs,
+                    name, len(rows), len(spaces), sum(s.size for s in spaces), sum(len(s.valid) for s in spaces),
+                    sum(s.num_refused for s in spaces), sum(_num_trials(c, trials) for _, c in rows), num_compiles,
+                    each_s[name].result() * num_compiles / jobs,
                 )
             )  # fmt: skip
     return DryRun(tuple(plans), tuple(unsupported), jobs)
+
+
+def _num_trials(c: Candidates, trials: int) -> int:
+    return min(trials, len(c.valid) + (c.default not in c.valid))
+
+
+def _likely_sources(
+    kernel: Kernel, rows: list[tuple[Any, Candidates]], target: Target, trials: int, seed: int
+) -> set[str]:
+    """What would be compiled: of problems with the same compiled-in fields RANKED_OF_A_LINE stand for all."""
+    lines: dict[str, list[tuple[Any, Candidates]]] = {}
+    for problem, c in rows:
+        lines.setdefault(str(static_fields(problem)), []).append((problem, c))
+    sources = set[str]()
+    for line in lines.values():
+        last = len(line) - 1
+        for i in sorted({round(last * k / (RANKED_OF_A_LINE - 1)) for k in range(RANKED_OF_A_LINE)}):
+            problem, c = line[i]
+            likely = dict.fromkeys([c.default, *(x for _, x in rank(kernel, problem, target, c.valid, seed=seed))])
+            sources |= {render(kernel, problem, x, target) for x in list(likely)[:trials]}
+    return sources
 
 
 def _compile_seconds(source: str, target: Target) -> float:

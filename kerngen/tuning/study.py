@@ -1,9 +1,9 @@
 """The search for one problem's best configuration: an Optuna study that its caller drives with ask and tell.
 
 First come the configurations that knowledge proposes (the default, winners of neighbouring problems, the best
-by pre-prediction), then Optuna's own proposals. Where the objective is a prediction and the space was
-enumerated, the search is exact: a configuration whose lower bound is no better than the best found cannot win
-and is not compiled.
+by pre-prediction), then Optuna's own proposals. How many are left to Optuna, and which configurations cannot
+win and need no compile, the objective says. Where it leaves none and the space was enumerated, the search is
+exact.
 
 The study lives in memory. Every outcome is in the tuning database, so a search that was killed is asked again
 from the start, with the same seed, and answered from there: the same trials, without the work.
@@ -13,37 +13,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kerngen.arch import Target
-from kerngen.plan import Candidates, lower_bound_us, on_grid, rank
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning.objective import Objective, Outcome
+from kerngen.tuning.plan import Candidates, on_grid, rank
 
 if TYPE_CHECKING:
     import optuna
 
 SAMPLER_PATIENCE = 64  # proposals in a row that bring nothing new end the search
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one configuration. `kind` is one of tuning_db's outcomes.
-
-    latency_us: set if kind is "ok". excess: how far over a limit it was, as Optuna's constraint; 0 if it was
-    not. registers: per thread, of the compiled kernel; 0 if there is none. cached: answered by the database.
-    """
-
-    kind: str
-    latency_us: float | None = None
-    reason: str = ""
-    registers: int = 0
-    spill_bytes: int = 0
-    excess: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        return self.kind == "ok"
 
 
 class Search:
@@ -53,17 +32,14 @@ class Search:
         self,
         kernel: Kernel,
         problem: Any,
-        target: Target,
         candidates: Candidates,
+        objective: Objective,
         *,
         trials: int,
         seed: int,
-        measured: bool,
     ) -> None:
-        self.kernel, self.problem, self.target = kernel, problem, target
-        self.candidates = candidates
-        self.trials = trials
-        self.measured = measured
+        self.kernel, self.problem, self.target = kernel, problem, objective.target
+        self.candidates, self.objective, self.trials = candidates, objective, trials
         self.outcomes: dict[Any, Outcome] = {}  # in the order asked
         self.refused: dict[Any, Outcome] = {}  # what the sampler proposed and why_invalid refused
         self._seed = seed
@@ -139,33 +115,36 @@ class Search:
             self._ranked = self._rank()
         while self._ranked:
             config = self._ranked.pop()
-            if config in self.outcomes or config in asked or self._cannot_win(config):
+            if config in self.outcomes or config in asked:
                 continue
-            return self._opened(config)
-        exhausted = self.candidates.complete and (
-            not self.measured or len(self.outcomes) + len(asked) >= len(self.candidates.valid)
-        )
-        return None if exhausted else self._sampled(asked)
+            if self.objective.can_win(self.kernel, self.problem, config, self.best_us):
+                return self._opened(config)
+        return None if self._is_exhausted(asked) else self._sampled(asked)
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.candidates.complete and not self.objective.sampler_share
+
+    def _is_exhausted(self, asked: list[Any]) -> bool:
+        """With the ranked candidates gone: nothing is left, or nothing that is left can win."""
+        every = len(self.outcomes) + len(asked) >= len(self.candidates.valid)
+        return self._is_exact or (self.candidates.complete and every)
 
     def _rank(self) -> list[Any]:
-        """The candidates, best by pre-prediction last. Measuring leaves half of the trials to the sampler."""
+        """The candidates, best by pre-prediction last, as many as leave the sampler its share of the trials."""
         registers = max((o.registers for o in self.outcomes.values()), default=0)
         given = {"registers": registers} if registers else {}
         order = rank(self.kernel, self.problem, self.target, self.candidates.valid, seed=self._seed, **given)
         ranked = [c for _, c in order]
-        if self.measured and len(self.candidates.valid) > self.trials:
-            ranked = ranked[: max(self.trials // 2, 1)]
+        share = self.objective.sampler_share
+        if share and len(self.candidates.valid) > self.trials:
+            ranked = ranked[: max(int(self.trials * (1 - share)), 1)]
         return ranked[::-1]
-
-    def _cannot_win(self, config: Any) -> bool:
-        if self.measured:
-            return False
-        return lower_bound_us(self.kernel, self.problem, config, self.target) >= self.best_us
 
     def _opened(self, config: Any) -> Any:
         """`config`, known to Optuna as a running trial if its values are on the grid."""
-        if not self.measured and self.candidates.complete:
-            self._open[config] = None  # an exact search has no use for a sampler
+        if self._is_exact:
+            self._open[config] = None  # there is no sampler that could learn from it
         elif (part := on_grid(self.candidates.space, config)) is not None:
             self._optuna().enqueue_trial(self._indices(part, config))
             trial = self._optuna().ask()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kerngen import __version__
-from kerngen.arch import Target
 from kerngen.compile import Cubin, nvrtc_version
 from kerngen.errors import CompileError
 from kerngen.predict import MODEL
@@ -27,10 +26,10 @@ from kerngen.tuning_db.records import (
 )
 
 if TYPE_CHECKING:
+    from kerngen.tuning.objective import Objective, Outcome
     from kerngen.tuning_db import Store
 
 FLUSH_S = 1.0
-_NEVER_REUSED = ("launch_failed", "timed_out")  # the machine may have been at fault: try again
 
 
 @dataclass(slots=True)
@@ -46,11 +45,11 @@ class Entry:
 
 
 class Ledger:
-    """Reads and writes one store for one target and objective ("measured" or "predicted")."""
+    """Reads and writes one store for one objective, on its target."""
 
-    def __init__(self, store: Store, target: Target, objective: str, run: str, settings: list[Any]) -> None:
-        self.store, self.target, self.objective, self.run = store, target, objective, run
-        self.environment: dict[str, Any] = {}
+    def __init__(self, store: Store, objective: Objective, run: str, settings: list[Any]) -> None:
+        self.store, self.objective, self.run = store, objective, run
+        self.target = objective.target
         self._settings = settings
         self._rows: list[Measurement] = []
         self._flushed = time.monotonic()
@@ -71,7 +70,10 @@ class Ledger:
         """Problem id -> what earlier runs saw of it, oldest first."""
         if kernel.name not in self._observed:
             rows = self.store.measurements(
-                kernel.name, arch=self.target.arch.name, device=self.target.device, provenance=self.objective
+                kernel.name,
+                arch=self.target.arch.name,
+                device=self.target.device,
+                provenance=self.objective.provenance,
             )
             found = self._observed[kernel.name] = {}
             for o in rows:
@@ -80,7 +82,7 @@ class Ledger:
 
     def _fingerprint(self, kernel: Kernel) -> str:
         """Of everything that decides how a search goes: the same fingerprint, the same search."""
-        settings = [self.objective, MODEL, __version__, *self._settings]
+        settings = [self.objective.name, MODEL, __version__, *self._settings]
         where = [self.target.arch.name, fields_of(self.target.device)]
         return digest([kernel.folder_digest, nvrtc_version(), *where, *settings])
 
@@ -112,23 +114,26 @@ class Ledger:
 
     # -- observations
 
-    def recall(self, entry: Entry, config: Any, build: Build) -> Measurement | None:
-        """The latest row of an earlier run that answers `config` with this very build; None if there is none."""
-        for m in reversed(entry.known.get(canonical(fields_of(config)), [])):
-            if m.build_id != build.id or m.outcome in _NEVER_REUSED:
-                continue
-            if self.objective == "measured" or m.model == MODEL:
-                return m
-        return None
+    def rows(self, entry: Entry, config: Any, build: Build) -> list[Measurement]:
+        """What earlier runs wrote of `config` with this very build, the newest first."""
+        return [m for m in reversed(entry.known.get(canonical(fields_of(config)), [])) if m.build_id == build.id]
 
-    def add(self, entry: Entry, config: Any, outcome: str, **values: Any) -> None:
-        """One row. values: Measurement's fields."""
-        tags = {"search": entry.fingerprint} | values.pop("tags", {})
-        measured = self.objective == "measured"
-        values |= {"environment": self.environment} if measured else {"model": MODEL}
+    def add(
+        self,
+        entry: Entry,
+        config: Any,
+        outcome: Outcome,
+        *,
+        build_id: str | None,
+        stage: str = "trial",
+        tags: dict[str, Any] | None = None,
+    ) -> None:
+        """One row. build_id: None where nothing was compiled."""
         row = Measurement(
             problem=entry.key, arch=self.target.arch.name, device=self.target.device, config=fields_of(config),
-            outcome=outcome, provenance=self.objective, run=self.run, tags=tags, **values,
+            build_id=build_id, outcome=outcome.kind, reason=outcome.reason, p50_us=outcome.latency_us, stage=stage,
+            provenance=self.objective.provenance, run=self.run, tags={"search": entry.fingerprint} | (tags or {}),
+            **self.objective.row, **outcome.figures,
         )  # fmt: skip
         self._rows.append(row)
         if time.monotonic() - self._flushed > FLUSH_S:

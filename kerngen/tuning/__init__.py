@@ -1,0 +1,12 @@
+"""The tuner: which configuration of a kernel is fastest at each problem of a workload, and how that is known.
+
+plan        the configurations of a problem, why others are refused, how they rank before any compile
+objective   what a run is after: a Protocol, and its implementations `Predicted` and `Measured`
+study       one problem's search, an Optuna study driven with ask and tell
+task        one problem of a run, one trial of it
+tuner       all problems together, in rounds; every outcome is a row of the tuning database
+ledger      what earlier runs know, and what this one adds
+worker      the process that holds the GPU
+checks      what a compiled kernel must be
+report      what came of a run
+"""

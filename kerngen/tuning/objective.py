@@ -1,0 +1,197 @@
+"""What a tuning run is after: an `Objective` judges compiled configurations, and all that follows from how is its own.
+
+The tuner asks searches for configurations, compiles them, tells the searches what became of them and writes rows.
+Whatever differs between a cost model and a GPU it asks of the objective: how deep a search goes, what may be skipped,
+what an earlier row is worth, how the finalists are told apart, what a row and a report say. `Predicted` and `Measured`
+are two answers. Tuner, Search and Ledger take any other that keeps the Protocol.
+
+One that times whole steps of a model fits the same way. Alone, a kernel is not what it is in the step: what it leaves
+to its successor counts too. So it judges sets:
+
+- `judge` takes its round's trials from the iterator before it yields anything. Each says by `trial.item.uses` where in
+  the step it stands. It composes steps out of them (one trial of a problem, beside the best known of the others),
+  captures each as a CUDA graph on the GPU that `Measured`'s worker holds, and yields each trial with the time of the
+  step. It may answer in any order.
+- `decide` is given the finalists of all searches that ended together, not of one, and may compare sets of them.
+- `answer` accepts rows of the same step only, which it names in `row`'s environment; `name` tells its searches from
+  others', `provenance` stays "measured", `batch` and `trials` are what a step costs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kerngen.arch import Target
+from kerngen.predict import MODEL, predict
+from kerngen.templates.kernel import Kernel
+from kerngen.tuning.plan import lower_bound_us
+
+if TYPE_CHECKING:
+    from kerngen.tuning.study import Search
+    from kerngen.tuning.task import Trial
+    from kerngen.tuning.worker import GpuWorker, Observed
+    from kerngen.tuning_db.records import Build, Measurement
+
+FINALISTS = 4
+FINAL_BAND = 1.10  # what takes longer than this times the best is no finalist
+_NEVER_REUSED = ("launch_failed", "timed_out")  # the machine may have been at fault: try again
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one configuration. `kind` is one of tuning_db's outcomes.
+
+    latency_us: set if kind is "ok". excess: how far over a limit it was, as Optuna's constraint; 0 if it was
+    not. registers: per thread, of the compiled kernel; 0 if there is none. figures: further fields of its row.
+    """
+
+    kind: str
+    latency_us: float | None = None
+    reason: str = ""
+    registers: int = 0
+    spill_bytes: int = 0
+    excess: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.kind == "ok"
+
+
+class Objective(Protocol):
+    """What the tuner asks.
+
+    name: as --objective and the reports have it; another name is another search. how: the same in words, for a
+    report's head. provenance, row: of the rows that it causes, and further fields of each (model, environment).
+    target: what it judges on. trials: configurations a problem, the default included, unless the user says otherwise.
+    batch: asked of each search in a round; a constant, since answers must not depend on the number of workers.
+    sampler_share: the part of a search's trials that are Optuna's to propose where the space was enumerated; 0 makes
+    the search exact: it ends when no ranked candidate can win. needs_image: judging launches the kernel; otherwise the
+    figures of a build are enough, and a known one is not compiled. takes_time: judging does, beyond the compile, so
+    that nothing is judged once the time is over. final_stage: of the rows that end a search.
+    """
+
+    name: str
+    how: str
+    provenance: str
+    row: Mapping[str, Any]
+    target: Target
+    trials: int
+    batch: int
+    sampler_share: float
+    needs_image: bool
+    takes_time: bool
+    final_stage: str
+
+    def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
+        """Whether `config` is worth a compile where another takes `best_us`."""
+
+    def answer(self, trial: Trial, rows: Sequence[Measurement]) -> Outcome | None:
+        """What earlier rows of this very build say, the newest first; None if it has to be judged."""
+
+    def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        """One outcome for each trial. `trials` waits for the compiles: who judges one at a time takes one at a time."""
+
+    def finalists(self, search: Search) -> list[Any]:
+        """The configurations between which a search that is over has to decide; none if it found nothing."""
+
+    def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        """The last word on the finalists of each search. Their rows say that it is closed."""
+
+
+class Predicted:
+    """By the cost model, for a board that need not be here. Costs nothing but the compiles, so it prunes those."""
+
+    name = provenance = "predicted"
+    how = f"predicted by {MODEL}, not measured"
+    trials, batch = 12, 2
+    sampler_share = 0.0
+    needs_image = takes_time = False
+    final_stage = "trial"
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.row: Mapping[str, Any] = {"model": MODEL}
+
+    def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
+        return lower_bound_us(kernel, problem, config, self.target) < best_us
+
+    def answer(self, trial: Trial, rows: Sequence[Measurement]) -> Outcome | None:
+        """A row answers if it says what the model says today: that sees more than the build, and costs nothing."""
+        said = {r.p50_us for r in rows if r.outcome == "ok" and r.model == MODEL}
+        outcome = self._predict(trial) if said else None
+        return outcome if outcome is not None and outcome.latency_us in said else None
+
+    def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        for trial in trials:
+            yield trial, self._predict(trial)
+
+    def _predict(self, trial: Trial) -> Outcome:
+        build = trial.build
+        us = predict(trial.kernel, trial.problem, trial.config, self.target, build.entries).latency_us
+        return Outcome("ok", us, "", build.registers, build.spill_bytes, build.spill_bytes)
+
+    def finalists(self, search: Search) -> list[Any]:
+        return [] if search.best is None else [search.best]
+
+    def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        """Nothing is left to decide: the best is written down as such."""
+        for trials in finalists:
+            for trial in trials:
+                yield trial, replace(trial.task.search.outcomes[trial.config], reason=f"best of a {trial.task.about}")
+
+
+class Measured:
+    """By the clock of the GPU that `worker` holds, after a check against the reference."""
+
+    name = provenance = how = "measured"
+    trials, batch = 24, 6
+    sampler_share = 0.5
+    needs_image = takes_time = True
+    final_stage = "final"
+
+    def __init__(self, worker: GpuWorker) -> None:
+        self._worker = worker
+        self.target = Target.of(worker.device())
+        self.row: Mapping[str, Any] = {"environment": worker.environment()}
+
+    def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
+        return True  # the cost model is no bound of what a clock shows
+
+    def answer(self, trial: Trial, rows: Sequence[Measurement]) -> Outcome | None:
+        usable = (r for r in rows if r.outcome not in _NEVER_REUSED)
+        if (row := next(usable, None)) is None:
+            return None
+        return _outcome(row.outcome, row.p50_us, row.reason, trial.build)
+
+    def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        for trial in trials:
+            seen = self._worker.measure(trial.kernel, trial.problem, trial.config, trial.image())
+            yield trial, _observed(seen, trial.build)
+
+    def finalists(self, search: Search) -> list[Any]:
+        """The fastest, as far as a second look may turn them over, and the default."""
+        ok = [(o.latency_us, c) for c, o in search.outcomes.items() if o.latency_us is not None]
+        ok.sort(key=lambda pair: pair[0])
+        near = [c for us, c in ok if us <= ok[0][0] * FINAL_BAND][:FINALISTS]
+        default = search.candidates.default
+        if near and default not in near and search.outcomes[default].ok:
+            near.append(default)
+        return near
+
+    def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        """Those of a search are timed again together, in rotated order."""
+        for trials in finalists:
+            first = trials[0]
+            seen = self._worker.finals(first.kernel, first.problem, [(t.config, t.image()) for t in trials])
+            yield from ((t, _observed(s, t.build)) for t, s in zip(trials, seen, strict=True))
+
+
+def _observed(seen: Observed, build: Build) -> Outcome:
+    return replace(_outcome(seen.outcome, seen.p50_us, seen.reason, build), figures=seen.figures())
+
+
+def _outcome(kind: str, p50_us: float | None, reason: str, build: Build) -> Outcome:
+    return Outcome(kind, p50_us, reason, build.registers, build.spill_bytes, 0.0 if kind == "ok" else 1.0)

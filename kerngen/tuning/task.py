@@ -1,0 +1,53 @@
+"""One problem of a run, and one trial of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kerngen.templates.kernel import Kernel
+from kerngen.tuning.ledger import Entry
+from kerngen.tuning.study import Search
+from kerngen.tuning_db.records import Build
+from kerngen.workload import Item
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One problem of the run. about: its search in words, for the row that ends it. urgency: see plan.py."""
+
+    item: Item
+    kernel: Kernel
+    entry: Entry
+    search: Search
+    about: str
+    urgency: tuple[int, int, float] = (0, 0, 0.0)
+    builds: dict[Any, Build] = field(default_factory=dict)  # of the configurations tried
+    noted: set[Any] = field(default_factory=set)  # refused proposals that have their row
+
+    @property
+    def problem(self) -> Any:
+        return self.item.problem
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """A configuration that compiled and can be launched. image: gives its machine code, compiled now if need be."""
+
+    task: Task
+    config: Any
+    build: Build
+    image: Callable[[], bytes]
+
+    @property
+    def item(self) -> Item:
+        return self.task.item
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.task.kernel
+
+    @property
+    def problem(self) -> Any:
+        return self.task.problem

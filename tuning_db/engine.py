@@ -10,7 +10,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event, exc
@@ -105,6 +105,18 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
     return engine
 
 
+def fold_log(engine: Engine) -> bool:
+    """Move a write-ahead log into its SQLite file, so that the file alone holds everything. True if it is all there.
+
+    False where another process is at it: the last of them to close it does the same.
+    """
+    with engine.connect() as connection:
+        raw = _raw(connection)
+        raw.execute("PRAGMA busy_timeout = 1000")
+        busy: int = raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    return not busy
+
+
 def open_server(url: str) -> Engine:
     """A PostgreSQL server by URL (postgresql+psycopg://...). Raises UsageError; DatabaseError where none answers."""
     try:
@@ -171,10 +183,14 @@ def writing(engine: Engine) -> Iterator[Connection]:
         yield connection
 
 
+def _raw(connection: Connection) -> sqlite3.Connection:
+    """SQLite's own connection, on which no transaction is begun for us."""
+    return cast(sqlite3.Connection, connection.connection.driver_connection)
+
+
 def _set_journal(connection: Connection, mode: str) -> None:
     """Several processes may do this to a new file at once, and SQLite's busy timeout does not cover it."""
-    raw = connection.connection.driver_connection
-    assert raw is not None
+    raw = _raw(connection)
     give_up = time.monotonic() + BUSY_S
     while True:
         try:

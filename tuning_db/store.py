@@ -72,6 +72,7 @@ class Store:
         self.read_only = read_only
         self.override = override
         self._local = threading.local()
+        self._is_closed = False
 
     @classmethod
     def open(
@@ -106,7 +107,7 @@ class Store:
         try:
             store._settle_schema()
         except BaseException:
-            store.close()
+            store.engine.dispose()  # and leave the file as it is
             raise
         return store
 
@@ -130,7 +131,17 @@ class Store:
                 migrate.upgrade(connection)
 
     def close(self) -> None:
-        self.engine.dispose()
+        """Close the connections. Of a file that was opened to write, the write-ahead log goes into the file."""
+        first, self._is_closed = not self._is_closed, True
+        try:
+            if first and not self.read_only and self.engine.dialect.name == "sqlite":
+                with engines.clear_errors(self.where):
+                    if not engines.fold_log(self.engine):
+                        log.info("%s is in use elsewhere: copy its -wal file along with it", self.where)
+        except DatabaseError as e:  # what was committed is safe in the log
+            log.warning("%s; copy its -wal file along with it", e.message)
+        finally:
+            self.engine.dispose()
 
     def __enter__(self) -> Store:
         return self

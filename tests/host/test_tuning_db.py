@@ -397,6 +397,18 @@ def test_reading_only(store: Store, path: Path, tmp_path: Path) -> None:
     assert [p.name for p in sealed.parent.iterdir()] == ["db.sqlite"], "side files beside a sealed database"
 
 
+def test_the_file_alone_holds_everything_once_a_writer_closed_it(store: Store, path: Path, tmp_path: Path) -> None:
+    """Even where someone else has it open, so that SQLite keeps its write-ahead log."""
+    with Store.open(path, read_only=True) as reader:
+        assert reader.revoked() == {}
+        for n in range(50):
+            store.revoke(f"x{n}", "y")
+        store.close()
+        shutil.copy(path, tmp_path / "copy.db")
+    with Store.open(tmp_path / "copy.db", read_only=True) as copied:
+        assert len(copied.revoked()) == 50
+
+
 def test_a_reader_sees_what_a_writer_committed(store: Store, path: Path) -> None:
     """Even one that began when nobody was writing."""
     store.close()

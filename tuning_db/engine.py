@@ -19,6 +19,7 @@ from sqlalchemy.pool import QueuePool
 
 from kerngen.errors import DatabaseError, UsageError
 
+PREBUILT = Path(__file__).resolve().parent / "prebuilt"  # shipped, and never written to
 BUSY_S = 60.0  # how long a writer waits for its turn
 CONNECT_S = 10  # how long a server may take to answer, unless the URL has ?connect_timeout=
 _ADVISORY_LOCK = 0x6B65726E67656E  # "kerngen"
@@ -76,6 +77,10 @@ def open_sqlite(path: Path) -> Engine:
     Write-ahead log: readers never wait, writers wait for each other, and what is committed survives a kill. On a
     network file system, where such a log is not safe, a rollback journal takes its place.
     """
+    if Path(os.path.realpath(path)).is_relative_to(PREBUILT):
+        raise UsageError(f"{path} is shipped with kerngen, to be read and never written to",
+                         hint="tune into a file of your own with --db FILE, or KERNGEN_DB=FILE, which a run asks "
+                              "before the shipped ones")  # fmt: skip
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:

@@ -89,7 +89,8 @@ class Store:
         url_or_path: a file, sqlite:///FILE, or postgresql+psycopg://...; None for `default_path()`.
         sealed: a shipped file that nobody writes to, opened read-only without locks or side files.
         name: what a lookup calls it. override: its answers come before any other store's.
-        Raises DatabaseError where it cannot be opened, SchemaTooNew where a newer kerngen wrote it.
+        Raises DatabaseError where it cannot be opened, SchemaTooNew where a newer kerngen wrote it, UsageError where a
+        file that is shipped with kerngen would be written to.
         """
         chosen = str(url_or_path) if url_or_path is not None else default_path()
         path = chosen.removeprefix("sqlite:///")

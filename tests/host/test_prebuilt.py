@@ -9,6 +9,7 @@ import pytest
 
 from kerngen.arch import ARCHES, Device, Target
 from kerngen.compile import elf_resources
+from kerngen.errors import UsageError
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, default_stores, lookup
 from kerngen.tuning_db.resolve import PREBUILT
@@ -35,6 +36,25 @@ def test_a_prebuilt_database_is_whole(path: Path) -> None:
             for name, (registers, smem) in elf_resources(cubin.image).items():
                 assert 0 < registers <= 255, name
                 assert smem <= limit, name
+
+
+@pytest.mark.parametrize("through", ["the path", "a link", "KERNGEN_DB"])
+def test_a_prebuilt_database_is_not_written_to(through: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = FILES[0].read_bytes()
+    place: str | None = f"sqlite:///{FILES[0]}"
+    if through == "a link":
+        (tmp_path / "mine.db").symlink_to(FILES[0])
+        place = str(tmp_path / "mine.db")
+    elif through == "KERNGEN_DB":
+        monkeypatch.setenv("KERNGEN_DB", str(FILES[0]))
+        place = None
+    with pytest.raises(UsageError, match="is shipped with kerngen") as caught:
+        Store.open(place)
+    assert "--db FILE" in str(caught.value)
+    with pytest.raises(UsageError, match="is shipped with kerngen"):
+        Store.open(PREBUILT / "new.sqlite")
+    assert FILES[0].read_bytes() == before
+    assert {p.name for p in PREBUILT.iterdir()} == {"README.md", *(p.name for p in FILES)}
 
 
 def test_a_run_finds_what_was_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

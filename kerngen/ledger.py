@@ -37,7 +37,7 @@ _NEVER_REUSED = ("launch_failed", "timed_out")  # the machine may have been at f
 
 @dataclass(slots=True)
 class Entry:
-    """One problem as the ledger knows it. closed: tags of the row that ended an identical earlier search, or None."""
+    """One problem as the ledger knows it. closed: the summary of an identical search that was finished, or None."""
 
     kernel: Kernel
     problem: Any
@@ -58,6 +58,8 @@ class Ledger:
         self._flushed = time.monotonic()
         self._builds: dict[tuple[str, str], Build] = {}
         self._observed: dict[str, dict[str, list[Measurement]]] = {}
+        self._closed: dict[str, dict[str, dict[str, Any]]] = {}  # fingerprint -> problem id -> summary
+        self._closing: dict[tuple[str, str], tuple[ProblemKey, dict[str, Any]]] = {}
 
     def entry(self, kernel: Kernel, problem: Any) -> Entry:
         """What is known of `problem`; `closed` if a search with the same settings and sources was finished before."""
@@ -65,8 +67,9 @@ class Ledger:
         entry = Entry(kernel, problem, key, self._fingerprint(kernel))
         for m in self._known(kernel).get(key.id, []):
             entry.known.setdefault(canonical(m.config), []).append(m)
-            if m.tags.get("search") == entry.fingerprint and "closed" in m.tags:
-                entry.closed = m.tags["closed"]
+        if entry.fingerprint not in self._closed:
+            self._closed[entry.fingerprint] = self.store.closed_searches(entry.fingerprint)
+        entry.closed = self._closed[entry.fingerprint].get(key.id)
         return entry
 
     def _known(self, kernel: Kernel) -> dict[str, list[Measurement]]:
@@ -124,8 +127,10 @@ class Ledger:
         return None
 
     def add(self, entry: Entry, config: Any, outcome: str, **values: Any) -> None:
-        """One row. values: Measurement's fields."""
+        """One row. values: Measurement's fields; the tag `closed` holds a summary and says that the search is over."""
         tags = {"search": entry.fingerprint} | values.pop("tags", {})
+        if "closed" in tags:
+            self._closing[entry.fingerprint, entry.key.id] = entry.key, tags.pop("closed")
         measured = self.objective == "measured"
         values |= {"environment": self.environment} if measured else {"model": MODEL}
         row = Measurement(
@@ -141,7 +146,9 @@ class Ledger:
         if self._rows:
             with self.store.transaction():
                 self.store.add_measurements(self._rows)
-            self._rows = []
+                for (search, _), (key, summary) in self._closing.items():
+                    self.store.close_search(search, key, summary)
+            self._rows, self._closing = [], {}
         self._flushed = time.monotonic()
 
     def winners(self, entries: list[Entry]) -> dict[str, Winner]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
+from uuid import uuid4
 
 from sqlalchemy import Connection, Engine, create_engine, event, exc
 from sqlalchemy.engine import make_url
@@ -107,6 +108,17 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
     engine = _sqlite_engine(uri)
     with clear_errors(str(path)), engine.connect() as connection:
         connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")
+    return engine
+
+
+def copy_to_memory(source: Engine) -> Engine:
+    """What an SQLite database holds now, in memory: the copy may be changed, and is gone with its engine."""
+    uri = f"file:kerngen-{uuid4().hex}?mode=memory&cache=shared"
+    keeper = sqlite3.connect(uri, uri=True, check_same_thread=False)  # it lives while a connection to it does
+    with source.connect() as connection:
+        _raw(connection).backup(keeper)
+    engine = _sqlite_engine(uri)
+    event.listen(engine, "engine_disposed", lambda _: keeper.close())
     return engine
 
 

@@ -38,6 +38,14 @@ def test_a_prebuilt_database_is_whole(path: Path) -> None:
                 assert smem <= limit, name
 
 
+def test_a_prebuilt_database_has_the_newest_schema(caplog: pytest.LogCaptureFixture) -> None:
+    """An older one would be read through a copy in memory, made anew by every process."""
+    with caplog.at_level("INFO", "kerngen.tuning_db"):
+        for path in FILES:
+            Store.open(path, sealed=True).close()
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("through", ["the path", "a link", "KERNGEN_DB"])
 def test_a_prebuilt_database_is_not_written_to(through: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = FILES[0].read_bytes()
@@ -55,6 +63,18 @@ def test_a_prebuilt_database_is_not_written_to(through: str, monkeypatch: pytest
         Store.open(PREBUILT / "new.sqlite")
     assert FILES[0].read_bytes() == before
     assert {p.name for p in PREBUILT.iterdir()} == {"README.md", *(p.name for p in FILES)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_shipped_winner_is_served(path: Path) -> None:
+    """With its machine code, unless its kernel has changed since: then the configuration alone."""
+    with Store.open(path, sealed=True) as store:
+        for w in store.winners():
+            kernel = find_kernel(w.kernel)
+            served = lookup([store], kernel, kernel.problem_type(**w.problem.fields), Target(w.arch, w.device))
+            assert served is not None, w
+            assert (served.id, served.config, served.latency_us) == (w.id, w.config, w.latency_us)
+            assert (served.cubin is None) == served.stale
 
 
 def test_a_run_finds_what_was_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

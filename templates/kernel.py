@@ -35,6 +35,9 @@ class Problem(Protocol):
     RUNTIME names the fields that may differ between two launches of one cubin (batch, num_tokens, kv_len); they are
     never rendered. DYNAMIC is the one of them that tuning buckets ("" if there is none). All other fields are
     compiled in. __post_init__ raises ProblemError on fields that contradict each other.
+
+    The tuning database files a Problem and a Config without the fields that have their default. So a new field with a
+    default that means what was done before keeps everything that was tuned, and a default, once shipped, never changes.
     """
 
     RUNTIME: tuple[str, ...]
@@ -349,6 +352,26 @@ def fields_of(value: Any) -> dict[str, Any]:
 def static_fields(problem: Any) -> dict[str, Any]:
     """The fields that are compiled in: everything but RUNTIME."""
     return {k: v for k, v in fields_of(problem).items() if k not in problem.RUNTIME}
+
+
+def defaults_of(cls: type[Any]) -> Mapping[str, Any]:
+    """Each field of a Problem or Config class with its default, dataclasses.MISSING where it has none."""
+    return {f.name: f.default for f in dataclasses.fields(cls)}
+
+
+def trimmed(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` without those that equal their default, in value and in type: 1 is not True."""
+    return {k: v for k, v in fields.items() if not _same(v, defaults.get(k, dataclasses.MISSING))}
+
+
+def filled(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What `trimmed` left out put back, in the order of declaration; fields that are not declared come last."""
+    known = {k: fields.get(k, v) for k, v in defaults.items()}
+    return {k: v for k, v in known.items() if v is not dataclasses.MISSING} | dict(fields)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
 
 
 def describe(value: Any) -> str:

@@ -28,7 +28,10 @@ Store, in full:
                        provenance=None, outcome=None, build_id=None, run=None) -> list[Observation]
     store.recompute_winners(kernel: Kernel | str, static_key, target) -> list[Winner]
     store.winners(kernel=None, *, arch=None, device=None, static_key=None) -> list[Winner]  (without cubins)
+                    of a static_key on an arch: one query by index (Bound picks from them)
     store.winner(id_or_prefix) -> Winner
+    store.close_search(search, problem: ProblemKey, summary)      a search that need not be done again
+    store.closed_searches(search) -> {problem id: summary}
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
 Lookup (bound.py, resolve.py):
     Bound(stores, kernel, problem, target)            the tuned points of one static problem, read once;
@@ -39,6 +42,7 @@ Lookup (bound.py, resolve.py):
     lookup(stores, kernel, problem, target, *, strict=False) -> Winner | None; strict raises TuningMiss
     miss_report(stores, kernel, problem, target) -> str    the nearest entries and where they differ
 
+Fields (config, static, a problem's) are given and read in full; what has its default is left out of rows and ids.
 A name is imported when it is first used: `import kerngen.tuning_db` loads no SQLAlchemy.
 """
 

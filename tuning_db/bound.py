@@ -162,6 +162,8 @@ def _revoked(stores: Sequence[Store]) -> set[str]:
             revoked |= store.revoked().keys()
         except DatabaseError as e:
             log.warning("%s; looking on without it", e)
+    for store in stores if revoked else ():
+        revoked |= store.renamed(revoked)
     return revoked
 
 

@@ -10,8 +10,9 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
+from uuid import uuid4
 
 from sqlalchemy import Connection, Engine, create_engine, event, exc
 from sqlalchemy.engine import make_url
@@ -19,6 +20,7 @@ from sqlalchemy.pool import QueuePool
 
 from kerngen.errors import DatabaseError, UsageError
 
+PREBUILT = Path(__file__).resolve().parent / "prebuilt"  # shipped, and never written to
 BUSY_S = 60.0  # how long a writer waits for its turn
 CONNECT_S = 10  # how long a server may take to answer, unless the URL has ?connect_timeout=
 _ADVISORY_LOCK = 0x6B65726E67656E  # "kerngen"
@@ -76,6 +78,10 @@ def open_sqlite(path: Path) -> Engine:
     Write-ahead log: readers never wait, writers wait for each other, and what is committed survives a kill. On a
     network file system, where such a log is not safe, a rollback journal takes its place.
     """
+    if Path(os.path.realpath(path)).is_relative_to(PREBUILT):
+        raise UsageError(f"{path} is shipped with kerngen, to be read and never written to",
+                         hint="tune into a file of your own with --db FILE, or KERNGEN_DB=FILE, which a run asks "
+                              "before the shipped ones")  # fmt: skip
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -103,6 +109,29 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
     with clear_errors(str(path)), engine.connect() as connection:
         connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")
     return engine
+
+
+def copy_to_memory(source: Engine) -> Engine:
+    """What an SQLite database holds now, in memory: the copy may be changed, and is gone with its engine."""
+    uri = f"file:kerngen-{uuid4().hex}?mode=memory&cache=shared"
+    keeper = sqlite3.connect(uri, uri=True, check_same_thread=False)  # it lives while a connection to it does
+    with source.connect() as connection:
+        _raw(connection).backup(keeper)
+    engine = _sqlite_engine(uri)
+    event.listen(engine, "engine_disposed", lambda _: keeper.close())
+    return engine
+
+
+def fold_log(engine: Engine) -> bool:
+    """Move a write-ahead log into its SQLite file, so that the file alone holds everything. True if it is all there.
+
+    False where another process is at it: the last of them to close it does the same.
+    """
+    with engine.connect() as connection:
+        raw = _raw(connection)
+        raw.execute("PRAGMA busy_timeout = 1000")
+        busy: int = raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    return not busy
 
 
 def open_server(url: str) -> Engine:
@@ -171,10 +200,14 @@ def writing(engine: Engine) -> Iterator[Connection]:
         yield connection
 
 
+def _raw(connection: Connection) -> sqlite3.Connection:
+    """SQLite's own connection, on which no transaction is begun for us."""
+    return cast(sqlite3.Connection, connection.connection.driver_connection)
+
+
 def _set_journal(connection: Connection, mode: str) -> None:
     """Several processes may do this to a new file at once, and SQLite's busy timeout does not cover it."""
-    raw = connection.connection.driver_connection
-    assert raw is not None
+    raw = _raw(connection)
     give_up = time.monotonic() + BUSY_S
     while True:
         try:

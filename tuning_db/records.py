@@ -1,7 +1,8 @@
 """What goes into the tuning database and what comes out of it, as plain values.
 
 Builds are facts, measurements are observations, winners are derived from both. Every id is the sha256 of
-canonical JSON of what the thing is, so that two databases merge by set union.
+canonical JSON of what the thing is, so that two databases merge by set union. Values here hold all fields of a problem
+or configuration; rows and ids hold them as filed (see filing.py).
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kerngen.arch import Arch, Device
 from kerngen.compile import Cubin, Resources
 from kerngen.errors import DatabaseError
-from kerngen.templates.kernel import Kernel, fields_of, static_fields
+from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
+from kerngen.tuning_db.filing import filing_of, round_up
 
 OUTCOMES = ("ok", "invalid", "compile_failed", "wrong_result", "launch_failed", "timed_out")
 PROVENANCES = ("measured", "predicted")
 STAGES = ("trial", "final")
+
+ID_VERSION = 2  # of the recipe, in every digest that names a row; another one needs a migration
 
 
 def canonical(value: Any) -> str:
@@ -59,21 +63,54 @@ class ProblemKey:
 
     @property
     def static_key(self) -> str:
-        return static_key(self.kernel, self.static)
+        return self.ids().static_key
 
     @property
     def cell(self) -> str:
-        """Everything but the dynamic value: the line along which tuned points lie."""
-        return digest({"v": 1, "kernel": self.kernel, "static": self.static, "runtime": self.runtime})
+        return self.ids().cell
 
     @property
     def id(self) -> str:
-        return digest({"v": 1, "cell": self.cell, "dynamic": self.dynamic})
+        return self.ids().problem
+
+    def filed(self) -> ProblemKey:
+        """Without the fields that have their default: what a row of it states."""
+        of = filing_of(self.kernel)
+        return ProblemKey(self.kernel, trimmed(self.static, of.static), trimmed(self.runtime, of.runtime), self.dynamic,
+                          trimmed(self.fields, of.fields))  # fmt: skip
+
+    def filled(self) -> ProblemKey:
+        """With them."""
+        of = filing_of(self.kernel)
+        return ProblemKey(self.kernel, filled(self.static, of.static), filled(self.runtime, of.runtime), self.dynamic,
+                          filled(self.fields, of.fields))  # fmt: skip
+
+    def ids(self) -> ProblemIds:
+        return ids_as_filed(self.filed())
+
+
+class ProblemIds(NamedTuple):
+    """static_key: what is compiled in. cell: all but the dynamic value, the line along which tuned points lie."""
+
+    static_key: str
+    cell: str
+    problem: str
+
+
+def ids_as_filed(key: ProblemKey) -> ProblemIds:
+    """The ids of a problem whose fields are as filed: what a row must match, whatever is installed here."""
+    cell = digest({"v": ID_VERSION, "kernel": key.kernel, "static": key.static, "runtime": key.runtime})
+    problem = digest({"v": ID_VERSION, "cell": cell, "dynamic": key.dynamic})
+    return ProblemIds(_static_key(key.kernel, key.static), cell, problem)
 
 
 def static_key(kernel: str, static: dict[str, Any]) -> str:
     """Identity of what is compiled in: sha256 over the kernel's name and the static fields of its problem."""
-    return digest({"v": 1, "kernel": kernel, "static": static})
+    return _static_key(kernel, trimmed(static, filing_of(kernel).static))
+
+
+def _static_key(kernel: str, static: dict[str, Any]) -> str:
+    return digest({"v": ID_VERSION, "kernel": kernel, "static": static})
 
 
 def problem_key(kernel: Kernel, problem: Any) -> ProblemKey:
@@ -93,19 +130,12 @@ def bucketed(kernel: Kernel, problem: Any) -> dict[str, Any]:
     bucket: Callable[[Any], dict[str, Any]] | None = getattr(kernel.spec, "bucket", None)
     if bucket is not None:
         return dict(bucket(problem))
-    return {k: _round_up(getattr(problem, k)) for k in problem.RUNTIME if k != problem.DYNAMIC}
+    return {k: round_up(getattr(problem, k)) for k in problem.RUNTIME if k != problem.DYNAMIC}
 
 
 def coordinates(runtime: dict[str, Any]) -> tuple[Any, ...]:
     """A cell's bucketed fields as something to look it up by."""
     return tuple([runtime[k] for k in sorted(runtime)])
-
-
-def _round_up(value: Any) -> Any:
-    """The power of two at or above a positive int; anything else as it is."""
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        return value
-    return 1 << (value - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +182,8 @@ class Measurement:
     build_id: None only where nothing was compiled (`invalid`).
     outcome: one of OUTCOMES, with `reason` in words unless it is `ok`.
     provenance: `measured` on `device`, or `predicted` for it by the cost model that `model` names and versions.
-    A prediction, and any trial aimed at one, is filed without its time and run: repeating it adds no row.
+    A prediction, and any trial aimed at one, is the same fact whoever asks: neither its time and run nor its reason and
+    tags are part of its identity, and repeating it adds no row.
     stage: `final` for finalists that were timed again together: where a problem has any, only they can win.
     Times in microseconds for all launches of the kernel together; a prediction sets p50_us alone.
     error_abs, error_rel: largest difference from the fp32 reference; required of a measured `ok`.

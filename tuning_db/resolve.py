@@ -12,13 +12,11 @@ from kerngen.arch import Target
 from kerngen.errors import DatabaseError, TuningMiss
 from kerngen.templates.kernel import Kernel, describe
 from kerngen.tuning_db.bound import Bound
-from kerngen.tuning_db.engine import is_absent
+from kerngen.tuning_db.engine import PREBUILT, is_absent
 from kerngen.tuning_db.records import ProblemKey, Winner, problem_key
 from kerngen.tuning_db.store import Store, default_path
 
 log = logging.getLogger(__name__)
-
-PREBUILT = Path(__file__).resolve().parent / "prebuilt"
 
 
 def default_stores() -> list[Store]:

@@ -1,4 +1,8 @@
-"""Values to rows and back: ids, digests and JSON columns."""
+"""Values to rows and back: ids, digests and JSON columns.
+
+Rows hold problems and configurations as filed (filing.py), and what a row must match is the digest of that: whether a
+row is sound does not depend on which kernels are installed. Values are filled again once their row is found sound.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import logging
 import math
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import zstandard
@@ -16,8 +21,20 @@ from sqlalchemy import Row
 from kerngen.arch import Arch, Device, find_arch
 from kerngen.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, UsageError
+from kerngen.templates.kernel import filled, trimmed
+from kerngen.tuning_db.filing import filing_of
 from kerngen.tuning_db.freshness import source_sha
-from kerngen.tuning_db.records import Build, Measurement, Observation, ProblemKey, Winner, digest, static_key
+from kerngen.tuning_db.records import (
+    ID_VERSION,
+    Build,
+    Measurement,
+    Observation,
+    ProblemKey,
+    Winner,
+    digest,
+    ids_as_filed,
+    static_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -66,29 +83,42 @@ def build_id_of(
     static: dict[str, Any],
     sha: str,
 ) -> str:
+    of = filing_of(kernel)
+    return _build_id(kernel, target, nvrtc, options, trimmed(config, of.config), trimmed(static, of.static), sha)
+
+
+def _build_id(
+    kernel: str,
+    target: str,
+    nvrtc: tuple[int, int],
+    options: tuple[str, ...],
+    config: dict[str, Any],
+    static: dict[str, Any],
+    sha: str,
+) -> str:
     return digest({
-        "v": 1, "kernel": kernel, "target": target, "nvrtc": list(nvrtc), "options": list(options),
+        "v": ID_VERSION, "kernel": kernel, "target": target, "nvrtc": list(nvrtc), "options": list(options),
         "config": config, "static": static, "source": sha,
     })  # fmt: skip
 
 
+def _seal(b: Build, entries: dict[str, Any]) -> str:
+    """The digest of the facts that a build's id does not cover. entries: name -> the fields of its Resources."""
+    return digest({"id": b.id, "arch": b.arch, "status": b.status, "key": b.key, "image": b.image_sha,
+                   "entries": entries})  # fmt: skip
+
+
 def build_row(b: Build) -> dict[str, Any]:
+    of = filing_of(b.kernel)
     entries = {name: asdict(r) for name, r in sorted(b.entries.items())}
-    facts = {
-        "id": b.id,
-        "arch": b.arch,
-        "status": b.status,
-        "key": b.key,
-        "image": b.image_sha,
-        "entries": entries,
-    }
     return {
         "id": b.id, "kernel": b.kernel, "arch": b.arch, "target": b.target,
-        "nvrtc": f"{b.nvrtc[0]}.{b.nvrtc[1]}", "options": to_json(list(b.options)), "config": to_json(b.config),
-        "static_key": static_key(b.kernel, b.static), "static": to_json(b.static), "source_sha": b.source_sha,
+        "nvrtc": f"{b.nvrtc[0]}.{b.nvrtc[1]}", "options": to_json(list(b.options)),
+        "config": to_json(trimmed(b.config, of.config)), "static_key": static_key(b.kernel, b.static),
+        "static": to_json(trimmed(b.static, of.static)), "source_sha": b.source_sha,
         "status": b.status, "cache_key": b.key, "image_sha": b.image_sha, "entries": to_json(entries),
         "registers": b.registers, "spill_bytes": b.spill_bytes, "static_smem_bytes": b.static_smem_bytes,
-        "log": b.log, "seal": digest(facts),
+        "log": b.log, "seal": _seal(b, entries),
     }  # fmt: skip
 
 
@@ -104,21 +134,35 @@ def settled(m: Measurement) -> Measurement:
     )  # fmt: skip
 
 
-def measurement_id_of(m: Measurement) -> str:
+def as_filed(m: Measurement) -> Measurement:
+    """`m` without the fields that have their default: what its row states."""
+    return replace(m, problem=m.problem.filed(), config=trimmed(m.config, filing_of(m.problem.kernel).config))
+
+
+def measurement_id_of(m: Measurement, problem_id: str, device: dict[str, Any]) -> str:
+    """The id of a measurement as filed. device: the fields of m.device, as its row has them."""
     stated: dict[str, Any] = {
-        "v": 1, "problem": m.problem.id, "fields": m.problem.fields, "arch": m.arch, "device": asdict(m.device),
-        "config": m.config, "build": m.build_id, "outcome": m.outcome, "reason": m.reason,
+        "v": ID_VERSION, "problem": problem_id, "fields": m.problem.fields, "arch": m.arch, "device": device,
+        "config": m.config, "build": m.build_id, "outcome": m.outcome,
         "provenance": m.provenance, "stage": m.stage, "model": m.model, "p50": m.p50_us, "p10": m.p10_us,
         "p90": m.p90_us, "min": m.min_us, "samples": m.samples, "error_abs": m.error_abs,
-        "error_rel": m.error_rel, "tags": m.tags,
+        "error_rel": m.error_rel,
     }  # fmt: skip
     if m.provenance == "measured":
-        stated |= {"environment": m.environment, "run": m.run, "at": m.at}
+        stated |= {"environment": m.environment, "run": m.run, "at": m.at, "reason": m.reason, "tags": m.tags}
     return digest(stated)
 
 
+def search_id_of(search: str, problem_id: str) -> str:
+    return digest({"v": ID_VERSION, "search": search, "problem": problem_id})
+
+
+def revocation_id_of(subject_id: str, reason: str) -> str:
+    return digest({"v": ID_VERSION, "subject": subject_id, "reason": reason})
+
+
 def winner_id_of(key: ProblemKey, arch: str, device: Device) -> str:
-    return digest({"v": 1, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms})
+    return digest({"v": ID_VERSION, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms})
 
 
 def decompress(blob: bytes, codec: str, raw_bytes: int) -> bytes | None:
@@ -131,9 +175,12 @@ def decompress(blob: bytes, codec: str, raw_bytes: int) -> bytes | None:
         return None
 
 
-def device_of(props: str) -> Device:
+@lru_cache(maxsize=64)
+def device_of(props: str) -> tuple[Device, str]:
+    """The device of a row, and the row's id. Many rows have the same few devices."""
+    stated = json.loads(props)
     known = {f.name for f in fields(Device)}
-    return Device(**{k: v for k, v in json.loads(props).items() if k in known})
+    return Device(**{k: v for k, v in stated.items() if k in known}), digest(stated)
 
 
 def require_utf8(row: Row[Any]) -> None:
@@ -164,42 +211,43 @@ def read_build(row: Row[Any], where: str) -> Build:
     """Raises CorruptRecord unless the row is what was written, as far as its digests cover it."""
     try:
         require_utf8(row)
+        entries = json.loads(row.entries)
         build = Build(
             row.id, row.kernel, row.arch, row.target, version_of(row.nvrtc), tuple(json.loads(row.options)),
             json.loads(row.config), json.loads(row.static), row.source_sha, row.status, row.cache_key,
-            row.image_sha, {k: Resources(**v) for k, v in json.loads(row.entries).items()}, row.log,
+            row.image_sha, {k: Resources(**v) for k, v in entries.items()}, row.log,
         )  # fmt: skip
-        sound = build_row(build)["seal"] == row.seal and build.id == build_id_of(
+        sound = _seal(build, entries) == row.seal and build.id == _build_id(
             build.kernel, build.target, build.nvrtc, build.options, build.config, build.static,
             build.source_sha,
         )  # fmt: skip
+        if sound:
+            of = filing_of(build.kernel)
+            return replace(build, config=filled(build.config, of.config), static=filled(build.static, of.static))
     except Exception as e:
         raise CorruptRecord(f"{where}: build {row.id} cannot be read ({e})") from e
-    if not sound:
-        raise CorruptRecord(f"{where}: build {row.id} does not match its own digest")
-    return build
+    raise CorruptRecord(f"{where}: build {row.id} does not match its own digest")
 
 
 def read_measurement(row: Row[Any], where: str) -> Observation | None:
     """None, with a warning that names it, unless the row matches its own digest."""
     try:
         require_utf8(row)
-        problem = ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic,
-                             json.loads(row.fields))  # fmt: skip
         m = Measurement(
-            problem, row.arch, device_of(row.device_props), json.loads(row.config), row.build_id, row.outcome,
-            row.provenance, row.reason, row.stage, row.model, row.p50_us, row.p10_us, row.p90_us, row.min_us,
-            row.samples, row.error_abs, row.error_rel, json.loads(row.environment_props), row.run, row.at,
-            json.loads(row.tags),
+            _key_as_filed(row), row.arch, device_of(row.device_props)[0], json.loads(row.config), row.build_id,
+            row.outcome, row.provenance, row.reason, row.stage, row.model, row.p50_us, row.p10_us, row.p90_us,
+            row.min_us, row.samples, row.error_abs, row.error_rel, json.loads(row.environment_props), row.run,
+            row.at, json.loads(row.tags),
         )  # fmt: skip
-        sound = measurement_id_of(m) == row.id
+        problem_id = ids_as_filed(m.problem).problem
+        if measurement_id_of(m, problem_id, json.loads(row.device_props)) == row.id:
+            config = filled(m.config, filing_of(row.kernel).config)
+            return Observation(row.id, replace(m, problem=m.problem.filled(), config=config))
     except Exception as e:
         log.warning("%s: measurement %s cannot be read (%s); skipped", where, row.id, e)
         return None
-    if not sound:
-        log.warning("%s: measurement %s does not match its own digest; skipped", where, row.id)
-        return None
-    return Observation(row.id, m)
+    log.warning("%s: measurement %s does not match its own digest; skipped", where, row.id)
+    return None
 
 
 def read_winner(row: Row[Any], where: str) -> Winner | None:
@@ -209,20 +257,25 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
     """
     try:
         require_utf8(row)
-        key = ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic,
-                         json.loads(row.fields))  # fmt: skip
-        if (key.id, key.cell) != (row.problem_id, row.cell):
+        key = _key_as_filed(row)
+        ids = ids_as_filed(key)
+        if (ids.problem, ids.cell) != (row.problem_id, row.cell):
             raise ValueError("its problem does not match its digest")
-        if digest(json.loads(row.device_props)) != row.device_id:
+        device, device_id = device_of(row.device_props)
+        if device_id != row.device_id:
             raise ValueError("its device does not match its digest")
         if not 0 < row.latency_us < math.inf or not (row.margin is None or math.isfinite(row.margin)):
             raise ValueError(f"latency_us={row.latency_us!r}, margin={row.margin!r}")
-        why = json.loads(row.why)
+        why, config = json.loads(row.why), filled(json.loads(row.config), filing_of(row.kernel).config)
         return Winner(
-            row.id, row.kernel, key, json.loads(row.config), find_arch(row.arch), device_of(row.device_props),
+            row.id, row.kernel, key.filled(), config, find_arch(row.arch), device,
             row.provenance, row.latency_us, row.build_id, None, row.reason, where, row.margin,
             bool(why.get("stale")), why,
         )  # fmt: skip
     except Exception as e:
         log.warning("%s: winner %s cannot be read (%s); skipped", where, row.id, e)
         return None
+
+
+def _key_as_filed(row: Row[Any]) -> ProblemKey:
+    return ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic, json.loads(row.fields))

@@ -1,11 +1,14 @@
 """The tables, as SQLAlchemy Core describes them: the same for SQLite and PostgreSQL.
 
     build <------- measurement -------> problem, device, environment      facts and observations: only ever added to
-      | image_sha       |
-    artifact            +---- winner (derived: deleted and computed anew)   revocation: what must not count any more
+      | image_sha       |                        ^
+    artifact            +---- winner             +--- search (a search of this problem that was finished)
+                              (derived: deleted and computed anew)
+    revocation: what must not count any more     former: what builds and measurements were called in older schemas
 
 Ids are sha256 of canonical JSON (records.digest) of what a row states, so a union of two databases is a merge.
-`build.seal` is the digest of the facts that its id does not cover. JSON columns hold canonical text.
+`build.seal` is the digest of the facts that its id does not cover. JSON columns hold canonical text; those of problems
+and configurations leave out the fields that have their default (filing.py).
 Changing a table means a new file in migrations/versions; a test compares the two.
 """
 
@@ -27,7 +30,7 @@ from sqlalchemy import (
 
 from kerngen.tuning_db.records import OUTCOMES, PROVENANCES, STAGES
 
-SCHEMA = "0001"  # the newest revision in migrations/versions
+SCHEMA = "0002"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database
 
 metadata = MetaData()
@@ -146,6 +149,23 @@ measurement = Table(
     CheckConstraint("outcome <> 'ok' OR provenance = 'measured' OR model <> ''", name="predicted_names_its_model"),
     Index("measurement_by_problem", "problem_id", "arch", "device_id"),
     Index("measurement_by_build", "build_id"),
+)
+
+search = Table(
+    "search",
+    metadata,
+    _id(),
+    _text("search"),  # digest of everything that decides how it goes
+    Column("problem_id", Text, ForeignKey("problem.id"), nullable=False),
+    _text("summary"),
+    Index("search_by_search", "search"),
+)
+
+former = Table(
+    "former",
+    metadata,
+    Column("was", Text, primary_key=True),  # a revocation in another database may still call it so
+    _text("id"),
 )
 
 revocation = Table(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -32,9 +33,11 @@ from kerngen.tuning_db.records import (
     ProblemKey,
     Winner,
     digest,
+    ids_as_filed,
 )
 from kerngen.tuning_db.rows import (
     ZSTD_LEVEL,
+    as_filed,
     build_id_of,
     build_row,
     decompress,
@@ -44,6 +47,8 @@ from kerngen.tuning_db.rows import (
     read_build,
     read_measurement,
     read_winner,
+    revocation_id_of,
+    search_id_of,
     settled,
     to_json,
     winner_id_of,
@@ -72,6 +77,7 @@ class Store:
         self.read_only = read_only
         self.override = override
         self._local = threading.local()
+        self._is_closed = False
 
     @classmethod
     def open(
@@ -83,12 +89,13 @@ class Store:
         name: str = "",
         override: bool = False,
     ) -> Store:
-        """Open a database, made and brought to the newest schema unless `read_only`.
+        """Open a database, made and brought to the newest schema; `read_only`, an older file is read as a copy of it.
 
         url_or_path: a file, sqlite:///FILE, or postgresql+psycopg://...; None for `default_path()`.
         sealed: a shipped file that nobody writes to, opened read-only without locks or side files.
         name: what a lookup calls it. override: its answers come before any other store's.
-        Raises DatabaseError where it cannot be opened, SchemaTooNew where a newer kerngen wrote it.
+        Raises DatabaseError where it cannot be opened, SchemaTooNew where a newer kerngen wrote it, UsageError where a
+        file that is shipped with kerngen would be written to.
         """
         chosen = str(url_or_path) if url_or_path is not None else default_path()
         path = chosen.removeprefix("sqlite:///")
@@ -102,35 +109,25 @@ class Store:
                 engine = engines.open_sqlite_read_only(Path(path), sealed=sealed)
             else:
                 engine = engines.open_sqlite(Path(path))
-        store = cls(engine, where, name=name or Path(path).stem, read_only=read_only, override=override)
         try:
-            store._settle_schema()
+            engine = migrate.settle(engine, where, read_only=read_only)
         except BaseException:
-            store.close()
+            engine.dispose()  # and leave the file as it is
             raise
-        return store
-
-    def _settle_schema(self) -> None:
-        with self._reading() as connection:
-            found = migrate.revision(connection)
-            if found is None and self.engine.dialect.name == "sqlite" and migrate.has_tables(connection):
-                raise DatabaseError(f"{self.where} is an SQLite database, but not a tuning database",
-                                    hint="name another with --db or KERNGEN_DB")  # fmt: skip
-        migrate.require_known(found, self.where)
-        if found == t.SCHEMA:
-            return
-        if self.read_only:
-            raise DatabaseError(f"{self.where} has schema {found or 'none'}, and is opened read-only; "
-                                f"this kerngen reads {t.SCHEMA}",
-                                hint="open a copy of it to write once (kerngen tune --db COPY)")  # fmt: skip
-        with self.transaction(), self._writing() as connection:
-            found = migrate.revision(connection)  # another process may have been first
-            migrate.require_known(found, self.where)
-            if found != t.SCHEMA:
-                migrate.upgrade(connection)
+        return cls(engine, where, name=name or Path(path).stem, read_only=read_only, override=override)
 
     def close(self) -> None:
-        self.engine.dispose()
+        """Close the connections. Of a file that was opened to write, the write-ahead log goes into the file."""
+        first, self._is_closed = not self._is_closed, True
+        try:
+            if first and not self.read_only and self.engine.dialect.name == "sqlite":
+                with engines.clear_errors(self.where):
+                    if not engines.fold_log(self.engine):
+                        log.info("%s is in use elsewhere: copy its -wal file along with it", self.where)
+        except DatabaseError as e:  # what was committed is safe in the log
+            log.warning("%s; copy its -wal file along with it", e.message)
+        finally:
+            self.engine.dispose()
 
     def __enter__(self) -> Store:
         return self
@@ -299,24 +296,18 @@ class Store:
         ids = []
         with self._writing() as connection:
             for given in measurements:
-                m = settled(given)
-                p, d = m.problem, m.device
-                problem_row = {
-                    "id": p.id, "kernel": p.kernel, "static_key": p.static_key, "static": to_json(p.static),
-                    "cell": p.cell, "runtime": to_json(p.runtime), "dynamic": p.dynamic,
-                }  # fmt: skip
-                device_row = {
-                    "id": digest(asdict(d)), "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
-                    "props": to_json(asdict(d)),
-                }  # fmt: skip
+                m = as_filed(settled(given))
+                d, device = m.device, asdict(m.device)
+                problem_id = self._add_problem(connection, m.problem)
+                device_row = {"id": digest(device), "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
+                              "props": to_json(device)}  # fmt: skip
                 environment_row = {"id": digest(m.environment), "props": to_json(m.environment)}
-                self._add(connection, t.problem, problem_row)
                 self._add(connection, t.device, device_row)
                 self._add(connection, t.environment, environment_row)
                 row = {
-                    "id": measurement_id_of(m), "build_id": m.build_id, "problem_id": p.id,
+                    "id": measurement_id_of(m, problem_id, device), "build_id": m.build_id, "problem_id": problem_id,
                     "device_id": device_row["id"], "environment_id": environment_row["id"], "arch": m.arch,
-                    "config": to_json(m.config), "fields": to_json(p.fields), "outcome": m.outcome,
+                    "config": to_json(m.config), "fields": to_json(m.problem.fields), "outcome": m.outcome,
                     "reason": m.reason, "provenance": m.provenance, "stage": m.stage, "model": m.model,
                     "p50_us": m.p50_us, "p10_us": m.p10_us, "p90_us": m.p90_us, "min_us": m.min_us,
                     "samples": m.samples, "error_abs": m.error_abs, "error_rel": m.error_rel, "run": m.run,
@@ -325,6 +316,14 @@ class Store:
                 self._add(connection, t.measurement, row)
                 ids.append(str(row["id"]))
         return ids
+
+    def _add_problem(self, connection: Connection, key: ProblemKey) -> str:
+        p = key.filed()
+        ids = ids_as_filed(p)
+        row = {"id": ids.problem, "kernel": p.kernel, "static_key": ids.static_key, "static": to_json(p.static),
+               "cell": ids.cell, "runtime": to_json(p.runtime), "dynamic": p.dynamic}  # fmt: skip
+        self._add(connection, t.problem, row)
+        return ids.problem
 
     def measurements(
         self,
@@ -378,6 +377,23 @@ class Store:
         revoked = self.revoked()
         return {r.source_sha for r in wrong if r.id not in revoked}
 
+    # ---- searches
+
+    def close_search(self, search: str, problem: ProblemKey, summary: dict[str, Any]) -> None:
+        """Note that a search of `problem` was finished. search: digest of everything that decides how it goes."""
+        with self._writing() as connection:
+            problem_id = self._add_problem(connection, problem)
+            row = {"id": search_id_of(search, problem_id), "search": search, "problem_id": problem_id,
+                   "summary": to_json(summary)}  # fmt: skip
+            self._add(connection, t.search, row)
+
+    def closed_searches(self, search: str) -> dict[str, dict[str, Any]]:
+        """The problems, by id, whose search of this digest was finished, each with its summary."""
+        wanted = select(t.search.c.problem_id, t.search.c.summary).where(t.search.c.search == search)
+        with self._reading() as connection:
+            rows = connection.execute(wanted).all()
+        return {row.problem_id: json.loads(row.summary) for row in rows}
+
     # ---- revocation
 
     def revoke(self, subject_id: str, reason: str) -> None:
@@ -385,8 +401,7 @@ class Store:
 
         Winners that rest on it are not served from now on; `recompute_winners` finds others.
         """
-        row = {"id": digest({"v": 1, "subject": subject_id, "reason": reason}), "subject_id": subject_id,
-               "reason": reason, "at": now()}  # fmt: skip
+        row = {"id": revocation_id_of(subject_id, reason), "subject_id": subject_id, "reason": reason, "at": now()}
         with self._writing() as connection:
             self._add(connection, t.revocation, row)
 
@@ -394,7 +409,20 @@ class Store:
         """Ids that were revoked, each with the reason."""
         with self._reading() as connection:
             rows = connection.execute(select(t.revocation.c.subject_id, t.revocation.c.reason))
-            return {r.subject_id: r.reason for r in rows}
+            found = {r.subject_id: r.reason for r in rows}
+            names = self._former(connection, found)
+        return found | {id: found[was] for was, id in names.items()}
+
+    def renamed(self, ids: Collection[str]) -> set[str]:
+        """What those of `ids` that are names of an older schema are called here now."""
+        with self._reading() as connection:
+            return set(self._former(connection, ids).values())
+
+    def _former(self, connection: Connection, ids: Collection[str]) -> dict[str, str]:
+        if not ids:
+            return {}
+        wanted = select(t.former.c.was, t.former.c.id).where(t.former.c.was.in_(list(ids)))
+        return {r.was: r.id for r in connection.execute(wanted)}
 
     # ---- winners
 
@@ -453,7 +481,7 @@ class Store:
         cell: str | None = None,
     ) -> list[Winner]:
         """The winners, sorted by kernel, problem, arch and device; without their cubins (see `image`)."""
-        wanted = _winner_query()
+        wanted = _WINNERS
         for column, value in (
             (t.winner.c.kernel, kernel),
             (t.winner.c.arch, None if arch is None else str(arch)),
@@ -466,13 +494,13 @@ class Store:
                 wanted = wanted.where(column == value)
         with self._reading() as connection:
             rows = connection.execute(wanted).all()
-        return [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
+        return sorted((w for w in (read_winner(row, self.where) for row in rows) if w is not None), key=_by_problem)
 
     def winner(self, id_or_prefix: str) -> Winner:
         """The winner whose id starts like this. Raises UsageError unless there is exactly one."""
         with self._reading() as connection:
             like = t.winner.c.id.startswith(id_or_prefix, autoescape=True)
-            rows = connection.execute(_winner_query().where(like).limit(2)).all()
+            rows = connection.execute(_WINNERS.where(like).limit(2)).all()
         found = [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
         if len(found) != 1:
             what = "no winner" if not found else "more than one winner"
@@ -480,17 +508,20 @@ class Store:
         return found[0]
 
 
-def _winner_query() -> Select[Any]:
-    w, p, d = t.winner.c, t.problem.c, t.device.c
-    return (
-        select(t.winner, p.static, p.runtime, p.dynamic, d.props.label("device_props"), t.build.c.config,
-               t.measurement.c.fields)
-        .join(t.problem, w.problem_id == p.id)
-        .join(t.device, w.device_id == d.id)
-        .join(t.build, w.build_id == t.build.c.id)
-        .join(t.measurement, w.measurement_id == t.measurement.c.id)
-        .order_by(w.kernel, p.static, p.runtime, p.dynamic, w.arch, d.name, d.num_sms)
-    )  # fmt: skip
+_WINNERS: Select[Any] = (
+    select(t.winner, t.problem.c.static, t.problem.c.runtime, t.problem.c.dynamic,
+           t.device.c.props.label("device_props"), t.build.c.config, t.measurement.c.fields)
+    .join(t.problem, t.winner.c.problem_id == t.problem.c.id)
+    .join(t.device, t.winner.c.device_id == t.device.c.id)
+    .join(t.build, t.winner.c.build_id == t.build.c.id)
+    .join(t.measurement, t.winner.c.measurement_id == t.measurement.c.id)
+)  # fmt: skip
+
+
+def _by_problem(w: Winner) -> tuple[Any, ...]:
+    p, d = w.problem, w.device
+    dynamic = -1 if p.dynamic is None else p.dynamic
+    return (p.kernel, to_json(p.static), to_json(p.runtime), dynamic, w.arch.name, d.name, d.num_sms)
 
 
 def _same_device(device: Device) -> Any:

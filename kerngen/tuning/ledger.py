@@ -34,7 +34,7 @@ FLUSH_S = 1.0
 
 @dataclass(slots=True)
 class Entry:
-    """One problem as the ledger knows it. closed: tags of the row that ended an identical earlier search, or None."""
+    """One problem as the ledger knows it. closed: the summary of an identical search that was finished, or None."""
 
     kernel: Kernel
     problem: Any
@@ -55,6 +55,8 @@ class Ledger:
         self._flushed = time.monotonic()
         self._builds: dict[tuple[str, str], Build] = {}
         self._observed: dict[str, dict[str, list[Measurement]]] = {}
+        self._closed: dict[str, dict[str, dict[str, Any]]] = {}  # fingerprint -> problem id -> summary
+        self._closing: dict[tuple[str, str], tuple[ProblemKey, dict[str, Any]]] = {}
 
     def entry(self, kernel: Kernel, problem: Any) -> Entry:
         """What is known of `problem`; `closed` if a search with the same settings and sources was finished before."""
@@ -62,8 +64,9 @@ class Ledger:
         entry = Entry(kernel, problem, key, self._fingerprint(kernel))
         for m in self._known(kernel).get(key.id, []):
             entry.known.setdefault(canonical(m.config), []).append(m)
-            if m.tags.get("search") == entry.fingerprint and "closed" in m.tags:
-                entry.closed = m.tags["closed"]
+        if entry.fingerprint not in self._closed:
+            self._closed[entry.fingerprint] = self.store.closed_searches(entry.fingerprint)
+        entry.closed = self._closed[entry.fingerprint].get(key.id)
         return entry
 
     def _known(self, kernel: Kernel) -> dict[str, list[Measurement]]:
@@ -128,11 +131,14 @@ class Ledger:
         stage: str = "trial",
         tags: dict[str, Any] | None = None,
     ) -> None:
-        """One row. build_id: None where nothing was compiled."""
+        """One row. build_id: None where nothing was compiled. The tag `closed` holds a summary: the search is over."""
+        tags = {"search": entry.fingerprint} | (tags or {})
+        if "closed" in tags:
+            self._closing[entry.fingerprint, entry.key.id] = entry.key, tags.pop("closed")
         row = Measurement(
             problem=entry.key, arch=self.target.arch.name, device=self.target.device, config=fields_of(config),
             build_id=build_id, outcome=outcome.kind, reason=outcome.reason, p50_us=outcome.latency_us, stage=stage,
-            provenance=self.objective.provenance, run=self.run, tags={"search": entry.fingerprint} | (tags or {}),
+            provenance=self.objective.provenance, run=self.run, tags=tags,
             **self.objective.row, **outcome.figures,
         )  # fmt: skip
         self._rows.append(row)
@@ -144,7 +150,9 @@ class Ledger:
         if self._rows:
             with self.store.transaction():
                 self.store.add_measurements(self._rows)
-            self._rows = []
+                for (search, _), (key, summary) in self._closing.items():
+                    self.store.close_search(search, key, summary)
+            self._rows, self._closing = [], {}
         self._flushed = time.monotonic()
 
     def winners(self, entries: list[Entry]) -> dict[str, Winner]:

@@ -114,6 +114,23 @@ def test_a_second_run_is_answered_by_the_database(tune: Callable[..., Report], t
         assert [o.id for o in store.measurements()] == before
 
 
+def test_two_seeds_predict_the_same_and_are_both_resumed(tune: Callable[..., Report], tmp_path: Path) -> None:
+    """A prediction is the same fact whoever asks; that a search was finished is noted of each."""
+
+    def predictions() -> list[tuple[str, float | None]]:
+        with Store.open(tmp_path / "a.db", read_only=True) as store:
+            rows = [o.measurement for o in store.measurements("scale")]
+        return [(f"{m.problem.id} {m.config}", m.p50_us) for m in rows]
+
+    tune((1, 512), trials=6, seed=1)
+    tune((1, 512), trials=6, seed=2)
+    found = predictions()
+    assert len(found) == len(set(found))
+    for seed in (1, 2):
+        assert tune((1, 512), trials=6, seed=seed).num_trials == 0
+    assert predictions() == found
+
+
 def test_a_longer_search_continues_a_shorter_one(tune: Callable[..., Report]) -> None:
     first = tune((4096,), trials=3)
     second = tune((4096,), trials=100)

@@ -132,6 +132,7 @@ class _Rewriting:
         self.problems: dict[str, _Ids] = {}
         self.kernels: dict[str, str] = {}  # of the problems
         self.builds: dict[str, str] = {}
+        self.known_builds: set[str] = set()  # the damaged ones too
         self.measurements: dict[str, str] = {}
         self.revocations: dict[str, str] = {}
         self.searches: list[_Row] = []
@@ -144,7 +145,9 @@ class _Rewriting:
 
         self.rewrite("problem", self.rows("problem"), self.problem)
         # Of two builds that were told apart by a field that one of them lacked, the one that succeeded stays.
-        self.rewrite("build", sorted(self.rows("build"), key=lambda r: (r.status != "ok", str(r.id))), self.build)
+        builds = sorted(self.rows("build"), key=lambda r: (r.status != "ok", str(r.id)))
+        self.known_builds = {row.id for row in builds}
+        self.rewrite("build", builds, self.build)
         num_kept = self.rewrite_measurements()
         self.insert("search", self.searches)
         self.rewrite("winner", sorted(winners, key=lambda r: (str(r.provenance), str(r.id))), self.winner)
@@ -215,6 +218,7 @@ class _Rewriting:
 
         problem, kernel = self.problems[row.problem_id], self.kernels[row.problem_id]
         fields, config = _file(kernel, fields), _file(kernel, config, of=1)
+        _require(row.build_id is None or row.build_id in self.known_builds)
         build = None if row.build_id is None else self.builds.get(row.build_id, row.build_id)
         now = {"v": 2, "problem": problem.problem, "fields": fields, "config": config, "build": build}
         id = self.measurements[row.id] = _digest(stated | now | (words | when if measured else {}))
@@ -232,7 +236,7 @@ class _Rewriting:
                 was = brief.pop("build_id", None)
                 if was in self.builds:  # of a build that is not here, its new name is not known
                     brief["build_id"] = self.builds[was]
-        _require(row.latency_us > 0)
+        _require(row.latency_us > 0 and row.provenance in ("measured", "predicted"))
         device = self.props[row.device_id]
         id = _digest({"v": 2, "problem": ids.problem, "arch": row.arch, "device": device["name"],
                       "num_sms": device["num_sms"]})  # fmt: skip

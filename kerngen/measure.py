@@ -95,8 +95,13 @@ def check_function(function: Function, case: Case) -> CheckResult:
 
 
 def check_case(kernel: Kernel, case: Case, config: Any = None, arch: Arch | None = None) -> CheckResult:
-    """As check_function, for the default or a given config, of this GPU's body or an older one's."""
-    config = config or kernel.default_config(case.problem, target_here(arch))
+    """As check_function, for the default or a given config, of this GPU's body or an older one's.
+
+    The default of an older arch is its usual board's: what `kerngen compile --cases --ptx` built elsewhere.
+    """
+    here = target_here()
+    target = here if arch is None or arch == here.arch else Target.of(arch)
+    config = config or kernel.default_config(case.problem, target)
     return check_function(load(kernel, case.problem, config, arch), case)
 
 

@@ -43,12 +43,14 @@ class Problem(Protocol):
 class Arg:
     """One kernel argument: `ptr` for a tensor or null, or a scalar passed by value.
 
-    align: what a pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors.
+    align: what a pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors. contiguous: False
+    where another argument says how far apart the tensor's rows are.
     """
 
     name: str
     kind: str  # ptr | i32 | i64 | f32
     align: int = 16
+    contiguous: bool = True
 
 
 Choices = tuple[Any, ...] | Callable[[Any, Target], tuple[Any, ...]]

@@ -5,7 +5,8 @@ templates/<name>/
   spec.py           Problem, Config, BODIES and the functions of `Spec` (no torch, no CuPy: it loads anywhere)
   op.py             functions from tensors to a `Call`: the only place that knows how tensors become a problem
   reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32
-  cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share
+  cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share; with
+                    an op.py, op_call(case, inputs): the op that asks for a case, and its arguments
   bench.py          baselines(case, inputs): what to compare the time with
   traffic.py        optional: traffic(problem, config, arch), what the cost model should know beyond spec.cost
 """

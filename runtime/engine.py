@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.model import Batch, Gemma4
+from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling, accept_greedy, accept_sampled, distribution, likeliest, sample
 
 PREFILL_CHUNK = 2048
@@ -74,6 +75,15 @@ class _State:
     uniforms: Tensor
 
 
+def require_draft_tokens(count: int, ops: Ops) -> None:
+    """Raises UsageError unless a step of `ops` can verify `count` drafts; 0 is no drafting."""
+    if not 0 <= count < ops.max_decode_len:
+        raise UsageError(
+            f"{count} draft tokens; a step verifies at most {ops.max_decode_len - 1} of them",
+            hint=f"ask for 1 to {ops.max_decode_len - 1}",
+        )
+
+
 class Engine:
     """One sequence at a time, on a cache of `max_len` tokens that is allocated here."""
 
@@ -93,11 +103,7 @@ class Engine:
         self.num_drafts = num_draft_tokens if drafter is not None else 0
         if max_len > config.max_positions:
             raise UsageError(f"{max_len} tokens of context; the model takes {config.max_positions:,}")
-        if not 0 <= self.num_drafts < ops.max_decode_len:
-            raise UsageError(
-                f"{num_draft_tokens} draft tokens; a step verifies at most {ops.max_decode_len - 1} of them",
-                hint=f"ask for 1 to {ops.max_decode_len - 1}",
-            )
+        require_draft_tokens(self.num_drafts, ops)
         if prefill_chunk < 1:
             raise UsageError(f"a prefill chunk of {prefill_chunk} tokens never ends")
         self.max_len = max_len
@@ -122,9 +128,9 @@ class Engine:
         if len(set(suppressed_ids)) == config.vocab_size:
             raise UsageError(f"all {config.vocab_size} tokens are suppressed; none is left to generate")
         self._suppressed = torch.tensor(list(suppressed_ids), dtype=torch.int64, device=device)
+        self._num_streams = 0
         self._graphs: dict[tuple[Sampling, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    @torch.inference_mode()
     def generate(
         self,
         prompt: Sequence[int],
@@ -132,16 +138,39 @@ class Engine:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         stop_ids: Sequence[int] = (),
-        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Generation:
-        """Continue `prompt`. on_tokens is called with each step's new tokens as they come.
+        """Continue `prompt`: `stream`, at once."""
+        steps = self.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                done: Generation = end.value
+                return done
 
-        Raises UsageError if the prompt is empty, holds unknown ids, or does not fit with max_new_tokens in max_len, and
-        NumericsError where the model computes NaN or infinity instead of logits.
+    def stream(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> Generator[list[int], None, Generation]:
+        """Continue `prompt`: yields each step's new tokens as they come, and returns all of it.
+
+        Times in Stats include what the consumer takes between two steps. Raises UsageError if the prompt is empty,
+        holds unknown ids, or does not fit with max_new_tokens in max_len. What is returned raises NumericsError where
+        the model computes NaN or infinity instead of logits, and UsageError once another stream began here.
         """
-        sampling = sampling or Sampling()
         self._check(prompt, max_new_tokens)
-        emit = on_tokens or (lambda tokens: None)
+        self._num_streams += 1
+        return self._stream(prompt, max_new_tokens, sampling or Sampling(), frozenset(stop_ids), self._num_streams)
+
+    @torch.inference_mode()
+    def _stream(
+        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stops: frozenset[int], turn: int
+    ) -> Generator[list[int], None, Generation]:
+        self._require_turn(turn)
         began = time.perf_counter()
         token = self._prefill(prompt, sampling)
         prefilled = time.perf_counter()
@@ -150,10 +179,11 @@ class Engine:
         # (31B: 7.72 ms in place of 7.60; the kernels are the same and each starts a little later).
         if token < 0 or not bool(self._state.hidden.cpu().isfinite().all()):
             raise self._no_number(len(prompt))
-        tokens, stops = [token], frozenset(stop_ids)
-        emit([token])
+        tokens = [token]
+        yield [token]
         num_steps = num_emitted = 0
         if token not in stops and max_new_tokens > 1:
+            self._require_turn(turn)
             for new in self._steps(sampling, len(prompt) + max_new_tokens):
                 num_steps += 1
                 num_emitted += len(new)
@@ -161,9 +191,10 @@ class Engine:
                 if -1 in new:
                     raise self._no_number(len(prompt) + len(tokens) + new.index(-1))
                 tokens += new
-                emit(new)
+                yield new
                 if tokens[-1] in stops or len(tokens) == max_new_tokens:
                     break
+                self._require_turn(turn)
         ended = time.perf_counter()
         stats = Stats(
             num_prompt_tokens=len(prompt),
@@ -175,6 +206,11 @@ class Engine:
             decode_s=ended - prefilled,
         )
         return Generation(tokens, "stop" if tokens[-1] in stops else "length", stats)
+
+    def _require_turn(self, turn: int) -> None:
+        """The cache and the state hold one sequence: the last stream's."""
+        if turn != self._num_streams:
+            raise UsageError("another generation began here before this one ended", hint="finish one, or load twice")
 
     def _check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
         vocab = self.model.config.vocab_size

@@ -219,13 +219,20 @@ def _pointer(kernel: str, arg: Arg, value: Any) -> int:
         return value
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         raise LaunchError(f"{kernel}: {name} must be a CUDA tensor, not {value!r}")
-    if not value.is_contiguous():
-        raise LaunchError(f"{kernel}: {name} {tuple(value.shape)} is not contiguous (strides {value.stride()})")
+    if arg.contiguous and not value.is_contiguous():
+        raise not_contiguous(kernel, name, value)
     address = value.data_ptr()
     if address % arg.align:
         raise LaunchError(f"{kernel}: {name} starts at an address that is not a multiple of {arg.align} bytes",
                           hint="pass a copy of it: x.clone()")  # fmt: skip
     return address
+
+
+def not_contiguous(kernel: str, name: str, value: torch.Tensor) -> LaunchError:
+    shape, strides = tuple(value.shape), value.stride()
+    return LaunchError(
+        f"{kernel}: {name} {shape} is not contiguous (strides {strides})", hint="x.contiguous() copies it"
+    )
 
 
 class Launcher:

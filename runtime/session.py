@@ -1,12 +1,18 @@
-"""A checkpoint folder, opened: model, drafter, tokenizer and stop tokens, ready to generate."""
+"""A checkpoint folder, opened, and the text that comes out of it: `kerngen.load`, and what `kerngen run` shows."""
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from kerngen.errors import CheckpointError
+import torch
+
+from kerngen.errors import CheckpointError, UsageError
+from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.config import (
     ModelConfig,
     read_drafter_config,
@@ -15,19 +21,76 @@ from kerngen.runtime.config import (
     read_suppressed_ids,
 )
 from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine import Engine, Generation, Stats, require_draft_tokens
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
+from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.text import TextCodec
 from kerngen.runtime.weights.loader import load_drafter, load_model
+from kerngen.templates.common.row_torch import DTYPE_NAME
 
 ASSISTANT = "assistant"
 QUANT_SUFFIXES = ("", "-w4a16", "-w4a16-ct", "-qat-w4a16", "-qat-w4a16-ct")  # a quantized target shares its drafter
+NUM_DRAFT_TOKENS = 3
+MAX_NEW_TOKENS = 256
+
+Prompt = str | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """Everything that a generation needs. load_s: seconds that reading and repacking the weights took."""
+class Completion:
+    """text: without special tokens. tokens: as generated, a stop token included. stop_reason: "stop" or "length"."""
 
+    text: str
+    tokens: list[int]
+    stop_reason: str
+    stats: Stats
+
+
+class CompletionStream(Iterator[str]):
+    """The text of a generation in pieces, as they are made; then `completion` is all of it."""
+
+    def __init__(self, session: Session, steps: Generator[list[int], None, Generation]) -> None:
+        self._completion: Completion | None = None
+        self._pieces = self._read(session, steps)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def completion(self) -> Completion:
+        """Raises UsageError before the last piece came."""
+        if self._completion is None:
+            raise UsageError("the stream has not ended", hint="iterate over it to its end first")
+        return self._completion
+
+    def _read(self, session: Session, steps: Generator[list[int], None, Generation]) -> Iterator[str]:
+        decoder = session.codec.stream()
+        while True:
+            try:
+                with explaining_memory(session.ops.device):
+                    tokens = next(steps)
+            except StopIteration as end:
+                made: Generation = end.value
+                break
+            if piece := decoder.push(tokens):
+                yield piece
+        text = session.codec.decode(made.tokens)
+        self._completion = Completion(text, made.tokens, made.stop_reason, made.stats)
+        if rest := decoder.finish():
+            yield rest
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Session:
+    """A model that is ready to generate, one sequence at a time.
+
+    num_draft_tokens: drafted a step, where there is a drafter. max_len: tokens that the cache holds, prompt and answer
+    together; None for as many as a call needs, which makes a longer call allocate (and on a GPU capture) anew.
+    load_s: seconds that reading and repacking the weights took.
+    """
+
+    folder: Path
     config: ModelConfig
     codec: TextCodec
     model: Gemma4
@@ -35,6 +98,128 @@ class Session:
     stop_ids: tuple[int, ...]
     suppressed_ids: tuple[int, ...]
     load_s: float
+    num_draft_tokens: int = NUM_DRAFT_TOKENS
+    max_len: int | None = None
+    _engine: Engine | None = field(default=None, init=False)
+
+    def __repr__(self) -> str:
+        ops, dtype = self.ops, str(self.ops.dtype).removeprefix("torch.")
+        drafting = f", drafting {self.num_draft_tokens} tokens" if self.drafter else ""
+        return f"<kerngen.Session {self.folder.name}: {ops.name} on {ops.device}, {dtype}{drafting}>"
+
+    @property
+    def ops(self) -> Ops:
+        return self.model.ops
+
+    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
+        """Token ids of a text or of chat messages ({"role", "content"}), <bos> included.
+
+        chat: a text is what the user says, and goes through the chat template; False takes it as it is.
+        Raises UsageError for messages without the template, CheckpointError where there is none or it fails.
+        """
+        if not chat:
+            if not isinstance(prompt, str):
+                raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
+            return self.codec.encode(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.codec.encode(self.codec.chat(messages))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        chat: bool = True,
+    ) -> Completion:
+        """The model's answer to `prompt` (see `encode`).
+
+        temperature 0 is greedy; top_k 0 and top_p 1 keep every token; the same seed draws the same tokens.
+        Raises UsageError for a request that cannot be right, NumericsError where the model computes NaN, DeviceError
+        where memory runs out.
+        """
+        stream = self.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                             seed=seed, chat=chat)  # fmt: skip
+        for _ in stream:
+            pass
+        return stream.completion
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        chat: bool = True,
+    ) -> CompletionStream:
+        """As `generate`, in pieces. Another generation of this session ends a stream that has not ended: its next
+        piece raises UsageError."""
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        ids = self.encode(prompt, chat=chat)
+        with explaining_memory(self.ops.device):
+            engine = self.reserve(len(ids) + max(max_new_tokens, 1))
+            steps = engine.stream(ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=self.stop_ids)
+        return CompletionStream(self, steps)
+
+    def reserve(self, length: int) -> Engine:
+        """The engine at hand if it holds `length` tokens or max_len fixes its size, else a new one that does."""
+        if self._engine is None or (self.max_len is None and self._engine.max_len < length):
+            self._engine = None  # its cache goes before the new one comes
+            self._engine = Engine(
+                self.model,
+                self.drafter,
+                max_len=self.max_len or length,
+                num_draft_tokens=self.num_draft_tokens,
+                suppressed_ids=self.suppressed_ids,
+            )
+        return self._engine
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    draft: str | os.PathLike[str] | bool = True,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    backend: str = "auto",
+    db: str | os.PathLike[str] | None = None,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    max_len: int | None = None,
+) -> Session:
+    """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16) and make it ready to generate.
+
+    draft: the drafter's folder; True for the one that belongs to the model, if there is one (`find_drafter`), False
+    for none. device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16";
+    None for fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any
+    machine) or "auto". db: tuning database, a path or a URL; None for the usual ones. num_draft_tokens, max_len: see
+    `Session`.
+    Warns of what a checkpoint lacks that has a default. Raises UsageError for a request that cannot be right,
+    CheckpointError for a folder that is incomplete or damaged, DeviceError where there is no such device or memory.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise UsageError(f"{place} is not a folder", hint="name a folder in Hugging Face format")
+    assistant = find_drafter(place) if draft is True else Path(draft) if draft else None
+    ops = open_backend(
+        backend,
+        device=None if device is None else str(device),
+        dtype=DTYPE_NAME.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype,
+        db_url=None if db is None else os.fspath(db),
+    )
+    if assistant is not None:
+        require_draft_tokens(num_draft_tokens, ops)
+    with explaining_memory(ops.device):
+        session = open_checkpoint(place, ops, draft=assistant)
+        session.num_draft_tokens, session.max_len = num_draft_tokens, max_len
+        if max_len is not None:
+            session.reserve(max_len)
+    return session
 
 
 def find_drafter(folder: Path) -> Path | None:
@@ -68,6 +253,7 @@ def open_checkpoint(folder: Path, ops: Ops, *, draft: Path | None = None) -> Ses
         drafter = Drafter(drafter_config, load_drafter(draft, drafter_config, ops), model)
     stops = dict.fromkeys((*read_eos_ids(folder, config), *codec.end_of_turn_ids))
     return Session(
+        folder=folder,
         config=config,
         codec=codec,
         model=model,

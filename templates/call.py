@@ -30,24 +30,33 @@ class Call(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Op(Generic[P, R]):
-    """A function from tensors to a Call. mutates: parameters whose tensors the call writes, beside its result."""
+    """A function from tensors to a Call. mutates: parameters whose tensors the call writes, beside its result.
+
+    takes: what its tensors must be, "DTYPE[DIM, ...]" by parameter; checked where others call it (`kerngen.ops`). DTYPE
+    is fp16, bf16, fp32, int32, int64, a parameter that is a dtype, or a letter, which stands for one dtype throughout.
+    A DIM that is one name stands for one size throughout, a leading "..." for any number of them; others are
+    expressions of those names and of parameters that are numbers.
+    """
 
     name: str
     make: Callable[P, Call[R]]
     mutates: tuple[str, ...]
+    takes: Mapping[str, str]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         return self.make(*args, **kwargs)
 
 
-def op(*, mutates: Iterable[str] = ()) -> Callable[[Callable[P, Call[R]]], Op[P, R]]:
-    """Marks a function of op.py as one of the folder's ops.
+def op(
+    *, mutates: Iterable[str] = (), takes: Mapping[str, str] | None = None
+) -> Callable[[Callable[P, Call[R]]], Op[P, R]]:
+    """Marks a function of op.py as one of the folder's ops. mutates, takes: see Op.
 
     Its parameters are tensors, numbers, bools and dtypes with annotations that torch.library can read, and it is
     annotated to return Call[Tensor], Call[tuple[Tensor, ...]] or Call[None]: `kerngen.ops` registers it under its name.
     """
 
     def mark(make: Callable[P, Call[R]]) -> Op[P, R]:
-        return Op(make.__name__, make, tuple(mutates))
+        return Op(make.__name__, make, tuple(mutates), takes or {})
 
     return mark

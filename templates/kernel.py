@@ -5,7 +5,8 @@ templates/<name>/
   spec.py           Problem, Config, BODIES and the functions of `Spec` (no torch, no CuPy: it loads anywhere)
   op.py             functions from tensors to a `Call`: the only place that knows how tensors become a problem
   reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32
-  cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share
+  cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share; with
+                    an op.py, op_call(case, inputs): the op that asks for a case, and its arguments
   bench.py          baselines(case, inputs): what to compare the time with
   traffic.py        optional: traffic(problem, config, target), what the cost model should know beyond spec.cost
 """
@@ -48,12 +49,14 @@ class Problem(Protocol):
 class Arg:
     """One kernel argument: `ptr` for a tensor or null, or a scalar passed by value.
 
-    align: what a pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors.
+    align: what a pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors. contiguous: False
+    where another argument says how far apart the tensor's rows are.
     """
 
     name: str
     kind: str  # ptr | i32 | i64 | f32
     align: int = 16
+    contiguous: bool = True
 
 
 Choices = tuple[Any, ...] | Callable[[Any, Target], tuple[Any, ...]]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from kerngen.runtime.engine import Generation
-    from kerngen.runtime.ops import Ops
-    from kerngen.runtime.session import Session
+    from kerngen.runtime.session import Completion, Session
 
 
 @click.command()
@@ -60,47 +59,28 @@ def run(
     Example: kerngen run ./gemma-4-31b-it-qat-w4a16-ct --prompt "Why is the sky blue?"
     """
     from kerngen.errors import UsageError
-    from kerngen.runtime.backend import explaining_memory, open_backend
-    from kerngen.runtime.engine import Engine
     from kerngen.runtime.sampling import Sampling
-    from kerngen.runtime.session import find_drafter, open_checkpoint
+    from kerngen.runtime.session import load
 
     if draft and no_draft:
         raise UsageError("--draft and --no-draft contradict each other")
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling = Sampling(temperature, top_k, top_p, seed)  # refused before anything is loaded
     text = _read_prompt(prompt)
-    if not model.is_dir():
-        raise UsageError(f"{model} is not a folder", hint="name a folder in Hugging Face format")
-    ops = open_backend(backend, device=device, dtype=dtype, db_url=db_url)
-    with warnings.catch_warnings(record=True, action="always") as caught, explaining_memory(ops.device):
-        session = open_checkpoint(model, ops, draft=None if no_draft else draft or find_drafter(model))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        session = load(model, draft=draft or not no_draft, device=device, dtype=dtype, backend=backend,
+                       db=db_url or None, num_draft_tokens=num_draft_tokens)  # fmt: skip
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
-    codec = session.codec
-    ids = codec.encode(text if no_chat else codec.chat([{"role": "user", "content": text}]))
-    stream = codec.stream()
-
-    def show(tokens: list[int]) -> None:
+    stream = session.stream(text, max_new_tokens=max_new_tokens, chat=not no_chat, **asdict(sampling))
+    for piece in stream:
         if not as_json:
-            sys.stdout.write(stream.push(tokens))
+            sys.stdout.write(piece)
             sys.stdout.flush()
-
-    with explaining_memory(ops.device):
-        engine = Engine(
-            session.model,
-            session.drafter,
-            max_len=len(ids) + max_new_tokens,
-            num_draft_tokens=num_draft_tokens,
-            suppressed_ids=session.suppressed_ids,
-        )
-        result = engine.generate(
-            ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=session.stop_ids, on_tokens=show
-        )
     if as_json:
-        click.echo(json.dumps(_report(result, session, ops)))
+        click.echo(json.dumps(_report(stream.completion, session)))
     else:
-        click.echo(stream.finish())
-        click.echo(_summary(result, session, ops), err=True)
+        click.echo()
+        click.echo(_summary(stream.completion, session), err=True)
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -122,10 +102,10 @@ def _read_prompt(prompt: str | None) -> str:
     return prompt
 
 
-def _report(result: Generation, session: Session, ops: Ops) -> dict[str, Any]:
-    stats = result.stats
+def _report(result: Completion, session: Session) -> dict[str, Any]:
+    stats, ops = result.stats, session.ops
     return {
-        "text": session.codec.decode(result.tokens),
+        "text": result.text,
         "tokens": result.tokens,
         "stop_reason": result.stop_reason,
         "num_prompt_tokens": stats.num_prompt_tokens,
@@ -144,8 +124,8 @@ def _report(result: Generation, session: Session, ops: Ops) -> dict[str, Any]:
     }
 
 
-def _summary(result: Generation, session: Session, ops: Ops) -> str:
-    stats = result.stats
+def _summary(result: Completion, session: Session) -> str:
+    stats, ops = result.stats, session.ops
     lines = [
         f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}; loaded in {session.load_s:.2f} s",
         f"prompt {stats.num_prompt_tokens} tokens in {stats.prefill_s:.3f} s ({stats.prefill_tokens_per_s:.1f}/s); "

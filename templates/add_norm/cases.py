@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from kerngen.templates.add_norm.op import add_norm, add_post_norm
 from kerngen.templates.add_norm.spec import Problem
+from kerngen.templates.call import Op
 from kerngen.templates.common.row_torch import Draw, poisoned
 from kerngen.templates.kernel import Case
 
@@ -65,3 +67,13 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "eps": 1e-6,
         "num_tokens": p.num_tokens,
     }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
+    """The op that asks for this case, and its arguments; None for a sum without a norm, which no op has."""
+    if not case.problem.has_post:
+        return None
+    names = ["residual", "h", "post_weight", "layer_scalar", "eps"]
+    if not case.problem.has_next:
+        return add_post_norm, {n: inputs[n] for n in names}
+    return add_norm, {n: inputs[n] for n in [*names, "next_weight"]}

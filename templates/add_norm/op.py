@@ -11,7 +11,16 @@ from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_torch import DTYPE_NAME
 
 
-@op(mutates=("residual",))
+@op(
+    mutates=("residual",),
+    takes={
+        "residual": "R[T, H]",
+        "h": "D[T, H]",
+        "post_weight": "D[H]",
+        "layer_scalar": "D[1]",
+        "next_weight": "D[H]",
+    },
+)
 def add_norm(
     residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor, eps: float
 ) -> Call[Tensor]:
@@ -24,7 +33,7 @@ def add_norm(
     return Call("add_norm", *_asked(residual, h, post_weight, layer_scalar, next_weight, eps, out), out)
 
 
-@op(mutates=("residual",))
+@op(mutates=("residual",), takes={"residual": "R[T, H]", "h": "D[T, H]", "post_weight": "D[H]", "layer_scalar": "D[1]"})
 def add_post_norm(
     residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, eps: float
 ) -> Call[None]:

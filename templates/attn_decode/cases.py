@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerngen.templates.attn_decode.op import attn_decode
 from kerngen.templates.attn_decode.spec import Problem
+from kerngen.templates.call import Op
 from kerngen.templates.kernel import Case
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
@@ -119,3 +121,11 @@ def inputs(case: Case, device: torch.device) -> dict[str, Any]:
         "batch": len(kv_lens),
         "max_pages": max_pages,
     }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    p = case.problem
+    names = ("q", "k_cache", "v_cache", "block_table", "kv_lens", "sm_scale", "logit_cap")
+    given = {"q_len": p.q_len, "window": p.window, "max_kv_len": p.kv_len}
+    return attn_decode, {n: inputs[n] for n in names} | given

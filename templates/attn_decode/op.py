@@ -11,7 +11,15 @@ from kerngen.templates.common.row_spec import keys_that_matter
 from kerngen.templates.common.row_torch import DTYPE_NAME
 
 
-@op()
+@op(
+    takes={
+        "q": "D[B * q_len, NQ, HD]",
+        "k_cache": "D[P, NKV, S, HD]",
+        "v_cache": "D[P, NKV, S, HD]",
+        "block_table": "int32[B, M]",
+        "kv_lens": "int32[B]",
+    },
+)
 def attn_decode(
     q: Tensor,
     k_cache: Tensor,

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerngen.templates.attn_prefill.op import attn_prefill, attn_prefill_dense
 from kerngen.templates.attn_prefill.spec import Problem
+from kerngen.templates.call import Op
 from kerngen.templates.kernel import Case
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
@@ -154,3 +156,17 @@ def _paged(
             cache[table[s, at // size].long(), :, at % size] = random(len(at), p.num_kv_heads, p.head_dim)
     kv_lens = torch.tensor([hi for _, hi in seen], dtype=torch.int32, device=device)
     return {"k": k, "v": v, "block_table": table, "kv_lens": kv_lens, "max_pages": max_pages}
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
+    """The op that asks for this case, and its arguments; None for later keys seen in pages, which no op has."""
+    p = case.problem
+    given = {n: inputs[n] for n in ("q", "cu_seqlens_q", "max_seqlen_q", "sm_scale", "logit_cap")}
+    given["window"] = p.window
+    if not p.page_size:
+        keys = {n: inputs[n] for n in ("k", "v", "cu_seqlens_k")}
+        return attn_prefill_dense, given | keys | {"max_seqlen_k": p.kv_len, "causal": p.causal}
+    if not p.causal:
+        return None
+    pages = {"k_cache": inputs["k"], "v_cache": inputs["v"]} | {n: inputs[n] for n in ("block_table", "kv_lens")}
+    return attn_prefill, given | pages | {"max_kv_len": p.kv_len}

@@ -11,7 +11,16 @@ from kerngen.templates.common.row_spec import keys_that_matter
 from kerngen.templates.common.row_torch import DTYPE_NAME
 
 
-@op()
+@op(
+    takes={
+        "q": "D[T, NQ, HD]",
+        "k_cache": "D[P, NKV, S, HD]",
+        "v_cache": "D[P, NKV, S, HD]",
+        "block_table": "int32[B, M]",
+        "kv_lens": "int32[B]",
+        "cu_seqlens_q": "int32[B + 1]",
+    },
+)
 def attn_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -48,7 +57,15 @@ def attn_prefill(
     return Call("attn_prefill", problem, arguments, out)
 
 
-@op()
+@op(
+    takes={
+        "q": "D[T, NQ, HD]",
+        "k": "D[K, NKV, HD]",
+        "v": "D[K, NKV, HD]",
+        "cu_seqlens_q": "int32[B1]",
+        "cu_seqlens_k": "int32[B1]",
+    },
+)
 def attn_prefill_dense(
     q: Tensor,
     k: Tensor,

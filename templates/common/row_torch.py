@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kerngen.errors import ProblemError
 from kerngen.templates.kernel import Tolerance
 
 TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+
+class _Names(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        raise ProblemError(f"{dtype} is not one of: {', '.join(map(str, self))}")
+
+
+DTYPE_NAME = _Names({dtype: name for name, dtype in TORCH_DTYPE.items()})
 # Unit roundoff: half the distance from 1 to the next number.
 UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.call import Op
+from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
+from kerngen.templates.embed.op import embed
 from kerngen.templates.embed.spec import Problem
 from kerngen.templates.kernel import Case
 
@@ -45,3 +47,9 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "scale": p.hidden**0.5,
         "num_tokens": p.num_tokens,
     }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    out_dtype = TORCH_DTYPE[case.problem.residual_dtype]
+    return embed, {n: inputs[n] for n in ("ids", "table", "scale")} | {"out_dtype": out_dtype}

@@ -10,7 +10,7 @@ from kerngen.templates.common.row_torch import DTYPE_NAME
 from kerngen.templates.embed.spec import Problem
 
 
-@op()
+@op(takes={"ids": "int64[T]", "table": "D[V, H]"})
 def embed(ids: Tensor, table: Tensor, scale: float, out_dtype: torch.dtype) -> Call[Tensor]:
     """table[ids] * scale. ids [T] int64; table [vocab, H]; scale already rounded to the table's dtype.
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from kerngen.templates.call import Op
 from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
 from kerngen.templates.gelu_gate.spec import Problem
 from kerngen.templates.kernel import Case
 
@@ -51,3 +53,10 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "num_tokens": p.num_tokens,
         "up_stride": stride,
     }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    if case.problem.packed:
+        return gelu_gate, {"gate_up": inputs["gate"]}
+    return gelu_mul, {"gate": inputs["gate"], "up": inputs["up"][:, : case.problem.width]}

@@ -54,7 +54,7 @@ ARGS = {
     "gelu_gate": (
         Arg("out", "ptr"),
         Arg("gate", "ptr"),
-        Arg("up", "ptr"),
+        Arg("up", "ptr", contiguous=False),
         Arg("num_tokens", "i32"),
         Arg("up_stride", "i32"),
     )

@@ -10,7 +10,7 @@ from kerngen.templates.common.row_torch import DTYPE_NAME
 from kerngen.templates.moe_route.spec import Problem
 
 
-@op()
+@op(takes={"logits": "L[T, E]", "per_expert_scale": "D[E]"})
 def moe_route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> Call[tuple[Tensor, Tensor]]:
     """Softmax over all experts in fp32, the top k of it renormalised to sum 1, then times per_expert_scale.
 

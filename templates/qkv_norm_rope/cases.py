@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from kerngen.templates.call import Op
 from kerngen.templates.common.row_torch import Draw, poisoned
 from kerngen.templates.kernel import Case
+from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.qkv_norm_rope.spec import Problem
 
 LAST_POSITION = 262143
@@ -85,3 +87,14 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "eps": 1e-6,
         "num_tokens": t,
     }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    p = case.problem
+    given = {n: inputs[n] for n in ("q_weight", "inv_freq", "positions", "eps")}
+    given["num_rotated_pairs"] = p.num_rotated_pairs
+    if p.q_only:
+        return q_norm_rope, given | {"q_raw": inputs["qkv"]}
+    names = ("qkv", "k_weight", "k_cache", "v_cache", "slot_mapping")
+    return qkv_norm_rope, given | {n: inputs[n] for n in names} | {"num_q_heads": p.num_q_heads}

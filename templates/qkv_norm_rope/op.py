@@ -5,11 +5,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_spec import require
 from kerngen.templates.common.row_torch import DTYPE_NAME
 from kerngen.templates.qkv_norm_rope.spec import Problem
 
 
-@op(mutates=("k_cache", "v_cache"))
+@op(
+    mutates=("k_cache", "v_cache"),
+    takes={
+        "qkv": "D[T, W]",
+        "q_weight": "D[HD]",
+        "k_weight": "D[HD]",
+        "inv_freq": "fp32[HD // 2]",
+        "positions": "int64[T]",
+        "k_cache": "D[P, NKV, S, HD]",
+        "v_cache": "D[P, NKV, S, HD]",
+        "slot_mapping": "int64[T]",
+    },
+)
 def qkv_norm_rope(
     qkv: Tensor,
     q_weight: Tensor,
@@ -33,12 +46,15 @@ def qkv_norm_rope(
     """
     tokens, width = qkv.shape
     _, num_kv_heads, page_size, dim = k_cache.shape
+    k_eq_v = width == (num_q_heads + num_kv_heads) * dim
+    heads = f"{num_q_heads} q heads and {num_kv_heads} kv heads of {dim}"
+    require(k_eq_v or width == (num_q_heads + 2 * num_kv_heads) * dim, f"qkv has {width} columns, not those of {heads}")
     q = qkv.new_empty((tokens, num_q_heads, dim))
     problem = None
     if tokens:
         problem = Problem(
             num_q_heads, num_kv_heads, dim, num_rotated_pairs, page_size, DTYPE_NAME[qkv.dtype],
-            k_eq_v=width == (num_q_heads + num_kv_heads) * dim, num_tokens=tokens,
+            k_eq_v=k_eq_v, num_tokens=tokens,
         )  # fmt: skip
     arguments = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "qkv": qkv, "q_weight": q_weight, "k_weight": k_weight,
@@ -47,12 +63,13 @@ def qkv_norm_rope(
     return Call("qkv_norm_rope", problem, arguments, q)
 
 
-@op()
+@op(takes={"q_raw": "D[T, W]", "q_weight": "D[HD]", "inv_freq": "fp32[HD // 2]", "positions": "int64[T]"})
 def q_norm_rope(
     q_raw: Tensor, q_weight: Tensor, inv_freq: Tensor, positions: Tensor, num_rotated_pairs: int, eps: float
 ) -> Call[Tensor]:
     """As qkv_norm_rope for a layer that owns no cache: q_raw [T, nq * d]. Returns q [T, nq, d]."""
     tokens, dim = q_raw.shape[0], 2 * inv_freq.shape[0]
+    require(q_raw.shape[1] % dim == 0, f"q_raw has {q_raw.shape[1]} columns, which are no heads of {dim}")
     q = q_raw.new_empty((tokens, q_raw.shape[1] // dim, dim))
     problem = None
     if tokens:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.call import Op
+from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.kernel import Case
+from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.rmsnorm.spec import Problem
 
 
@@ -48,3 +50,9 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "eps": 1e-6,
         "num_tokens": p.num_tokens,
     }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    names = ("x", "weight", "eps")
+    return rmsnorm, {n: inputs[n] for n in names} | {"out_dtype": TORCH_DTYPE[case.problem.dtype]}

@@ -10,7 +10,7 @@ from kerngen.templates.common.row_torch import DTYPE_NAME
 from kerngen.templates.rmsnorm.spec import Problem
 
 
-@op()
+@op(takes={"x": "X[..., H]", "weight": "out_dtype[H]"})
 def rmsnorm(x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype) -> Call[Tensor]:
     """x * (mean(x^2) + eps)^(-1/2) * weight over the last dim, in fp32, rounded to out_dtype once.
 

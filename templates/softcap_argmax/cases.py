@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from kerngen.templates.call import Op
 from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.kernel import Case
+from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.softcap_argmax.spec import Problem
 
 CAP = 30.0
@@ -81,3 +83,12 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "cap": CAP,
         "num_tokens": t,
     }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
+    """The op that asks for this case, and its arguments; None for what no op has: steps that round, another dtype."""
+    p = case.problem
+    if p.round_steps or p.dtype != p.logits_dtype:
+        return None
+    op = softcap if p.write_capped else argmax
+    return op, {"logits": inputs["logits"], "logit_cap": inputs["cap"] if p.has_cap else 0.0}

@@ -12,7 +12,7 @@ from kerngen.templates.common.row_torch import DTYPE_NAME
 from kerngen.templates.softcap_argmax.spec import Problem
 
 
-@op()
+@op(takes={"logits": "D[T, V]"})
 def argmax(logits: Tensor, logit_cap: float) -> Call[Tensor]:
     """The index of each row's largest logit, the lowest one on a tie: [T] int64 of logits [T, vocab].
 
@@ -22,7 +22,7 @@ def argmax(logits: Tensor, logit_cap: float) -> Call[Tensor]:
     return Call("softcap_argmax", *_asked(logits, logit_cap, ids, None), ids)
 
 
-@op()
+@op(takes={"logits": "D[T, V]"})
 def softcap(logits: Tensor, logit_cap: float) -> Call[Tensor]:
     """logit_cap * tanh(logits / logit_cap) in fp32, or the logits themselves where logit_cap is 0: [T, vocab]."""
     ids = logits.new_empty(logits.shape[0], dtype=torch.int64)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerngen.templates.call import Op
 from kerngen.templates.kernel import Case
+from kerngen.templates.w4a16_gemm.op import w4a16_gemm
 from kerngen.templates.w4a16_gemm.pack import pack
 from kerngen.templates.w4a16_gemm.spec import Problem
 
@@ -62,3 +64,8 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 def case_for(problem: Problem) -> Case:
     p = problem
     return _case(p.n, p.k, p.group_size, p.dtype, p.num_tokens)
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    return w4a16_gemm, {n: inputs[n] for n in ("x", "w_packed", "scales")}

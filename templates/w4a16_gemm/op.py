@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_spec import require
 from kerngen.templates.common.row_torch import DTYPE_NAME
 from kerngen.templates.w4a16_gemm.spec import STRIP, Problem
 
 
-@op()
+@op(takes={"x": "D[M, 32 * U]", "w_packed": "int32[S, U, 32, 4]", "scales": "D[S, G, 32]"})
 def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor) -> Call[Tensor]:
     """x [M, K] times W^T, W [N, K] int4 in the order that `pack` gives: [M, N] in x's dtype, fp32 sums.
 
@@ -17,7 +18,9 @@ def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor) -> Call[Tensor]:
     """
     tokens, k = x.shape
     n = w_packed.shape[0] * STRIP
+    groups = scales.shape[1]
+    require(groups > 0 and k % groups == 0, f"K = {k} is not a multiple of {groups} groups")
     out = x.new_empty((tokens, n))
-    problem = Problem(n, k, k // scales.shape[1], DTYPE_NAME[x.dtype], tokens) if tokens else None
+    problem = Problem(n, k, k // groups, DTYPE_NAME[x.dtype], tokens) if tokens else None
     arguments = {"out": out, "x": x.contiguous(), "w_packed": w_packed, "scales": scales, "num_tokens": tokens}
     return Call("w4a16_gemm", problem, arguments, out)

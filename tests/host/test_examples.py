@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -307,6 +308,14 @@ def test_lookup_a_winner() -> None:
     printed = run(EXAMPLES / "lookup_a_winner.py")
     assert "5 tokens: Config(" in printed
     assert "64 tokens: no winner" in printed
+
+
+def test_use_the_ops() -> None:
+    printed = run(EXAMPLES / "use_the_ops.py")
+    assert "gate|up 512 x 128 int4 in groups of 32" in printed
+    on_cpu = re.search(r"cpu in torch.float32: (\S+) from dense fp32, compiled equal: True", printed)
+    assert on_cpu
+    assert float(on_cpu[1]) < 1e-5
 
 
 @pytest.mark.parametrize("target", [TARGET, W4A16], ids=lambda p: p.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import Engine
+from kerngen.runtime.engine import Engine, Generation
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.sampling import Sampling, accept_greedy, accept_sampled, distribution, likeliest, sample
@@ -110,14 +111,41 @@ def test_stop_tokens_end_a_generation_within_a_step(model: Gemma4, folders: dict
     assert generate(model, oracle, count=6).tokens == plain[:6]
 
 
-def test_callback_sees_every_token_once_in_order(model: Gemma4, folders: dict[str, tuple[Path, Path]]) -> None:
+def streamed(steps: Generator[list[int], None, Generation], seen: list[list[int]]) -> Generation:
+    """What the stream returns; its steps go to `seen`."""
+    while True:
+        try:
+            seen.append(next(steps))
+        except StopIteration as end:
+            result: Generation = end.value
+            return result
+
+
+def test_a_stream_yields_every_token_once_in_order(model: Gemma4, folders: dict[str, tuple[Path, Path]]) -> None:
     plain = generate(model).tokens
     seen: list[list[int]] = []
     oracle = Oracle(load_assistant(folders["k_eq_v"][1], model), plain, 3)
     engine = Engine(model, oracle, max_len=len(PROMPT) + COUNT, page_size=4)
-    result = engine.generate(PROMPT, max_new_tokens=COUNT, on_tokens=seen.append)
-    assert [t for part in seen for t in part] == result.tokens
+    result = streamed(engine.stream(PROMPT, max_new_tokens=COUNT), seen)
+    assert [t for part in seen for t in part] == result.tokens == plain
     assert len(seen) == result.stats.num_steps + 1
+
+
+def test_a_stream_ends_where_another_begins(model: Gemma4) -> None:
+    """The cache holds one sequence: what the first would go on with is gone, so it must not go on."""
+    plain = generate(model).tokens
+    engine = Engine(model, max_len=len(PROMPT) + COUNT, page_size=4)
+    first = engine.stream(PROMPT, max_new_tokens=COUNT)
+    assert next(first) == plain[:1]
+    second = engine.stream(PROMPT, max_new_tokens=COUNT)
+    with pytest.raises(UsageError, match="another generation began"):
+        next(first)
+    assert streamed(second, []).tokens == plain
+    first = engine.stream(PROMPT, max_new_tokens=COUNT)
+    assert [t for _ in range(3) for t in next(first)] == plain[:3]
+    engine.generate(PROMPT[:5], max_new_tokens=2)
+    with pytest.raises(UsageError, match="another generation began"):
+        next(first)
 
 
 def test_suppressed_tokens_are_never_chosen(model: Gemma4) -> None:
@@ -220,9 +248,10 @@ def test_a_model_that_breaks_while_it_generates_is_an_error(
     plain = generate(model, drafter, sampling=sampling, suppressed_ids=suppressed).tokens
     engine = Engine(model, drafter, max_len=len(PROMPT) + COUNT, page_size=4, suppressed_ids=suppressed)
     model.ops = Breaking(CPU, torch.float32)
-    seen: list[int] = []
+    steps: list[list[int]] = []
     with pytest.raises(NumericsError, match=r"NaN or infinity \(float32\)") as caught:
-        engine.generate(PROMPT, max_new_tokens=COUNT, sampling=sampling, on_tokens=seen.extend)
+        streamed(engine.stream(PROMPT, max_new_tokens=COUNT, sampling=sampling), steps)
+    seen = [token for step in steps for token in step]
     assert 5 <= len(seen) < COUNT
     assert seen == plain[: len(seen)]
     found = re.search(r"no token can follow (\d+) tokens", str(caught.value))

@@ -1,0 +1,87 @@
+"""Every op of every kernel folder as a function on torch tensors, and as torch.ops.kerngen.NAME.
+
+CUDA tensors go to kerngen's kernels, with the winners of the tuning databases (`use_stores` says which). CPU tensors,
+fp32 too, are answered by the folder's reference: right, and slow. An op has no gradient. docs/library.md has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kerngen.ops import library
+from kerngen.ops.devices import use_stores
+from kerngen.ops.w4 import W4Weights, pack_w4, w4a16_gemm
+
+if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are found in the folders
+    from typing import ParamSpec, TypeVar
+
+    from kerngen.templates.add_norm import op as _add_norm
+    from kerngen.templates.attn_decode import op as _attn_decode
+    from kerngen.templates.attn_prefill import op as _attn_prefill
+    from kerngen.templates.call import Op
+    from kerngen.templates.embed import op as _embed
+    from kerngen.templates.gelu_gate import op as _gelu_gate
+    from kerngen.templates.moe_route import op as _moe_route
+    from kerngen.templates.qkv_norm_rope import op as _qkv_norm_rope
+    from kerngen.templates.rmsnorm import op as _rmsnorm
+    from kerngen.templates.softcap_argmax import op as _softcap_argmax
+
+    P = ParamSpec("P")
+    R = TypeVar("R")
+
+    def _run(op: Op[P, R]) -> Callable[P, R]: ...
+
+    add_norm = _run(_add_norm.add_norm)
+    add_post_norm = _run(_add_norm.add_post_norm)
+    argmax = _run(_softcap_argmax.argmax)
+    attn_decode = _run(_attn_decode.attn_decode)
+    attn_prefill = _run(_attn_prefill.attn_prefill)
+    attn_prefill_dense = _run(_attn_prefill.attn_prefill_dense)
+    embed = _run(_embed.embed)
+    gelu_gate = _run(_gelu_gate.gelu_gate)
+    gelu_mul = _run(_gelu_gate.gelu_mul)
+    moe_route = _run(_moe_route.moe_route)
+    q_norm_rope = _run(_qkv_norm_rope.q_norm_rope)
+    qkv_norm_rope = _run(_qkv_norm_rope.qkv_norm_rope)
+    rmsnorm = _run(_rmsnorm.rmsnorm)
+    softcap = _run(_softcap_argmax.softcap)
+
+__all__ = [
+    "W4Weights",
+    "add_norm",
+    "add_post_norm",
+    "argmax",
+    "attn_decode",
+    "attn_prefill",
+    "attn_prefill_dense",
+    "embed",
+    "gelu_gate",
+    "gelu_mul",
+    "moe_route",
+    "pack_w4",
+    "q_norm_rope",
+    "qkv_norm_rope",
+    "rmsnorm",
+    "softcap",
+    "use_stores",
+    "w4a16_gemm",
+]
+
+
+def _expose() -> None:
+    for name, function in library.functions().items():
+        globals().setdefault(name, function)
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """An op of a kernel folder that was named after this module was imported."""
+    if not name.startswith("_"):
+        _expose()
+        if name in globals():
+            found: Callable[..., Any] = globals()[name]
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_expose()

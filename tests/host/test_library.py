@@ -1,0 +1,329 @@
+"""`import kerngen` as others use it: names and types, one kernel at a time, text. Its ops: test_library_ops.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kerngen
+from kerngen import errors
+from kerngen.arch import Target, find_arch, find_device
+from kerngen.render import render
+from kerngen.runtime.session import load, open_checkpoint
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import static_fields
+from kerngen.tuning_db import Measurement, Store, problem_key
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "examples" / "tiny"
+TARGET = TINY / "gemma-4-tiny-w4a16"
+ASSISTANT = TINY / "gemma-4-tiny-assistant"
+QUESTION = "Where is the lantern?"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is so small that threads only get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- names
+
+
+def test_every_name_is_there_and_no_other() -> None:
+    for name in kerngen.__all__:
+        assert getattr(kerngen, name) is not None
+        assert name in dir(kerngen)
+    with pytest.raises(AttributeError, match="no attribute 'complie'"):
+        kerngen.complie  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_every_error_is_exported() -> None:
+    found = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.KerngenError)}
+    assert found <= set(kerngen.__all__)
+
+
+def test_importing_is_cheap() -> None:
+    code = (
+        "import sys, time; began = time.perf_counter(); import kerngen; took = time.perf_counter() - began\n"
+        "kerngen.KerngenError, kerngen.compile_kernel, kerngen.find_winner\n"
+        "print(took, [m for m in ('torch', 'cupy', 'sqlalchemy') if m in sys.modules])"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    times, heavy = zip(*(done.stdout.strip().split(" ", 1) for done in runs), strict=True)
+    assert set(heavy) == {"[]"}
+    assert min(map(float, times)) < 0.05
+
+
+# ---- one kernel
+
+
+def test_a_kernel_is_compiled_by_its_name() -> None:
+    cubin = kerngen.compile_kernel("rmsnorm", {"hidden": 256, "dtype": "fp16", "residual_dtype": "fp32"}, target="sm70")
+    assert (cubin.arch, list(cubin.entries)) == ("sm70", ["rmsnorm"])
+    kernel, target = find_kernel("rmsnorm"), Target.of(find_arch("sm70"))
+    problem = kernel.problem_type(hidden=256, dtype="fp16", residual_dtype="fp32")
+    same = kernel.default_config(problem, target)
+    for again in (same, {"rows_per_block": same.rows_per_block, "vecs_per_thread": same.vecs_per_thread}):
+        assert kerngen.compile_kernel("rmsnorm", problem, again, target=target).key == cubin.key
+
+
+@pytest.mark.parametrize("target", ["L4", "sm89", find_arch("sm89"), find_device("L4"), Target.of(find_device("L4"))])
+def test_a_target_is_an_arch_or_a_board(target: Any) -> None:
+    assert kerngen.compile_kernel("embed", {"hidden": 64, "vocab_size": 9}, target=target).arch == "sm89"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "problem", "config", "target", "message"),
+    [
+        ("rmsnrom", {}, None, "sm90", "unknown kernel 'rmsnrom'"),
+        ("rmsnorm", {"hiden": 8}, None, "sm90", "unknown problem field 'hiden'"),
+        ("rmsnorm", {"hidden": "many"}, None, "sm90", "hidden='many' is not of type int"),
+        ("rmsnorm", {"hidden": 7}, None, "sm90", "hidden=7 is not a positive multiple of 8"),
+        ("rmsnorm", 7, None, "sm90", "7 is neither a kerngen.templates.rmsnorm.spec.Problem nor a mapping"),
+        ("w4a16_gemm", {"k": 64}, None, "sm90", "n must be given"),
+        ("rmsnorm", {}, {"threads": 3}, "sm90", "unknown config field 'threads'"),
+        ("rmsnorm", {}, None, "sm71", "unknown target 'sm71'"),
+        ("rmsnorm", {"dtype": "bf16"}, None, "sm70", "bf16 needs sm80"),
+    ],
+)
+def test_a_request_that_cannot_be_right_says_why(
+    kernel: str, problem: Any, config: Any, target: str, message: str
+) -> None:
+    with pytest.raises(kerngen.KerngenError, match=re.escape(message)):
+        kerngen.compile_kernel(kernel, problem, config, target=target)
+
+
+def test_a_winner_is_found_and_compiled(tmp_path: Path) -> None:
+    kernel, target = find_kernel("rmsnorm"), Target.of(find_arch("sm90"))
+    problem = kernel.problem_type(hidden=512, residual_dtype="bf16")
+    config = {"rows_per_block": 2, "vecs_per_thread": 1}
+    place = tmp_path / "mine.db"
+    with Store.open(place) as store:
+        cubin = kerngen.compile_kernel("rmsnorm", problem, config, target="sm90")
+        source = render(kernel, problem, kernel.config_type(**config), target)
+        build = store.add_build(cubin, kernel.name, source, config, static_fields(problem))
+        key = problem_key(kernel, problem)
+        store.add_measurement(
+            Measurement(key, "sm90", target.device, config, build, "ok", "predicted", model="test", p50_us=1.0)
+        )
+        store.recompute_winners(kernel, key.static_key, target)
+    winner = kerngen.find_winner("rmsnorm", {"hidden": 512}, target="H200", db=place)
+    assert winner is not None
+    assert winner.config == config
+    assert winner.cubin is not None
+    again = kerngen.compile_kernel("rmsnorm", {"hidden": 512}, winner.config, target="H200")
+    assert again.image == winner.cubin.image
+    assert kerngen.find_winner("rmsnorm", {"hidden": 520}, target="H200", db=place) is None
+
+
+# ---- text
+
+
+@pytest.fixture(scope="module")
+def session() -> Any:
+    return load(TARGET)
+
+
+def test_text_is_what_run_prints(session: kerngen.Session) -> None:
+    command = [sys.executable, "-m", "kerngen", "run", str(TARGET), "--draft", str(ASSISTANT), "--prompt", QUESTION]
+    done = subprocess.run([*command, "--max-new-tokens", "24", "--json"], capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)
+    made = kerngen.load(str(TARGET), draft=ASSISTANT, dtype=torch.float32, device="cpu").generate(
+        QUESTION, max_new_tokens=24
+    )
+    assert (made.text, made.tokens, made.stop_reason) == (said["text"], said["tokens"], said["stop_reason"])
+    assert made.stats.num_tokens == len(made.tokens) == said["num_tokens"]
+    assert made.stats.num_draft_tokens == said["num_draft_tokens"] == 3
+
+
+def test_a_stream_is_the_text_in_pieces(session: kerngen.Session) -> None:
+    whole = session.generate(QUESTION, max_new_tokens=24)
+    stream = session.stream(QUESTION, max_new_tokens=24)
+    first = next(stream)
+    with pytest.raises(kerngen.UsageError, match="has not ended"):
+        stream.completion  # noqa: B018
+    pieces = [first, *stream]
+    assert len(pieces) > 3
+    assert "" not in pieces
+    assert "".join(pieces) == stream.completion.text == whole.text
+    assert stream.completion.tokens == whole.tokens
+
+
+def test_another_generation_ends_a_stream(session: kerngen.Session) -> None:
+    stream = session.stream(QUESTION, max_new_tokens=24)
+    next(stream)
+    session.generate(QUESTION, max_new_tokens=2)
+    with pytest.raises(kerngen.UsageError, match="another generation began"):
+        list(stream)
+
+
+def test_messages_and_raw_text(session: kerngen.Session) -> None:
+    message = [{"role": "user", "content": QUESTION}]
+    assert session.encode(message) == session.encode(QUESTION) != session.encode(QUESTION, chat=False)
+    raw = session.codec.chat(message)
+    said = session.generate(message, max_new_tokens=8).tokens
+    assert said == session.generate(raw, chat=False, max_new_tokens=8).tokens
+    with pytest.raises(kerngen.UsageError, match="chat template"):
+        session.generate(message, chat=False)
+
+
+def test_sampling_repeats_with_its_seed(session: kerngen.Session) -> None:
+    one, two, three = (
+        session.generate("Tell me a story.", temperature=1.5, seed=s, max_new_tokens=24).tokens for s in (1, 1, 2)
+    )
+    assert one == two != three
+    with pytest.raises(kerngen.UsageError, match="top_p"):
+        session.generate("x", top_p=0.0)
+
+
+def test_a_session_makes_room_as_it_needs_it() -> None:
+    session = load(TARGET, draft=False)
+    assert session.drafter is None
+    session.generate("hi", max_new_tokens=2)
+    small = session.reserve(1)
+    session.generate("hi", max_new_tokens=1)
+    assert session.reserve(1) is small
+    session.generate("hi", max_new_tokens=20)
+    assert session.reserve(1) is not small
+    fixed = load(TARGET, max_len=12)
+    with pytest.raises(kerngen.UsageError, match="the cache holds 12"):
+        fixed.generate("hi", max_new_tokens=20)
+    for count in (0, -50):
+        with pytest.raises(kerngen.UsageError, match="at least 1 is made"):
+            session.generate("hi", max_new_tokens=count)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"folder": TINY / "nothing"}, "is not a folder"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"dtype": "int4"}, "unknown dtype 'int4'"),
+        ({"dtype": torch.float64}, "unknown dtype 'torch.float64'"),
+        ({"backend": "jax"}, "unknown backend 'jax'"),
+        ({"num_draft_tokens": 99}, "99 draft tokens"),
+        ({"max_len": 1 << 40}, "the model takes"),
+        ({"db": "x.db"}, "looks nothing up"),
+    ],
+)
+def test_a_folder_that_cannot_be_opened_so_says_why(options: dict[str, Any], message: str) -> None:
+    if torch.cuda.is_available() and "db" in options:
+        pytest.skip("the cuda backend looks winners up")
+    options = {"folder": TARGET, **options}
+    with pytest.raises(kerngen.KerngenError, match=re.escape(message)):
+        load(**options)
+
+
+def test_a_session_shows_what_it_is(session: kerngen.Session) -> None:
+    assert repr(session).startswith("<kerngen.Session gemma-4-tiny-w4a16: ")
+    assert "drafting 3 tokens" in repr(session)
+    assert open_checkpoint(TARGET, session.ops).drafter is None
+
+
+# ---- the page, and the types
+
+
+def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "library.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 3
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks))
+    done = run(
+        sys.executable, script, KERNGEN_CACHE_DIR=tmp_path / "cache", KERNGEN_DB=tmp_path / "t.db", PYTHONPATH=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+CONSUMER = """
+from typing import assert_type
+
+import torch
+from torch import Tensor
+
+import kerngen
+from kerngen.ops import W4Weights, pack_w4
+
+cubin = kerngen.compile_kernel("rmsnorm", {"hidden": 256}, target="sm90")
+assert_type(cubin, kerngen.Cubin)
+assert_type(cubin.image, bytes)
+winner = kerngen.find_winner("rmsnorm", {"hidden": 256}, target="H200")
+assert_type(winner, kerngen.Winner | None)
+x = torch.ones(2, 256)
+assert_type(kerngen.ops.rmsnorm(x, None, 1e-6, torch.float32), Tensor)
+assert_type(kerngen.ops.moe_route(x, x, top_k=2), tuple[Tensor, Tensor])
+assert_type(kerngen.ops.attn_decode(x, x, x, x, x, 1, window=4), Tensor)
+w = pack_w4(torch.zeros(32, 32, dtype=torch.int32), torch.ones(32, 8))
+assert_type(w, W4Weights)
+assert_type(kerngen.ops.w4a16_gemm(x, w), Tensor)
+assert_type(kerngen.ops.w4a16_gemm(x, w.w_packed, w.scales), Tensor)
+session = kerngen.load("folder", dtype="bf16", draft=False)
+assert_type(session, kerngen.Session)
+assert_type(session.generate("hi", max_new_tokens=3, temperature=0.5), kerngen.Completion)
+for piece in (stream := session.stream([{"role": "user", "content": "hi"}])):
+    assert_type(piece, str)
+assert_type(stream.completion.stats.tokens_per_s, float)
+kerngen.ops.rmsnorm(x, None, "eps", torch.float32)  # error: arg-type
+kerngen.ops.gelu_gate(x, x)  # error: call-arg
+kerngen.compile_kernel("rmsnorm", {})  # error: call-arg
+"""
+
+
+def test_the_wheel_carries_its_types(tmp_path: Path) -> None:
+    """Built as it ships and installed in an environment of its own, where mypy --strict checks who uses it."""
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path]
+    done = run(*build, _source_tree(tmp_path / "source"))
+    assert done.returncode == 0, done.stderr
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    (site / "others.pth").write_text(str(Path(torch.__file__).parents[1]))
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    for name in ("ops/library.py", "templates/rmsnorm/op.py", "runtime/executors/reference.py"):
+        assert (site / "kerngen" / name).is_file()
+    python = tmp_path / "venv" / "bin" / "python"
+    done = run(python, "-I", "-c", "import kerngen; print(kerngen.ops.embed.__name__, kerngen.__file__)", cwd=tmp_path)
+    assert done.stdout.split() == ["embed", str(site / "kerngen" / "__init__.py")], done.stderr
+    script = tmp_path / "consumer.py"
+    script.write_text(CONSUMER)
+    check = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python]
+    done = run(*check, "--cache-dir", tmp_path / "cache", script, cwd=tmp_path)
+    lines = CONSUMER.splitlines()
+    expected = {(i, text.split("# error: ")[1]) for i, text in enumerate(lines, 1) if "# error: " in text}
+    found = {(int(m[1]), m[2]) for m in re.finditer(r"^consumer\.py:(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.M)}
+    assert found == expected, done.stdout + done.stderr
+
+
+def run(*command: object, cwd: Path = ROOT, **variables: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def _source_tree(place: Path) -> Path:
+    """What a wheel is built of, without the databases, so that the build leaves nothing in the repository."""
+    place.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__", "*.sqlite", "*.egg-info")
+    for tree in ("kerngen", "templates", "tuning_db", "runtime"):
+        shutil.copytree(ROOT / tree, place / tree, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, place / name)
+    return place

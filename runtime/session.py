@@ -26,7 +26,11 @@ QUANT_SUFFIXES = ("", "-w4a16", "-w4a16-ct", "-qat-w4a16", "-qat-w4a16-ct")  # a
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Everything that a generation needs. load_s: seconds that reading and repacking the weights took."""
+    """Everything that a generation needs.
+
+    drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
+    weights took.
+    """
 
     config: ModelConfig
     codec: TextCodec
@@ -35,6 +39,7 @@ class Session:
     stop_ids: tuple[int, ...]
     suppressed_ids: tuple[int, ...]
     load_s: float
+    drafter_folder: Path | None = None
 
 
 def find_drafter(folder: Path) -> Path | None:
@@ -75,4 +80,5 @@ def open_checkpoint(folder: Path, ops: Ops, *, draft: Path | None = None) -> Ses
         stop_ids=tuple(stops),
         suppressed_ids=read_suppressed_ids(folder),
         load_s=time.perf_counter() - began,
+        drafter_folder=draft,
     )

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--no-chat", is_flag=True, help="Pass the prompt as it is, without the chat template.")
 @click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
+@click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 def run(
     model: Path,
@@ -53,6 +54,7 @@ def run(
     seed: int,
     no_chat: bool,
     db_url: str | None,
+    bundle: str | None,
     as_json: bool,
 ) -> None:
     """Generate text with the Gemma-4 checkpoint in the folder MODEL (Hugging Face format, bf16 or W4A16).
@@ -62,6 +64,7 @@ def run(
     from kerngen.errors import UsageError
     from kerngen.runtime.backend import explaining_memory, open_backend
     from kerngen.runtime.engine import Engine
+    from kerngen.runtime.fields import require_folder
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import find_drafter, open_checkpoint
 
@@ -69,9 +72,8 @@ def run(
         raise UsageError("--draft and --no-draft contradict each other")
     sampling = Sampling(temperature, top_k, top_p, seed)
     text = _read_prompt(prompt)
-    if not model.is_dir():
-        raise UsageError(f"{model} is not a folder", hint="name a folder in Hugging Face format")
-    ops = open_backend(backend, device=device, dtype=dtype, db_url=db_url)
+    require_folder(model)
+    ops = open_backend(backend, device=device, dtype=dtype, db_url=db_url, bundle=bundle)
     with warnings.catch_warnings(record=True, action="always") as caught, explaining_memory(ops.device):
         session = open_checkpoint(model, ops, draft=None if no_draft else draft or find_drafter(model))
     for warning in caught:
@@ -140,7 +142,9 @@ def _report(result: Generation, session: Session, ops: Ops) -> dict[str, Any]:
         "backend": ops.name,
         "device": str(ops.device),
         "dtype": str(ops.dtype).removeprefix("torch."),
+        "drafter": None if session.drafter_folder is None else str(session.drafter_folder),
         "configurations": ops.sources(),
+        "outside": ops.outside(),
     }
 
 
@@ -151,11 +155,17 @@ def _summary(result: Generation, session: Session, ops: Ops) -> str:
         f"prompt {stats.num_prompt_tokens} tokens in {stats.prefill_s:.3f} s ({stats.prefill_tokens_per_s:.1f}/s); "
         f"{stats.num_tokens} new, {stats.tokens_per_s:.1f}/s, ended by {result.stop_reason}",
     ]
-    if stats.num_draft_tokens:
+    if session.drafter_folder is not None:
         lines.append(
-            f"drafting {stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens accepted a step "
-            f"({stats.num_steps} steps)"
+            f"{session.drafter_folder} drafts {stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens "
+            f"accepted a step ({stats.num_steps} steps)"
         )
-    if chosen := ops.sources():
-        lines.append("configurations: " + ", ".join(f"{count} {source}" for source, count in chosen.items()))
-    return "\n".join(lines)
+    return "\n".join([*lines, *chosen_lines(ops.sources(), ops.outside())])
+
+
+def chosen_lines(sources: dict[str, int], outside: dict[str, str]) -> list[str]:
+    """Who chose what ran, and what ran that is no kernel of ours, for people."""
+    lines = [f"outside our kernels: {name} ({why})" for name, why in outside.items()]
+    if sources:
+        lines.append("configurations: " + ", ".join(f"{count} {source}" for source, count in sources.items()))
+    return lines

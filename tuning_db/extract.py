@@ -71,8 +71,7 @@ def _copy(store: Store, to: Connection, table: Table, ids: Sequence[str]) -> Non
     for foreign in table.foreign_keys:
         named = dict.fromkeys(row[foreign.parent.name] for row in rows)
         _copy(store, to, foreign.column.table, [id for id in named if id is not None])
-    if rows:
-        to.execute(insert(table).on_conflict_do_nothing(), rows)
+    _insert(to, table, rows)
 
 
 def _rows(store: Store, table: Table, column: str, values: Sequence[str]) -> Iterable[dict[str, Any]]:
@@ -83,10 +82,17 @@ def _rows(store: Store, table: Table, column: str, values: Sequence[str]) -> Ite
 
 
 def _copy_what_no_key_names(stores: Sequence[Store], to: Connection) -> None:
-    """Images and revocations: they may lie in any store, or in none."""
+    """Images, former ids and revocations: they may lie in any store, or in none."""
     images = [sha for (sha,) in to.execute(select(t.build.c.image_sha)) if sha is not None]
     subjects = [id for column in (t.build.c.id, t.measurement.c.id) for (id,) in to.execute(select(column))]
     for store in stores:
         _copy(store, to, t.artifact, images)
-        if rows := list(_rows(store, t.revocation, "subject_id", subjects)):
-            to.execute(insert(t.revocation).on_conflict_do_nothing(), rows)
+        _insert(to, t.former, _rows(store, t.former, "id", subjects))
+    subjects += [was for (was,) in to.execute(select(t.former.c.was))]
+    for store in stores:
+        _insert(to, t.revocation, _rows(store, t.revocation, "subject_id", subjects))
+
+
+def _insert(to: Connection, table: Table, rows: Iterable[dict[str, Any]]) -> None:
+    if values := list(rows):
+        to.execute(insert(table).on_conflict_do_nothing(), values)

@@ -58,10 +58,14 @@ def compiling_is_forbidden() -> bool:
 
 
 class CompileCache:
-    """Cubins and PTX by key, in one folder. Any number of threads and processes may share it."""
+    """Cubins and PTX by key, in one folder. Any number of threads and processes may share it.
 
-    def __init__(self, dir: str | os.PathLike[str] | None = None) -> None:
+    sealed: the folder is somebody's to ship and not ours to mend: a torn file stays where it is.
+    """
+
+    def __init__(self, dir: str | os.PathLike[str] | None = None, *, sealed: bool = False) -> None:
         self.dir = Path(dir) if dir is not None else cache_dir()
+        self.sealed = sealed
         self.failed = False  # the disk did not give or take a file, which was said once
 
     def path(self, key: str, kind: str = "cubin") -> Path:
@@ -77,15 +81,22 @@ class CompileCache:
         found = self._read(key, "ptx")
         return found if isinstance(found, Ptx) else None
 
+    def find(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Cubin | None:
+        """The cubin of `source`, if it is there. Raises ToolchainError without NVRTC, whose version is in the key."""
+        return self.get(self.key(source, arch, options))
+
     def put(self, image: Cubin | Ptx) -> bool:
         """Publish `image` under its key. False, with one warning a cache, if the disk does not take it."""
-        target = self.path(image.key, _kind(image))
         try:
-            publish(encode(image), target)
+            self.write(image)
         except OSError as e:
             self._warn("write to", e)
             return False
         return True
+
+    def write(self, image: Cubin | Ptx) -> None:
+        """As `put`, for a folder that was asked for by name: raises OSError if the disk does not take it."""
+        publish(encode(image), self.path(image.key, _kind(image)))
 
     def get_or_compile(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Cubin:
         """The cubin of `source`, from disk or from NVRTC. Errors as compile_cubin.
@@ -122,7 +133,8 @@ class CompileCache:
             raise TuningMiss(
                 f"{key[:16]} for {arch} is not in the compile cache {self.dir}, "
                 "and KERNGEN_NO_COMPILE forbids compiling it",
-                hint=f"build it first: kerngen compile --arch {arch} --model NAME",
+                hint=f"where compiling is allowed: kerngen compile --arch {arch} --model NAME -o FOLDER; "
+                "then here: export KERNGEN_BUNDLE=FOLDER",
             )
 
     def _read(self, key: str, kind: str) -> Cubin | Ptx | None:
@@ -137,6 +149,9 @@ class CompileCache:
         try:
             return decode(data, key, kind)
         except CacheError as e:
+            if self.sealed:
+                log.warning("%s: %s; it is not used", path, e)
+                return None
             log.warning("%s: %s; removed, and compiled anew", path, e)
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -20,7 +20,7 @@ from kerngen.arch import Arch, Target, find_arch
 from kerngen.cache import CompileCache
 from kerngen.errors import KerngenError
 from kerngen.render import render
-from kerngen.runtime.launcher import Function, probe_device
+from kerngen.runtime.launcher import Function, Launcher, probe_device
 from kerngen.templates.kernel import Case, Kernel
 
 
@@ -70,11 +70,13 @@ def load(
     """Compile (through the cache) and load. `arch`: whose body to run; one that is not this GPU's own goes as PTX
     through the driver's JIT, which is how older bodies are checked on a newer GPU.
     """
-    target, cache = target_here(arch), cache or CompileCache()
+    target, cache, index = target_here(arch), cache or CompileCache(), torch.cuda.current_device()
     text = source or render(kernel, problem, config, target)
     if target.arch.name == target.device.arch:
-        return Function(kernel, config, target, cache.get_or_compile(text, target.arch).image)
-    return Function(kernel, config, target, cache.get_or_compile_ptx(text, target.arch).image)
+        image = cache.get_or_compile(text, target.arch).image
+    else:
+        image = cache.get_or_compile_ptx(text, target.arch).image
+    return Function(kernel, config, target, image, index=index)
 
 
 def target_here(arch: Arch | None = None) -> Target:
@@ -159,12 +161,6 @@ def time_function(
     sets = _copies(inputs, working_set=4 * max(probe_device().l2_bytes, 2**24), most=64)
     calls = [lambda s=s: function(case.problem, **s) for s in sets]
     return time_calls(calls, samples=samples, target_ms=target_ms)
-
-
-def time_case(kernel: Kernel, case: Case, config: Any = None, arch: Arch | None = None, **how: Any) -> Timing:
-    """As time_function, for the default or a given config."""
-    config = config or kernel.default_config(case.problem, target_here(arch))
-    return time_function(load(kernel, case.problem, config, arch), case, **how)
 
 
 def time_calls(calls: Sequence[Callable[[], object]], *, samples: int = 30, target_ms: float = 2.0) -> Timing:
@@ -252,32 +248,29 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def bench_rows(kernel: Kernel, cases: list[Case], configs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Time `cases` and their baselines: one dict a case with latency, rates and shares of the measured ceilings.
+def bench_row(launcher: Launcher, kernel: Kernel, case: Case) -> dict[str, Any]:
+    """Time `case` and its baselines with what `launcher` runs: latency, rates, shares of the measured ceilings.
 
-    configs: case name -> Config; the default configuration where none is given.
+    What fails is a row with an `error`.
     """
     limit = ceilings()
-    rows = []
-    for case in cases:
-        config = (configs or {}).get(case.name) or kernel.default_config(case.problem, target_here())
-        row: dict[str, Any] = {"kernel": kernel.name, "case": case.name, "config": asdict(config)}
+    row: dict[str, Any] = {"kernel": kernel.name, "case": case.name}
+    try:
+        function = launcher.function(kernel, case.problem)
+        row |= {"config": asdict(function.config), "source": function.source}
+        timing = time_function(function, case)
+    except KerngenError as e:
+        return row | {"error": str(e)}
+    cost = kernel.cost(case.problem)
+    gbps, tflops = cost.bytes / timing.p50_us / 1e3, cost.flops / timing.p50_us / 1e6
+    row |= asdict(timing) | {
+        "gbps": gbps, "tflops": tflops,
+        "share_read": gbps / limit.read_gbps, "share_matmul": tflops / limit.matmul_tflops,
+    }  # fmt: skip
+    inputs = kernel.cases.inputs(case, torch.device("cuda"))
+    for name, call in kernel.bench.baselines(case, inputs).items():
         try:
-            timing = time_case(kernel, case, config)
-        except KerngenError as e:
-            rows.append(row | {"error": str(e)})
-            continue
-        cost = kernel.cost(case.problem)
-        gbps, tflops = cost.bytes / timing.p50_us / 1e3, cost.flops / timing.p50_us / 1e6
-        row |= asdict(timing) | {
-            "gbps": gbps, "tflops": tflops,
-            "share_read": gbps / limit.read_gbps, "share_matmul": tflops / limit.matmul_tflops,
-        }  # fmt: skip
-        inputs = kernel.cases.inputs(case, torch.device("cuda"))
-        for name, call in kernel.bench.baselines(case, inputs).items():
-            try:
-                row[f"baseline_{name}_us"] = time_calls([call], samples=10).p50_us
-            except Exception as e:  # a baseline may not support the case; the row says so
-                row[f"baseline_{name}_us"] = f"{type(e).__name__}: {e}"[:120]
-        rows.append(row)
-    return rows
+            row[f"baseline_{name}_us"] = time_calls([call], samples=10).p50_us
+        except Exception as e:  # a baseline may not support the case; the row says so
+            row[f"baseline_{name}_us"] = f"{type(e).__name__}: {e}"[:120]
+    return row

@@ -71,14 +71,16 @@ def time_model(
     num_draft_tokens: int,
     prefill_chunk: int,
     backend: str,
+    device: str | None,
     db_url: str | None,
+    bundle: str | None,
     seed: int,
 ) -> dict[str, Any]:
     """A report: one row a context, medians over RUNS generations of `tokens` tokens after one that warms up.
 
     A step's time is the decode's wall time over its steps, host work included. Raises as open_backend does.
     """
-    ops = open_backend(backend, db_url=db_url)
+    ops = open_backend(backend, device=device, db_url=db_url, bundle=bundle)
     if ops.device.type == "cpu":
         _require_memory(name, config)
     began = time.perf_counter()
@@ -89,12 +91,12 @@ def time_model(
     if ops.device.type == "cuda":
         torch.cuda.synchronize()
     built = time.perf_counter() - began
-    read_gbps, device = 0.0, "cpu"
+    read_gbps, board = 0.0, "cpu"
     if ops.device.type == "cuda":
         from kerngen.measure import ceilings
         from kerngen.runtime.launcher import probe_device
 
-        read_gbps, device = ceilings().read_gbps, probe_device().name
+        read_gbps, board = ceilings().read_gbps, probe_device().name
     rows = []
     generator = torch.Generator().manual_seed(seed)
     for context in contexts:
@@ -117,9 +119,9 @@ def time_model(
         )  # fmt: skip
         del engine
     return {
-        "model": name, "device": device, "backend": ops.name, "dtype": str(ops.dtype).removeprefix("torch."),
+        "model": name, "device": board, "backend": ops.name, "dtype": str(ops.dtype).removeprefix("torch."),
         "build_s": built, "weight_gb": step_bytes(config, model.weights, 0)[0] / 1e9, "read_gbps": read_gbps,
-        "rows": rows, "kernels": _resolved(ops),
+        "rows": rows, "configurations": ops.sources(), "outside": ops.outside(), "kernels": _resolved(ops),
     }  # fmt: skip
 
 

@@ -16,11 +16,12 @@ BACKENDS = ("torch", "cuda")
 
 
 def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | None = None,
-                 db_url: str | None = None) -> Ops:  # fmt: skip
+                 db_url: str | None = None, bundle: str | None = None) -> Ops:  # fmt: skip
     """The backend `name` ("torch", "cuda" or "auto": cuda where there is a GPU) on `device` ("cpu", "cuda:0").
 
     dtype: "fp32", "bf16", "fp16" or None for the device's own: fp32 on a CPU, bf16 from sm80 on, fp16 before. db_url:
-    the tuning database (path or URL) that the cuda backend looks winners up in, None for the usual places.
+    the tuning database (path or URL) that the cuda backend looks winners up in, None for the usual places. bundle: the
+    folder that answers in their place (bundle.py), None for $KERNGEN_BUNDLE.
     Raises DeviceError where there is no such GPU, UsageError on a combination that cannot run.
     """
     if name not in (*BACKENDS, "auto"):
@@ -33,28 +34,47 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
     if name == "cuda" and where.type != "cuda":
         raise UsageError(f"the cuda backend does not run on {where}", hint="leave --device out, or use --backend torch")
     kind = TORCH_DTYPE[dtype] if dtype else _default_dtype(where)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # what torch allocates without a word about it lies there too
     if name == "cuda":
+        from kerngen.bundle import sources_for
         from kerngen.runtime.executors.launch import Launch
         from kerngen.runtime.launcher import Launcher
         from kerngen.runtime.ops.kernels import KernelOps
-        from kerngen.tuning_db import stores_for
 
-        torch.cuda.set_device(where)  # what torch allocates without a word about it lies there too
-        launcher = Launcher(stores_for(db_url or None), index=where.index or 0)
+        stores, cache, shipped = sources_for(db_url, bundle)
+        launcher = Launcher(stores, cache, index=where.index or 0)
         arch = launcher.target.arch
+        if shipped is not None:
+            shipped.require(arch)
         if kind == torch.float32 or (kind == torch.bfloat16 and not arch.has_bf16):
             raise UsageError(
                 f"the cuda backend has no {dtype or kind} kernels on {arch}",
                 hint=f"use --dtype {arch.dtype}, or --backend torch",
             )
         return KernelOps(Launch(launcher), kind)
-    if db_url:
-        raise UsageError(
-            f"--db {db_url}: the torch backend looks nothing up", hint="leave it out, or use --backend cuda"
-        )
+    for option, value in (("--db", db_url), ("--bundle", bundle)):
+        if value:
+            raise UsageError(
+                f"{option} {value}: the torch backend looks nothing up", hint="leave it out, or use --backend cuda"
+            )
     from kerngen.runtime.ops.eager import TorchOps
 
     return TorchOps(where, kind)
+
+
+def use_gpu(device: str | None) -> int:
+    """Make the GPU `device` ("cuda", "cuda:1"; None for the first) torch's current one, and return its index.
+
+    Raises DeviceError where there is none, UsageError where `device` names none.
+    """
+    if device is None and not torch.cuda.is_available():
+        raise DeviceError("there is no CUDA device here", hint="kerngen doctor says what this machine can do")
+    where = _device("cuda", device)
+    if where.type != "cuda":
+        raise UsageError(f"--device {device} is no GPU", hint="for example: cuda, cuda:1")
+    torch.cuda.set_device(where)
+    return where.index or 0
 
 
 @contextmanager

@@ -34,7 +34,8 @@ class Choice:
     """What serves a problem: the same object for all problems that share it.
 
     source: who chose the configuration. problem: one that it was chosen for. cubin: its machine code where the store
-    that answered keeps it and it is current; else it is compiled from `text`.
+    that answered keeps it and it is current; else it is compiled from `text`. winner: the record that it rests on,
+    None for a default.
     """
 
     kernel: Kernel
@@ -44,6 +45,7 @@ class Choice:
     source: str
     provenance: str  # measured, predicted or default
     cubin: Cubin | None = None
+    winner: Winner | None = None
 
     @property
     def text(self) -> str:
@@ -72,7 +74,7 @@ class Binding:
         if (known := self._tuned.get(id(winner))) is None:
             config = self.kernel.config_type(**winner.config)
             source = f"{winner.source} ({winner.provenance})"
-            choice = Choice(self.kernel, problem, config, self.target, source, winner.provenance, winner.cubin)
+            choice = Choice(self.kernel, problem, config, self.target, source, winner.provenance, winner.cubin, winner)
             known = self._tuned[id(winner)] = winner, choice
         return known[1]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.fields import Fields, read_json, short
+from kerngen.runtime.fields import Fields, read_json, require_folder, short
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -124,8 +124,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
     Raises UsageError where the folder is another kind of model, CheckpointError on a missing or contradicting field.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder", hint="name a folder in Hugging Face format")
+    require_folder(folder)
     top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     kind = top.get("model_type")
     if kind in DRAFTER_TYPES:
@@ -138,8 +137,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
     """The assistant's configuration, checked against the target that it drafts for. Raises as read_model_config."""
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder", hint="name the assistant's folder in Hugging Face format")
+    require_folder(folder)
     top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     if (kind := top.get("model_type")) not in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a {kind!r} model, not a drafter", hint=f"known: {', '.join(DRAFTER_TYPES)}")

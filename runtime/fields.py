@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from kerngen.errors import CheckpointError
+from kerngen.errors import CheckpointError, UsageError
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 # Bounds on what one field may ask for, far above any released model: sizes are products of them.
@@ -23,11 +24,40 @@ LIMITS = {
 MAX_NUMBER = 1e30  # of what is not a count (theta, eps, a cap): above any that makes sense, and within fp32
 
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def require_folder(folder: Path) -> None:
+    """Raises UsageError unless `folder` is one; it says how to get what looks like a name on the Hugging Face hub."""
+    if folder.is_dir():
+        return
+    name = str(folder)
+    if _HUB_NAME.fullmatch(name) and not name.startswith(".") and not folder.parent.exists():
+        there = folder.name
+        raise UsageError(
+            f"{name} is not a folder here, and nothing is downloaded",
+            hint=f"from the Hugging Face hub: hf download {name} --local-dir {there}; then name ./{there}",
+        )
+    raise UsageError(f"{name} is not a folder", hint="name a folder in Hugging Face format")
+
+
+def require_content(path: Path, head: bytes) -> None:
+    """Raises CheckpointError where a file that begins with `head` is what Git LFS leaves in place of a large one."""
+    if head.startswith(_LFS_POINTER):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer: the file that it stands for was never downloaded",
+            hint=f"in {path.parent}: git lfs pull; or: hf download REPO --local-dir FOLDER",
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError where it is missing, too large, torn or not an object."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} holds {path.stat().st_size:,} B; at most {MAX_JSON_BYTES:,} B are read")
+        with path.open("rb") as f:
+            require_content(path, f.read(len(_LFS_POINTER)))
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing", hint="name a folder in Hugging Face format") from None

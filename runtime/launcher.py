@@ -52,14 +52,18 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     return result[1] if len(result) > 1 else None
 
 
-@cache
-def probe_device(index: int = 0) -> Device:
+def probe_device(index: int | None = None) -> Device:
     """The GPU at hand as a Device. mem_gbps is what its clocks and bus promise; measure.ceilings says what it gives.
 
-    Raises DeviceError where torch sees no GPU.
+    index: None for torch's current one. Raises DeviceError where torch sees no GPU.
     """
     if not torch.cuda.is_available():
         raise DeviceError("torch sees no CUDA device", hint="kerngen doctor says what this machine can do")
+    return _probed(torch.cuda.current_device() if index is None else index)
+
+
+@cache
+def _probed(index: int) -> Device:
     p = torch.cuda.get_device_properties(index)
     driver = _driver()
     torch.cuda.current_stream(index)

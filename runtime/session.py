@@ -22,6 +22,7 @@ from kerngen.runtime.config import (
 )
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine, Generation, Stats, require_draft_tokens
+from kerngen.runtime.fields import require_folder
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
@@ -87,7 +88,8 @@ class Session:
 
     num_draft_tokens: drafted a step, where there is a drafter. max_len: tokens that the cache holds, prompt and answer
     together; None for as many as a call needs, which makes a longer call allocate (and on a GPU capture) anew.
-    load_s: seconds that reading and repacking the weights took.
+    drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the weights
+    took.
     """
 
     folder: Path
@@ -100,6 +102,7 @@ class Session:
     load_s: float
     num_draft_tokens: int = NUM_DRAFT_TOKENS
     max_len: int | None = None
+    drafter_folder: Path | None = None
     _engine: Engine | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
@@ -189,6 +192,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     backend: str = "auto",
     db: str | os.PathLike[str] | None = None,
+    bundle: str | os.PathLike[str] | None = None,
     num_draft_tokens: int = NUM_DRAFT_TOKENS,
     max_len: int | None = None,
 ) -> Session:
@@ -197,20 +201,20 @@ def load(
     draft: the drafter's folder; True for the one that belongs to the model, if there is one (`find_drafter`), False
     for none. device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16";
     None for fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any
-    machine) or "auto". db: tuning database, a path or a URL; None for the usual ones. num_draft_tokens, max_len: see
-    `Session`.
+    machine) or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a folder that
+    `kerngen compile -o` wrote. num_draft_tokens, max_len: see `Session`.
     Warns of what a checkpoint lacks that has a default. Raises UsageError for a request that cannot be right,
     CheckpointError for a folder that is incomplete or damaged, DeviceError where there is no such device or memory.
     """
     place = Path(folder)
-    if not place.is_dir():
-        raise UsageError(f"{place} is not a folder", hint="name a folder in Hugging Face format")
+    require_folder(place)
     assistant = find_drafter(place) if draft is True else Path(draft) if draft else None
     ops = open_backend(
         backend,
         device=None if device is None else str(device),
         dtype=DTYPE_NAME.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype,
         db_url=None if db is None else os.fspath(db),
+        bundle=None if bundle is None else os.fspath(bundle),
     )
     if assistant is not None:
         require_draft_tokens(num_draft_tokens, ops)
@@ -261,4 +265,5 @@ def open_checkpoint(folder: Path, ops: Ops, *, draft: Path | None = None) -> Ses
         stop_ids=tuple(stops),
         suppressed_ids=read_suppressed_ids(folder),
         load_s=time.perf_counter() - began,
+        drafter_folder=draft,
     )

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.fields import read_json
+from kerngen.runtime.fields import read_json, require_content
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
 MAX_TEMPLATE_BYTES = 1024 * 1024
@@ -53,6 +53,8 @@ class TextCodec:
             raise CheckpointError(f"{path} is missing", hint="the folder needs the model's tokenizer") from None
         if size > MAX_TOKENIZER_BYTES:
             raise CheckpointError(f"{path} is larger than {MAX_TOKENIZER_BYTES:,} B")
+        with path.open("rb") as f:
+            require_content(path, f.read(64))
         with _blaming(f"{path} is not a tokenizer"):
             self._tokenizer = Tokenizer.from_file(str(path))
         # Left there by whoever trained the tokenizer; the text is encoded as it is, as transformers does.

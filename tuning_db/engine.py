@@ -205,6 +205,14 @@ def _raw(connection: Connection) -> sqlite3.Connection:
     return cast(sqlite3.Connection, connection.connection.driver_connection)
 
 
+def leave_log(path: Path) -> None:
+    """Put what lies in the write-ahead log of a file that nobody has open into the file; it keeps no log after that."""
+    engine = _sqlite_engine(f"{_uri(path)}?mode=rw")
+    with clear_errors(str(path)), engine.connect() as connection:
+        _set_journal(connection, "delete")
+    engine.dispose()
+
+
 def _set_journal(connection: Connection, mode: str) -> None:
     """Several processes may do this to a new file at once, and SQLite's busy timeout does not cover it."""
     raw = _raw(connection)

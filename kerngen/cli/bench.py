@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from kerngen.measure import Ceilings
 
 
 @click.group()
@@ -17,36 +20,51 @@ def bench() -> None:
 @click.argument("names", nargs=-1)
 @click.option("--case", "case_filter", default="", help="Only cases whose name contains this.")
 @click.option("--db", "db_url", default=None, help="Tuning database whose winners to time. Default: the user's.")
+@click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--untuned", is_flag=True, help="Time the default configurations.")
+@click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def kernel(names: tuple[str, ...], case_filter: str, db_url: str | None, untuned: bool, as_json: bool) -> None:
-    """Time kernels' bench cases, with their baselines. All kernels if none is named.
+def kernel(
+    names: tuple[str, ...], case_filter: str, db_url: str | None, bundle: str | None, untuned: bool,
+    device: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Time kernels' bench cases, with their baselines. All kernels if none is named. Exit code 1 if a case fails.
 
     Example: kerngen bench kernel attn_decode w4a16_gemm
     """
+    from kerngen.bundle import sources_for
+    from kerngen.cache import CompileCache
     from kerngen.errors import UsageError
-    from kerngen.measure import bench_rows, ceilings
+    from kerngen.measure import bench_row, ceilings
+    from kerngen.runtime.backend import use_gpu
     from kerngen.runtime.launcher import Launcher
     from kerngen.templates import find_kernel, kernel_names
-    from kerngen.tuning_db import stores_for
 
     kernels = [find_kernel(n) for n in names or kernel_names()]
-    stores = [] if untuned else stores_for(db_url or None)
-    launcher = Launcher(stores)
-    rows: list[dict[str, Any]] = []
-    for k in kernels:
-        cases = [c for c in k.bench.BENCH_CASES if case_filter in c.name]
-        for case in cases:
-            function = launcher.function(k, case.problem)
-            rows += [r | {"source": function.source} for r in bench_rows(k, [case], {case.name: function.config})]
-    if not rows:
+    if untuned and (db_url or bundle):
+        raise UsageError("--untuned times the defaults: no database is asked", hint="leave out --db and --bundle")
+    cases = [(k, c) for k in kernels for c in k.bench.BENCH_CASES if case_filter in c.name]
+    if not cases:
         raise UsageError(f"no bench case contains {case_filter!r}")
+    index = use_gpu(device)
+    stores, cache, shipped = ([], CompileCache(), None) if untuned else sources_for(db_url, bundle)
+    launcher = Launcher(stores, cache, index=index)
+    if shipped is not None:
+        shipped.require(launcher.target.arch)
+    rows = [bench_row(launcher, k, case) for k, case in cases]
     limit = ceilings()
     if as_json:
         click.echo(json.dumps({"environment": limit.environment, "read_gbps": limit.read_gbps,
                                "copy_gbps": limit.copy_gbps, "matmul_tflops": limit.matmul_tflops,
                                "rows": rows}))  # fmt: skip
-        return
+    else:
+        _print_rows(rows, limit)
+    if failed := [r for r in rows if "error" in r]:
+        click.echo(f"{len(failed)} of {len(rows)} cases failed", err=True)
+        raise click.exceptions.Exit(1)
+
+
+def _print_rows(rows: list[dict[str, Any]], limit: Ceilings) -> None:
     _print_header(limit)
     click.echo(f"{'kernel':15} {'case':34} {'us':>9} {'p10-p90':>17} {'GB/s':>6} {'read%':>5} {'TF/s':>6} "
                f"{'mm%':>5}  baselines (us)")  # fmt: skip
@@ -64,7 +82,7 @@ def kernel(names: tuple[str, ...], case_filter: str, db_url: str | None, untuned
                    f"{100 * r['share_matmul']:5.1f}  {base}")  # fmt: skip
 
 
-def _print_header(limit: Any) -> None:
+def _print_header(limit: Ceilings) -> None:
     env = limit.environment
     click.echo(
         f"{env['gpu']}, driver {env['driver']}, torch {env['torch']}; measured limits of this run: "
@@ -80,12 +98,15 @@ def _print_header(limit: Any) -> None:
 @click.option("--num-draft-tokens", default=3, show_default=True)
 @click.option("--prefill-chunk", default=8192, show_default=True, help="Prompt tokens a prefill pass.")
 @click.option("--backend", type=click.Choice(["torch", "cuda", "auto"]), default="auto", show_default=True)
+@click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
 @click.option("--db", "db_url", default=None, help="Tuning database. Default: the user's.")
+@click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--verbose", is_flag=True, help="List the configuration that each kernel ran, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def model(
     name: str, contexts: str, tokens: int, draft: bool, num_draft_tokens: int, prefill_chunk: int, backend: str,
-    db_url: str | None, seed: int, as_json: bool,
+    device: str | None, db_url: str | None, bundle: str | None, seed: int, verbose: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Time prefill and decode of a model at batch 1, with generated weights of its shapes.
 
@@ -93,6 +114,7 @@ def model(
 
     Example: kerngen bench model gemma-4-31b --context 512,8192
     """
+    from kerngen.cli.run import chosen_lines
     from kerngen.errors import UsageError
     from kerngen.steptime import time_model
     from kerngen.workload import find_model
@@ -106,15 +128,12 @@ def model(
     found = find_model(name)
     report = time_model(
         found.name, found.target, found.drafter if draft else None, lengths, tokens=tokens,
-        num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, db_url=db_url, seed=seed,
+        num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, device=device,
+        db_url=db_url, bundle=bundle, seed=seed,
     )  # fmt: skip
     if as_json:
         click.echo(json.dumps(report))
         return
-    click.echo(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights, "
-               f"{report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
-    if report["read_gbps"]:
-        click.echo(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")
     for r in report["rows"]:
         floor = f", floor {r['floor_ms']:.2f} ms" if r["floor_ms"] else ""
         drafted = f", {r['acceptance_length']:.2f} tokens a step" if draft else ""
@@ -122,5 +141,14 @@ def model(
             f"context {r['context']:6}: prefill {r['prefill_ms']:8.1f} ms, step {r['step_ms']:.3f} ms "
             f"({r['step_ms_min']:.3f}-{r['step_ms_max']:.3f} over {r['runs']} runs){floor}{drafted}"
         )
-    for line in report["kernels"]:
-        click.echo(f"  {line}")
+    click.echo(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights, "
+               f"{report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
+    if report["read_gbps"]:
+        click.echo(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")
+    for line in chosen_lines(report["configurations"], report["outside"]):
+        click.echo(line)
+    if verbose:
+        for line in report["kernels"]:
+            click.echo(f"  {line}")
+    elif report["kernels"]:
+        click.echo(f"--verbose lists the {len(report['kernels'])} configurations that ran")

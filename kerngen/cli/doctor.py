@@ -13,7 +13,8 @@ from pathlib import Path
 import click
 
 from kerngen.arch import ARCHES
-from kerngen.errors import KerngenError
+from kerngen.cli.doctor_model import examine, print_model, target_of
+from kerngen.errors import KerngenError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +101,74 @@ def _database() -> Finding:
         return Finding("database", False, e.message, e.hint or "")
 
 
+def _bundle(folder: str) -> Finding:
+    from kerngen.bundle import Bundle
+
+    try:
+        bundle = Bundle.open(folder)
+        with bundle.stores()[0] as store:
+            count = len(store.winners())
+    except KerngenError as e:
+        return Finding("bundle", False, e.message, e.hint or "")
+    boards = ", ".join(f"{board} ({arch})" for arch, board in bundle.targets)
+    return Finding("bundle", True, f"{folder}: {bundle.model} on {boards}, {count} winners")
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _gpu, _cache, _database)
 
 
 @click.command()
+@click.option("--model", default=None, help="A model's name or folder: say what its kernels would run, and its memory.")
+@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@click.option("--arch", "arch_name", default=None, help="With --model: for this arch. Default: the GPU that is here.")
+@click.option("--device", "device_name", default=None, help="With --model: for this board (kerngen arch ls).")
+@click.option("--db", "db_url", default=None, help="With --model: this tuning database. Default: as a run.")
+@click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
+@click.option("--context", type=click.IntRange(1), default=8192, show_default=True,
+              help="With --model: tokens of a sequence, for its memory.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
+def doctor(
+    model: str | None, draft: str | None, arch_name: str | None, device_name: str | None, db_url: str | None,
+    bundle: str | None, context: int, as_json: bool,
+) -> None:  # fmt: skip
     """Say what this machine can compile for, run and measure, and what to install for the rest.
 
-    Exit code 1 if it cannot compile for any arch. A missing GPU is not a failure.
+    With --model: how well its kernels are prepared for a GPU, and which command improves that. Exit code 1 if something
+    that was asked for cannot work: nothing can be compiled, a bundle is damaged, a model's kernels are missing and may
+    not or cannot be compiled. A missing GPU is not a failure.
 
-    Example: kerngen doctor
+    \b
+    Example:
+      kerngen doctor --model gemma-4-31b --arch sm90
     """
-    findings = [check() for check in CHECKS]
+    from kerngen.runtime.ops.outside import OUTSIDE
+
+    if model is None and (arch_name or device_name or db_url or draft):
+        raise UsageError("--arch, --device, --db and --draft go with a --model", hint="--model gemma-4-31b")
+    shipped = bundle or (None if db_url else os.environ.get("KERNGEN_BUNDLE"))
+    findings = [check() for check in CHECKS] + ([_bundle(shipped)] if shipped else [])
+    needed = [f for f in findings if f.subject == "bundle" or (f.subject == "compile" and model is None)]
+    works = all(f.ok or "compiles for" in f.text for f in needed)
+    about = None
+    if model is not None and works:
+        about = examine(model, draft, target_of(arch_name, device_name), db_url, bundle, context)
+        works = about.pop("works")
     if as_json:
-        click.echo(json.dumps([asdict(f) for f in findings]))
+        click.echo(json.dumps({"findings": [asdict(f) for f in findings], "outside": OUTSIDE, "model": about}))
     else:
-        for f in findings:
-            click.echo(f"{'ok ' if f.ok else '-- '} {f.subject:9} {f.text}")
-            if f.fix:
-                click.echo(f"              {f.fix}")
-    compiler = next(f for f in findings if f.subject == "compile")
-    if not compiler.ok and "compiles for" not in compiler.text:
+        _print(findings)
+        if about is not None:
+            print_model(about)
+        else:
+            click.echo("what no kernel of ours serves, and torch computes:")
+            for name, why in OUTSIDE.items():
+                click.echo(f"    {name}: {why}")
+    if not works:
         raise click.exceptions.Exit(1)
+
+
+def _print(findings: list[Finding]) -> None:
+    for f in findings:
+        click.echo(f"{'ok ' if f.ok else '-- '} {f.subject:9} {f.text}")
+        if f.fix:
+            click.echo(f"              {f.fix}")

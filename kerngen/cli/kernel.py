@@ -96,9 +96,15 @@ def _print_problems(rows: list[dict[str, Any]]) -> None:
 @click.option("--arch", "arch_name", default=None, help="The GPU that must be here. Default: the one that is.")
 @click.option("--body-arch", default=None, help="Check this older arch's body, as PTX through the driver.")
 @click.option("--case", "case_filter", default="", help="Only cases whose name contains this.")
+@click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(
-    names: tuple[str, ...], arch_name: str | None, body_arch: str | None, case_filter: str, as_json: bool
+    names: tuple[str, ...],
+    arch_name: str | None,
+    body_arch: str | None,
+    case_filter: str,
+    device: str | None,
+    as_json: bool,
 ) -> None:
     """Run kernels' test cases on this machine's GPU and compare with the fp32 reference. Exit code 1 if one differs.
 
@@ -114,6 +120,10 @@ def check(
     body = find_arch(body_arch) if body_arch else None
     from kerngen.runtime.launcher import probe_device
 
+    if device is not None:
+        from kerngen.runtime.backend import use_gpu
+
+        use_gpu(device)
     here = ARCHES[probe_device().arch]
     if wanted is not None and wanted != here:
         raise DeviceError(f"this machine's GPU is {here}, not {wanted}")

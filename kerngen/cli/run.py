@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--no-chat", is_flag=True, help="Pass the prompt as it is, without the chat template.")
 @click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
+@click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 def run(
     model: Path,
@@ -52,6 +53,7 @@ def run(
     seed: int,
     no_chat: bool,
     db_url: str | None,
+    bundle: str | None,
     as_json: bool,
 ) -> None:
     """Generate text with the Gemma-4 checkpoint in the folder MODEL (Hugging Face format, bf16 or W4A16).
@@ -68,7 +70,7 @@ def run(
     text = _read_prompt(prompt)
     with warnings.catch_warnings(record=True, action="always") as caught:
         session = load(model, draft=draft or not no_draft, device=device, dtype=dtype, backend=backend,
-                       db=db_url or None, num_draft_tokens=num_draft_tokens)  # fmt: skip
+                       db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens)  # fmt: skip
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
     stream = session.stream(text, max_new_tokens=max_new_tokens, chat=not no_chat, **asdict(sampling))
@@ -120,7 +122,9 @@ def _report(result: Completion, session: Session) -> dict[str, Any]:
         "backend": ops.name,
         "device": str(ops.device),
         "dtype": str(ops.dtype).removeprefix("torch."),
+        "drafter": None if session.drafter_folder is None else str(session.drafter_folder),
         "configurations": ops.sources(),
+        "outside": ops.outside(),
     }
 
 
@@ -131,11 +135,17 @@ def _summary(result: Completion, session: Session) -> str:
         f"prompt {stats.num_prompt_tokens} tokens in {stats.prefill_s:.3f} s ({stats.prefill_tokens_per_s:.1f}/s); "
         f"{stats.num_tokens} new, {stats.tokens_per_s:.1f}/s, ended by {result.stop_reason}",
     ]
-    if stats.num_draft_tokens:
+    if session.drafter_folder is not None:
         lines.append(
-            f"drafting {stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens accepted a step "
-            f"({stats.num_steps} steps)"
+            f"{session.drafter_folder} drafts {stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens "
+            f"accepted a step ({stats.num_steps} steps)"
         )
-    if chosen := ops.sources():
-        lines.append("configurations: " + ", ".join(f"{count} {source}" for source, count in chosen.items()))
-    return "\n".join(lines)
+    return "\n".join([*lines, *chosen_lines(ops.sources(), ops.outside())])
+
+
+def chosen_lines(sources: dict[str, int], outside: dict[str, str]) -> list[str]:
+    """Who chose what ran, and what ran that is no kernel of ours, for people."""
+    lines = [f"outside our kernels: {name} ({why})" for name, why in outside.items()]
+    if sources:
+        lines.append("configurations: " + ", ".join(f"{count} {source}" for source, count in sources.items()))
+    return lines

@@ -193,6 +193,7 @@ def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
     """whole: the model's whole workload was tuned, so that its steps' sums are those of the model."""
     from rich.console import Console
 
+    from kerngen.runtime.ops.outside import OUTSIDE
     from kerngen.tuning.report import notes
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -212,8 +213,8 @@ def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
         console.print(f"note: {names}: {note}", style="yellow")
     for kernel, config, reason in report.failures[:5]:
         console.print(f"failed: {kernel} {config}: {reason}", style="red")
-    if load.missing:
-        console.print(f"left to torch, and not tuned: {', '.join(load.missing)}")
+    for name in load.missing:
+        console.print(f"left to torch, and not tuned: {name} ({OUTSIDE[name]})")
     if report.out_of_time:
         console.print("the time budget ended the search; the same command continues it")
     if report.interrupted:

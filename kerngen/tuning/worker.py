@@ -147,7 +147,7 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
     kernel = find_kernel(kernel_name)
     try:
         case, inputs, expected = _prepared(kernel_name, problem)
-        function = Function(kernel, config, target_here(), image)
+        function = Function(kernel, config, target_here(), image, index=torch.cuda.current_device())
         outputs = _fresh(inputs)
         function(case.problem, **outputs)
         torch.cuda.synchronize()

@@ -117,6 +117,9 @@ class Ops(Protocol):
     def sources(self) -> dict[str, int]:
         """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""
 
+    def outside(self) -> dict[str, str]:
+        """What was computed so far that no kernel of ours serves, each with the reason (see ops/outside.py)."""
+
     def prepare(self, weights: Linear) -> Linear:
         """Called once per matrix at load, after q,k,v and gate,up were fused: repack, or return it unchanged.
 

@@ -34,6 +34,9 @@ class TorchOps:
     def sources(self) -> dict[str, int]:
         return {}
 
+    def outside(self) -> dict[str, str]:
+        return {"everything": "the torch backend is eager torch, on any machine"}
+
     def prepare(self, weights: Linear) -> Linear:
         """Unpacks W4A16 to a dense matrix: the reference needs the right values, not few bytes."""
         if isinstance(weights, W4Linear):

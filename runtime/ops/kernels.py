@@ -38,9 +38,17 @@ class KernelOps:
         self.residual_dtype = residual_dtype(dtype)
         self.supports_graphs = executor.supports_graphs
         self.place = ""
+        self._met: dict[str, None] = {}  # of OUTSIDE, in the order of the model
 
     def sources(self) -> dict[str, int]:
         return self.executor.sources()
+
+    def outside(self) -> dict[str, str]:
+        return {name: outside.OUTSIDE[name] for name in self._met}
+
+    def _outside(self, name: str) -> None:
+        self._met[name] = None
+        self.executor.outside(name)
 
     def _at(self, what: str) -> str:
         return f"{what} ({self.place})" if self.place else what
@@ -75,7 +83,7 @@ class KernelOps:
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         if isinstance(weights, W4Linear):
             return self.executor.run(w4a16_gemm(x, weights.packed, weights.scales), self._at(weights.name))
-        self.executor.outside("dense matrices")
+        self._outside("dense matrices")
         return outside.dense(x, weights.weight)
 
     def qkv_norm_rope(
@@ -151,7 +159,7 @@ class KernelOps:
         norm_weight: Tensor,
         eps: float,
     ) -> Tensor:
-        self.executor.outside("per-layer inputs")
+        self._outside("per-layer inputs")
         sliced = (context * context_scale).view(len(ids), -1, norm_weight.shape[0])  # [T, L, P]
         normed = self.rmsnorm(sliced, norm_weight, eps)
         tokens = self.executor.run(embed(ids, table, table_scale, self.dtype), self._at("per-layer embedding"))
@@ -161,11 +169,11 @@ class KernelOps:
         return self.executor.run(moe_route(logits, per_expert_scale, top_k), self._at("router"))
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        self.executor.outside("experts")
+        self._outside("experts")
         return outside.experts(x, gate_up, down, topk_ids, topk_weights)
 
     def centroid_logits(
         self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
-        self.executor.outside("centroid head")
+        self._outside("centroid head")
         return outside.centroid_logits(y, self.linear(y, centroids), top_k, token_ids, embed)

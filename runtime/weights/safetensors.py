@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError
-from kerngen.runtime.fields import read_json
+from kerngen.runtime.fields import read_json, require_content
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the reference implementation uses
 DTYPES: dict[str, torch.dtype] = {
@@ -90,6 +90,8 @@ def _read_header(path: Path, head: bytes, f: Any, size: int) -> dict[str, Entry]
     """Parse and verify the header of a file of `size` bytes. Raises CheckpointError."""
     if len(head) < 8:
         raise CheckpointError(f"{path} is truncated: {size} B hold no safetensors header")
+    if head == b"version ":
+        require_content(path, head + f.read(64))
     length = int.from_bytes(head, "little")
     if length > MAX_HEADER_BYTES or 8 + length > size:
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from kerngen.arch import Target, find_arch
 from kerngen.cache import CompileCache
 from kerngen.cli import cli
 from kerngen.compile import source_key
-from kerngen.errors import ConfigRefused, KerngenError, UnknownName, UsageError
+from kerngen.errors import ConfigRefused, KerngenError, TuningMiss, UnknownName, UsageError
 from kerngen.render import render
+from kerngen.runtime.binding import DEFAULT
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.tuning.checks import why_not_cubin
 
@@ -37,52 +39,86 @@ def _fails(*args: str) -> BaseException:
     return result.exception
 
 
-def test_a_workload_becomes_files_and_a_manifest(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    args = ("--model", "gemma-4-31b", "--kernel", "embed,rmsnorm", "-o", str(out), "--jobs", "2")
+def test_a_workload_is_built_and_listed() -> None:
+    args = ("--model", "gemma-4-31b", "--kernel", "embed,rmsnorm", "--jobs", "2")
     text = _run("compile", "--arch", "sm70,sm90", *args)
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["arches"] == ["sm70", "sm90"]
-    assert manifest["kind"] == "cubin"
-    assert {(f["arch"], f["kernel"]) for f in manifest["files"]} == {
+    made = json.loads(_run("compile", "--arch", "sm70,sm90", *args, "--json"))
+    assert made["targets"] == [["sm70", "V100"], ["sm90", "H200"]]
+    assert made["kind"] == "cubin"
+    assert {(b["arch"], b["kernel"]) for b in made["builds"]} == {
         (a, k) for a in ("sm70", "sm90") for k in ("embed", "rmsnorm")
     }
-    for row in manifest["files"]:
-        image = (out / row["file"]).read_bytes()
-        assert len(image) == row["bytes"]
-        assert why_not_cubin(image, find_arch(row["arch"])) is None
-        assert row["origin"] == "default configuration"
+    cache = CompileCache()
+    for row in made["builds"]:
+        cubin = cache.get(row["key"])
+        assert cubin is not None
+        assert len(cubin.image) == row["bytes"]
+        assert why_not_cubin(cubin.image, find_arch(row["arch"])) is None
+        assert set(row["chosen_by"]) == {DEFAULT}
+        assert row["code_from"] == "compile cache", "the first run left it there"
         assert row["serves"]
         assert all(e["registers"] > 0 for e in row["entries"].values())
-    served = sum(len(f["serves"]) for f in manifest["files"] if (f["arch"], f["kernel"]) == ("sm70", "embed"))
+    served = sum(len(b["serves"]) for b in made["builds"] if (b["arch"], b["kernel"]) == ("sm70", "embed"))
     assert served == 14, "every token count of the workload must be served"
-    assert f"{len(manifest['files'])} files in {out}" in text
-    again = json.loads(_run("compile", "--arch", "sm70,sm90", *args, "--json"))
-    assert again["files"] == manifest["files"]
+    assert f"{len(made['builds'])} builds: {len(made['builds'])} from: NVRTC" in text
 
 
-def test_the_winners_are_what_is_compiled() -> None:
+def test_the_winners_are_what_is_compiled_and_their_code_comes_from_the_database(tmp_path: Path) -> None:
     _run("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
-    manifest = json.loads(_run("compile", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--json"))
-    assert all("predicted" in f["origin"] for f in manifest["files"])
+    shutil.rmtree(tmp_path / "cache")
+    made = json.loads(_run("compile", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--json"))
+    assert {s for b in made["builds"] for s in b["chosen_by"]} == {"user: predicted for V100 (predicted)"}
+    assert {b["code_from"] for b in made["builds"]} == {"database"}
+    assert not list((tmp_path / "cache").rglob("*.cubin")), "nothing was built anew"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--arch", "sm70", "--device", "L4"), "device L4 is sm89, not sm70"),
+        (("--device", "L5"), "unknown device 'L5'"),
+        ((), "name what to compile for: --arch sm70"),
+    ],
+)
+def test_a_board_that_is_not_there_or_of_another_arch(args: tuple[str, ...], says: str) -> None:
+    error = _fails("compile", *args, "--model", "gemma-4-31b")
+    assert isinstance(error, UsageError)
+    assert says in error.message
+
+
+def test_no_compile_names_what_is_missing_and_the_way_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("compile", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed,rmsnorm", "--jobs", "1")
+    _run(*args[:-3], "embed", "--jobs", "1")
+    monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
+    assert _run(*args[:-3], "embed", "--jobs", "1").count("from: compile cache") == 1
+    error = _fails(*args)
+    assert isinstance(error, TuningMiss)
+    assert error.message.startswith(
+        "3 of 5 builds for sm70 are in no database that was asked, and not in the compile cache"
+    )
+    assert "rmsnorm(hidden=5376, dtype=fp16" in error.message
+    assert "embed" not in error.message
+    assert str(error.hint).startswith("without KERNGEN_NO_COMPILE, here or elsewhere: kerngen compile --arch sm70")
+    assert " ".join(args) not in str(error.hint), "what was just run is no advice"
 
 
 def test_ptx_of_the_test_cases_can_be_found_by_source(tmp_path: Path) -> None:
     out = tmp_path / "ptx"
     _run("compile", "--arch", "sm70", "--kernel", "embed", "--cases", "--ptx", "-o", str(out))
-    manifest = json.loads((out / "manifest.json").read_text())
+    made = json.loads(_run("compile", "--arch", "sm70", "--kernel", "embed", "--cases", "--ptx", "--json"))
     kernel, arch = find_kernel("embed"), find_arch("sm70")
-    by_key = {f["source_key"]: f for f in manifest["files"]}
+    by_key = {b["source_key"]: b for b in made["builds"]}
     cases = [c for c in kernel.cases.CASES if kernel.why_unsupported(c.problem, Target.of(arch)) is None]
     assert cases
-    cache = CompileCache()
     for case in cases:
         source = render(kernel, case.problem, kernel.default_config(case.problem, Target.of(arch)), Target.of(arch))
         key = source_key(source, arch.ptx_target)
-        assert ".target sm_70" in (out / by_key[key]["file"]).read_text()
         assert case.name in by_key[key]["serves"]
-        assert cache.get_ptx(key) is not None, "GPU tests read it from the compile cache"
-    assert any("bf16" in note for note in manifest["notes"]), "what the arch cannot run must be said"
+        for cache in (CompileCache(), CompileCache(out)):  # GPU tests read it from the one that KERNGEN_CACHE_DIR names
+            ptx = cache.get_ptx(key)
+            assert ptx is not None
+            assert b".target sm_70" in ptx.image
+    assert any("bf16" in note for note in made["notes"]), "what the arch cannot run must be said"
 
 
 def test_what_cannot_be_compiled_is_refused(tmp_path: Path) -> None:

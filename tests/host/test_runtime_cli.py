@@ -20,6 +20,9 @@ from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError, DeviceError, UsageError
 from kerngen.runtime.backend import explaining_memory
+from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.ops.outside import OUTSIDE
 from kerngen.runtime.session import find_drafter
 from kerngen.runtime.text import MAX_TEMPLATE_BYTES, TextCodec, render_chat
 
@@ -181,11 +184,12 @@ def test_run_streams_text_and_prints_stats(kerngen: Terminal, folder: Path) -> N
     said = kerngen("run", folder, "--prompt", "hello", "--max-new-tokens", 12, "--backend", "torch")
     assert said.out.endswith("\n")
     assert "torch on cpu, float32" in said.err
-    assert "drafting 3 a step" in said.err
+    assert f"{folder / 'assistant'} drafts 3 a step" in said.err
+    assert "outside our kernels: everything (the torch backend is eager torch" in said.err
     assert "tokens accepted a step" in said.err
     again = kerngen("run", folder, "--max-new-tokens", 12, "--no-draft", "--device", "cpu", stdin=b"hello\n")
     assert again.out == said.out
-    assert "drafting" not in again.err
+    assert "drafts" not in again.err
 
 
 def test_run_json_holds_what_was_streamed(kerngen: Terminal, folder: Path) -> None:
@@ -196,9 +200,55 @@ def test_run_json_holds_what_was_streamed(kerngen: Terminal, folder: Path) -> No
     assert report["num_tokens"] == len(report["tokens"]) <= 9
     assert report["num_draft_tokens"] == 2
     assert report["backend"] == "torch"
+    assert report["drafter"] == str(folder / "assistant")
+    assert list(report["outside"]) == ["everything"]
+    assert json.loads(kerngen(*common, "--json", "--no-draft").out)["drafter"] is None
     sampled = ("--temperature", 1, "--top-k", 20, "--top-p", 0.9, "--seed")
     one, two, three = (json.loads(kerngen(*common, "--json", *sampled, s).out)["tokens"] for s in (3, 3, 4))
     assert one == two != three
+
+
+@pytest.mark.parametrize("draft", [(), ("--no-draft",)], ids=["drafting", "alone"])
+def test_run_says_what_ran_outside_our_kernels(
+    kerngen: Terminal, monkeypatch: pytest.MonkeyPatch, draft: tuple[str, ...]
+) -> None:
+    """The kernels' own path, answered by their references; the head and the assistant's matrices are dense."""
+    monkeypatch.setattr("kerngen.runtime.backend.open_backend", lambda *_, **__: KernelOps(Reference(), torch.float32))
+    tiny = Path(__file__).parents[2] / "examples" / "tiny"
+    which = draft or ("--draft", tiny / "gemma-4-tiny-assistant")
+    common = ("run", tiny / "gemma-4-tiny-w4a16", "--prompt", "hello", "--max-new-tokens", 3, *which)
+    assert f"outside our kernels: dense matrices ({OUTSIDE['dense matrices']})" in kerngen(*common).err
+    assert json.loads(kerngen(*common, "--json").out)["outside"] == {"dense matrices": OUTSIDE["dense matrices"]}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_run_on_what_git_lfs_left_in_place_of_a_file(
+    kerngen: Terminal, folder: Path, tmp_path: Path, name: str
+) -> None:
+    copy(folder, tmp_path)
+    (tmp_path / name).write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4977169088\n"
+    )
+    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
+    assert said.err.startswith(f"CheckpointError: {tmp_path / name} is a Git LFS pointer: the file that it stands for")
+    assert f"in {tmp_path}: git lfs pull; or: hf download" in said.err
+
+
+@pytest.mark.parametrize(
+    "command", [("run", "--prompt", "x"), ("tune", "--arch", "sm70", "--model"), ("bench", "model")]
+)
+def test_a_name_on_the_hub_is_no_folder(
+    kerngen: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = kerngen(*command, "google/gemma-4-31B-it", code=2)
+    assert said.err.splitlines() == [
+        "UsageError: google/gemma-4-31B-it is not a folder here, and nothing is downloaded",
+        "  from the Hugging Face hub: hf download google/gemma-4-31B-it --local-dir gemma-4-31B-it; "
+        "then name ./gemma-4-31B-it",
+    ]
+    (tmp_path / "google").mkdir()
+    assert "google/gemma-4-31B-it is not a folder\n" in kerngen(*command, "google/gemma-4-31B-it", code=2).err
 
 
 def test_run_reads_what_transformers_saves(kerngen: Terminal, tmp_path: Path) -> None:

@@ -1,0 +1,255 @@
+"""A bundle runs every problem of its workload on a host that has nothing else, and says so where it cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command import ROOT, Kerngen
+
+import kerngen.cache as cache_module
+import kerngen.compile as compile_module
+from kerngen.arch import Target, find_arch, find_device
+from kerngen.builds import choices, lengths_between
+from kerngen.bundle import Bundle, BundleCache, sources_for
+from kerngen.errors import CacheError, TuningMiss, UsageError
+from kerngen.runtime.binding import Bindings, Choice
+from kerngen.templates import find_kernel
+from kerngen.tuning_db import Store, default_stores, lookup
+from kerngen.tuning_db.extract import extract
+from kerngen.workload import Workload, find_model, workload
+
+TINY = ROOT / "examples" / "tiny"
+SMALL = ("--model", "gemma-4-31b", "--kernel", "embed,rmsnorm", "--jobs", "1")
+OTHER = find_kernel("gelu_gate").problem_type(width=64, dtype="fp16")  # of no bundle here
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def _alone(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the bundle is all that this host has: no cache, no database, no shipped one, and no compiler."""
+    shutil.rmtree(kerngen.folder / "cache", ignore_errors=True)
+    for path in kerngen.folder.glob("tuning.db*"):
+        path.unlink()
+    monkeypatch.setattr("kerngen.tuning_db.resolve.PREBUILT", kerngen.folder / "none")
+    monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
+    for module in (compile_module, cache_module):
+        monkeypatch.setattr(module, "nvrtc_version", lambda: pytest.fail("NVRTC was asked for"))
+        monkeypatch.setattr(module, "compile_cubin", lambda *_: pytest.fail("something was compiled"))
+
+
+def _chosen(load: Workload, stores: list[Store], target: Target) -> Iterator[tuple[object, Choice]]:
+    return choices(load, Bindings(stores, target), Counter())
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "kernels", "target", "tuned"),
+    [
+        (str(TINY / "gemma-4-tiny-w4a16"), str(TINY / "gemma-4-tiny-assistant"),
+         "embed,rmsnorm,add_norm,attn_prefill", Target.of(find_arch("sm80")), "embed"),
+        ("gemma-4-31b", None, "embed,rmsnorm,gelu_gate", Target.of(find_device("H200")), None),
+    ],
+    ids=["a folder, tuned in part", "a released model, shipped winners"],
+)  # fmt: skip
+def test_a_host_with_a_bundle_alone_runs_every_problem_of_the_workload(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, model: str, draft: str | None, kernels: str, target: Target,
+    tuned: str | None,
+) -> None:  # fmt: skip
+    which = ("--model", model, *(("--draft", draft) if draft else ()), "--jobs", "1")
+    if tuned:
+        assert kerngen("tune", "--arch", target.arch.name, *which, "--kernel", tuned, "--trials", "2")[0] == 0
+    code, out, err = kerngen("compile", "--device", target.device.name, *which, "--kernel", kernels, "-o", "bundle")
+    assert (code, err) == (0, "")
+    assert "bundle is a bundle: kerngen run MODEL --bundle bundle" in out
+    load = workload(find_model(model, draft), target.arch).only(kernels.split(","))
+    stores = default_stores()
+    before = dict(_chosen(load, stores, target))
+    for store in stores:
+        store.close()
+    _alone(kerngen, monkeypatch)
+    monkeypatch.setenv("KERNGEN_BUNDLE", "bundle")
+    stores, cache, bundle = sources_for(None, None)
+    assert bundle is not None
+    assert {i.problem for i in load.items} <= set(before)
+    provenances = Counter()
+    for problem, choice in _chosen(load, stores, target):
+        image = choice.cubin or cache.get_or_compile(choice.text, target.arch)
+        assert image.arch == target.arch.name
+        assert (choice.config, choice.provenance) == (before[problem].config, before[problem].provenance)
+        provenances[choice.provenance] += 1
+    assert set(provenances) == ({"predicted", "default"} if tuned else {"measured"})
+    assert sorted(p.name for p in (kerngen.folder / "bundle").iterdir() if p.is_file()) == [
+        "bundle.json", "tuning.sqlite",
+    ], "reading a bundle leaves nothing in it"  # fmt: skip
+
+
+def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
+    """attn_decode's contexts are 64, 512, 2048, ...: the default of 100 is that of 128."""
+    load = workload(find_model("gemma-4-31b"), find_arch("sm70")).only(["attn_decode"])
+    problems = {p for _, p in lengths_between(load)}
+    item = next(i.problem for i in load.items if i.problem.kv_len == 512 and not i.problem.window)
+    assert {replace(item, kv_len=1 << n) for n in range(6, 18)} <= problems
+    bindings = Bindings([], Target.of(find_arch("sm70")))
+    prepared = {id(bindings.choice(find_kernel("attn_decode"), p)) for p in problems}
+    for length in (65, 100, 700, 5000, 100_000):
+        assert id(bindings.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
+
+
+def test_what_a_bundle_lacks_is_an_error_where_nothing_may_be_compiled(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "bundle")[0] == 0
+    _alone(kerngen, monkeypatch)
+    bundle = Bundle.open("bundle")
+    target = Target.of(find_arch("sm70"))
+    choice = Bindings(bundle.stores(), target).choice(find_kernel("gelu_gate"), OTHER)
+    with pytest.raises(TuningMiss, match="is not in the bundle bundle, and KERNGEN_NO_COMPILE forbids") as caught:
+        BundleCache(bundle).get_or_compile(choice.text, target.arch)
+    assert caught.value.hint == "say what it lacks: kerngen doctor --model gemma-4-31b --bundle bundle"
+
+
+def test_without_that_the_users_cache_stands_behind_a_bundle(kerngen: Kerngen) -> None:
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "bundle")[0] == 0
+    _, cache, bundle = sources_for(None, "bundle")
+    assert bundle is not None
+    target = Target.of(find_arch("sm70"))
+    choice = Bindings([], target).choice(find_kernel("gelu_gate"), OTHER)
+    made = cache.get_or_compile(choice.text, target.arch)
+    assert cache.path(made.key).is_relative_to(kerngen.folder / "cache")
+    assert not list((kerngen.folder / "bundle").rglob(made.key + "*")), "a bundle is not written to"
+
+
+def test_a_torn_file_of_a_bundle_is_named_and_left(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "bundle")[0] == 0
+    (*_, torn) = sorted((kerngen.folder / "bundle").rglob("*.cubin"))
+    torn.write_bytes(torn.read_bytes()[:-1])
+    _alone(kerngen, monkeypatch)
+    bundle = Bundle.open("bundle")
+    target = Target.of(find_arch("sm70"))
+    load = workload(find_model("gemma-4-31b"), target.arch).only(["embed", "rmsnorm"])
+    cache = BundleCache(bundle)
+    texts = {c.text for _, c in _chosen(load, bundle.stores(), target)}
+    lost = [t for t in texts if cache.find(t, target.arch) is None]
+    assert len(lost) == 1
+    assert torn.exists()
+    assert [torn.name in r.message and "it is not used" in r.message for r in caplog.records] == [True]
+
+
+def test_whole_lines_are_kept_and_rows_stay_as_they_are(kerngen: Kerngen) -> None:
+    """A length between two tuned points is answered as before, and every id and reason is the one that was there."""
+    assert kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle")[0] == 0
+    here = Target.of(find_device("H200"))
+    kernel = find_kernel("embed")
+    with Store.open("bundle/tuning.sqlite", sealed=True, name="bundle") as kept:
+        shipped = [s for s in default_stores() if s.name.startswith("prebuilt")]
+        theirs = {w.id: w for s in shipped for w in s.winners()}
+        assert {w.kernel for w in kept.winners()} == {"embed", "rmsnorm"}
+        for w in kept.winners():
+            assert replace(w, source="") == replace(theirs[w.id], source="")
+            assert kept.build(w.build_id)
+            assert kept.measurements(build_id=w.build_id)
+        problem = next(w for w in kept.winners("embed")).problem
+        for tokens in (1, 2, 3, 100, 300, 8192, 9000):
+            asked = kernel.problem_type(**{**problem.fields, "num_tokens": tokens})
+            was, now = (lookup(stores, kernel, asked, here) for stores in (shipped, [kept]))
+            assert (was and (was.config, was.build_id)) == (now and (now.config, now.build_id))
+    one = next(w for w in theirs.values() if w.kernel == "embed" and w.problem.dynamic == 512)
+    assert extract(shipped, [one], Path("one.sqlite")) == 14, "its line has as many points"
+    connection = sqlite3.connect("file:bundle/tuning.sqlite?mode=ro&immutable=1", uri=True)
+    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+    connection.close()
+
+
+def test_two_databases_with_a_winner_for_one_point_make_a_bundle_that_is_complete(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's prediction and the shipped measurement have one id; what was measured is chosen, and kept."""
+    assert kerngen("tune", "--arch", "sm90", "--device", "H200", *SMALL, "--trials", "1")[0] == 0
+    code, out, _ = kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle", "--json")
+    assert code == 0
+    assert {s for b in json.loads(out)["builds"] for s in b["chosen_by"]} == {
+        "prebuilt sm90-gemma-4-31b: exact device (measured)"
+    }
+    _alone(kerngen, monkeypatch)
+    bundle, target = Bundle.open("bundle"), Target.of(find_device("H200"))
+    load = workload(find_model("gemma-4-31b"), target.arch).only(["embed", "rmsnorm"])
+    for _, choice in _chosen(load, bundle.stores(), target):
+        assert choice.provenance == "measured"
+        assert choice.cubin is not None
+
+
+@pytest.mark.parametrize(
+    ("where", "targets", "chosen"),
+    [
+        (("--device", "H200"), [["sm90", "H200"]], {"exact device (measured)"}),
+        (("--arch", "sm90", "--device", "H100"), [["sm90", "H100"]], {"measured on H200, the same arch (measured)"}),
+        (("--arch", "sm80,sm90", "--device", "h100"), [["sm90", "H100"], ["sm80", "A100"]],
+         {"measured on H200, the same arch (measured)", "default configuration"}),
+    ],
+)  # fmt: skip
+def test_the_board_decides_what_is_chosen(
+    kerngen: Kerngen, where: tuple[str, ...], targets: list[list[str]], chosen: set[str]
+) -> None:
+    code, out, _ = kerngen("compile", *where, "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1", "--json")
+    assert code == 0
+    made = json.loads(out)
+    assert made["targets"] == targets
+    assert {s.removeprefix("prebuilt sm90-gemma-4-31b: ") for b in made["builds"] for s in b["chosen_by"]} == chosen
+
+
+def test_a_bundle_made_anew_forgets_what_was_chosen_before(kerngen: Kerngen) -> None:
+    assert kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle")[0] == 0
+    assert kerngen("compile", "--device", "H200", *SMALL, "--untuned", "-o", "bundle")[0] == 0
+    with Bundle.open("bundle").stores()[0] as store:
+        assert store.winners() == []
+
+
+def test_a_database_that_belongs_to_nobodys_bundle_is_not_overwritten(kerngen: Kerngen) -> None:
+    (kerngen.folder / "mine").mkdir()
+    Store.open("mine/tuning.sqlite").close()
+    before = (kerngen.folder / "mine" / "tuning.sqlite").read_bytes()
+    code, _, err = kerngen("compile", "--arch", "sm70", *SMALL, "-o", "mine")
+    assert code == 2
+    assert "mine/tuning.sqlite is there, and belongs to no bundle" in err
+    assert (kerngen.folder / "mine" / "tuning.sqlite").read_bytes() == before
+
+
+def test_what_is_no_bundle_is_said(kerngen: Kerngen) -> None:
+    with pytest.raises(UsageError, match=r"nowhere is no bundle: there is no bundle\.json in it"):
+        Bundle.open("nowhere")
+    (kerngen.folder / "b").mkdir()
+    path = kerngen.folder / "b" / "bundle.json"
+    for text, says in (
+        ("[]", "is damaged"), ("{", "is damaged"), ('{"bundle": 2}', "version 2; this kerngen reads 1"),
+        ('{"bundle": 1, "model": "m", "nvrtc": [12], "targets": []}', "is damaged"),
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(CacheError, match=says):
+            Bundle.open("b")
+    path.write_text('{"bundle": 1, "model": "gemma-4-31b", "nvrtc": [12, 9], "targets": [["sm70", "V100"]]}')
+    Bundle.open("b").require(find_arch("sm70"))
+    with pytest.raises(UsageError, match="the bundle b was made for sm70, not for sm90") as caught:
+        Bundle.open("b").require(find_arch("sm90"))
+    assert caught.value.hint == "make one: kerngen compile --arch sm90 --model gemma-4-31b -o FOLDER"
+    with pytest.raises(UsageError, match="--db and --bundle both"):
+        sources_for("x.db", "b")
+
+
+def test_db_goes_before_a_bundle_of_the_environment(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store.open("own.db").close()
+    monkeypatch.setenv("KERNGEN_BUNDLE", "nowhere")
+    stores, _, bundle = sources_for("own.db", None)
+    assert bundle is None
+    assert [s.where for s in stores] == ["own.db"]

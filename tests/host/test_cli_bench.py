@@ -1,0 +1,126 @@
+"""`kerngen bench`: what comes first, which GPU it takes, how it ends where a case fails. The GPUs are pretended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from command import ROOT, Kerngen
+
+from kerngen.arch import Target, find_device
+from kerngen.errors import DeviceError, UsageError
+from kerngen.measure import Ceilings
+from kerngen.runtime import backend, launcher
+
+TINY = str(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
+ROW = {
+    "p50_us": 2.0, "p10_us": 1.9, "p90_us": 2.1, "gbps": 1.0, "share_read": 0.1, "tflops": 0.1, "share_matmul": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Two H200s. What torch was told to take, in order."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: taken.append(torch.device(d).index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: taken[-1] if taken else 0)
+    monkeypatch.setattr(launcher, "_probed", lambda index: find_device("H200" if index == 0 else "H100"))
+    return taken
+
+
+def test_a_device_that_is_named_becomes_the_current_one(current: list[int]) -> None:
+    assert backend.use_gpu(None) == 0
+    assert launcher.probe_device().name == "H200"
+    assert backend.use_gpu("cuda:1") == 1
+    assert current == [0, 1]
+    assert launcher.probe_device().name == "H100", "what asks for the GPU at hand gets that one"
+    assert launcher.probe_device(0).name == "H200"
+    with pytest.raises(DeviceError, match="no cuda:2: this machine has 2"):
+        backend.use_gpu("cuda:2")
+    with pytest.raises(UsageError, match="--device cpu is no GPU"):
+        backend.use_gpu("cpu")
+
+
+@pytest.mark.parametrize("name", ["torch", "cuda"])
+def test_a_backend_runs_on_the_device_that_is_named(
+    current: list[int], name: str, kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = backend.open_backend(name, device="cuda:1")
+    assert ops.device == torch.device("cuda", 1)
+    assert current == [1]
+    if name == "cuda":
+        assert ops.executor.launcher.target.device.name == "H100"  # type: ignore[attr-defined]
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> None:
+    limit = Ceilings(4500.0, 4100.0, 780.0, {"gpu": "H200", "driver": "580", "torch": "2"})
+    monkeypatch.setattr("kerngen.measure.ceilings", lambda: limit)
+    monkeypatch.setattr("kerngen.measure.bench_row", lambda *_: rows.pop(0))
+    target = SimpleNamespace(target=Target.of(find_device("H200")))
+    monkeypatch.setattr(launcher, "Launcher", lambda *_, **__: target)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("how", [(), ("--json",)])
+def test_a_case_that_fails_fails_the_command(
+    kerngen: Kerngen, current: list[int], monkeypatch: pytest.MonkeyPatch, fails: bool, how: tuple[str, ...]
+) -> None:
+    good = {"kernel": "moe_route", "case": "a", **ROW}
+    bad = {"kernel": "moe_route", "case": "b", "error": "it was refused"}
+    from kerngen.templates import find_kernel
+
+    count = len(find_kernel("moe_route").bench.BENCH_CASES)
+    _pretend(monkeypatch, [bad if fails and i == 1 else good for i in range(count)])
+    code, out, err = kerngen("bench", "kernel", "moe_route", "--device", "cuda:1", *how)
+    assert code == (1 if fails else 0)
+    assert (f"1 of {count} cases failed" in err) == fails
+    assert ("it was refused" in out) == fails
+    assert current == [1]
+
+
+def test_the_times_of_a_model_come_first(kerngen: Kerngen) -> None:
+    args = ("bench", "model", TINY, "--backend", "torch", "--context", "8", "--tokens", "2")
+    code, out, _ = kerngen(*args)
+    assert code == 0
+    assert out.startswith("context      8: prefill ")
+    assert "outside our kernels: everything (the torch backend is eager torch" in out
+    report = json.loads(kerngen(*args, "--json")[1])
+    assert list(report["outside"]) == ["everything"]
+    assert report["configurations"] == {}
+
+
+def test_configurations_are_listed_where_they_are_asked_for(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "context": 8, "prefill_ms": 1.0, "step_ms": 1.0, "step_ms_min": 1.0, "step_ms_max": 1.0, "runs": 5,
+        "floor_ms": 0.0, "acceptance_length": 1.0,
+    }  # fmt: skip
+    report = {
+        "model": "m", "device": "H200", "backend": "cuda", "dtype": "bf16", "weight_gb": 1.0, "build_s": 1.0,
+        "read_gbps": 4500.0, "rows": [row], "configurations": {"user: exact device (measured)": 2}, "outside": {},
+        "kernels": ["embed[hidden=8] [threads=64] from user", "rmsnorm[hidden=8] [threads=64] from user"],
+    }  # fmt: skip
+    monkeypatch.setattr("kerngen.steptime.time_model", lambda *_, **__: report)
+    brief = kerngen("bench", "model", "gemma-4-31b")[1]
+    assert brief.startswith("context ")
+    assert "configurations: 2 user: exact device (measured)" in brief
+    assert "threads=64" not in brief
+    assert "--verbose lists the 2 configurations that ran" in brief
+    assert all(f"  {line}\n" in kerngen("bench", "model", "gemma-4-31b", "--verbose")[1] for line in report["kernels"])
+
+
+def test_defaults_are_nobodys_choice(kerngen: Kerngen) -> None:
+    code, _, err = kerngen("bench", "kernel", "embed", "--untuned", "--db", "x.db")
+    assert code == 2
+    assert "--untuned times the defaults" in err

@@ -1,0 +1,146 @@
+"""`kerngen doctor`: what a model would run on a GPU, what is missing for it, and what improves it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from command import ROOT, Kerngen
+
+from kerngen.arch import Target, find_arch, find_device
+from kerngen.builds import Build
+from kerngen.bundle import Bundle, BundleCache
+from kerngen.readiness import KINDS, Readiness, advice, readiness
+from kerngen.runtime.binding import Bindings
+from kerngen.runtime.ops.outside import OUTSIDE
+from kerngen.templates import find_kernel
+from kerngen.tuning_db import default_stores, lookup
+from kerngen.workload import find_workload
+
+MODEL = "gemma-4-31b"
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(("device", "kind"), [("H200", "exact device"), ("H100", "same arch")])
+def test_a_models_problems_are_counted_by_who_chose_for_them(kerngen: Kerngen, device: str, kind: str) -> None:
+    """As looking each of them up says."""
+    code, out, _ = kerngen("doctor", "--model", MODEL, "--device", device, "--json")
+    assert code == 0
+    found = json.loads(out)["model"]
+    target = Target.of(find_device(device))
+    want: dict[str, Counter[str]] = {}
+    for item in find_workload(MODEL, target.arch).items:
+        winner = lookup(default_stores(), find_kernel(item.kernel), item.problem, target)
+        want.setdefault(item.kernel, Counter())["default" if winner is None else kind] += 1
+    assert {k: Counter({n: c for n, c in row.items() if c}) for k, row in found["kernels"].items()} == want
+    assert sum(row[kind] for row in found["kernels"].values()) > 0
+    assert found["builds"] == found["in_database"] + len(found["missing"])
+    assert list(found["outside"]) == ["dense matrices"]
+    shown = kerngen("doctor", "--model", MODEL, "--device", device)[1]
+    assert f"{MODEL} on sm90 ({device})" in shown
+    assert f"kerngen tune --arch sm90 --model {MODEL}" in shown
+
+
+def test_predictions_count_as_such(kerngen: Kerngen) -> None:
+    which = ("--arch", "sm70", "--model", MODEL)
+    assert kerngen("tune", *which, "--kernel", "embed", "--trials", "1", "--jobs", "1")[0] == 0
+    found = json.loads(kerngen("doctor", *which, "--json")[1])["model"]
+    assert found["kernels"]["embed"] == {"exact device": 0, "same arch": 0, "predicted": 14, "default": 0}
+    assert found["kernels"]["rmsnorm"]["default"] == 20
+    first, *_ = found["commands"]
+    assert first.startswith("kerngen tune --arch sm70 --model gemma-4-31b --kernel rmsnorm,")
+    assert first.endswith("--objective predicted")
+    assert "embed" not in first
+
+
+def test_what_may_not_be_compiled_and_is_missing_fails(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
+    code, out, _ = kerngen("doctor", "--model", MODEL, "--device", "L4")
+    assert code == 1
+    assert "cannot run: KERNGEN_NO_COMPILE forbids compiling" in out
+    assert "w4a16_gemm(n=" in out
+    assert "kerngen compile --arch sm89 --device L4 --model gemma-4-31b -o FOLDER" in out
+    monkeypatch.delenv("KERNGEN_NO_COMPILE")
+    code, out, _ = kerngen("doctor", "--model", MODEL, "--device", "L4")
+    assert code == 0
+    assert "cannot run" not in out
+
+
+def test_a_bundle_is_shown_to_be_complete_or_not(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    which = ("--arch", "sm70", "--model", MODEL, "--kernel", "embed,rmsnorm", "--jobs", "1", "-o", "bundle")
+    assert kerngen("compile", *which)[0] == 0
+    load = find_workload(MODEL, find_arch("sm70")).only(["embed", "rmsnorm"])
+    bundle, target = Bundle.open("bundle"), Target.of(find_arch("sm70"))
+    monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
+    found = readiness(load, Bindings(bundle.stores(), target), BundleCache(bundle))
+    assert found.works
+    assert (found.builds, found.missing) == (5, [])
+    next((kerngen.folder / "bundle").rglob("*.cubin")).unlink()
+    found = readiness(load, Bindings(bundle.stores(), target), BundleCache(bundle))
+    assert not found.works
+    assert len(found.missing) == 1
+    assert kerngen("doctor", "--bundle", "bundle")[0] == 0
+    assert kerngen("doctor", "--model", MODEL, "--arch", "sm70", "--bundle", "bundle")[0] == 1, "the other kernels"
+    code, _, err = kerngen("doctor", "--model", MODEL, "--arch", "sm75", "--bundle", "bundle")
+    assert code == 2
+    assert "was made for sm70, not for sm75" in err
+    (kerngen.folder / "bundle" / "bundle.json").write_text("{")
+    code, out, _ = kerngen("doctor", "--bundle", "bundle")
+    assert code == 1
+    assert "bundle.json is damaged" in out
+
+
+def test_without_a_model_it_lists_what_no_kernel_serves(kerngen: Kerngen) -> None:
+    code, out, _ = kerngen("doctor")
+    assert code == 0
+    assert all(f"    {name}: {why}" in out for name, why in OUTSIDE.items())
+    assert json.loads(kerngen("doctor", "--json")[1])["outside"] == OUTSIDE
+    for args in (("--arch", "sm70"), ("--device", "L4"), ("--db", "x.db")):
+        code, _, err = kerngen("doctor", *args)
+        assert code == 2
+        assert "go with a --model" in err
+    code, _, err = kerngen(
+        "doctor", "--model", str(ROOT / "examples/tiny/gemma-4-tiny"), "--arch", "sm70", "--device", "L4"
+    )
+    assert code == 2
+    assert "device L4 is sm89, not sm70" in err
+
+
+def _ready(device: str, kinds: dict[str, dict[str, int]], missing: int = 0, blocked: str = "") -> Readiness:
+    target = Target.of(find_device(device))
+    kernel = find_kernel("embed")
+    problem = kernel.cases.CASES[0].problem
+    build = Build(kernel, target, problem, kernel.default_config(problem, target), "")
+    counts = {k: Counter(row) for k, row in kinds.items()}
+    return Readiness(target, counts, 9, 9 - missing, [build] * missing, blocked)
+
+
+@pytest.mark.parametrize(
+    ("found", "here", "bundle", "commands"),
+    [
+        (_ready("H200", {"a": {"exact device": 3}, "b": {"exact device": 1}}), "H200", False, []),
+        (_ready("H200", {"a": {"exact device": 3}, "b": {"predicted": 1}}), "H200", False,
+         ["kerngen tune --arch sm90 --model m --kernel b"]),
+        (_ready("H100", {"a": {"same arch": 3}, "b": {"same arch": 1}}), None, False,
+         ["kerngen tune --arch sm90 --model m"]),
+        (_ready("L4", {"a": {"predicted": 3}, "b": {"default": 1}}), None, False,
+         ["kerngen tune --arch sm89 --device L4 --model m --kernel b --objective predicted",
+          "kerngen tune --arch sm89 --model m"]),
+        (_ready("L4", {"a": {"exact device": 3}}, 2), None, False,
+         ["kerngen compile --arch sm89 --device L4 --model m"]),
+        (_ready("V100", {"a": {"exact device": 3}}, 2, "no NVRTC"), None, True,
+         ["kerngen compile --arch sm70 --model m -o FOLDER"]),
+        (_ready("V100", {"a": {"default": 3}}), "V100", True,
+         ["kerngen tune --arch sm70 --model m", "kerngen compile --arch sm70 --model m -o FOLDER"]),
+    ],
+)  # fmt: skip
+def test_the_command_that_improves_it(found: Readiness, here: str | None, bundle: bool, commands: list[str]) -> None:
+    target = Target.of(find_device(here)) if here else None
+    assert list(advice(found, "m", target, bundle=bundle)) == commands
+    assert set().union(*found.kinds.values()) <= set(KINDS)

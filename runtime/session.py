@@ -88,8 +88,8 @@ class Session:
 
     num_draft_tokens: drafted a step, where there is a drafter. max_len: tokens that the cache holds, prompt and answer
     together; None for as many as a call needs, which makes a longer call allocate (and on a GPU capture) anew.
-    drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the weights
-    took.
+    drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
+    weights took.
     """
 
     folder: Path

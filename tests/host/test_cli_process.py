@@ -172,3 +172,15 @@ def test_sigterm_that_is_ignored_stays_ignored(kerngen: Kerngen, monkeypatch: py
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "put back as it was"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_options_complete(kerngen: Kerngen, shell: str) -> None:
+    """As README.md says how."""
+    code, out, _ = kerngen.run(env=os.environ | {"_KERNGEN_COMPLETE": f"{shell}_source"})
+    assert code == 0
+    assert "_kerngen_completion" in out
+    words = {"COMP_WORDS": "kerngen compile --dev", "COMP_CWORD": "--dev" if shell == "fish" else "2"}
+    code, out, _ = kerngen.run(env=os.environ | words | {"_KERNGEN_COMPLETE": f"{shell}_complete"})
+    assert code == 0
+    assert "--device" in out

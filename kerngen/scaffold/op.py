@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 
 from .spec import Problem
 
@@ -12,6 +12,6 @@ from .spec import Problem
 def new_kernel(x: Tensor, weight: Tensor) -> Call[Tensor]:
     """x * weight, row by row. x [T, H]; weight [H] in x's dtype. Returns [T, H]."""
     tokens, hidden = x.shape
-    out = x.new_empty(x.shape)
+    out = empty(x, *x.shape)
     problem = Problem(hidden, DTYPE_NAME[x.dtype], tokens) if tokens else None
     return Call("new_kernel", problem, {"out": out, "x": x.contiguous(), "weight": weight}, out)

@@ -28,6 +28,8 @@ class SyntheticSource:
         self._rng = None if self.is_dry else torch.Generator(ops.device).manual_seed(seed)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if self.is_dry:
+            return torch.empty(shape, dtype=dtype or self.ops.dtype, device=self.ops.device)
         if dtype is not None:  # token_ordering: a permutation
             return torch.randperm(shape[0], generator=self._rng, device=self.ops.device).to(dtype)
         if len(shape) == 1:
@@ -44,8 +46,9 @@ class SyntheticSource:
         dense = quant is None or any(is_ignored(quant, module) for module, _ in parts)
         if quant is None or dense or in_features % quant.group_size:
             return self.ops.prepare(DenseLinear(self._matrix(rows, in_features)))
-        packed = torch.randint(-(2**31), 2**31, (rows, in_features // 8), generator=self._rng, device=device,
-                               dtype=torch.int64).to(torch.int32)  # fmt: skip
+        packed = torch.empty(rows, in_features // 8, dtype=torch.int32, device=device)
+        if not self.is_dry:
+            packed.random_(-(2**31), 2**31, generator=self._rng)
         scales = torch.full((rows, in_features // quant.group_size), 1.0 / (_NIBBLE_STD * in_features**0.5),
                             dtype=self.ops.dtype, device=device)  # fmt: skip
         weights = W4Linear(packed, scales, rows, in_features, quant.group_size,
@@ -61,7 +64,7 @@ class SyntheticSource:
 
     def _matrix(self, *shape: int) -> Tensor:
         out = torch.empty(shape, dtype=self.ops.dtype, device=self.ops.device)
-        return out.normal_(0.0, shape[-1] ** -0.5, generator=self._rng)
+        return out if self.is_dry else out.normal_(0.0, shape[-1] ** -0.5, generator=self._rng)
 
 
 def synthetic_model(config: ModelConfig, ops: Ops, seed: int = 0) -> ModelWeights:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 
 
 @op(
@@ -29,7 +29,7 @@ def add_norm(
     residual [T, H] in h's dtype or fp32; h [T, H]; weights [H] and layer_scalar [1], or None for 1, in h's dtype.
     Returns [T, H] in h's dtype.
     """
-    out = h.new_empty(h.shape)
+    out = empty(h, *h.shape)
     return Call("add_norm", *_asked(residual, h, post_weight, layer_scalar, next_weight, eps, out), out)
 
 

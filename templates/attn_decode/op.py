@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import keys_that_matter
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 
 
 @op(
@@ -41,7 +40,7 @@ def attn_decode(
     """
     batch, max_pages = block_table.shape
     _, num_kv_heads, page_size, dim = k_cache.shape
-    out = torch.empty_like(q)
+    out = empty(q, *q.shape)
     problem = Problem(
         dim, q.shape[1], num_kv_heads, q_len, page_size, window, DTYPE_NAME[q.dtype], logit_cap > 0, batch,
         keys_that_matter(max_kv_len or max_pages * page_size, q_len, window),

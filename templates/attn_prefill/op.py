@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import keys_that_matter
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 
 
 @op(
@@ -42,7 +41,7 @@ def attn_prefill(
     batch, max_pages = block_table.shape
     _, num_kv_heads, page_size, dim = k_cache.shape
     tokens, num_q_heads, _ = q.shape
-    out = torch.empty_like(q)
+    out = empty(q, *q.shape)
     problem = None
     if tokens:
         problem = Problem(
@@ -85,7 +84,7 @@ def attn_prefill_dense(
     """
     batch = cu_seqlens_q.shape[0] - 1
     tokens, num_q_heads, dim = q.shape
-    out = torch.empty_like(q)
+    out = empty(q, *q.shape)
     problem = None
     if tokens:
         problem = Problem(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 from kerngen.templates.embed.spec import Problem
 
 
@@ -17,7 +17,7 @@ def embed(ids: Tensor, table: Tensor, scale: float, out_dtype: torch.dtype) -> C
     Returns [T, H] in out_dtype: the table's, or fp32 (rounded to the table's first).
     """
     (tokens,), (vocab, hidden) = ids.shape, table.shape
-    out = table.new_empty((tokens, hidden), dtype=out_dtype)
+    out = empty(table, tokens, hidden, dtype=out_dtype)
     problem = None
     if tokens:
         problem = Problem(hidden, vocab, DTYPE_NAME[table.dtype], DTYPE_NAME[out_dtype], tokens)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 from kerngen.templates.moe_route.spec import Problem
 
 
@@ -17,8 +17,8 @@ def moe_route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> Call[tupl
     logits [T, E]; per_expert_scale [E]. Returns ids [T, top_k] int32 and weights [T, top_k] fp32.
     """
     tokens, num_experts = logits.shape
-    ids = logits.new_empty((tokens, top_k), dtype=torch.int32)
-    weights = logits.new_empty((tokens, top_k), dtype=torch.float32)
+    ids = empty(logits, tokens, top_k, dtype=torch.int32)
+    weights = empty(logits, tokens, top_k, dtype=torch.float32)
     problem = None
     if tokens:
         dtype, logits_dtype = DTYPE_NAME[per_expert_scale.dtype], DTYPE_NAME[logits.dtype]

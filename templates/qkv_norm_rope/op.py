@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import require
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 from kerngen.templates.qkv_norm_rope.spec import Problem
 
 
@@ -49,7 +49,7 @@ def qkv_norm_rope(
     k_eq_v = width == (num_q_heads + num_kv_heads) * dim
     heads = f"{num_q_heads} q heads and {num_kv_heads} kv heads of {dim}"
     require(k_eq_v or width == (num_q_heads + 2 * num_kv_heads) * dim, f"qkv has {width} columns, not those of {heads}")
-    q = qkv.new_empty((tokens, num_q_heads, dim))
+    q = empty(qkv, tokens, num_q_heads, dim)
     problem = None
     if tokens:
         problem = Problem(
@@ -70,7 +70,7 @@ def q_norm_rope(
     """As qkv_norm_rope for a layer that owns no cache: q_raw [T, nq * d]. Returns q [T, nq, d]."""
     tokens, dim = q_raw.shape[0], 2 * inv_freq.shape[0]
     require(q_raw.shape[1] % dim == 0, f"q_raw has {q_raw.shape[1]} columns, which are no heads of {dim}")
-    q = q_raw.new_empty((tokens, q_raw.shape[1] // dim, dim))
+    q = empty(q_raw, tokens, q_raw.shape[1] // dim, dim)
     problem = None
     if tokens:
         problem = Problem(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 from kerngen.templates.rmsnorm.spec import Problem
 
 
@@ -18,7 +18,7 @@ def rmsnorm(x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype
     """
     hidden = x.shape[-1]
     tokens = x.numel() // hidden if hidden else 0
-    out = x.new_empty(x.shape, dtype=out_dtype)
+    out = empty(x, *x.shape, dtype=out_dtype)
     problem = None
     if tokens:
         problem = Problem(hidden, DTYPE_NAME[out_dtype], DTYPE_NAME[x.dtype], weight is not None, tokens)

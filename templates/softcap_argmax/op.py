@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 from kerngen.templates.softcap_argmax.spec import Problem
 
 
@@ -18,15 +18,15 @@ def argmax(logits: Tensor, logit_cap: float) -> Call[Tensor]:
 
     logit_cap: 0 for none. A cap orders nothing anew, but makes ties where it rounds.
     """
-    ids = logits.new_empty(logits.shape[0], dtype=torch.int64)
+    ids = empty(logits, logits.shape[0], dtype=torch.int64)
     return Call("softcap_argmax", *_asked(logits, logit_cap, ids, None), ids)
 
 
 @op(takes={"logits": "D[T, V]"})
 def softcap(logits: Tensor, logit_cap: float) -> Call[Tensor]:
     """logit_cap * tanh(logits / logit_cap) in fp32, or the logits themselves where logit_cap is 0: [T, vocab]."""
-    ids = logits.new_empty(logits.shape[0], dtype=torch.int64)
-    capped = logits.new_empty(logits.shape, dtype=torch.float32)
+    ids = empty(logits, logits.shape[0], dtype=torch.int64)
+    capped = empty(logits, *logits.shape, dtype=torch.float32)
     return Call("softcap_argmax", *_asked(logits, logit_cap, ids, capped), capped)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import require
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 from kerngen.templates.w4a16_gemm.spec import STRIP, Problem
 
 
@@ -20,7 +20,7 @@ def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor) -> Call[Tensor]:
     n = w_packed.shape[0] * STRIP
     groups = scales.shape[1]
     require(groups > 0 and k % groups == 0, f"K = {k} is not a multiple of {groups} groups")
-    out = x.new_empty((tokens, n))
+    out = empty(x, tokens, n)
     problem = Problem(n, k, k // groups, DTYPE_NAME[x.dtype], tokens) if tokens else None
     arguments = {"out": out, "x": x.contiguous(), "w_packed": w_packed, "scales": scales, "num_tokens": tokens}
     return Call("w4a16_gemm", problem, arguments, out)

@@ -55,8 +55,10 @@ def pack(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
         raise ProblemError(f"W is {n} x {k}; both must be multiples of {STRIP}")
     if weight_scale.shape[0] != n or k % weight_scale.shape[1]:
         raise ProblemError(f"scales of shape {tuple(weight_scale.shape)} do not fit a W of {n} x {k}")
-    order = _order().to(weight_packed.device)
     packed = torch.empty(n // STRIP, k // STRIP, 32, 4, dtype=torch.int32, device=weight_packed.device)
+    if weight_packed.is_meta:  # shapes alone
+        return packed, weight_scale.new_empty(n // STRIP, weight_scale.shape[1], STRIP)
+    order = _order().to(weight_packed.device)
     rows = max(1, (1 << 22) // k)  # strips at a time: bounds the scratch to about 1 GB
     for s in range(0, n // STRIP, rows):
         part = weight_packed[s * STRIP : (s + rows) * STRIP]

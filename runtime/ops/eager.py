@@ -14,7 +14,8 @@ from kerngen.runtime.ops import DenseLinear, KVPages, Linear, Rope, W4Linear, ou
 from kerngen.runtime.sampling import likeliest
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
-from kerngen.templates.common.row_torch import rms_norm
+from kerngen.templates.common.row_torch import DTYPE_NAME, gelu_gated, rms_norm
+from kerngen.templates.common.row_torch import rope as turned
 from kerngen.templates.w4a16_gemm.pack import dequantize
 
 
@@ -92,9 +93,8 @@ class TorchOps:
         return self._normed_and_turned(q.view(len(q), -1, rope.head_dim), q_norm, rope, positions, eps)
 
     def _normed_and_turned(self, x: Tensor, weight: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
-        angles = positions[:, None].float() * rope.inv_freq
-        cos, sin = angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None]  # [T, 1, d / 2]
-        return _rotate(self.rmsnorm(x, weight, eps), cos, sin)
+        normed = self.rmsnorm(x, weight, eps).float()
+        return turned(normed, positions, rope.inv_freq, rope.num_rotated, DTYPE_NAME[self.dtype]).to(self.dtype)
 
     def attn_decode(
         self,
@@ -132,10 +132,10 @@ class TorchOps:
 
     def gelu_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+        return gelu_gated(gate, up, DTYPE_NAME[self.dtype]).to(self.dtype)
 
     def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        return F.gelu(gate, approximate="tanh") * x
+        return gelu_gated(gate, x, DTYPE_NAME[self.dtype]).to(self.dtype)
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         out = self.linear(h, head).float()
@@ -170,12 +170,6 @@ class TorchOps:
         self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
         return outside.centroid_logits(y, self.linear(y, centroids), top_k, token_ids, embed)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, d], cos and sin [T, 1, d / 2]: pairs (j, j + d / 2)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def _write(cache: KVPages, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from kerngen.errors import ProblemError
 from kerngen.templates.kernel import Tolerance
@@ -42,6 +43,29 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     x = x.float()
     x = x * torch.pow(x.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     return x if weight is None else x * weight.float()
+
+
+def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, num_rotated_pairs: int, dtype: str) -> Tensor:
+    """x [num_tokens, heads, head_dim], values of `dtype` in fp32, turned by positions [num_tokens] * inv_freq.
+
+    Returns fp32 values of `dtype`: angles, sine and cosine in fp32, cast to it; two products and a sum, each rounded.
+    Source: Gemma4TextRotaryEmbedding.forward and apply_rotary_pos_emb in transformers 5.22, modeling_gemma4.py.
+    """
+    freqs = torch.where(torch.arange(len(inv_freq), device=x.device) < num_rotated_pairs, inv_freq, 0.0)
+    angles = positions.float()[:, None] * freqs
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    cos, sin = rounded(angles.cos(), dtype), rounded(angles.sin(), dtype)
+    low, high = x.chunk(2, dim=-1)
+    turned = torch.cat((-high, low), dim=-1)
+    return rounded(rounded(x * cos, dtype) + rounded(turned * sin, dtype), dtype)
+
+
+def gelu_gated(gate: Tensor, up: Tensor, dtype: str) -> Tensor:
+    """gelu_tanh(gate) * up in fp32, the activation and the product rounded to `dtype`.
+
+    Source: Gemma4TextMLP.forward in transformers 5.22, modeling_gemma4.py; the activation is gelu_pytorch_tanh.
+    """
+    return rounded(rounded(gelu(gate.float(), approximate="tanh"), dtype) * up.float(), dtype)
 
 
 def poisoned(*shape: int, dtype: str, device: torch.device | str, value: float = float("nan")) -> Tensor:

@@ -9,23 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import rms_norm, rounded, tolerance_of_flips
+from kerngen.templates.common.row_torch import rms_norm, rope, rounded, tolerance_of_flips
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.qkv_norm_rope.spec import Problem
-
-
-def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, num_rotated_pairs: int, dtype: str) -> Tensor:
-    """x [num_tokens, heads, head_dim], values of `dtype` in fp32, turned by positions [num_tokens] * inv_freq."""
-    freqs = torch.where(torch.arange(len(inv_freq), device=x.device) < num_rotated_pairs, inv_freq, 0.0)
-    angles = positions.float()[:, None] * freqs
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    cos, sin = rounded(angles.cos(), dtype), rounded(angles.sin(), dtype)
-    low, high = x.chunk(2, dim=-1)
-    turned = torch.cat((-high, low), dim=-1)
-    return rounded(rounded(x * cos, dtype) + rounded(turned * sin, dtype), dtype)
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -101,3 +101,14 @@ def test_graph_steps_equal_single_steps() -> None:
             expected.append(int(model.greedy(model.forward(batch, cache))))
             lengths += 1
     assert tokens == expected
+
+
+def test_a_prompt_in_chunks_of_odd_size_runs() -> None:
+    """A chunk's ids start wherever the prompt was cut: at a multiple of 8 bytes, and of no more."""
+    from kerngen.runtime.engine import Engine
+
+    config = _config(quant=True)
+    model = _model("cuda", config)
+    prompt = list(range(5, 205))
+    made = Engine(model, max_len=300, prefill_chunk=77).generate(prompt, max_new_tokens=8)
+    assert len(made.tokens) == 8

@@ -229,6 +229,16 @@ def test_names_are_consistent(kernel: Kernel) -> None:
 
 
 @EACH_KERNEL
+def test_pointers_ask_for_no_more_alignment_than_slices_have(kernel: Kernel) -> None:
+    """A prompt's chunk is a slice of its ids: what is read one by one may start at any element."""
+    inputs = kernel.cases.inputs(kernel.cases.CASES[0], torch.device("cpu"))
+    for a in _args(kernel):
+        value = inputs.get(a.name)
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 1:
+            assert a.align <= value.element_size(), f"{a.name} must start at a multiple of {a.align} bytes"
+
+
+@EACH_KERNEL
 def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> None:
     """A kernel that writes nothing, or not all, must not pass: no output holds its right values beforehand."""
     names = {a.name for a in _args(kernel)} - {"workspace"}

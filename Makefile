@@ -13,7 +13,7 @@ demo: $(VENV)/.installed
 	$(BIN)/kerngen run $(MODEL) --draft examples/tiny/gemma-4-tiny-assistant --prompt "$$(cat examples/tiny/prompt.txt)"
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest tests/host
+	$(BIN)/python -m pytest tests/host -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

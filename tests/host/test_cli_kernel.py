@@ -129,7 +129,7 @@ def test_a_new_kernel_works_where_it_lies(kerngen: Kerngen, monkeypatch: pytest.
     code, out, _ = kerngen("--templates", "kernels", "compile", "--arch", "sm70,sm90", "--kernel", "first,second",
                            "--cases", "--jobs", "1", "--json")  # fmt: skip
     assert code == 0
-    assert {f["kernel"] for f in json.loads(out)["files"]} == {"first", "second"}
+    assert {f["kernel"] for f in json.loads(out)["builds"]} == {"first", "second"}
     assert TEMPLATES_VARIABLE not in os.environ, "the option ends with its command"
 
 

@@ -213,7 +213,7 @@ def test_run_says_what_ran_outside_our_kernels(
     kerngen: Terminal, monkeypatch: pytest.MonkeyPatch, draft: tuple[str, ...]
 ) -> None:
     """The kernels' own path, answered by their references; the head and the assistant's matrices are dense."""
-    monkeypatch.setattr("kerngen.runtime.backend.open_backend", lambda *_, **__: KernelOps(Reference(), torch.float32))
+    monkeypatch.setattr("kerngen.runtime.session.open_backend", lambda *_, **__: KernelOps(Reference(), torch.float32))
     tiny = Path(__file__).parents[2] / "examples" / "tiny"
     which = draft or ("--draft", tiny / "gemma-4-tiny-assistant")
     common = ("run", tiny / "gemma-4-tiny-w4a16", "--prompt", "hello", "--max-new-tokens", 3, *which)

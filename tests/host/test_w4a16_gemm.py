@@ -88,7 +88,7 @@ def test_reference_is_the_dense_product() -> None:
         ({"k": 100}, "k=100"),
         ({"k": 192, "group_size": 128}, "k=192"),
         ({"group_size": 16}, "group_size=16"),
-        ({"dtype": "fp32"}, "fp32"),
+        ({"dtype": "fp64"}, "fp64"),
         ({"num_tokens": 0}, "num_tokens=0"),
     ],
 )

@@ -38,6 +38,8 @@ EACH_KERNEL = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 EACH_ARCH = pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 SAMPLE = 1500  # configurations of a space that is too large to walk
 MOST_KEYS = 50_000  # inputs with more tokens of KV than this are made on GPUs: here they take seconds and gigabytes
+# Where fp16 and bf16 are both compiled: with no bf16, and one of each kind of body. Elsewhere two instructions differ.
+BOTH_DTYPES = ("sm70", "sm75", "sm80", "sm90")
 # Names that hold digits and are no figures.
 NAMES = re.compile(r"\b(?:sm_?\d+|compute_\d+|bf16|fp(?:8|16|32)|int\d+|m\d+n\d+k\d+)\b")
 # How a refusal says what serves instead, where no figure decides.
@@ -56,7 +58,7 @@ class Builds:
         if (kernel.name, arch.name) in self._begun or arch.number not in supported_targets():
             return
         sources: dict[str, tuple[Case, Any]] = {}
-        for case in kernel.cases.CASES:
+        for case in _compiled_for(kernel, arch):
             if kernel.why_unsupported(case.problem, Target.of(arch)) is None:
                 config = kernel.default_config(case.problem, Target.of(arch))
                 sources.setdefault(render(kernel, case.problem, config, Target.of(arch)), (case, config))
@@ -69,6 +71,18 @@ class Builds:
         self.begin(kernel, arch)
         for case, config, future in self._begun.pop((kernel.name, arch.name)):
             yield case, config, future.result(timeout=300)
+
+
+def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
+    """The cases that are worth a compile: of two that differ in fp16 and bf16 alone, both on BOTH_DTYPES only."""
+    problems = {c.problem for c in kernel.cases.CASES}
+
+    def has_twin(case: Case) -> bool:
+        fields = fields_of(case.problem)
+        twin = {k: "bf16" if v == "fp16" else v for k, v in fields.items() if k == "dtype" or k.endswith("_dtype")}
+        return "fp16" in fields.values() and replace(case.problem, **twin) in problems
+
+    return [c for c in kernel.cases.CASES if arch.name in BOTH_DTYPES or not has_twin(c)]
 
 
 @pytest.fixture(scope="session")

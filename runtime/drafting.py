@@ -60,6 +60,7 @@ class Drafter:
 
     def logits(self, y: Tensor) -> Tensor:
         """Uncapped logits [B, vocab] fp32. With a centroid head, tokens not selected get the lowest logit minus 1."""
+        self.ops.place = self.stack.name
         if (centroids := self.weights.centroids) is None:
             return self.ops.logits(y, self.weights.head, 0.0)
         ids, logits = self._selected(y, centroids)
@@ -68,6 +69,7 @@ class Drafter:
 
     def greedy(self, y: Tensor) -> Tensor:
         """The drafted token [B] of each y [B, d]."""
+        self.ops.place = self.stack.name
         if (centroids := self.weights.centroids) is None:
             return self.ops.greedy(y, self.weights.head, 0.0)
         ids, logits = self._selected(y, centroids)

@@ -7,7 +7,6 @@ made at powers of two of the dynamic field. From then on a problem never seen be
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -18,13 +17,12 @@ from kerngen.arch import Target
 from kerngen.errors import ProblemError
 from kerngen.render import render
 from kerngen.templates.kernel import Kernel
+from kerngen.tuning_db.filing import round_up
 from kerngen.tuning_db.records import bucketed, coordinates
 
 if TYPE_CHECKING:
     from kerngen.compile import Cubin
     from kerngen.tuning_db import Store, Winner
-
-log = logging.getLogger(__name__)
 
 DEFAULT = "default configuration"
 
@@ -65,6 +63,7 @@ class Binding:
             self._bound = Bound(stores, kernel, problem, target)
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
+        self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
 
     def choice(self, problem: Any) -> Choice:
         """What serves `problem`. Raises ConfigRefused where nothing can."""
@@ -82,23 +81,19 @@ class Binding:
         """The default of the next power of two on the dynamic axis, or the problem's own where that cannot run it."""
         key = coordinates(bucketed(self.kernel, problem))
         if problem.DYNAMIC:
-            above = _power_of_two(getattr(problem, problem.DYNAMIC))
+            above = round_up(getattr(problem, problem.DYNAMIC))
             key = (*key, above)
         if (found := self._defaults.get(key)) is None:
             found = self._defaults[key] = self._default_for(_moved(problem, above) if problem.DYNAMIC else problem)
         if self.kernel.why_invalid(problem, found.config, self.target) is None:
             return found
-        return self._default_for(problem)
+        own = self._default_for(problem)
+        return self._exceptions.setdefault(own.config, own)
 
     def _default_for(self, problem: Any) -> Choice:
         config = self.kernel.default_config(problem, self.target)
         self.kernel.require_valid(problem, config, self.target)
         return Choice(self.kernel, problem, config, self.target, DEFAULT, "default")
-
-
-def _power_of_two(value: int) -> int:
-    """At or above `value`; 0 and less as they are."""
-    return 1 << (value - 1).bit_length() if value > 0 else value
 
 
 def _moved(problem: Any, dynamic: int) -> Any:

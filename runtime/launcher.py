@@ -250,15 +250,15 @@ class Launcher:
         self.target = Target.of(probe_device(index))
         self._bindings = Bindings(stores, self.target)
         self._cache = cache or CompileCache()
-        self._by_choice: dict[int, tuple[Choice, Function]] = {}  # by identity; the choice is held, so that it stays
+        self._by_choice: dict[Choice, Function] = {}
         self._by_image: dict[str, Function] = {}
 
     def function(self, kernel: Kernel, problem: Any) -> Function:
         """The Function that serves `problem`. Raises TuningMiss where KERNGEN_NO_COMPILE forbids building it."""
         choice = self._bindings.choice(kernel, problem)
-        if (known := self._by_choice.get(id(choice))) is None:
-            known = self._by_choice[id(choice)] = choice, self._loaded(choice)
-        return known[1]
+        if (known := self._by_choice.get(choice)) is None:
+            known = self._by_choice[choice] = self._loaded(choice)
+        return known
 
     def launch(self, call: Call[Any]) -> None:
         """Run `call` on torch's current stream."""
@@ -267,7 +267,7 @@ class Launcher:
     @property
     def functions(self) -> list[tuple[str, Any, Function]]:
         """Everything loaded so far: (kernel, a problem that it was chosen for, function)."""
-        return [(choice.kernel.name, choice.problem, f) for choice, f in self._by_choice.values()]
+        return [(choice.kernel.name, choice.problem, f) for choice, f in self._by_choice.items()]
 
     def _loaded(self, choice: Choice) -> Function:
         if choice.cubin is not None:

@@ -87,3 +87,23 @@ def test_a_length_never_seen_costs_a_bisection(
         times.append(1e6 * (time.perf_counter() - began))
     assert len(chosen) <= 14, "choices are shared by the lengths between two points"
     assert statistics.median(times) < MOST_US, f"{statistics.median(times):.1f} us"
+
+
+def test_where_the_buckets_default_cannot_run_a_length_its_own_default_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is one choice for all lengths that share it: memory stays bounded."""
+    wide = GEMM.default_config(GATE_UP, H200)
+    narrow = replace(wide, blocks_per_sm=wide.blocks_per_sm + 1)
+    kernel_type = type(GEMM)
+
+    def chosen(kernel: Any, problem: Any, target: Target) -> Any:
+        return wide if problem.num_tokens == 32768 else narrow
+
+    def refuses_wide(kernel: Any, problem: Any, config: Any, target: Target) -> str | None:
+        return "too wide" if config == wide and problem.num_tokens != 32768 else None
+
+    monkeypatch.setattr(kernel_type, "default_config", chosen)
+    monkeypatch.setattr(kernel_type, "why_invalid", refuses_wide)
+    bindings = Bindings([], H200)
+    choices = [bindings.choice(GEMM, replace(GATE_UP, num_tokens=t)) for t in (32768, 20000, 20001)]
+    assert [c.config for c in choices] == [wide, narrow, narrow]
+    assert choices[1] is choices[2]

@@ -15,6 +15,7 @@ from kerngen.runtime.backend import open_backend
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine
+from kerngen.runtime.footprint import footprint
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseLinear, W4Linear
 from kerngen.runtime.weights.layout import ModelWeights
@@ -44,15 +45,11 @@ def step_bytes(config: ModelConfig, weights: ModelWeights, context: int) -> tupl
     return total, kv
 
 
-def _require_memory(name: str, config: ModelConfig) -> None:
-    """Raises DeviceError where the dense fp32 model, which the torch backend makes, does not fit in free memory."""
-    hidden = config.hidden_size
-    parameters = config.vocab_size * hidden
-    for layer in config.layers:
-        heads = config.num_q_heads * 2 + layer.num_kv_heads * (1 if layer.v_is_k else 2)
-        parameters += hidden * (heads * layer.head_dim + 3 * layer.intermediate_size)
-        parameters += 3 * config.num_experts * config.moe_intermediate_size * hidden
-    need, free = 4 * parameters, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _require_memory(name: str, config: ModelConfig, drafter: DrafterConfig | None) -> None:
+    """Raises DeviceError where the dense fp32 weights, which the torch backend makes, do not fit in free memory."""
+    takes = footprint(config, drafter, torch.float32, 1, dense=True)
+    need = takes.weight_bytes + takes.drafter_bytes
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > free:
         raise DeviceError(
             f"{name} takes {need / 1e9:.0f} GB in fp32 without a GPU; {free / 1e9:.0f} GB of memory are free",
@@ -82,7 +79,7 @@ def time_model(
     """
     ops = open_backend(backend, device=device, db_url=db_url, bundle=bundle)
     if ops.device.type == "cpu":
-        _require_memory(name, config)
+        _require_memory(name, config, drafter_config)
     began = time.perf_counter()
     model = Gemma4(config, synthetic_model(config, ops, seed), ops)
     drafter = None

@@ -81,6 +81,8 @@ def test_misuse_is_one_clear_message(kerngen: Kerngen, args: tuple[str, ...], co
 def test_a_model_that_does_not_fit_is_refused_at_once(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 20 if name == "SC_AVPHYS_PAGES" else 4096)
     _require_message(kerngen("bench", "model", "gemma-4-31b", "--backend", "torch"), 1, r"takes 123 GB.*4 GB")
+    # the per-layer embeddings are half of it
+    _require_message(kerngen("bench", "model", "gemma-4-e2b", "--backend", "torch"), 1, r"takes 19 GB.*4 GB")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.footprint import footprint
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import DenseLinear, W4Linear
+from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear
 from kerngen.runtime.weights.layout import ModelWeights
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
 
@@ -27,10 +27,12 @@ RUNS = 5
 def step_bytes(config: ModelConfig, weights: ModelWeights, context: int) -> tuple[int, int]:
     """(weight bytes, K and V bytes) that one decode step at batch 1 cannot avoid reading after `context` tokens."""
 
-    def size(linear: DenseLinear | W4Linear) -> int:
-        tensors: tuple[Tensor, ...] = (
-            (linear.weight,) if isinstance(linear, DenseLinear) else (linear.packed, linear.scales)
-        )
+    def size(linear: Linear | Experts) -> int:
+        tensors: tuple[Tensor, ...]
+        if isinstance(linear, (DenseLinear, DenseExperts)):
+            tensors = (linear.weight,)
+        else:
+            tensors = (linear.packed, linear.scales)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     total = size(weights.head)
@@ -38,8 +40,8 @@ def step_bytes(config: ModelConfig, weights: ModelWeights, context: int) -> tupl
     for layer, w in zip(config.layers, weights.layers, strict=True):
         total += sum(size(m) for m in (w.qkv, w.out, w.gate_up, w.down))
         if w.moe is not None:
-            each = (w.moe.gate_up.numel() + w.moe.down.numel()) * w.moe.gate_up.element_size() // config.num_experts
-            total += each * config.top_k_experts
+            experts = size(w.moe.gate_up) + size(w.moe.down)
+            total += size(w.moe.router) + experts // config.num_experts * config.top_k_experts
         visible = min(context, layer.window) if layer.window else context
         kv += 2 * visible * layer.num_kv_heads * layer.head_dim * weights.embed.element_size()
     return total, kv

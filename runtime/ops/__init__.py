@@ -60,6 +60,37 @@ Linear = DenseLinear | W4Linear
 
 
 @dataclass(frozen=True, slots=True)
+class DenseExperts:
+    """One matrix an expert: y = x W[e]^T. weight: [E, out_features, in_features] in `ops.dtype`."""
+
+    weight: Tensor
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class W4Experts:
+    """One int4 matrix an expert, each as in W4Linear: packed int32 [E, out_features, in_features / 8] and scales
+    [E, out_features, in_features / group_size] as loaded, in the kernel's order after `Ops.prepare_experts`.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    out_features: int
+    in_features: int
+    group_size: int
+
+
+Experts = DenseExperts | W4Experts
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary embedding of one layer type: pairs (j, j + head_dim / 2), angle = position * inv_freq[j].
 
@@ -125,6 +156,9 @@ class Ops(Protocol):
 
         The tensors are on `device`. The argument is dropped afterwards, so its memory can be reused.
         """
+
+    def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
+        """As prepare, for the matrices of all experts of a layer: gate | up, and down."""
 
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
         """table[ids] * scale. ids [T] int64, table [vocab, H], scale already rounded to the table's dtype.
@@ -258,10 +292,10 @@ class Ops(Protocol):
         logits [T, E] dtype, per_expert_scale [E]. Returns ids [T, top_k] int32 and weights [T, top_k] fp32.
         """
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """sum_i w_i * down[e_i] (gelu_tanh(gate) * up), gate | up = gate_up[e_i] x.
 
-        x [T, H], gate_up [E, 2 * I, H], down [E, H, I] dense in dtype. Returns [T, H] dtype.
+        x [T, H], gate_up [E, 2 * I, H], down [E, H, I], both prepared. Returns [T, H] dtype.
         """
 
     def centroid_logits(

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kerngen.runtime.ops import DenseLinear, KVPages, Linear, Rope, W4Linear, outside, residual_dtype
+from kerngen.runtime.ops import (
+    DenseExperts,
+    DenseLinear,
+    Experts,
+    KVPages,
+    Linear,
+    Rope,
+    W4Experts,
+    W4Linear,
+    outside,
+    residual_dtype,
+)
 from kerngen.runtime.sampling import likeliest
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
@@ -43,6 +54,9 @@ class TorchOps:
         if isinstance(weights, W4Linear):
             return DenseLinear(dequantize(weights.packed, weights.scales, weights.scales.dtype))
         return weights
+
+    def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
+        return unpacked_experts(gate_up), unpacked_experts(down)
 
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
         return (table[ids] * scale).to(self.residual_dtype)
@@ -163,13 +177,25 @@ class TorchOps:
         weights = weights / weights.sum(-1, keepdim=True)
         return ids.to(torch.int32), weights * per_expert_scale.float()[ids]
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        return outside.experts(x, gate_up, down, topk_ids, topk_weights)
+    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        if isinstance(gate_up, W4Experts) or isinstance(down, W4Experts):
+            raise TypeError("TorchOps.prepare_experts turns packed weights into dense ones at load")
+        return outside.experts(x, gate_up.weight, down.weight, topk_ids, topk_weights)
 
     def centroid_logits(
         self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
         return outside.centroid_logits(y, self.linear(y, centroids), top_k, token_ids, embed)
+
+
+def unpacked_experts(weights: Experts) -> DenseExperts:
+    """Every expert's matrix in floats, from compressed-tensors' order."""
+    if isinstance(weights, DenseExperts):
+        return weights
+    out = weights.scales.new_empty(len(weights.packed), weights.out_features, weights.in_features)
+    for expert, packed, scales in zip(out, weights.packed, weights.scales, strict=True):
+        expert.copy_(dequantize(packed, scales, scales.dtype))
+    return DenseExperts(out)
 
 
 def _write(cache: KVPages, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:

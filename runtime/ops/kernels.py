@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.executors import Executor
-from kerngen.runtime.ops import DenseLinear, KVPages, Linear, Rope, W4Linear, outside, residual_dtype
+from kerngen.runtime.ops import (
+    DenseLinear,
+    Experts,
+    KVPages,
+    Linear,
+    Rope,
+    W4Experts,
+    W4Linear,
+    outside,
+    residual_dtype,
+)
+from kerngen.runtime.ops.eager import unpacked_experts
 from kerngen.templates.add_norm.op import add_norm, add_post_norm
 from kerngen.templates.attn_decode.op import attn_decode
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
@@ -59,6 +70,9 @@ class KernelOps:
             return weights
         packed, scales = pack(weights.packed, weights.scales)
         return W4Linear(packed, scales, weights.out_features, weights.in_features, weights.group_size, weights.name)
+
+    def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
+        return unpacked_experts(gate_up), unpacked_experts(down)
 
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
         return self.executor.run(embed(ids, table, scale, self.residual_dtype), self._at("embedding"))
@@ -168,9 +182,11 @@ class KernelOps:
     def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         return self.executor.run(moe_route(logits, per_expert_scale, top_k), self._at("router"))
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        if isinstance(gate_up, W4Experts) or isinstance(down, W4Experts):
+            raise TypeError("prepare_experts unpacks them until a kernel takes them")
         self._outside("experts")
-        return outside.experts(x, gate_up, down, topk_ids, topk_weights)
+        return outside.experts(x, gate_up.weight, down.weight, topk_ids, topk_weights)
 
     def centroid_logits(
         self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor

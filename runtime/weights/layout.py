@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kerngen.runtime.ops import DenseLinear, Linear
+from kerngen.runtime.ops import DenseLinear, Experts, Linear
 
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """router_scale [H], router [E, H] linear, per_expert_scale [E]; gate_up [E, 2 I, H], down [E, H, I] dense."""
+    """router_scale [H], router [E, H] linear, per_expert_scale [E]; gate_up [E, 2 I, H], down [E, H, I]."""
 
     router_scale: Tensor
     router: Linear
     per_expert_scale: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Experts
+    down: Experts
     dense_norm: Tensor  # post_feedforward_layernorm_1
     pre_norm: Tensor  # pre_feedforward_layernorm_2
     post_norm: Tensor  # post_feedforward_layernorm_2

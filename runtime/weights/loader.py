@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
-from kerngen.runtime.ops import DenseLinear, Linear, Ops, W4Linear
+from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
 from kerngen.runtime.weights.layout import (
     CentroidWeights,
     DrafterWeights,
@@ -89,8 +89,8 @@ class WeightSource(Protocol):
     def head(self, embed: Tensor) -> Linear:
         """The output matrix [vocab, H]; shares `embed`'s memory where the two are tied."""
 
-    def experts(self, name: str) -> tuple[Tensor, Tensor]:
-        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, dense."""
+    def experts(self, name: str) -> tuple[Experts, Experts]:
+        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend."""
 
 
 class _Source:
@@ -173,21 +173,40 @@ class _Source:
                 return self.linear(stored, config.hidden_size)
         return DenseLinear(embed) if self.is_dry else self.ops.prepare(DenseLinear(embed))
 
-    def experts(self, name: str) -> tuple[Tensor, Tensor]:
-        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, dense."""
+    def experts(self, name: str) -> tuple[Experts, Experts]:
+        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend.
+
+        Stay packed where every expert's are; a mixture becomes dense.
+        """
         config = self.config
         num, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        gate_up: Experts
+        down: Experts
         if f"{name}.experts.gate_up_proj" in self.checkpoint:
-            gate_up = self.tensor(f"{name}.experts.gate_up_proj", num, 2 * inner, hidden)
-            return gate_up, self.tensor(f"{name}.experts.down_proj", num, hidden, inner)
-        # community W4A16 files keep one linear per expert and projection
-        gate_up = self._allocate((num, 2 * inner, hidden), self.ops.dtype)
-        down = self._allocate((num, hidden, inner), self.ops.dtype)
-        for e in range(num):
-            self.dense(f"{name}.experts.{e}.gate_proj", gate_up[e, :inner])
-            self.dense(f"{name}.experts.{e}.up_proj", gate_up[e, inner:])
-            self.dense(f"{name}.experts.{e}.down_proj", down[e])
-        return gate_up, down
+            gate_up = DenseExperts(self.tensor(f"{name}.experts.gate_up_proj", num, 2 * inner, hidden))
+            down = DenseExperts(self.tensor(f"{name}.experts.down_proj", num, hidden, inner))
+        else:  # community W4A16 files keep one linear per expert and projection
+            each = [f"{name}.experts.{e}" for e in range(num)]
+            gate_up = self._stacked([[(f"{e}.gate_proj", inner), (f"{e}.up_proj", inner)] for e in each], hidden)
+            down = self._stacked([[(f"{e}.down_proj", hidden)] for e in each], inner)
+        return (gate_up, down) if self.is_dry else self.ops.prepare_experts(gate_up, down)
+
+    def _stacked(self, experts: Sequence[Sequence[tuple[str, int]]], in_features: int) -> Experts:
+        """The fused linears of each expert, one behind the other."""
+        num, rows = len(experts), sum(out for _, out in experts[0])
+        modules = [module for parts in experts for module, _ in parts]
+        packed = [is_packed(self.checkpoint, self.config.quant, module) for module in modules]
+        if all(packed) and (quant := self.config.quant) is not None:
+            words = self._allocate((num, rows, in_features // 8), torch.int32)
+            scales = self._allocate((num, rows, in_features // quant.group_size), self.ops.dtype)
+            for parts, p, s in zip(experts, words, scales, strict=True):
+                self._fill_packed(parts, in_features, p, s)
+            return W4Experts(words, scales, rows, in_features, quant.group_size)
+        out = self._allocate((num, rows, in_features), self.ops.dtype)
+        for parts, matrix in zip(experts, out, strict=True):
+            for (module, _), part in zip(parts, matrix.split([n for _, n in parts]), strict=True):
+                self.dense(module, part)
+        return DenseExperts(out)
 
     def dense(self, module: str, out: Tensor) -> None:
         """Fill `out` [out_features, in_features] with one linear, unpacking it if need be."""
@@ -208,15 +227,20 @@ class _Source:
     def _packed(self, parts: Sequence[tuple[str, int]], rows: int, in_features: int) -> W4Linear:
         if (quant := self.config.quant) is None:
             raise CheckpointError(f"{self.checkpoint.folder}: {parts[0][0]} is packed without a quantization_config")
-        for module, out in parts:
-            self.used |= check_packed(self.checkpoint, quant, module, (out, in_features))
         packed = self._allocate((rows, in_features // 8), torch.int32)
         scales = self._allocate((rows, in_features // quant.group_size), self.ops.dtype)
+        self._fill_packed(parts, in_features, packed, scales)
+        return W4Linear(packed, scales, rows, in_features, quant.group_size, fused_name(parts))
+
+    def _fill_packed(self, parts: Sequence[tuple[str, int]], in_features: int, packed: Tensor, scales: Tensor) -> None:
+        """Fill packed [rows, in / 8] and scales [rows, in / group_size] with the packed linears called `parts`."""
+        if (quant := self.config.quant) is None:
+            raise CheckpointError(f"{self.checkpoint.folder}: {parts[0][0]} is packed without a quantization_config")
         sizes = [out for _, out in parts]
-        for (module, _), p, s in zip(parts, packed.split(sizes), scales.split(sizes), strict=True):
+        for (module, out), p, s in zip(parts, packed.split(sizes), scales.split(sizes), strict=True):
+            self.used |= check_packed(self.checkpoint, quant, module, (out, in_features))
             self._copy(f"{module}.weight_packed", p, ("I32",))
             self._copy(f"{module}.weight_scale", s, FLOATS)
-        return W4Linear(packed, scales, rows, in_features, quant.group_size, fused_name(parts))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta" if self.is_dry else self.ops.device)

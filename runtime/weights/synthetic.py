@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.config import DrafterConfig, ModelConfig
-from kerngen.runtime.ops import DenseLinear, Linear, Ops, W4Linear
+from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model, fused_name
 from kerngen.runtime.weights.quantized import is_ignored
@@ -41,26 +41,46 @@ class SyntheticSource:
         return self.tensor(name, 1)
 
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
-        rows, device = sum(out for _, out in parts), self.ops.device
-        quant = self.config.quant
-        dense = quant is None or any(is_ignored(quant, module) for module, _ in parts)
-        if quant is None or dense or in_features % quant.group_size:
+        rows = sum(out for _, out in parts)
+        if not self._is_quantized([module for module, _ in parts], in_features):
             return self.ops.prepare(DenseLinear(self._matrix(rows, in_features)))
-        packed = torch.empty(rows, in_features // 8, dtype=torch.int32, device=device)
+        packed, scales = self._packed(rows, in_features)
+        group_size = in_features // scales.shape[-1]
+        return self.ops.prepare(W4Linear(packed, scales, rows, in_features, group_size, fused_name(parts)))
+
+    def _is_quantized(self, modules: Sequence[str], in_features: int) -> bool:
+        quant = self.config.quant
+        if quant is None or in_features % quant.group_size:
+            return False
+        return not any(is_ignored(quant, module) for module in modules)
+
+    def _packed(self, rows: int, in_features: int) -> tuple[Tensor, Tensor]:
+        """Random nibbles [rows, in / 8] and scales [rows, in / group_size] that keep the scale of the input."""
+        if (quant := self.config.quant) is None:
+            raise TypeError("only a quantized model has packed weights")
+        packed = torch.empty(rows, in_features // 8, dtype=torch.int32, device=self.ops.device)
         if not self.is_dry:
             packed.random_(-(2**31), 2**31, generator=self._rng)
-        scales = torch.full((rows, in_features // quant.group_size), 1.0 / (_NIBBLE_STD * in_features**0.5),
-                            dtype=self.ops.dtype, device=device)  # fmt: skip
-        weights = W4Linear(packed, scales, rows, in_features, quant.group_size,
-                           fused_name(parts))  # fmt: skip
-        return self.ops.prepare(weights)
+        value = 1.0 / (_NIBBLE_STD * in_features**0.5)
+        shape = (rows, in_features // quant.group_size)
+        return packed, torch.full(shape, value, dtype=self.ops.dtype, device=self.ops.device)
 
     def head(self, embed: Tensor) -> Linear:
         return self.ops.prepare(DenseLinear(embed))
 
-    def experts(self, name: str) -> tuple[Tensor, Tensor]:
-        num, inner, hidden = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
-        return self._matrix(num, 2 * inner, hidden), self._matrix(num, hidden, inner)
+    def experts(self, name: str) -> tuple[Experts, Experts]:
+        inner, hidden = self.config.moe_intermediate_size, self.config.hidden_size
+        names = [f"{name}.experts.0.{part}_proj" for part in ("gate", "up")]
+        gate_up = self._experts(names, 2 * inner, hidden)
+        return self.ops.prepare_experts(gate_up, self._experts([f"{name}.experts.0.down_proj"], hidden, inner))
+
+    def _experts(self, modules: list[str], rows: int, in_features: int) -> Experts:
+        num = self.config.num_experts
+        if not self._is_quantized(modules, in_features):
+            return DenseExperts(self._matrix(num, rows, in_features))
+        packed, scales = self._packed(num * rows, in_features)
+        return W4Experts(packed.view(num, rows, -1), scales.view(num, rows, -1), rows, in_features,
+                         in_features // (scales.shape[-1]))  # fmt: skip
 
     def _matrix(self, *shape: int) -> Tensor:
         out = torch.empty(shape, dtype=self.ops.dtype, device=self.ops.device)

@@ -115,7 +115,7 @@ class DecoderStack:
         next_norm = self.norm if is_last else self.layers[index + 1].input_norm
         attended = ops.linear(attend(config, ops.linear(h, w.qkv)), w.out)
         h = _some(ops.add_norm(residual, attended, w.post_attention_norm, None, w.pre_ffn_norm, eps))
-        h = ops.linear(ops.gelu_gate(ops.linear(h, w.gate_up)), w.down)
+        h = ops.linear(ops.gated(h, w.gate_up), w.down)
         if w.moe is not None:
             h = ops.rmsnorm(h, w.moe.dense_norm, eps) + self._experts(residual, w.moe)
         if w.ple is None or ple is None:

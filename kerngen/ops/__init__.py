@@ -23,9 +23,11 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.embed import op as _embed
     from kerngen.templates.gelu_gate import op as _gelu_gate
     from kerngen.templates.moe_route import op as _moe_route
+    from kerngen.templates.moe_w4a16 import op as _moe_w4a16
     from kerngen.templates.qkv_norm_rope import op as _qkv_norm_rope
     from kerngen.templates.rmsnorm import op as _rmsnorm
     from kerngen.templates.softcap_argmax import op as _softcap_argmax
+    from kerngen.templates.w4a16_gemm import op as _w4a16_gemm
 
     P = ParamSpec("P")
     R = TypeVar("R")
@@ -42,10 +44,12 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
     moe_route = _run(_moe_route.moe_route)
+    moe_w4a16 = _run(_moe_w4a16.moe_w4a16)
     q_norm_rope = _run(_qkv_norm_rope.q_norm_rope)
     qkv_norm_rope = _run(_qkv_norm_rope.qkv_norm_rope)
     rmsnorm = _run(_rmsnorm.rmsnorm)
     softcap = _run(_softcap_argmax.softcap)
+    w4a16_gated = _run(_w4a16_gemm.w4a16_gated)
 
 __all__ = [
     "W4Weights",
@@ -59,12 +63,14 @@ __all__ = [
     "gelu_gate",
     "gelu_mul",
     "moe_route",
+    "moe_w4a16",
     "pack_w4",
     "q_norm_rope",
     "qkv_norm_rope",
     "rmsnorm",
     "softcap",
     "use_stores",
+    "w4a16_gated",
     "w4a16_gemm",
 ]
 

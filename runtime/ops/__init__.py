@@ -54,6 +54,7 @@ class W4Linear:
     in_features: int
     group_size: int
     name: str = "linear"  # of the projections that it fuses, for records and profiles: "gate_up"
+    gated: bool = False  # rows are gate | up, and only Ops.gated multiplies with it
 
 
 Linear = DenseLinear | W4Linear
@@ -252,8 +253,11 @@ class Ops(Protocol):
         q [T, nq, d]; cu_seqlens_q [batch + 1] int32. Never captured in a graph.
         """
 
-    def gelu_gate(self, gate_up: Tensor) -> Tensor:
-        """gelu_tanh(gate) * up. gate_up [T, 2 * I] as gate | up. Returns [T, I]."""
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """gelu_tanh(gate) * up, gate | up = x W^T. x [T, H] dtype, gate_up [2 * I, H]. Returns [T, I] dtype.
+
+        gate and up are rounded to dtype, and so is the activation before it meets up.
+        """
 
     def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """gelu_tanh(gate) * x, elementwise, both [T, n]; x may be a strided view. Per-layer embeddings'

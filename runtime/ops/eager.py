@@ -27,7 +27,7 @@ from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.row_torch import DTYPE_NAME, gelu_gated, rms_norm
 from kerngen.templates.common.row_torch import rope as turned
-from kerngen.templates.w4a16_gemm.pack import dequantize
+from kerngen.templates.common.w4_pack import dequantize
 
 
 class TorchOps:
@@ -144,8 +144,8 @@ class TorchOps:
         ]
         return torch.cat(parts)
 
-    def gelu_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return gelu_gated(gate, up, DTYPE_NAME[self.dtype]).to(self.dtype)
 
     def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:

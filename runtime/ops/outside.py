@@ -13,7 +13,8 @@ from torch.nn import functional as F
 # name -> why torch computes it
 OUTSIDE = {
     "dense matrices": "cuBLAS through torch: a well-kept library where kerngen has nothing to add",
-    "experts": "no grouped W4A16 kernel yet: torch multiplies dense matrices, one expert after the other",
+    "dense experts": "no grouped kernel for 16-bit weights yet: torch multiplies one expert after the other",
+    "experts' sum": "no kernel yet: torch weighs and adds what the experts' kernel gives",
     "per-layer inputs": "no kernel yet for the sum of the two parts, each of which has one",
     "centroid head": "no kernel yet: torch picks the centroids and multiplies their tokens' rows",
 }
@@ -46,6 +47,11 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_wei
         each = F.linear(hidden, down[expert]) * topk_weights[token, slot, None]
         out.index_add_(0, token, each.float())
     return out.to(x.dtype)
+
+
+def weighted_sum(routed: Tensor, weights: Tensor) -> Tensor:
+    """sum_i weights[t, i] routed[t, i] in fp32: [T, H] in routed's dtype. routed [T, k, H], weights [T, k] fp32."""
+    return (routed * weights[..., None]).sum(1).to(routed.dtype)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from kerngen.runtime.weights.layout import (
 )
 from kerngen.runtime.weights.quantized import FLOATS, check_packed, is_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
-from kerngen.templates.w4a16_gemm.pack import dequantize
+from kerngen.templates.common.w4_pack import dequantize
 
 # Stored by the E-series on layers that own no cache, and never used there.
 DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
@@ -83,8 +84,11 @@ class WeightSource(Protocol):
     def scalar(self, name: str) -> Tensor:
         """A float tensor [1] in `ops.dtype`; 1 where the model has none of that name."""
 
-    def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
-        """The linears called `parts` (module, out_features), one under the other, repacked for the backend."""
+    def linear(self, parts: Sequence[tuple[str, int]], in_features: int, *, gated: bool = False) -> Linear:
+        """The linears called `parts` (module, out_features), one under the other, repacked for the backend.
+
+        gated: they are gate and up, for `Ops.gated`.
+        """
 
     def head(self, embed: Tensor) -> Linear:
         """The output matrix [vocab, H]; shares `embed`'s memory where the two are tied."""
@@ -143,14 +147,18 @@ class _Source:
             self.absent.append(name)
         return self._allocate((1,), self.ops.dtype).fill_(1.0)
 
-    def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
+    def linear(self, parts: Sequence[tuple[str, int]], in_features: int, *, gated: bool = False) -> Linear:
         """The linears called `parts` (module, out_features), one under the other, repacked for the backend.
 
         Stays packed if all of them are; a mixture becomes dense.
         """
         packed = [is_packed(self.checkpoint, self.config.quant, module) for module, _ in parts]
         rows = sum(out for _, out in parts)
-        weights = self._packed(parts, rows, in_features) if all(packed) else self._dense(parts, packed, in_features)
+        weights: Linear
+        if all(packed):
+            weights = replace(self._packed(parts, rows, in_features), gated=gated)
+        else:
+            weights = self._dense(parts, packed, in_features)
         return weights if self.is_dry else self.ops.prepare(weights)
 
     def head(self, embed: Tensor) -> Linear:
@@ -304,7 +312,9 @@ def _layer(source: WeightSource, name: str, layer: LayerConfig) -> LayerWeights:
         q_norm=source.tensor(f"{attn}.q_norm.weight", dim),
         k_norm=source.tensor(f"{attn}.k_norm.weight", dim) if layer.owns_kv else None,
         out=source.linear([(f"{attn}.o_proj", hidden)], q_size),
-        gate_up=source.linear([(f"{mlp}.{part}_proj", layer.intermediate_size) for part in ("gate", "up")], hidden),
+        gate_up=source.linear(
+            [(f"{mlp}.{part}_proj", layer.intermediate_size) for part in ("gate", "up")], hidden, gated=True
+        ),
         down=source.linear([(f"{mlp}.down_proj", hidden)], layer.intermediate_size),
         moe=_moe(source, name) if config.num_experts else None,
         ple=_ple_layer(source, name) if config.ple_size else None,

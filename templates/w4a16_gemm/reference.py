@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kerngen.templates.common.row_torch import gelu_gated, rounded
+from kerngen.templates.common.w4_pack import dequantize, separate, unpack
 from kerngen.templates.kernel import Tolerance
-from kerngen.templates.w4a16_gemm.pack import dequantize, unpack
 from kerngen.templates.w4a16_gemm.spec import Problem
 
 
@@ -18,7 +19,11 @@ def w4a16_gemm(x: Tensor, weight_packed: Tensor, weight_scale: Tensor) -> Tensor
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     weight_packed, weight_scale = unpack(inputs["w_packed"], inputs["scales"])
-    return {"out": w4a16_gemm(inputs["x"], weight_packed, weight_scale)}
+    if not problem.gated:
+        return {"out": w4a16_gemm(inputs["x"], weight_packed, weight_scale)}
+    out = w4a16_gemm(inputs["x"], separate(weight_packed), separate(weight_scale))
+    gate, up = rounded(out, problem.dtype).chunk(2, dim=-1)
+    return {"out": gelu_gated(gate, up, problem.dtype)}
 
 
 def tolerance(problem: Problem) -> Tolerance:

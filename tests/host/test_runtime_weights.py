@@ -22,7 +22,7 @@ from kerngen.runtime.ops import DenseLinear, Linear, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
-from kerngen.templates.w4a16_gemm.pack import dequantize
+from kerngen.templates.common.w4_pack import dequantize
 
 PROMPT = prompt(20)
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 32}  # groups of 128 divide

@@ -56,6 +56,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_experts": 128, "top_k": 8, "dtype": "bf16", "logits_dtype": "bf16"},
         {"num_warps": 1},
     ),
+    "ple_inputs": (
+        {"num_tokens": 1},
+        {"num_layers": 35, "width": 256, "vocab_size": 262144, "dtype": "bf16"},
+        {"num_warps": 1, "slices_per_warp": 1},
+    ),
     "qkv_norm_rope": (
         {"num_tokens": 1},
         {"num_q_heads": 32, "num_kv_heads": 16, "head_dim": 256, "num_rotated_pairs": 128, "page_size": 64,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.attn_decode import op as _attn_decode
     from kerngen.templates.attn_prefill import op as _attn_prefill
     from kerngen.templates.call import Op
+    from kerngen.templates.dense_gemv import op as _dense_gemv
     from kerngen.templates.embed import op as _embed
     from kerngen.templates.gelu_gate import op as _gelu_gate
     from kerngen.templates.moe_route import op as _moe_route
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     attn_decode = _run(_attn_decode.attn_decode)
     attn_prefill = _run(_attn_prefill.attn_prefill)
     attn_prefill_dense = _run(_attn_prefill.attn_prefill_dense)
+    dense_gemv = _run(_dense_gemv.dense_gemv)
     embed = _run(_embed.embed)
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
@@ -55,6 +57,7 @@ __all__ = [
     "attn_decode",
     "attn_prefill",
     "attn_prefill_dense",
+    "dense_gemv",
     "embed",
     "gelu_gate",
     "gelu_mul",

@@ -302,11 +302,16 @@ class Ops(Protocol):
         x [T, H], gate_up [E, 2 * I, H], down [E, H, I], both prepared. Returns [T, H] dtype.
         """
 
+    def centroid_greedy(
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+    ) -> Tensor:
+        """The token [B] int64 of the greatest of centroid_logits' logits, the first of them on a tie."""
+
     def centroid_logits(
-        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
         """A drafter's head over the tokens of the top_k centroids that score highest, instead of the vocabulary.
 
-        y [B, d]; centroids [C, d] linear; token_ids [C, vocab / C] int64; embed [vocab, d]. Returns the selected
+        y [B, d]; centroids [C, d]; token_ids [C, vocab / C] int64; embed [vocab, d]. Returns the selected
         tokens [B, n] int64 and their logits y . embed[id] [B, n] fp32, n = top_k * vocab / C.
         """

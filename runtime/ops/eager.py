@@ -170,7 +170,7 @@ class TorchOps:
     ) -> Tensor:
         sliced = (context * context_scale).view(len(ids), -1, norm_weight.shape[0])  # [T, L, P]
         normed = self.rmsnorm(sliced, norm_weight, eps)
-        return outside.per_layer_inputs(normed, (table[ids] * table_scale).view_as(normed))
+        return (normed + (table[ids] * table_scale).view_as(normed)) * 2.0**-0.5
 
     def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
@@ -182,10 +182,19 @@ class TorchOps:
             raise TypeError("TorchOps.prepare_experts turns packed weights into dense ones at load")
         return outside.experts(x, gate_up.weight, down.weight, topk_ids, topk_weights)
 
+    def centroid_greedy(
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+    ) -> Tensor:
+        ids, logits = self.centroid_logits(y, centroids, top_k, token_ids, embed)
+        return ids.gather(1, logits.argmax(-1, keepdim=True)).squeeze(1)
+
     def centroid_logits(
-        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return outside.centroid_logits(y, self.linear(y, centroids), top_k, token_ids, embed)
+        picked = self.linear(y, centroids).topk(top_k, dim=-1).indices
+        ids = token_ids[picked].flatten(1)
+        rows = embed[ids]  # [B, n, d]
+        return ids, (rows @ y[:, :, None]).squeeze(-1).float()
 
 
 def unpacked_experts(weights: Experts) -> DenseExperts:

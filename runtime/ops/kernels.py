@@ -29,11 +29,16 @@ from kerngen.templates.add_norm.op import add_norm, add_post_norm
 from kerngen.templates.attn_decode.op import attn_decode
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.attn_prefill.op import attn_prefill
+from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
+from kerngen.templates.common.row_spec import VEC
 from kerngen.templates.common.w4_pack import interleave, pack
+from kerngen.templates.dense_gemv.op import dense_gemv
+from kerngen.templates.dense_gemv.spec import MAX_TOKENS
 from kerngen.templates.embed.op import embed
 from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
 from kerngen.templates.moe_route.op import moe_route
 from kerngen.templates.moe_w4a16.op import moe_w4a16
+from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
@@ -107,6 +112,8 @@ class KernelOps:
             if weights.gated:
                 raise TypeError(f"{weights.name} holds gate and up, interleaved: Ops.gated multiplies with it")
             return self.executor.run(w4a16_gemm(x, weights.packed, weights.scales), self._at(weights.name))
+        if len(x) <= MAX_TOKENS and weights.out_features % VEC == 0 and weights.in_features % VEC == 0:
+            return self.executor.run(dense_gemv(x, weights.weight), self._at("dense matrix"))
         self._outside("dense matrices")
         return outside.dense(x, weights.weight)
 
@@ -185,11 +192,8 @@ class KernelOps:
         norm_weight: Tensor,
         eps: float,
     ) -> Tensor:
-        self._outside("per-layer inputs")
-        sliced = (context * context_scale).view(len(ids), -1, norm_weight.shape[0])  # [T, L, P]
-        normed = self.rmsnorm(sliced, norm_weight, eps)
-        tokens = self.executor.run(embed(ids, table, table_scale, self.dtype), self._at("per-layer embedding"))
-        return outside.per_layer_inputs(normed, tokens.view_as(normed))
+        call = ple_inputs(ids, table, table_scale, context, context_scale, norm_weight, eps)
+        return self.executor.run(call, self._at("per-layer inputs"))
 
     def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         return self.executor.run(moe_route(logits, per_expert_scale, top_k), self._at("router"))
@@ -205,11 +209,17 @@ class KernelOps:
         self._outside("experts' sum")
         return outside.weighted_sum(routed, topk_weights)
 
+    def centroid_greedy(
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+    ) -> Tensor:
+        call = centroid_greedy(y, centroids.weight, top_k, token_ids, embed)
+        return self.executor.run(call, self._at("centroid head"))
+
     def centroid_logits(
-        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
-        self._outside("centroid head")
-        return outside.centroid_logits(y, self.linear(y, centroids), top_k, token_ids, embed)
+        call = centroid_logits(y, centroids.weight, top_k, token_ids, embed)
+        return self.executor.run(call, self._at("centroid head"))
 
 
 def _packed_experts(weights: W4Experts, *, gated: bool) -> W4Experts:

@@ -12,11 +12,9 @@ from torch.nn import functional as F
 
 # name -> why torch computes it
 OUTSIDE = {
-    "dense matrices": "cuBLAS through torch: a well-kept library where kerngen has nothing to add",
+    "dense matrices": "more than 16 tokens: cuBLAS through torch, a well-kept library where kerngen adds nothing",
     "dense experts": "no grouped kernel for 16-bit weights yet: torch multiplies one expert after the other",
     "experts' sum": "no kernel yet: torch weighs and adds what the experts' kernel gives",
-    "per-layer inputs": "no kernel yet for the sum of the two parts, each of which has one",
-    "centroid head": "no kernel yet: torch picks the centroids and multiplies their tokens' rows",
 }
 
 
@@ -57,16 +55,3 @@ def weighted_sum(routed: Tensor, weights: Tensor) -> Tensor:
 def _gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up  # in the experts' dtype, without the copies that fp32 would take
-
-
-def per_layer_inputs(normed_context: Tensor, token_part: Tensor) -> Tensor:
-    """(normed context + token part) / sqrt(2), both [T, L, P]."""
-    return (normed_context + token_part) * 2.0**-0.5
-
-
-def centroid_logits(y: Tensor, scores: Tensor, top_k: int, token_ids: Tensor, embed: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of each row's best centroids and their logits. See Ops.centroid_logits."""
-    picked = scores.topk(top_k, dim=-1).indices
-    ids = token_ids[picked].flatten(1)
-    rows = embed[ids]  # [B, n, d]
-    return ids, (rows @ y[:, :, None]).squeeze(-1).float()

@@ -73,9 +73,9 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class CentroidWeights:
-    """centroids [C, d] linear, token_ids int64 [C, vocab / C]: the tokens of each centroid."""
+    """centroids [C, d], token_ids int64 [C, vocab / C]: the tokens of each centroid."""
 
-    centroids: Linear
+    centroids: DenseLinear
     token_ids: Tensor
 
 

@@ -359,7 +359,7 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
         if not source.is_dry and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise CheckpointError(f"masked_embedding.token_ordering names tokens outside 0 to {vocab - 1}")
         centroids = CentroidWeights(
-            centroids=source.linear([("masked_embedding.centroids", count)], hidden),
+            centroids=DenseLinear(source.tensor("masked_embedding.centroids.weight", count, hidden)),
             token_ids=ids.view(count, vocab // count),
         )
     return DrafterWeights(

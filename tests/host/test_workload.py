@@ -17,8 +17,6 @@ from kerngen.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, find_model,
 # What each model computes outside our kernels, beside its dense matrices (the head, the drafter).
 BY_TORCH = {
     "gemma-4-26b-a4b": {"experts' sum"},
-    "gemma-4-e2b": {"per-layer inputs", "centroid head"},
-    "gemma-4-e4b": {"per-layer inputs", "centroid head"},
 }
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 

@@ -6,16 +6,12 @@
 // GATED: a strip of W is 16 rows of gate and 16 of up (w4_pack.py, interleave), and gelu_tanh(gate) * up is stored.
 #pragma once
 #include "common/copy.cuh"
-#include "common/gelu.cuh"
 #include "common/mma.cuh"
 #include "common/w4_dequant.cuh"
 #include "common/w4_partials.cuh"
+#include "common/w4_rows.cuh"
+#include "common/w4_store.cuh"
 #include "common/w4_wgmma.cuh"
-
-// m0: a tile's first row; end: one beyond the last row that its W has; n_strip: its first strip of W; matrix: which W.
-struct W4Tile {
-    int m0, end, n_strip, matrix;
-};
 
 // `units` in gridDim.x pieces that differ by one at most, the longer ones first.
 struct Pieces {
@@ -318,18 +314,6 @@ template <class S> struct W4Gemm {
         }
     }
 
-    // Stores outputs of four neighbouring rows of W: rows 4 g to 4 g + 3 of a strip.
-    static DEVICE void store4(uint16_t* out, int64_t row, int n_strip, int g, float a, float b, float c, float d) {
-        if constexpr (GATED) {
-            // as the model: gate and up are tensors of 16 bits, and so is the activation before it meets up
-            auto round = [](float v) { return H::to_float(H::from_float(v)); };
-            const float low = round(gelu_tanh(round(a))) * round(c), high = round(gelu_tanh(round(b))) * round(d);
-            *reinterpret_cast<uint32_t*>(out + row * OUT_WIDTH + n_strip * 16 + g * 2) = H::pack(low, high);
-        } else {
-            *reinterpret_cast<uint2*>(out + row * OUT_WIDTH + n_strip * 32 + g * 4) = make_uint2(H::pack(a, b), H::pack(c, d));
-        }
-    }
-
     // Rounds and stores this warp's part of a finished tile: four neighbouring outputs of a token at a time.
     template <class Rows>
     static DEVICE void store(uint16_t* out, const Fragment (&acc)[STRIPS][TOKEN_TILES], const Rows& rows, W4Tile tile,
@@ -350,8 +334,8 @@ template <class S> struct W4Gemm {
                         for (int i = 0; i < 4; i++) {
                             const int j = i % 2 + i / 2 * 4, token = tokens0 + (lane & 2) + j;
                             if (token < tile.end && n_strip < NUM_STRIPS)
-                                store4(out, rows.out_row(token), n_strip, g, acc[0][c][j], acc[1][c][j], acc[0][c][j + 2],
-                                       acc[1][c][j + 2]);
+                                store4<BF16, GATED>(out, rows.out_row(token), OUT_WIDTH, n_strip, g, acc[0][c][j], acc[1][c][j],
+                                                    acc[0][c][j + 2], acc[1][c][j + 2]);
                         }
                     }
                 } else {
@@ -361,7 +345,8 @@ template <class S> struct W4Gemm {
                     for (int j = 0; j < 2; j++) {
                         const int token = tokens0 + lane % 4 * 2 + j;
                         if (token < tile.end && n_strip < NUM_STRIPS)
-                            store4(out, rows.out_row(token), n_strip, lane / 4, d[j], d[2 + j], d[4 + j], d[6 + j]);
+                            store4<BF16, GATED>(out, rows.out_row(token), OUT_WIDTH, n_strip, lane / 4, d[j], d[2 + j], d[4 + j],
+                                                d[6 + j]);
                     }
                 }
             }

@@ -30,6 +30,9 @@ class Tiling:
     num_stages: int = 4
     blocks_per_sm: int = 1  # stream-K over this many blocks an SM; 0: one block a tile, no split
     wgmma: bool = False  # Hopper's warpgroup products instead of mma.sync
+    # Up to 8 tokens, W from memory straight to registers (w4_gemv.cuh): block_k is what the warps of a tile have under
+    # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
+    gemv: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -41,7 +44,13 @@ class Tiling:
         return -(-used // 1024) * 1024 if self.wgmma else used
 
     def smem_bytes(self, group_size: int) -> int:
-        """The stages, what the warps that split K exchange, and 16 bytes for who arrived last. All dynamic."""
+        """The stages, what the warps that split K exchange, and 16 bytes for who arrived last. All dynamic.
+
+        With gemv the exchange alone, twice where tiles follow each other.
+        """
+        if self.gemv:
+            sums = self.warps_k * self.block_m * self.block_n * 4
+            return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1)
         exchange = (self.warps_k - 1) * self.block_m * self.block_n * 4
         return self.num_stages * self.stage_bytes(group_size) + exchange + 16
 
@@ -49,11 +58,13 @@ class Tiling:
         """Of a launch that multiplies `tiles` tiles of K = k."""
         if self.blocks_per_sm == 0:
             return tiles
+        if self.gemv:
+            return min(self.blocks_per_sm * num_sms, tiles)
         return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
 
     def partial_bytes(self, blocks: int) -> int:
         """Two fp32 tiles a block. 0 where no tile is shared."""
-        return 0 if self.blocks_per_sm == 0 else blocks * 2 * self.block_m * self.block_n * 4
+        return 0 if self.gemv or self.blocks_per_sm == 0 else blocks * 2 * self.block_m * self.block_n * 4
 
 
 SPACE = {
@@ -75,6 +86,17 @@ WGMMA_SPACE = SPACE | {
     "warps_m": (1,),
     "warps_k": (1,),
     "num_stages": (3, 4, 5, 6, 8),
+}
+# For few tokens: see Tiling.gemv.
+GEMV_SPACE = {
+    "block_m": (8,),
+    "block_n": (32, 64, 128, 256),
+    "block_k": (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+    "warp_n": (32, 64),
+    "warps_m": (1,),
+    "warps_k": (1, 2, 4, 8, 16),
+    "num_stages": (1,),
+    "blocks_per_sm": (0, 1, 2, 3, 4),
 }
 
 
@@ -108,8 +130,34 @@ def _why_not_wgmma(c: Tiling, arch: Arch) -> str | None:
     return None
 
 
-def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
-    """Why no product with scales by `group_size` can be cut so on `arch`, or None."""
+def _why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
+    if not arch.has_ldmatrix:
+        return f"gemv=True: {arch}'s m8n8k4 has other operands; gemv=False serves every arch"
+    if c.block_m != 8 or rows > 8 or c.warps_m != 1 or c.num_stages != 1 or c.wgmma:
+        return (f"gemv takes 8 rows of x at most, and no stages: rows={rows} block_m={c.block_m} warps_m={c.warps_m} "
+                f"num_stages={c.num_stages} are not 8, 8, 1 and 1")  # fmt: skip
+    if c.block_n % c.warp_n or c.warp_n % STRIP or c.block_k % (STRIP * c.warps_k):
+        return (f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, or block_k={c.block_k} not of "
+                f"warps_k={c.warps_k} warps of a multiple of {STRIP}")  # fmt: skip
+    if c.block_k - STRIP * c.warps_k >= k:
+        return f"block_k={c.block_k}: a warp's last step lies beyond k={k}"
+    if (warps := c.num_warps) > 32:
+        return f"{warps} warps a block; at most 32"
+    steps, strips, blocks = c.block_k // STRIP // c.warps_k, c.warp_n // STRIP, max(1, c.blocks_per_sm)
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks) // 8 * 8)
+    if (need := steps * (6 * strips + 4) + 8 * strips + 56) > available:
+        return f"about {need} registers a thread; {warps} warps x {blocks} blocks an SM leave {available}"
+    if warps * blocks > arch.max_warps_per_sm:
+        return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
+    if (together := blocks * (c.smem_bytes(32) + arch.reserved_smem_bytes)) > min(arch.smem_per_sm, blocks * 49152):
+        return f"{blocks} blocks an SM need {together:,} B; they have 48 KiB each, and {arch.smem_per_sm:,} B together"
+    return None
+
+
+def why_invalid(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
+    """Why no product of tiles of at most `rows` rows of x, K = k and scales by `group_size` can be cut so, or None."""
+    if c.gemv:
+        return _why_not_gemv(c, rows, k, arch)
     if c.block_n % c.warp_n or c.warp_n % STRIP:
         return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
     if not arch.has_ldmatrix and c.warp_n != 64:

@@ -3,13 +3,14 @@
 y[t, i] = down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x[t], for the i-th expert e of token t. The sum with
 the router's weights is left to whoever reads y. Launches:
 
-1. plan (not for one token): the routes, token * top_k + i, sorted by expert, and a table of tiles. One block.
+1. plan (not for up to 4 tokens): the routes, token * top_k + i, sorted by expert, and a table of tiles. One block.
 2. gate_up: tiles of the routes of one expert; x's rows are gathered, h = gelu(gate) * up is stored in sorted order.
 3. down: h's rows are contiguous, y's are scattered to the routes.
 
-For one token every expert's tile holds one row, and nothing but the chosen experts' weights is read. gate_up lets
-`down` start only after it has waited for its own predecessors: so `down` may read the table, and fetch weights by it,
-before gate_up has finished. Tiles and their cutting: common/w4_tiling.py, common/w4_gemm.cuh.
+Unplanned, every route is a tile of one row: what two tokens share is read twice, the second time from L2. For one token
+nothing but the chosen experts' weights is read. gate_up lets `down` start only after it has waited for its own
+predecessors: so `down` may read the table, and fetch weights by it, before gate_up has finished. Tiles and their
+cutting: common/w4_tiling.py, common/w4_gemm.cuh, common/w4_gemv.cuh.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
 
 MAX_EXPERTS = 256
 PLAN_THREADS = 1024
+ALONE_TOKENS = 4  # up to so many tokens each route is a tile of its own, and nothing is planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Config:
     warp_n: int = 32
     warps_m: int = 1
     wgmma: bool = False
+    gemv: bool = False
     up_block_n: int = 128
     up_block_k: int = 256
     up_warps_k: int = 1
@@ -98,18 +101,25 @@ SPACE: dict[str, Choices] = {
     "warps_m": (1, 2),
     "up_block_n": (64, 128, 256),
     "up_block_k": (64, 128, 256),
-    "up_warps_k": (1, 2),
+    "up_warps_k": (1, 2, 4),
     "up_num_stages": _stages,
     "up_blocks_per_sm": (0, 1, 2, 3, 4),
     "down_block_n": (64, 128, 256),
     "down_block_k": (64, 128, 256),
-    "down_warps_k": (1, 2),
+    "down_warps_k": (1, 2, 4),
     "down_num_stages": _stages,
     "down_blocks_per_sm": (0, 1, 2, 3, 4),
 }
 WGMMA_SPACE = SPACE | {
     "warp_n": (32,), "warps_m": (1,), "up_warps_k": (1,), "down_warps_k": (1,),
     "up_block_n": (128, 256), "up_num_stages": (3, 4, 5), "down_block_n": (128, 256), "down_num_stages": (3, 4, 5),
+}  # fmt: skip
+
+GEMV_SPACE = SPACE | {
+    "block_m": (8,), "warps_m": (1,), "warp_n": (32, 64),
+    "up_block_n": (32, 64, 128), "up_block_k": (256, 512, 768, 1024, 1536, 2048), "up_warps_k": (2, 4, 8, 16),
+    "down_block_n": (32, 64, 128), "down_block_k": (128, 256, 384, 512, 768), "down_warps_k": (1, 2, 4, 8),
+    "up_num_stages": (1,), "down_num_stages": (1,),
 }  # fmt: skip
 
 _ARGS = (
@@ -125,13 +135,14 @@ _ARGS = (
 )
 ARGS = dict.fromkeys(("plan", "gate_up", "down"), _ARGS)
 BODIES = (
-    Body("kernel.cu.jinja", ARGS, SPACE, when={"wgmma": False}),
+    Body("kernel.cu.jinja", ARGS, SPACE, when={"wgmma": False, "gemv": False}),
+    Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False, "gemv": True}),
     Body(
         "kernel.cu.jinja",
         ARGS,
         WGMMA_SPACE,
         serves=lambda arch: arch.has_wgmma,
-        when={"wgmma": True},
+        when={"wgmma": True, "gemv": False},
     ),
 )
 OUTPUTS = ("y",)
@@ -139,7 +150,7 @@ MAX_SPILL_BYTES = 16  # as w4a16_gemm
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    return {"MAX_BLOCKS": MAX_BLOCKS, "PLAN_THREADS": PLAN_THREADS}
+    return {"MAX_BLOCKS": MAX_BLOCKS, "PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS}
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -149,7 +160,7 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """The largest launch's. The products' is dynamic, plan's (counts by warp and expert, two tables) static."""
     products = max(config.tiling(phase).smem_bytes(problem.group_size) for phase in PHASES)
-    if problem.num_tokens == 1:
+    if problem.num_tokens <= ALONE_TOKENS:
         return products
     plan = 4 * (PLAN_THREADS // 32 * problem.num_experts + 2 * (problem.num_experts + 1))
     return max(-(-plan // 1024) * 1024, products)
@@ -157,7 +168,8 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for phase in PHASES:
-        if why := w4_tiling.why_invalid(config.tiling(phase), problem.group_size, target.arch):
+        _, k = shape(problem, phase)
+        if why := w4_tiling.why_invalid(config.tiling(phase), config.block_m, k, problem.group_size, target.arch):
             return f"{phase}: {why}"
     return None
 
@@ -170,6 +182,8 @@ def shape(problem: Problem, phase: str) -> tuple[int, int]:
 def max_row_tiles(problem: Problem, config: Config) -> int:
     """No routing makes more tiles of routes of one expert."""
     routes = problem.num_tokens * problem.top_k
+    if problem.num_tokens <= ALONE_TOKENS:
+        return routes
     return min(routes, routes // config.block_m + problem.num_experts)
 
 
@@ -183,7 +197,7 @@ def num_blocks(problem: Problem, config: Config, target: Target, phase: str) -> 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     pdl = target.arch.has_pdl
     made = []
-    if problem.num_tokens > 1:
+    if problem.num_tokens > ALONE_TOKENS:
         made.append(Launch("plan", (1, 1, 1), (PLAN_THREADS, 1, 1), 0, pdl=pdl))
     for entry, phase in (("gate_up", "up"), ("down", "down")):
         tiling = config.tiling(phase)
@@ -195,7 +209,8 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Counters, zero between launches; how many tiles; the table; the routes; h; the partial sums. See the template."""
     routes = problem.num_tokens * problem.top_k
-    fixed = 4 * MAX_BLOCKS + 16 + 16 * max_row_tiles(problem, config) + _padded(4 * routes)
+    table = min(routes, routes // config.block_m + problem.num_experts)
+    fixed = 4 * MAX_BLOCKS + 16 + 16 * table + _padded(4 * routes)
     partials = (config.tiling(phase).partial_bytes(num_blocks(problem, config, target, phase)) for phase in PHASES)
     return fixed + _padded(2 * routes * problem.inner) + max(partials)
 
@@ -231,8 +246,12 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
 
     def config(m: int, warp: int, warps_m: int, wgmma: bool, up: tuple[int, ...], down: tuple[int, ...]) -> Config:
         (up_n, up_k, up_stages, up_blocks), (down_n, down_k, down_stages, down_blocks) = up, down
-        return Config(m, warp, warps_m, wgmma, up_n, up_k, 1, up_stages, up_blocks,
+        return Config(m, warp, warps_m, wgmma, False, up_n, up_k, 1, up_stages, up_blocks,
                       down_n, down_k, 1, down_stages, down_blocks)  # fmt: skip
+
+    straight = Config(8, 32, 1, False, True, 32, 1024, 8, 1, 0, 32, 256, 4, 1, 0)
+    if problem.num_tokens <= ALONE_TOKENS and why_invalid(problem, straight, target) is None:
+        return (straight,)
 
     last = config(8, warp_n, 1, False, (64, 64, 2, 1), (64, 64, 2, 1))
     if rows <= 12:

@@ -29,6 +29,13 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
 def tolerance(problem: Problem) -> Tolerance:
     """cases.py scales W so that outputs have a standard deviation near 1."""
     eps = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11  # half a unit in the last place
+    if problem.gated:
+        return Tolerance(
+            atol=14 * eps,
+            rtol=3 * eps,
+            why="gate and up are off by 3 eps each, as below, and multiply the other's size, of which the largest of "
+            "10^6 is 5; their product, and the activation before it, are rounded once more",
+        )
     return Tolerance(
         atol=3 * eps,
         rtol=1.5 * eps,

@@ -2,7 +2,8 @@
 
 With gated, W's rows are gate and up, interleaved by common/w4_pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. One
 source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4_tiling.py).
-It makes two bodies on sm90, mma.sync and wgmma, each with its space.
+Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; and for up to 8 tokens one without stages, whose
+weights go straight to registers (common/w4_gemv.cuh).
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common import w4_tiling
 from kerngen.templates.common.row_spec import why_no_dtype
-from kerngen.templates.common.w4_tiling import MAX_BLOCKS, SPACE, WGMMA_SPACE, matrix_bytes, require_matrix
+from kerngen.templates.common.w4_tiling import (
+    GEMV_SPACE,
+    MAX_BLOCKS,
+    SPACE,
+    STRIP,
+    WGMMA_SPACE,
+    matrix_bytes,
+    require_matrix,
+)
 from kerngen.templates.common.w4_tiling import Tiling as Config
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
@@ -53,10 +62,12 @@ ARGS = {
     )
 }
 BODIES = (
-    Body("kernel.cu.jinja", ARGS, SPACE, when={"wgmma": False}),
-    Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when={"wgmma": True}),
+    Body("kernel.cu.jinja", ARGS, SPACE, when={"wgmma": False, "gemv": False}),
+    Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when={"wgmma": True, "gemv": False}),
+    Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False, "gemv": True}),
 )
 OUTPUTS = ("out",)
+STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv: what counts is when the first bytes arrive
 MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
 
 
@@ -73,7 +84,7 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
-    return w4_tiling.why_invalid(config, problem.group_size, target.arch)
+    return w4_tiling.why_invalid(config, problem.num_tokens, problem.k, problem.group_size, target.arch)
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
@@ -106,6 +117,16 @@ def default_config(problem: Problem, target: Target) -> Config:
     raise ProblemError(f"no default configuration of w4a16_gemm serves {problem} on {target.arch}")
 
 
+def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """Without stages: as many warps share a strip as fill the board with blocks of one."""
+    columns = problem.k // STRIP
+    found = []
+    for warps_k in (16, 8, 4, 2, 1) if problem.n // STRIP <= 2 * target.device.num_sms else (8, 4, 2, 1):
+        for steps in range(min(6, -(-columns // warps_k)), 0, -1):
+            found.append(Config(8, 32, STRIP * warps_k * steps, 32, 1, warps_k, 1, 0, gemv=True))
+    return tuple(found)
+
+
 def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     """Best first, from sweeps on an H200; the last is valid everywhere."""
     arch = target.arch
@@ -114,6 +135,8 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     warp_n = 32 if arch.has_ldmatrix else 64
     block_m = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
+    if m <= 8 and problem.n * problem.k <= STRAIGHT_WEIGHTS and arch.has_ldmatrix:
+        return (*_straight(problem, target), last)
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply
         even = problem.n % 128 == 0 and problem.k % 256 == 0

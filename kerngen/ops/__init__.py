@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.embed import op as _embed
     from kerngen.templates.gelu_gate import op as _gelu_gate
     from kerngen.templates.moe_route import op as _moe_route
+    from kerngen.templates.moe_router import op as _moe_router
     from kerngen.templates.qkv_norm_rope import op as _qkv_norm_rope
     from kerngen.templates.rmsnorm import op as _rmsnorm
     from kerngen.templates.softcap_argmax import op as _softcap_argmax
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
     moe_route = _run(_moe_route.moe_route)
+    moe_router = _run(_moe_router.moe_router)
     q_norm_rope = _run(_qkv_norm_rope.q_norm_rope)
     qkv_norm_rope = _run(_qkv_norm_rope.qkv_norm_rope)
     rmsnorm = _run(_rmsnorm.rmsnorm)
@@ -62,6 +64,7 @@ __all__ = [
     "gelu_gate",
     "gelu_mul",
     "moe_route",
+    "moe_router",
     "pack_w4",
     "q_norm_rope",
     "qkv_norm_rope",

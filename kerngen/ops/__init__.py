@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.dense_gemv import op as _dense_gemv
     from kerngen.templates.embed import op as _embed
     from kerngen.templates.gelu_gate import op as _gelu_gate
+    from kerngen.templates.moe_combine import op as _moe_combine
     from kerngen.templates.moe_route import op as _moe_route
+    from kerngen.templates.moe_router import op as _moe_router
     from kerngen.templates.moe_w4a16 import op as _moe_w4a16
     from kerngen.templates.ple_inputs import op as _ple_inputs
     from kerngen.templates.qkv_norm_rope import op as _qkv_norm_rope
@@ -49,9 +51,11 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     embed = _run(_embed.embed)
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
+    moe_combine = _run(_moe_combine.moe_combine)
     moe_route = _run(_moe_route.moe_route)
     moe_w4a16 = _run(_moe_w4a16.moe_w4a16)
     ple_inputs = _run(_ple_inputs.ple_inputs)
+    moe_router = _run(_moe_router.moe_router)
     q_norm_rope = _run(_qkv_norm_rope.q_norm_rope)
     qkv_norm_rope = _run(_qkv_norm_rope.qkv_norm_rope)
     rmsnorm = _run(_rmsnorm.rmsnorm)
@@ -72,7 +76,9 @@ __all__ = [
     "embed",
     "gelu_gate",
     "gelu_mul",
+    "moe_combine",
     "moe_route",
+    "moe_router",
     "moe_w4a16",
     "pack_w4",
     "ple_inputs",

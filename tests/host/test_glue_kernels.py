@@ -24,6 +24,7 @@ from kerngen.templates.kernel import Case
 from kerngen.tuning.plan import space_of
 
 NAMES = ("add_norm", "embed", "gelu_gate", "moe_route", "ple_inputs", "qkv_norm_rope", "rmsnorm", "softcap_argmax")
+NAMES = ("add_norm", "embed", "gelu_gate", "moe_combine", "moe_route", "qkv_norm_rope", "rmsnorm", "softcap_argmax")
 KERNELS = tuple(find_kernel(name) for name in NAMES)
 SM70, SM90 = find_arch("sm70"), find_arch("sm90")
 
@@ -112,6 +113,7 @@ def test_a_row_that_no_block_can_hold_is_refused_with_the_numbers() -> None:
         ("qkv_norm_rope", {"num_rotated_pairs": 129}, "num_rotated_pairs=129 is not in 0..128"),
         ("qkv_norm_rope", {"q_only": True}, "num_kv_heads=16 must be 0"),
         ("qkv_norm_rope", {"num_kv_heads": 0}, "num_kv_heads=0 is not positive"),
+        ("moe_combine", {"top_k": 9}, "top_k=9 is not in 1..8"),
         ("moe_route", {"num_experts": 257}, "num_experts=257 is not in 1..256"),
         ("moe_route", {"num_experts": 4}, "top_k=8 is not in 1..4"),
     ],
@@ -160,6 +162,30 @@ def test_add_norm_reference_is_the_models(gemma4: Any) -> None:
     stream *= inputs["layer_scalar"]
     _equal(expected["residual_out"], stream)
     _equal(expected["out"], _norm(gemma4, inputs["next_weight"], stream))
+
+
+def test_moe_combine_reference_is_the_models(gemma4: Any) -> None:
+    """Up to the experts' sum, whose order and roundings differ: one expert of weight 1 has neither."""
+    kernel = find_kernel("moe_combine")
+    case, inputs = _case(kernel, hidden=2816, top_k=1, num_tokens=9)
+    expected = kernel.reference.expected(case.problem, inputs)
+    assert inputs["topk_weights"].eq(1).all()
+    h = _norm(gemma4, inputs["dense_norm"], inputs["dense"])
+    h = h + _norm(gemma4, inputs["routed_norm"], inputs["routed"][:, 0])
+    stream = inputs["residual"] + _norm(gemma4, inputs["post_norm"], h)
+    stream *= inputs["layer_scalar"]
+    _equal(expected["residual_out"], stream)
+    _equal(expected["out"], _norm(gemma4, inputs["next_norm"], stream))
+
+
+def test_moe_combine_sums_the_experts_by_their_weights() -> None:
+    kernel = find_kernel("moe_combine")
+    case, inputs = _case(kernel, hidden=64, top_k=3, num_tokens=4)
+    routed = torch.einsum("tkh,tk->th", inputs["routed"].double(), inputs["topk_weights"].double())
+    one = dataclasses.replace(case.problem, top_k=1)
+    summed = inputs | {"routed": routed[:, None].to(torch.bfloat16), "topk_weights": torch.ones(4, 1)}
+    expected, again = kernel.reference.expected(case.problem, inputs), kernel.reference.expected(one, summed)
+    torch.testing.assert_close(expected["out"], again["out"], rtol=0.02, atol=0.02)
 
 
 def test_gelu_gate_reference_is_the_models(gemma4: Any) -> None:

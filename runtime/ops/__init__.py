@@ -289,17 +289,45 @@ class Ops(Protocol):
         len(norm_weight). Returns [T, L, P] dtype.
         """
 
-    def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Softmax over all experts in fp32, the top k of it renormalised to sum 1, then times
-        per_expert_scale.
+    def moe_router(
+        self,
+        residual: Tensor,
+        router_scale: Tensor,
+        router: DenseLinear,
+        per_expert_scale: Tensor,
+        pre_norm: Tensor,
+        top_k: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of each token, their weights, and the experts' input.
 
-        logits [T, E] dtype, per_expert_scale [E]. Returns ids [T, top_k] int32 and weights [T, top_k] fp32.
+        logits = (norm(residual) * router_scale * H^-0.5) router^T; softmax over all experts in fp32, the top k of it
+        renormalised to sum 1, then times per_expert_scale. residual [T, H] residual_dtype, router [E, H], others [H]
+        and [E]. Returns ids [T, top_k] int32, weights [T, top_k] fp32 and norm(residual; pre_norm) [T, H] dtype.
         """
 
-    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """sum_i w_i * down[e_i] (gelu_tanh(gate) * up), gate | up = gate_up[e_i] x.
+    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
+        """down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x, for each expert e of each token.
 
-        x [T, H], gate_up [E, 2 * I, H], down [E, H, I], both prepared. Returns [T, H] dtype.
+        x [T, H], gate_up [E, 2 * I, H], down [E, H, I], both prepared. Returns [T, top_k, H] dtype.
+        """
+
+    def moe_combine(
+        self,
+        residual: Tensor,
+        dense: Tensor,
+        routed: Tensor,
+        topk_weights: Tensor,
+        dense_norm: Tensor,
+        routed_norm: Tensor,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """add_norm of h = norm(dense; dense_norm) + norm(sum_i topk_weights_i routed_i; routed_norm).
+
+        dense [T, H], routed [T, top_k, H] dtype, topk_weights [T, top_k] fp32; the sum in fp32. Others as add_norm's.
         """
 
     def centroid_greedy(

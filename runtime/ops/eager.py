@@ -172,15 +172,45 @@ class TorchOps:
         normed = self.rmsnorm(sliced, norm_weight, eps)
         return (normed + (table[ids] * table_scale).view_as(normed)) * 2.0**-0.5
 
-    def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    def moe_router(
+        self,
+        residual: Tensor,
+        router_scale: Tensor,
+        router: DenseLinear,
+        per_expert_scale: Tensor,
+        pre_norm: Tensor,
+        top_k: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = self.rmsnorm(residual, None, eps) * router_scale * residual.shape[-1] ** -0.5
+        probs = torch.softmax(self.linear(scaled, router), dim=-1, dtype=torch.float32)
+        weights, ids = probs.topk(top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        return ids.to(torch.int32), weights * per_expert_scale.float()[ids]
+        return ids.to(torch.int32), weights * per_expert_scale.float()[ids], self.rmsnorm(residual, pre_norm, eps)
 
-    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
         if isinstance(gate_up, W4Experts) or isinstance(down, W4Experts):
             raise TypeError("TorchOps.prepare_experts turns packed weights into dense ones at load")
-        return outside.experts(x, gate_up.weight, down.weight, topk_ids, topk_weights)
+        return outside.experts(x, gate_up.weight, down.weight, topk_ids)
+
+    def moe_combine(
+        self,
+        residual: Tensor,
+        dense: Tensor,
+        routed: Tensor,
+        topk_weights: Tensor,
+        dense_norm: Tensor,
+        routed_norm: Tensor,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        summed = (routed * topk_weights[..., None]).sum(1).to(self.dtype)
+        h = self.rmsnorm(dense, dense_norm, eps) + self.rmsnorm(summed, routed_norm, eps)
+        residual += self.rmsnorm(h, post_weight, eps)
+        residual *= layer_scalar
+        return self.rmsnorm(residual, next_weight, eps)
 
     def centroid_greedy(
         self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor

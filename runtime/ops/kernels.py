@@ -36,7 +36,8 @@ from kerngen.templates.dense_gemv.op import dense_gemv
 from kerngen.templates.dense_gemv.spec import MAX_TOKENS
 from kerngen.templates.embed.op import embed
 from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
-from kerngen.templates.moe_route.op import moe_route
+from kerngen.templates.moe_combine.op import moe_combine
+from kerngen.templates.moe_router.op import moe_router
 from kerngen.templates.moe_w4a16.op import moe_w4a16
 from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
@@ -195,19 +196,45 @@ class KernelOps:
         call = ple_inputs(ids, table, table_scale, context, context_scale, norm_weight, eps)
         return self.executor.run(call, self._at("per-layer inputs"))
 
-    def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        return self.executor.run(moe_route(logits, per_expert_scale, top_k), self._at("router"))
+    def moe_router(
+        self,
+        residual: Tensor,
+        router_scale: Tensor,
+        router: DenseLinear,
+        per_expert_scale: Tensor,
+        pre_norm: Tensor,
+        top_k: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call = moe_router(residual, router_scale, router.weight, per_expert_scale, pre_norm, top_k, eps)
+        return self.executor.run(call, self._at("router"))
 
-    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
         if isinstance(gate_up, DenseExperts) and isinstance(down, DenseExperts):
             self._outside("dense experts")
-            return outside.experts(x, gate_up.weight, down.weight, topk_ids, topk_weights)
+            return outside.experts(x, gate_up.weight, down.weight, topk_ids)
         if isinstance(gate_up, DenseExperts) or isinstance(down, DenseExperts):
             raise TypeError("prepare_experts makes both dense where one is")
         call = moe_w4a16(x, topk_ids, gate_up.packed, gate_up.scales, down.packed, down.scales)
-        routed = self.executor.run(call, self._at("experts"))
-        self._outside("experts' sum")
-        return outside.weighted_sum(routed, topk_weights)
+        return self.executor.run(call, self._at("experts"))
+
+    def moe_combine(
+        self,
+        residual: Tensor,
+        dense: Tensor,
+        routed: Tensor,
+        topk_weights: Tensor,
+        dense_norm: Tensor,
+        routed_norm: Tensor,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        call = moe_combine(
+            residual, dense, routed, topk_weights, dense_norm, routed_norm, post_weight, layer_scalar, next_weight, eps
+        )
+        return self.executor.run(call, self._at("end of layer"))
 
     def centroid_greedy(
         self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor

@@ -11,10 +11,10 @@ from kerngen.runtime.ops import DenseLinear, Experts, Linear
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """router_scale [H], router [E, H] linear, per_expert_scale [E]; gate_up [E, 2 I, H], down [E, H, I]."""
+    """router_scale [H], router [E, H], per_expert_scale [E]; gate_up [E, 2 I, H], down [E, H, I]."""
 
     router_scale: Tensor
-    router: Linear
+    router: DenseLinear
     per_expert_scale: Tensor
     gate_up: Experts
     down: Experts

@@ -90,6 +90,9 @@ class WeightSource(Protocol):
         gated: they are gate and up, for `Ops.gated`.
         """
 
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        """A small linear that kernels want in floats, however it is stored."""
+
     def head(self, embed: Tensor) -> Linear:
         """The output matrix [vocab, H]; shares `embed`'s memory where the two are tied."""
 
@@ -160,6 +163,10 @@ class _Source:
         else:
             weights = self._dense(parts, packed, in_features)
         return weights if self.is_dry else self.ops.prepare(weights)
+
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        packed = is_packed(self.checkpoint, self.config.quant, module)
+        return self._dense([(module, out_features)], [packed], in_features)
 
     def head(self, embed: Tensor) -> Linear:
         """lm_head. Tied models may store it too (the W4A16 releases do): a copy of the table shares its memory, a head
@@ -336,7 +343,7 @@ def _moe(source: WeightSource, name: str) -> MoeWeights:
     gate_up, down = source.experts(name)
     return MoeWeights(
         router_scale=source.tensor(f"{name}.router.scale", hidden),
-        router=source.linear([(f"{name}.router.proj", num)], hidden),
+        router=source.unpacked(f"{name}.router.proj", num, hidden),
         per_expert_scale=source.tensor(f"{name}.router.per_expert_scale", num),
         gate_up=gate_up,
         down=down,

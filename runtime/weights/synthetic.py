@@ -65,6 +65,9 @@ class SyntheticSource:
         shape = (rows, in_features // quant.group_size)
         return packed, torch.full(shape, value, dtype=self.ops.dtype, device=self.ops.device)
 
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        return DenseLinear(self._matrix(out_features, in_features))
+
     def head(self, embed: Tensor) -> Linear:
         return self.ops.prepare(DenseLinear(embed))
 

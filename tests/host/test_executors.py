@@ -180,4 +180,4 @@ def test_the_list_of_what_no_kernel_serves_is_met() -> None:
     models = [*map(find_model, MODELS), unpacked]
     met = {name for model in models for name in workload(model, find_arch("sm90")).missing}
     assert met == set(OUTSIDE)
-    assert find_kernel("moe_route") is not None
+    assert find_kernel("moe_router") is not None

@@ -14,10 +14,6 @@ from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, find_model, find_workload, workload
 
-# What each model computes outside our kernels, beside its dense matrices (the head, the drafter).
-BY_TORCH = {
-    "gemma-4-26b-a4b": {"experts' sum"},
-}
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
 
@@ -43,7 +39,7 @@ def test_gemms_add_up_to_the_published_sizes(model: str, params_m: float) -> Non
 def test_every_problem_is_supported_and_has_a_default(model: str, arch: str) -> None:
     a = find_arch(arch)
     load = find_workload(model, a)
-    assert set(load.missing) == {"dense matrices"} | BY_TORCH.get(model, set())
+    assert set(load.missing) == {"dense matrices"}
     assert set(load.missing) <= set(OUTSIDE)
     assert len({(i.kernel, i.problem) for i in load.items}) == len(load.items), "a problem is listed twice"
     for item in load.items:
@@ -59,7 +55,7 @@ def test_every_problem_is_supported_and_has_a_default(model: str, arch: str) -> 
 def test_only_the_mixture_of_experts_routes() -> None:
     for model in MODELS:
         kernels = {i.kernel for i in find_workload(model, find_arch("sm90")).items}
-        assert ("moe_route" in kernels) == (model == "gemma-4-26b-a4b")
+        assert ("moe_router" in kernels) == (model == "gemma-4-26b-a4b")
 
 
 def test_steps_hold_every_layer_once() -> None:
@@ -102,8 +98,8 @@ def test_what_does_not_exist_is_named() -> None:
     with pytest.raises(UsageError, match="not a folder"):
         find_model("no/such/folder")
     load = find_workload("gemma-4-31b", find_arch("sm70"))
-    with pytest.raises(UsageError, match="needs no moe_route on sm70"):
-        load.only(["moe_route"])
+    with pytest.raises(UsageError, match="needs no moe_router on sm70"):
+        load.only(["moe_router"])
     with pytest.raises(UnknownName, match="unknown kernel 'atn_decode'"):
         load.only(["atn_decode"])
 

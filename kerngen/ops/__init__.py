@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.embed import op as _embed
     from kerngen.templates.gelu_gate import op as _gelu_gate
     from kerngen.templates.moe_route import op as _moe_route
+    from kerngen.templates.ple_block import op as _ple_block
     from kerngen.templates.ple_inputs import op as _ple_inputs
     from kerngen.templates.qkv_norm_rope import op as _qkv_norm_rope
     from kerngen.templates.rmsnorm import op as _rmsnorm
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
     moe_route = _run(_moe_route.moe_route)
+    ple_block = _run(_ple_block.ple_block)
     ple_inputs = _run(_ple_inputs.ple_inputs)
     q_norm_rope = _run(_qkv_norm_rope.q_norm_rope)
     qkv_norm_rope = _run(_qkv_norm_rope.qkv_norm_rope)
@@ -67,6 +69,7 @@ __all__ = [
     "gelu_mul",
     "moe_route",
     "pack_w4",
+    "ple_block",
     "ple_inputs",
     "q_norm_rope",
     "qkv_norm_rope",

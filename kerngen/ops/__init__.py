@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.moe_route import op as _moe_route
     from kerngen.templates.moe_router import op as _moe_router
     from kerngen.templates.moe_w4a16 import op as _moe_w4a16
+    from kerngen.templates.ple_block import op as _ple_block
     from kerngen.templates.ple_inputs import op as _ple_inputs
     from kerngen.templates.qkv_norm_rope import op as _qkv_norm_rope
     from kerngen.templates.rmsnorm import op as _rmsnorm
@@ -54,6 +55,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     moe_combine = _run(_moe_combine.moe_combine)
     moe_route = _run(_moe_route.moe_route)
     moe_w4a16 = _run(_moe_w4a16.moe_w4a16)
+    ple_block = _run(_ple_block.ple_block)
     ple_inputs = _run(_ple_inputs.ple_inputs)
     moe_router = _run(_moe_router.moe_router)
     q_norm_rope = _run(_qkv_norm_rope.q_norm_rope)
@@ -81,6 +83,7 @@ __all__ = [
     "moe_router",
     "moe_w4a16",
     "pack_w4",
+    "ple_block",
     "ple_inputs",
     "q_norm_rope",
     "qkv_norm_rope",

@@ -61,6 +61,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_experts": 128, "top_k": 8, "dtype": "bf16", "logits_dtype": "bf16"},
         {"num_warps": 1},
     ),
+    "ple_block": (
+        {"num_tokens": 1},
+        {"hidden": 1536, "width": 256, "dtype": "bf16", "residual_dtype": "bf16"},
+        {"block_m": 1, "gate_warps": 4, "num_warps": 8, "rows_per_warp": 2},
+    ),
     "ple_inputs": (
         {"num_tokens": 1},
         {"num_layers": 35, "width": 256, "vocab_size": 262144, "dtype": "bf16"},

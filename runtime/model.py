@@ -116,19 +116,19 @@ class DecoderStack:
         attended = ops.linear(attend(config, ops.linear(h, w.qkv)), w.out)
         h = _some(ops.add_norm(residual, attended, w.post_attention_norm, None, w.pre_ffn_norm, eps))
         h = ops.linear(ops.gated(h, w.gate_up), w.down)
+        per_layer = None if ple is None else w.ple
         if w.moe is not None:
             # no released model has experts and per-layer inputs: its layer would go on from here
-            scalar = w.scalar if ple is None else torch.ones_like(w.scalar)
+            scalar = w.scalar if per_layer is None else torch.ones_like(w.scalar)
             normed = self._with_experts(residual, h, w, w.moe, scalar, next_norm)
-            if w.ple is None or ple is None:
+            if per_layer is None:
                 return normed
-        elif w.ple is None or ple is None:
+        if ple is None or per_layer is None:
             return _some(ops.add_norm(residual, h, w.post_ffn_norm, w.scalar, next_norm, eps))
-        else:
-            ops.add_norm(residual, h, w.post_ffn_norm, None, None, eps)
-        gated = ops.gelu_mul(ops.linear(residual.to(ops.dtype), w.ple.gate), ple)
-        h = ops.linear(gated, w.ple.projection)
-        return _some(ops.add_norm(residual, h, w.ple.post_norm, w.scalar, next_norm, eps))
+        return ops.ple_block(
+            residual, h if w.moe is None else None, w.post_ffn_norm, per_layer.gate, ple, per_layer.projection,
+            per_layer.post_norm, w.scalar, next_norm, eps,
+        )  # fmt: skip
 
     def _with_experts(
         self, residual: Tensor, dense: Tensor, w: LayerWeights, moe: MoeWeights, scalar: Tensor, next_norm: Tensor

@@ -259,9 +259,25 @@ class Ops(Protocol):
         gate and up are rounded to dtype, and so is the activation before it meets up.
         """
 
-    def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        """gelu_tanh(gate) * x, elementwise, both [T, n]; x may be a strided view. Per-layer embeddings'
-        gate."""
+    def ple_block(
+        self,
+        residual: Tensor,
+        h: Tensor | None,
+        ffn_weight: Tensor,
+        gate: DenseLinear,
+        ple: Tensor,
+        projection: DenseLinear,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """The end of a layer with per-layer embeddings, from the MLP's output h on.
+
+        r = residual + norm(h; ffn_weight), or the residual where h is None; p = (gelu_tanh(r gate^T) * ple)
+        projection^T; residual <- (r + norm(p; post_weight)) * layer_scalar, in place. Returns norm(residual;
+        next_weight) [T, H]. residual, h [T, H]; gate [P, H]; ple [T, P], whose rows may lie apart; projection [H, P].
+        """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""

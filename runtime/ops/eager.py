@@ -148,8 +148,25 @@ class TorchOps:
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return gelu_gated(gate, up, DTYPE_NAME[self.dtype]).to(self.dtype)
 
-    def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        return gelu_gated(gate, x, DTYPE_NAME[self.dtype]).to(self.dtype)
+    def ple_block(
+        self,
+        residual: Tensor,
+        h: Tensor | None,
+        ffn_weight: Tensor,
+        gate: DenseLinear,
+        ple: Tensor,
+        projection: DenseLinear,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        if h is not None:
+            residual += self.rmsnorm(h, ffn_weight, eps)
+        gated = gelu_gated(self.linear(residual.to(self.dtype), gate), ple, DTYPE_NAME[self.dtype]).to(self.dtype)
+        residual += self.rmsnorm(self.linear(gated, projection), post_weight, eps)
+        residual *= layer_scalar
+        return self.rmsnorm(residual, next_weight, eps)
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         out = self.linear(h, head).float()

@@ -39,6 +39,8 @@ from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
 from kerngen.templates.moe_combine.op import moe_combine
 from kerngen.templates.moe_router.op import moe_router
 from kerngen.templates.moe_w4a16.op import moe_w4a16
+from kerngen.templates.ple_block import spec as ple_spec
+from kerngen.templates.ple_block.op import ple_block
 from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
@@ -174,8 +176,39 @@ class KernelOps:
             return self.executor.run(w4a16_gated(x, gate_up.packed, gate_up.scales), self._at(gate_up.name))
         return self.executor.run(gelu_gate(self.linear(x, gate_up)), self._at("GELU gate"))
 
-    def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        return self.executor.run(gelu_mul(gate, x), self._at("per-layer gate"))
+    def ple_block(
+        self,
+        residual: Tensor,
+        h: Tensor | None,
+        ffn_weight: Tensor,
+        gate: DenseLinear,
+        ple: Tensor,
+        projection: DenseLinear,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        if h is not None and len(h) <= ple_spec.MAX_TOKENS:
+            call = ple_block(
+                residual,
+                h,
+                ffn_weight,
+                gate.weight,
+                ple,
+                projection.weight,
+                post_weight,
+                layer_scalar,
+                next_weight,
+                eps,
+            )
+            return self.executor.run(call, self._at("end of layer"))
+        if h is not None:
+            self.add_norm(residual, h, ffn_weight, None, None, eps)
+        x = self.linear(residual.to(self.dtype), gate)
+        p = self.linear(self.executor.run(gelu_mul(x, ple), self._at("per-layer gate")), projection)
+        where = self._at("end of layer")
+        return self.executor.run(add_norm(residual, p, post_weight, layer_scalar, next_weight, eps), where)
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         return self.executor.run(softcap(self.linear(h, head), logit_cap), self._at("logits"))

@@ -25,10 +25,10 @@ class MoeWeights:
 
 @dataclass(frozen=True, slots=True)
 class PleLayerWeights:
-    """gate [P, H] and projection [H, P] linears, post_norm [H]."""
+    """gate [P, H] and projection [H, P], post_norm [H]."""
 
-    gate: Linear
-    projection: Linear
+    gate: DenseLinear
+    projection: DenseLinear
     post_norm: Tensor
 
 

@@ -331,8 +331,8 @@ def _layer(source: WeightSource, name: str, layer: LayerConfig) -> LayerWeights:
 def _ple_layer(source: WeightSource, name: str) -> PleLayerWeights:
     hidden, size = source.config.hidden_size, source.config.ple_size
     return PleLayerWeights(
-        gate=source.linear([(f"{name}.per_layer_input_gate", size)], hidden),
-        projection=source.linear([(f"{name}.per_layer_projection", hidden)], size),
+        gate=source.unpacked(f"{name}.per_layer_input_gate", size, hidden),
+        projection=source.unpacked(f"{name}.per_layer_projection", hidden, size),
         post_norm=source.tensor(f"{name}.post_per_layer_input_norm.weight", hidden),
     )
 

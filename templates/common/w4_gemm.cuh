@@ -397,8 +397,12 @@ template <class S> struct W4Gemm {
         float4* const exchange = reinterpret_cast<float4*>(smem + NUM_STAGES * STAGE_CHUNKS);
         const int warp = threadIdx.x / 32;
         const int warp_n = warp % WARPS_N, warp_m = warp / WARPS_N % WARPS_M, warp_k = warp / (WARPS_N * WARPS_M);
-        const Pieces pieces(rows.template tiles<S>() * TILES_N * UNITS_PER_TILE);
-        const int begin = pieces.begin(blockIdx.x), count = pieces.begin(blockIdx.x + 1) - begin;
+        const int tiles = rows.template tiles<S>() * TILES_N;
+        const Pieces pieces(tiles * UNITS_PER_TILE);
+        // There may be more blocks than tiles where each has one: how many tiles there are is known on the device alone.
+        const bool idle = BLOCKS_PER_SM == 0 && int(blockIdx.x) >= tiles;
+        const int begin = BLOCKS_PER_SM == 0 ? blockIdx.x * UNITS_PER_TILE : pieces.begin(blockIdx.x);
+        const int count = idle ? 0 : BLOCKS_PER_SM == 0 ? UNITS_PER_TILE : pieces.begin(blockIdx.x + 1) - begin;
         // The unit to load next, ahead of the one that is multiplied.
         Loader<Rows> loader(rows, w, scales, x);
         int load_tile = begin / UNITS_PER_TILE, loaded = 0;

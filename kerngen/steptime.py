@@ -102,7 +102,7 @@ def time_model(
     generator = torch.Generator().manual_seed(seed)
     for context in contexts:
         engine = Engine(model, drafter, max_len=context + tokens, num_draft_tokens=num_draft_tokens,
-                        prefill_chunk=prefill_chunk)  # fmt: skip
+                        prefill_chunk=prefill_chunk, prefix_caching=False)  # fmt: skip
         prompt = torch.randint(0, config.vocab_size, (context,), generator=generator).tolist()
         engine.generate(prompt, max_new_tokens=tokens)  # compiles, captures
         stats = [engine.generate(prompt, max_new_tokens=tokens).stats for _ in range(RUNS)]

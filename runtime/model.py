@@ -7,62 +7,15 @@ Nothing here waits for the device, so a decode step is captured in a CUDA graph 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
 from kerngen.runtime.ops import KVPages, Ops, Rope
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The tokens of one step, on the device. Sequences lie one after the other; B of them, T tokens.
-
-    q_len > 0: every sequence has that many tokens (decode, verification) and cu_seqlens is None. q_len 0: ragged
-    prefill, sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1], max_seqlen of them at most.
-    ids, positions [T] int64; kv_lens [B] int32, this step's tokens included; slots: slot_mapping [T] by layer kind.
-    max_kv_len: no kv_len is longer, nor will be when a captured step is replayed: kernels choose their KV splits by it.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    kv_lens: Tensor
-    slots: dict[str, Tensor]
-    q_len: int
-    max_kv_len: int
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int = 0
-
-    @staticmethod
-    def decode(ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int) -> Batch:
-        """ids [B, q_len] follow `lengths` [B] int64 committed tokens. All values are computed on the device."""
-        q_len = ids.shape[1]
-        positions = lengths[:, None] + torch.arange(q_len, device=ids.device)
-        slots = cache.slots(positions)
-        kv_lens = (lengths + q_len).to(torch.int32)
-        return Batch(ids.flatten(), positions.flatten(), kv_lens, slots, q_len, max_kv_len)
-
-    @staticmethod
-    def prefill(ids: Tensor, start: int, cache: KVCache) -> Batch:
-        """One sequence's chunk: ids [n] at positions start to start + n - 1."""
-        n = len(ids)
-        positions = torch.arange(start, start + n, device=ids.device)
-        slots = cache.slots(positions[None])
-        ends = torch.tensor([0, n], dtype=torch.int32, device=ids.device)
-        kv_lens = torch.tensor([start + n], dtype=torch.int32, device=ids.device)
-        return Batch(ids, positions, kv_lens, slots, 0, start + n, ends, n)
-
-    def last_tokens(self) -> tuple[Tensor, Batch]:
-        """The rows of each sequence's last token, and a decode batch (q_len 1) of those. Prefill only."""
-        if self.cu_seqlens is None:
-            raise TypeError("a decode batch has no last token to cut to")
-        rows = self.cu_seqlens[1:].long() - 1
-        slots = {kind: slot[rows] for kind, slot in self.slots.items()}
-        return rows, Batch(self.ids[rows], self.positions[rows], self.kv_lens, slots, 1, self.max_kv_len)
 
 
 def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:

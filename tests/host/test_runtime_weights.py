@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError, KerngenError, UsageError
+from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.model import Batch, Gemma4
+from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseLinear, Linear, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.loader import load_model
@@ -35,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def logits(model: Gemma4) -> Tensor:
-    cache = KVCache(model.config, model.ops, batch=1, max_len=len(PROMPT), max_step=len(PROMPT))
+    cache = KVCache.whole(model.config, model.ops, batch=1, max_len=len(PROMPT))
     return model.logits(model.forward(Batch.prefill(torch.tensor(PROMPT), 0, cache), cache))
 
 

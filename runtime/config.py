@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.fields import Fields, read_json, require_folder, short
+from kerngen.runtime.quant import QuantConfig, read_quant_config
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -56,17 +57,6 @@ class LayerConfig:
     @property
     def owns_kv(self) -> bool:
         return self.kv_source == self.index
-
-
-@dataclass(frozen=True, slots=True)
-class QuantConfig:
-    """compressed-tensors pack-quantized W4A16: symmetric int4, one scale for `group_size` inputs.
-
-    ignore: module names, or "re:" and a regular expression, that are stored dense.
-    """
-
-    group_size: int
-    ignore: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +225,7 @@ def _text_config(text: Fields, top: Fields, *, is_drafter: bool) -> ModelConfig:
         moe_intermediate_size=text.integer("moe_intermediate_size") if experts else 0,
         bos_id=text.integer("bos_token_id", default=2, low=0),
         eos_ids=_id_list(text, "eos_token_id"),
-        quant=None if is_drafter else _quant_config(top),
+        quant=None if is_drafter else read_quant_config(top),
     )
 
 
@@ -368,54 +358,3 @@ def _rope(text: Fields, kind: str, head_dim: int) -> RopeConfig:
             return RopeConfig(theta, int(part * head_dim // 2), factor)
         case other:
             raise rope.error(f"rope_type is {other!r}; known: default, proportional")
-
-
-def _quant_config(top: Fields) -> QuantConfig | None:
-    """quantization_config, or None where the weights are dense.
-
-    Anything but W4A16 pack-quantized is refused, and so is what computes something else with the same tensors:
-    quantized activations or caches, transforms, sparsity. Fields: compressed-tensors' QuantizationConfig.
-    """
-    if top.values.get("quantization_config") is None:
-        return None
-    quant = top.section("quantization_config")
-    method, fmt = quant.get("quant_method"), quant.values.get("format")
-    if method != "compressed-tensors" or fmt != "pack-quantized":
-        raise quant.error(f"{method!r} in format {fmt!r} is not implemented; compressed-tensors pack-quantized is")
-    if (status := quant.values.get("quantization_status")) not in (None, "compressed", "frozen"):
-        raise quant.error(f"quantization_status is {status!r}: the weights are not final; 'compressed' ones are read")
-    if quant.values.get("kv_cache_scheme"):
-        raise quant.error("kv_cache_scheme is set; a quantized KV cache is not implemented")
-    if (transform := quant.values.get("transform_config")) and transform != {"config_groups": {}}:
-        raise quant.error("transform_config is set; transforms of weights or activations are not implemented")
-    sparse = quant.section("sparsity_config", default={}).values.get("format")
-    if sparse not in (None, "dense"):
-        raise quant.error(f"sparsity_config has the format {sparse!r}; only 'dense' is implemented")
-    groups = quant.section("config_groups").values
-    if len(groups) != 1:
-        raise quant.error(f"config_groups holds {len(groups)} groups; one is implemented")
-    group = quant.section("config_groups").section(next(iter(groups)))
-    if group.get("targets") != ["Linear"]:
-        raise group.error(f"targets is {group.get('targets')!r}; only ['Linear'] is implemented")
-    if (fmt := group.values.get("format")) not in (None, "pack-quantized"):
-        raise group.error(f"format is {fmt!r}; only 'pack-quantized' is implemented")
-    for name in ("input_activations", "output_activations"):
-        if group.values.get(name) is not None:
-            raise group.error(f"{name} are quantized; only weights may be (W4A16)")
-    weights = group.section("weights")
-    for name, want in (("num_bits", 4), ("type", "int"), ("symmetric", True), ("strategy", "group")):
-        if weights.get(name) != want:
-            raise weights.error(f"{name} is {weights.get(name)!r}; only {want!r} is implemented")
-    if weights.values.get("dynamic") not in (None, False):
-        raise weights.error(
-            f"dynamic is {weights.values['dynamic']!r}; the stored scales are used, so it must be false"
-        )
-    if weights.values.get("actorder") not in (None, "static", "weight"):
-        raise weights.error(f"actorder is {weights.values['actorder']!r}; only null is implemented")
-    size = weights.integer("group_size")
-    if size not in (32, 64, 128):
-        raise weights.error(f"group_size is {size}; 32, 64 and 128 are implemented")
-    ignore = quant.values.get("ignore") or []
-    if not isinstance(ignore, list) or not all(isinstance(i, str) and len(i) <= 512 for i in ignore):
-        raise quant.error("ignore must be a list of module names")
-    return QuantConfig(size, tuple(ignore))

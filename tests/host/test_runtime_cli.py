@@ -373,14 +373,26 @@ BROKEN_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("name", BROKEN_TENSORS)
-def test_run_ends_where_the_weights_are_no_numbers(
+def test_run_names_the_weights_that_are_no_numbers(
     kerngen: Terminal, folder: Path, tmp_path: Path, name: str, value: float
 ) -> None:
     copy(folder, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors[BROKEN_TENSORS[name]][-1] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = kerngen("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8, code=1)
+    path = tmp_path / "model.safetensors"
+    assert said.err.startswith(f"CheckpointError: {path}: {BROKEN_TENSORS[name]} holds NaN or infinity: ")
+    assert said.out == ""
+
+
+def test_run_ends_where_the_model_computes_no_numbers(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    """Weights that are numbers, and so large that their products are none."""
+    copy(folder, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.self_attn.q_proj.weight"][-1] = 3e38
     save_file(tensors, tmp_path / "model.safetensors")
     common = ("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
     for more in ((), ("--temperature", 0.8), ("--temperature", 1, "--top-k", 5, "--top-p", 0.9)):

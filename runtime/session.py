@@ -89,7 +89,7 @@ class Session:
     num_draft_tokens: drafted a step, where there is a drafter. max_len: tokens that the cache holds, prompt and answer
     together; None for as many as a call needs, which makes a longer call allocate (and on a GPU capture) anew.
     drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
-    weights took.
+    weights took. plain_text: control tokens in what users say (<turn|>) are text; as in transformers, they are not.
     """
 
     folder: Path
@@ -103,6 +103,7 @@ class Session:
     num_draft_tokens: int = NUM_DRAFT_TOKENS
     max_len: int | None = None
     drafter_folder: Path | None = None
+    plain_text: bool = False
     _engine: Engine | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
@@ -123,9 +124,9 @@ class Session:
         if not chat:
             if not isinstance(prompt, str):
                 raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
-            return self.codec.encode(prompt)
+            return self.codec.encode(prompt, plain=self.plain_text)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self.codec.encode(self.codec.chat(messages))
+        return self.codec.encode_chat(messages, plain=self.plain_text)
 
     def generate(
         self,

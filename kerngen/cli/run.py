@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--no-chat", is_flag=True, help="Pass the prompt as it is, without the chat template.")
+@click.option("--plain-text", is_flag=True,
+              help="Take control tokens in the prompt, such as <turn|>, for text.")  # fmt: skip
 @click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
 @click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
@@ -52,6 +54,7 @@ def run(
     top_p: float,
     seed: int,
     no_chat: bool,
+    plain_text: bool,
     db_url: str | None,
     bundle: str | None,
     as_json: bool,
@@ -71,6 +74,7 @@ def run(
     with warnings.catch_warnings(record=True, action="always") as caught:
         session = load(model, draft=draft or not no_draft, device=device, dtype=dtype, backend=backend,
                        db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens)  # fmt: skip
+    session.plain_text = plain_text
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
     stream = session.stream(text, max_new_tokens=max_new_tokens, chat=not no_chat, **asdict(sampling))

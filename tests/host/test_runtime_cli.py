@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_gemma import BASE, F, S, hf_greedy, make_assistant, make_target
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import Tokenizer
+from tokens import write_tokenizer
 from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError, DeviceError, UsageError
@@ -24,26 +25,7 @@ from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.ops.outside import OUTSIDE
 from kerngen.runtime.session import find_drafter
-from kerngen.runtime.text import MAX_TEMPLATE_BYTES, TextCodec, render_chat
-
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content | trim }}<turn|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
-)
-BYTES = 16  # byte-fallback tokens: enough for one character outside the letters
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Letters as tokens, byte fallback for é, and Gemma's special tokens; no more than the tiny vocabulary."""
-    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
-    pieces = specials + ["<0xC3>", "<0xA9>", "<0x0A>", "▁"] + [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+from kerngen.runtime.text import TextCodec
 
 
 @pytest.fixture(scope="module")
@@ -131,53 +113,6 @@ def test_a_stream_that_ends_within_a_character_says_so(codec: TextCodec) -> None
     stream = codec.stream()
     assert stream.push(codec.encode("aé")[1:-1]) == ""
     assert stream.finish() == "a\ufffd"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append({}) }}",
-        "{{ raise_exception('no system turn') }}",
-        "{{ missing.field }}",
-        "{% for i in range(10000000) %}x{% endfor %}",
-        "{{ 1 / 0 }}",
-        "{{ 'x' * 9999999999 }}",
-        "{{ [0] * 9999999999 }}",
-        "{{ 10 ** 9999999999 }}",
-        "{% if %}",
-        "{% include 'secret' %}",
-        "{% for i in x %}" * 30 + "{% endfor %}" * 30,  # SyntaxError: more blocks than Python nests
-        "{{ '{:>1000000000000}'.format(1) }}",  # MemoryError
-        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",  # RecursionError
-        "{{ strftime_now(messages) }}",
-    ],
-)
-def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
-    with pytest.raises(CheckpointError, match="chat template failed"):
-        render_chat(source, messages=[])
-
-
-def test_a_template_fails_with_a_reason_whatever_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*args: object) -> None:
-        raise RuntimeError
-
-    monkeypatch.setattr("kerngen.runtime.text.datetime", SimpleNamespace(now=stop))
-    with pytest.raises(CheckpointError, match="chat template failed: RuntimeError"):
-        render_chat("{{ strftime_now('%Y') }}", messages=[])
-
-
-def test_a_template_cannot_write_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.runtime.text.MAX_RENDERED_CHARS", 10_000)
-    with pytest.raises(CheckpointError, match="more than 10,000 characters"):
-        render_chat("{% for i in range(9999) %}{{ 'x' * 100 }}{% endfor %}", messages=[])
-
-
-def test_a_huge_template_is_not_even_read(tmp_path: Path, folder: Path) -> None:
-    write_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("x" * (MAX_TEMPLATE_BYTES + 1))
-    with pytest.raises(CheckpointError, match="larger than"):
-        TextCodec(tmp_path, 2).chat([])
 
 
 def test_run_streams_text_and_prints_stats(kerngen: Terminal, folder: Path) -> None:
@@ -420,6 +355,15 @@ def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path)
     common = ("run", folder, "--prompt", "abc", "--max-new-tokens", 1, "--json", "--device", "cpu")
     assert json.loads(kerngen(*common, "--no-chat").out)["num_prompt_tokens"] == 4
     assert json.loads(kerngen(*common).out)["num_prompt_tokens"] > 10
+
+
+def test_run_takes_control_tokens_for_text_where_asked(kerngen: Terminal, folder: Path) -> None:
+    common = ("run", folder, "--prompt", "a<turn|>b", "--max-new-tokens", 1, "--json", "--device", "cpu")
+    for more in ((), ("--no-chat",)):
+        one, many = (
+            json.loads(kerngen(*common, *more, *plain).out)["num_prompt_tokens"] for plain in ((), ("--plain-text",))
+        )
+        assert many == one - 1 + len("<turn|>")
 
 
 @pytest.mark.parametrize(

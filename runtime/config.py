@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.fields import Fields, read_json, require_folder, short
+from kerngen.runtime.fields import Fields, read_config, read_json, short
 from kerngen.runtime.quant import QuantConfig, read_quant_config
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
@@ -114,8 +114,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
     Raises UsageError where the folder is another kind of model, CheckpointError on a missing or contradicting field.
     """
-    require_folder(folder)
-    top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    top = Fields(read_config(folder), str(folder / "config.json"))
     kind = top.get("model_type")
     if kind in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a drafter ({kind})", hint="name it with --draft, and its target as MODEL")
@@ -127,8 +126,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
     """The assistant's configuration, checked against the target that it drafts for. Raises as read_model_config."""
-    require_folder(folder)
-    top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    top = Fields(read_config(folder), str(folder / "config.json"))
     if (kind := top.get("model_type")) not in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a {kind!r} model, not a drafter", hint=f"known: {', '.join(DRAFTER_TYPES)}")
     text = _text_config(top.section("text_config"), top, is_drafter=True)
@@ -156,19 +154,41 @@ def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
     return DrafterConfig(text, width, centroids, top_k)
 
 
+def _generation(folder: Path) -> Fields:
+    """generation_config.json, empty where there is none."""
+    path = folder / "generation_config.json"
+    return Fields(read_json(path) if path.exists() else {}, str(path))
+
+
 def read_eos_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """Stop tokens: those of generation_config.json where there is one, and config.json's."""
-    ids = list(config.eos_ids)
-    if (path := folder / "generation_config.json").is_file():
-        ids += _id_list(Fields(read_json(path), str(path)), "eos_token_id")
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys((*config.eos_ids, *_id_list(_generation(folder), "eos_token_id"))))
 
 
 def read_suppressed_ids(folder: Path) -> tuple[int, ...]:
     """Tokens that generation_config.json forbids (`suppress_tokens`; the 12B's media markers)."""
-    if not (path := folder / "generation_config.json").is_file():
-        return ()
-    return _id_list(Fields(read_json(path), str(path)), "suppress_tokens")
+    return _id_list(_generation(folder), "suppress_tokens")
+
+
+def read_sampling(folder: Path) -> dict[str, float]:
+    """temperature, top_k and top_p as generation_config.json recommends them, those of them that it does.
+
+    As transformers takes them: without do_sample the temperature is 0, which is greedy. Raises CheckpointError for
+    values that cannot be.
+    """
+    fields, found = _generation(folder), {}
+    for name, low, high in (("temperature", 0.0, 1e30), ("top_k", 0, 1 << 31), ("top_p", 0.0, 1.0)):
+        if (value := fields.values.get(name)) is None:
+            continue
+        kind = int if name == "top_k" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+            raise fields.error(f"{name} is {short(value)}; it must be a number from {low:g} to {high:g}")
+        found[name] = value
+    if not fields.flag("do_sample", False):
+        found["temperature"] = 0.0
+    elif "temperature" not in found:
+        found["temperature"] = 1.0
+    return found
 
 
 def _id_list(fields: Fields, name: str) -> tuple[int, ...]:

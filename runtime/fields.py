@@ -44,11 +44,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def require_folder(folder: Path) -> None:
-    """Raises UsageError unless `folder` is one; it says how to get what looks like a name on the Hugging Face hub.
-    Raises CheckpointError where it holds no config.json."""
+    """Raises UsageError unless `folder` is one; it says how to get what looks like a name on the Hugging Face hub."""
     if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise nothing_there(folder, "no config.json")
         return
     name = str(folder)
     if _HUB_NAME.fullmatch(name) and not name.startswith(".") and not folder.parent.exists():
@@ -80,6 +77,15 @@ def require_content(path: Path, head: bytes) -> None:
             f"{path} is a Git LFS pointer: the file that it stands for was never downloaded",
             hint=f"in {path.parent}: git lfs pull; or: hf download REPO --local-dir FOLDER",
         )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises UsageError where `folder` is none, CheckpointError as read_json."""
+    require_folder(folder)
+    path = folder / "config.json"
+    if not path.exists():
+        raise nothing_there(folder, f"no {path.name}")
+    return read_json(path)
 
 
 def open_file(path: Path) -> BinaryIO:

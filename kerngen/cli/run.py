@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import Completion, Session
 
 
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
               help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before.")  # fmt: skip
 @click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 keeps every token.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=None,
+              help="0 is greedy. Default: as generation_config.json says, else 0.")  # fmt: skip
+@click.option("--top-k", type=click.IntRange(0), default=None,
+              help="0 keeps every token. Default: as generation_config.json says, else 0.")  # fmt: skip
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=None,
+              help="Default: as generation_config.json says, else 1.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--no-chat", is_flag=True, help="Pass the prompt as it is, without the chat template.")
 @click.option("--plain-text", is_flag=True,
@@ -49,9 +53,9 @@ def run(
     dtype: str | None,
     device: str | None,
     max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
     seed: int,
     no_chat: bool,
     plain_text: bool,
@@ -64,12 +68,15 @@ def run(
     Example: kerngen run ./gemma-4-31b-it-qat-w4a16-ct --prompt "Why is the sky blue?"
     """
     from kerngen.errors import UsageError
+    from kerngen.runtime.config import read_sampling
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import load
 
     if draft and no_draft:
         raise UsageError("--draft and --no-draft contradict each other")
-    sampling = Sampling(temperature, top_k, top_p, seed)  # refused before anything is loaded
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    given = {name: value for name, value in options.items() if value is not None}
+    Sampling(**given)  # refused before anything is loaded
     text = _read_prompt(prompt)
     with warnings.catch_warnings(record=True, action="always") as caught:
         session = load(model, draft=draft or not no_draft, device=device, dtype=dtype, backend=backend,
@@ -77,16 +84,22 @@ def run(
     session.plain_text = plain_text
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
+    suggested: dict[str, Any] = {
+        name: value for name, value in read_sampling(session.folder).items() if name not in given
+    }
+    sampling = Sampling(**(suggested | given))
     stream = session.stream(text, max_new_tokens=max_new_tokens, chat=not no_chat, **asdict(sampling))
     for piece in stream:
         if not as_json:
             sys.stdout.write(piece)
             sys.stdout.flush()
     if as_json:
-        click.echo(json.dumps(_report(stream.completion, session)))
+        click.echo(json.dumps(_report(stream.completion, session, sampling)))
     else:
         click.echo()
         click.echo(_summary(stream.completion, session), err=True)
+        if not sampling.is_greedy:
+            click.echo(_sampling(sampling, suggested), err=True)
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -108,12 +121,24 @@ def _read_prompt(prompt: str | None) -> str:
     return prompt
 
 
-def _report(result: Completion, session: Session) -> dict[str, Any]:
+def _sampling(sampling: Sampling, suggested: dict[str, float]) -> str:
+    """How tokens were drawn, and which of that nobody asked for."""
+    words = {"temperature": f"temperature {sampling.temperature:g}"}
+    if sampling.top_k:
+        words["top_k"] = f"top-k {sampling.top_k}"
+    if sampling.top_p < 1:
+        words["top_p"] = f"top-p {sampling.top_p:g}"
+    said = [f"{text} (generation_config.json)" if name in suggested else text for name, text in words.items()]
+    return f"sampled: {', '.join(said)}, seed {sampling.seed}"
+
+
+def _report(result: Completion, session: Session, sampling: Sampling) -> dict[str, Any]:
     stats, ops = result.stats, session.ops
     return {
         "text": result.text,
         "tokens": result.tokens,
         "stop_reason": result.stop_reason,
+        "sampling": asdict(sampling),
         "num_prompt_tokens": stats.num_prompt_tokens,
         "num_tokens": stats.num_tokens,
         "load_s": session.load_s,

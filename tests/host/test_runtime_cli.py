@@ -337,6 +337,48 @@ def test_run_ends_where_the_model_computes_no_numbers(kerngen: Terminal, folder:
         assert said.out == ""
 
 
+GENERATION = {"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95}
+
+
+def test_run_samples_as_the_checkpoint_recommends(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    path = tmp_path / "generation_config.json"
+    common = ("--prompt", "hello", "--device", "cpu", "--max-new-tokens", 9)
+
+    def sampled(place: Path, *more: object) -> tuple[str, dict[str, float]]:
+        said = kerngen("run", place, *common, *more)
+        report = json.loads(kerngen("run", place, *common, *more, "--json").out)
+        assert report["text"] + "\n" == said.out
+        return next((line for line in said.err.splitlines() if line.startswith("sampled")), ""), report["sampling"]
+
+    path.write_text(json.dumps(GENERATION))
+    marked = (
+        "temperature 1 (generation_config.json), top-k 64 (generation_config.json), top-p 0.95 (generation_config.json)"
+    )
+    as_asked = {"temperature": 1.0, "top_k": 64, "top_p": 0.95, "seed": 0}
+    assert sampled(tmp_path) == (f"sampled: {marked}, seed 0", as_asked)
+    line, _ = sampled(tmp_path, "--temperature", 0.5, "--top-k", 3, "--seed", 7)
+    assert line == "sampled: temperature 0.5, top-k 3, top-p 0.95 (generation_config.json), seed 7"
+    assert sampled(tmp_path, "--temperature", 0) == ("", as_asked | {"temperature": 0.0})
+    path.write_text(json.dumps(GENERATION | {"do_sample": False}))
+    assert sampled(tmp_path) == ("", as_asked | {"temperature": 0.0})
+    path.write_text(json.dumps({"do_sample": True, "top_k": None}))
+    assert sampled(tmp_path)[0] == "sampled: temperature 1 (generation_config.json), seed 0"
+    assert sampled(folder)[1] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "hot"), ("top_k", 1.5), ("top_k", -1), ("top_p", 2), ("temperature", True)]
+)
+def test_run_refuses_a_recommendation_that_cannot_be(
+    kerngen: Terminal, folder: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    copy(folder, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(GENERATION | {name: value}))
+    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
+    assert f"generation_config.json: {name} is {value!r}; it must be" in said.err
+
+
 def test_run_samples_at_the_smallest_temperature_and_top_p(kerngen: Terminal, folder: Path) -> None:
     common = ("run", folder, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
     greedy = kerngen(*common).out

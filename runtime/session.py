@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,8 @@ def load(
     bundle: str | os.PathLike[str] | None = None,
     num_draft_tokens: int = NUM_DRAFT_TOKENS,
     max_len: int | None = None,
+    advance: Callable[[int, int], None] | None = None,
+    keep_repacked: bool = False,
 ) -> Session:
     """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16) and make it ready to generate.
 
@@ -203,7 +205,9 @@ def load(
     for none. device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16";
     None for fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any
     machine) or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a folder that
-    `kerngen compile -o` wrote. num_draft_tokens, max_len: see `Session`.
+    `kerngen compile -o` wrote. num_draft_tokens, max_len: see `Session`. advance: is told, while weights load, how many
+    bytes of how many are there. keep_repacked: keep weights as the backend wants them in a file beside the model, which
+    any later call with this backend and dtype reads in place of the checkpoint's.
     Warns of what a checkpoint lacks that has a default. Raises UsageError for a request that cannot be right,
     CheckpointError for a folder that is incomplete or damaged, DeviceError where there is no such device or memory.
     """
@@ -220,7 +224,7 @@ def load(
     if assistant is not None:
         require_draft_tokens(num_draft_tokens, ops)
     with explaining_memory(ops.device):
-        session = open_checkpoint(place, ops, draft=assistant)
+        session = open_checkpoint(place, ops, draft=assistant, advance=advance, keep_repacked=keep_repacked)
         session.num_draft_tokens, session.max_len = num_draft_tokens, max_len
         if max_len is not None:
             session.reserve(max_len)
@@ -239,7 +243,14 @@ def find_drafter(folder: Path) -> Path | None:
     return next((d for d in (folder / ASSISTANT, *beside) if (d / "config.json").is_file()), None)
 
 
-def open_checkpoint(folder: Path, ops: Ops, *, draft: Path | None = None) -> Session:
+def open_checkpoint(
+    folder: Path,
+    ops: Ops,
+    *,
+    draft: Path | None = None,
+    advance: Callable[[int, int], None] | None = None,
+    keep_repacked: bool = False,
+) -> Session:
     """Load `folder`, and `draft` if it is given. Configurations and tokenizer are checked before any weights.
 
     Raises UsageError or CheckpointError.
@@ -252,10 +263,10 @@ def open_checkpoint(folder: Path, ops: Ops, *, draft: Path | None = None) -> Ses
         raise CheckpointError(
             f"{folder}: tokenizer.json has {codec.vocab_size} tokens, config.json says vocab_size {config.vocab_size}"
         )
-    model = Gemma4(config, load_model(folder, config, ops), ops)
+    model = Gemma4(config, load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked), ops)
     drafter = None
     if draft and drafter_config:
-        drafter = Drafter(drafter_config, load_drafter(draft, drafter_config, ops), model)
+        drafter = Drafter(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
     stops = dict.fromkeys((*read_eos_ids(folder, config), *codec.end_of_turn_ids))
     return Session(
         folder=folder,

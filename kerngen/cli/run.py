@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 @click.option("--no-chat", is_flag=True, help="Pass the prompt as it is, without the chat template.")
 @click.option("--plain-text", is_flag=True,
               help="Take control tokens in the prompt, such as <turn|>, for text.")  # fmt: skip
+@click.option("--keep-repacked", is_flag=True,
+              help="Keep weights as the kernels want them beside MODEL; later starts read those.")  # fmt: skip
 @click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
 @click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
@@ -59,6 +61,7 @@ def run(
     seed: int,
     no_chat: bool,
     plain_text: bool,
+    keep_repacked: bool,
     db_url: str | None,
     bundle: str | None,
     as_json: bool,
@@ -68,6 +71,7 @@ def run(
     Example: kerngen run ./gemma-4-31b-it-qat-w4a16-ct --prompt "Why is the sky blue?"
     """
     from kerngen.errors import UsageError
+    from kerngen.progress import Reporter
     from kerngen.runtime.config import read_sampling
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import load
@@ -78,9 +82,10 @@ def run(
     given = {name: value for name, value in options.items() if value is not None}
     Sampling(**given)  # refused before anything is loaded
     text = _read_prompt(prompt)
-    with warnings.catch_warnings(record=True, action="always") as caught:
+    with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
         session = load(model, draft=draft or not no_draft, device=device, dtype=dtype, backend=backend,
-                       db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens)  # fmt: skip
+                       db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens, keep_repacked=keep_repacked,
+                       advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""))  # fmt: skip
     session.plain_text = plain_text
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)

@@ -14,6 +14,7 @@ import torch
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
 from kerngen.runtime.ops import DenseLinear, Ops
+from kerngen.runtime.weights.kept import Kept, Planned
 from kerngen.runtime.weights.layout import (
     CentroidWeights,
     DrafterWeights,
@@ -27,17 +28,28 @@ from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.source import Advance, CheckpointSource, WeightSource
 
 
-def load_model(folder: Path, config: ModelConfig, ops: Ops, *, advance: Advance | None = None) -> ModelWeights:
+def load_model(
+    folder: Path, config: ModelConfig, ops: Ops, *, advance: Advance | None = None, keep_repacked: bool = False
+) -> ModelWeights:
     """The target model's weights on `ops.device`. Raises CheckpointError before allocating anything.
 
-    advance: is told now and then how many bytes of how many were loaded.
+    advance: is told now and then how many bytes of how many were loaded. keep_repacked: what was repacked is kept
+    beside the checkpoint; where it is there it is read in any case.
     """
     source = CheckpointSource(Checkpoint(folder), config, ops, advance)
     prefix = _find_prefix(source.checkpoint)
     build_model(source, prefix)
-    source.finish_dry(prefix)
+    source.check_left(prefix)
+    kept = Kept(source.checkpoint, config, ops) if keep_repacked or any(folder.glob("repacked-*.kerngen")) else None
+    if kept is not None and kept.path.exists():
+        planned = build_model(Planned(source), prefix)
+        if (found := kept.load(planned, advance)) is not None:
+            return found
+    source.begin()
     weights = build_model(source, prefix)
     source.finish()
+    if kept is not None and keep_repacked:
+        kept.save(weights)
     return weights
 
 
@@ -45,7 +57,8 @@ def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Adva
     """The assistant's weights on `ops.device`; always dense. Raises CheckpointError before allocating anything."""
     source = CheckpointSource(Checkpoint(folder), config.text, ops, advance)
     build_drafter(source, config)
-    source.finish_dry("")
+    source.check_left("")
+    source.begin()
     weights = build_drafter(source, config)
     source.finish()
     return weights

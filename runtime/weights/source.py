@@ -75,10 +75,10 @@ class CheckpointSource:
         self._loaded_bytes = self._total_bytes = 0
         self._looks: list[tuple[str, Tensor, torch.dtype]] = []  # a tensor's name, its extremes on the device, as what
 
-    def finish_dry(self, prefix: str) -> None:
+    def check_left(self, prefix: str) -> None:
         """Raise CheckpointError if a tensor of the model was not asked for: then config.json says too little.
 
-        Warns of tensors that transformers ignores or makes up, too. From here on, tensors are loaded.
+        Warns of tensors that transformers ignores or makes up, too.
         """
         folder, left = self.checkpoint.folder, []
         for name in sorted(n for n in self.checkpoint.names - self.used if n.startswith(prefix)):
@@ -95,6 +95,9 @@ class CheckpointSource:
             if names:
                 more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
                 warnings.warn(f"{folder}: {names[0]}{more} {what}, as in transformers", stacklevel=2)
+
+    def begin(self) -> None:
+        """From here on, tensors are loaded."""
         self.is_dry = False
         self._total_bytes = sum(self.checkpoint.num_bytes(name) for name in self.used)
 

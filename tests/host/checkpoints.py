@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from tiny_gemma import prompt
 from torch import Tensor
@@ -78,3 +80,57 @@ def quantize(folder: Path, group: int, ignore: tuple[str, ...] = ("lm_head",)) -
     quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": list(ignore)}
     edit_config(folder, lambda c: c.update(quantization_config=quant | {"config_groups": {"group_0": scheme}}))
     return dense
+
+
+def scheme(group: int) -> QuantizationScheme:
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
+    return QuantizationScheme(targets=["Linear"], weights=args)
+
+
+def compress(weight: Tensor, group: int) -> tuple[dict[str, Tensor], Tensor]:
+    """What the library stores of a linear, and what it makes of that again."""
+    scale = weight.unflatten(-1, (-1, group)).abs().amax(-1) / 7.5
+    stored = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme(group))
+    again = PackedQuantizationCompressor.decompress(stored, scheme(group))["weight"]
+    return {k: v for k, v in stored.items() if k != "weight"}, again
+
+
+def save_compressed(folder: Path, group: int, experts: str) -> dict[str, Tensor]:
+    """Rewrite a checkpoint with the library, experts stored as said. Returns the dense tensors that it stands for."""
+    dense = load_file(folder / "model.safetensors")
+    stored: dict[str, Tensor] = {}
+    for name, tensor in list(dense.items()):
+        if ".experts." in name:
+            parts = [compress(matrix, group) for matrix in tensor]
+            dense[name] = torch.stack([again for _, again in parts])
+            for e, (part, _) in enumerate(parts if experts == "one by one" else []):
+                put_expert(stored, name, e, part)
+            if experts != "one by one":
+                joint = "_" if experts == "joined by _" else ".weight_"
+                stored[f"{name}{joint}packed"] = torch.stack([p["weight_packed"] for p, _ in parts])
+                stored[f"{name}{joint}scale"] = torch.stack([p["weight_scale"] for p, _ in parts])
+                if experts == "with a shape":
+                    stored[f"{name}.weight_shape"] = torch.tensor(tensor.shape)
+        elif tensor.dim() == 2 and "embed_tokens" not in name and "router" not in name:
+            part, dense[name] = compress(tensor, group)
+            stored |= {f"{name.removesuffix('weight')}{key}": value for key, value in part.items()}
+        else:
+            stored[name] = tensor
+    save_file({k: v.contiguous() for k, v in stored.items()}, folder / "model.safetensors")
+    groups = {"group_0": scheme(group).model_dump(mode="json")}
+    quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*router.*"]}
+    edit_config(folder, lambda c: c.update(quantization_config=quant | {"config_groups": groups}))
+    return dense
+
+
+def put_expert(stored: dict[str, Tensor], name: str, e: int, part: dict[str, Tensor]) -> None:
+    """gate_up as two linears, which is what the rows of the packed one are."""
+    stem = name.rpartition(".")[0]
+    if name.endswith("down_proj"):
+        stored |= {f"{stem}.{e}.down_proj.{key}": value.clone() for key, value in part.items()}
+        return
+    for i, half in enumerate(("gate_proj", "up_proj")):
+        for key in ("weight_packed", "weight_scale"):
+            stored[f"{stem}.{e}.{half}.{key}"] = part[key].chunk(2)[i].clone()
+        rows, cols = part["weight_shape"].tolist()
+        stored[f"{stem}.{e}.{half}.weight_shape"] = torch.tensor([rows // 2, cols])

@@ -337,6 +337,28 @@ def test_run_ends_where_the_model_computes_no_numbers(kerngen: Terminal, folder:
         assert said.out == ""
 
 
+def test_run_keeps_repacked_weights_and_says_when_they_are_stale(
+    kerngen: Terminal, folder: Path, tmp_path: Path
+) -> None:
+    copy(folder, tmp_path)
+    common = ("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
+    plain = kerngen(*common)
+    assert kerngen(*common, "--keep-repacked").out == plain.out
+    (kept,) = tmp_path.glob("*.kerngen")
+    assert kerngen(*common).out == plain.out
+    kept.write_bytes(kept.read_bytes()[:-1])
+    said = kerngen(*common)
+    assert said.out == plain.out
+    assert said.err.startswith(f"warning: {kept} is truncated")
+
+
+def test_run_shows_how_far_loading_is(kerngen: Terminal, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerngen.progress.LINE_EVERY_S", 0.0)
+    said = kerngen("run", folder, "--prompt", "x", "--device", "cpu", "--max-new-tokens", 1)
+    assert said.err.startswith("loading weights, MB: 0/0, ")
+    assert "loading" not in said.out
+
+
 GENERATION = {"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95}
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,11 +64,16 @@ def require_folder(folder: Path) -> None:
 
 def nothing_there(folder: Path, what: str) -> CheckpointError:
     """Says that `folder` holds `what` ("no config.json"), what it holds instead, and what to do about it."""
-    names = sorted(path.name for path in folder.iterdir())
+    return nothing_among([path.name for path in folder.iterdir()], str(folder), what)
+
+
+def nothing_among(names: Iterable[str], where: str, what: str) -> CheckpointError:
+    """As nothing_there, of a place that holds files with these names."""
+    there = sorted(names)
     for suffixes, words, hint in _OTHER_FORMATS:
-        if found := [name for name in names if name.endswith(suffixes)]:
-            return CheckpointError(f"{folder} holds {what}, but {words}: {found[0]}", hint=hint)
-    return CheckpointError(f"{folder} holds {what}", hint=GET_AGAIN if names else "name a folder with a checkpoint")
+        if found := [name for name in there if name.endswith(suffixes)]:
+            return CheckpointError(f"{where} holds {what}, but {words}: {found[0]}", hint=hint)
+    return CheckpointError(f"{where} holds {what}", hint=GET_AGAIN if there else "name a folder with a checkpoint")
 
 
 def require_content(path: Path, head: bytes) -> None:

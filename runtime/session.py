@@ -23,6 +23,7 @@ from kerngen.runtime.config import (
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine, Generation, Stats, require_draft_tokens
 from kerngen.runtime.fields import require_folder
+from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
@@ -201,19 +202,20 @@ def load(
 ) -> Session:
     """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16) and make it ready to generate.
 
-    draft: the drafter's folder; True for the one that belongs to the model, if there is one (`find_drafter`), False
-    for none. device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16";
-    None for fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any
-    machine) or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a folder that
-    `kerngen compile -o` wrote. num_draft_tokens, max_len: see `Session`. advance: is told, while weights load, how many
-    bytes of how many are there. keep_repacked: keep weights as the backend wants them in a file beside the model, which
-    any later call with this backend and dtype reads in place of the checkpoint's.
+    folder: or a name on the Hugging Face hub, from where what is needed is downloaded (hub.py). draft: the drafter's
+    folder or name; True for the one that belongs to the model, if there is one (`find_drafter`), False for none.
+    device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for
+    fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any machine)
+    or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a folder that `kerngen compile -o`
+    wrote. num_draft_tokens, max_len: see `Session`. advance: is told, while weights load, how many bytes of how many
+    are there. keep_repacked: keep weights as the backend wants them in a file beside the model, which any later call
+    with this backend and dtype reads in place of the checkpoint's.
     Warns of what a checkpoint lacks that has a default. Raises UsageError for a request that cannot be right,
     CheckpointError for a folder that is incomplete or damaged, DeviceError where there is no such device or memory.
     """
-    place = Path(folder)
+    place = find_checkpoint(folder)
     require_folder(place)
-    assistant = find_drafter(place) if draft is True else Path(draft) if draft else None
+    assistant = _find_assistant(folder, place) if draft is True else find_checkpoint(draft) if draft else None
     ops = open_backend(
         backend,
         device=None if device is None else str(device),
@@ -231,6 +233,19 @@ def load(
     return session
 
 
+def _find_assistant(model: str | os.PathLike[str], folder: Path) -> Path | None:
+    """The drafter of a model that lies in `folder`. Of one on the hub, only if it was downloaded before."""
+    if (name := hub_name(model)) is None:
+        return find_drafter(folder)
+    cached = (find_cached(HubName(f"{stem}-{ASSISTANT}", None)) for stem in _stems(name.repo))
+    return next((found for found in cached if found is not None and (found / "config.json").is_file()), None)
+
+
+def _stems(name: str) -> list[str]:
+    """What a model may be called without what says how it is quantized."""
+    return [name.removesuffix(suffix) for suffix in QUANT_SUFFIXES if name.endswith(suffix)]
+
+
 def find_drafter(folder: Path) -> Path | None:
     """The drafter that belongs to the model in `folder`, if there is one.
 
@@ -238,8 +253,7 @@ def find_drafter(folder: Path) -> Path | None:
     gemma-4-31b-it and gemma-4-31b-it-qat-w4a16-ct.
     """
     place = folder.absolute()
-    stems = [place.name.removesuffix(suffix) for suffix in QUANT_SUFFIXES if place.name.endswith(suffix)]
-    beside = [place.with_name(f"{stem}-{ASSISTANT}") for stem in stems if stem]
+    beside = [place.with_name(f"{stem}-{ASSISTANT}") for stem in _stems(place.name) if stem]
     return next((d for d in (folder / ASSISTANT, *beside) if (d / "config.json").is_file()), None)
 
 

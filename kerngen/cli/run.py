@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--prompt", default=None, help="What to say. Default: standard input.")
 @click.option("--draft", type=click.Path(path_type=Path), default=None,
-              help="The drafter's folder. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
+              help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
 @click.option("--no-draft", is_flag=True, help="Decode without a drafter.")
 @click.option("--num-draft-tokens", type=click.IntRange(1, 7), default=3, show_default=True,
               help="Tokens drafted a step.")  # fmt: skip
@@ -66,7 +66,7 @@ def run(
     bundle: str | None,
     as_json: bool,
 ) -> None:
-    """Generate text with the Gemma-4 checkpoint in the folder MODEL (Hugging Face format, bf16 or W4A16).
+    """Generate text with the Gemma-4 checkpoint in the folder MODEL, or of that name on the Hugging Face hub.
 
     Example: kerngen run ./gemma-4-31b-it-qat-w4a16-ct --prompt "Why is the sky blue?"
     """

@@ -169,9 +169,7 @@ def test_run_on_what_git_lfs_left_in_place_of_a_file(
     assert f"in {tmp_path}: git lfs pull; or: hf download" in said.err
 
 
-@pytest.mark.parametrize(
-    "command", [("run", "--prompt", "x"), ("tune", "--arch", "sm70", "--model"), ("bench", "model")]
-)
+@pytest.mark.parametrize("command", [("tune", "--arch", "sm70", "--model"), ("bench", "model")])
 def test_a_name_on_the_hub_is_no_folder(
     kerngen: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
 ) -> None:

@@ -125,9 +125,20 @@ class Session:
         if not chat:
             if not isinstance(prompt, str):
                 raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
-            return self.codec.encode(prompt, plain=self.plain_text)
+            return self._text_only(self.codec.encode(prompt, plain=self.plain_text))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self.codec.encode_chat(messages, plain=self.plain_text)
+        return self._text_only(self.codec.encode_chat(messages, plain=self.plain_text))
+
+    def _text_only(self, ids: list[int]) -> list[int]:
+        """`ids`, if none of them stands for an image or the like. Raises UsageError."""
+        if found := next((i for i in ids if i in self.config.placeholder_ids), None):
+            token = self.codec.token(found)
+            raise UsageError(
+                f"the prompt holds a placeholder for an image, a video or a sound ({token!r}, token {found}), "
+                "and kerngen reads text alone",
+                hint="leave it out; --plain-text (session.plain_text = True) takes it for text",
+            )
+        return ids
 
     def generate(
         self,

@@ -111,6 +111,10 @@ class TextCodec:
             [t.content for t in added if t.special or (t.content in source and not t.content.isspace())]
         )
 
+    def token(self, index: int) -> str:
+        """The token's own text, "" where there is none."""
+        return self._tokenizer.id_to_token(index) or ""
+
     def decode(self, ids: Sequence[int]) -> str:
         with _blaming(f"{self._path} cannot decode the tokens"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -189,9 +189,9 @@ class Checkpoint:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         self._files: dict[str, SafetensorsFile] = {}
-        if index.is_file():
+        if index.exists():
             self._open_shards(index)
-        elif single.is_file():
+        elif single.exists():
             file = SafetensorsFile(single)
             self._files = dict.fromkeys(file.entries, file)
         else:
@@ -206,7 +206,7 @@ class Checkpoint:
             if not isinstance(shard, str) or Path(shard).name != shard:
                 raise CheckpointError(f"{index}: {name} lies in {shard!r}, which is not a file name")
             if shard not in shards:
-                if not (self.folder / shard).is_file():
+                if not (self.folder / shard).exists():
                     raise CheckpointError(
                         f"{self.folder / shard} is missing; {index.name} puts {name} there", hint=GET_AGAIN
                     )

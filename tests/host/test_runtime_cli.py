@@ -7,12 +7,14 @@ import json
 import os
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import shard
 from safetensors.torch import load_file, save_file
 from tiny_gemma import BASE, F, S, hf_greedy, make_assistant, make_target
 from tokenizers import Tokenizer
@@ -167,6 +169,95 @@ def test_run_on_what_git_lfs_left_in_place_of_a_file(
     said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
     assert said.err.startswith(f"CheckpointError: {tmp_path / name} is a Git LFS pointer: the file that it stands for")
     assert f"in {tmp_path}: git lfs pull; or: hf download" in said.err
+
+
+def only(name: str) -> Callable[[Path], object]:
+    """A folder with one file in it."""
+
+    def make(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        (folder / name).write_bytes(b"GGUF\x03")
+
+    return make
+
+
+def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return replace
+
+
+def in_shards(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "GGUF": (only("gemma-Q4_0.gguf"), "holds no config.json, but a GGUF file: gemma-Q4_0.gguf", "GGUF is llama.cpp's"),
+    "nothing": (lambda f: [p.unlink() for p in f.iterdir()], "holds no config.json", "name a folder with a checkpoint"),
+    "pickles": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "holds no model.safetensors and no model.safetensors.index.json, but pickled weights: pytorch_model.bin",
+        "they are programs and are never run; convert them with transformers: from_pretrained, then save_pretrained",
+    ),
+    "shards without an index": (
+        lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00002.safetensors"),
+        "but safetensors: model-00001-of-00002.safetensors",
+        "several need their model.safetensors.index.json",
+    ),
+    "a shard is missing": (
+        in_shards, "model-00002-of-00002.safetensors is missing; model.safetensors.index.json puts",
+        "get the whole folder again: hf download REPO --local-dir FOLDER",
+    ),
+    "a pipe as config": (instead("config.json", os.mkfifo), "config.json is a pipe", "with files in it"),
+    "endless config": (instead("config.json", lambda p: p.symlink_to("/dev/zero")), "config.json is a pipe, a device",
+                       "with files in it"),
+    "endless weights": (instead("model.safetensors", lambda p: p.symlink_to("/dev/zero")),
+                        "model.safetensors is a pipe, a device", "with files in it"),
+    "a pipe as tokenizer": (instead("tokenizer.json", os.mkfifo), "tokenizer.json is a pipe", "with files in it"),
+    "a folder as config": (instead("config.json", os.mkdir), "config.json is a folder", "with files in it"),
+    "a large config": (instead("config.json", lambda p: p.write_bytes(b" " * (17 << 20))), "holds more than", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_run_says_what_a_folder_is_that_it_cannot_run(
+    kerngen: Terminal, folder: Path, tmp_path: Path, case: str
+) -> None:
+    spoil, message, hint = FOLDERS[case]
+    copy(folder, tmp_path)
+    spoil(tmp_path)
+    first, *rest = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1).err.splitlines()
+    assert first.startswith(f"CheckpointError: {tmp_path}")
+    assert message in first
+    assert hint in "".join(rest)
+
+
+def test_run_on_a_file_says_what_it_takes(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "gemma.gguf").write_bytes(b"GGUF")
+    said = kerngen("run", tmp_path / "gemma.gguf", "--prompt", "x", code=2)
+    assert said.err.startswith(
+        f"UsageError: {tmp_path / 'gemma.gguf'} is a GGUF file, not a folder\n  GGUF is llama.cpp's"
+    )
+    said = kerngen("run", folder / "config.json", "--prompt", "x", code=2)
+    assert "config.json is a file\n  name the folder that holds config.json and the safetensors" in said.err
+
+
+def test_run_refuses_an_image_that_is_typed(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    """transformers would look for pixels; here nothing would stand behind the token."""
+    copy(folder, tmp_path)
+    text = json.loads((folder / "config.json").read_text())
+    config = {"model_type": "gemma4", "text_config": text, "image_token_id": 10, "audio_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    common = ("run", tmp_path, "--device", "cpu", "--max-new-tokens", 1, "--no-chat", "--prompt")
+    kerngen(*common, "bcd")
+    said = kerngen(*common, "abc", code=2)
+    assert said.err.startswith(
+        "UsageError: the prompt holds a placeholder for an image, a video or a sound ('a', token 10)"
+    )
 
 
 @pytest.mark.parametrize("command", [("tune", "--arch", "sm70", "--model"), ("bench", "model")])

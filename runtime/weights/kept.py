@@ -27,6 +27,7 @@ from kerngen.runtime.fields import MAX_JSON_BYTES, read_file
 from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
 from kerngen.runtime.weights.safetensors import DTYPES, PIECE_BYTES, Checkpoint, SafetensorsFile
 from kerngen.runtime.weights.source import Advance, CheckpointSource, Parts
+from kerngen.runtime.weights.stage import Stage
 
 LAYOUT = 1  # of the file and of what `seal` adds up
 _BLOCK = 4096  # int32 words that are summed before their order counts
@@ -92,7 +93,7 @@ class Kept:
         total = sum(entry.num_bytes for entry in file.entries.values())
         loaded: dict[str, Tensor] = {}
         sealed: dict[str, Tensor] = {}
-        done = 0
+        done, stage = 0, Stage(self.ops.device)
         for path, want in leaves(planned):
             name = aliases.get(path, path)
             if name not in loaded:
@@ -101,7 +102,7 @@ class Kept:
                     raise CheckpointError(f"{self.path}: {name} is not what config.json implies")
                 out = torch.empty(entry.shape, dtype=want.dtype, device=self.ops.device)
                 for row, piece in file.pieces(name):
-                    (out[row : row + len(piece)] if out.dim() else out).copy_(piece)
+                    stage.copy(piece, out[row : row + len(piece)] if out.dim() else out)
                     done += piece.numel() * piece.element_size()
                     if advance is not None:
                         advance(done, total)

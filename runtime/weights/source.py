@@ -20,6 +20,7 @@ from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
 from kerngen.runtime.weights.quantized import FLOATS, INTS, IgnoreList, Packed, find_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.runtime.weights.stage import Stage
 from kerngen.templates.w4a16_gemm.pack import dequantize
 
 # Stored by the E-series on layers that own no cache, and never used there.
@@ -72,6 +73,7 @@ class CheckpointSource:
         self._ignored = IgnoreList(config.quant.ignore if config.quant else (), strict=False)
         self._packed: dict[tuple[str, tuple[int, ...]], Packed | None] = {}
         self._advance = advance
+        self._stage: Stage | None = None
         self._loaded_bytes = self._total_bytes = 0
         self._looks: list[tuple[str, Tensor, torch.dtype]] = []  # a tensor's name, its extremes on the device, as what
 
@@ -249,18 +251,13 @@ class CheckpointSource:
         self.checkpoint.require(name, tuple(out.shape[::-1] if is_transposed else out.shape), dtypes)
         if self.is_dry:
             return
+        if self._stage is None:
+            self._stage = Stage(self.ops.device)
         extremes: list[Tensor] = []
         for row, piece in self.checkpoint.pieces(name):
-            # The copy is made before it is turned: of a turned piece the host would make another.
-            here = piece.to(self.ops.device) if is_transposed else piece
-            part = (
-                out
-                if not out.dim()
-                else out[:, row : row + len(piece)]
-                if is_transposed
-                else out[row : row + len(piece)]
-            )
-            part.copy_(here.T if is_transposed else here)
+            rows = slice(row, row + len(piece)) if out.dim() else ...
+            part = out[:, rows] if is_transposed else out[rows]
+            self._stage.copy(piece, part, is_transposed=is_transposed)
             if out.is_floating_point() and part.numel():
                 extremes += torch.aminmax(part)
             self._loaded(piece.numel() * piece.element_size())

@@ -21,6 +21,7 @@ from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights import safetensors
 from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
+from kerngen.runtime.weights.stage import Stage
 
 MIB = 1024 * 1024
 
@@ -59,6 +60,39 @@ def test_pieces_of_a_file_that_is_not_aligned(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(torch.cat([piece.clone() for _, piece in file.pieces("b", rows=32)]), want)
     assert [row for row, _ in file.pieces("b", rows=32)] == [0, 32, 64, 96]
     assert [float(piece) for _, piece in file.pieces("c")] == [5.0]
+
+
+class Event:
+    """Stands for a CUDA event: what the host must wait for before it fills a buffer again."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+    def record(self, stream: object) -> None:
+        self.log.append("record")
+
+
+def test_a_gpu_gets_its_pieces_through_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path through pinned memory, without any: each buffer is waited for before it is filled again."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    stage, events = Stage(CPU), [Event(), Event()]
+    monkeypatch.setattr(stage, "_buffers", [torch.full((64,), 7, dtype=torch.uint8) for _ in events])
+    monkeypatch.setattr(stage, "_free", events)
+    for count in (1, 16, 17):  # the last is larger than a buffer
+        for dtype in (torch.float32, torch.bfloat16):
+            piece, out = torch.randn(count), torch.zeros(count, dtype=dtype)
+            stage.copy(piece, out)
+            assert torch.equal(out, piece.to(dtype))
+    piece, out = torch.randn(4, 3), torch.zeros(3, 8)
+    stage.copy(piece, out[:, 4:], is_transposed=True)
+    assert torch.equal(out, torch.cat((torch.zeros(3, 4), piece.T), 1))
+    stage.copy(torch.empty(0, 4), torch.empty(0, 4))
+    fits, large = ["wait", "record"], ["record"]
+    assert events[1].log == [*fits, *fits, *large, *fits]
+    assert events[0].log == [*fits, *fits, *large]
 
 
 def test_towers_are_never_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -20,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30  # of address space, for Python, Jinja, the messages and what is written
+ALARM_S = 60  # after which this ends by itself, where whoever waits for it is gone
 MAX_RENDERED_CHARS = 64 * 1024 * 1024
 
 
@@ -69,18 +71,21 @@ def render(source: str, values: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    alarm = getattr(signal, "alarm", lambda seconds: None)  # whose default is death, in the midst of anything
     with contextlib.suppress(ImportError, ValueError, OSError):  # where there are no such limits, time remains
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
+        alarm(ALARM_S)
         try:
             request = json.loads(line)
             answer = {"text": render(request["source"], request["values"])}
             text = json.dumps(answer)
         except Exception as e:  # in any way that a program can fail, while it is compiled (SyntaxError) or run
             text = json.dumps({"error": f"{type(e).__name__}: {e}"[:1000] if str(e) else type(e).__name__})
+        alarm(0)
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tokenizers import Tokenizer
 from tokens import TEMPLATE, write_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -70,10 +74,14 @@ def theirs(folder: Path) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_writes_what_it_writes_in_transformers(folder: Path, name: str) -> None:
+    if name == "reasoning" and transformers.__version__ < "5.21":
+        pytest.skip("transformers knows reasoning by its other names from 5.21 on")
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
-    more = VARIABLES.get(name, {})
-    want = theirs(folder).apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True, **more)
-    assert TextCodec(folder, 2).chat(MESSAGES, **more) == want
+    more, messages = VARIABLES.get(name, {}), MESSAGES
+    if name != "reasoning":
+        messages = [{k: v for k, v in m.items() if k in ("role", "content", "note")} for m in MESSAGES]
+    want = theirs(folder).apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+    assert TextCodec(folder, 2).chat(messages, **more) == want
     assert want
 
 
@@ -145,12 +153,24 @@ def test_a_template_cannot_leave_its_sandbox_nor_eat_memory(source: str) -> None
     ],
 )
 def test_a_template_cannot_take_for_ever(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    monkeypatch.setattr(chat, "MAX_RENDER_S", 0.7)
     began = time.monotonic()
-    with pytest.raises(CheckpointError, match=r"chat template failed: it took more than 0\.7 s"):
-        render_chat(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(chat, "MAX_RENDER_S", 0.7)
+        with pytest.raises(CheckpointError, match=r"chat template failed: it took more than 0\.7 s"):
+            render_chat(source)
     assert time.monotonic() - began < 5
     assert render_chat("{{ 'and the next one is served' }}") == "and the next one is served"
+
+
+def test_a_worker_ends_by_itself_where_nobody_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kerngen was killed with -9 while a template ran in circles."""
+    path = Path(chat.__file__).with_name("template_worker.py")
+    code = f"import runpy, sys; g = runpy.run_path({str(path)!r}); g['main'].__globals__['ALARM_S'] = 1; g['main']()"
+    request = json.dumps({"source": "{% for i in range(99999) %}{{ lipsum(10 ** 9) }}{% endfor %}", "values": {}})
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=request + "\n", capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == -signal.SIGALRM
 
 
 def test_a_worker_that_is_gone_is_started_again() -> None:

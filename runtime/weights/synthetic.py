@@ -12,8 +12,9 @@ from torch import Tensor
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
-from kerngen.runtime.weights.loader import build_drafter, build_model, fused_name
-from kerngen.runtime.weights.quantized import is_ignored
+from kerngen.runtime.weights.loader import build_drafter, build_model
+from kerngen.runtime.weights.quantized import IgnoreList
+from kerngen.runtime.weights.source import fused_name
 
 _NIBBLE_STD = 4.61  # of a uniform nibble - 8
 
@@ -25,6 +26,7 @@ class SyntheticSource:
         self.config = config
         self.ops = ops
         self.is_dry = ops.device.type == "meta"  # shapes alone: what a record of the model runs on
+        self._ignored = IgnoreList(config.quant.ignore if config.quant else (), strict=True)
         self._rng = None if self.is_dry else torch.Generator(ops.device).manual_seed(seed)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -52,7 +54,7 @@ class SyntheticSource:
         quant = self.config.quant
         if quant is None or in_features % quant.group_size:
             return False
-        return not any(is_ignored(quant, module) for module in modules)
+        return not any(module in self._ignored for module in modules)
 
     def _packed(self, rows: int, in_features: int) -> tuple[Tensor, Tensor]:
         """Random nibbles [rows, in / 8] and scales [rows, in / group_size] that keep the scale of the input."""

@@ -21,11 +21,16 @@ from kerngen.templates.common.w4_tiling import (
     SPACE,
     STRIP,
     WGMMA_SPACE,
+    Tiling,
     matrix_bytes,
     require_matrix,
 )
-from kerngen.templates.common.w4_tiling import Tiling as Config
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Config(Tiling):
+    """How tiles are cut: see Tiling."""
 
 
 @dataclass(frozen=True, slots=True)

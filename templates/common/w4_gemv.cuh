@@ -3,11 +3,13 @@
 //
 // A warp holds STEPS columns of tiles of its strips in registers, the first of them on their way before the kernel that
 // makes x has finished, and fetches anew what it has used. WARPS_K warps share strips and differ in columns: their sums
-// meet in shared memory, in their order. No block waits for another.
+// meet in shared memory, in their order. SPLIT_K blocks share a tile likewise: the last of them adds their sums, in their
+// order. No block waits for another.
 #pragma once
 #include "common/copy.cuh"
 #include "common/mma.cuh"
 #include "common/w4_dequant.cuh"
+#include "common/w4_partials.cuh"
 #include "common/w4_rows.cuh"
 #include "common/w4_store.cuh"
 
@@ -40,17 +42,18 @@ DEVICE uint32_t w4_token(const uint32_t* p, bool valid) {
 }
 
 template <class S> struct W4Gemv {
-    static constexpr int N = S::N, K = S::K, WARPS_K = S::WARPS_K;
+    static constexpr int N = S::N, K = S::K, WARPS_K = S::WARPS_K, SPLIT_K = S::SPLIT_K, DEALT = WARPS_K * SPLIT_K;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED, PERSISTENT = S::BLOCKS_PER_SM > 0;
     static constexpr int STRIP = 32, STRIPS = S::WARP_N / STRIP, WARPS_N = S::BLOCK_N / S::WARP_N;
     static constexpr int BLOCK_STRIPS = S::BLOCK_N / STRIP, THREADS = 32 * WARPS_N * WARPS_K;
     static constexpr int NUM_STRIPS = N / STRIP, NUM_K_TILES = K / STRIP, NUM_GROUPS = K / S::GROUP_SIZE;
     static constexpr int TILES_N = ceil_div(N, S::BLOCK_N), OUT_WIDTH = GATED ? N / 2 : N;
     // A turn is STEPS columns of tiles a warp, dealt to the warps one by one: together they read whole rows of tiles.
-    static constexpr int STEPS = S::BLOCK_K / STRIP / WARPS_K, TURNS = ceil_div(NUM_K_TILES, STEPS * WARPS_K);
+    static constexpr int STEPS = S::BLOCK_K / STRIP / WARPS_K, TURNS = ceil_div(NUM_K_TILES, STEPS * DEALT);
     static constexpr int TILE_TOKENS = 8, TILE_QUADS = WARPS_N * WARPS_K * STRIPS * TILE_TOKENS * 8;
     static constexpr int EXCHANGE_CHUNKS = WARPS_K == 1 ? 0 : (PERSISTENT ? 2 : 1) * TILE_QUADS;
     static_assert(S::BLOCK_M == TILE_TOKENS && STEPS > 0 && !S::WGMMA && S::WARPS_M == 1);
+    static_assert(SPLIT_K == 1 || (WARPS_K > 1 && !PERSISTENT));
     static_assert(ARCH >= 75, "m8n8k4's operands lie otherwise");
 
     // One turn of a warp's strips.
@@ -64,7 +67,7 @@ template <class S> struct W4Gemv {
             for (int i = 0; i < STRIPS; i++) {
                 const int strip = tile.n_strip + warp_n * STRIPS + i;
                 const bool valid = any && (N % S::BLOCK_N == 0 || strip < NUM_STRIPS) &&
-                                   (NUM_K_TILES % (STEPS * WARPS_K) == 0 || kt < NUM_K_TILES);
+                                   (NUM_K_TILES % (STEPS * DEALT) == 0 || kt < NUM_K_TILES);
                 const int64_t row = int64_t(tile.matrix) * NUM_STRIPS + strip;
                 words[step][i] = w4_words(w + (row * NUM_K_TILES + kt) * 32 + lane, valid);
                 scales[step][i] = w4_scales(s + (row * NUM_GROUPS + kt * STRIP / S::GROUP_SIZE) * 8 + lane / 4, valid);
@@ -101,19 +104,21 @@ template <class S> struct W4Gemv {
         }
     }
 
-    // This block's tiles. W is read before pdl_wait, x after it. exchange: EXCHANGE_CHUNKS.
+    // This block's tiles. W is read before pdl_wait, x and everything that is written after it. exchange: EXCHANGE_CHUNKS.
+    // With SPLIT_K > 1 counters: one a tile, zero and left so; partials: [tile][SPLIT_K][tokens][strip][8].
     template <class Rows>
     static DEVICE void run(const Rows& rows, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales,
-                           float4* exchange) {
+                           float4* exchange, uint32_t* counters = nullptr, float4* partials = nullptr) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_k = warp % WARPS_K, warp_n = warp / WARPS_K;
-        const int tiles = rows.template tiles<S>() * TILES_N;
-        int tile = blockIdx.x, buffer = 0;
+        const int tiles = rows.template tiles<S>() * TILES_N, split = blockIdx.x % SPLIT_K;
+        int tile = blockIdx.x / SPLIT_K, buffer = 0;
+        auto column = [&](int turn, int step) { return ((turn * STEPS + step) * SPLIT_K + split) * WARPS_K + warp_k; };
         Weights weights;
         W4Tile at = {};
         if (tile < tiles) {
             at = rows.template at<S>(tile);
 #pragma unroll
-            for (int s = 0; s < STEPS; s++) weights.load(s, w, scales, at, warp_n, s * WARPS_K + warp_k, true);
+            for (int s = 0; s < STEPS; s++) weights.load(s, w, scales, at, warp_n, column(0, s), true);
         }
         pdl_wait();
         while (tile < tiles) {
@@ -128,8 +133,8 @@ template <class S> struct W4Gemv {
                 uint32_t b[STEPS][4];
 #pragma unroll
                 for (int s = 0; s < STEPS; s++) {
-                    const int kt = (turn * STEPS + s) * WARPS_K + warp_k;
-                    const bool valid = has_token && (NUM_K_TILES % (STEPS * WARPS_K) == 0 || kt < NUM_K_TILES);
+                    const int kt = column(turn, s);
+                    const bool valid = has_token && (NUM_K_TILES % (STEPS * DEALT) == 0 || kt < NUM_K_TILES);
 #pragma unroll
                     for (int j = 0; j < 4; j++) b[s][j] = w4_token(x_row + kt * 16 + j * 4, valid);
                 }
@@ -138,7 +143,7 @@ template <class S> struct W4Gemv {
                 for (int s = 0; s < STEPS; s++) {
                     multiply(acc, weights, s, b[s]);
                     // what a step used is fetched anew at once, for the next turn or the next tile's first
-                    weights.load(s, w, scales, last ? next : at, warp_n, ((last ? 0 : turn + 1) * STEPS + s) * WARPS_K + warp_k,
+                    weights.load(s, w, scales, last ? next : at, warp_n, column(last ? 0 : turn + 1, s),
                                  !last || next_tile < tiles);
                 }
             }
@@ -166,16 +171,37 @@ template <class S> struct W4Gemv {
                         place(warp_n, warp_k, i)[lane / 4 * TILE_TOKENS + lane % 4 * 2 + j] = quad(i, j);
                 }
                 __syncthreads();
-                const int num_tokens = min_of(at.end - at.m0, TILE_TOKENS);
-                for (int q = threadIdx.x; q < num_tokens * BLOCK_STRIPS * 8; q += THREADS) {
+                const int quads = min_of(at.end - at.m0, TILE_TOKENS) * BLOCK_STRIPS * 8;
+                auto store_quad = [&](int q, float4 sum) {
+                    store(at.n_strip + q / 8 % BLOCK_STRIPS, at.m0 + q / 8 / BLOCK_STRIPS, q % 8, sum);
+                };
+                auto partial = [&](int k, int q) {
+                    return partials + (int64_t(tile) * SPLIT_K + k) * (BLOCK_STRIPS * TILE_TOKENS * 8) + q;
+                };
+                for (int q = threadIdx.x; q < quads; q += THREADS) {
                     const int g = q % 8, strip = q / 8 % BLOCK_STRIPS, of = q / 8 / BLOCK_STRIPS;
                     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-                    for (int k = 0; k < WARPS_K; k++) {
-                        const float4 part = place(strip / STRIPS, k, strip % STRIPS)[g * TILE_TOKENS + of];
-                        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+                    for (int k = 0; k < WARPS_K; k++)
+                        add(sum, place(strip / STRIPS, k, strip % STRIPS)[g * TILE_TOKENS + of]);
+                    if constexpr (SPLIT_K > 1) put_partial(partial(split, q), sum);
+                    else store_quad(q, sum);
+                }
+                if constexpr (SPLIT_K > 1) {
+                    __shared__ uint32_t before;
+                    __syncthreads();
+                    if (threadIdx.x == 0) before = arrive(counters + tile);
+                    __syncthreads();
+                    if (before != SPLIT_K - 1) return;
+                    if (threadIdx.x == 0) counters[tile] = 0;
+                    for (int q = threadIdx.x; q < quads; q += THREADS) {
+                        float4 part[SPLIT_K], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+                        for (int k = 0; k < SPLIT_K; k++) part[k] = get_partial(partial(k, q), true);
+#pragma unroll
+                        for (int k = 0; k < SPLIT_K; k++) add(sum, part[k]);
+                        store_quad(q, sum);
                     }
-                    store(at.n_strip + strip, at.m0 + of, g, sum);
                 }
                 if constexpr (PERSISTENT) buffer ^= 1;  // one barrier a tile: who is ahead writes the other half
             }

@@ -33,6 +33,7 @@ class Tiling:
     # Up to 8 tokens, W from memory straight to registers (w4_gemv.cuh): block_k is what the warps of a tile have under
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
     gemv: bool = False
+    split_k: int = 1  # with gemv: blocks that share a tile and differ in K; the last of them adds their sums
 
     @property
     def num_warps(self) -> int:
@@ -50,21 +51,23 @@ class Tiling:
         """
         if self.gemv:
             sums = self.warps_k * self.block_m * self.block_n * 4
-            return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1)
+            return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1) + 16 * (self.split_k > 1)
         exchange = (self.warps_k - 1) * self.block_m * self.block_n * 4
         return self.num_stages * self.stage_bytes(group_size) + exchange + 16
 
     def num_blocks(self, tiles: int, k: int, num_sms: int) -> int:
         """Of a launch that multiplies `tiles` tiles of K = k."""
         if self.blocks_per_sm == 0:
-            return tiles
+            return tiles * self.split_k
         if self.gemv:
             return min(self.blocks_per_sm * num_sms, tiles)
         return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
 
     def partial_bytes(self, blocks: int) -> int:
-        """Two fp32 tiles a block. 0 where no tile is shared."""
-        return 0 if self.gemv or self.blocks_per_sm == 0 else blocks * 2 * self.block_m * self.block_n * 4
+        """Two fp32 tiles a block, one with gemv. 0 where no tile is shared."""
+        if self.gemv:
+            return 0 if self.split_k == 1 else blocks * self.block_m * self.block_n * 4
+        return 0 if self.blocks_per_sm == 0 else blocks * 2 * self.block_m * self.block_n * 4
 
 
 SPACE = {
@@ -97,6 +100,7 @@ GEMV_SPACE = {
     "warps_k": (1, 2, 4, 8, 16),
     "num_stages": (1,),
     "blocks_per_sm": (0, 1, 2, 3, 4),
+    "split_k": (1, 2, 3, 4, 6, 8),
 }
 
 
@@ -139,8 +143,10 @@ def _why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
     if c.block_n % c.warp_n or c.warp_n % STRIP or c.block_k % (STRIP * c.warps_k):
         return (f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, or block_k={c.block_k} not of "
                 f"warps_k={c.warps_k} warps of a multiple of {STRIP}")  # fmt: skip
-    if c.block_k - STRIP * c.warps_k >= k:
-        return f"block_k={c.block_k}: a warp's last step lies beyond k={k}"
+    if (c.block_k - STRIP * c.warps_k) * c.split_k >= k:
+        return f"block_k={c.block_k} split_k={c.split_k}: a warp's last step lies beyond k={k}"
+    if c.split_k > 1 and (c.warps_k == 1 or c.blocks_per_sm):
+        return f"split_k={c.split_k} takes warps_k > 1 and blocks_per_sm=0, not {c.warps_k} and {c.blocks_per_sm}"
     if (warps := c.num_warps) > 32:
         return f"{warps} warps a block; at most 32"
     steps, strips, blocks = c.block_k // STRIP // c.warps_k, c.warp_n // STRIP, max(1, c.blocks_per_sm)
@@ -158,6 +164,8 @@ def why_invalid(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> st
     """Why no product of tiles of at most `rows` rows of x, K = k and scales by `group_size` can be cut so, or None."""
     if c.gemv:
         return _why_not_gemv(c, rows, k, arch)
+    if c.split_k != 1:
+        return f"split_k={c.split_k}: without gemv a tile's K is split by blocks_per_sm, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:
         return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
     if not arch.has_ldmatrix and c.warp_n != 64:

@@ -103,9 +103,13 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """A counter a block, zero between launches, then the partial sums. 0 where no tile is shared."""
+    """Counters, zero between launches, then the partial sums. 0 where no tile is shared.
+
+    A counter a block; with gemv one a tile of rows, of which there is one for all tokens.
+    """
     partials = config.partial_bytes(num_blocks(problem, config, target))
-    return 4 * MAX_BLOCKS + partials if partials else 0
+    counters = 16 * -(-problem.n // (4 * config.block_n)) if config.gemv else 4 * MAX_BLOCKS
+    return counters + partials if partials else 0
 
 
 def cost(problem: Problem) -> Cost:
@@ -123,12 +127,22 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
-    """Without stages: as many warps share a strip as fill the board with blocks of one."""
-    columns = problem.k // STRIP
+    """Without stages, best first: from sweeps on an H200, enough warps to have much of W under way at once."""
+    strips, columns, num_sms = problem.n // STRIP, problem.k // STRIP, target.device.num_sms
+    split = 1
+    if strips <= 2 * num_sms:
+        warp_n, warps_k = (64, 8) if strips > num_sms and columns > 64 else (32, 16)
+        while strips * split * 2 <= 2 * num_sms and columns > 8 * warps_k * split and split < 8:
+            split *= 2
+    else:
+        warp_n, warps_k = (32, 4) if strips <= 4 * num_sms else (64, 4)
     found = []
-    for warps_k in (16, 8, 4, 2, 1) if problem.n // STRIP <= 2 * target.device.num_sms else (8, 4, 2, 1):
-        for steps in range(min(6, -(-columns // warps_k)), 0, -1):
-            found.append(Config(8, 32, STRIP * warps_k * steps, 32, 1, warps_k, 1, 0, gemv=True))
+    for k in (k for k in (16, 8, 4, 2, 1) if k <= warps_k):
+        turns = -(-columns // (6 * k * split))
+        steps = -(-columns // (k * split * turns))
+        parts = split if k > 1 else 1
+        found += [Config(8, n, STRIP * k * s, n, 1, k, 1, 0, gemv=True, split_k=parts)
+                  for n in dict.fromkeys((warp_n, 32)) for s in range(steps, 0, -1)]  # fmt: skip
     return tuple(found)
 
 

@@ -92,7 +92,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_tokens": 1},
         {"n": REQUIRED, "k": REQUIRED, "group_size": 32, "dtype": "bf16", "gated": False},
         {"block_m": 8, "block_n": 128, "block_k": 128, "warp_n": 32, "warps_m": 1, "warps_k": 1, "num_stages": 4,
-         "blocks_per_sm": 1, "wgmma": False, "gemv": False},
+         "blocks_per_sm": 1, "wgmma": False, "gemv": False, "split_k": 1},
     ),
 }  # fmt: skip
 WHAT_TO_DO = """\

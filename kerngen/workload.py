@@ -224,8 +224,8 @@ def _record_decode(notes: _Notes, model: Gemma4) -> None:
     """Single steps, and the verification of every number of drafts that is permitted."""
     import torch
 
+    from kerngen.runtime.batch import Batch
     from kerngen.runtime.cache import KVCache
-    from kerngen.runtime.model import Batch
 
     config, ops = model.config, model.ops
     for batch in BATCHES:
@@ -235,7 +235,7 @@ def _record_decode(notes: _Notes, model: Gemma4) -> None:
                 if not usual and (batch not in OTHER_VERIFY_BATCHES or context not in OTHER_VERIFY_CONTEXTS):
                     continue
                 notes.step("decode" if q_len == 1 else "verify", batch, q_len, context)
-                cache = KVCache(config, ops, batch=batch, max_len=context, max_step=q_len)
+                cache = KVCache.whole(config, ops, batch=batch, max_len=context)
                 ids = torch.empty(batch, q_len, dtype=torch.int64, device=ops.device)
                 lengths = torch.empty(batch, dtype=torch.int64, device=ops.device)
                 hidden = model.forward(Batch.decode(ids, lengths, cache, context), cache)
@@ -249,8 +249,8 @@ def _record_prefill(notes: _Notes, model: Gemma4) -> None:
     """Chunks of one sequence: a whole prompt, or what follows keys that are in the cache already."""
     import torch
 
+    from kerngen.runtime.batch import Batch
     from kerngen.runtime.cache import KVCache
-    from kerngen.runtime.model import Batch
 
     config, ops = model.config, model.ops
     chunks = {(t, t) for t in PREFILL_TOKENS}
@@ -259,7 +259,7 @@ def _record_prefill(notes: _Notes, model: Gemma4) -> None:
         chunks |= {(t, keys) for t in sizes if t * keys <= MOST_PAIRS}
     for tokens, keys in sorted(c for c in chunks if c[1] <= config.max_positions):
         notes.step("prefill", 1, 0, keys)
-        cache = KVCache(config, ops, batch=1, max_len=keys, max_step=tokens)
+        cache = KVCache.whole(config, ops, batch=1, max_len=keys)
         ids = torch.empty(tokens, dtype=torch.int64, device=ops.device)
         model.forward(Batch.prefill(ids, keys - tokens, cache), cache, outputs="last")
 
@@ -273,7 +273,7 @@ def _record_drafts(notes: _Notes, model: Gemma4, drafter: Drafter) -> None:
     for batch in BATCHES:
         for context in _contexts(model.config, batch):
             notes.step("draft", batch, 1, context)
-            cache = KVCache(model.config, ops, batch=batch, max_len=context, max_step=1)
+            cache = KVCache.whole(model.config, ops, batch=batch, max_len=context)
             ids = torch.empty(batch, dtype=torch.int64, device=ops.device)
             hidden = torch.empty(batch, model.config.hidden_size, dtype=ops.dtype, device=ops.device)
             drafter.greedy(drafter.step(ids, hidden, ids, cache, context)[0])

@@ -1,17 +1,18 @@
-"""The paged KV cache: pages on full-attention layers, a ring of the window on sliding ones.
+"""The paged KV cache: pools of pages, and the block tables that name them.
 
 Every layer that owns a cache has its own pool; all layers of one kind ("full" or "sliding") share one block table,
-since they hold the same positions. A ring is a block table that repeats its pages: position p lies in ring page
-(p / page_size) mod ring_pages, so that kernels see an ordinary table. Layers that share KV own nothing.
+since they hold the same positions: a page's number is the same in each of their pools. Position p of a sequence lies in
+page block_table[p / page_size]. Layers that share KV own nothing.
 
-How long a ring must be: a step that starts with n committed positions writes at most `max_step` new ones, up to n +
-max_step - 1, and overwrites what lies ring_tokens before each. Later steps may start as early as n + 1 (a draft whose
-tokens were all rejected) and a drafter at n reads window + 1 keys back from n - 1, so position n - 1 - window must
-survive a write at n + max_step - 1. Hence ring_tokens >= window + max_step + 1.
+Page 0 belongs to nobody. Whatever must not be kept is written there (rows of a batch that stand for no sequence,
+positions that a sequence will never reach), so that a step needs no mask, and what is not read (pages before a
+window) may be named 0. The kernels never let a key that no query sees into a result, whatever it holds.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,51 +23,71 @@ from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.ops import KVPages, Ops
 
 PAGE_SIZE = 64
+KINDS = ("full", "sliding")
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What layers of one kind share. block_table [batch, max_pages] int32; num_pages: the size of each layer's pool.
-
-    first_slots [batch, max_pages] int64: the slot of each page's first row.
-    """
+    """What layers of one kind share. block_table [batch, max_pages] int32; num_pages: the size of each layer's pool."""
 
     block_table: Tensor
-    first_slots: Tensor
     num_pages: int
 
 
 class KVCache:
-    """Room for `batch` sequences of up to `max_len` tokens, written at most `max_step` at a time."""
+    """The pools, and tables for `batch` sequences of up to `max_len` tokens, all of whose entries name page 0.
+
+    num_pages: of each kind, page 0 included. tables [2, batch, max_pages] int32, in the order of KINDS.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         ops: Ops,
         *,
+        num_pages: Mapping[str, int],
         batch: int,
         max_len: int,
-        max_step: int,
         page_size: int = PAGE_SIZE,
     ) -> None:
-        if min(batch, max_len, max_step, page_size) < 1:
-            raise UsageError(f"a cache of batch {batch}, max_len {max_len}, max_step {max_step} holds nothing")
-        self.batch, self.max_len, self.max_step, self.page_size = batch, max_len, max_step, page_size
-        table_pages = -(-max_len // page_size)
-        ring_pages = min(table_pages, -(-(config.window + max_step + 1) // page_size))
-        per_sequence = {"full": table_pages, "sliding": ring_pages}
-        self.groups = {
-            kind: _group(batch, table_pages, pages, page_size, ops.device) for kind, pages in per_sequence.items()
-        }
+        if min(batch, max_len, page_size, *(num_pages[kind] for kind in KINDS)) < 1:
+            raise UsageError(f"a cache of batch {batch}, max_len {max_len}, {dict(num_pages)} pages holds nothing")
+        self.page_size = page_size
+        self.num_pages = {kind: num_pages[kind] for kind in KINDS}
+        self.set_tables(torch.zeros(2, batch, -(-max_len // page_size), dtype=torch.int32, device=ops.device))
         self._pages: dict[int, KVPages] = {}
         for layer in config.layers:
             if layer.owns_kv:
-                shape = (self.groups[layer.kind].num_pages, layer.num_kv_heads, page_size, layer.head_dim)
-                # Zeros, not garbage: a masked key times weight 0 must not be NaN.
+                shape = (self.num_pages[layer.kind], layer.num_kv_heads, page_size, layer.head_dim)
                 self._pages[layer.index] = KVPages(
                     torch.zeros(shape, dtype=ops.dtype, device=ops.device),
                     torch.zeros(shape, dtype=ops.dtype, device=ops.device),
                 )
+
+    @staticmethod
+    def whole(config: ModelConfig, ops: Ops, *, batch: int, max_len: int, page_size: int = PAGE_SIZE) -> KVCache:
+        """A cache whose sequences own all the pages that max_len tokens need: nothing to allocate, nothing to free."""
+        pages = -(-max_len // page_size)
+        count = batch * pages + 1
+        cache = KVCache(config, ops, num_pages=dict.fromkeys(KINDS, count), batch=batch, max_len=max_len,
+                        page_size=page_size)  # fmt: skip
+        own = torch.arange(1, count, dtype=torch.int32, device=ops.device)
+        cache.tables.copy_(own.view(batch, pages).expand(2, -1, -1))
+        return cache
+
+    def set_tables(self, tables: Tensor) -> None:
+        self.tables = tables
+        self.groups = {kind: Group(tables[i], self.num_pages[kind]) for i, kind in enumerate(KINDS)}
+
+    def with_tables(self, tables: Tensor) -> KVCache:
+        """The same pools under other tables [2, batch, max_pages] int32."""
+        other = copy.copy(self)
+        other.set_tables(tables)
+        return other
+
+    def rows(self, count: int) -> KVCache:
+        """The same pools for the first `count` sequences."""
+        return self.with_tables(self.tables[:, :count])
 
     def pages(self, layer: LayerConfig) -> KVPages:
         """The pool that `layer` of the target reads: its own, or that of the layer it shares."""
@@ -77,17 +98,17 @@ class KVCache:
 
         Raises nothing: the caller keeps positions below max_len.
         """
-        page, row = positions // self.page_size, positions % self.page_size
-        return {kind: (group.first_slots.gather(1, page) + row).flatten() for kind, group in self.groups.items()}
+        page = (positions // self.page_size).expand(2, -1, -1)
+        return self._slots(self.tables.gather(2, page).flatten(1), (positions % self.page_size).flatten())
+
+    def slots_of(self, rows: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """As `slots`, for positions [T] int64 of the sequences rows [T] int64."""
+        return self._slots(self.tables[:, rows, positions // self.page_size], positions % self.page_size)
+
+    def _slots(self, pages: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+        slots = torch.add(offsets, pages, alpha=self.page_size)  # [2, T] int64
+        return {kind: slots[i] for i, kind in enumerate(KINDS)}
 
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for pages in self._pages.values() for t in (pages.k, pages.v))
-
-
-def _group(batch: int, table_pages: int, pages: int, page_size: int, device: torch.device) -> Group:
-    """Sequence s owns pages s * pages to (s + 1) * pages - 1 of the pool, repeated along its table."""
-    logical = torch.arange(table_pages, dtype=torch.int32) % pages
-    first = torch.arange(batch, dtype=torch.int32)[:, None] * pages
-    table = (first + logical).to(device)
-    return Group(table, table.long() * page_size, batch * pages)

@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import DrafterConfig, ModelConfig
-from kerngen.runtime.engine import PREFILL_CHUNK
+from kerngen.runtime.engine.sizing import CacheShape
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
+
+GPU_GB = (16, 24, 32, 80, 141)
+CONTEXTS = (2048, 8192, 32768, 131072, 262144)
+# Neither weights nor cache: CUDA's own context and modules (about 0.6 GB), activations of a prefill chunk and of the
+# logits of a batch, cuBLAS's workspace, captured graphs.
+RESERVE_BYTES = 15 * 10**8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +46,46 @@ def footprint(
     if dense:
         config = replace(config, quant=None)
     ops = KernelOps(Record(lambda *_: None, lambda _: None), dtype)
-    step = min(PREFILL_CHUNK, context)
+    shape = CacheShape(config, dtype)
     with torch.inference_mode():
         return Footprint(
             weight_bytes=_bytes(synthetic_model(config, ops)),
             drafter_bytes=_bytes(synthetic_drafter(drafter, ops)) if drafter is not None else 0,
-            cache_bytes=KVCache(config, ops, batch=1, max_len=context, max_step=step).num_bytes,
+            cache_bytes=shape.num_bytes(shape.pages(1, context)),
             context=context,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a model takes on a GPU, and what fits beside it. Bytes; see `CacheShape` for token_bytes and window_bytes.
+
+    sequences: by GB (10^9 bytes) of the GPU, then by context, how many run at once. longest: by GB, the context of a
+    single one; 0 where the weights alone do not fit.
+    """
+
+    weight_bytes: int
+    drafter_bytes: int
+    token_bytes: int
+    window_bytes: int
+    sequences: dict[int, dict[int, int]]
+    longest: dict[int, int]
+
+
+def plan(config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype, *, dense: bool = False) -> Plan:
+    """Of the cuda backend, as `footprint`; contexts that the model does not take are left out."""
+    takes = footprint(config, drafter, dtype, 1, dense=dense)
+    shape = CacheShape(config, dtype)
+    contexts = [c for c in CONTEXTS if c <= config.max_positions]
+    budgets = {gb: gb * 10**9 - RESERVE_BYTES - takes.weight_bytes - takes.drafter_bytes for gb in GPU_GB}
+    return Plan(
+        weight_bytes=takes.weight_bytes,
+        drafter_bytes=takes.drafter_bytes,
+        token_bytes=shape.token_bytes,
+        window_bytes=shape.window_bytes,
+        sequences={gb: {c: shape.most_sequences(budget, c) for c in contexts} for gb, budget in budgets.items()},
+        longest={gb: shape.most_tokens(budget) for gb, budget in budgets.items()},
+    )
 
 
 def _bytes(weights: Any) -> int:

@@ -7,62 +7,15 @@ Nothing here waits for the device, so a decode step is captured in a CUDA graph 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
 from kerngen.runtime.ops import KVPages, Ops, Rope
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The tokens of one step, on the device. Sequences lie one after the other; B of them, T tokens.
-
-    q_len > 0: every sequence has that many tokens (decode, verification) and cu_seqlens is None. q_len 0: ragged
-    prefill, sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1], max_seqlen of them at most.
-    ids, positions [T] int64; kv_lens [B] int32, this step's tokens included; slots: slot_mapping [T] by layer kind.
-    max_kv_len: no kv_len is longer, nor will be when a captured step is replayed: kernels choose their KV splits by it.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    kv_lens: Tensor
-    slots: dict[str, Tensor]
-    q_len: int
-    max_kv_len: int
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int = 0
-
-    @staticmethod
-    def decode(ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int) -> Batch:
-        """ids [B, q_len] follow `lengths` [B] int64 committed tokens. All values are computed on the device."""
-        q_len = ids.shape[1]
-        positions = lengths[:, None] + torch.arange(q_len, device=ids.device)
-        slots = cache.slots(positions)
-        kv_lens = (lengths + q_len).to(torch.int32)
-        return Batch(ids.flatten(), positions.flatten(), kv_lens, slots, q_len, max_kv_len)
-
-    @staticmethod
-    def prefill(ids: Tensor, start: int, cache: KVCache) -> Batch:
-        """One sequence's chunk: ids [n] at positions start to start + n - 1."""
-        n = len(ids)
-        positions = torch.arange(start, start + n, device=ids.device)
-        slots = cache.slots(positions[None])
-        ends = torch.tensor([0, n], dtype=torch.int32, device=ids.device)
-        kv_lens = torch.tensor([start + n], dtype=torch.int32, device=ids.device)
-        return Batch(ids, positions, kv_lens, slots, 0, start + n, ends, n)
-
-    def last_tokens(self) -> tuple[Tensor, Batch]:
-        """The rows of each sequence's last token, and a decode batch (q_len 1) of those. Prefill only."""
-        if self.cu_seqlens is None:
-            raise TypeError("a decode batch has no last token to cut to")
-        rows = self.cu_seqlens[1:].long() - 1
-        slots = {kind: slot[rows] for kind, slot in self.slots.items()}
-        return rows, Batch(self.ids[rows], self.positions[rows], self.kv_lens, slots, 1, self.max_kv_len)
 
 
 def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:
@@ -115,23 +68,33 @@ class DecoderStack:
         next_norm = self.norm if is_last else self.layers[index + 1].input_norm
         attended = ops.linear(attend(config, ops.linear(h, w.qkv)), w.out)
         h = _some(ops.add_norm(residual, attended, w.post_attention_norm, None, w.pre_ffn_norm, eps))
-        h = ops.linear(ops.gelu_gate(ops.linear(h, w.gate_up)), w.down)
+        h = ops.linear(ops.gated(h, w.gate_up), w.down)
+        per_layer = None if ple is None else w.ple
         if w.moe is not None:
-            h = ops.rmsnorm(h, w.moe.dense_norm, eps) + self._experts(residual, w.moe)
-        if w.ple is None or ple is None:
+            # no released model has experts and per-layer inputs: its layer would go on from here
+            scalar = w.scalar if per_layer is None else torch.ones_like(w.scalar)
+            normed = self._with_experts(residual, h, w, w.moe, scalar, next_norm)
+            if per_layer is None:
+                return normed
+        if ple is None or per_layer is None:
             return _some(ops.add_norm(residual, h, w.post_ffn_norm, w.scalar, next_norm, eps))
-        ops.add_norm(residual, h, w.post_ffn_norm, None, None, eps)
-        gated = ops.gelu_mul(ops.linear(residual.to(ops.dtype), w.ple.gate), ple)
-        h = ops.linear(gated, w.ple.projection)
-        return _some(ops.add_norm(residual, h, w.ple.post_norm, w.scalar, next_norm, eps))
+        return ops.ple_block(
+            residual, h if w.moe is None else None, w.post_ffn_norm, per_layer.gate, ple, per_layer.projection,
+            per_layer.post_norm, w.scalar, next_norm, eps,
+        )  # fmt: skip
 
-    def _experts(self, residual: Tensor, moe: MoeWeights) -> Tensor:
-        """Routed experts of the residual before the FFN, with their own norms. Returns [T, H]."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        scaled = ops.rmsnorm(residual, None, eps) * moe.router_scale * self.config.hidden_size**-0.5
-        ids, weights = ops.moe_route(ops.linear(scaled, moe.router), moe.per_expert_scale, self.config.top_k_experts)
-        x = ops.rmsnorm(residual, moe.pre_norm, eps)
-        return ops.rmsnorm(ops.experts(x, moe.gate_up, moe.down, ids, weights), moe.post_norm, eps)
+    def _with_experts(
+        self, residual: Tensor, dense: Tensor, w: LayerWeights, moe: MoeWeights, scalar: Tensor, next_norm: Tensor
+    ) -> Tensor:
+        """Adds the dense MLP's output and the routed experts', which read the residual before either. As add_norm."""
+        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
+        ids, weights, x = ops.moe_router(
+            residual, moe.router_scale, moe.router, moe.per_expert_scale, moe.pre_norm, config.top_k_experts, eps
+        )
+        routed = ops.experts(x, moe.gate_up, moe.down, ids)
+        return ops.moe_combine(
+            residual, dense, routed, weights, moe.dense_norm, moe.post_norm, w.post_ffn_norm, scalar, next_norm, eps
+        )
 
 
 def _some(h: Tensor | None) -> Tensor:

@@ -1,7 +1,14 @@
-"""From logits to tokens: greedy, or temperature, top-k and top-p; and which drafts a sampled step accepts.
+"""From logits to tokens: greedy, or temperature, top-k and top-p; and which drafts a step accepts.
 
-Random numbers come as tensors of uniforms, made once from the seed and indexed by token position, so that a step has no
-state of its own, can be captured in a CUDA graph, and draws the same on every device.
+The token at a position of a sequence is a function of the logits there, the request's parameters and one uniform
+number, which is a function of the request's seed and of that position alone. So it does not depend on who else is in
+the batch, on a restart, or on the device, as far as the logits do not.
+
+Nor does it depend on drafts: the token is chosen as if there were none, and a draft is accepted if it is that very
+token. This is speculative sampling (arXiv 2211.17192) for a drafter that proposes one token d, a distribution with all
+its mass on d: a draft must be accepted with probability min(1, p(d) / 1), which is the probability that a token drawn
+from p is d, and else a token must follow p without d, which the token drawn does. The usual form of it draws a second
+number after a rejection; this one gives the very tokens that steps without drafts give.
 
 Where no token can be chosen (a logit is NaN, or none is finite) the token is -1: a step does not wait for the host,
 which finds it among the tokens that it reads.
@@ -10,6 +17,7 @@ which finds it among the tokens that it reads.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +28,7 @@ from kerngen.errors import UsageError
 # Nearer to 0 or to infinity a temperature or its reciprocal does not fit in fp32. Either limit is reached long before:
 # a gap between two logits, divided by these, is 0 or beyond the range of exp.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
+CUTS = (64, 1024)  # how many of the likeliest tokens a step may look at in place of all: picking few beats sorting many
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +54,104 @@ class Sampling:
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
-    def uniforms(self, count: int) -> Tensor:
-        """[count, 2] fp32 in [0, 1) on the CPU: for each position, one to accept a draft with and one to sample."""
-        return torch.rand(count, 2, generator=torch.Generator().manual_seed(self.seed))
+    @property
+    def floats(self) -> tuple[float, float]:
+        """(temperature, top_p) in the range of fp32; temperature 0 only where greedy."""
+        temperature = 0.0 if self.is_greedy else min(max(self.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+        return temperature, max(self.top_p, torch.finfo(torch.float32).tiny)  # the likeliest has 0 before it: it stays
+
+    @property
+    def key(self) -> int:
+        """What `uniforms` makes of the seed: neighbouring seeds have nothing in common."""
+        return _signed(_mixed(self.seed + _GOLDEN))
 
 
-def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The tokens that survive the filters and their probabilities, likeliest first.
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Requests' parameters, an entry a row: temperature [n] fp32 (0: greedy), top_p [n] fp32, top_k, key [n] int64."""
 
-    logits [n, vocab] fp32. Returns ids [n, m] int64 and probs [n, m] fp32 that sum to 1 (0 where filtered).
-    Those of a row with a NaN, or without a finite logit, are NaN.
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    key: Tensor
+
+    @staticmethod
+    def of(sampling: Sequence[Sampling], device: torch.device | str = "cpu") -> Parameters:
+        floats = torch.tensor([s.floats for s in sampling], dtype=torch.float32, device=device)
+        ints = torch.tensor([(s.top_k, s.key) for s in sampling], dtype=torch.int64, device=device)
+        return Parameters(floats[:, 0], floats[:, 1], ints[:, 0], ints[:, 1])
+
+    def repeated(self, count: int) -> Parameters:
+        """Each row `count` times: a verification chooses so many tokens of each sequence."""
+        if count == 1:
+            return self
+        each = (t.repeat_interleave(count) for t in (self.temperature, self.top_p, self.top_k, self.key))
+        return Parameters(*each)
+
+
+def cut_for(sampling: Iterable[Sampling]) -> int:
+    """How many of the likeliest tokens hold all that any of `sampling` keeps: one of CUTS, or 0 for all tokens."""
+    top_ks = [s.top_k for s in sampling if not s.is_greedy]
+    if 0 in top_ks:
+        return 0
+    return next((cut for cut in CUTS if cut >= max(top_ks, default=0)), 0)
+
+
+# -- random numbers: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), its state the position: no state, any order.
+
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
+
+
+def _signed(word: int) -> int:
+    """The 64 bits of `word` as int64 reads them."""
+    return (word & _WORD) - ((word & (1 << 63)) << 1)
+
+
+def _mixed(word: int) -> int:
+    """SplitMix64's finalizer: a permutation of 64-bit words that leaves no trace of neighbours."""
+    word &= _WORD
+    word = (word ^ (word >> 30)) * _MIX1 & _WORD
+    word = (word ^ (word >> 27)) * _MIX2 & _WORD
+    return word ^ (word >> 31)
+
+
+def uniforms(key: Tensor, positions: Tensor) -> Tensor:
+    """[n] fp32 in [0, 1), multiples of 2^-24: one number for each key [n] and position [n], both int64.
+
+    The top 24 bits of SplitMix64 number `position` of the stream that begins at `key`. int64 arithmetic wraps around;
+    a right shift of it brings in the sign, which is masked off.
+    """
+
+    def shifted(x: Tensor, bits: int) -> Tensor:
+        return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+    word = key + (positions + 1) * _signed(_GOLDEN)
+    word = (word ^ shifted(word, 30)) * _signed(_MIX1)
+    word = (word ^ shifted(word, 27)) * _signed(_MIX2)
+    return shifted(word ^ shifted(word, 31), 40).to(torch.float32) * 2.0**-24
+
+
+# -- tokens
+
+
+def distribution(logits: Tensor, wanted: Parameters, cut: int = 0) -> tuple[Tensor, Tensor]:
+    """The tokens that survive each row's filters and their probabilities, likeliest first.
+
+    logits [n, vocab] fp32. cut: no row keeps more than so many tokens, 0 for no limit (`cut_for`). Returns ids [n, m]
+    int64 and probs [n, m] fp32 that sum to 1 (0 where filtered). Those of a row with a NaN, or without a finite logit,
+    are NaN. Of a greedy row they mean nothing.
     """
     vocab = logits.shape[-1]
-    top, ids = logits.topk(min(sampling.top_k, vocab), dim=-1) if sampling.top_k else logits.sort(-1, descending=True)
-    temperature = min(max(sampling.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
-    probs = torch.softmax((top - top[:, :1]) / temperature, dim=-1)  # the likeliest is 0 at any temperature
-    if sampling.top_p < 1:
-        before = probs.cumsum(-1) - probs  # the mass of likelier tokens: keep until it reaches top_p
-        top_p = max(sampling.top_p, torch.finfo(torch.float32).tiny)  # the likeliest has 0 before it and always stays
-        probs = torch.where(before < top_p, probs, 0.0)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return ids, probs
+    top, ids = logits.topk(min(cut, vocab), dim=-1) if cut else logits.sort(-1, descending=True)
+    rank = torch.arange(top.shape[-1], device=top.device)
+    dropped = (rank >= wanted.top_k[:, None]) & (wanted.top_k > 0)[:, None]
+    scaled = (top - top[:, :1]) / wanted.temperature.clamp(min=MIN_TEMPERATURE)[:, None]  # the likeliest is 0 anyway
+    probs = torch.softmax(scaled.masked_fill(dropped, -math.inf), dim=-1)
+    before = probs.cumsum(-1) - probs  # the mass of likelier tokens: keep until it reaches top_p
+    top_p = torch.where(wanted.top_p < 1, wanted.top_p, math.inf)[:, None]
+    probs = probs.masked_fill(before >= top_p, 0.0)
+    return ids, probs / probs.sum(-1, keepdim=True)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -77,38 +163,27 @@ def likeliest(logits: Tensor) -> Tensor:
     return torch.where(top.isfinite(), ids, -1)
 
 
-def sample(ids: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
-    """One token [n] int64 a row, by inverting the cumulative distribution; probs [n, m] need not sum to 1.
+def sample(ids: Tensor, probs: Tensor, at: Tensor) -> Tensor:
+    """One token [n] int64 a row, by inverting the cumulative distribution at `at` [n] in [0, 1).
 
-    -1 for a row without any mass, or whose mass is NaN.
+    probs [n, m] need not sum to 1. -1 for a row without any mass, or whose mass is NaN.
     """
     cdf = probs.cumsum(-1)
     total = cdf[:, -1]
     # The first entry whose cumulative mass exceeds the target, which rounding may not bring up to the total: so never
     # an entry of mass 0.
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.minimum(at * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cdf, target[:, None], right=True).clamp(max=cdf.shape[-1] - 1)
     return torch.where(total > 0, ids.gather(1, index).squeeze(1), -1)
 
 
-def accept_greedy(drafts: Tensor, targets: Tensor) -> Tensor:
-    """How many drafts [B, k] match what the target chose [B, k + 1], from the first on. Returns [B] int64."""
-    return (drafts == targets[:, :-1]).long().cumprod(1).sum(1)
+def choose(logits: Tensor, positions: Tensor, wanted: Parameters, cut: int = 0) -> Tensor:
+    """The token [n] int64 of each row of logits [n, vocab] fp32 that will stand at positions [n] int64; -1: none."""
+    ids, probs = distribution(logits, wanted, cut)
+    drawn = sample(ids, probs, uniforms(wanted.key, positions))
+    return torch.where(wanted.temperature > 0, drawn, likeliest(logits))
 
 
-def accept_sampled(drafts: Tensor, ids: Tensor, probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept greedy drafts without changing the distribution: a draft is a one-hot proposal.
-
-    Draft i is accepted with its probability p_i; at the first rejection the token is drawn from p without that draft,
-    after the last acceptance from p itself. drafts [B, k]; ids, probs [B, k + 1, m]; uniforms [B, k + 1, 2].
-    Returns num_accepted [B] and tokens [B, k + 1], of which the first num_accepted + 1 are valid.
-    """
-    batch, count = drafts.shape
-    hit = ids == torch.nn.functional.pad(drafts, (0, 1), value=-1)[..., None]  # the last row has no draft
-    p_draft = (probs * hit).sum(-1)[:, :count]
-    accepted = (uniforms[:, :count, 0] < p_draft).long().cumprod(1).sum(1)
-    rest = torch.where(hit, 0.0, probs)
-    drawn = sample(ids.flatten(0, 1), rest.flatten(0, 1), uniforms[..., 1].flatten()).view(batch, count + 1)
-    row = torch.arange(count + 1, device=drafts.device)
-    kept = torch.nn.functional.pad(drafts, (0, 1))
-    return accepted, torch.where(row < accepted[:, None], kept, drawn)
+def accepted(drafts: Tensor, tokens: Tensor) -> Tensor:
+    """How many drafts [B, k] are what was chosen, tokens [B, k + 1], from the first on. Returns [B] int64."""
+    return (drafts == tokens[:, :-1]).long().cumprod(1).sum(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.backend import explaining_memory, open_backend
+from kerngen.runtime.completion import Answer, Completion, CompletionStream
 from kerngen.runtime.config import (
     ModelConfig,
     read_drafter_config,
@@ -21,7 +22,7 @@ from kerngen.runtime.config import (
     read_suppressed_ids,
 )
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import Engine, Generation, Stats, require_draft_tokens
+from kerngen.runtime.engine import CacheShape, Engine, Request, require_draft_tokens
 from kerngen.runtime.fields import require_folder
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
 from kerngen.runtime.model import Gemma4
@@ -33,61 +34,20 @@ from kerngen.templates.common.row_torch import DTYPE_NAME
 
 ASSISTANT = "assistant"
 QUANT_SUFFIXES = ("", "-w4a16", "-w4a16-ct", "-qat-w4a16", "-qat-w4a16-ct")  # a quantized target shares its drafter
-NUM_DRAFT_TOKENS = 3
 MAX_NEW_TOKENS = 256
+MAX_BATCH = 64
+# Of the memory that is free when an engine is made, for its cache: the rest is for activations, workspaces and graphs.
+CACHE_SHARE = 0.85
 
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """text: without special tokens. tokens: as generated, a stop token included. stop_reason: "stop" or "length"."""
-
-    text: str
-    tokens: list[int]
-    stop_reason: str
-    stats: Stats
-
-
-class CompletionStream(Iterator[str]):
-    """The text of a generation in pieces, as they are made; then `completion` is all of it."""
-
-    def __init__(self, session: Session, steps: Generator[list[int], None, Generation]) -> None:
-        self._completion: Completion | None = None
-        self._pieces = self._read(session, steps)
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    @property
-    def completion(self) -> Completion:
-        """Raises UsageError before the last piece came."""
-        if self._completion is None:
-            raise UsageError("the stream has not ended", hint="iterate over it to its end first")
-        return self._completion
-
-    def _read(self, session: Session, steps: Generator[list[int], None, Generation]) -> Iterator[str]:
-        decoder = session.codec.stream()
-        while True:
-            try:
-                with explaining_memory(session.ops.device):
-                    tokens = next(steps)
-            except StopIteration as end:
-                made: Generation = end.value
-                break
-            if piece := decoder.push(tokens):
-                yield piece
-        text = session.codec.decode(made.tokens)
-        self._completion = Completion(text, made.tokens, made.stop_reason, made.stats)
-        if rest := decoder.finish():
-            yield rest
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Session:
-    """A model that is ready to generate, one sequence at a time.
+    """A model that is ready to generate, for one prompt or many at once.
 
-    num_draft_tokens: drafted a step, where there is a drafter. max_len: tokens that the cache holds, prompt and answer
+    num_draft_tokens: drafted a step, where there is a drafter; None for as many as pay, by what was accepted and what
+    steps took. max_len: tokens that the cache holds, prompt and answer
     together; None for as many as a call needs, which makes a longer call allocate (and on a GPU capture) anew.
     drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
     weights took. plain_text: control tokens in what users say (<turn|>) are text; as in transformers, they are not.
@@ -101,7 +61,7 @@ class Session:
     stop_ids: tuple[int, ...]
     suppressed_ids: tuple[int, ...]
     load_s: float
-    num_draft_tokens: int = NUM_DRAFT_TOKENS
+    num_draft_tokens: int | None = None
     max_len: int | None = None
     drafter_folder: Path | None = None
     plain_text: bool = False
@@ -109,7 +69,8 @@ class Session:
 
     def __repr__(self) -> str:
         ops, dtype = self.ops, str(self.ops.dtype).removeprefix("torch.")
-        drafting = f", drafting {self.num_draft_tokens} tokens" if self.drafter else ""
+        count = "" if self.num_draft_tokens is None else f" {self.num_draft_tokens} tokens"
+        drafting = f", drafting{count}" if self.drafter else ""
         return f"<kerngen.Session {self.folder.name}: {ops.name} on {ops.device}, {dtype}{drafting}>"
 
     @property
@@ -149,16 +110,17 @@ class Session:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        stop: Sequence[str] = (),
         chat: bool = True,
     ) -> Completion:
         """The model's answer to `prompt` (see `encode`).
 
-        temperature 0 is greedy; top_k 0 and top_p 1 keep every token; the same seed draws the same tokens.
-        Raises UsageError for a request that cannot be right, NumericsError where the model computes NaN, DeviceError
-        where memory runs out.
+        temperature 0 is greedy; top_k 0 and top_p 1 keep every token; the same seed draws the same tokens. stop: texts
+        before which the answer ends. Raises UsageError for a request that cannot be right, NumericsError where the
+        model computes NaN, DeviceError where memory runs out.
         """
         stream = self.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                             seed=seed, chat=chat)  # fmt: skip
+                             seed=seed, stop=stop, chat=chat)  # fmt: skip
         for _ in stream:
             pass
         return stream.completion
@@ -172,28 +134,78 @@ class Session:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        stop: Sequence[str] = (),
         chat: bool = True,
     ) -> CompletionStream:
-        """As `generate`, in pieces. Another generation of this session ends a stream that has not ended: its next
-        piece raises UsageError."""
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        ids = self.encode(prompt, chat=chat)
+        """As `generate`, in pieces. Other generations may run meanwhile; `close` ends it before its end."""
+        answer = Answer(self.codec, stop)
+        request = Request(self.encode(prompt, chat=chat), max_new_tokens, Sampling(temperature, top_k, top_p, seed),
+                          self.stop_ids, answer.ends_with)  # fmt: skip
         with explaining_memory(self.ops.device):
-            engine = self.reserve(len(ids) + max(max_new_tokens, 1))
-            steps = engine.stream(ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=self.stop_ids)
-        return CompletionStream(self, steps)
+            engine = self.reserve(len(request.prompt) + max(max_new_tokens, 1))
+            return CompletionStream(self, answer, engine.follow(request))
 
-    def reserve(self, length: int) -> Engine:
-        """The engine at hand if it holds `length` tokens or max_len fixes its size, else a new one that does."""
-        if self._engine is None or (self.max_len is None and self._engine.max_len < length):
-            self._engine = None  # its cache goes before the new one comes
-            self._engine = Engine(
-                self.model,
-                self.drafter,
-                max_len=self.max_len or length,
-                num_draft_tokens=self.num_draft_tokens,
-                suppressed_ids=self.suppressed_ids,
-            )
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        chat: bool = True,
+        on_done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """The answers to `prompts`, in order, made beside each other, as many at once as memory takes.
+
+        Each is what `generate` gives for that prompt alone, as far as rounding allows. on_done: told the number of a
+        prompt and its answer, as soon as that is complete. The rest as in `generate`.
+        """
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        answers = [Answer(self.codec, stop) for _ in prompts]
+        requests = [
+            Request(self.encode(p, chat=chat), max_new_tokens, sampling, self.stop_ids, answer.ends_with)
+            for p, answer in zip(prompts, answers, strict=True)
+        ]
+        made: dict[int, Completion] = {}
+        with explaining_memory(self.ops.device):
+            longest = max((len(r.prompt) for r in requests), default=1) + max(max_new_tokens, 1)
+            engine = self.reserve(longest, min(max(len(requests), 1), MAX_BATCH))
+            for i, generation in engine.finished(requests):
+                made[i] = answers[i].finish(generation)[1]
+                if on_done is not None:
+                    on_done(i, made[i])
+        return [made[i] for i in range(len(prompts))]
+
+    def reserve(self, length: int, batch: int = 1) -> Engine:
+        """The engine at hand if it runs `batch` sequences of `length` tokens, or max_len fixes it, else one that does.
+
+        On a GPU fewer of them run at once where the memory that is free does not suffice: the others wait.
+        """
+        held = self._engine
+        if held is not None and held.max_batch >= batch and (self.max_len is not None or held.max_len >= length):
+            return held
+        self._engine = None  # its cache goes before the new one comes
+        max_len = self.max_len or max(length, 0 if held is None else held.max_len)
+        batch = max(batch, 1 if held is None else held.max_batch)
+        del held
+        pages = None
+        if self.ops.device.type == "cuda" and batch > 1:
+            shape = CacheShape(self.config, self.ops.dtype)
+            budget = int(CACHE_SHARE * torch.cuda.mem_get_info(self.ops.device)[0])
+            if shape.num_bytes(shape.pages(batch, max_len)) > budget:
+                batch, pages = shape.split(budget, batch, max_len)
+        self._engine = Engine(
+            self.model,
+            self.drafter,
+            max_len=max_len,
+            max_batch=batch,
+            num_draft_tokens=self.num_draft_tokens,
+            num_pages=pages,
+            suppressed_ids=self.suppressed_ids,
+        )
         return self._engine
 
 
@@ -206,7 +218,7 @@ def load(
     backend: str = "auto",
     db: str | os.PathLike[str] | None = None,
     bundle: str | os.PathLike[str] | None = None,
-    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    num_draft_tokens: int | None = None,
     max_len: int | None = None,
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 @click.option("--draft", type=click.Path(path_type=Path), default=None,
               help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
 @click.option("--no-draft", is_flag=True, help="Decode without a drafter.")
-@click.option("--num-draft-tokens", type=click.IntRange(1, 7), default=3, show_default=True,
-              help="Tokens drafted a step.")  # fmt: skip
+@click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
+              help="Tokens drafted a step. Default: as many as pay, as measured.")  # fmt: skip
 @click.option("--backend", type=click.Choice(["auto", "torch", "cuda"]), default="auto", show_default=True,
               help="cuda: kerngen's kernels; torch: eager, on any machine.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
@@ -44,13 +44,14 @@ if TYPE_CHECKING:
               help="Keep weights as the kernels want them beside MODEL; later starts read those.")  # fmt: skip
 @click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
 @click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
+@click.option("--plan", is_flag=True, help="Print what MODEL takes and what fits on GPUs of 16 to 141 GB, and no more.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 def run(
     model: Path,
     prompt: str | None,
     draft: Path | None,
     no_draft: bool,
-    num_draft_tokens: int,
+    num_draft_tokens: int | None,
     backend: str,
     dtype: str | None,
     device: str | None,
@@ -64,6 +65,7 @@ def run(
     keep_repacked: bool,
     db_url: str | None,
     bundle: str | None,
+    plan: bool,
     as_json: bool,
 ) -> None:
     """Generate text with the Gemma-4 checkpoint in the folder MODEL, or of that name on the Hugging Face hub.
@@ -76,6 +78,11 @@ def run(
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import load
 
+    if plan:
+        from kerngen.cli.plan import print_plan
+
+        print_plan(str(model), None if draft is None else str(draft), as_json=as_json)
+        return
     if draft and no_draft:
         raise UsageError("--draft and --no-draft contradict each other")
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
@@ -153,6 +160,8 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
         "num_steps": stats.num_steps,
         "num_draft_tokens": stats.num_draft_tokens,
         "acceptance_length": stats.acceptance_length,
+        "acceptance_by_position": list(stats.acceptance_by_position),
+        "num_cached_tokens": stats.num_cached_tokens,
         "backend": ops.name,
         "device": str(ops.device),
         "dtype": str(ops.dtype).removeprefix("torch."),
@@ -171,10 +180,15 @@ def _summary(result: Completion, session: Session) -> str:
     ]
     if session.drafter_folder is not None:
         lines.append(
-            f"{session.drafter_folder} drafts {stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens "
-            f"accepted a step ({stats.num_steps} steps)"
+            f"{session.drafter_folder} drafts {'' if session.num_draft_tokens is not None else 'up to '}"
+            f"{stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens accepted a step "
+            f"({stats.num_steps} steps; by position {_shares(stats.acceptance_by_position)})"
         )
     return "\n".join([*lines, *chosen_lines(ops.sources(), ops.outside())])
+
+
+def _shares(shares: tuple[float, ...]) -> str:
+    return " ".join(f"{share:.0%}" for share in shares) or "none"
 
 
 def chosen_lines(sources: dict[str, int], outside: dict[str, str]) -> list[str]:

@@ -49,8 +49,11 @@ class Planned:
     def scalar(self, name: str) -> Tensor:
         return self.dry.scalar(name)
 
-    def linear(self, parts: Parts, in_features: int) -> Linear:
-        return self.ops.prepare(self.dry.linear(parts, in_features))
+    def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
+        return self.ops.prepare(self.dry.linear(parts, in_features, gated=gated))
+
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        return self.dry.unpacked(module, out_features, in_features)
 
     def head(self, embed: Tensor) -> Linear:
         return self.ops.prepare(self.dry.head(embed))
@@ -217,7 +220,8 @@ def _order(config: ModelConfig, ops: Ops) -> str:
         made.append(ops.prepare_experts(gate_up, down))
     if config.quant is not None:
         group = config.quant.group_size
-        made.append(ops.prepare(W4Linear(*packed(2 * size, size), 2 * size, size, group)))
+        for gated in (False, True):
+            made.append(ops.prepare(W4Linear(*packed(2 * size, size), 2 * size, size, group, gated=gated)))
         if config.num_experts:
             w4_gate_up = W4Experts(*packed(experts, 2 * size, size), 2 * size, size, group)
             made.append(ops.prepare_experts(w4_gate_up, W4Experts(*packed(experts, size, size), size, size, group)))

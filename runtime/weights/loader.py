@@ -117,7 +117,9 @@ def _layer(source: WeightSource, name: str, layer: LayerConfig) -> LayerWeights:
         q_norm=source.tensor(f"{attn}.q_norm.weight", dim),
         k_norm=source.tensor(f"{attn}.k_norm.weight", dim) if layer.owns_kv else None,
         out=source.linear([(f"{attn}.o_proj", hidden)], q_size),
-        gate_up=source.linear([(f"{mlp}.{part}_proj", layer.intermediate_size) for part in ("gate", "up")], hidden),
+        gate_up=source.linear(
+            [(f"{mlp}.{part}_proj", layer.intermediate_size) for part in ("gate", "up")], hidden, gated=True
+        ),
         down=source.linear([(f"{mlp}.down_proj", hidden)], layer.intermediate_size),
         moe=_moe(source, name) if config.num_experts else None,
         ple=_ple_layer(source, name) if config.ple_size else None,
@@ -127,8 +129,8 @@ def _layer(source: WeightSource, name: str, layer: LayerConfig) -> LayerWeights:
 def _ple_layer(source: WeightSource, name: str) -> PleLayerWeights:
     hidden, size = source.config.hidden_size, source.config.ple_size
     return PleLayerWeights(
-        gate=source.linear([(f"{name}.per_layer_input_gate", size)], hidden),
-        projection=source.linear([(f"{name}.per_layer_projection", hidden)], size),
+        gate=source.unpacked(f"{name}.per_layer_input_gate", size, hidden),
+        projection=source.unpacked(f"{name}.per_layer_projection", hidden, size),
         post_norm=source.tensor(f"{name}.post_per_layer_input_norm.weight", hidden),
     )
 
@@ -139,7 +141,7 @@ def _moe(source: WeightSource, name: str) -> MoeWeights:
     gate_up, down = source.experts(name)
     return MoeWeights(
         router_scale=source.tensor(f"{name}.router.scale", hidden),
-        router=source.linear([(f"{name}.router.proj", num)], hidden),
+        router=source.unpacked(f"{name}.router.proj", num, hidden),
         per_expert_scale=source.tensor(f"{name}.router.per_expert_scale", num),
         gate_up=gate_up,
         down=down,
@@ -162,7 +164,7 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
         if not source.is_dry and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise CheckpointError(f"masked_embedding.token_ordering names tokens outside 0 to {vocab - 1}")
         centroids = CentroidWeights(
-            centroids=source.linear([("masked_embedding.centroids", count)], hidden),
+            centroids=DenseLinear(source.tensor("masked_embedding.centroids.weight", count, hidden)),
             token_ids=ids.view(count, vocab // count),
         )
     return DrafterWeights(

@@ -21,7 +21,7 @@ from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops,
 from kerngen.runtime.weights.quantized import FLOATS, INTS, IgnoreList, Packed, find_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.stage import Stage
-from kerngen.templates.w4a16_gemm.pack import dequantize
+from kerngen.templates.common.w4_pack import dequantize
 
 # Stored by the E-series on layers that own no cache, and never used there.
 DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
@@ -50,8 +50,11 @@ class WeightSource(Protocol):
     def scalar(self, name: str) -> Tensor:
         """A float tensor [1] in `ops.dtype`; 1 where the model has none of that name."""
 
-    def linear(self, parts: Parts, in_features: int) -> Linear:
-        """The linears called `parts`, one under the other, repacked for the backend."""
+    def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
+        """The linears called `parts`, one under the other, repacked for the backend. gated: they are gate and up."""
+
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        """A small linear that kernels want in floats, however it is stored."""
 
     def head(self, embed: Tensor) -> Linear:
         """The output matrix [vocab, H]; shares `embed`'s memory where the two are tied."""
@@ -132,7 +135,7 @@ class CheckpointSource:
             self.absent.append(name)
         return self._allocate((1,), self.ops.dtype).fill_(1.0)
 
-    def linear(self, parts: Parts, in_features: int) -> Linear:
+    def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
         """The linears called `parts`, one under the other, repacked for the backend.
 
         Stays packed if all of them are, in groups of one size; a mixture becomes dense.
@@ -143,12 +146,17 @@ class CheckpointSource:
             packed = self._allocate((rows, in_features // 8), torch.int32)
             scales = self._allocate((rows, in_features // group), self.ops.dtype)
             self._fill_packed(parts, in_features, packed, scales)
-            weights = W4Linear(packed, scales, rows, in_features, group, fused_name(parts))
+            weights = W4Linear(packed, scales, rows, in_features, group, fused_name(parts), gated)
         else:
             dense = self._allocate((rows, in_features), self.ops.dtype)
             self._fill_dense(parts, dense)
             weights = DenseLinear(dense)
         return weights if self.is_dry else self.ops.prepare(weights)
+
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        dense = self._allocate((out_features, in_features), self.ops.dtype)
+        self._fill_dense([(module, out_features)], dense)
+        return DenseLinear(dense)
 
     def head(self, embed: Tensor) -> Linear:
         """lm_head. Tied models may store it too (the W4A16 releases do): a copy of the table shares its memory, a head

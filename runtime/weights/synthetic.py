@@ -42,13 +42,13 @@ class SyntheticSource:
     def scalar(self, name: str) -> Tensor:
         return self.tensor(name, 1)
 
-    def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
+    def linear(self, parts: Sequence[tuple[str, int]], in_features: int, *, gated: bool = False) -> Linear:
         rows = sum(out for _, out in parts)
         if not self._is_quantized([module for module, _ in parts], in_features):
             return self.ops.prepare(DenseLinear(self._matrix(rows, in_features)))
         packed, scales = self._packed(rows, in_features)
         group_size = in_features // scales.shape[-1]
-        return self.ops.prepare(W4Linear(packed, scales, rows, in_features, group_size, fused_name(parts)))
+        return self.ops.prepare(W4Linear(packed, scales, rows, in_features, group_size, fused_name(parts), gated))
 
     def _is_quantized(self, modules: Sequence[str], in_features: int) -> bool:
         quant = self.config.quant
@@ -66,6 +66,9 @@ class SyntheticSource:
         value = 1.0 / (_NIBBLE_STD * in_features**0.5)
         shape = (rows, in_features // quant.group_size)
         return packed, torch.full(shape, value, dtype=self.ops.dtype, device=self.ops.device)
+
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        return DenseLinear(self._matrix(out_features, in_features))
 
     def head(self, embed: Tensor) -> Linear:
         return self.ops.prepare(DenseLinear(embed))

@@ -54,10 +54,10 @@ def _widened(model: Any) -> Any:
 
 def _hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Final hidden states [296, H] of two prefill chunks and ten verification steps of four tokens."""
+    from kerngen.runtime.batch import Batch
     from kerngen.runtime.cache import KVCache
-    from kerngen.runtime.model import Batch
 
-    cache = KVCache(model.config, model.ops, batch=1, max_len=400, max_step=128)
+    cache = KVCache.whole(model.config, model.ops, batch=1, max_len=400)
     parts = [model.forward(Batch.prefill(ids[i : i + 128], i, cache), cache) for i in range(0, 256, 128)]
     lengths = torch.tensor([256], device="cuda")
     for i in range(256, 296, 4):
@@ -83,16 +83,16 @@ def test_no_further_from_fp32_than_torch_is(quant: bool) -> None:
 
 def test_graph_steps_equal_single_steps() -> None:
     """The captured decode step gives the tokens that uncaptured forwards give."""
+    from kerngen.runtime.batch import Batch
     from kerngen.runtime.cache import KVCache
     from kerngen.runtime.engine import Engine
-    from kerngen.runtime.model import Batch
 
     config = _config(quant=True)
     model = _model("cuda", config)
     prompt = list(range(5, 205))
     tokens = Engine(model, max_len=300).generate(prompt, max_new_tokens=24).tokens
     with torch.inference_mode():
-        cache = KVCache(config, model.ops, batch=1, max_len=300, max_step=256)
+        cache = KVCache.whole(config, model.ops, batch=1, max_len=300)
         hidden = model.forward(Batch.prefill(torch.tensor(prompt, device="cuda"), 0, cache), cache, outputs="last")
         expected = [int(model.greedy(hidden))]
         lengths = torch.tensor([len(prompt)], device="cuda")

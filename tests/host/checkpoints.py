@@ -14,15 +14,16 @@ from safetensors.torch import load_file, save_file
 from tiny_gemma import prompt
 from torch import Tensor
 
+from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.model import Batch, Gemma4
+from kerngen.runtime.model import Gemma4
 
 PROMPT = prompt(20)
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 32}  # groups of 128 divide
 
 
 def logits(model: Gemma4) -> Tensor:
-    cache = KVCache(model.config, model.ops, batch=1, max_len=len(PROMPT), max_step=len(PROMPT))
+    cache = KVCache.whole(model.config, model.ops, batch=1, max_len=len(PROMPT))
     return model.logits(model.forward(Batch.prefill(torch.tensor(PROMPT), 0, cache), cache))
 
 

@@ -10,10 +10,14 @@ import pytest
 import torch
 from command import ROOT, Kerngen
 
+from kerngen.cli.plan import fits_rows, size_row
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import read_drafter_config, read_model_config
+from kerngen.runtime.engine import CacheShape, Engine
+from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
-from kerngen.runtime.footprint import _bytes, footprint
+from kerngen.runtime.footprint import _bytes, footprint, plan
+from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.workload import MODELS, find_model
@@ -29,7 +33,9 @@ def test_what_is_loaded_takes_as_much_as_is_said(name: str) -> None:
     said = footprint(config, drafter, torch.bfloat16, 500)
     assert said.weight_bytes == _bytes(load_model(TINY / name, config, ops))
     assert said.drafter_bytes == _bytes(load_drafter(TINY / "gemma-4-tiny-assistant", drafter, ops))
-    assert said.cache_bytes == KVCache(config, ops, batch=1, max_len=500, max_step=500).num_bytes
+    model = Gemma4(config, load_model(TINY / name, config, ops), ops)
+    engine = Engine(model, max_len=500, num_draft_tokens=7, lag=1)
+    assert said.cache_bytes == engine.cache.num_bytes
     assert said.total_bytes == said.weight_bytes + said.drafter_bytes + said.cache_bytes
 
 
@@ -63,3 +69,57 @@ def test_doctor_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert memory["as released"] == {"weights": said.weight_bytes, "drafter": 0, "cache": said.cache_bytes}
     assert memory["unquantized"]["weights"] > said.weight_bytes
     assert "memory, as released: 0.0 GB at 500 tokens" in kerngen(*which)[1]
+
+
+def test_the_page_of_models_says_what_the_code_computes() -> None:
+    """On failure: the tables as they should be."""
+    sizes, fits = [], []
+    for name in MODELS:
+        model = find_model(name)
+        packed, dense = (plan(model.target, model.drafter, torch.bfloat16, dense=d) for d in (False, True))
+        sizes.append(size_row(name, packed, dense))
+        fits += fits_rows(name, packed)
+    said = re.findall(r"^\| gemma-4-.*\|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
+    assert said == [*sizes, *fits], "docs/models.md should have:\n" + "\n".join([*sizes, "", *fits])
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e2b"])
+def test_what_fits_is_what_the_engine_would_allocate(name: str) -> None:
+    """The last sequence that fits does, the next one does not; and what is split stays within the budget."""
+    target = find_model(name).target
+    shape = CacheShape(target, torch.bfloat16)
+    ops = KernelOps(Record(lambda *_: None, lambda _: None), torch.bfloat16)
+    for budget in (3 * 10**9, 50 * 10**9):
+        for context in (2048, 32768):
+            most = shape.most_sequences(budget, context)
+            assert shape.fits(budget, most, context)
+            assert not shape.fits(budget, most + 1, context)
+            sequences, pages = shape.split(budget, 64, context)
+            cache = KVCache(target, ops, num_pages=pages, batch=sequences, max_len=context)
+            assert cache.num_bytes == shape.num_bytes(pages)
+            if most:
+                assert sequences == min(most, 64)
+                assert budget - shape.page_bytes["full"] < cache.num_bytes <= budget
+        longest = shape.most_tokens(budget)
+        assert longest == target.max_positions or not shape.fits(budget, 1, longest + 1)
+
+
+def test_run_prints_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+    model = str(TINY / "gemma-4-tiny-w4a16")
+    config = read_model_config(TINY / "gemma-4-tiny-w4a16")
+    code, out, _ = kerngen("run", model, "--plan", "--json")
+    said = json.loads(out)
+    expected = plan(config, None, torch.bfloat16)
+    assert code == 0
+    assert said["as released"]["weight_bytes"] == expected.weight_bytes
+    assert said["as released"]["sequences"]["80"]["2048"] == expected.sequences[80][2048]
+    assert said["unquantized"]["weight_bytes"] > expected.weight_bytes
+    text = kerngen("run", model, "--plan")[1]
+    assert f"{expected.sequences[141][2048]:,}" in text
+    assert "unquantized" in text
+    code, _, err = kerngen("run", "no-such-model", "--plan")
+    assert code != 0
+    assert "unknown model 'no-such-model'" in err

@@ -143,9 +143,10 @@ def session() -> Any:
 def test_text_is_what_run_prints(session: kerngen.Session) -> None:
     command = [sys.executable, "-m", "kerngen", "run", str(TARGET), "--draft", str(ASSISTANT), "--temperature", "0",
                "--prompt", QUESTION]  # fmt: skip
-    done = subprocess.run([*command, "--max-new-tokens", "24", "--json"], capture_output=True, text=True, check=True)
+    options = ["--max-new-tokens", "24", "--num-draft-tokens", "3", "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)
-    made = kerngen.load(str(TARGET), draft=ASSISTANT, dtype=torch.float32, device="cpu").generate(
+    made = kerngen.load(str(TARGET), draft=ASSISTANT, dtype=torch.float32, device="cpu", num_draft_tokens=3).generate(
         QUESTION, max_new_tokens=24
     )
     assert (made.text, made.tokens, made.stop_reason) == (said["text"], said["tokens"], said["stop_reason"])
@@ -166,12 +167,48 @@ def test_a_stream_is_the_text_in_pieces(session: kerngen.Session) -> None:
     assert stream.completion.tokens == whole.tokens
 
 
-def test_another_generation_ends_a_stream(session: kerngen.Session) -> None:
+def test_streams_go_on_beside_other_generations(session: kerngen.Session) -> None:
+    whole = session.generate(QUESTION, max_new_tokens=24).text
     stream = session.stream(QUESTION, max_new_tokens=24)
-    next(stream)
+    first = next(stream)
     session.generate(QUESTION, max_new_tokens=2)
-    with pytest.raises(kerngen.UsageError, match="another generation began"):
-        list(stream)
+    session.generate(QUESTION, max_new_tokens=40)  # a larger engine takes over; the stream keeps its own
+    assert first + "".join(stream) == whole
+    closed = session.stream(QUESTION, max_new_tokens=24)
+    next(closed)
+    closed.close()
+    assert not session.reserve(1).has_work
+    with pytest.raises(kerngen.UsageError, match="has not ended"):
+        closed.completion  # noqa: B018
+
+
+def test_many_prompts_are_answered_as_each_alone(session: kerngen.Session) -> None:
+    prompts = [QUESTION, "hi", "Tell me a story.", QUESTION]
+    alone = [session.generate(p, max_new_tokens=16) for p in prompts]
+    order: list[int] = []
+    many = session.generate_many(prompts, max_new_tokens=16, on_done=lambda i, _: order.append(i))
+    assert [(m.text, m.tokens, m.stop_reason) for m in many] == [(a.text, a.tokens, a.stop_reason) for a in alone]
+    assert sorted(order) == [0, 1, 2, 3]
+    assert session.generate_many([]) == []
+    with pytest.raises(kerngen.UsageError, match="at least 1 is made"):
+        session.generate_many(prompts, max_new_tokens=0)
+
+
+def test_a_stop_string_ends_the_text_before_it(session: kerngen.Session) -> None:
+    whole = session.generate(QUESTION, max_new_tokens=24).text
+    assert len(whole) > 12
+    for begin, end in ((4, 5), (5, 9), (0, 2)):
+        stop = whole[begin:end]
+        expected = whole[: whole.index(stop)]
+        stream = session.stream(QUESTION, max_new_tokens=24, stop=["no such text", stop])
+        assert "".join(stream) == stream.completion.text == expected
+        assert stream.completion.stop_reason == "stop"
+        assert session.generate_many([QUESTION], max_new_tokens=24, stop=[stop])[0].text == expected
+    almost = whole[-3:] + "never"  # held back at the end, and shown then
+    stream = session.stream(QUESTION, max_new_tokens=24, stop=[almost])
+    assert "".join(stream) == whole
+    with pytest.raises(kerngen.UsageError, match="empty stop string"):
+        session.generate(QUESTION, stop=[""])
 
 
 def test_messages_and_raw_text(session: kerngen.Session) -> None:
@@ -233,6 +270,8 @@ def test_a_folder_that_cannot_be_opened_so_says_why(options: dict[str, Any], mes
 
 def test_a_session_shows_what_it_is(session: kerngen.Session) -> None:
     assert repr(session).startswith("<kerngen.Session gemma-4-tiny-w4a16: ")
+    assert repr(session).endswith(", drafting>")
+    session.num_draft_tokens = 3
     assert "drafting 3 tokens" in repr(session)
     assert open_checkpoint(TARGET, session.ops).drafter is None
 

@@ -121,7 +121,7 @@ def test_run_streams_text_and_prints_stats(kerngen: Terminal, folder: Path) -> N
     said = kerngen("run", folder, "--prompt", "hello", "--max-new-tokens", 12, "--backend", "torch")
     assert said.out.endswith("\n")
     assert "torch on cpu, float32" in said.err
-    assert f"{folder / 'assistant'} drafts 3 a step" in said.err
+    assert f"{folder / 'assistant'} drafts" in said.err
     assert "outside our kernels: everything (the torch backend is eager torch" in said.err
     assert "tokens accepted a step" in said.err
     again = kerngen("run", folder, "--max-new-tokens", 12, "--no-draft", "--device", "cpu", stdin=b"hello\n")

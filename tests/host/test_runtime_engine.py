@@ -18,9 +18,10 @@ from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine, Generation
+from kerngen.runtime.engine.runner import Way
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
-from kerngen.runtime.sampling import Sampling, accept_greedy, accept_sampled, distribution, likeliest, sample
+from kerngen.runtime.sampling import Parameters, Sampling, accepted, choose, cut_for, distribution, likeliest, sample
 
 PROMPT = prompt(21)
 COUNT = 64
@@ -131,21 +132,27 @@ def test_a_stream_yields_every_token_once_in_order(model: Gemma4, folders: dict[
     assert len(seen) == result.stats.num_steps + 1
 
 
-def test_a_stream_ends_where_another_begins(model: Gemma4) -> None:
-    """The cache holds one sequence: what the first would go on with is gone, so it must not go on."""
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_streams_go_on_beside_each_other(model: Gemma4, max_batch: int) -> None:
+    """Whose turn it is does not matter, nor whether there is room for both: the second waits where there is not."""
     plain = generate(model).tokens
-    engine = Engine(model, max_len=len(PROMPT) + COUNT, page_size=4)
-    first = engine.stream(PROMPT, max_new_tokens=COUNT)
-    assert next(first) == plain[:1]
-    second = engine.stream(PROMPT, max_new_tokens=COUNT)
-    with pytest.raises(UsageError, match="another generation began"):
-        next(first)
-    assert streamed(second, []).tokens == plain
-    first = engine.stream(PROMPT, max_new_tokens=COUNT)
+    engine = Engine(model, max_len=len(PROMPT) + COUNT, max_batch=max_batch, page_size=4)
+    first, second = (engine.stream(PROMPT, max_new_tokens=COUNT) for _ in range(2))
     assert [t for _ in range(3) for t in next(first)] == plain[:3]
-    engine.generate(PROMPT[:5], max_new_tokens=2)
-    with pytest.raises(UsageError, match="another generation began"):
-        next(first)
+    seen: list[list[int]] = [next(second)]
+    assert streamed(first, []).tokens == plain
+    assert streamed(second, seen).tokens == plain
+    assert [t for part in seen for t in part] == plain
+
+
+def test_a_stream_that_is_closed_frees_its_pages(model: Gemma4) -> None:
+    engine = Engine(model, max_len=len(PROMPT) + COUNT, page_size=4)
+    stream = engine.stream(PROMPT, max_new_tokens=COUNT)
+    next(stream)
+    assert engine.has_work
+    stream.close()
+    assert not engine.has_work
+    assert all(pool.num_available == pool.capacity for pool in engine.pools.values())
 
 
 def test_suppressed_tokens_are_never_chosen(model: Gemma4) -> None:
@@ -171,6 +178,10 @@ def test_a_temperature_near_zero_is_greedy(model: Gemma4, folders: dict[str, tup
     assert generate(model, drafter, sampling=sampling).tokens == generate(model).tokens
 
 
+def filtered(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    return distribution(logits, Parameters.of([sampling] * len(logits)), cut_for([sampling]))
+
+
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1, 9, 0.5)])
 def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float) -> None:
     logits = 3 * torch.randn(16, 40, generator=torch.Generator().manual_seed(0))
@@ -179,7 +190,7 @@ def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    ids, probs = distribution(logits, Sampling(temperature, top_k, top_p))
+    ids, probs = filtered(logits, Sampling(temperature, top_k, top_p))
     dense = torch.zeros_like(logits).scatter(1, ids, probs)
     torch.testing.assert_close(dense, torch.softmax(expected, -1), atol=1e-6, rtol=1e-5)
 
@@ -193,7 +204,7 @@ def test_the_smallest_filters_keep_the_likeliest_token(temperature: float, top_p
     logits = 30 * torch.randn(16, 40, generator=torch.Generator().manual_seed(0)).tanh()
     logits[3] = -INF
     logits[3, 7] = -29.0  # all others are suppressed
-    ids, probs = distribution(logits, Sampling(temperature, top_k, top_p))
+    ids, probs = filtered(logits, Sampling(temperature, top_k, top_p))
     assert torch.equal(ids[:, 0], logits.argmax(-1))
     assert torch.equal(probs, torch.zeros_like(probs).index_fill(1, torch.tensor([0]), 1.0))
 
@@ -201,7 +212,7 @@ def test_the_smallest_filters_keep_the_likeliest_token(temperature: float, top_p
 def test_the_highest_temperatures_are_uniform_over_what_is_not_suppressed() -> None:
     logits = torch.tensor([[30.0, -30.0, -INF, 0.0]])
     for temperature in (1e30, 1e39, 1e300):
-        ids, probs = distribution(logits, Sampling(temperature))
+        ids, probs = filtered(logits, Sampling(temperature))
         assert torch.equal(torch.zeros_like(probs).scatter(1, ids, probs), torch.tensor([[1 / 3, 1 / 3, 0, 1 / 3]]))
 
 
@@ -218,11 +229,13 @@ def test_no_token_is_chosen_from_what_is_no_number(case: str) -> None:
     logits = torch.tensor([[0.5, 2.5, 1.0, -1.0], BROKEN[case]])
     assert likeliest(logits).tolist() == [1, -1]
     for sampling in (Sampling(1.0), Sampling(0.7, 3), Sampling(1.3, 0, 0.9), Sampling(1.0, 2, 1e-46)):
-        ids, probs = distribution(logits, sampling)
+        ids, probs = filtered(logits, sampling)
         assert sample(ids, probs, torch.tensor([0.1, 0.1])).tolist() == [1, -1]
-        # verified: the draft has probability enough to be accepted, and the row after it is the broken one
-        accepted, tokens = accept_sampled(torch.tensor([[1]]), ids[None], probs[None], torch.full((1, 2, 2), 0.01))
-        assert (accepted.tolist(), tokens.tolist()) == ([1], [[1, -1]])
+        # verified: the draft is what is chosen, and the row after it is the broken one
+        wanted = Parameters.of([Sampling(sampling.temperature, 1)] * 2)
+        tokens = choose(logits, torch.tensor([7, 8]), wanted)
+        assert tokens.tolist() == [1, -1]
+        assert accepted(torch.tensor([[1]]), tokens[None]).tolist() == [1]
 
 
 class Breaking(TorchOps):
@@ -283,29 +296,10 @@ def test_a_sample_never_falls_on_a_filtered_token() -> None:
         assert set(sample(ids, probs, torch.full((999,), uniform)).tolist()) == {expected}
 
 
-def test_accepting_drafts_keeps_the_distribution() -> None:
-    """Over many draws the pair (token 1, token 2) has the target's probabilities, whatever was drafted."""
-    rows = 200_000
-    generator = torch.Generator().manual_seed(4)
-    probs = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8]])  # [k + 1, m]: rows after 0, 1 drafts
-    ids = torch.tensor([0, 1, 2]).expand(rows, 3, 3)
-    drafts = torch.tensor([[1, 1]]).expand(rows, -1)
-    uniforms = torch.rand(rows, 3, 2, generator=generator)
-    accepted, tokens = accept_sampled(drafts, ids, probs.expand(rows, -1, -1), uniforms)
-    first = torch.bincount(tokens[:, 0], minlength=3) / rows
-    torch.testing.assert_close(first, probs[0], atol=0.005, rtol=0)
-    went_on = accepted >= 1
-    assert went_on.float().mean().item() == pytest.approx(0.3, abs=0.005)
-    second = torch.bincount(tokens[went_on, 1], minlength=3) / went_on.sum()
-    torch.testing.assert_close(second, probs[1], atol=0.01, rtol=0)
-    third = torch.bincount(tokens[accepted == 2, 2], minlength=3) / (accepted == 2).sum()
-    torch.testing.assert_close(third, probs[2], atol=0.01, rtol=0)
-
-
-def test_greedy_acceptance_counts_the_matching_prefix() -> None:
+def test_acceptance_counts_the_matching_prefix() -> None:
     targets = torch.tensor([[5, 6, 7, 8]])
     for drafts, count in (([5, 6, 7], 3), ([5, 9, 7], 1), ([4, 6, 7], 0)):
-        assert accept_greedy(torch.tensor([drafts]), targets).tolist() == [count]
+        assert accepted(torch.tensor([drafts]), targets).tolist() == [count]
 
 
 @pytest.mark.parametrize(
@@ -370,5 +364,5 @@ def test_a_decode_step_never_waits_for_the_device(
         holder.ops = ops
     engine = Engine(model, drafter, max_len=40)
     with torch.inference_mode(), NoWaiting():
-        result = engine._step(sampling, 64)
-    assert result.shape == (5,)
+        result = engine.runner.step(1, 3, Way(not sampling.is_greedy, cut_for([sampling])), 64)
+    assert result.shape == (1, 5)

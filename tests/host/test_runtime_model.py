@@ -21,10 +21,11 @@ from tiny_gemma import (
 )
 from transformers import Gemma4ForCausalLM
 
+from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import RopeConfig
 from kerngen.runtime.engine import Engine
-from kerngen.runtime.model import Batch, Gemma4, make_rope, rounded_scale
+from kerngen.runtime.model import Gemma4, make_rope, rounded_scale
 from kerngen.runtime.ops import KVPages
 from kerngen.runtime.ops.eager import TorchOps
 
@@ -40,7 +41,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, H
 
 def prefill(model: Gemma4, ids: list[int], chunk: int, page_size: int = 4, outputs: str = "all") -> torch.Tensor:
     """Hidden states of every token (or of the last one) after a prefill in chunks."""
-    cache = KVCache(model.config, model.ops, batch=1, max_len=len(ids), max_step=chunk, page_size=page_size)
+    cache = KVCache.whole(model.config, model.ops, batch=1, max_len=len(ids), page_size=page_size)
     tokens = torch.tensor(ids)
     parts = [
         model.forward(Batch.prefill(tokens[i : i + chunk], i, cache), cache, outputs=outputs)
@@ -93,31 +94,11 @@ def test_per_layer_config_reads_like_the_flat_keys(tmp_path: Path, targets: dict
     assert load(tmp_path).config == load(folder).config
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_the_ring_holds_what_is_still_visible(targets: dict[str, tuple[Path, HF]], page_size: int) -> None:
-    """Writes of up to `max_step` tokens, then a restart after any number of them was rejected."""
-    model = load(targets["dense"][0])
-    step, total = 5, 9 * WINDOW
-    ids = torch.tensor(prompt(total + step))
-    expected = prefill(model, ids.tolist(), len(ids))
-    cache = KVCache(model.config, model.ops, batch=1, max_len=len(ids), max_step=step, page_size=page_size)
-    ring = cache.groups["sliding"].num_pages * page_size
-    assert WINDOW + step + 1 <= ring < total / 2
-    junk = torch.full((step - 1,), 7)
-    done, rejected = 0, 0
-    while done < total:
-        keep = step - rejected % step  # 5, 4, 3, 2, 1, 5, ...
-        tokens = torch.cat((ids[done : done + keep], junk))[:step]  # the tail stands for rejected drafts
-        hidden = model.forward(Batch.decode(tokens[None], torch.tensor([done]), cache, 64), cache)
-        torch.testing.assert_close(hidden[:keep], expected[done : done + keep], atol=1e-4, rtol=0)
-        done, rejected = done + keep, rejected + 1
-
-
 def test_two_sequences_of_different_length_decode_together(targets: dict[str, tuple[Path, HF]]) -> None:
     model = load(targets["k_eq_v"][0])
     lengths, q_len = [19, 3], 3
     sequences = [prompt(n + q_len, seed=n) for n in lengths]
-    cache = KVCache(model.config, model.ops, batch=2, max_len=32, max_step=24, page_size=4)
+    cache = KVCache.whole(model.config, model.ops, batch=2, max_len=32, page_size=4)
     parts = [torch.tensor(s[:n]) for s, n in zip(sequences, lengths, strict=True)]
     ids = torch.cat(parts)
     positions = [torch.arange(n) for n in lengths]
@@ -164,7 +145,7 @@ def test_drafter_logits_equal_transformers(
     assistant = make_assistant(tmp_path, variant, num_centroids=num_centroids)
     model = load(folder)
     drafter = load_assistant(tmp_path, model)
-    cache = KVCache(model.config, model.ops, batch=1, max_len=len(PROMPT), max_step=len(PROMPT), page_size=4)
+    cache = KVCache.whole(model.config, model.ops, batch=1, max_len=len(PROMPT), page_size=4)
     hidden = model.forward(Batch.prefill(torch.tensor(PROMPT), 0, cache), cache, outputs="last")
     with torch.no_grad():
         out = hf(torch.tensor([PROMPT]), output_hidden_states=True, return_shared_kv_states=True)

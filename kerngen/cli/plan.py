@@ -1,0 +1,71 @@
+"""`kerngen run --plan`: what a model takes on a GPU, and how many sequences of which context fit beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kerngen.runtime.footprint import Plan
+
+
+def print_plan(model: str, draft: str | None, *, as_json: bool) -> None:
+    """For the released model or the folder `model`. Raises as find_model does."""
+    import torch
+
+    from kerngen.runtime.footprint import RESERVE_BYTES, plan
+    from kerngen.workload import find_model
+
+    found = find_model(model, draft)
+    plans = {"as released": plan(found.target, found.drafter, torch.bfloat16)}
+    if found.target.quant is not None:
+        plans["unquantized"] = plan(found.target, found.drafter, torch.bfloat16, dense=True)
+    if as_json:
+        click.echo(json.dumps({"model": found.name, "reserve_bytes": RESERVE_BYTES}
+                              | {what: asdict(p) for what, p in plans.items()}))  # fmt: skip
+        return
+    for what, p in plans.items():
+        _print(f"{found.name}, {what}", p)
+    click.echo(f"Sequences of so many tokens that run at once, beside the weights and {RESERVE_BYTES / 1e9:.1f} GB for "
+               "CUDA, activations and graphs; - where none does. More wait for their turn.")  # fmt: skip
+
+
+def _print(title: str, plan: Plan) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    click.echo(f"{title}: weights {plan.weight_bytes / 1e9:.1f} GB, drafter {plan.drafter_bytes / 1e9:.1f} GB; a "
+               f"sequence {plan.window_bytes / 1e6:.0f} MB and {plan.token_bytes / 1e3:.1f} KB a token")  # fmt: skip
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("GPU, GB", justify="right")
+    contexts = next(iter(plan.sequences.values()))
+    for context in contexts:
+        table.add_column(f"{context:,}", justify="right")
+    table.add_column("longest", justify="right")
+    for gb, row in plan.sequences.items():
+        longest = plan.longest[gb]
+        table.add_row(str(gb), *(f"{n:,}" if n else "-" for n in row.values()), f"{longest:,}" if longest else "-")
+    Console(soft_wrap=True).print(table)
+
+
+def size_row(name: str, packed: Plan, dense: Plan) -> str:
+    """A model's row of the first table in docs/models.md."""
+    gb = (packed.weight_bytes, dense.weight_bytes, packed.drafter_bytes)
+    cache = f"{packed.token_bytes / 1e3:.1f} | {packed.window_bytes / 1e6:.0f}"
+    return f"| {name} | {' | '.join(f'{size / 1e9:.1f}' for size in gb)} | {cache} |"
+
+
+def fits_rows(name: str, plan: Plan) -> list[str]:
+    """A model's rows of the second: one a GPU size, empty cells for contexts that the model does not take."""
+    from kerngen.runtime.footprint import CONTEXTS
+
+    rows = []
+    for gb, row in plan.sequences.items():
+        cells = ["" if c not in row else f"{row[c]:,}" if row[c] else "-" for c in CONTEXTS]
+        longest = plan.longest[gb]
+        rows.append(f"| {name} | {gb} | {' | '.join(cells)} | {f'{longest:,}' if longest else '-'} |")
+    return rows

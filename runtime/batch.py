@@ -1,0 +1,69 @@
+"""The tokens of one step, as the model reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one step, on the device. Sequences lie one after the other; B of them, T tokens.
+
+    q_len > 0: every sequence has that many tokens (decode, verification) and cu_seqlens is None. q_len 0: ragged
+    prefill, sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1], max_seqlen of them at most.
+    ids, positions [T] int64; kv_lens [B] int32, this step's tokens included; slots: slot_mapping [T] by layer kind.
+    max_kv_len: no kv_len is longer, nor will be when a captured step is replayed: kernels choose their KV splits by it.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    kv_lens: Tensor
+    slots: dict[str, Tensor]
+    q_len: int
+    max_kv_len: int
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+
+    @staticmethod
+    def decode(ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int) -> Batch:
+        """ids [B, q_len] follow `lengths` [B] int64 committed tokens. All values are computed on the device."""
+        q_len = ids.shape[1]
+        positions = lengths[:, None] + torch.arange(q_len, device=ids.device) if q_len > 1 else lengths[:, None]
+        slots = cache.slots(positions)
+        kv_lens = (lengths + q_len).to(torch.int32)
+        return Batch(ids.flatten(), positions.flatten(), kv_lens, slots, q_len, max_kv_len)
+
+    @staticmethod
+    def prefill(ids: Tensor, start: int, cache: KVCache) -> Batch:
+        """One sequence's chunk: ids [n] at positions start to start + n - 1."""
+        n = len(ids)
+        positions = torch.arange(start, start + n, device=ids.device)
+        slots = cache.slots(positions[None])
+        ends = torch.tensor([0, n], dtype=torch.int32, device=ids.device)
+        kv_lens = torch.tensor([start + n], dtype=torch.int32, device=ids.device)
+        return Batch(ids, positions, kv_lens, slots, 0, start + n, ends, n)
+
+    @staticmethod
+    def ragged(tokens: Tensor, lengths: Tensor, cache: KVCache, *, max_seqlen: int, max_kv_len: int) -> Batch:
+        """Chunks of several sequences, the rows of `cache`'s tables, in that order.
+
+        tokens [3, T] int64: ids, positions, and each token's sequence. lengths [2 * B + 1] int32: where the chunks
+        begin and the last one ends, B + 1 of them, then the kv_lens.
+        """
+        ids, positions, rows = tokens
+        ends, kv_lens = lengths.split((len(lengths) // 2 + 1, len(lengths) // 2))
+        slots = cache.slots_of(rows, positions)
+        return Batch(ids, positions, kv_lens, slots, 0, max_kv_len, ends, max_seqlen)
+
+    def last_tokens(self) -> tuple[Tensor, Batch]:
+        """The rows of each sequence's last token, and a decode batch (q_len 1) of those. Prefill only."""
+        if self.cu_seqlens is None:
+            raise TypeError("a decode batch has no last token to cut to")
+        rows = self.cu_seqlens[1:].long() - 1
+        slots = {kind: slot[rows] for kind, slot in self.slots.items()}
+        return rows, Batch(self.ids[rows], self.positions[rows], self.kv_lens, slots, 1, self.max_kv_len)

@@ -1,0 +1,111 @@
+"""The text that comes out of a session: whole, in pieces, and up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kerngen.errors import UsageError
+from kerngen.runtime.backend import explaining_memory
+from kerngen.runtime.engine import Generation, Stats
+from kerngen.runtime.text import TextCodec
+
+if TYPE_CHECKING:
+    from kerngen.runtime.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """text: without special tokens, and without the stop string. tokens: as generated, a stop token included.
+    stop_reason: "stop" or "length"."""
+
+    text: str
+    tokens: list[int]
+    stop_reason: str
+    stats: Stats
+
+
+class Answer:
+    """The text of one answer as its tokens come, which ends where one of `stop` begins."""
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
+        if "" in stop:
+            raise UsageError("an empty stop string stops everything")
+        self._codec, self._stop = codec, tuple(stop)
+        self._decoder = codec.stream()
+        self._text = ""
+        self._shown = 0
+        self._end: int | None = None  # of the text, where a stop string begins
+
+    def ends_with(self, token: int) -> bool:
+        """Takes the next token; whether a stop string is complete with it."""
+        self._add(self._decoder.push([token]))
+        return self._end is not None
+
+    def _add(self, piece: str) -> None:
+        before = len(self._text)
+        self._text += piece
+        found = [self._text.find(s, max(before - len(s) + 1, 0)) for s in self._stop]
+        self._end = min((at for at in found if at >= 0), default=None)
+
+    def news(self) -> str:
+        """The text since the last call that no stop string can take back."""
+        end = self._end
+        if end is None:
+            starts = [n for s in self._stop for n in range(1, len(s)) if self._text.endswith(s[:n])]
+            end = len(self._text) - max(starts, default=0)
+        piece = self._text[self._shown : end]
+        self._shown = max(end, self._shown)
+        return piece
+
+    def finish(self, made: Generation) -> tuple[str, Completion]:
+        """What is left to show, and all of it."""
+        if self._end is None:
+            self._add(self._decoder.finish())
+        text = self._codec.decode(made.tokens) if self._end is None else self._text[: self._end]
+        end = len(self._text) if self._end is None else self._end
+        rest = self._text[self._shown : end]
+        self._shown = end
+        return rest, Completion(text, made.tokens, made.stop_reason, made.stats)
+
+
+class CompletionStream(Iterator[str]):
+    """The text of a generation in pieces, as they are made; then `completion` is all of it."""
+
+    def __init__(self, session: Session, answer: Answer, steps: Generator[list[int], None, Generation]) -> None:
+        self._completion: Completion | None = None
+        self._pieces = self._read(session, answer, steps)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the generation where it is; what it holds is free at once. `completion` never comes."""
+        self._pieces.close()
+
+    @property
+    def completion(self) -> Completion:
+        """Raises UsageError before the last piece came."""
+        if self._completion is None:
+            raise UsageError("the stream has not ended", hint="iterate over it to its end first")
+        return self._completion
+
+    def _read(
+        self, session: Session, answer: Answer, steps: Generator[list[int], None, Generation]
+    ) -> Generator[str, None, None]:
+        try:
+            while True:
+                try:
+                    with explaining_memory(session.ops.device):
+                        next(steps)
+                except StopIteration as end:
+                    made: Generation = end.value
+                    break
+                if piece := answer.news():
+                    yield piece
+            rest, self._completion = answer.finish(made)
+            if rest:
+                yield rest
+        finally:
+            steps.close()

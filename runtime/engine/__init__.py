@@ -1,0 +1,22 @@
+"""Generates for many requests at once: they join and leave at any step,
+and drafts only decide how many tokens come of one.
+
+core.py puts it together: scheduler.py says who runs on which pages (pages.py), runner.py runs it, draft_length.py says
+how many tokens to draft, sizing.py how many pages there are, request.py what is asked and what came out.
+"""
+
+from kerngen.runtime.engine.core import Engine, require_draft_tokens
+from kerngen.runtime.engine.request import Event, Generation, Handle, Request, Stats
+from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
+
+__all__ = [
+    "PREFILL_CHUNK",
+    "CacheShape",
+    "Engine",
+    "Event",
+    "Generation",
+    "Handle",
+    "Request",
+    "Stats",
+    "require_draft_tokens",
+]

@@ -1,0 +1,349 @@
+"""The engine: requests in, tokens out. What runs when is scheduler.py's business, how runner.py's."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kerngen.errors import NumericsError, UsageError
+from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine.draft_length import DraftLength
+from kerngen.runtime.engine.pages import PagePool
+from kerngen.runtime.engine.request import Event, Generation, Handle, Request
+from kerngen.runtime.engine.runner import Result, Runner, Wait
+from kerngen.runtime.engine.scheduler import Scheduler
+from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import Ops
+from kerngen.runtime.sampling import Sampling
+
+
+def require_draft_tokens(count: int | None, ops: Ops) -> None:
+    """Raises UsageError unless a step of `ops` can verify `count` drafts; 0 is no drafting, None as many as pay."""
+    if count is not None and not 0 <= count < ops.max_decode_len:
+        raise UsageError(
+            f"{count} draft tokens; a step verifies at most {ops.max_decode_len - 1} of them",
+            hint=f"ask for 1 to {ops.max_decode_len - 1}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A step whose results the host has not read. rows: who was in it, and in which epoch of theirs.
+
+    num_drafts: -1 for a prefill.
+    """
+
+    number: int
+    rows: list[tuple[Handle, int]]
+    num_drafts: int
+    bucket: int
+    wait: Wait
+
+
+class Engine:
+    """Up to `max_batch` sequences at a time, each of up to `max_len` tokens, on a cache that is allocated here.
+
+    num_draft_tokens: drafted a step where there is a drafter; None for as many as pay (draft_length.py), 0 for none.
+    prefill_chunk: tokens prefilled a step, of all sequences together. num_pages: of each kind of cache ("full",
+    "sliding"), page 0 included; None for what max_batch sequences of max_len take. With fewer pages some requests wait
+    or are preempted. prefix_caching: prompts share the pages of what they begin with. buckets: batches that a decode
+    step comes in, lag: how many steps behind the host reads; None for the backend's own.
+    Raises UsageError for what cannot be right.
+    """
+
+    def __init__(
+        self,
+        model: Gemma4,
+        drafter: Drafter | None = None,
+        *,
+        max_len: int,
+        max_batch: int = 1,
+        num_draft_tokens: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        page_size: int = PAGE_SIZE,
+        num_pages: Mapping[str, int] | None = None,
+        suppressed_ids: Sequence[int] = (),
+        prefix_caching: bool = True,
+        buckets: Sequence[int] | None = None,
+        lag: int | None = None,
+    ) -> None:
+        ops, config = model.ops, model.config
+        self.model, self.drafter = model, drafter
+        if max_len > config.max_positions:
+            raise UsageError(f"{max_len} tokens of context; the model takes {config.max_positions:,}")
+        require_draft_tokens(num_draft_tokens, ops)
+        if prefill_chunk < 1:
+            raise UsageError(f"a prefill chunk of {prefill_chunk} tokens never ends")
+        if max_batch < 1:
+            raise UsageError(f"a batch of {max_batch} sequences runs none")
+        if bad := [i for i in suppressed_ids if not 0 <= i < config.vocab_size]:
+            raise UsageError(f"suppressed token {bad[0]} is outside the vocabulary of {config.vocab_size}")
+        self._suppressed = frozenset(suppressed_ids)
+        if len(self._suppressed) == config.vocab_size:
+            raise UsageError(f"all {config.vocab_size} tokens are suppressed; none is left to generate")
+        self.max_len, self.max_batch, self.prefill_chunk = max_len, max_batch, prefill_chunk
+        self._fixed = 0 if drafter is None else num_draft_tokens
+        most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
+        self._lengths = DraftLength(most if self._fixed is None else 0)
+        self._lag = lag if lag is not None else 1 if ops.supports_graphs else 0
+        step = (self._lag + 1) * (most + 1)
+        self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk)
+        pages = dict(num_pages or self.shape.pages(max_batch, max_len))
+        room = max_len + most + 1  # a step begins at the last token at the latest
+        self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size)
+        self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
+                             suppressed_ids=suppressed_ids, buckets=buckets)  # fmt: skip
+        self.pools = {kind: PagePool(pages[kind]) for kind in KINDS}
+        self.scheduler = Scheduler(
+            self.pools, page_size=page_size, window=config.window, max_batch=max_batch, step=step,
+            prefix_caching=prefix_caching, leave=self.runner.leave,
+        )  # fmt: skip
+        self._pending: deque[_Pending] = deque()
+        self._num_steps = self._num_requests = 0
+
+    # -- many requests
+
+    def submit(self, request: Request) -> Handle:
+        """Queue `request`; `step` works on it. Raises UsageError if it cannot be right or does not fit alone."""
+        self._check(request)
+        handle = Handle(request, self._num_requests, time.perf_counter())
+        self.scheduler.add(handle)
+        self._num_requests += 1
+        return handle
+
+    @torch.inference_mode()
+    def cancel(self, handle: Handle) -> None:
+        """End `handle` where it is; its pages are free at once. Nothing happens to one that is done."""
+        if not handle.is_done:
+            self._end(handle, "cancelled")
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """A decode step of all that run, then a chunk of prefill; returns the tokens that are known by now.
+
+        Where the device runs behind, those are the step's before this one. A request that ends in an error has its
+        event too: see `Handle.error`.
+        """
+        self._num_steps += 1
+        self.scheduler.admit()
+        decodes = self._decode()
+        self._prefill()
+        # With nothing to decode there is nothing for the device to run meanwhile: a first token is read at once.
+        newest = self._num_steps - (self._lag if decodes else 0)
+        events = []
+        while self._pending and self._pending[0].number <= newest:
+            events += self._collect(self._pending.popleft())
+        if not self.has_work:
+            self._pending.clear()  # steps that were started before their last request had ended
+        return events
+
+    def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
+        """All of them, in order. Raises the first error, the others cancelled."""
+        made = dict(self.finished(requests))
+        return [made[i] for i in range(len(requests))]
+
+    def finished(self, requests: Sequence[Request]) -> Iterator[tuple[int, Generation]]:
+        """(number, what came out) of each of `requests`, as they end. Raises the first error, the others cancelled."""
+        for request in requests:
+            self._check(request)
+        handles: dict[Handle, int] = {}
+        try:
+            for i, request in enumerate(requests):
+                handles[self.submit(request)] = i
+            while handles:
+                for handle in [e.handle for e in self.step() if e.handle in handles and e.handle.is_done]:
+                    if handle.error is not None:
+                        raise handle.error
+                    yield handles.pop(handle), handle.generation
+                for handle in [h for h in handles if h.is_done]:  # cancelled from elsewhere
+                    yield handles.pop(handle), handle.generation
+        finally:
+            for handle in handles:
+                self.cancel(handle)
+
+    # -- one request
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> Generation:
+        """Continue `prompt`: `stream`, at once."""
+        steps = self.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                done: Generation = end.value
+                return done
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> Generator[list[int], None, Generation]:
+        """Continue `prompt`: yields each step's new tokens as they come, and returns all of it.
+
+        Several streams share the engine's steps. One that is closed or forgotten is cancelled. Raises UsageError if the
+        prompt is empty, holds unknown ids, or does not fit with max_new_tokens in max_len. What is returned raises
+        NumericsError where the model computes NaN or infinity in place of logits.
+        """
+        return self.follow(Request(prompt, max_new_tokens, sampling or Sampling(), stop_ids))
+
+    def follow(self, request: Request) -> Generator[list[int], None, Generation]:
+        """As `stream`, of any request."""
+        self._check(request)
+        return self._follow(request)
+
+    def _follow(self, request: Request) -> Generator[list[int], None, Generation]:
+        handle = self.submit(request)
+        seen = 0
+        try:
+            while True:
+                if handle.error is not None:
+                    raise handle.error
+                if new := handle.tokens[seen:]:
+                    seen += len(new)
+                    yield new
+                elif handle.is_done:
+                    return handle.generation
+                else:
+                    self.step()
+        finally:
+            self.cancel(handle)
+
+    # -- steps
+
+    def _decode(self) -> bool:
+        """Start a decode step of all that run. False if nobody does."""
+        scheduler = self.scheduler
+        if not scheduler.running:
+            return False
+        num_drafts = self._fixed
+        if num_drafts is None:
+            num_drafts = self._lengths.choose(self.runner.bucket(len(scheduler.running)))
+        scheduler.grow_running(num_drafts + 1)
+        self.runner.add_pages(scheduler.new_pages)
+        scheduler.new_pages.clear()
+        running = list(scheduler.running)
+        if not running:
+            return False
+        wait = self.runner.decode(running, num_drafts, max(h.limit for h in running))
+        for handle in running:
+            handle.in_flight.append(num_drafts + 1)
+        bucket = self.runner.bucket(len(running))
+        rows = [(h, h.epoch) for h in running]
+        self._pending.append(_Pending(self._num_steps, rows, num_drafts, bucket, wait))
+        return True
+
+    def _prefill(self) -> None:
+        chunks = list(self.scheduler.chunks(self.prefill_chunk))
+        if not chunks:
+            return
+        wait = self.runner.prefill(chunks, len(self.scheduler.running))
+        for chunk in chunks:
+            self.scheduler.prefilled(chunk)
+        if wait is not None:
+            rows = [(c.handle, c.handle.epoch) for c in chunks if c.is_last]
+            self._pending.append(_Pending(self._num_steps, rows, -1, 0, wait))
+
+    def _collect(self, step: _Pending) -> list[Event]:
+        """Read a step's results: hand out tokens, end what has ended, and learn from what was accepted."""
+        result = step.wait()
+        live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]
+        if step.num_drafts >= 0 and self._fixed is None:
+            counts = [result.counts[i] - 1 for i in live]
+            self._lengths.observe(step.bucket, step.num_drafts, result.seconds, counts)
+        events = []
+        for i in live:
+            handle = step.rows[i][0]
+            if not handle.is_done:  # a callback may have cancelled it
+                events.append(Event(handle, self._take(handle, step.num_drafts, result, i)))
+        return events
+
+    def _take(self, handle: Handle, num_drafts: int, result: Result, row: int) -> list[int]:
+        """The new tokens of one row, cut where the answer ends."""
+        request, count = handle.request, result.counts[row]
+        tokens: list[int] = result.tokens[row, :count].tolist()
+        if num_drafts < 0:
+            handle.first_token_at = handle.first_token_at or time.perf_counter()
+        else:
+            handle.in_flight.popleft()
+            handle.num_steps += 1
+            handle.num_emitted += count
+            handle.count_drafts(num_drafts, count - 1)
+        new: list[int] = []
+        reason = ""
+        for token in tokens[: request.max_new_tokens - len(handle.tokens)]:
+            if token < 0:
+                break
+            new.append(token)
+            if token in request.stop_ids or (request.stops is not None and request.stops(token)):
+                reason = "stop"
+                break
+        broken = len(new) < len(tokens) and tokens[len(new)] < 0 and not reason
+        # A kernel that fuses the choice may choose a token from NaN; what NaN does is in the hidden state by then.
+        if broken or not bool(result.hidden[row].isfinite().all()):
+            handle.error = self._no_number(len(request.prompt) + len(handle.tokens) + (len(new) if broken else 0))
+            new = new if broken else []
+        handle.tokens += new
+        if handle.is_done:  # cancelled by the callback
+            return new
+        if handle.error is not None:
+            self._end(handle, "error")
+            for pool in self.pools.values():
+                pool.forget_all()  # K and V of what was computed lately may be NaN
+        elif reason or len(handle.tokens) == request.max_new_tokens:
+            self._end(handle, reason or "length")
+        elif num_drafts >= 0:
+            handle.num_cached += count
+            self.scheduler.settle(handle)
+        return new
+
+    def _end(self, handle: Handle, reason: str) -> None:
+        handle.stop_reason, handle.ended_at = reason, time.perf_counter()
+        self.scheduler.finish(handle)
+
+    def _check(self, request: Request) -> None:
+        prompt, vocab = request.prompt, self.model.config.vocab_size
+        if not prompt:
+            raise UsageError("the prompt is empty", hint="a raw prompt needs at least the <bos> token")
+        if bad := [i for i in prompt if not 0 <= i < vocab]:
+            raise UsageError(f"token {bad[0]} of the prompt is outside the vocabulary of {vocab}")
+        if bad := [i for i in request.suppressed_ids if not 0 <= i < vocab]:
+            raise UsageError(f"suppressed token {bad[0]} is outside the vocabulary of {vocab}")
+        if len(self._suppressed | set(request.suppressed_ids)) == vocab:
+            raise UsageError(f"all {vocab} tokens are suppressed; none is left to generate")
+        if request.max_new_tokens < 1:
+            raise UsageError(f"{request.max_new_tokens} new tokens were asked for; at least 1 is made")
+        if (need := len(prompt) + request.max_new_tokens) > self.max_len:
+            raise UsageError(
+                f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones need {need}; "
+                f"the cache holds {self.max_len}"
+            )
+
+    def _no_number(self, length: int) -> NumericsError:
+        dtype = str(self.model.ops.dtype).removeprefix("torch.")
+        hint = "check the checkpoint's weights for NaN and infinity, and that config.json belongs to them"
+        if self.model.ops.dtype == torch.float16:
+            hint += "; fp16 overflows beyond 65,504: try --dtype bf16 or fp32"
+        return NumericsError(
+            f"no token can follow {length} tokens: the model computed NaN or infinity ({dtype}) where logits should be",
+            hint=hint,
+        )

@@ -1,0 +1,169 @@
+"""How many tokens to draft a step, so that drafting never costs: from what was accepted and what steps took.
+
+A step with k drafts emits 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens a sequence, a_i the share of drafts at position
+i that are accepted where all before them were. The length with the most tokens a second is taken, 0 included; a
+position that was not judged lately is thought as good as the one before it, a length that was never timed as dear as
+its neighbours say; longer ones are tried one doubling at a time.
+
+An account bounds what can be lost against not drafting. Each step with drafts pays what it took beyond a step without,
+and earns what the tokens that it emitted would have taken without; each step, drafts or not, earns EARNS of its time.
+The account begins with a gift of GIFT plain steps and holds MOST of them at most; a step that it could not pay if
+nothing were accepted is not made. So after n steps' time no more than GIFT + EARNS * n is lost, whatever the text does,
+and what the first timing of a length was wrong by: below 1 % from the 200th step on, and before below one plain step's
+time. Where drafts are accepted the account is full and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EARNS = 0.005
+GIFT, MOST = 0.5, 4.0  # plain steps
+DECAY = 0.96  # of a count, for each step that adds to it: 25 steps are remembered
+FADE = 0.99  # for each step whose drafts say nothing of the position
+PRIOR, PRIOR_WEIGHT = 0.7, 1.0  # of the first position's acceptance, in steps
+FIRST_LENGTH = 3
+MARGIN = 1.01  # that a length must be better by than the present one
+STEP_SHARE = 0.08  # what a draft adds to a step, in plain steps, until one was timed; then half as much at least
+PLAIN_STEPS = 3  # timed before the first draft: what all else is measured against
+FIRST_LOOK, LAST_LOOK = 16, 256  # steps between looks at a length that seems worse; more each time in vain
+LOOK_GROWTH = 1.5
+WORTH_A_LOOK = 0.7  # of the best rate, that a length would reach if it were as cheap as the longest one below it
+
+
+class DraftLength:
+    """Decides for one engine. longest: of the lengths to choose from, 0 to 7."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self._judged = [0.0] * longest
+        self._accepted = [0.0] * longest
+        self._costs: dict[int, list[float | None]] = {}  # of a step with 0, 1, ... drafts, by batch bucket
+        self._timed: dict[int, list[int]] = {}  # when each was timed last
+        self._num_plain: dict[int, int] = {}
+        self._now = 0
+        self._account = GIFT  # in plain steps
+        self._last = 0
+        self._repeats = 0  # steps since the length changed
+        self._wait: float = FIRST_LOOK
+        self._since_look = 0
+        self._looking = False
+        self._before = 0  # the length of the last step that was no look
+
+    def choose(self, bucket: int) -> int:
+        """The length of the next step of a batch of `bucket` rows."""
+        if not self.longest:
+            return 0
+        costs = self._costs.setdefault(bucket, [None] * (self.longest + 1))
+        if self._num_plain.get(bucket, 0) < PLAIN_STEPS:
+            return 0
+        best = self._best(costs)
+        self._looking = self._since_look >= self._wait
+        if self._looking:
+            best = self._look(bucket, costs, best)
+        while best and not self._can_pay(costs, best):
+            best = best - 1 if self._looking else 0
+        return best
+
+    def _look(self, bucket: int, costs: Sequence[float | None], best: int) -> int:
+        """A length to try in place of `best`: some drafts where none seem to pay, else what was timed longest ago."""
+        reach = self._reach(costs)
+        if best == 0:
+            return min(FIRST_LENGTH, reach)
+        rates = self._rates(costs)
+        low = [self._cost(costs, max(i for i in range(k + 1) if costs[i] is not None)) for k in range(reach + 1)]
+        hopes = [rates[k] * self._cost(costs, k) / low[k] for k in range(reach + 1)]
+        timed = self._timed.setdefault(bucket, [0] * (self.longest + 1))
+        worth = [k for k in range(reach + 1) if k != best and (k == 0 or hopes[k] > WORTH_A_LOOK * rates[best])]
+        return min(worth, key=lambda k: timed[k])
+
+    def observe(self, bucket: int, length: int, seconds: float, accepted: Sequence[int]) -> None:
+        """A step of `length` drafts took `seconds`, and accepted so many of each sequence's."""
+        if not self.longest or seconds <= 0 or not accepted:
+            return
+        costs = self._costs.setdefault(bucket, [None] * (self.longest + 1))
+        self._now += 1
+        self._timed.setdefault(bucket, [0] * (self.longest + 1))[length] = self._now
+        self._num_plain[bucket] = self._num_plain.get(bucket, 0) + (length == 0)
+        self._learn_cost(costs, length, seconds)
+        self._learn_acceptance(length, accepted)
+        plain = costs[0] or seconds
+        took = seconds / plain
+        gain = sum(accepted) / len(accepted) + 1 - took if length else 0.0
+        self._account = min(self._account + gain + EARNS * took, MOST)
+        if self._looking:
+            found = self._best(costs) != self._before  # it was worth it: there may be more to find
+            self._wait = FIRST_LOOK if found else min(LOOK_GROWTH * self._wait, LAST_LOOK)
+            self._since_look, self._looking = 0, False
+        else:
+            self._since_look += 1
+            self._before = length
+        self._repeats = self._repeats + 1 if length == self._last else 0
+        self._last = length
+
+    def acceptance(self) -> list[float]:
+        """The estimate for each position."""
+        rates: list[float] = []
+        for judged, accepted in zip(self._judged, self._accepted, strict=True):
+            prior = rates[-1] if rates else PRIOR
+            rates.append((accepted + PRIOR_WEIGHT * prior) / (judged + PRIOR_WEIGHT))
+        return rates
+
+    def _reach(self, costs: Sequence[float | None]) -> int:
+        """The longest length that may be tried: about twice what was timed."""
+        timed = max(i for i, cost in enumerate(costs) if cost is not None)
+        return min(2 * timed + 1, self.longest)
+
+    def _rates(self, costs: Sequence[float | None]) -> list[float]:
+        """Tokens a second that each length is expected to make of a sequence."""
+        emitted, chance, rates = 1.0, 1.0, [1.0 / self._cost(costs, 0)]
+        for length, rate in enumerate(self.acceptance(), 1):
+            chance *= rate
+            emitted += chance
+            rates.append(emitted / self._cost(costs, length))
+        return rates
+
+    def _best(self, costs: Sequence[float | None]) -> int:
+        rates = self._rates(costs)[: self._reach(costs) + 1]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        held = min(self._before, len(rates) - 1)
+        return best if rates[best] > rates[held] * MARGIN else held
+
+    def _cost(self, costs: Sequence[float | None], length: int) -> float:
+        """Seconds; between two lengths that were timed in proportion, beyond them as much a draft as before."""
+        if (known := costs[length]) is not None:
+            return known
+        plain = costs[0] or 1.0
+        below = max(i for i in range(length) if costs[i] is not None)
+        low = costs[below] or plain
+        above = next((i for i in range(length + 1, len(costs)) if costs[i] is not None), None)
+        if above is None:
+            slope = (low - plain) / below if below else STEP_SHARE * plain
+            return low + max(slope, STEP_SHARE * plain / 2) * (length - below)
+        high = costs[above] or plain
+        return low + (high - low) * (length - below) / (above - below)
+
+    def _can_pay(self, costs: Sequence[float | None], length: int) -> bool:
+        """Whether the account covers a step of which nothing is accepted."""
+        return self._cost(costs, length) / self._cost(costs, 0) - 1 <= self._account
+
+    def _learn_cost(self, costs: list[float | None], length: int, seconds: float) -> None:
+        """Steps right after a change say what a length takes beside the others; later ones, how all of them drift."""
+        old = costs[length]
+        if old is None:
+            costs[length] = seconds
+            return
+        new = old + 0.25 * (min(seconds, 2 * old) - old)  # a step that something else delayed counts as twice as long
+        costs[length] = new
+        if length == self._last and self._repeats >= 4:
+            for i, cost in enumerate(costs):
+                if cost is not None and i != length:
+                    costs[i] = cost * new / old
+
+    def _learn_acceptance(self, length: int, accepted: Sequence[int]) -> None:
+        for i in range(self.longest if length else 0):  # a plain step is no news: what looks are for
+            judged = sum(a >= i for a in accepted) / len(accepted) if i < length else 0.0
+            decay = DECAY if judged else FADE
+            share = sum(a > i for a in accepted) / len(accepted)
+            self._judged[i] = decay * self._judged[i] + judged
+            self._accepted[i] = decay * self._accepted[i] + (share if judged else 0.0)

@@ -1,0 +1,92 @@
+"""Who holds which page: counts of references, and what may be found again. No tensors: the pools are cache.py's.
+
+A page that is full of known tokens may be published under a key that stands for these tokens and all before them; a
+request whose prompt begins with the same tokens shares it. A page that nobody holds any more stays findable until it
+is taken for something else, the one that was let go longest ago first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class PagePool:
+    """Pages 1 to num_pages - 1 of one kind; page 0 belongs to nobody (cache.py)."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.capacity = num_pages - 1
+        self._holders = [0] * num_pages
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # held by nobody, findable; longest ago first
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_findable(self) -> int:
+        return len(self._page_of)
+
+    def take(self) -> int:
+        """A page for one holder. The caller sees to it that one is available."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._idle.popitem(last=False)
+            self._forget(page)
+        self._holders[page] = 1
+        return page
+
+    def find(self, key: bytes) -> int | None:
+        return self._page_of.get(key)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether nobody holds it: sharing it then takes one of those available."""
+        return self._holders[page] == 0
+
+    def share(self, page: int) -> None:
+        """One more holder of a page that was found."""
+        if self._holders[page] == 0:
+            del self._idle[page]
+        self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One holder less of each. Of pages that nobody holds then, those named first are found longest."""
+        for page in reversed(list(pages)):
+            self._holders[page] -= 1
+            if self._holders[page] < 0:
+                raise RuntimeError(f"page {page} was released more often than it was held")
+            if self._holders[page] == 0:
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Let `page` be found by `key`. Another page that is found by it already stays the one."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page] = page, key
+
+    def forget_all(self) -> None:
+        """Nothing is findable any more: what the pages hold may be wrong."""
+        self._page_of.clear()
+        self._key_of.clear()
+        self._free += self._idle
+        self._idle.clear()
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+
+
+def page_keys(tokens: Sequence[int], page_size: int, known: Sequence[bytes] = ()) -> list[bytes]:
+    """The key of every full page of `tokens`, of which the first len(known) are known already."""
+    keys = list(known)
+    for begin in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
+        content = array("q", tokens[begin : begin + page_size]).tobytes()
+        keys.append(hashlib.blake2b(content, digest_size=16, key=keys[-1] if keys else b"").digest())
+    return keys

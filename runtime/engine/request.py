@@ -1,0 +1,174 @@
+"""What is asked of the engine, what becomes of it, and what came out."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kerngen.errors import NumericsError
+from kerngen.runtime.sampling import Sampling
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """prompt: token ids. The answer ends after max_new_tokens, after one of stop_ids, or after the token at which
+    `stops` returns True; it is told each token once, in order. suppressed_ids: never chosen, beside the engine's.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    stop_ids: Sequence[int] = ()
+    stops: Callable[[int], bool] | None = None
+    suppressed_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Times in seconds, the consumer's included. prefill_s ends with the first token, and begins where the request was
+    handed in; decode_s covers the rest, made in num_steps steps.
+
+    num_draft_tokens: drafts a step, the most where the number adapted. drafted, accepted: how many drafts stood at
+    position 0, 1, ... of their step, and how many of those were accepted, all before them included.
+    """
+
+    num_prompt_tokens: int
+    num_tokens: int
+    num_steps: int
+    num_draft_tokens: int
+    num_emitted: int  # by the steps, before the last one was cut at a stop token or the limit
+    prefill_s: float
+    decode_s: float
+    num_cached_tokens: int = 0  # of the prompt, that were found in the cache
+    num_preemptions: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode rate, without the first token; 0 if there was no step."""
+        return (self.num_tokens - 1) / self.decode_s if self.num_steps and self.decode_s > 0 else 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.num_prompt_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a step emits on average: 1 without drafting, num_draft_tokens + 1 at most; 0 without steps."""
+        return self.num_emitted / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """The share of drafts that were accepted, for each position of a step."""
+        return tuple(a / d for a, d in zip(self.accepted, self.drafted, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """tokens: what was generated, a stop token included. stop_reason: "stop", "length" or "cancelled"."""
+
+    tokens: list[int]
+    stop_reason: str
+    stats: Stats
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"  # without pages: not begun, or preempted
+    PREFILLING = "prefilling"
+    RUNNING = "running"  # has a row of the decode batch
+    DONE = "done"
+
+
+@dataclass(eq=False, slots=True)
+class Handle:
+    """A request under way. `tokens`, `stop_reason` and `error` are for everyone, the rest is the engine's.
+
+    stop_reason: "" while it runs; "error" where `error` says what the model computed in place of a token.
+    """
+
+    request: Request
+    order: int  # of arrival: who came last is preempted first
+    began: float
+    tokens: list[int] = field(default_factory=list)
+    stop_reason: str = ""
+    error: NumericsError | None = None
+
+    phase: Phase = Phase.WAITING
+    row: int = -1  # of the decode batch
+    epoch: int = 0  # results of steps that began before the last preemption are none of this one's
+    pages: dict[str, list[int]] = field(default_factory=lambda: {"full": [], "sliding": []})  # 0 where let go
+    num_gone: int = 0  # the first sliding pages, which lie behind the window
+    keys: list[bytes] = field(default_factory=list)  # of the full pages of known tokens (pages.py)
+    num_published: int = 0
+    goal: int = 0  # tokens to prefill
+    num_cached: int = 0  # tokens in the cache, as far as the host knows
+    in_flight: deque[int] = field(default_factory=deque)  # the most tokens that each step not yet read may add
+    first_token_at: float = 0.0
+    ended_at: float = 0.0
+    num_steps: int = 0
+    num_emitted: int = 0
+    num_found: int = 0
+    num_preemptions: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return self.phase is Phase.DONE
+
+    @property
+    def limit(self) -> int:
+        """Prompt and answer together, at most."""
+        return len(self.request.prompt) + self.request.max_new_tokens
+
+    @property
+    def known(self) -> list[int]:
+        return [*self.request.prompt, *self.tokens]
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that the cache may hold once all steps that were started have ended."""
+        return min(self.num_cached + sum(self.in_flight), self.limit)
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        while len(self.drafted) < num_drafts:
+            self.drafted.append(0)
+            self.accepted.append(0)
+        for i in range(num_drafts):
+            self.drafted[i] += 1
+            self.accepted[i] += i < num_accepted
+
+    @property
+    def stats(self) -> Stats:
+        """Of what was made so far."""
+        first = self.first_token_at or self.ended_at or self.began
+        return Stats(
+            num_prompt_tokens=len(self.request.prompt),
+            num_tokens=len(self.tokens),
+            num_steps=self.num_steps,
+            num_draft_tokens=len(self.drafted),
+            num_emitted=self.num_emitted,
+            prefill_s=first - self.began,
+            decode_s=max(self.ended_at - first, 0.0),
+            num_cached_tokens=self.num_found,
+            num_preemptions=self.num_preemptions,
+            drafted=tuple(self.drafted),
+            accepted=tuple(self.accepted),
+        )
+
+    @property
+    def generation(self) -> Generation:
+        return Generation(list(self.tokens), self.stop_reason, self.stats)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """New tokens of one request; `handle.is_done` says whether they are its last."""
+
+    handle: Handle
+    tokens: list[int]

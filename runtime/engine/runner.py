@@ -1,0 +1,309 @@
+"""Runs steps on the device: what a row of the batch is there, the decode step and its graphs, prefill.
+
+A step reads and writes device tensors at fixed addresses only, so the next one can start before the host has seen this
+one's tokens, and a step is one CUDA graph where the backend can. Rows join, move and leave by copies in the same
+stream. The host waits for results alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.batch import Batch
+from kerngen.runtime.cache import KINDS, KVCache
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine.request import Handle
+from kerngen.runtime.engine.scheduler import Chunk, NewPage
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.sampling import Parameters, accepted, choose, cut_for, likeliest
+
+# Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+LEAST_KV_LEN = 512  # of a graph: kernels choose their KV splits by the longest context, in powers of two from here
+TOKEN, LENGTH, LIMIT, TOP_K, KEY = range(5)  # rows of `Runner.ints`
+TEMPERATURE, TOP_P = range(2)  # rows of `Runner.floats`
+
+
+class Way(NamedTuple):
+    """How a step chooses tokens. cut: see sampling.cut_for. masked: some row suppresses tokens of its own."""
+
+    sampled: bool = False
+    cut: int = 0
+    masked: bool = False
+
+    @staticmethod
+    def of(handles: Sequence[Handle]) -> Way:
+        sampling = [h.request.sampling for h in handles]
+        masked = any(h.request.suppressed_ids for h in handles)
+        if all(s.is_greedy for s in sampling):
+            return Way(masked=masked)
+        return Way(True, cut_for(sampling), masked)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """tokens [B, q_len] int64, counts [B] how many of them are valid, hidden [B, H] the last one's; on the host.
+
+    A token of -1 could not be chosen. seconds: what the step took, 0 where that is not known.
+    """
+
+    tokens: Tensor
+    counts: list[int]
+    hidden: Tensor
+    seconds: float
+
+
+Wait = Callable[[], Result]
+
+
+class Runner:
+    """Rows 0 to max_batch - 1 of the decode batch. A row that stands for nobody is all zeros: it writes to page 0."""
+
+    def __init__(
+        self,
+        model: Gemma4,
+        drafter: Drafter | None,
+        cache: KVCache,
+        *,
+        max_batch: int,
+        max_kv_len: int,
+        suppressed_ids: Sequence[int],
+        buckets: Sequence[int] | None,
+    ) -> None:
+        """max_kv_len: tokens that the tables have room for. buckets: of the batch; None for those of the backend."""
+        ops, config = model.ops, model.config
+        self.model, self.drafter, self.cache = model, drafter, cache
+        self.max_kv_len = max_kv_len
+        self.buckets = buckets or (BUCKETS if ops.supports_graphs else ())
+        device = ops.device
+        self.ints = torch.zeros(5, max_batch, dtype=torch.int64, device=device)
+        self.floats = torch.zeros(2, max_batch, dtype=torch.float32, device=device)
+        self.hidden = torch.zeros(max_batch, config.hidden_size, dtype=ops.dtype, device=device)
+        self._rows = torch.arange(max_batch, device=device)
+        self._suppressed = torch.tensor(list(suppressed_ids), dtype=torch.int64, device=device)
+        self._mask: Tensor | None = None  # [max_batch, vocab] of what a row suppresses, once one does
+        self._graphs: dict[tuple[int, int, Way, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._memory: Any = None  # the pool that all graphs share
+
+    def bucket(self, batch: int) -> int:
+        return min(next((b for b in self.buckets if b >= batch), batch), len(self.hidden))
+
+    # -- rows
+
+    def leave(self, row: int, last: int) -> None:
+        """Row `last` becomes row `row`, and stands for nobody itself."""
+        per_row = [self.ints, self.floats, self.cache.tables]
+        for tensor in per_row:
+            if row != last:
+                tensor[:, row] = tensor[:, last]
+            tensor[:, last] = 0
+        if row != last:
+            self.hidden[row] = self.hidden[last]
+            if self._mask is not None:
+                self._mask[row] = self._mask[last]
+
+    def add_pages(self, pages: Sequence[NewPage]) -> None:
+        """Write the entries of running rows' tables."""
+        if not pages:
+            return
+        entries = [(KINDS.index(p.kind), p.row, p.index, p.page) for p in pages]
+        kind, row, index, page = self._sent(list(zip(*entries, strict=True)), torch.int64)
+        self.cache.tables.index_put_((kind, row, index), page.to(torch.int32))
+
+    def _join(self, first: int, handles: Sequence[Handle]) -> None:
+        """Rows `first` and on get what is known of them; their token and hidden state come from prefill."""
+        rows = slice(first, first + len(handles))
+        sampling = [h.request.sampling for h in handles]
+        ints = [(0, h.goal, h.limit, s.top_k, s.key) for h, s in zip(handles, sampling, strict=True)]
+        self.ints[:, rows] = self._sent(ints, torch.int64).T
+        self.floats[:, rows] = self._sent([s.floats for s in sampling], torch.float32).T
+        self.cache.tables[:, rows] = self._tables(handles, self.cache.tables.shape[2])
+        for i, handle in enumerate(handles, first):
+            if handle.request.suppressed_ids and self._mask is None:
+                shape = len(self.hidden), self.model.config.vocab_size
+                self._mask = torch.zeros(shape, dtype=torch.bool, device=self.hidden.device)
+            if self._mask is not None:
+                self._mask[i] = False
+                self._mask[i].index_fill_(0, self._sent(list(handle.request.suppressed_ids), torch.int64), True)
+
+    def _tables(self, handles: Sequence[Handle], width: int) -> Tensor:
+        """[2, len(handles), width] int32."""
+        tables = torch.zeros(len(KINDS), len(handles), width, dtype=torch.int32)
+        for i, kind in enumerate(KINDS):
+            for j, handle in enumerate(handles):
+                pages = handle.pages[kind]
+                tables[i, j, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        return self._sent(tables, torch.int32)
+
+    def _sent(self, values: Tensor | Sequence[int] | Sequence[Sequence[float]],
+              dtype: torch.dtype) -> Tensor:  # fmt: skip
+        """`values` on the device, without waiting for it: torch reuses pinned memory once its copies have ended."""
+        tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+        if self.hidden.is_cuda:
+            return tensor.pin_memory().to(self.hidden.device, non_blocking=True)
+        return tensor.to(self.hidden.device)
+
+    # -- prefill
+
+    def prefill(self, chunks: Sequence[Chunk], num_running: int) -> Wait | None:
+        """One forward of all chunks. Sequences whose last chunk this is become rows `num_running` and on, in order.
+
+        Returns what waits for their first tokens, or None where no chunk is a last one.
+        """
+        starts, sizes = [c.start for c in chunks], [len(c.tokens) for c in chunks]
+        tokens = [
+            [t for c in chunks for t in c.tokens],
+            [p for start, n in zip(starts, sizes, strict=True) for p in range(start, start + n)],
+            [i for i, n in enumerate(sizes) for _ in range(n)],
+        ]
+        ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        kv_lens = [start + n for start, n in zip(starts, sizes, strict=True)]
+        handles = [c.handle for c in chunks]
+        cache = self.cache.with_tables(self._tables(handles, max(len(h.pages["full"]) for h in handles)))
+        batch = Batch.ragged(
+            self._sent(torch.tensor(tokens, dtype=torch.int64), torch.int64),
+            self._sent([*ends, *kv_lens], torch.int32),
+            cache, max_seqlen=max(sizes), max_kv_len=max(kv_lens),
+        )  # fmt: skip
+        done = [i for i, c in enumerate(chunks) if c.is_last]
+        hidden = self.model.forward(batch, cache, outputs="last" if done else "none")
+        if not done:
+            return None
+        if len(done) < len(chunks):
+            hidden = hidden[self._sent(done, torch.int64)]
+        joining = [handles[i] for i in done]
+        self._join(num_running, joining)
+        rows = slice(num_running, num_running + len(done))
+        chosen = self._choose(hidden, self.ints[LENGTH, rows], rows, 1, Way.of(joining))[:, None]
+        torch.clamp(chosen[:, 0], min=0, out=self.ints[TOKEN, rows])
+        self.hidden[rows] = hidden
+        return self._result(chosen, hidden, counted=False, began=None)
+
+    # -- decode
+
+    def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:
+        """Start a step of rows 0 to len(handles) - 1. longest: tokens that any of them may ever hold."""
+        batch = self.bucket(len(handles))
+        way = Way.of(handles)
+        if self.model.ops.supports_graphs:
+            graph, result = self._graph(batch, num_drafts, way, longest + num_drafts + 1)
+            began = self._now()
+            graph.replay()
+        else:
+            began = self._now()
+            result = self.step(batch, num_drafts, way, self.max_kv_len)
+        hidden = self.hidden[: len(handles)]
+        return self._result(result[: len(handles)], hidden, counted=num_drafts > 0, began=began)
+
+    def step(self, batch: int, num_drafts: int, way: Way, max_kv_len: int) -> Tensor:
+        """One decode step of rows 0 to batch - 1, all on the device.
+
+        Returns [batch, 1] int64, the tokens; with drafts [batch, num_drafts + 2]: how many tokens are valid, then they.
+        One that is -1 could not be chosen; the step that may be running behind goes on from token 0. max_kv_len: no
+        context is longer, nor will be when a captured step is replayed.
+        """
+        cache = self.cache.rows(batch)
+        token, lengths, limits = self.ints[TOKEN, :batch], self.ints[LENGTH, :batch], self.ints[LIMIT, :batch]
+        hidden = self.hidden[:batch]
+        ids = token[:, None]
+        if num_drafts and self.drafter is not None:
+            drafts = self.drafter.draft(token, hidden, lengths, cache, num_drafts, max_kv_len)
+            ids = torch.cat((ids, drafts), dim=1)
+        fed = Batch.decode(ids, lengths, cache, max_kv_len)
+        out = self.model.forward(fed, cache)  # [batch * q_len, H]
+        tokens = self._choose(out, fed.positions + 1, slice(0, batch), num_drafts + 1, way).view(batch, -1)
+        if not num_drafts:
+            torch.clamp(tokens[:, 0], min=0, out=token)
+            hidden.copy_(out)
+            torch.minimum(lengths + 1, limits, out=lengths)
+            return tokens
+        last = accepted(drafts, tokens)
+        torch.clamp(tokens.gather(1, last[:, None]).squeeze(1), min=0, out=token)
+        hidden.copy_(out.view(batch, num_drafts + 1, -1)[self._rows[:batch], last])
+        count = last + 1
+        torch.minimum(lengths + count, limits, out=lengths)
+        return torch.cat((count[:, None], tokens), dim=1)
+
+    def _choose(self, hidden: Tensor, positions: Tensor, rows: slice, q_len: int, way: Way) -> Tensor:
+        """The tokens [n] that follow hidden [n, H], q_len a row; positions [n]: where they will stand."""
+        if not way.sampled and not way.masked and not len(self._suppressed):
+            return self.model.greedy(hidden)
+        logits = self.model.logits(hidden)
+        if len(self._suppressed):
+            logits = logits.index_fill(1, self._suppressed, float("-inf"))
+        if way.masked and self._mask is not None:
+            mask = self._mask[rows]
+            logits = logits.masked_fill(mask if q_len == 1 else mask.repeat_interleave(q_len, 0), float("-inf"))
+        if not way.sampled:
+            return likeliest(logits)
+        ints, floats = self.ints[:, rows], self.floats[:, rows]
+        wanted = Parameters(floats[TEMPERATURE], floats[TOP_P], ints[TOP_K], ints[KEY]).repeated(q_len)
+        return choose(logits, positions, wanted, way.cut)
+
+    def _graph(self, batch: int, num_drafts: int, way: Way, longest: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """The step as a CUDA graph and the tensor that it leaves its result in, captured when first asked for.
+
+        What the warm-up writes to the cache lies at and after the current lengths, where the next step writes again.
+        """
+        max_kv_len = min(self.max_kv_len, 1 << (max(longest, LEAST_KV_LEN) - 1).bit_length())
+        key = batch, num_drafts, way, max_kv_len
+        if key in self._graphs:
+            return self._graphs[key]
+        saved = self.ints.clone(), self.hidden.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.step(batch, num_drafts, way, max_kv_len)
+                self.ints.copy_(saved[0])
+                self.hidden.copy_(saved[1])
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            result = self.step(batch, num_drafts, way, max_kv_len)
+        self._memory = graph.pool()
+        self._graphs[key] = graph, result
+        return graph, result
+
+    # -- results
+
+    def _now(self) -> float | torch.cuda.Event:
+        """The host's clock, or the device's where work is only handed in."""
+        if not self.hidden.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _result(self, result: Tensor, hidden: Tensor, *, counted: bool, began: float | torch.cuda.Event | None) -> Wait:
+        """Copies what the host will read out of the way of the next step; the function returned waits for it."""
+        if hidden.is_cuda:
+            ended = torch.cuda.Event(enable_timing=True)
+            ended.record()
+            buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (result, hidden)]
+            for buffer, tensor in zip(buffers, (result, hidden), strict=True):
+                buffer.copy_(tensor, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+
+            def wait() -> Result:
+                copied.synchronize()
+                seconds = began.elapsed_time(ended) / 1e3 if isinstance(began, torch.cuda.Event) else 0.0
+                return _read(buffers[0], buffers[1], counted, seconds)
+
+            return wait
+        seconds = time.perf_counter() - began if isinstance(began, float) else 0.0
+        kept = result.clone(), hidden.clone()
+        return lambda: _read(*kept, counted, seconds)
+
+
+def _read(result: Tensor, hidden: Tensor, counted: bool, seconds: float) -> Result:
+    if counted:
+        return Result(result[:, 1:], result[:, 0].tolist(), hidden, seconds)
+    return Result(result, [1] * len(result), hidden, seconds)

@@ -1,0 +1,293 @@
+"""Who runs next, and on which pages: admission, growth, what lies behind the window, preemption. No tensors.
+
+First come, first served. A request is admitted when the pages for its prompt are there; it gets pages as it grows. Who
+needs a page when there is none takes those of the latest comer, if that came later than itself, and otherwise waits
+(prefill) or gives up its own (decode). So the earliest request always gets on, and nobody waits for ever. A preempted
+request keeps its tokens and is prefilled with them again; until they are taken for something else its pages are found.
+
+How far back a sliding layer's page is needed: a sequence with n committed tokens is read from position n - window on,
+and a drafter, whose queries stand at n and whose sliding layers see window + 1 keys of the n, from n - 1 - window on.
+Earlier ones are never read again, not after rejected drafts either: what is committed stays. Hence a sequence holds
+`window_pages`, and a chunk of prefill besides only for as long as it takes to start its forward: work that is handed to
+one stream in order may write to a page as soon as whoever read it before has been handed in.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kerngen.errors import UsageError
+from kerngen.runtime.cache import KINDS
+from kerngen.runtime.engine.pages import PagePool, page_keys
+from kerngen.runtime.engine.request import Handle, Phase
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size)
+
+
+def window_pages(window: int, step: int, page_size: int) -> int:
+    """Sliding pages that a sequence holds between steps, at most. step: tokens that may be under way beyond the known.
+
+    Positions n - 1 - window to n + step - 1 touch so many pages where they lie worst.
+    """
+    return pages_for(window + 1 + step, page_size) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + len(tokens)) of a sequence, to prefill. is_last: its next token is chosen then."""
+
+    handle: Handle
+    start: int
+    tokens: list[int]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NewPage:
+    """Entry `index` of a running sequence's table of `kind`."""
+
+    kind: str
+    row: int
+    index: int
+    page: int
+
+
+class Scheduler:
+    """running[i] is row i of the decode batch; whoever leaves is replaced by the last, which `leave` is told."""
+
+    def __init__(
+        self,
+        pools: Mapping[str, PagePool],
+        *,
+        page_size: int,
+        window: int,
+        max_batch: int,
+        step: int,
+        prefix_caching: bool,
+        leave: Callable[[int, int], None],
+    ) -> None:
+        """step: tokens that a decode step and those under way may add. leave(row, last): row `last` moves to `row`."""
+        self.pools, self.page_size, self.window, self.max_batch = pools, page_size, window, max_batch
+        self.prefix_caching = prefix_caching
+        self._window_pages = window_pages(window, step, page_size)
+        self._leave = leave
+        self.waiting: list[Handle] = []  # in order of arrival
+        self.prefilling: list[Handle] = []
+        self.running: list[Handle] = []
+        self.new_pages: list[NewPage] = []  # not yet in the running sequences' tables
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
+
+    def add(self, handle: Handle) -> None:
+        """Raises UsageError for a request that does not fit alone."""
+        full, sliding = self.needs(handle.limit)
+        for kind, need in (("full", full), ("sliding", sliding)):
+            if need > (have := self.pools[kind].capacity):
+                raise UsageError(
+                    f"{len(handle.request.prompt)} prompt tokens and {handle.request.max_new_tokens} new ones take "
+                    f"{need} pages of {self.page_size} tokens on {kind}-attention layers; the cache has {have}",
+                    hint="a shorter prompt, fewer new tokens, or a cache of more pages",
+                )
+        self._wait(handle)
+
+    def needs(self, length: int) -> tuple[int, int]:
+        """(full, sliding) pages that a sequence of up to `length` tokens takes alone, a page at a time in prefill."""
+        full = pages_for(length, self.page_size)
+        return full, min(full, self._window_pages + 1)
+
+    def _wait(self, handle: Handle) -> None:
+        handle.phase = Phase.WAITING
+        bisect.insort(self.waiting, handle, key=lambda h: h.order)
+
+    # -- admission
+
+    def admit(self) -> None:
+        """Begin with as many of those who wait, in order, as there are rows and pages for."""
+        while self.waiting and len(self.prefilling) + len(self.running) < self.max_batch:
+            handle = self.waiting[0]
+            known = handle.known
+            found = self._find(handle, known)
+            if not self._has_room(len(known), found):
+                return
+            self.waiting.pop(0)
+            self._share(handle, found)
+            handle.goal = len(known)
+            handle.phase = Phase.PREFILLING
+            bisect.insort(self.prefilling, handle, key=lambda h: h.order)
+
+    def _find(self, handle: Handle, known: list[int]) -> tuple[list[int], list[int]]:
+        """(full, sliding) pages of the longest prefix that is in the cache, 0 for the sliding ones behind the window.
+
+        All but at least one token, whose logits are wanted. A prefix of n pages needs the full pages of all of it and
+        the sliding pages that its first new token or a draft after it sees.
+        """
+        if not self.prefix_caching:
+            return [], []
+        handle.keys = page_keys(known, self.page_size, handle.keys)
+        keys = handle.keys[: (len(known) - 1) // self.page_size]
+        full: list[int] = []
+        for key in keys:
+            if (page := self.pools["full"].find(key)) is None:
+                break
+            full.append(page)
+        sliding = [self.pools["sliding"].find(key) for key in keys[: len(full)]]
+        runs = [0]  # how many sliding pages in a row are there before each length
+        for page in sliding:
+            runs.append(0 if page is None else runs[-1] + 1)
+        for count in range(len(full), 0, -1):
+            gone = self._num_gone(count * self.page_size)
+            if runs[count] >= count - gone:
+                kept = [page for page in sliding[gone:count] if page is not None]
+                return full[:count], [0] * gone + kept
+        return [], []
+
+    def _num_gone(self, committed: int) -> int:
+        """The sliding pages of a sequence with `committed` tokens that are never read again."""
+        return max(committed - 1 - self.window, 0) // self.page_size
+
+    def _has_room(self, length: int, found: tuple[list[int], list[int]]) -> bool:
+        """Whether the prompt's pages are available, and one more for each that runs already."""
+        others = len(self.running) + len(self.prefilling)
+        if not others:
+            return True  # it fits alone, and nobody else holds anything
+        for kind, need, pages in zip(KINDS, self.needs(length + 1), found, strict=True):
+            pool = self.pools[kind]
+            held = [page for page in pages if page]
+            idle = sum(pool.is_idle(page) for page in held)
+            if max(need - len(held), 0) + idle + others > pool.num_available:
+                return False
+        return True
+
+    def _share(self, handle: Handle, found: tuple[list[int], list[int]]) -> None:
+        for kind, pages in zip(KINDS, found, strict=True):
+            for page in pages:
+                if page:
+                    self.pools[kind].share(page)
+            handle.pages[kind] = pages
+        count = len(found[0])
+        handle.num_cached = count * self.page_size
+        handle.num_gone = self._num_gone(handle.num_cached)
+        handle.num_published = count
+        if not handle.tokens:
+            handle.num_found = handle.num_cached
+
+    # -- prefill
+
+    def chunks(self, budget: int) -> Iterator[Chunk]:
+        """What to prefill now, `budget` tokens at most, each with its pages. To be told `prefilled` of each."""
+        for handle in list(self.prefilling):
+            if budget == 0:
+                return
+            if handle.phase is not Phase.PREFILLING:
+                continue  # preempted for one before it
+            start = handle.num_cached
+            end = min(start + budget, handle.goal)
+            if not self._grow(handle, end, preempt=False):
+                self._grow(handle, start + 1)  # a shorter chunk will do; none at all only where nobody came later
+            end = min(end, len(handle.pages["full"]) * self.page_size, len(handle.pages["sliding"]) * self.page_size)
+            if end <= start:
+                return  # it waits for those before it, and those after it for it
+            budget -= end - start
+            yield Chunk(handle, start, handle.known[start:end], end == handle.goal)
+
+    def prefilled(self, chunk: Chunk) -> None:
+        """Its forward was handed in: what it leaves in the cache may be shared, and what lies behind it let go."""
+        handle = chunk.handle
+        handle.num_cached = chunk.start + len(chunk.tokens)
+        if chunk.is_last:
+            self.prefilling.remove(handle)
+            handle.phase, handle.row = Phase.RUNNING, len(self.running)
+            self.running.append(handle)
+        self.settle(handle)
+
+    # -- decode
+
+    def grow_running(self, step: int) -> None:
+        """Pages for up to `step` more tokens of each that runs, the earliest comer first; some may be preempted."""
+        for handle in sorted(self.running, key=lambda h: h.order):
+            if handle.phase is Phase.RUNNING and not self._grow(handle, min(handle.longest + step, handle.limit)):
+                self._preempt(handle)
+
+    def settle(self, handle: Handle) -> None:
+        """After num_cached has grown: publish what is full, let go what lies behind the window."""
+        if self.prefix_caching and handle.num_cached // self.page_size > handle.num_published:
+            known = handle.known[: handle.num_cached]
+            handle.keys = page_keys(known, self.page_size, handle.keys)
+            for i in range(handle.num_published, len(known) // self.page_size):
+                for kind in KINDS:
+                    if page := handle.pages[kind][i]:
+                        self.pools[kind].publish(page, handle.keys[i])
+            handle.num_published = len(known) // self.page_size
+        gone = self._num_gone(handle.num_cached)
+        if gone > handle.num_gone:
+            pages = handle.pages["sliding"]
+            self.pools["sliding"].release(pages[handle.num_gone : gone])
+            pages[handle.num_gone : gone] = [0] * (gone - handle.num_gone)
+            handle.num_gone = gone
+
+    def _grow(self, handle: Handle, length: int, *, preempt: bool = True) -> bool:
+        """Pages for `length` tokens, preempting later comers where none is left. False if that was not enough."""
+        need = pages_for(length, self.page_size)
+        for kind in KINDS:
+            pages, pool = handle.pages[kind], self.pools[kind]
+            while len(pages) < need:
+                if not pool.num_available:
+                    if preempt and self._preempt_later(handle):
+                        continue
+                    return False
+                pages.append(pool.take())
+                if handle.phase is Phase.RUNNING:
+                    self.new_pages.append(NewPage(kind, handle.row, len(pages) - 1, pages[-1]))
+        return True
+
+    def _preempt_later(self, handle: Handle) -> bool:
+        """Preempt the latest comer, if it came later than `handle`."""
+        latest = max((*self.prefilling, *self.running), key=lambda h: h.order)
+        if latest.order <= handle.order:
+            return False
+        self._preempt(latest)
+        return True
+
+    def _preempt(self, handle: Handle) -> None:
+        self._drop(handle)
+        handle.num_preemptions += 1
+        self._wait(handle)
+
+    # -- the end
+
+    def finish(self, handle: Handle) -> None:
+        """Let go of all that it holds, wherever it is."""
+        if handle.phase is Phase.WAITING:
+            self.waiting.remove(handle)
+        elif handle.phase is not Phase.DONE:
+            self._drop(handle)
+        handle.phase = Phase.DONE
+
+    def _drop(self, handle: Handle) -> None:
+        """Take it out of the batch, release its pages, and take no result of steps that were started before."""
+        if handle.phase is Phase.RUNNING:
+            row, last = handle.row, self.running.pop()
+            if last is not handle:
+                self.running[row], last.row = last, row
+            self.new_pages = [_moved(n, row, len(self.running)) for n in self.new_pages if n.row != row]
+            self._leave(row, len(self.running))
+        else:
+            self.prefilling.remove(handle)
+        for kind in KINDS:
+            self.pools[kind].release(page for page in handle.pages[kind] if page)
+            handle.pages[kind] = []
+        handle.row = -1
+        handle.epoch += 1
+        handle.num_cached = handle.num_gone = handle.num_published = 0
+        handle.in_flight.clear()
+
+
+def _moved(new: NewPage, row: int, last: int) -> NewPage:
+    """An entry of the row `last` belongs to `row` now."""
+    return NewPage(new.kind, row, new.index, new.page) if new.row == last else new

@@ -1,0 +1,125 @@
+"""The adapted draft length on simulated text: never a loss, and near the best fixed length where drafts pay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from kerngen.runtime.engine.draft_length import EARNS, DraftLength
+
+LONGEST = 7
+# Seconds of a step with 0 to 7 drafts: 31B-like (a step reads 19 GB, drafts are cheap), E2B-like (a step is short), a
+# batch at which verification costs as much as decoding, and one where the sixth token a row asks for a larger tile.
+COSTS = {
+    "large": [7.6e-3 * (1 + 0.055 * k) for k in range(8)],
+    "small": [1.0e-3 * (1 + 0.22 * k) for k in range(8)],
+    "compute-bound": [20e-3 * (1 + 0.8 * k) for k in range(8)],
+    "stepped": [5e-3 * (1 + 0.05 * k + 0.5 * (k > 4)) for k in range(8)],
+}
+
+
+@dataclass
+class Run:
+    """What a simulated generation took and made; `plain` is the time that as many tokens take without drafts."""
+
+    seconds: float
+    tokens: float
+    plain: float
+    lengths: list[int]
+
+    @property
+    def loss(self) -> float:
+        return self.seconds / self.plain - 1
+
+
+def simulate(lengths: DraftLength, costs: list[float], steps: int, chance: Callable[[int], float], *, batch: int = 1,
+             seed: int = 0, noise: float = 0.03) -> Run:  # fmt: skip
+    """chance: that a draft is accepted, by step. noise: of a step's measured time."""
+    draw = random.Random(seed)
+    run = Run(0.0, 0.0, 0.0, [])
+    for step in range(steps):
+        length = lengths.choose(batch)
+        accepted = []
+        for _ in range(batch):
+            count = 0
+            while count < length and draw.random() < chance(step):
+                count += 1
+            accepted.append(count)
+        seconds = costs[length] * (1 + draw.uniform(-noise, noise))
+        lengths.observe(batch, length, seconds, accepted)
+        emitted = 1 + sum(accepted) / batch
+        run.seconds += costs[length]
+        run.tokens += emitted
+        run.plain += emitted * costs[0]
+        run.lengths.append(length)
+    return run
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("batch", [1, 16])
+def test_where_no_draft_is_accepted_at_most_one_percent_is_lost(costs: str, batch: int) -> None:
+    """From the 200 tokens of a short answer on, and less and less after that; before, less than one plain step."""
+    for seed in range(3):
+        for steps in (20, 200, 1000, 8000):
+            run = simulate(DraftLength(LONGEST), COSTS[costs], steps, lambda _: 0.0, batch=batch, seed=seed)
+            assert run.loss * steps < 1 + EARNS * steps
+            if steps >= 200:
+                assert run.loss <= 0.01
+        assert run.loss <= 0.006
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("chance", [0.05, 0.3, 0.5, 0.7, 0.85, 0.95])
+def test_it_is_near_the_best_fixed_length_and_never_slower_than_none(costs: str, chance: float) -> None:
+    table = COSTS[costs]
+    emitted = [sum(chance**i for i in range(k + 1)) for k in range(LONGEST + 1)]
+    best = max(e / c for e, c in zip(emitted, table, strict=True))
+    for seed in range(3):
+        run = simulate(DraftLength(LONGEST), table, 4000, lambda _: chance, seed=seed)
+        assert run.loss <= 0.01
+        assert run.tokens / run.seconds > 0.93 * best, f"{run.tokens / run.seconds:.0f} of {best:.0f} tokens a second"
+
+
+def test_it_follows_the_text() -> None:
+    """Prose, then code that is easy to draft, then prose: it drafts again within some looks, and stops at once."""
+    table = COSTS["large"]
+    run = simulate(DraftLength(LONGEST), table, 9000, lambda step: 0.9 if 3000 <= step < 6000 else 0.0)
+    easy, after = run.lengths[3000:6000], run.lengths[6000:]
+    assert sum(length >= 3 for length in easy) > 0.75 * len(easy)
+    assert sum(length > 0 for length in after) < 0.1 * len(after)
+    assert run.loss < 0
+
+
+def test_costs_that_grow_with_the_context_do_not_mislead_it() -> None:
+    """Every step takes longer and longer, in proportion: what a draft pays does not change."""
+    lengths, table = DraftLength(LONGEST), COSTS["large"]
+    draw = random.Random(0)
+    used = []
+    for step in range(3000):
+        length = lengths.choose(1)
+        count = 0
+        while count < length and draw.random() < 0.8:
+            count += 1
+        lengths.observe(1, length, table[length] * (1 + step / 1000), [count])
+        used.append(length)
+    assert sum(3 <= length <= 7 for length in used[500:]) > 0.9 * len(used[500:])
+
+
+def test_without_a_choice_there_is_none() -> None:
+    lengths = DraftLength(0)
+    lengths.observe(1, 0, 1.0, [0])
+    assert lengths.choose(1) == 0
+
+
+def test_a_batch_is_timed_by_its_size() -> None:
+    """What pays for one row does not for many: the verification of a large batch is dear."""
+    lengths = DraftLength(LONGEST)
+    one = simulate(lengths, COSTS["large"], 600, lambda _: 0.6)
+    many = simulate(lengths, COSTS["compute-bound"], 600, lambda _: 0.6, batch=64)
+    again = simulate(lengths, COSTS["large"], 100, lambda _: 0.6)
+    assert sum(one.lengths[100:]) > 0
+    assert many.loss <= 0.01
+    assert sum(length > 0 for length in again.lengths) > 80

@@ -1,0 +1,390 @@
+"""Many sequences at once give each the tokens that it has alone, whatever joins, leaves, waits or is preempted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_gemma import BASE, VARIANTS, WINDOW, load, load_assistant, make_assistant, make_target, prompt
+from torch import Tensor
+
+from kerngen.errors import NumericsError, UsageError
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine import Engine, Handle, Request
+from kerngen.runtime.engine.request import Phase
+from kerngen.runtime.engine.scheduler import window_pages
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.sampling import Sampling
+
+PAGE = 4
+LENGTHS = (1, 2, 7, 8, 9, 13, 21, 30)  # prompts: around pages, around the window, and far beyond it
+COUNTS = (1, 2, 9, 17, 12, 24, 5, 20)
+REQUESTS = [Request(prompt(n, seed=i), c) for i, (n, c) in enumerate(zip(LENGTHS, COUNTS, strict=True))]
+Models = dict[str, tuple[Gemma4, Drafter]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root: Path = tmp_path_factory.mktemp("batches")
+    made = {}
+    for variant in VARIANTS:
+        make_target(root / variant, variant)
+        make_assistant(root / f"{variant}-assistant", variant, num_centroids=12 if variant == "shared_ple" else 0)
+        model = load(root / variant)
+        made[variant] = model, load_assistant(root / f"{variant}-assistant", model)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(models: Models) -> Gemma4:
+    return models["k_eq_v"][0]
+
+
+def alone(model: Gemma4, requests: list[Request]) -> list[list[int]]:
+    """Each request's tokens without anyone beside it, without drafts, in one chunk of prefill."""
+    engine = Engine(model, max_len=100, page_size=PAGE, prefix_caching=False)
+    return [g.tokens for r in requests for g in engine.generate_many([r])]
+
+
+def engine_for(model: Gemma4, drafter: Drafter | None = None, **options: Any) -> Engine:
+    options = {"max_len": 60, "max_batch": 8, "page_size": PAGE, "num_draft_tokens": 3} | options
+    return Engine(model, drafter, **options)
+
+
+def tokens_of(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    return [g.tokens for g in engine.generate_many(requests)]
+
+
+def assert_nothing_is_held(engine: Engine) -> None:
+    assert not engine.has_work
+    for pool in engine.pools.values():
+        assert pool.num_available == pool.capacity
+        assert not any(pool._holders)
+        assert len(set(pool._free)) == len(pool._free)
+        assert not set(pool._free) & set(pool._idle)
+        assert set(pool._idle) <= set(pool._key_of)
+    assert not engine.runner.ints[1:].any(), "a row that stands for nobody must be all zeros: it writes to page 0"
+    assert not engine.cache.tables.any()
+
+
+class Oracle(Drafter):
+    """Drafts each row's right continuation, except where a coin says no: every acceptance length happens."""
+
+    def __init__(self, drafter: Drafter, known: dict[tuple[int, ...], list[int]], chance: float = 0.7) -> None:
+        super().__init__(drafter.config, drafter.weights, drafter.target)
+        self.known, self.chance = known, chance
+        self.random = random.Random(0)
+        self.engine: Engine | None = None
+
+    def draft(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
+    ) -> Tensor:
+        real = super().draft(ids, hidden, lengths, cache, count, max_kv_len)
+        assert self.engine is not None
+        for row, handle in enumerate(self.engine.scheduler.running):
+            key = tuple(handle.request.prompt)
+            at = int(lengths[row]) - len(key) + 1
+            right = [*self.known[key], *[0] * (count + 1)][at : at + count]
+            wrong = [self.random.random() > self.chance for _ in right]
+            real[row] = torch.tensor([(t + w) % BASE["vocab_size"] for t, w in zip(right, wrong, strict=True)])
+        return real
+
+
+def oracle_for(drafter: Drafter, requests: list[Request], expected: list[list[int]], chance: float = 0.7) -> Oracle:
+    return Oracle(drafter, {tuple(r.prompt): t for r, t in zip(requests, expected, strict=True)}, chance)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("buckets", [None, (3, 8)], ids=["exact", "padded"])
+def test_a_ragged_batch_gives_each_its_own_tokens(models: Models, variant: str, buckets: Any) -> None:
+    model, drafter = models[variant]
+    expected = alone(model, REQUESTS)
+    for chunk, drafts in ((5, 0), (64, 3)):
+        engine = engine_for(model, drafter, prefill_chunk=chunk, num_draft_tokens=drafts, buckets=buckets)
+        assert tokens_of(engine, REQUESTS) == expected
+        assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize(("drafts", "lag"), [(k, k % 2) for k in range(8)] + [(3, 0), (2, 1), (None, 0), (None, 1)])
+def test_drafts_of_every_length_change_no_token_of_a_batch(models: Models, drafts: int | None, lag: int) -> None:
+    model, drafter = models["k_eq_v"]
+    expected = alone(model, REQUESTS)
+    oracle = oracle_for(drafter, REQUESTS, expected)
+    oracle.engine = engine = engine_for(model, oracle, num_draft_tokens=drafts, lag=lag, prefill_chunk=11)
+    made = engine.generate_many(REQUESTS)
+    assert [g.tokens for g in made] == expected
+    assert_nothing_is_held(engine)
+    if drafts and drafts > 1:
+        accepted = [a for g in made for a in g.stats.accepted]
+        assert 0 < sum(accepted) < sum(d for g in made for d in g.stats.drafted)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, PAGE, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3])
+def test_chunks_of_awkward_sizes_over_a_window_that_moves_on(model: Gemma4, chunk: int) -> None:
+    """Chunks of several prompts in one forward, and what is let go behind the window overwritten at once."""
+    engine = engine_for(model, prefill_chunk=chunk, prefix_caching=False)
+    poison(engine)
+    assert tokens_of(engine, REQUESTS) == alone(model, REQUESTS)
+    assert_nothing_is_held(engine)
+
+
+def poison(engine: Engine) -> None:
+    """Make every page NaN that is let go and cannot be found: if it were read again, so would be the tokens."""
+    for kind, pool in engine.pools.items():
+        layers = [layer for layer in engine.model.config.layers if layer.kind == kind and layer.owns_kv]
+
+        def release(pages: Any, pool: Any = pool, layers: Any = layers, real: Any = pool.release) -> None:
+            pages = list(pages)
+            real(pages)
+            for page in pages:
+                if pool.is_idle(page) and page not in pool._key_of:
+                    for layer in layers:
+                        engine.cache.pages(layer).k[page] = float("nan")
+                        engine.cache.pages(layer).v[page] = float("nan")
+
+        pool.release = release  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("variant", ["dense", "shared_ple"])
+def test_no_page_that_was_let_go_is_read_by_drafts_either(models: Models, variant: str) -> None:
+    """Rejected drafts go back, and the drafter's windows are one key wider."""
+    model, drafter = models[variant]
+    expected = alone(model, REQUESTS)
+    oracle = oracle_for(drafter, REQUESTS, expected, chance=0.5)
+    oracle.engine = engine = engine_for(model, oracle, prefix_caching=False, num_draft_tokens=7, prefill_chunk=3)
+    poison(engine)
+    assert tokens_of(engine, REQUESTS) == expected
+
+
+def test_the_sliding_layers_hold_a_window_and_not_the_chunk(model: Gemma4) -> None:
+    engine = engine_for(model, max_len=400, max_batch=1, prefill_chunk=16)
+    handle = engine.submit(Request(prompt(300), 60))
+    most = window_pages(WINDOW, engine.shape.step, PAGE)
+    assert most < 8
+    while not handle.is_done:
+        engine.step()
+        assert sum(page > 0 for page in handle.pages["sliding"]) <= most
+    assert engine.pools["sliding"].capacity <= most + 16 // PAGE
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 20, 0.95, 5)], ids=["greedy", "sampled"])
+def test_preemption_changes_no_token(models: Models, drafts: int, sampling: Sampling) -> None:
+    """Pages for two requests, four of them: some are sent back, more than once, and begin again."""
+    model, drafter = models["dense"]
+    requests = [Request(prompt(9 + i, seed=i), 20, sampling) for i in range(4)]
+    expected = alone(model, requests)
+    for caching in (False, True):
+        engine = engine_for(model, drafter, num_draft_tokens=drafts, prefill_chunk=8, prefix_caching=caching,
+                            num_pages={"full": 16, "sliding": 22})  # fmt: skip
+        made = engine.generate_many(requests)
+        assert [g.tokens for g in made] == expected
+        assert sum(g.stats.num_preemptions for g in made) >= 2
+        assert made[0].stats.num_preemptions == 0, "who came first is never sent back"
+        assert_nothing_is_held(engine)
+
+
+def test_a_request_that_cannot_fit_alone_is_refused_with_the_numbers(model: Gemma4) -> None:
+    engine = engine_for(model, num_pages={"full": 6, "sliding": 12})
+    with pytest.raises(UsageError, match="18 prompt tokens and 3 new ones take 6 pages of 4 tokens on full-attention"):
+        engine.submit(Request(prompt(18), 3))
+    assert len(engine.generate_many([Request(prompt(18), 2)])[0].tokens) == 2
+
+
+def test_cancelling_frees_at_once_wherever_a_request_is(models: Models) -> None:
+    model, drafter = models["dense"]
+    requests = [Request(prompt(30, seed=i), 20) for i in range(4)]
+    expected = alone(model, requests)
+    for steps in (0, 1, 2, 3, 6, 9):
+        engine = engine_for(model, drafter, max_batch=3, prefill_chunk=16, lag=steps % 2, prefix_caching=False)
+        handles = [engine.submit(r) for r in requests]
+        for _ in range(steps):
+            engine.step()
+        for handle in handles[::2]:
+            held = {kind: sum(p > 0 for p in handle.pages[kind]) for kind in engine.pools}
+            before = {kind: pool.num_available for kind, pool in engine.pools.items()}
+            engine.cancel(handle)
+            assert {k: p.num_available - before[k] for k, p in engine.pools.items()} == held
+            assert handle.stop_reason == "cancelled"
+        while engine.has_work:
+            engine.step()
+        assert [h.tokens for h in handles[1::2]] == expected[1::2]
+        assert all(h.tokens == e[: len(h.tokens)] for h, e in zip(handles, expected, strict=True))
+        assert_nothing_is_held(engine)
+
+
+def test_a_callback_ends_its_request_or_another(model: Gemma4) -> None:
+    expected = alone(model, REQUESTS[5:6])[0]
+    told: list[int] = []
+
+    def third(token: int) -> bool:
+        told.append(token)
+        return len(told) == 3
+
+    engine = engine_for(model)
+    other: list[Handle] = []
+
+    def stop_other(token: int) -> bool:
+        engine.cancel(other[0])
+        return False
+
+    handle = engine.submit(Request(REQUESTS[5].prompt, 24, stops=third))
+    canceller = engine.submit(Request(prompt(4), 3, stops=stop_other))
+    other.append(engine.submit(Request(prompt(5), 20)))
+    while engine.has_work:
+        engine.step()
+    assert (handle.tokens, handle.stop_reason, told) == (expected[:3], "stop", expected[:3])
+    assert canceller.stop_reason == "length"
+    assert other[0].stop_reason == "cancelled"
+    assert len(other[0].tokens) < 20
+    assert_nothing_is_held(engine)
+
+
+SHARED = prompt(5 * WINDOW + 1, seed=50)
+
+
+@pytest.mark.parametrize("variant", ["dense", "shared_ple"])
+@pytest.mark.parametrize("length", [3, PAGE, PAGE + 1, WINDOW + PAGE, 3 * WINDOW, len(SHARED)])
+def test_a_prefix_that_is_found_changes_no_token(models: Models, variant: str, length: int) -> None:
+    model, drafter = models[variant]
+    first = Request([*SHARED[:length], *prompt(9, seed=1)[1:]], 12)
+    second = Request([*SHARED[:length], *prompt(7, seed=2)[1:]], 12)
+    expected = alone(model, [first, second])
+    engine = engine_for(model, drafter, max_len=80, prefill_chunk=PAGE)
+    for request, tokens in ((first, expected[0]), (second, expected[1]), (first, expected[0])):
+        made = engine.generate_many([request])[0]
+        assert made.tokens == tokens
+        if request is second:
+            assert made.stats.num_cached_tokens == length // PAGE * PAGE
+    assert made.stats.num_cached_tokens == (len(first.prompt) - 1) // PAGE * PAGE
+    assert_nothing_is_held(engine)
+
+
+def test_a_prefix_is_shared_while_others_use_it(model: Gemma4) -> None:
+    """Also the pages of generated tokens, as the next turn of a chat has them in its prompt."""
+    requests = [Request([*SHARED, *prompt(3 + i, seed=i)[1:]], 8) for i in range(6)]
+    expected = alone(model, requests)
+    engine = engine_for(model, max_len=80, max_batch=6)
+    first = engine.submit(requests[0])
+    while not first.tokens:
+        engine.step()
+    rest = [engine.submit(r) for r in requests[1:]]
+    engine.step()
+    common = len(SHARED) // PAGE
+    assert all(h.pages["full"][:common] == first.pages["full"][:common] for h in rest)
+    while engine.has_work:
+        engine.step()
+    assert [h.tokens for h in (first, *rest)] == expected
+    turn = Request([*requests[0].prompt, *expected[0], 7, 8], 8)
+    again = engine.generate_many([turn])[0]
+    assert again.tokens == alone(model, [turn])[0]
+    assert again.stats.num_cached_tokens == (len(turn.prompt) - 3) // PAGE * PAGE
+    assert_nothing_is_held(engine)
+
+
+def test_a_prefix_without_its_sliding_pages_is_no_prefix(model: Gemma4) -> None:
+    """They are fewer and sooner taken for something else: a shorter prefix is found, or none, and never a wrong one."""
+    request = Request([*SHARED, *prompt(4, seed=3)[1:]], 8)
+    expected = alone(model, [request])[0]
+    found = []
+    for num_lost in range(16):
+        engine = engine_for(model, max_len=80, prefill_chunk=PAGE)
+        engine.generate_many([request])
+        sliding = engine.pools["sliding"]
+        order = list(sliding._idle)
+        for page in order[:num_lost]:  # those that would be taken first
+            del sliding._idle[page]
+            sliding._forget(page)
+            sliding._free.append(page)
+        made = engine.generate_many([request])[0]
+        assert made.tokens == expected
+        found.append(made.stats.num_cached_tokens)
+    most = (len(request.prompt) - 1) // PAGE * PAGE
+    assert found[0] == most
+    assert found[-1] == 0
+    assert len(set(found)) > 1
+
+
+def test_requests_of_every_kind_share_a_batch(models: Models) -> None:
+    """Greedy, sampled and with suppressed tokens: each has what it has alone, drafts or not."""
+    model, drafter = models["k_eq_v"]
+    ways = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, 7, 0.9, 2), Sampling(), Sampling(0.7, 80, 1.0, 3)]
+    requests = [Request(prompt(6 + i, seed=i), 20, s) for i, s in enumerate(ways)]
+    requests += [Request(prompt(5, seed=9), 20, s, suppressed_ids=range(3, 40)) for s in ways[:2]]
+    expected = alone(model, requests)
+    assert all(not set(t) & set(range(3, 40)) for t in expected[-2:])
+    for drafts in (0, 4):
+        oracle = oracle_for(drafter, requests, expected)
+        oracle.engine = engine = engine_for(model, oracle, num_draft_tokens=drafts, prefill_chunk=7)
+        assert tokens_of(engine, requests) == expected
+        assert tokens_of(engine, requests[::-1]) == expected[::-1]
+
+
+def test_a_request_that_breaks_breaks_alone(models: Models) -> None:
+    """NaN in one sequence's cache is its error; the others go on, and nobody finds its pages later."""
+    model, _ = models["dense"]
+    requests = [Request(prompt(12, seed=i), 16) for i in range(3)]
+    expected = alone(model, requests)
+    engine = engine_for(model)
+    handles = [engine.submit(r) for r in requests]
+    for _ in range(3):
+        engine.step()
+    layer = model.config.donor("full")
+    engine.cache.pages(layer).v[handles[1].pages["full"][0]] = float("nan")
+    while engine.has_work:
+        engine.step()
+    assert isinstance(handles[1].error, NumericsError)
+    assert handles[1].stop_reason == "error"
+    assert handles[1].tokens == expected[1][: len(handles[1].tokens)]
+    assert [handles[0].tokens, handles[2].tokens] == [expected[0], expected[2]]
+    assert_nothing_is_held(engine)
+    assert tokens_of(engine, requests) == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_arrivals_cancellations_and_preemptions(models: Models, seed: int) -> None:
+    """Whatever happens, each has the tokens that it has alone, and no page is lost."""
+    draw = random.Random(seed)
+    variant = draw.choice(list(VARIANTS))
+    model, drafter = models[variant]
+    requests = []
+    for i in range(14):
+        start = SHARED[: draw.choice((0, 0, 11, 25))]
+        sampling = draw.choice((Sampling(), Sampling(0.9, 30, 0.9, i)))
+        requests.append(Request([*start, *prompt(draw.randint(1, 20), seed=i)], draw.randint(1, 20), sampling))
+    expected = alone(model, requests)
+    oracle = oracle_for(drafter, requests, expected)
+    engine = engine_for(
+        model,
+        oracle,
+        max_len=70,
+        max_batch=draw.randint(2, 5),
+        num_draft_tokens=draw.choice((None, 0, 2, 5, 7)),
+        prefill_chunk=draw.randint(3, 40),
+        num_pages={"full": draw.randint(19, 40), "sliding": draw.randint(22, 40)},
+        buckets=draw.choice((None, (2, 5))),
+        lag=draw.randint(0, 1),
+        prefix_caching=draw.random() < 0.8,
+    )
+    oracle.engine = engine
+    waiting, handles = list(enumerate(requests)), {}
+    cancelled = set()
+    while waiting or engine.has_work:
+        while waiting and draw.random() < 0.4:
+            i, request = waiting.pop(0)
+            handles[i] = engine.submit(request)
+        for event in engine.step():
+            assert event.handle.tokens[len(event.handle.tokens) - len(event.tokens) :] == event.tokens
+        live = [i for i, h in handles.items() if not h.is_done]
+        if live and draw.random() < 0.05:
+            cancelled.add(i := draw.choice(live))
+            engine.cancel(handles[i])
+    for i, handle in handles.items():
+        assert handle.phase is Phase.DONE
+        assert handle.tokens == expected[i][: len(handle.tokens)], f"request {i} of seed {seed} on {variant}"
+        assert (i in cancelled) or len(handle.tokens) == len(expected[i])
+    assert_nothing_is_held(engine)

@@ -55,11 +55,11 @@ class ChatTemplate:
         if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) for m in messages) or not messages:
             raise UsageError("chat messages are a list of at least one object with role and content")
         values = {
+            **self._tokens,
             "messages": [_with_reasoning(message) for message in messages],
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
-            **self._tokens,
             **variables,
         }
         return render_chat(self.source, **values)

@@ -62,7 +62,7 @@ def render(source: str, values: dict[str, Any]) -> str:
     environment.globals["raise_exception"] = fail
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     pieces, size = [], 0
-    for piece in environment.from_string(source).generate(**values):
+    for piece in environment.from_string(source).generate(values):
         size += len(piece)
         if size > MAX_RENDERED_CHARS:
             raise MemoryError(f"it wrote more than {MAX_RENDERED_CHARS:,} characters")

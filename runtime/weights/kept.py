@@ -30,7 +30,7 @@ from kerngen.runtime.weights.source import Advance, CheckpointSource, Parts
 from kerngen.runtime.weights.stage import Stage
 
 LAYOUT = 1  # of the file and of what `seal` adds up
-_BLOCK = 4096  # int32 words that are summed before their order counts
+_BLOCK = 4096  # int64 words that are summed before their order counts
 _SPELLING = {dtype: name for name, dtype in DTYPES.items()}
 
 T = TypeVar("T")
@@ -186,14 +186,16 @@ def seal(tensor: Tensor) -> Tensor:
     Against files that were torn or overwritten, not against whoever means to forge one.
     """
     flat = tensor.reshape(-1).view(torch.uint8)
-    whole = len(flat) // 4 * 4
+    if flat.storage_offset() % 8:  # a part of something, which cannot be looked at as whole words
+        flat = flat.clone()
+    whole = len(flat) // 8 * 8
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    step = 4 * _BLOCK * 2048  # bytes at a time: bounds the scratch
+    step = 8 * _BLOCK * 2048  # bytes at a time: bounds the scratch
     for begin in range(0, whole, step):
-        words = flat[begin : min(begin + step, whole)].view(torch.int32)
+        words = flat[begin : min(begin + step, whole)].view(torch.int64)
         even = len(words) // _BLOCK * _BLOCK
         blocks = torch.cat((words[:even].view(-1, _BLOCK).sum(1), words[even:].sum().view(1)))
-        places = torch.arange(1, len(blocks) + 1, device=tensor.device) + begin // (4 * _BLOCK)
+        places = torch.arange(1, len(blocks) + 1, device=tensor.device) + begin // (8 * _BLOCK)
         total += torch.stack((blocks.sum(), (blocks * places).sum()))
     return total + flat[whole:].sum()
 

@@ -109,6 +109,12 @@ def test_special_tokens_that_the_config_leaves_out_are_gemmas(folder: Path) -> N
     assert TextCodec(folder, 2).chat(MESSAGES) == "<bos><eos>"  # the tokenizer has no <mask>
 
 
+def test_special_tokens_cannot_stand_for_messages(folder: Path) -> None:
+    config = {"extra_special_tokens": {"messages": "x", "self": "y", "add_generation_prompt": ""}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert TextCodec(folder, 2).chat(MESSAGES).endswith("and?<turn|>\n<|turn>model\n")
+
+
 @pytest.mark.parametrize("messages", [[], "hi", {"role": "user"}, ["hi"], [{"role": "user", "content": {1, 2}}]])
 def test_what_is_no_chat_is_refused(folder: Path, messages: Any) -> None:
     with pytest.raises(UsageError, match="chat messages"):

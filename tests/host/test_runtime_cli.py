@@ -149,11 +149,13 @@ def test_run_json_holds_what_was_streamed(kerngen: Terminal, folder: Path) -> No
 def test_run_says_what_ran_outside_our_kernels(
     kerngen: Terminal, monkeypatch: pytest.MonkeyPatch, draft: tuple[str, ...]
 ) -> None:
-    """The kernels' own path, answered by their references; the head and the assistant's matrices are dense."""
+    """The kernels' own path, answered by their references. Dense matrices are outside where there are many tokens."""
     monkeypatch.setattr("kerngen.runtime.session.open_backend", lambda *_, **__: KernelOps(Reference(), torch.float32))
     tiny = Path(__file__).parents[2] / "examples" / "tiny"
     which = draft or ("--draft", tiny / "gemma-4-tiny-assistant")
-    common = ("run", tiny / "gemma-4-tiny-w4a16", "--prompt", "hello", "--max-new-tokens", 3, *which)
+    few = ("run", tiny / "gemma-4-tiny-w4a16", "--prompt", "hello", "--max-new-tokens", 3, "--json", *which)
+    assert json.loads(kerngen(*few).out)["outside"] == {}
+    common = ("run", tiny / "gemma-4-tiny", "--prompt", "hello, " * 20, "--max-new-tokens", 3, *which)
     assert f"outside our kernels: dense matrices ({OUTSIDE['dense matrices']})" in kerngen(*common).err
     assert json.loads(kerngen(*common, "--json").out)["outside"] == {"dense matrices": OUTSIDE["dense matrices"]}
 

@@ -259,11 +259,12 @@ def test_seals_see_what_changed_and_what_moved(dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 100, (70_001,), generator=generator).to(dtype)
     want = seal(tensor).tolist()
     assert seal(tensor.clone()).tolist() == want
+    assert seal(torch.cat((tensor[:3], tensor))[3:]).tolist() == want
     for place in (0, 35_000, 70_000):
         other = tensor.clone()
         other[place] += 1
         assert seal(other).tolist() != want
-    size = 4096 * 4 // dtype.itemsize
+    size = 4096 * 8 // dtype.itemsize
     if len(tensor) > 2 * size:
         moved = torch.cat((tensor[size : 2 * size], tensor[:size], tensor[2 * size :]))
         assert seal(moved).tolist() != want

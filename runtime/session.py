@@ -179,7 +179,7 @@ class Session:
         batch = max(batch, 1 if held is None else held.max_batch)
         del held
         pages = None
-        if self.ops.device.type == "cuda" and batch > 1:
+        if self.ops.device.type == "cuda":
             shape = CacheShape(self.config, self.ops.dtype)
             budget = int(CACHE_SHARE * torch.cuda.mem_get_info(self.ops.device)[0])
             if shape.num_bytes(shape.pages(batch, max_len)) > budget:

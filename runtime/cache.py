@@ -109,6 +109,11 @@ class KVCache:
         slots = torch.add(offsets, pages, alpha=self.page_size)  # [2, T] int64
         return {kind: slots[i] for i, kind in enumerate(KINDS)}
 
+    def wipe(self) -> None:
+        """Zeros to page 0, which may hold NaN that a sequence left there."""
+        for pages in self._pages.values():
+            pages.k[0], pages.v[0] = 0, 0
+
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for pages in self._pages.values() for t in (pages.k, pages.v))

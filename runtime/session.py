@@ -49,6 +49,7 @@ class Session:
     num_draft_tokens: drafted a step, where there is a drafter; None for as many as pay, by what was accepted and what
     steps took. max_len: tokens that the cache holds, prompt and answer
     together; None for as many as a call needs, which makes a longer call allocate (and on a GPU capture) anew.
+    max_batch: prompts that `generate_many` works on at once, where memory takes as many.
     drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
     weights took. plain_text: control tokens in what users say (<turn|>) are text; as in transformers, they are not.
     """
@@ -63,6 +64,7 @@ class Session:
     load_s: float
     num_draft_tokens: int | None = None
     max_len: int | None = None
+    max_batch: int = MAX_BATCH
     drafter_folder: Path | None = None
     plain_text: bool = False
     _engine: Engine | None = field(default=None, init=False)
@@ -172,7 +174,7 @@ class Session:
         made: dict[int, Completion] = {}
         with explaining_memory(self.ops.device):
             longest = max((len(r.prompt) for r in requests), default=1) + max(max_new_tokens, 1)
-            engine = self.reserve(longest, min(max(len(requests), 1), MAX_BATCH))
+            engine = self.reserve(longest, min(max(len(requests), 1), self.max_batch))
             for i, generation in engine.finished(requests):
                 made[i] = answers[i].finish(generation)[1]
                 if on_done is not None:
@@ -188,11 +190,12 @@ class Session:
         if held is not None and held.max_batch >= batch and (self.max_len is not None or held.max_len >= length):
             return held
         self._engine = None  # its cache goes before the new one comes
-        max_len = self.max_len or max(length, 0 if held is None else held.max_len)
+        grown = 0 if held is None else min(2 * held.max_len, self.config.max_positions)  # and not again at each turn
+        max_len = self.max_len or max(length, grown)
         batch = max(batch, 1 if held is None else held.max_batch)
         del held
         pages = None
-        if self.ops.device.type == "cuda" and batch > 1:
+        if self.ops.device.type == "cuda":
             shape = CacheShape(self.config, self.ops.dtype)
             budget = int(CACHE_SHARE * torch.cuda.mem_get_info(self.ops.device)[0])
             if shape.num_bytes(shape.pages(batch, max_len)) > budget:

@@ -12,10 +12,10 @@ import torch
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine.draft_length import DraftLength
+from kerngen.runtime.engine.draft_length import Choice, DraftLength
 from kerngen.runtime.engine.pages import PagePool
 from kerngen.runtime.engine.request import Event, Generation, Handle, Request
-from kerngen.runtime.engine.runner import Result, Runner, Wait
+from kerngen.runtime.engine.runner import Runner, Wait
 from kerngen.runtime.engine.scheduler import Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
 from kerngen.runtime.model import Gemma4
@@ -36,13 +36,12 @@ def require_draft_tokens(count: int | None, ops: Ops) -> None:
 class _Pending:
     """A step whose results the host has not read. rows: who was in it, and in which epoch of theirs.
 
-    num_drafts: -1 for a prefill.
+    choice: None for a prefill.
     """
 
     number: int
     rows: list[tuple[Handle, int]]
-    num_drafts: int
-    bucket: int
+    choice: Choice | None
     wait: Wait
 
 
@@ -235,9 +234,9 @@ class Engine:
         scheduler = self.scheduler
         if not scheduler.running:
             return False
-        num_drafts = self._fixed
-        if num_drafts is None:
-            num_drafts = self._lengths.choose(self.runner.bucket(len(scheduler.running)))
+        bucket = self.runner.bucket(len(scheduler.running))
+        choice = self._lengths.choose(bucket) if self._fixed is None else Choice(self._fixed, bucket)
+        num_drafts = choice.length
         scheduler.grow_running(num_drafts + 1)
         self.runner.add_pages(scheduler.new_pages)
         scheduler.new_pages.clear()
@@ -247,9 +246,8 @@ class Engine:
         wait = self.runner.decode(running, num_drafts, max(h.limit for h in running))
         for handle in running:
             handle.in_flight.append(num_drafts + 1)
-        bucket = self.runner.bucket(len(running))
         rows = [(h, h.epoch) for h in running]
-        self._pending.append(_Pending(self._num_steps, rows, num_drafts, bucket, wait))
+        self._pending.append(_Pending(self._num_steps, rows, choice, wait))
         return True
 
     def _prefill(self) -> None:
@@ -261,26 +259,26 @@ class Engine:
             self.scheduler.prefilled(chunk)
         if wait is not None:
             rows = [(c.handle, c.handle.epoch) for c in chunks if c.is_last]
-            self._pending.append(_Pending(self._num_steps, rows, -1, 0, wait))
+            self._pending.append(_Pending(self._num_steps, rows, None, wait))
 
     def _collect(self, step: _Pending) -> list[Event]:
         """Read a step's results: hand out tokens, end what has ended, and learn from what was accepted."""
         result = step.wait()
         live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]
-        if step.num_drafts >= 0 and self._fixed is None:
-            counts = [result.counts[i] - 1 for i in live]
-            self._lengths.observe(step.bucket, step.num_drafts, result.seconds, counts)
+        if step.choice is not None and self._fixed is None:
+            self._lengths.observe(step.choice, result.seconds, [len(result.tokens[i]) - 1 for i in live])
         events = []
         for i in live:
             handle = step.rows[i][0]
             if not handle.is_done:  # a callback may have cancelled it
-                events.append(Event(handle, self._take(handle, step.num_drafts, result, i)))
+                num_drafts = -1 if step.choice is None else step.choice.length
+                new = self._take(handle, num_drafts, result.tokens[i], result.is_finite[i])
+                events.append(Event(handle, new))
         return events
 
-    def _take(self, handle: Handle, num_drafts: int, result: Result, row: int) -> list[int]:
-        """The new tokens of one row, cut where the answer ends."""
-        request, count = handle.request, result.counts[row]
-        tokens: list[int] = result.tokens[row, :count].tolist()
+    def _take(self, handle: Handle, num_drafts: int, tokens: list[int], is_finite: bool) -> list[int]:
+        """A step's tokens, cut where the answer ends. num_drafts: -1 for a prefill."""
+        request, count = handle.request, len(tokens)
         if num_drafts < 0:
             handle.first_token_at = handle.first_token_at or time.perf_counter()
         else:
@@ -299,7 +297,7 @@ class Engine:
                 break
         broken = len(new) < len(tokens) and tokens[len(new)] < 0 and not reason
         # A kernel that fuses the choice may choose a token from NaN; what NaN does is in the hidden state by then.
-        if broken or not bool(result.hidden[row].isfinite().all()):
+        if broken or not is_finite:
             handle.error = self._no_number(len(request.prompt) + len(handle.tokens) + (len(new) if broken else 0))
             new = new if broken else []
         handle.tokens += new
@@ -309,6 +307,7 @@ class Engine:
             self._end(handle, "error")
             for pool in self.pools.values():
                 pool.forget_all()  # K and V of what was computed lately may be NaN
+            self.cache.wipe()
         elif reason or len(handle.tokens) == request.max_new_tokens:
             self._end(handle, reason or "length")
         elif num_drafts >= 0:
@@ -337,6 +336,7 @@ class Engine:
                 f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones need {need}; "
                 f"the cache holds {self.max_len}"
             )
+        self.scheduler.require_room(len(prompt), request.max_new_tokens)
 
     def _no_number(self, length: int) -> NumericsError:
         dtype = str(self.model.ops.dtype).removeprefix("torch.")

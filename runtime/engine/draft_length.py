@@ -16,23 +16,34 @@ time. Where drafts are accepted the account is full and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 EARNS = 0.005
-GIFT, MOST = 0.5, 4.0  # plain steps
+GIFT, MOST = 0.5, 6.0  # plain steps
 DECAY = 0.96  # of a count, for each step that adds to it: 25 steps are remembered
 FADE = 0.99  # for each step whose drafts say nothing of the position
 PRIOR, PRIOR_WEIGHT = 0.7, 1.0  # of the first position's acceptance, in steps
 FIRST_LENGTH = 3
 MARGIN = 1.01  # that a length must be better by than the present one
 STEP_SHARE = 0.08  # what a draft adds to a step, in plain steps, until one was timed; then half as much at least
+SMOOTHING = 0.1  # of a length's time, by the latest
 PLAIN_STEPS = 3  # timed before the first draft: what all else is measured against
 FIRST_LOOK, LAST_LOOK = 16, 256  # steps between looks at a length that seems worse; more each time in vain
 LOOK_GROWTH = 1.5
 WORTH_A_LOOK = 0.7  # of the best rate, that a length would reach if it were as cheap as the longest one below it
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """The number of drafts of a step of a batch of `bucket` rows. is_look: taken to learn, not as the best."""
+
+    length: int
+    bucket: int
+    is_look: bool = False
+
+
 class DraftLength:
-    """Decides for one engine. longest: of the lengths to choose from, 0 to 7."""
+    """Decides for one engine, whose steps may be observed while the next ones run. longest: 0 to 7."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -40,30 +51,33 @@ class DraftLength:
         self._accepted = [0.0] * longest
         self._costs: dict[int, list[float | None]] = {}  # of a step with 0, 1, ... drafts, by batch bucket
         self._timed: dict[int, list[int]] = {}  # when each was timed last
-        self._num_plain: dict[int, int] = {}
+        self._counts: dict[int, list[int]] = {}  # how often
         self._now = 0
         self._account = GIFT  # in plain steps
         self._last = 0
         self._repeats = 0  # steps since the length changed
         self._wait: float = FIRST_LOOK
         self._since_look = 0
-        self._looking = False
+        self._latest: Choice | None = None  # not yet observed
+        self._held = 0.0  # what it may cost, in plain steps
         self._before = 0  # the length of the last step that was no look
 
-    def choose(self, bucket: int) -> int:
-        """The length of the next step of a batch of `bucket` rows."""
-        if not self.longest:
-            return 0
+    def choose(self, bucket: int) -> Choice:
+        """What the next step of a batch of `bucket` rows is to do. To be given to `observe`, if it is observed."""
         costs = self._costs.setdefault(bucket, [None] * (self.longest + 1))
-        if self._num_plain.get(bucket, 0) < PLAIN_STEPS:
-            return 0
+        if self._counts.setdefault(bucket, [0] * (self.longest + 1))[0] < PLAIN_STEPS:
+            return Choice(0, bucket)
         best = self._best(costs)
-        self._looking = self._since_look >= self._wait
-        if self._looking:
+        is_look = self._since_look >= self._wait
+        if is_look:
             best = self._look(bucket, costs, best)
-        while best and not self._can_pay(costs, best):
-            best = best - 1 if self._looking else 0
-        return best
+            self._since_look = 0
+        if self._latest is not None and costs[self._latest.length] is None:
+            best = 0  # what the step under way takes is not known at all
+        while best and self._extra(costs, best) > self._account - self._held:
+            best -= 1
+        self._latest, self._held = Choice(best, bucket, is_look), self._extra(costs, best)
+        return self._latest
 
     def _look(self, bucket: int, costs: Sequence[float | None], best: int) -> int:
         """A length to try in place of `best`: some drafts where none seem to pay, else what was timed longest ago."""
@@ -77,24 +91,27 @@ class DraftLength:
         worth = [k for k in range(reach + 1) if k != best and (k == 0 or hopes[k] > WORTH_A_LOOK * rates[best])]
         return min(worth, key=lambda k: timed[k])
 
-    def observe(self, bucket: int, length: int, seconds: float, accepted: Sequence[int]) -> None:
-        """A step of `length` drafts took `seconds`, and accepted so many of each sequence's."""
+    def observe(self, choice: Choice, seconds: float, accepted: Sequence[int]) -> None:
+        """The step took `seconds`, and so many of each sequence's drafts were accepted."""
+        if choice is self._latest:
+            self._latest, self._held = None, 0.0
         if not self.longest or seconds <= 0 or not accepted:
             return
+        bucket, length = choice.bucket, choice.length
         costs = self._costs.setdefault(bucket, [None] * (self.longest + 1))
         self._now += 1
         self._timed.setdefault(bucket, [0] * (self.longest + 1))[length] = self._now
-        self._num_plain[bucket] = self._num_plain.get(bucket, 0) + (length == 0)
-        self._learn_cost(costs, length, seconds)
+        counts = self._counts.setdefault(bucket, [0] * (self.longest + 1))
+        counts[length] += 1
+        self._learn_cost(costs, length, seconds, max(1 / counts[length], SMOOTHING))
         self._learn_acceptance(length, accepted)
         plain = costs[0] or seconds
         took = seconds / plain
         gain = sum(accepted) / len(accepted) + 1 - took if length else 0.0
         self._account = min(self._account + gain + EARNS * took, MOST)
-        if self._looking:
+        if choice.is_look:
             found = self._best(costs) != self._before  # it was worth it: there may be more to find
             self._wait = FIRST_LOOK if found else min(LOOK_GROWTH * self._wait, LAST_LOOK)
-            self._since_look, self._looking = 0, False
         else:
             self._since_look += 1
             self._before = length
@@ -143,17 +160,17 @@ class DraftLength:
         high = costs[above] or plain
         return low + (high - low) * (length - below) / (above - below)
 
-    def _can_pay(self, costs: Sequence[float | None], length: int) -> bool:
-        """Whether the account covers a step of which nothing is accepted."""
-        return self._cost(costs, length) / self._cost(costs, 0) - 1 <= self._account
+    def _extra(self, costs: Sequence[float | None], length: int) -> float:
+        """Plain steps that are lost by a step of which nothing is accepted."""
+        return self._cost(costs, length) / self._cost(costs, 0) - 1
 
-    def _learn_cost(self, costs: list[float | None], length: int, seconds: float) -> None:
+    def _learn_cost(self, costs: list[float | None], length: int, seconds: float, weight: float) -> None:
         """Steps right after a change say what a length takes beside the others; later ones, how all of them drift."""
         old = costs[length]
         if old is None:
             costs[length] = seconds
             return
-        new = old + 0.25 * (min(seconds, 2 * old) - old)  # a step that something else delayed counts as twice as long
+        new = old + weight * (min(seconds, 2 * old) - old)  # a step that something else delayed counts as twice as long
         costs[length] = new
         if length == self._last and self._repeats >= 4:
             for i, cost in enumerate(costs):

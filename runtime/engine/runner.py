@@ -48,14 +48,13 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """tokens [B, q_len] int64, counts [B] how many of them are valid, hidden [B, H] the last one's; on the host.
+    """Each row's new tokens, of which one that is -1 could not be chosen.
 
-    A token of -1 could not be chosen. seconds: what the step took, 0 where that is not known.
+    is_finite: whether the hidden state that gave its last token is. seconds: the step took, 0 where that is not known.
     """
 
-    tokens: Tensor
-    counts: list[int]
-    hidden: Tensor
+    tokens: list[list[int]]
+    is_finite: list[bool]
     seconds: float
 
 
@@ -107,6 +106,7 @@ class Runner:
             self.hidden[row] = self.hidden[last]
             if self._mask is not None:
                 self._mask[row] = self._mask[last]
+        self.hidden[last] = 0
 
     def add_pages(self, pages: Sequence[NewPage]) -> None:
         """Write the entries of running rows' tables."""
@@ -191,9 +191,11 @@ class Runner:
         """Start a step of rows 0 to len(handles) - 1. longest: tokens that any of them may ever hold."""
         batch = self.bucket(len(handles))
         way = Way.of(handles)
+        began: float | torch.cuda.Event | None
         if self.model.ops.supports_graphs:
+            known = len(self._graphs)
             graph, result = self._graph(batch, num_drafts, way, longest + num_drafts + 1)
-            began = self._now()
+            began = self._now() if len(self._graphs) == known else None  # a graph's first replay takes longer
             graph.replay()
         else:
             began = self._now()
@@ -304,6 +306,6 @@ class Runner:
 
 
 def _read(result: Tensor, hidden: Tensor, counted: bool, seconds: float) -> Result:
-    if counted:
-        return Result(result[:, 1:], result[:, 0].tolist(), hidden, seconds)
-    return Result(result, [1] * len(result), hidden, seconds)
+    rows: list[list[int]] = result.tolist()
+    tokens = [row[1 : row[0] + 1] for row in rows] if counted else rows
+    return Result(tokens, hidden.isfinite().all(-1).tolist(), seconds)

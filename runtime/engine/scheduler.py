@@ -85,16 +85,19 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.running)
 
     def add(self, handle: Handle) -> None:
+        """Let it wait for its turn. It must fit alone: `require_room`."""
+        self._wait(handle)
+
+    def require_room(self, num_prompt_tokens: int, num_new_tokens: int) -> None:
         """Raises UsageError for a request that does not fit alone."""
-        full, sliding = self.needs(handle.limit)
+        full, sliding = self.needs(num_prompt_tokens + num_new_tokens)
         for kind, need in (("full", full), ("sliding", sliding)):
             if need > (have := self.pools[kind].capacity):
                 raise UsageError(
-                    f"{len(handle.request.prompt)} prompt tokens and {handle.request.max_new_tokens} new ones take "
-                    f"{need} pages of {self.page_size} tokens on {kind}-attention layers; the cache has {have}",
+                    f"{num_prompt_tokens} prompt tokens and {num_new_tokens} new ones take {need} pages of "
+                    f"{self.page_size} tokens on {kind}-attention layers; the cache has {have}",
                     hint="a shorter prompt, fewer new tokens, or a cache of more pages",
                 )
-        self._wait(handle)
 
     def needs(self, length: int) -> tuple[int, int]:
         """(full, sliding) pages that a sequence of up to `length` tokens takes alone, a page at a time in prefill."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from kerngen.runtime.engine.draft_length import EARNS, DraftLength
+from kerngen.runtime.engine.draft_length import EARNS, Choice, DraftLength
 
 LONGEST = 7
 # Seconds of a step with 0 to 7 drafts: 31B-like (a step reads 19 GB, drafts are cheap), E2B-like (a step is short), a
@@ -36,20 +37,27 @@ class Run:
 
 
 def simulate(lengths: DraftLength, costs: list[float], steps: int, chance: Callable[[int], float], *, batch: int = 1,
-             seed: int = 0, noise: float = 0.03) -> Run:  # fmt: skip
-    """chance: that a draft is accepted, by step. noise: of a step's measured time."""
+             seed: int = 0, noise: float = 0.03, lag: int = 1) -> Run:  # fmt: skip
+    """chance: that a draft is accepted, by step. noise: of a step's measured time. lag: steps chosen before it is told.
+
+    Now and then a step is never told of, as where all its requests were cancelled.
+    """
+    untold: deque[tuple[Choice, float, list[int]]] = deque()
     draw = random.Random(seed)
     run = Run(0.0, 0.0, 0.0, [])
     for step in range(steps):
-        length = lengths.choose(batch)
-        accepted = []
+        choice = lengths.choose(batch)
+        length, accepted = choice.length, []
         for _ in range(batch):
             count = 0
             while count < length and draw.random() < chance(step):
                 count += 1
             accepted.append(count)
         seconds = costs[length] * (1 + draw.uniform(-noise, noise))
-        lengths.observe(batch, length, seconds, accepted)
+        if step < 30 or draw.random() > 0.01:
+            untold.append((choice, seconds, accepted))
+        if len(untold) > lag:
+            lengths.observe(*untold.popleft())
         emitted = 1 + sum(accepted) / batch
         run.seconds += costs[length]
         run.tokens += emitted
@@ -62,10 +70,10 @@ def simulate(lengths: DraftLength, costs: list[float], steps: int, chance: Calla
 @pytest.mark.parametrize("batch", [1, 16])
 def test_where_no_draft_is_accepted_at_most_one_percent_is_lost(costs: str, batch: int) -> None:
     """From the 200 tokens of a short answer on, and less and less after that; before, less than one plain step."""
-    for seed in range(3):
+    for seed in range(4):
         for steps in (20, 200, 1000, 8000):
             run = simulate(DraftLength(LONGEST), COSTS[costs], steps, lambda _: 0.0, batch=batch, seed=seed)
-            assert run.loss * steps < 1 + EARNS * steps
+            assert run.loss * steps < 1 + 1.05 * EARNS * steps
             if steps >= 200:
                 assert run.loss <= 0.01
         assert run.loss <= 0.006
@@ -77,7 +85,7 @@ def test_it_is_near_the_best_fixed_length_and_never_slower_than_none(costs: str,
     table = COSTS[costs]
     emitted = [sum(chance**i for i in range(k + 1)) for k in range(LONGEST + 1)]
     best = max(e / c for e, c in zip(emitted, table, strict=True))
-    for seed in range(3):
+    for seed in range(4):
         run = simulate(DraftLength(LONGEST), table, 4000, lambda _: chance, seed=seed)
         assert run.loss <= 0.01
         assert run.tokens / run.seconds > 0.93 * best, f"{run.tokens / run.seconds:.0f} of {best:.0f} tokens a second"
@@ -99,19 +107,21 @@ def test_costs_that_grow_with_the_context_do_not_mislead_it() -> None:
     draw = random.Random(0)
     used = []
     for step in range(3000):
-        length = lengths.choose(1)
+        choice = lengths.choose(1)
         count = 0
-        while count < length and draw.random() < 0.8:
+        while count < choice.length and draw.random() < 0.8:
             count += 1
-        lengths.observe(1, length, table[length] * (1 + step / 1000), [count])
-        used.append(length)
+        lengths.observe(choice, table[choice.length] * (1 + step / 1000), [count])
+        used.append(choice.length)
     assert sum(3 <= length <= 7 for length in used[500:]) > 0.9 * len(used[500:])
 
 
 def test_without_a_choice_there_is_none() -> None:
     lengths = DraftLength(0)
-    lengths.observe(1, 0, 1.0, [0])
-    assert lengths.choose(1) == 0
+    for _ in range(5):
+        choice = lengths.choose(1)
+        assert choice.length == 0
+        lengths.observe(choice, 1.0, [0])
 
 
 def test_a_batch_is_timed_by_its_size() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -388,3 +391,65 @@ def test_random_arrivals_cancellations_and_preemptions(models: Models, seed: int
         assert handle.tokens == expected[i][: len(handle.tokens)], f"request {i} of seed {seed} on {variant}"
         assert (i in cancelled) or len(handle.tokens) == len(expected[i])
     assert_nothing_is_held(engine)
+
+
+class Graphless:
+    """What stands for torch.cuda's graphs and streams on a machine without: a replay runs the step again.
+
+    As a capture does, it leaves what the step would have written alone.
+    """
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runner, self.num_captured, self.num_replayed = engine.runner, 0, 0
+        self.asked: tuple[Any, ...] = ()
+        self.step = engine.runner.step
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        monkeypatch.setattr(engine.runner, "step", self.noted)
+        monkeypatch.setattr(engine.runner.model.ops, "supports_graphs", True, raising=False)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda s: nullcontext())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None, pool=lambda: "pool"))
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+
+    def noted(self, *args: Any) -> Tensor:
+        self.asked = args
+        self.result = self.step(*args)
+        return self.result
+
+    @contextmanager
+    def capture(self, graph: Any, pool: Any) -> Iterator[None]:
+        assert pool == ("pool" if self.num_captured else None)
+        saved = self.runner.ints.clone(), self.runner.hidden.clone()
+        yield
+        self.runner.ints.copy_(saved[0])
+        self.runner.hidden.copy_(saved[1])
+        self.num_captured += 1
+        asked, result = self.asked, self.result
+
+        def replay() -> None:
+            self.num_replayed += 1
+            result.copy_(self.step(*asked))
+
+        graph.replay = replay
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_steps_that_are_captured_when_first_needed(
+    models: Models, monkeypatch: pytest.MonkeyPatch, drafts: int
+) -> None:
+    """One graph for each size of batch, way to choose and context; capturing changes no row, whoever runs meanwhile."""
+    model, drafter = models["shared_ple"]
+    requests = [Request(r.prompt, r.max_new_tokens, Sampling(0.8, 9, seed=i) if i % 3 == 2 else Sampling())
+                for i, r in enumerate(REQUESTS)]  # fmt: skip
+    expected = alone(model, requests)
+    oracle = oracle_for(drafter, requests, expected)
+    with monkeypatch.context() as patch:
+        oracle.engine = engine = engine_for(model, oracle, num_draft_tokens=drafts, prefill_chunk=9,
+                                            buckets=(1, 2, 4, 8), lag=1)  # fmt: skip
+        graphs = Graphless(engine, patch)
+        assert tokens_of(engine, requests) == expected
+        once = graphs.num_captured
+        assert 3 <= once <= 8 < graphs.num_replayed
+        assert tokens_of(engine, requests) == expected
+        assert graphs.num_captured <= once + 2, "what was captured once is replayed"

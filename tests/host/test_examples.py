@@ -335,7 +335,7 @@ def test_kerngen_runs_it(target: Path) -> None:
         "--prompt",
     ]
     prompt = acceptance.PROMPTS[0]
-    drafted = json.loads(run(*command, prompt, "--draft", ASSISTANT))
+    drafted = json.loads(run(*command, prompt, "--draft", ASSISTANT, "--num-draft-tokens", "3"))
     plain = json.loads(run(*command, prompt, "--no-draft"))
     assert drafted["text"] == plain["text"]
     assert plain["text"].startswith("Vera keeps the red lantern in the tower.")

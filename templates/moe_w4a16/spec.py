@@ -15,7 +15,7 @@ cutting: common/w4_tiling.py, common/w4_gemm.cuh, common/w4_gemv.cuh.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
@@ -77,12 +77,11 @@ class Config:
 
     def tiling(self, phase: str) -> Tiling:
         """phase: up or down."""
-        names = (f.name for f in fields(Tiling))
-        own = {n: getattr(self, f"{phase}_{n}" if f"{phase}_{n}" in _FIELDS else n) for n in names}
-        return Tiling(**own)
+        own = {n: getattr(self, f"{phase}_{n}") for n in _OWN}
+        return Tiling(self.block_m, warp_n=self.warp_n, warps_m=self.warps_m, wgmma=self.wgmma, gemv=self.gemv, **own)
 
 
-_FIELDS = {f.name for f in fields(Config)}
+_OWN = ("block_n", "block_k", "warps_k", "num_stages", "blocks_per_sm")  # of each phase
 PHASES = ("up", "down")
 
 

@@ -105,7 +105,7 @@ template <class S> struct W4Gemv {
     }
 
     // This block's tiles. W is read before pdl_wait, x and everything that is written after it. exchange: EXCHANGE_CHUNKS.
-    // With SPLIT_K > 1 counters: one a tile, zero and left so; partials: [tile][SPLIT_K][tokens][strip][8].
+    // With SPLIT_K > 1 exchange is one more, for who arrived last; counters: one a tile, zero and left so; partials: [tile][SPLIT_K][tokens][strip][8].
     template <class Rows>
     static DEVICE void run(const Rows& rows, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales,
                            float4* exchange, uint32_t* counters = nullptr, float4* partials = nullptr) {
@@ -188,11 +188,11 @@ template <class S> struct W4Gemv {
                     else store_quad(q, sum);
                 }
                 if constexpr (SPLIT_K > 1) {
-                    __shared__ uint32_t before;
+                    uint32_t* const before = reinterpret_cast<uint32_t*>(exchange + EXCHANGE_CHUNKS);
                     __syncthreads();
-                    if (threadIdx.x == 0) before = arrive(counters + tile);
+                    if (threadIdx.x == 0) *before = arrive(counters + tile);
                     __syncthreads();
-                    if (before != SPLIT_K - 1) return;
+                    if (*before != SPLIT_K - 1) return;
                     if (threadIdx.x == 0) counters[tile] = 0;
                     for (int q = threadIdx.x; q < quads; q += THREADS) {
                         float4 part[SPLIT_K], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -274,7 +274,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
         )
     return (
         config(128, 32, 1, True, (256, 64, deep, 0), (256, 64, deep, 0)),
-        config(128, 64, 2, False, (128, 64, deep, 0), (128, 64, deep, 0)),
+        config(128, 32, 2, False, (128, 64, deep, 0), (128, 64, deep, 0)),
         config(64, 64, 2, False, (128, 32, 2, 0), (128, 32, 2, 0)),
         config(32, warp_n, 1, False, (64, 64, 2, 0), (64, 64, 2, 0)),
         last,

@@ -127,22 +127,25 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
-    """Without stages, best first: from sweeps on an H200, enough warps to have much of W under way at once."""
+    """Without stages, best first: from sweeps on an H200, about eight warps an SM, of two strips where there are many."""
     strips, columns, num_sms = problem.n // STRIP, problem.k // STRIP, target.device.num_sms
     split = 1
-    if strips <= 2 * num_sms:
-        warp_n, warps_k = (64, 8) if strips > num_sms and columns > 64 else (32, 16)
-        while strips * split * 2 <= 2 * num_sms and columns > 8 * warps_k * split and split < 8:
-            split *= 2
+    if strips > 2 * num_sms:
+        strips_each, warps_k, most_steps = (1, 4, 4) if strips <= 4 * num_sms else (2, 4, 2)
+    elif columns <= 96 and (strips <= num_sms or columns <= 64):
+        strips_each, warps_k, most_steps = 1, 16, 6
     else:
-        warp_n, warps_k = (32, 4) if strips <= 4 * num_sms else (64, 4)
+        strips_each, warps_k, most_steps = 2, 8 if strips <= num_sms or columns <= 96 else 4, 3
+        if columns > 96:
+            fitting = 2 * 8 * num_sms // (strips * warps_k)
+            split = max(s for s in (1, 2, 3, 4, 6, 8) if s <= max(1, fitting))
     found = []
     for k in (k for k in (16, 8, 4, 2, 1) if k <= warps_k):
-        turns = -(-columns // (6 * k * split))
-        steps = -(-columns // (k * split * turns))
         parts = split if k > 1 else 1
-        found += [Config(8, n, STRIP * k * s, n, 1, k, 1, 0, gemv=True, split_k=parts)
-                  for n in dict.fromkeys((warp_n, 32)) for s in range(steps, 0, -1)]  # fmt: skip
+        turns = -(-columns // (most_steps * k * parts))
+        steps = -(-columns // (k * parts * turns))
+        found += [Config(8, STRIP * each, STRIP * k * s, STRIP * each, 1, k, 1, 0, gemv=True, split_k=parts)
+                  for each in dict.fromkeys((strips_each, 1)) for s in range(steps, 0, -1)]  # fmt: skip
     return tuple(found)
 
 

@@ -83,6 +83,13 @@ class Oracle(Drafter):
         self.random = random.Random(0)
         self.engine: Engine | None = None
 
+    def step(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int
+    ) -> tuple[Tensor, Tensor]:
+        y, hidden = super().step(ids, hidden, lengths, cache, max_kv_len)
+        assert hidden.isfinite().all(), "a draft saw a key that was let go"
+        return y, hidden
+
     def draft(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
@@ -124,6 +131,49 @@ def test_drafts_of_every_length_change_no_token_of_a_batch(models: Models, draft
     if drafts and drafts > 1:
         accepted = [a for g in made for a in g.stats.accepted]
         assert 0 < sum(accepted) < sum(d for g in made for d in g.stats.drafted)
+
+
+class Noting(Oracle):
+    """Leaves the real drafts, and notes them by prompt and length."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter, {})
+        self.notes: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def draft(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
+    ) -> Tensor:
+        drafts = Drafter.draft(self, ids, hidden, lengths, cache, count, max_kv_len)
+        assert self.engine is not None
+        for handle, length, row in zip(self.engine.scheduler.running, lengths.tolist(), drafts.tolist(), strict=False):
+            if length < handle.limit - 1:  # beyond its end a row may draft anything
+                self.notes[tuple(handle.request.prompt), length] = row
+        return drafts
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_row_drafts_what_its_sequence_drafts_alone(models: Models, lag: int) -> None:
+    """Rows move when others leave, with the hidden state that the next draft begins with."""
+    model, drafter = models["dense"]
+    notes = []
+    for max_batch, late in ((1, 0), (8, lag)):
+        noting = Noting(drafter)
+        noting.engine = engine_for(model, noting, max_batch=max_batch, prefix_caching=False, lag=late)
+        noting.engine.generate_many(REQUESTS)
+        notes.append(noting.notes)
+    assert len(notes[0]) > 40
+    assert {key: notes[1][key] for key in notes[0]} == notes[0]
+
+
+def test_the_host_reads_one_step_behind(model: Gemma4) -> None:
+    engine = engine_for(model, lag=1)
+    handle = engine.submit(Request(prompt(5), 9))
+    known = []
+    for _ in range(4):
+        engine.step()
+        known.append(len(handle.tokens))
+    assert known == [1, 1, 2, 3], "the first token at once, and then each with the next step under way"
+    assert engine.runner.ints[1, 0] == 5 + 3, "where the device is"
 
 
 @pytest.mark.parametrize("chunk", [1, 3, PAGE, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3])
@@ -265,6 +315,15 @@ def test_a_prefix_that_is_found_changes_no_token(models: Models, variant: str, l
             assert made.stats.num_cached_tokens == length // PAGE * PAGE
     assert made.stats.num_cached_tokens == (len(first.prompt) - 1) // PAGE * PAGE
     assert_nothing_is_held(engine)
+
+
+def test_a_page_is_found_only_behind_what_it_was_computed_behind(model: Gemma4) -> None:
+    """The same tokens at the same place after another beginning are another page."""
+    p, q, x, y = (prompt(2 * PAGE, seed=i) for i in range(70, 74))
+    requests = [Request([*a, *b, 5], 8) for a, b in ((p, x), (q, y), (q, x))]
+    engine = engine_for(model)
+    assert [engine.generate_many([r])[0].tokens for r in requests] == alone(model, requests)
+    assert engine.generate_many(requests[2:])[0].stats.num_cached_tokens == 4 * PAGE
 
 
 def test_a_prefix_is_shared_while_others_use_it(model: Gemma4) -> None:

@@ -131,8 +131,18 @@ class Engine:
         """A decode step of all that run, then a chunk of prefill; returns the tokens that are known by now.
 
         Where the device runs behind, those are the step's before this one. A request that ends in an error has its
-        event too: see `Handle.error`.
+        event too: see `Handle.error`. What interrupts a step (Ctrl-C, a callback that raises) costs no token: all begin
+        again with the tokens that they have.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._pending.clear()
+            self.scheduler.restart()
+            self.runner.clear()
+            raise
+
+    def _step(self) -> list[Event]:
         self._num_steps += 1
         self.scheduler.admit()
         decodes = self._decode()
@@ -292,7 +302,7 @@ class Engine:
             if token < 0:
                 break
             new.append(token)
-            if token in request.stop_ids or (request.stops is not None and request.stops(token)):
+            if token in request.stop_ids or self._is_stopped(handle, token):
                 reason = "stop"
                 break
         broken = len(new) < len(tokens) and tokens[len(new)] < 0 and not reason
@@ -314,6 +324,16 @@ class Engine:
             handle.num_cached += count
             self.scheduler.settle(handle)
         return new
+
+    def _is_stopped(self, handle: Handle, token: int) -> bool:
+        """What the request's callback says; one that raises has ended its request."""
+        if handle.request.stops is None:
+            return False
+        try:
+            return handle.request.stops(token)
+        except BaseException:
+            self.cancel(handle)
+            raise
 
     def _end(self, handle: Handle, reason: str) -> None:
         handle.stop_reason, handle.ended_at = reason, time.perf_counter()

@@ -108,6 +108,11 @@ class Runner:
                 self._mask[row] = self._mask[last]
         self.hidden[last] = 0
 
+    def clear(self) -> None:
+        """No row stands for anybody."""
+        for tensor in (self.ints, self.floats, self.hidden, self.cache.tables):
+            tensor.zero_()
+
     def add_pages(self, pages: Sequence[NewPage]) -> None:
         """Write the entries of running rows' tables."""
         if not pages:

@@ -264,6 +264,15 @@ class Scheduler:
 
     # -- the end
 
+    def restart(self) -> None:
+        """Send all back to wait, whatever a step that was interrupted left of them; their rows are not told."""
+        for handle in {h.order: h for h in (*self.prefilling, *self.running)}.values():
+            self._give_up(handle)
+            self._wait(handle)
+        self.prefilling.clear()
+        self.running.clear()
+        self.new_pages.clear()
+
     def finish(self, handle: Handle) -> None:
         """Let go of all that it holds, wherever it is."""
         if handle.phase is Phase.WAITING:
@@ -273,7 +282,7 @@ class Scheduler:
         handle.phase = Phase.DONE
 
     def _drop(self, handle: Handle) -> None:
-        """Take it out of the batch, release its pages, and take no result of steps that were started before."""
+        """Take it out of the batch and release its pages; no result of a step that was started before is its own."""
         if handle.phase is Phase.RUNNING:
             row, last = handle.row, self.running.pop()
             if last is not handle:
@@ -282,6 +291,9 @@ class Scheduler:
             self._leave(row, len(self.running))
         else:
             self.prefilling.remove(handle)
+        self._give_up(handle)
+
+    def _give_up(self, handle: Handle) -> None:
         for kind in KINDS:
             self.pools[kind].release(page for page in handle.pages[kind] if page)
             handle.pages[kind] = []

@@ -297,6 +297,42 @@ def test_a_callback_ends_its_request_or_another(model: Gemma4) -> None:
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_interrupts_a_step_costs_no_token(models: Models, monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+    """Ctrl-C wherever it comes, and a callback that raises: the others go on, and no page is lost."""
+    model, drafter = models["dense"]
+    expected = alone(model, REQUESTS)
+    engine = engine_for(model, drafter, lag=lag, prefill_chunk=13)
+    forward, calls = Gemma4.forward, 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        hidden = forward(*args, **kwargs)
+        if calls % 4 == 3 and calls < 20:
+            raise KeyboardInterrupt
+        return hidden
+
+    def raising(token: int) -> bool:
+        raise ZeroDivisionError
+
+    handles = [engine.submit(r) for r in REQUESTS]
+    bad = engine.submit(Request(prompt(6), 4, stops=raising))
+    raised = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Gemma4, "forward", interrupted)
+        while engine.has_work:
+            try:
+                engine.step()
+            except (KeyboardInterrupt, ZeroDivisionError) as e:
+                raised.append(type(e))
+    assert raised.count(KeyboardInterrupt) == 5
+    assert raised.count(ZeroDivisionError) == 1
+    assert [h.tokens for h in handles] == expected
+    assert (bad.tokens, bad.stop_reason) == ([], "cancelled")
+    assert_nothing_is_held(engine)
+
+
 SHARED = prompt(5 * WINDOW + 1, seed=50)
 
 

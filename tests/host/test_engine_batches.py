@@ -28,6 +28,7 @@ LENGTHS = (1, 2, 7, 8, 9, 13, 21, 30)  # prompts: around pages, around the windo
 COUNTS = (1, 2, 9, 17, 12, 24, 5, 20)
 REQUESTS = [Request(prompt(n, seed=i), c) for i, (n, c) in enumerate(zip(LENGTHS, COUNTS, strict=True))]
 Models = dict[str, tuple[Gemma4, Drafter]]
+ALONE: dict[tuple[int, str], list[list[int]]] = {}  # models live as long as the module
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,11 @@ def model(models: Models) -> Gemma4:
 
 def alone(model: Gemma4, requests: list[Request]) -> list[list[int]]:
     """Each request's tokens without anyone beside it, without drafts, in one chunk of prefill."""
-    engine = Engine(model, max_len=100, page_size=PAGE, prefix_caching=False)
-    return [g.tokens for r in requests for g in engine.generate_many([r])]
+    key = id(model), repr(requests)
+    if key not in ALONE:
+        engine = Engine(model, max_len=100, page_size=PAGE, prefix_caching=False)
+        ALONE[key] = [g.tokens for r in requests for g in engine.generate_many([r])]
+    return ALONE[key]
 
 
 def engine_for(model: Gemma4, drafter: Drafter | None = None, **options: Any) -> Engine:
@@ -389,7 +393,7 @@ def test_a_prefix_without_its_sliding_pages_is_no_prefix(model: Gemma4) -> None:
     request = Request([*SHARED, *prompt(4, seed=3)[1:]], 8)
     expected = alone(model, [request])[0]
     found = []
-    for num_lost in range(16):
+    for num_lost in (0, 2, 5, 8, 11, 15):
         engine = engine_for(model, max_len=80, prefill_chunk=PAGE)
         engine.generate_many([request])
         sliding = engine.pools["sliding"]

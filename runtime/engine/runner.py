@@ -74,11 +74,16 @@ class Runner:
         max_kv_len: int,
         suppressed_ids: Sequence[int],
         buckets: Sequence[int] | None,
+        one_kv_len: bool = False,
     ) -> None:
-        """max_kv_len: tokens that the tables have room for. buckets: of the batch; None for those of the backend."""
+        """max_kv_len: tokens that the tables have room for. buckets: of the batch; None for those of the backend.
+
+        one_kv_len: every step is captured for max_kv_len, however long its sequences may get.
+        """
         ops, config = model.ops, model.config
         self.model, self.drafter, self.cache = model, drafter, cache
         self.max_kv_len = max_kv_len
+        self.least_kv_len = max_kv_len if one_kv_len else LEAST_KV_LEN
         self.buckets = buckets or (BUCKETS if ops.supports_graphs else ())
         device = ops.device
         self.ints = torch.zeros(5, max_batch, dtype=torch.int64, device=device)
@@ -258,7 +263,7 @@ class Runner:
 
         What the warm-up writes to the cache lies at and after the current lengths, where the next step writes again.
         """
-        max_kv_len = min(self.max_kv_len, 1 << (max(longest, LEAST_KV_LEN) - 1).bit_length())
+        max_kv_len = min(self.max_kv_len, 1 << (max(longest, self.least_kv_len) - 1).bit_length())
         key = batch, num_drafts, way, max_kv_len
         if key in self._graphs:
             return self._graphs[key]

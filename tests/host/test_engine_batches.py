@@ -21,6 +21,8 @@ from kerngen.runtime.engine import Engine, Handle, Request
 from kerngen.runtime.engine.request import Phase
 from kerngen.runtime.engine.scheduler import window_pages
 from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import KVPages, Linear
+from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.sampling import Sampling
 
 PAGE = 4
@@ -552,3 +554,52 @@ def test_steps_that_are_captured_when_first_needed(
         assert 3 <= once <= 8 < graphs.num_replayed
         assert tokens_of(engine, requests) == expected
         assert graphs.num_captured <= once + 2, "what was captured once is replayed"
+
+
+class Fickle(TorchOps):
+    """Rounds otherwise for every number of tokens and of sequences, and for every limit of context, as kernels may."""
+
+    def linear(self, x: Tensor, weights: Linear) -> Tensor:
+        return super().linear(x, weights) * (1 + 0.01 * (len(x) % 7))
+
+    def attn_decode(self, q: Tensor, cache: KVPages, table: Tensor, kv_lens: Tensor, *args: Any) -> Tensor:
+        return super().attn_decode(q, cache, table, kv_lens, *args) * (1 + 0.01 * (len(kv_lens) % 5))
+
+    def attn_prefill(self, q: Tensor, cache: KVPages, table: Tensor, kv_lens: Tensor, *args: Any) -> Tensor:
+        return super().attn_prefill(q, cache, table, kv_lens, *args) * (1 + 0.01 * (args[1] % 5) + 0.02 * len(kv_lens))
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_is_reproducible_does_not_depend_on_company(models: Models, drafts: int) -> None:
+    """Kernels whose rounding depends on shapes: alone, together, preempted, interrupted, the tokens are the same."""
+    model, drafter = models["dense"]
+    ops = Fickle(model.ops.device, torch.float32)
+    held = [(holder, holder.ops) for holder in (model, model.stack, drafter, drafter.stack)]
+    try:
+        for holder, _ in held:
+            holder.ops = ops
+        options = {"num_draft_tokens": drafts, "prefill_chunk": 8, "max_batch": 5, "reproducible": True}
+        requests = [Request(prompt(7 + 3 * i, seed=i), 20) for i in range(7)]
+        single = engine_for(model, drafter, **options)
+        expected = [single.generate_many([r])[0].tokens for r in requests]
+        careless = engine_for(model, drafter, **(options | {"reproducible": False}))
+        assert tokens_of(careless, requests) != expected, "the kernels must be fickle enough"
+        for lag in (0, 1):
+            engine = engine_for(model, drafter, lag=lag, num_pages={"full": 24, "sliding": 40}, **options)
+            made = engine.generate_many(requests)
+            assert [g.tokens for g in made] == expected
+            assert sum(g.stats.num_preemptions for g in made) > 0
+            handles = [engine.submit(r) for r in requests]
+            for _ in range(6):
+                engine.step()
+            engine.scheduler.restart()
+            engine.runner.clear()
+            while engine.has_work:
+                engine.step()
+            assert [h.tokens for h in handles] == expected
+            assert_nothing_is_held(engine)
+        with pytest.raises(UsageError, match="adapts"):
+            engine_for(model, drafter, num_draft_tokens=None, reproducible=True)
+    finally:
+        for holder, was in held:
+            holder.ops = was

@@ -10,8 +10,10 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 _SCRATCH = ".kerngen-scratch-"
 _SCRATCH_LIFE_S = 3600.0  # a scratch file older than this was left by a process that was killed
@@ -54,6 +56,11 @@ def publish(data: bytes, target: Path) -> None:
     which is never opened through a link, so that in a folder that others write to nothing else is overwritten. Raises
     OSError; no scratch file is left then. Those of processes that were killed are removed an hour later.
     """
+    publish_with(lambda f: f.write(data), target)
+
+
+def publish_with(write: Callable[[BinaryIO], object], target: Path) -> None:
+    """As `publish`, of what `write` writes to the file that it is given."""
     folder = target.parent
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f"{_SCRATCH}{secrets.token_hex(16)}"
@@ -61,7 +68,7 @@ def publish(data: bytes, target: Path) -> None:
     fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         with open(fd, "wb") as f:
-            f.write(data)
+            write(f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(scratch, target)

@@ -35,13 +35,15 @@ def step_bytes(config: ModelConfig, weights: ModelWeights, context: int) -> tupl
             tensors = (linear.packed, linear.scales)
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    total = size(weights.head)
+    total = size(weights.head) + (size(weights.ple.projection) if weights.ple is not None else 0)
     kv = 0
     for layer, w in zip(config.layers, weights.layers, strict=True):
         total += sum(size(m) for m in (w.qkv, w.out, w.gate_up, w.down))
         if w.moe is not None:
             experts = size(w.moe.gate_up) + size(w.moe.down)
             total += size(w.moe.router) + experts // config.num_experts * config.top_k_experts
+        if w.ple is not None:
+            total += size(w.ple.gate) + size(w.ple.projection)
         visible = min(context, layer.window) if layer.window else context
         kv += 2 * visible * layer.num_kv_heads * layer.head_dim * weights.embed.element_size()
     return total, kv

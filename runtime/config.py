@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.fields import Fields, read_json, require_folder, short
+from kerngen.runtime.fields import Fields, read_config, read_json, short
+from kerngen.runtime.quant import QuantConfig, read_quant_config
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -59,17 +60,6 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantConfig:
-    """compressed-tensors pack-quantized W4A16: symmetric int4, one scale for `group_size` inputs.
-
-    ignore: module names, or "re:" and a regular expression, that are stored dense.
-    """
-
-    group_size: int
-    ignore: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The text model. Sizes are counts of elements; ple_size and num_experts are 0 where the model has none."""
 
@@ -90,6 +80,8 @@ class ModelConfig:
     bos_id: int
     eos_ids: tuple[int, ...]
     quant: QuantConfig | None
+    # What images, videos and sounds would take the place of: of the whole model, not of its text part.
+    placeholder_ids: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def embed_scale(self) -> float:
@@ -124,8 +116,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
     Raises UsageError where the folder is another kind of model, CheckpointError on a missing or contradicting field.
     """
-    require_folder(folder)
-    top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    top = Fields(read_config(folder), str(folder / "config.json"))
     kind = top.get("model_type")
     if kind in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a drafter ({kind})", hint="name it with --draft, and its target as MODEL")
@@ -137,8 +128,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
     """The assistant's configuration, checked against the target that it drafts for. Raises as read_model_config."""
-    require_folder(folder)
-    top = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    top = Fields(read_config(folder), str(folder / "config.json"))
     if (kind := top.get("model_type")) not in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a {kind!r} model, not a drafter", hint=f"known: {', '.join(DRAFTER_TYPES)}")
     text = _text_config(top.section("text_config"), top, is_drafter=True)
@@ -166,19 +156,41 @@ def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
     return DrafterConfig(text, width, centroids, top_k)
 
 
+def _generation(folder: Path) -> Fields:
+    """generation_config.json, empty where there is none."""
+    path = folder / "generation_config.json"
+    return Fields(read_json(path) if path.exists() else {}, str(path))
+
+
 def read_eos_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """Stop tokens: those of generation_config.json where there is one, and config.json's."""
-    ids = list(config.eos_ids)
-    if (path := folder / "generation_config.json").is_file():
-        ids += _id_list(Fields(read_json(path), str(path)), "eos_token_id")
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys((*config.eos_ids, *_id_list(_generation(folder), "eos_token_id"))))
 
 
 def read_suppressed_ids(folder: Path) -> tuple[int, ...]:
     """Tokens that generation_config.json forbids (`suppress_tokens`; the 12B's media markers)."""
-    if not (path := folder / "generation_config.json").is_file():
-        return ()
-    return _id_list(Fields(read_json(path), str(path)), "suppress_tokens")
+    return _id_list(_generation(folder), "suppress_tokens")
+
+
+def read_sampling(folder: Path) -> dict[str, float]:
+    """temperature, top_k and top_p as generation_config.json recommends them, those of them that it does.
+
+    As transformers takes them: without do_sample the temperature is 0, which is greedy. Raises CheckpointError for
+    values that cannot be.
+    """
+    fields, found = _generation(folder), {}
+    for name, low, high in (("temperature", 0.0, 1e30), ("top_k", 0, 1 << 31), ("top_p", 0.0, 1.0)):
+        if (value := fields.values.get(name)) is None:
+            continue
+        kind = int if name == "top_k" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+            raise fields.error(f"{name} is {short(value)}; it must be a number from {low:g} to {high:g}")
+        found[name] = value
+    if not fields.flag("do_sample", False):
+        found["temperature"] = 0.0
+    elif "temperature" not in found:
+        found["temperature"] = 1.0
+    return found
 
 
 def _id_list(fields: Fields, name: str) -> tuple[int, ...]:
@@ -235,7 +247,8 @@ def _text_config(text: Fields, top: Fields, *, is_drafter: bool) -> ModelConfig:
         moe_intermediate_size=text.integer("moe_intermediate_size") if experts else 0,
         bos_id=text.integer("bos_token_id", default=2, low=0),
         eos_ids=_id_list(text, "eos_token_id"),
-        quant=None if is_drafter else _quant_config(top),
+        quant=None if is_drafter else read_quant_config(top),
+        placeholder_ids=tuple(i for kind in ("image", "video", "audio") for i in _id_list(top, f"{kind}_token_id")),
     )
 
 
@@ -368,54 +381,3 @@ def _rope(text: Fields, kind: str, head_dim: int) -> RopeConfig:
             return RopeConfig(theta, int(part * head_dim // 2), factor)
         case other:
             raise rope.error(f"rope_type is {other!r}; known: default, proportional")
-
-
-def _quant_config(top: Fields) -> QuantConfig | None:
-    """quantization_config, or None where the weights are dense.
-
-    Anything but W4A16 pack-quantized is refused, and so is what computes something else with the same tensors:
-    quantized activations or caches, transforms, sparsity. Fields: compressed-tensors' QuantizationConfig.
-    """
-    if top.values.get("quantization_config") is None:
-        return None
-    quant = top.section("quantization_config")
-    method, fmt = quant.get("quant_method"), quant.values.get("format")
-    if method != "compressed-tensors" or fmt != "pack-quantized":
-        raise quant.error(f"{method!r} in format {fmt!r} is not implemented; compressed-tensors pack-quantized is")
-    if (status := quant.values.get("quantization_status")) not in (None, "compressed", "frozen"):
-        raise quant.error(f"quantization_status is {status!r}: the weights are not final; 'compressed' ones are read")
-    if quant.values.get("kv_cache_scheme"):
-        raise quant.error("kv_cache_scheme is set; a quantized KV cache is not implemented")
-    if (transform := quant.values.get("transform_config")) and transform != {"config_groups": {}}:
-        raise quant.error("transform_config is set; transforms of weights or activations are not implemented")
-    sparse = quant.section("sparsity_config", default={}).values.get("format")
-    if sparse not in (None, "dense"):
-        raise quant.error(f"sparsity_config has the format {sparse!r}; only 'dense' is implemented")
-    groups = quant.section("config_groups").values
-    if len(groups) != 1:
-        raise quant.error(f"config_groups holds {len(groups)} groups; one is implemented")
-    group = quant.section("config_groups").section(next(iter(groups)))
-    if group.get("targets") != ["Linear"]:
-        raise group.error(f"targets is {group.get('targets')!r}; only ['Linear'] is implemented")
-    if (fmt := group.values.get("format")) not in (None, "pack-quantized"):
-        raise group.error(f"format is {fmt!r}; only 'pack-quantized' is implemented")
-    for name in ("input_activations", "output_activations"):
-        if group.values.get(name) is not None:
-            raise group.error(f"{name} are quantized; only weights may be (W4A16)")
-    weights = group.section("weights")
-    for name, want in (("num_bits", 4), ("type", "int"), ("symmetric", True), ("strategy", "group")):
-        if weights.get(name) != want:
-            raise weights.error(f"{name} is {weights.get(name)!r}; only {want!r} is implemented")
-    if weights.values.get("dynamic") not in (None, False):
-        raise weights.error(
-            f"dynamic is {weights.values['dynamic']!r}; the stored scales are used, so it must be false"
-        )
-    if weights.values.get("actorder") not in (None, "static", "weight"):
-        raise weights.error(f"actorder is {weights.values['actorder']!r}; only null is implemented")
-    size = weights.integer("group_size")
-    if size not in (32, 64, 128):
-        raise weights.error(f"group_size is {size}; 32, 64 and 128 are implemented")
-    ignore = quant.values.get("ignore") or []
-    if not isinstance(ignore, list) or not all(isinstance(i, str) and len(i) <= 512 for i in ignore):
-        raise quant.error("ignore must be a list of module names")
-    return QuantConfig(size, tuple(ignore))

@@ -72,8 +72,9 @@ class Drafter:
         self.ops.place = self.stack.name
         if (centroids := self.weights.centroids) is None:
             return self.ops.greedy(y, self.weights.head, 0.0)
-        ids, logits = self._selected(y, centroids)
-        return ids.gather(1, logits.argmax(-1, keepdim=True)).squeeze(1)
+        return self.ops.centroid_greedy(
+            y, centroids.centroids, self.config.centroid_top_k, centroids.token_ids, self.weights.head.weight
+        )
 
     def draft(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kerngen.errors import CheckpointError, UsageError
 
-MAX_JSON_BYTES = 64 * 1024 * 1024
+MAX_JSON_BYTES = 16 * 1024 * 1024  # an index of 35,000 tensors has 4 MB; more would take long to parse
 # Bounds on what one field may ask for, far above any released model: sizes are products of them.
 LIMITS = {
     "vocab_size": 1 << 24,
@@ -23,6 +26,19 @@ LIMITS = {
 }
 MAX_NUMBER = 1e30  # of what is not a count (theta, eps, a cap): above any that makes sense, and within fp32
 
+
+GET_AGAIN = "get the whole folder again: hf download REPO --local-dir FOLDER"
+_NOT_GGUF = "GGUF is llama.cpp's format; get the model's safetensors: hf download REPO --local-dir FOLDER"
+# What else a folder may hold in place of safetensors: endings, words, and what to do.
+_OTHER_FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    ((".gguf",), "a GGUF file", _NOT_GGUF),
+    ((".bin", ".pt", ".pth", ".ckpt"), "pickled weights",
+     "they are programs and are never run; convert them with transformers: from_pretrained, then save_pretrained"),
+    ((".npz", ".msgpack", ".h5", ".onnx"), "weights of another format",
+     "only safetensors are read; get the model's: hf download REPO --local-dir FOLDER"),
+    ((".safetensors",), "safetensors",
+     "one file must be called model.safetensors; several need their model.safetensors.index.json"),
+)  # fmt: skip
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -39,7 +55,25 @@ def require_folder(folder: Path) -> None:
             f"{name} is not a folder here, and nothing is downloaded",
             hint=f"from the Hugging Face hub: hf download {name} --local-dir {there}; then name ./{there}",
         )
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise UsageError(f"{name} is a GGUF file, not a folder", hint=_NOT_GGUF)
+    if folder.exists():
+        raise UsageError(f"{name} is a file", hint="name the folder that holds config.json and the safetensors")
     raise UsageError(f"{name} is not a folder", hint="name a folder in Hugging Face format")
+
+
+def nothing_there(folder: Path, what: str) -> CheckpointError:
+    """Says that `folder` holds `what` ("no config.json"), what it holds instead, and what to do about it."""
+    return nothing_among([path.name for path in folder.iterdir()], str(folder), what)
+
+
+def nothing_among(names: Iterable[str], where: str, what: str) -> CheckpointError:
+    """As nothing_there, of a place that holds files with these names."""
+    there = sorted(names)
+    for suffixes, words, hint in _OTHER_FORMATS:
+        if found := [name for name in there if name.endswith(suffixes)]:
+            return CheckpointError(f"{where} holds {what}, but {words}: {found[0]}", hint=hint)
+    return CheckpointError(f"{where} holds {what}", hint=GET_AGAIN if there else "name a folder with a checkpoint")
 
 
 def require_content(path: Path, head: bytes) -> None:
@@ -51,18 +85,51 @@ def require_content(path: Path, head: bytes) -> None:
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError where it is missing, too large, torn or not an object."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises UsageError where `folder` is none, CheckpointError as read_json."""
+    require_folder(folder)
+    path = folder / "config.json"
+    if not path.exists():
+        raise nothing_there(folder, f"no {path.name}")
+    return read_json(path)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open what is at `path` for reading, if it is an ordinary file: a FIFO would block and a device never end.
+
+    Raises CheckpointError for anything else, OSError where it cannot be opened.
+    """
+    # Not blocking matters until it is known what was opened; of an ordinary file it changes nothing.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(mode := os.fstat(fd).st_mode):
+        os.close(fd)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
+        raise CheckpointError(
+            f"{path} is {kind}, not an ordinary file", hint="name a folder in Hugging Face format, with files in it"
+        )
+    return open(fd, "rb")
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The content of an ordinary file. Raises CheckpointError where it is missing, unreadable or above `limit` bytes,
+    or where it is what Git LFS leaves."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} holds {path.stat().st_size:,} B; at most {MAX_JSON_BYTES:,} B are read")
-        with path.open("rb") as f:
-            require_content(path, f.read(len(_LFS_POINTER)))
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as f:
+            data = f.read(limit + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing", hint="name a folder in Hugging Face format") from None
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e.strerror}") from e
+    if len(data) > limit:
+        raise CheckpointError(f"{path} holds more than {limit:,} B, which is all that is read")
+    require_content(path, data[:64])
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError where it is missing, too large, torn or not an object."""
+    try:
+        value = json.loads(read_file(path, MAX_JSON_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
     if not isinstance(value, dict):

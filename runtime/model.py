@@ -68,23 +68,33 @@ class DecoderStack:
         next_norm = self.norm if is_last else self.layers[index + 1].input_norm
         attended = ops.linear(attend(config, ops.linear(h, w.qkv)), w.out)
         h = _some(ops.add_norm(residual, attended, w.post_attention_norm, None, w.pre_ffn_norm, eps))
-        h = ops.linear(ops.gelu_gate(ops.linear(h, w.gate_up)), w.down)
+        h = ops.linear(ops.gated(h, w.gate_up), w.down)
+        per_layer = None if ple is None else w.ple
         if w.moe is not None:
-            h = ops.rmsnorm(h, w.moe.dense_norm, eps) + self._experts(residual, w.moe)
-        if w.ple is None or ple is None:
+            # no released model has experts and per-layer inputs: its layer would go on from here
+            scalar = w.scalar if per_layer is None else torch.ones_like(w.scalar)
+            normed = self._with_experts(residual, h, w, w.moe, scalar, next_norm)
+            if per_layer is None:
+                return normed
+        if ple is None or per_layer is None:
             return _some(ops.add_norm(residual, h, w.post_ffn_norm, w.scalar, next_norm, eps))
-        ops.add_norm(residual, h, w.post_ffn_norm, None, None, eps)
-        gated = ops.gelu_mul(ops.linear(residual.to(ops.dtype), w.ple.gate), ple)
-        h = ops.linear(gated, w.ple.projection)
-        return _some(ops.add_norm(residual, h, w.ple.post_norm, w.scalar, next_norm, eps))
+        return ops.ple_block(
+            residual, h if w.moe is None else None, w.post_ffn_norm, per_layer.gate, ple, per_layer.projection,
+            per_layer.post_norm, w.scalar, next_norm, eps,
+        )  # fmt: skip
 
-    def _experts(self, residual: Tensor, moe: MoeWeights) -> Tensor:
-        """Routed experts of the residual before the FFN, with their own norms. Returns [T, H]."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        scaled = ops.rmsnorm(residual, None, eps) * moe.router_scale * self.config.hidden_size**-0.5
-        ids, weights = ops.moe_route(ops.linear(scaled, moe.router), moe.per_expert_scale, self.config.top_k_experts)
-        x = ops.rmsnorm(residual, moe.pre_norm, eps)
-        return ops.rmsnorm(ops.experts(x, moe.gate_up, moe.down, ids, weights), moe.post_norm, eps)
+    def _with_experts(
+        self, residual: Tensor, dense: Tensor, w: LayerWeights, moe: MoeWeights, scalar: Tensor, next_norm: Tensor
+    ) -> Tensor:
+        """Adds the dense MLP's output and the routed experts', which read the residual before either. As add_norm."""
+        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
+        ids, weights, x = ops.moe_router(
+            residual, moe.router_scale, moe.router, moe.per_expert_scale, moe.pre_norm, config.top_k_experts, eps
+        )
+        routed = ops.experts(x, moe.gate_up, moe.down, ids)
+        return ops.moe_combine(
+            residual, dense, routed, weights, moe.dense_norm, moe.post_norm, w.post_ffn_norm, scalar, next_norm, eps
+        )
 
 
 def _some(h: Tensor | None) -> Tensor:

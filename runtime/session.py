@@ -24,6 +24,7 @@ from kerngen.runtime.config import (
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import CacheShape, Engine, Request, require_draft_tokens
 from kerngen.runtime.fields import require_folder
+from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
@@ -50,7 +51,7 @@ class Session:
     together; None for as many as a call needs, which makes a longer call allocate (and on a GPU capture) anew.
     max_batch: prompts that `generate_many` works on at once, where memory takes as many.
     drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
-    weights took.
+    weights took. plain_text: control tokens in what users say (<turn|>) are text; as in transformers, they are not.
     """
 
     folder: Path
@@ -65,6 +66,7 @@ class Session:
     max_len: int | None = None
     max_batch: int = MAX_BATCH
     drafter_folder: Path | None = None
+    plain_text: bool = False
     _engine: Engine | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
@@ -86,9 +88,20 @@ class Session:
         if not chat:
             if not isinstance(prompt, str):
                 raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
-            return self.codec.encode(prompt)
+            return self._text_only(self.codec.encode(prompt, plain=self.plain_text))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self.codec.encode(self.codec.chat(messages))
+        return self._text_only(self.codec.encode_chat(messages, plain=self.plain_text))
+
+    def _text_only(self, ids: list[int]) -> list[int]:
+        """`ids`, if none of them stands for an image or the like. Raises UsageError."""
+        if found := next((i for i in ids if i in self.config.placeholder_ids), None):
+            token = self.codec.token(found)
+            raise UsageError(
+                f"the prompt holds a placeholder for an image, a video or a sound ({token!r}, token {found}), "
+                "and kerngen reads text alone",
+                hint="leave it out; --plain-text (session.plain_text = True) takes it for text",
+            )
+        return ids
 
     def generate(
         self,
@@ -210,20 +223,25 @@ def load(
     bundle: str | os.PathLike[str] | None = None,
     num_draft_tokens: int | None = None,
     max_len: int | None = None,
+    advance: Callable[[int, int], None] | None = None,
+    keep_repacked: bool = False,
 ) -> Session:
     """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16) and make it ready to generate.
 
-    draft: the drafter's folder; True for the one that belongs to the model, if there is one (`find_drafter`), False
-    for none. device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16";
-    None for fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any
-    machine) or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a folder that
-    `kerngen compile -o` wrote. num_draft_tokens, max_len: see `Session`.
+    folder: or a name on the Hugging Face hub, from where what is needed is downloaded (hub.py). draft: the drafter's
+    folder or name; True for the one that belongs to the model, if there is one (`find_drafter`), False for none.
+    device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for
+    fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any machine)
+    or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a folder that `kerngen compile -o`
+    wrote. num_draft_tokens, max_len: see `Session`. advance: is told, while weights load, how many bytes of how many
+    are there. keep_repacked: keep weights as the backend wants them in a file beside the model, which any later call
+    with this backend and dtype reads in place of the checkpoint's.
     Warns of what a checkpoint lacks that has a default. Raises UsageError for a request that cannot be right,
     CheckpointError for a folder that is incomplete or damaged, DeviceError where there is no such device or memory.
     """
-    place = Path(folder)
+    place = find_checkpoint(folder)
     require_folder(place)
-    assistant = find_drafter(place) if draft is True else Path(draft) if draft else None
+    assistant = _find_assistant(folder, place) if draft is True else find_checkpoint(draft) if draft else None
     ops = open_backend(
         backend,
         device=None if device is None else str(device),
@@ -234,11 +252,24 @@ def load(
     if assistant is not None:
         require_draft_tokens(num_draft_tokens, ops)
     with explaining_memory(ops.device):
-        session = open_checkpoint(place, ops, draft=assistant)
+        session = open_checkpoint(place, ops, draft=assistant, advance=advance, keep_repacked=keep_repacked)
         session.num_draft_tokens, session.max_len = num_draft_tokens, max_len
         if max_len is not None:
             session.reserve(max_len)
     return session
+
+
+def _find_assistant(model: str | os.PathLike[str], folder: Path) -> Path | None:
+    """The drafter of a model that lies in `folder`. Of one on the hub, only if it was downloaded before."""
+    if (name := hub_name(model)) is None:
+        return find_drafter(folder)
+    cached = (find_cached(HubName(f"{stem}-{ASSISTANT}", None)) for stem in _stems(name.repo))
+    return next((found for found in cached if found is not None and (found / "config.json").is_file()), None)
+
+
+def _stems(name: str) -> list[str]:
+    """What a model may be called without what says how it is quantized."""
+    return [name.removesuffix(suffix) for suffix in QUANT_SUFFIXES if name.endswith(suffix)]
 
 
 def find_drafter(folder: Path) -> Path | None:
@@ -248,12 +279,18 @@ def find_drafter(folder: Path) -> Path | None:
     gemma-4-31b-it and gemma-4-31b-it-qat-w4a16-ct.
     """
     place = folder.absolute()
-    stems = [place.name.removesuffix(suffix) for suffix in QUANT_SUFFIXES if place.name.endswith(suffix)]
-    beside = [place.with_name(f"{stem}-{ASSISTANT}") for stem in stems if stem]
+    beside = [place.with_name(f"{stem}-{ASSISTANT}") for stem in _stems(place.name) if stem]
     return next((d for d in (folder / ASSISTANT, *beside) if (d / "config.json").is_file()), None)
 
 
-def open_checkpoint(folder: Path, ops: Ops, *, draft: Path | None = None) -> Session:
+def open_checkpoint(
+    folder: Path,
+    ops: Ops,
+    *,
+    draft: Path | None = None,
+    advance: Callable[[int, int], None] | None = None,
+    keep_repacked: bool = False,
+) -> Session:
     """Load `folder`, and `draft` if it is given. Configurations and tokenizer are checked before any weights.
 
     Raises UsageError or CheckpointError.
@@ -266,10 +303,10 @@ def open_checkpoint(folder: Path, ops: Ops, *, draft: Path | None = None) -> Ses
         raise CheckpointError(
             f"{folder}: tokenizer.json has {codec.vocab_size} tokens, config.json says vocab_size {config.vocab_size}"
         )
-    model = Gemma4(config, load_model(folder, config, ops), ops)
+    model = Gemma4(config, load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked), ops)
     drafter = None
     if draft and drafter_config:
-        drafter = Drafter(drafter_config, load_drafter(draft, drafter_config, ops), model)
+        drafter = Drafter(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
     stops = dict.fromkeys((*read_eos_ids(folder, config), *codec.end_of_turn_ids))
     return Session(
         folder=folder,

@@ -1,28 +1,20 @@
-"""Text to tokens and back: tokenizer.json, the chat template, and streaming.
-
-Both files come with the checkpoint and are untrusted: sizes are bounded, and the template runs in Jinja's immutable
-sandbox with a bound on what it may write.
-"""
+"""Text to tokens and back: tokenizer.json, and streaming. It comes with the checkpoint and is not trusted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.fields import read_json, require_content
+from kerngen.runtime.chat import ChatTemplate, ControlTokens
+from kerngen.runtime.fields import read_file
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
-MAX_TEMPLATE_BYTES = 1024 * 1024
-MAX_RENDERED_CHARS = 64 * 1024 * 1024
 # Ends a turn of the chat format (id 106); config.json's eos_token_id may leave it out.
 END_OF_TURN = "<turn|>"
 
@@ -47,16 +39,11 @@ class TextCodec:
 
     def __init__(self, folder: Path, bos_id: int) -> None:
         path = self._path = folder / "tokenizer.json"
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing", hint="the folder needs the model's tokenizer") from None
-        if size > MAX_TOKENIZER_BYTES:
-            raise CheckpointError(f"{path} is larger than {MAX_TOKENIZER_BYTES:,} B")
-        with path.open("rb") as f:
-            require_content(path, f.read(64))
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing", hint="the folder needs the model's tokenizer")
+        data = read_file(path, MAX_TOKENIZER_BYTES)
         with _blaming(f"{path} is not a tokenizer"):
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_buffer(data)
         # Left there by whoever trained the tokenizer; the text is encoded as it is, as transformers does.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -72,50 +59,84 @@ class TextCodec:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, plain: bool = False) -> list[int]:
         """Token ids of `text`, special tokens recognised, with <bos> in front unless it is there already.
 
+        plain: what looks like a control token is text; <bos> stands in front all the same.
         Raises UsageError for text that is not Unicode (a lone surrogate), CheckpointError where the tokenizer fails.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as e:
-            raise UsageError(f"the text is not Unicode: character {e.start} is {text[e.start]!r}") from None
+        require_unicode(text)
+        if plain:
+            return [self.bos_id, *self._encode_marked(self._control.mark(text))]
+        ids = self._encode(text)
+        return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, plain: bool = False, **variables: Any) -> list[int]:
+        """Token ids of `messages` through the chat template, <bos> in front. variables: see `chat`.
+
+        plain: control tokens in the messages are text, so that nobody can end a turn by typing <turn|>; by default, as
+        in transformers, they are what they look like.
+        """
+        if not plain:
+            return self.encode(self.chat(messages, **variables))
+        ids = self._encode_marked(self.chat(self._control.mark(messages), **variables))
+        return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+
+    def _encode(self, text: str) -> list[int]:
+        require_unicode(text)
         with _blaming(f"{self._path} cannot encode the text"):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+        return ids
+
+    def _encode_marked(self, text: str) -> list[int]:
+        """Of a text with marks around what is not to be a control token. Each part is encoded by itself."""
+        ids: list[int] = []
+        for part, is_text in self._control.split(text):
+            self._tokenizer.encode_special_tokens = is_text
+            try:
+                part_ids = self._encode(part)
+            finally:
+                self._tokenizer.encode_special_tokens = False
+            if is_text and self._tokenizer.token_to_id(part) in part_ids:
+                raise CheckpointError(f"{self._path} makes a control token of {part!r} even where it is told not to")
+            ids += part_ids
+        return ids
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        """Added tokens that are special, or that the template writes."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        source = self._template.source if self.has_template else ""
+        return ControlTokens(
+            [t.content for t in added if t.special or (t.content in source and not t.content.isspace())]
+        )
+
+    def token(self, index: int) -> str:
+        """The token's own text, "" where there is none."""
+        return self._tokenizer.id_to_token(index) or ""
 
     def decode(self, ids: Sequence[int]) -> str:
         with _blaming(f"{self._path} cannot decode the tokens"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """`messages` ({"role", "content"}) through the chat template, ready for the model's turn.
 
-        Raises CheckpointError where there is no template or it fails.
+        variables: what else the template is to see (enable_thinking, tools). Raises UsageError for messages that are
+        none, CheckpointError where there is no template or it fails.
         """
-        source = self._template()
-        config = read_json(path) if (path := self.folder / "tokenizer_config.json").is_file() else {}
-        special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        special["bos_token"] = special["bos_token"] or (self._tokenizer.id_to_token(self.bos_id) or "")
-        return render_chat(source, messages=list(messages), add_generation_prompt=True, tools=None, **special)
+        return self._template.render(messages, **variables)
 
-    def _template(self) -> str:
-        path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            if path.stat().st_size > MAX_TEMPLATE_BYTES:
-                raise CheckpointError(f"{path} is larger than {MAX_TEMPLATE_BYTES:,} B")
-            try:
-                return path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as e:
-                raise CheckpointError(f"{path} is not UTF-8: {e}") from e
-        path = self.folder / "tokenizer_config.json"
-        source = read_json(path).get("chat_template") if path.is_file() else None
-        if not isinstance(source, str):
-            raise CheckpointError(f"{self.folder} has no chat template", hint="--no-chat passes the prompt as it is")
-        if len(source) > MAX_TEMPLATE_BYTES:
-            raise CheckpointError(f"{path}: chat_template is larger than {MAX_TEMPLATE_BYTES:,} B")
-        return source
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.folder, self._tokenizer.get_vocab())
+
+    @property
+    def has_template(self) -> bool:
+        try:
+            return bool(self._template.source)
+        except CheckpointError:
+            return False
 
     def stream(self) -> TextStream:
         return TextStream(self)
@@ -148,46 +169,9 @@ class TextStream:
         return rest
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which an expression cannot ask for unbounded memory by repetition or by a power either."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (abs(left) <= 1 << 32 and abs(right) <= 64):
-            raise SecurityError(f"{left} ** {right} is out of bounds")
-        for value, count in ((left, right), (right, left)):
-            if isinstance(count, int) and isinstance(value, Sequence) and len(value) * count > MAX_RENDERED_CHARS:
-                raise SecurityError(f"a sequence of {len(value)} repeated {count} times is out of bounds")
-        return super().call_binop(context, operator, left, right)
-
-
-def render_chat(source: str, **values: Any) -> str:
-    """Render a chat template as transformers does, sandboxed. Raises CheckpointError with Jinja's reason."""
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-
-    def fail(message: str) -> None:
-        raise TemplateError(message)
-
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    pieces: list[str] = []
-    size = 0
+def require_unicode(text: str) -> None:
+    """Raises UsageError for text with a lone surrogate."""
     try:
-        for piece in environment.from_string(source).generate(**values):
-            size += len(piece)
-            if size > MAX_RENDERED_CHARS:
-                raise CheckpointError(f"the chat template wrote more than {MAX_RENDERED_CHARS:,} characters")
-            pieces.append(piece)
-    except CheckpointError:
-        raise
-    except Exception as e:  # it is a program: it may fail in any way, while it is compiled (SyntaxError) or run
-        reason = str(e) or type(e).__name__
-        raise CheckpointError(f"the chat template failed: {reason}", hint="--no-chat passes the prompt as it is") from e
-    return "".join(pieces)
-
-
-def _token_text(value: Any) -> str:
-    """A special token in tokenizer_config.json: its text, or an object that holds it."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else ""
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise UsageError(f"the text is not Unicode: character {e.start} is {text[e.start]!r}") from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import Completion, Session
 
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--prompt", default=None, help="What to say. Default: standard input.")
 @click.option("--draft", type=click.Path(path_type=Path), default=None,
-              help="The drafter's folder. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
+              help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
 @click.option("--no-draft", is_flag=True, help="Decode without a drafter.")
 @click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
               help="Tokens drafted a step. Default: as many as pay, as measured.")  # fmt: skip
@@ -29,11 +30,18 @@ if TYPE_CHECKING:
               help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before.")  # fmt: skip
 @click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 keeps every token.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=None,
+              help="0 is greedy. Default: as generation_config.json says, else 0.")  # fmt: skip
+@click.option("--top-k", type=click.IntRange(0), default=None,
+              help="0 keeps every token. Default: as generation_config.json says, else 0.")  # fmt: skip
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=None,
+              help="Default: as generation_config.json says, else 1.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--no-chat", is_flag=True, help="Pass the prompt as it is, without the chat template.")
+@click.option("--plain-text", is_flag=True,
+              help="Take control tokens in the prompt, such as <turn|>, for text.")  # fmt: skip
+@click.option("--keep-repacked", is_flag=True,
+              help="Keep weights as the kernels want them beside MODEL; later starts read those.")  # fmt: skip
 @click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
 @click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--plan", is_flag=True, help="Print what MODEL takes and what fits on GPUs of 16 to 141 GB, and no more.")
@@ -48,21 +56,25 @@ def run(
     dtype: str | None,
     device: str | None,
     max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
     seed: int,
     no_chat: bool,
+    plain_text: bool,
+    keep_repacked: bool,
     db_url: str | None,
     bundle: str | None,
     plan: bool,
     as_json: bool,
 ) -> None:
-    """Generate text with the Gemma-4 checkpoint in the folder MODEL (Hugging Face format, bf16 or W4A16).
+    """Generate text with the Gemma-4 checkpoint in the folder MODEL, or of that name on the Hugging Face hub.
 
     Example: kerngen run ./gemma-4-31b-it-qat-w4a16-ct --prompt "Why is the sky blue?"
     """
     from kerngen.errors import UsageError
+    from kerngen.progress import Reporter
+    from kerngen.runtime.config import read_sampling
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import load
 
@@ -73,23 +85,33 @@ def run(
         return
     if draft and no_draft:
         raise UsageError("--draft and --no-draft contradict each other")
-    sampling = Sampling(temperature, top_k, top_p, seed)  # refused before anything is loaded
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    given = {name: value for name, value in options.items() if value is not None}
+    Sampling(**given)  # refused before anything is loaded
     text = _read_prompt(prompt)
-    with warnings.catch_warnings(record=True, action="always") as caught:
+    with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
         session = load(model, draft=draft or not no_draft, device=device, dtype=dtype, backend=backend,
-                       db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens)  # fmt: skip
+                       db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens, keep_repacked=keep_repacked,
+                       advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""))  # fmt: skip
+    session.plain_text = plain_text
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
+    suggested: dict[str, Any] = {
+        name: value for name, value in read_sampling(session.folder).items() if name not in given
+    }
+    sampling = Sampling(**(suggested | given))
     stream = session.stream(text, max_new_tokens=max_new_tokens, chat=not no_chat, **asdict(sampling))
     for piece in stream:
         if not as_json:
             sys.stdout.write(piece)
             sys.stdout.flush()
     if as_json:
-        click.echo(json.dumps(_report(stream.completion, session)))
+        click.echo(json.dumps(_report(stream.completion, session, sampling)))
     else:
         click.echo()
         click.echo(_summary(stream.completion, session), err=True)
+        if not sampling.is_greedy:
+            click.echo(_sampling(sampling, suggested), err=True)
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -111,12 +133,24 @@ def _read_prompt(prompt: str | None) -> str:
     return prompt
 
 
-def _report(result: Completion, session: Session) -> dict[str, Any]:
+def _sampling(sampling: Sampling, suggested: dict[str, float]) -> str:
+    """How tokens were drawn, and which of that nobody asked for."""
+    words = {"temperature": f"temperature {sampling.temperature:g}"}
+    if sampling.top_k:
+        words["top_k"] = f"top-k {sampling.top_k}"
+    if sampling.top_p < 1:
+        words["top_p"] = f"top-p {sampling.top_p:g}"
+    said = [f"{text} (generation_config.json)" if name in suggested else text for name, text in words.items()]
+    return f"sampled: {', '.join(said)}, seed {sampling.seed}"
+
+
+def _report(result: Completion, session: Session, sampling: Sampling) -> dict[str, Any]:
     stats, ops = result.stats, session.ops
     return {
         "text": result.text,
         "tokens": result.tokens,
         "stop_reason": result.stop_reason,
+        "sampling": asdict(sampling),
         "num_prompt_tokens": stats.num_prompt_tokens,
         "num_tokens": stats.num_tokens,
         "load_s": session.load_s,

@@ -20,12 +20,20 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.attn_decode import op as _attn_decode
     from kerngen.templates.attn_prefill import op as _attn_prefill
     from kerngen.templates.call import Op
+    from kerngen.templates.centroid_head import op as _centroid_head
+    from kerngen.templates.dense_gemv import op as _dense_gemv
     from kerngen.templates.embed import op as _embed
     from kerngen.templates.gelu_gate import op as _gelu_gate
+    from kerngen.templates.moe_combine import op as _moe_combine
     from kerngen.templates.moe_route import op as _moe_route
+    from kerngen.templates.moe_router import op as _moe_router
+    from kerngen.templates.moe_w4a16 import op as _moe_w4a16
+    from kerngen.templates.ple_block import op as _ple_block
+    from kerngen.templates.ple_inputs import op as _ple_inputs
     from kerngen.templates.qkv_norm_rope import op as _qkv_norm_rope
     from kerngen.templates.rmsnorm import op as _rmsnorm
     from kerngen.templates.softcap_argmax import op as _softcap_argmax
+    from kerngen.templates.w4a16_gemm import op as _w4a16_gemm
 
     P = ParamSpec("P")
     R = TypeVar("R")
@@ -38,14 +46,23 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     attn_decode = _run(_attn_decode.attn_decode)
     attn_prefill = _run(_attn_prefill.attn_prefill)
     attn_prefill_dense = _run(_attn_prefill.attn_prefill_dense)
+    centroid_greedy = _run(_centroid_head.centroid_greedy)
+    centroid_logits = _run(_centroid_head.centroid_logits)
+    dense_gemv = _run(_dense_gemv.dense_gemv)
     embed = _run(_embed.embed)
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
+    moe_combine = _run(_moe_combine.moe_combine)
     moe_route = _run(_moe_route.moe_route)
+    moe_w4a16 = _run(_moe_w4a16.moe_w4a16)
+    ple_block = _run(_ple_block.ple_block)
+    ple_inputs = _run(_ple_inputs.ple_inputs)
+    moe_router = _run(_moe_router.moe_router)
     q_norm_rope = _run(_qkv_norm_rope.q_norm_rope)
     qkv_norm_rope = _run(_qkv_norm_rope.qkv_norm_rope)
     rmsnorm = _run(_rmsnorm.rmsnorm)
     softcap = _run(_softcap_argmax.softcap)
+    w4a16_gated = _run(_w4a16_gemm.w4a16_gated)
 
 __all__ = [
     "W4Weights",
@@ -55,16 +72,25 @@ __all__ = [
     "attn_decode",
     "attn_prefill",
     "attn_prefill_dense",
+    "centroid_greedy",
+    "centroid_logits",
+    "dense_gemv",
     "embed",
     "gelu_gate",
     "gelu_mul",
+    "moe_combine",
     "moe_route",
+    "moe_router",
+    "moe_w4a16",
     "pack_w4",
+    "ple_block",
+    "ple_inputs",
     "q_norm_rope",
     "qkv_norm_rope",
     "rmsnorm",
     "softcap",
     "use_stores",
+    "w4a16_gated",
     "w4a16_gemm",
 ]
 

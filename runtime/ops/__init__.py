@@ -54,6 +54,7 @@ class W4Linear:
     in_features: int
     group_size: int
     name: str = "linear"  # of the projections that it fuses, for records and profiles: "gate_up"
+    gated: bool = False  # rows are gate | up, and only Ops.gated multiplies with it
 
 
 Linear = DenseLinear | W4Linear
@@ -252,12 +253,31 @@ class Ops(Protocol):
         q [T, nq, d]; cu_seqlens_q [batch + 1] int32. Never captured in a graph.
         """
 
-    def gelu_gate(self, gate_up: Tensor) -> Tensor:
-        """gelu_tanh(gate) * up. gate_up [T, 2 * I] as gate | up. Returns [T, I]."""
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """gelu_tanh(gate) * up, gate | up = x W^T. x [T, H] dtype, gate_up [2 * I, H]. Returns [T, I] dtype.
 
-    def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        """gelu_tanh(gate) * x, elementwise, both [T, n]; x may be a strided view. Per-layer embeddings'
-        gate."""
+        gate and up are rounded to dtype, and so is the activation before it meets up.
+        """
+
+    def ple_block(
+        self,
+        residual: Tensor,
+        h: Tensor | None,
+        ffn_weight: Tensor,
+        gate: DenseLinear,
+        ple: Tensor,
+        projection: DenseLinear,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """The end of a layer with per-layer embeddings, from the MLP's output h on.
+
+        r = residual + norm(h; ffn_weight), or the residual where h is None; p = (gelu_tanh(r gate^T) * ple)
+        projection^T; residual <- (r + norm(p; post_weight)) * layer_scalar, in place. Returns norm(residual;
+        next_weight) [T, H]. residual, h [T, H]; gate [P, H]; ple [T, P], whose rows may lie apart; projection [H, P].
+        """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""
@@ -285,24 +305,57 @@ class Ops(Protocol):
         len(norm_weight). Returns [T, L, P] dtype.
         """
 
-    def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Softmax over all experts in fp32, the top k of it renormalised to sum 1, then times
-        per_expert_scale.
+    def moe_router(
+        self,
+        residual: Tensor,
+        router_scale: Tensor,
+        router: DenseLinear,
+        per_expert_scale: Tensor,
+        pre_norm: Tensor,
+        top_k: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of each token, their weights, and the experts' input.
 
-        logits [T, E] dtype, per_expert_scale [E]. Returns ids [T, top_k] int32 and weights [T, top_k] fp32.
+        logits = (norm(residual) * router_scale * H^-0.5) router^T; softmax over all experts in fp32, the top k of it
+        renormalised to sum 1, then times per_expert_scale. residual [T, H] residual_dtype, router [E, H], others [H]
+        and [E]. Returns ids [T, top_k] int32, weights [T, top_k] fp32 and norm(residual; pre_norm) [T, H] dtype.
         """
 
-    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """sum_i w_i * down[e_i] (gelu_tanh(gate) * up), gate | up = gate_up[e_i] x.
+    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
+        """down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x, for each expert e of each token.
 
-        x [T, H], gate_up [E, 2 * I, H], down [E, H, I], both prepared. Returns [T, H] dtype.
+        x [T, H], gate_up [E, 2 * I, H], down [E, H, I], both prepared. Returns [T, top_k, H] dtype.
         """
+
+    def moe_combine(
+        self,
+        residual: Tensor,
+        dense: Tensor,
+        routed: Tensor,
+        topk_weights: Tensor,
+        dense_norm: Tensor,
+        routed_norm: Tensor,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """add_norm of h = norm(dense; dense_norm) + norm(sum_i topk_weights_i routed_i; routed_norm).
+
+        dense [T, H], routed [T, top_k, H] dtype, topk_weights [T, top_k] fp32; the sum in fp32. Others as add_norm's.
+        """
+
+    def centroid_greedy(
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+    ) -> Tensor:
+        """The token [B] int64 of the greatest of centroid_logits' logits, the first of them on a tie."""
 
     def centroid_logits(
-        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
         """A drafter's head over the tokens of the top_k centroids that score highest, instead of the vocabulary.
 
-        y [B, d]; centroids [C, d] linear; token_ids [C, vocab / C] int64; embed [vocab, d]. Returns the selected
+        y [B, d]; centroids [C, d]; token_ids [C, vocab / C] int64; embed [vocab, d]. Returns the selected
         tokens [B, n] int64 and their logits y . embed[id] [B, n] fp32, n = top_k * vocab / C.
         """

@@ -27,7 +27,7 @@ from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.row_torch import DTYPE_NAME, gelu_gated, rms_norm
 from kerngen.templates.common.row_torch import rope as turned
-from kerngen.templates.w4a16_gemm.pack import dequantize
+from kerngen.templates.common.w4_pack import dequantize
 
 
 class TorchOps:
@@ -144,12 +144,29 @@ class TorchOps:
         ]
         return torch.cat(parts)
 
-    def gelu_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return gelu_gated(gate, up, DTYPE_NAME[self.dtype]).to(self.dtype)
 
-    def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        return gelu_gated(gate, x, DTYPE_NAME[self.dtype]).to(self.dtype)
+    def ple_block(
+        self,
+        residual: Tensor,
+        h: Tensor | None,
+        ffn_weight: Tensor,
+        gate: DenseLinear,
+        ple: Tensor,
+        projection: DenseLinear,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        if h is not None:
+            residual += self.rmsnorm(h, ffn_weight, eps)
+        gated = gelu_gated(self.linear(residual.to(self.dtype), gate), ple, DTYPE_NAME[self.dtype]).to(self.dtype)
+        residual += self.rmsnorm(self.linear(gated, projection), post_weight, eps)
+        residual *= layer_scalar
+        return self.rmsnorm(residual, next_weight, eps)
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         out = self.linear(h, head).float()
@@ -170,22 +187,61 @@ class TorchOps:
     ) -> Tensor:
         sliced = (context * context_scale).view(len(ids), -1, norm_weight.shape[0])  # [T, L, P]
         normed = self.rmsnorm(sliced, norm_weight, eps)
-        return outside.per_layer_inputs(normed, (table[ids] * table_scale).view_as(normed))
+        return (normed + (table[ids] * table_scale).view_as(normed)) * 2.0**-0.5
 
-    def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    def moe_router(
+        self,
+        residual: Tensor,
+        router_scale: Tensor,
+        router: DenseLinear,
+        per_expert_scale: Tensor,
+        pre_norm: Tensor,
+        top_k: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = self.rmsnorm(residual, None, eps) * router_scale * residual.shape[-1] ** -0.5
+        probs = torch.softmax(self.linear(scaled, router), dim=-1, dtype=torch.float32)
+        weights, ids = probs.topk(top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        return ids.to(torch.int32), weights * per_expert_scale.float()[ids]
+        return ids.to(torch.int32), weights * per_expert_scale.float()[ids], self.rmsnorm(residual, pre_norm, eps)
 
-    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
         if isinstance(gate_up, W4Experts) or isinstance(down, W4Experts):
             raise TypeError("TorchOps.prepare_experts turns packed weights into dense ones at load")
-        return outside.experts(x, gate_up.weight, down.weight, topk_ids, topk_weights)
+        return outside.experts(x, gate_up.weight, down.weight, topk_ids)
+
+    def moe_combine(
+        self,
+        residual: Tensor,
+        dense: Tensor,
+        routed: Tensor,
+        topk_weights: Tensor,
+        dense_norm: Tensor,
+        routed_norm: Tensor,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        summed = (routed * topk_weights[..., None]).sum(1).to(self.dtype)
+        h = self.rmsnorm(dense, dense_norm, eps) + self.rmsnorm(summed, routed_norm, eps)
+        residual += self.rmsnorm(h, post_weight, eps)
+        residual *= layer_scalar
+        return self.rmsnorm(residual, next_weight, eps)
+
+    def centroid_greedy(
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+    ) -> Tensor:
+        ids, logits = self.centroid_logits(y, centroids, top_k, token_ids, embed)
+        return ids.gather(1, logits.argmax(-1, keepdim=True)).squeeze(1)
 
     def centroid_logits(
-        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return outside.centroid_logits(y, self.linear(y, centroids), top_k, token_ids, embed)
+        picked = self.linear(y, centroids).topk(top_k, dim=-1).indices
+        ids = token_ids[picked].flatten(1)
+        rows = embed[ids]  # [B, n, d]
+        return ids, (rows @ y[:, :, None]).squeeze(-1).float()
 
 
 def unpacked_experts(weights: Experts) -> DenseExperts:

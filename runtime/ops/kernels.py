@@ -6,11 +6,14 @@ recording and the reference executor run the very same code with no GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kerngen.runtime.executors import Executor
 from kerngen.runtime.ops import (
+    DenseExperts,
     DenseLinear,
     Experts,
     KVPages,
@@ -26,14 +29,23 @@ from kerngen.templates.add_norm.op import add_norm, add_post_norm
 from kerngen.templates.attn_decode.op import attn_decode
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.attn_prefill.op import attn_prefill
+from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
+from kerngen.templates.common.row_spec import VEC
+from kerngen.templates.common.w4_pack import interleave, pack
+from kerngen.templates.dense_gemv.op import dense_gemv
+from kerngen.templates.dense_gemv.spec import MAX_TOKENS
 from kerngen.templates.embed.op import embed
 from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
-from kerngen.templates.moe_route.op import moe_route
+from kerngen.templates.moe_combine.op import moe_combine
+from kerngen.templates.moe_router.op import moe_router
+from kerngen.templates.moe_w4a16.op import moe_w4a16
+from kerngen.templates.ple_block import spec as ple_spec
+from kerngen.templates.ple_block.op import ple_block
+from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
-from kerngen.templates.w4a16_gemm.op import w4a16_gemm
-from kerngen.templates.w4a16_gemm.pack import pack
+from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 
 
 class KernelOps:
@@ -68,10 +80,14 @@ class KernelOps:
         """Packed weights in the kernel's order. Raises ProblemError for shapes that w4a16_gemm does not take."""
         if isinstance(weights, DenseLinear):
             return weights
-        packed, scales = pack(weights.packed, weights.scales)
-        return W4Linear(packed, scales, weights.out_features, weights.in_features, weights.group_size, weights.name)
+        tensors = (weights.packed, weights.scales)
+        packed, scales = pack(*(interleave(*tensors) if weights.gated else tensors))
+        return replace(weights, packed=packed, scales=scales)
 
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
+        """Packed experts in the kernel's order. Where only one of the two is packed, both become dense."""
+        if isinstance(gate_up, W4Experts) and isinstance(down, W4Experts):
+            return _packed_experts(gate_up, gated=True), _packed_experts(down, gated=False)
         return unpacked_experts(gate_up), unpacked_experts(down)
 
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
@@ -96,7 +112,11 @@ class KernelOps:
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         if isinstance(weights, W4Linear):
+            if weights.gated:
+                raise TypeError(f"{weights.name} holds gate and up, interleaved: Ops.gated multiplies with it")
             return self.executor.run(w4a16_gemm(x, weights.packed, weights.scales), self._at(weights.name))
+        if len(x) <= MAX_TOKENS and weights.out_features % VEC == 0 and weights.in_features % VEC == 0:
+            return self.executor.run(dense_gemv(x, weights.weight), self._at("dense matrix"))
         self._outside("dense matrices")
         return outside.dense(x, weights.weight)
 
@@ -151,11 +171,44 @@ class KernelOps:
         )  # fmt: skip
         return self.executor.run(call, self._at("attention"))
 
-    def gelu_gate(self, gate_up: Tensor) -> Tensor:
-        return self.executor.run(gelu_gate(gate_up), self._at("GELU gate"))
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        if isinstance(gate_up, W4Linear):
+            return self.executor.run(w4a16_gated(x, gate_up.packed, gate_up.scales), self._at(gate_up.name))
+        return self.executor.run(gelu_gate(self.linear(x, gate_up)), self._at("GELU gate"))
 
-    def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        return self.executor.run(gelu_mul(gate, x), self._at("per-layer gate"))
+    def ple_block(
+        self,
+        residual: Tensor,
+        h: Tensor | None,
+        ffn_weight: Tensor,
+        gate: DenseLinear,
+        ple: Tensor,
+        projection: DenseLinear,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        if h is not None and len(h) <= ple_spec.MAX_TOKENS:
+            call = ple_block(
+                residual,
+                h,
+                ffn_weight,
+                gate.weight,
+                ple,
+                projection.weight,
+                post_weight,
+                layer_scalar,
+                next_weight,
+                eps,
+            )
+            return self.executor.run(call, self._at("end of layer"))
+        if h is not None:
+            self.add_norm(residual, h, ffn_weight, None, None, eps)
+        x = self.linear(residual.to(self.dtype), gate)
+        p = self.linear(self.executor.run(gelu_mul(x, ple), self._at("per-layer gate")), projection)
+        where = self._at("end of layer")
+        return self.executor.run(add_norm(residual, p, post_weight, layer_scalar, next_weight, eps), where)
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         return self.executor.run(softcap(self.linear(h, head), logit_cap), self._at("logits"))
@@ -173,23 +226,72 @@ class KernelOps:
         norm_weight: Tensor,
         eps: float,
     ) -> Tensor:
-        self._outside("per-layer inputs")
-        sliced = (context * context_scale).view(len(ids), -1, norm_weight.shape[0])  # [T, L, P]
-        normed = self.rmsnorm(sliced, norm_weight, eps)
-        tokens = self.executor.run(embed(ids, table, table_scale, self.dtype), self._at("per-layer embedding"))
-        return outside.per_layer_inputs(normed, tokens.view_as(normed))
+        call = ple_inputs(ids, table, table_scale, context, context_scale, norm_weight, eps)
+        return self.executor.run(call, self._at("per-layer inputs"))
 
-    def moe_route(self, logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        return self.executor.run(moe_route(logits, per_expert_scale, top_k), self._at("router"))
+    def moe_router(
+        self,
+        residual: Tensor,
+        router_scale: Tensor,
+        router: DenseLinear,
+        per_expert_scale: Tensor,
+        pre_norm: Tensor,
+        top_k: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call = moe_router(residual, router_scale, router.weight, per_expert_scale, pre_norm, top_k, eps)
+        return self.executor.run(call, self._at("router"))
 
-    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        if isinstance(gate_up, W4Experts) or isinstance(down, W4Experts):
-            raise TypeError("prepare_experts unpacks them until a kernel takes them")
-        self._outside("experts")
-        return outside.experts(x, gate_up.weight, down.weight, topk_ids, topk_weights)
+    def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
+        if isinstance(gate_up, DenseExperts) and isinstance(down, DenseExperts):
+            self._outside("dense experts")
+            return outside.experts(x, gate_up.weight, down.weight, topk_ids)
+        if isinstance(gate_up, DenseExperts) or isinstance(down, DenseExperts):
+            raise TypeError("prepare_experts makes both dense where one is")
+        call = moe_w4a16(x, topk_ids, gate_up.packed, gate_up.scales, down.packed, down.scales)
+        return self.executor.run(call, self._at("experts"))
+
+    def moe_combine(
+        self,
+        residual: Tensor,
+        dense: Tensor,
+        routed: Tensor,
+        topk_weights: Tensor,
+        dense_norm: Tensor,
+        routed_norm: Tensor,
+        post_weight: Tensor,
+        layer_scalar: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        call = moe_combine(
+            residual, dense, routed, topk_weights, dense_norm, routed_norm, post_weight, layer_scalar, next_weight, eps
+        )
+        return self.executor.run(call, self._at("end of layer"))
+
+    def centroid_greedy(
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+    ) -> Tensor:
+        call = centroid_greedy(y, centroids.weight, top_k, token_ids, embed)
+        return self.executor.run(call, self._at("centroid head"))
 
     def centroid_logits(
-        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
-        self._outside("centroid head")
-        return outside.centroid_logits(y, self.linear(y, centroids), top_k, token_ids, embed)
+        call = centroid_logits(y, centroids.weight, top_k, token_ids, embed)
+        return self.executor.run(call, self._at("centroid head"))
+
+
+def _packed_experts(weights: W4Experts, *, gated: bool) -> W4Experts:
+    """Each expert's matrix as `pack` gives it, one behind the other: an expert is a number of strips of 32 rows."""
+    tensors = (weights.packed, weights.scales)
+    num_experts = len(weights.packed)
+    if gated:
+        by_row = interleave(*(t.transpose(0, 1) for t in tensors))
+        tensors = (by_row[0].transpose(0, 1), by_row[1].transpose(0, 1))
+    packed, scales = pack(*(t.reshape(-1, t.shape[-1]) for t in tensors))
+    return replace(
+        weights,
+        packed=packed.view(num_experts, -1, *packed.shape[1:]),
+        scales=scales.view(num_experts, -1, *scales.shape[1:]),
+    )

@@ -12,10 +12,8 @@ from torch.nn import functional as F
 
 # name -> why torch computes it
 OUTSIDE = {
-    "dense matrices": "cuBLAS through torch: a well-kept library where kerngen has nothing to add",
-    "experts": "no grouped W4A16 kernel yet: torch multiplies dense matrices, one expert after the other",
-    "per-layer inputs": "no kernel yet for the sum of the two parts, each of which has one",
-    "centroid head": "no kernel yet: torch picks the centroids and multiplies their tokens' rows",
+    "dense matrices": "more than 16 tokens: cuBLAS through torch, a well-kept library where kerngen adds nothing",
+    "dense experts": "no grouped kernel for 16-bit weights yet: torch multiplies one expert after the other",
 }
 
 
@@ -24,43 +22,27 @@ def dense(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-    """sum_i w_i * down[e_i] (gelu_tanh(gate) * up), gate | up = gate_up[e_i] x. See Ops.experts.
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor) -> Tensor:
+    """down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x, for each expert e of each token. See Ops.experts.
 
     Up to 64 routed rows are gathered, without a look at the ids on the host: a decode step of 8 tokens can be
     captured in a CUDA graph. More wait for the ids.
     """
-    if x.is_meta:
-        return torch.empty_like(x)
     tokens, top_k = topk_ids.shape
+    if x.is_meta:
+        return torch.empty(tokens, top_k, x.shape[1], dtype=x.dtype, device=x.device)
     ids = topk_ids.long()
     if tokens * top_k <= 64:
         rows = x[:, None, :, None]  # [T, 1, H, 1]
         hidden = _gated((gate_up[ids] @ rows).squeeze(-1))  # [T, k, I]
-        each = (down[ids] @ hidden[..., None]).squeeze(-1)  # [T, k, H]
-        return (each * topk_weights[..., None]).sum(1).to(x.dtype)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return (down[ids] @ hidden[..., None]).squeeze(-1)
+    out = torch.empty(tokens, top_k, x.shape[1], dtype=x.dtype, device=x.device)
     for expert in ids.unique().tolist():
         token, slot = torch.where(ids == expert)
-        hidden = _gated(F.linear(x[token], gate_up[expert]))
-        each = F.linear(hidden, down[expert]) * topk_weights[token, slot, None]
-        out.index_add_(0, token, each.float())
-    return out.to(x.dtype)
+        out[token, slot] = F.linear(_gated(F.linear(x[token], gate_up[expert])), down[expert])
+    return out
 
 
 def _gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up  # in the experts' dtype, without the copies that fp32 would take
-
-
-def per_layer_inputs(normed_context: Tensor, token_part: Tensor) -> Tensor:
-    """(normed context + token part) / sqrt(2), both [T, L, P]."""
-    return (normed_context + token_part) * 2.0**-0.5
-
-
-def centroid_logits(y: Tensor, scores: Tensor, top_k: int, token_ids: Tensor, embed: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of each row's best centroids and their logits. See Ops.centroid_logits."""
-    picked = scores.topk(top_k, dim=-1).indices
-    ids = token_ids[picked].flatten(1)
-    rows = embed[ids]  # [B, n, d]
-    return ids, (rows @ y[:, :, None]).squeeze(-1).float()

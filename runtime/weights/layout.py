@@ -11,10 +11,10 @@ from kerngen.runtime.ops import DenseLinear, Experts, Linear
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """router_scale [H], router [E, H] linear, per_expert_scale [E]; gate_up [E, 2 I, H], down [E, H, I]."""
+    """router_scale [H], router [E, H], per_expert_scale [E]; gate_up [E, 2 I, H], down [E, H, I]."""
 
     router_scale: Tensor
-    router: Linear
+    router: DenseLinear
     per_expert_scale: Tensor
     gate_up: Experts
     down: Experts
@@ -25,10 +25,10 @@ class MoeWeights:
 
 @dataclass(frozen=True, slots=True)
 class PleLayerWeights:
-    """gate [P, H] and projection [H, P] linears, post_norm [H]."""
+    """gate [P, H] and projection [H, P], post_norm [H]."""
 
-    gate: Linear
-    projection: Linear
+    gate: DenseLinear
+    projection: DenseLinear
     post_norm: Tensor
 
 
@@ -73,9 +73,9 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class CentroidWeights:
-    """centroids [C, d] linear, token_ids int64 [C, vocab / C]: the tokens of each centroid."""
+    """centroids [C, d], token_ids int64 [C, vocab / C]: the tokens of each centroid."""
 
-    centroids: Linear
+    centroids: DenseLinear
     token_ids: Tensor
 
 

@@ -7,10 +7,12 @@ before a byte of data is touched, so that a torn or lying file is one Checkpoint
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,9 +22,10 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError
-from kerngen.runtime.fields import read_json, require_content
+from kerngen.runtime.fields import GET_AGAIN, nothing_there, open_file, read_json, require_content
 
-MAX_HEADER_BYTES = 100_000_000  # the limit that the reference implementation uses
+MAX_HEADER_BYTES = 32 * 1024 * 1024  # of 35,000 tensors, the experts of a 26B one by one, there are 5 MB
+PIECE_BYTES = 32 * 1024 * 1024  # of a tensor on its way to the device
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -51,16 +54,20 @@ class Entry:
 
 
 class SafetensorsFile:
-    """One file, mapped. `entries` is verified; tensors are views of the map until they are copied."""
+    """One file, mapped. `entries` is verified; tensors are views of the map until they are copied.
+
+    metadata: what the file says of itself (`__metadata__`), unverified. digest: SHA-256 of the header, in hex.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as f:
-                size = os.fstat(f.fileno()).st_size
-                self.entries = _read_header(path, f.read(8), f, size)
+            with open_file(path) as f:
+                self.stat = os.fstat(f.fileno())
+                self.entries, self.metadata, self.digest = _read_header(path, f.read(8), f, self.stat.st_size)
                 # Read-only: a private writable map is counted against memory and swap, which a large file may exceed.
-                self._bytes = _read_only_view(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
+                self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+                self._bytes = _read_only_view(self._map)
         except OSError as e:
             raise CheckpointError(f"{path} cannot be read: {e.strerror or e}") from e
 
@@ -72,10 +79,39 @@ class SafetensorsFile:
         dtype = DTYPES[entry.dtype]
         if entry.num_bytes == 0:
             return torch.empty(entry.shape, dtype=dtype)
-        flat = self._bytes[entry.start : entry.start + entry.num_bytes]
-        if entry.start % dtype.itemsize:  # the format does not promise alignment
+        return self._view(entry.start, entry.start + entry.num_bytes, dtype).view(entry.shape)
+
+    def pieces(self, name: str, rows: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """The tensor [n, ...] in order, at most PIECE_BYTES at a time but at least `rows` rows: (first row, view).
+
+        The next piece is asked of the disk while one is used, and what was used leaves this process's memory: however
+        large the file, little of it is resident. The views must not be kept.
+        """
+        entry = self.entries[name]
+        if not entry.shape or entry.num_bytes == 0:
+            yield 0, self.tensor(name)
+            return
+        dtype, row_bytes = DTYPES[entry.dtype], entry.num_bytes // entry.shape[0]
+        step = max(PIECE_BYTES // row_bytes // rows, 1) * rows
+        end = entry.start + entry.num_bytes
+        for row in range(0, entry.shape[0], step):
+            start = entry.start + row * row_bytes
+            stop = min(start + step * row_bytes, end)
+            self._advise("MADV_WILLNEED", stop, min(stop + step * row_bytes, end))
+            yield row, self._view(start, stop, dtype).view(-1, *entry.shape[1:])
+            self._advise("MADV_DONTNEED", start, stop)
+
+    def _view(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        flat = self._bytes[start:stop]
+        if start % dtype.itemsize:  # the format does not promise alignment
             flat = flat.clone()
-        return flat.view(dtype).view(entry.shape)
+        return flat.view(dtype)
+
+    def _advise(self, name: str, start: int, stop: int) -> None:
+        """Tell the kernel what is needed next or no more; the map is read-only, so nothing can be lost."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if (advice := getattr(mmap, name, None)) is not None and stop > first:
+            self._map.madvise(advice, first, stop - first)
 
 
 def _read_only_view(mapped: mmap.mmap) -> Tensor:
@@ -86,8 +122,8 @@ def _read_only_view(mapped: mmap.mmap) -> Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _read_header(path: Path, head: bytes, f: Any, size: int) -> dict[str, Entry]:
-    """Parse and verify the header of a file of `size` bytes. Raises CheckpointError."""
+def _read_header(path: Path, head: bytes, f: Any, size: int) -> tuple[dict[str, Entry], Any, str]:
+    """Parse and verify the header of a file of `size` bytes: entries, metadata, digest. Raises CheckpointError."""
     if len(head) < 8:
         raise CheckpointError(f"{path} is truncated: {size} B hold no safetensors header")
     if head == b"version ":
@@ -98,12 +134,13 @@ def _read_header(path: Path, head: bytes, f: Any, size: int) -> dict[str, Entry]
             f"{path} is truncated or not safetensors: the header claims {length:,} B, the file has {size:,} B"
         )
     try:
-        header = json.loads(f.read(length).decode("utf-8"))
+        text = f.read(length)
+        header = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: the header is not JSON: {e}") from e
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     entries = {name: _entry(path, name, raw, 8 + length) for name, raw in header.items()}
     end = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
@@ -115,7 +152,7 @@ def _read_header(path: Path, head: bytes, f: Any, size: int) -> dict[str, Entry]
             raise CheckpointError(f"{path} is truncated: {name} ends at byte {end:,}, the file has {size:,}")
     if end != size:
         raise CheckpointError(f"{path}: {size - end:,} B follow the last tensor")
-    return entries
+    return entries, metadata, hashlib.sha256(text).hexdigest()
 
 
 def _entry(path: Path, name: str, raw: Any, data_start: int) -> Entry:
@@ -152,14 +189,13 @@ class Checkpoint:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         self._files: dict[str, SafetensorsFile] = {}
-        if index.is_file():
+        if index.exists():
             self._open_shards(index)
-        elif single.is_file():
+        elif single.exists():
             file = SafetensorsFile(single)
             self._files = dict.fromkeys(file.entries, file)
         else:
-            hint = "only safetensors are read; convert other formats first"
-            raise CheckpointError(f"{folder} holds no model.safetensors and no {index.name}", hint=hint)
+            raise nothing_there(folder, f"no {single.name} and no {index.name}")
 
     def _open_shards(self, index: Path) -> None:
         weight_map = read_json(index).get("weight_map")
@@ -170,8 +206,10 @@ class Checkpoint:
             if not isinstance(shard, str) or Path(shard).name != shard:
                 raise CheckpointError(f"{index}: {name} lies in {shard!r}, which is not a file name")
             if shard not in shards:
-                if not (self.folder / shard).is_file():
-                    raise CheckpointError(f"{self.folder / shard} is missing; {index.name} puts {name} there")
+                if not (self.folder / shard).exists():
+                    raise CheckpointError(
+                        f"{self.folder / shard} is missing; {index.name} puts {name} there", hint=GET_AGAIN
+                    )
                 shards[shard] = SafetensorsFile(self.folder / shard)
             if name not in shards[shard].entries:
                 raise CheckpointError(f"{self.folder / shard} lacks {name}, which {index.name} puts there")
@@ -203,6 +241,25 @@ class Checkpoint:
         if self.dtype(name) not in dtypes:
             raise CheckpointError(f"{path}: {name} is {self.dtype(name)}; it must be {' or '.join(dtypes)}")
 
+    def num_bytes(self, name: str) -> int:
+        return self._files[name].entries[name].num_bytes
+
+    def num_values(self, name: str) -> int:
+        return prod(self.shape(name))
+
+    def path(self, name: str) -> Path:
+        """Of the file that holds the tensor."""
+        return self._files[name].path
+
+    @property
+    def files(self) -> list[SafetensorsFile]:
+        """Those that hold the tensors, each once."""
+        return list(dict.fromkeys(self._files.values()))
+
     def tensor(self, name: str) -> Tensor:
         """A read-only view on the CPU; copy it before changing anything."""
         return self._files[name].tensor(name)
+
+    def pieces(self, name: str, rows: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """As SafetensorsFile.pieces."""
+        return self._files[name].pieces(name, rows)

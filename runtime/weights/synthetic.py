@@ -12,8 +12,9 @@ from torch import Tensor
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
-from kerngen.runtime.weights.loader import build_drafter, build_model, fused_name
-from kerngen.runtime.weights.quantized import is_ignored
+from kerngen.runtime.weights.loader import build_drafter, build_model
+from kerngen.runtime.weights.quantized import IgnoreList
+from kerngen.runtime.weights.source import fused_name
 
 _NIBBLE_STD = 4.61  # of a uniform nibble - 8
 
@@ -25,6 +26,7 @@ class SyntheticSource:
         self.config = config
         self.ops = ops
         self.is_dry = ops.device.type == "meta"  # shapes alone: what a record of the model runs on
+        self._ignored = IgnoreList(config.quant.ignore if config.quant else (), strict=True)
         self._rng = None if self.is_dry else torch.Generator(ops.device).manual_seed(seed)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -40,19 +42,19 @@ class SyntheticSource:
     def scalar(self, name: str) -> Tensor:
         return self.tensor(name, 1)
 
-    def linear(self, parts: Sequence[tuple[str, int]], in_features: int) -> Linear:
+    def linear(self, parts: Sequence[tuple[str, int]], in_features: int, *, gated: bool = False) -> Linear:
         rows = sum(out for _, out in parts)
         if not self._is_quantized([module for module, _ in parts], in_features):
             return self.ops.prepare(DenseLinear(self._matrix(rows, in_features)))
         packed, scales = self._packed(rows, in_features)
         group_size = in_features // scales.shape[-1]
-        return self.ops.prepare(W4Linear(packed, scales, rows, in_features, group_size, fused_name(parts)))
+        return self.ops.prepare(W4Linear(packed, scales, rows, in_features, group_size, fused_name(parts), gated))
 
     def _is_quantized(self, modules: Sequence[str], in_features: int) -> bool:
         quant = self.config.quant
         if quant is None or in_features % quant.group_size:
             return False
-        return not any(is_ignored(quant, module) for module in modules)
+        return not any(module in self._ignored for module in modules)
 
     def _packed(self, rows: int, in_features: int) -> tuple[Tensor, Tensor]:
         """Random nibbles [rows, in / 8] and scales [rows, in / group_size] that keep the scale of the input."""
@@ -64,6 +66,9 @@ class SyntheticSource:
         value = 1.0 / (_NIBBLE_STD * in_features**0.5)
         shape = (rows, in_features // quant.group_size)
         return packed, torch.full(shape, value, dtype=self.ops.dtype, device=self.ops.device)
+
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        return DenseLinear(self._matrix(out_features, in_features))
 
     def head(self, embed: Tensor) -> Linear:
         return self.ops.prepare(DenseLinear(embed))

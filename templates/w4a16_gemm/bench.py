@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from kerngen.templates.common.w4_pack import dequantize, unpack
 from kerngen.templates.kernel import Case
 from kerngen.templates.w4a16_gemm.cases import case_for
-from kerngen.templates.w4a16_gemm.pack import dequantize, unpack
 from kerngen.templates.w4a16_gemm.spec import Problem
 
 # (n, k): gate and up, down, q k v of a sliding layer, o of a sliding layer

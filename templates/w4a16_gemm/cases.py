@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Op
+from kerngen.templates.common.w4_pack import pack
 from kerngen.templates.kernel import Case
-from kerngen.templates.w4a16_gemm.op import w4a16_gemm
-from kerngen.templates.w4a16_gemm.pack import pack
+from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 from kerngen.templates.w4a16_gemm.spec import Problem
 
 
-def _case(n: int, k: int, group: int, dtype: str, m: int) -> Case:
-    return Case(f"{n}x{k}_g{group}_{dtype}_m{m}", Problem(n, k, group, dtype, m), seed=n + k + m)
+def _case(n: int, k: int, group: int, dtype: str, m: int, gated: bool = False) -> Case:
+    name = f"{n}x{k}_g{group}_{dtype}_m{m}" + ("_gated" if gated else "")
+    return Case(name, Problem(n, k, group, dtype, m, gated), seed=n + k + m)
 
 
 _TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200)
@@ -33,13 +34,16 @@ CASES = (
     *(_case(1056, 2816, 128, "bf16", m) for m in (4, 64, 500)),
     # long K on few tiles: every tile is shared by many blocks
     *(_case(64, 21504, 32, dtype, m) for dtype in ("fp16", "bf16") for m in (1, 24)),
+    # gate and up: whole tiles and shared ones, strips that no tile divides
+    *(_case(512, 384, 32, dtype, m, True) for dtype in ("fp16", "bf16") for m in (1, 9, 33, 130)),
+    *(_case(96, 1536, 64, dtype, m, True) for dtype in ("fp16", "bf16") for m in (3, 70)),
 )
 
 
 def inputs(case: Case, device: str) -> dict[str, Any]:
     """Every argument but the workspace. W has a standard deviation of about K ** -0.5, x of 1; out is NaN.
 
-    out: [M, N]. x: [M, K]. w_packed, scales: see pack.py.
+    out: [M, N], or [M, N / 2] where gated. x: [M, K]. w_packed, scales: see pack.py.
     """
     p = case.problem
     dtype = torch.bfloat16 if p.dtype == "bf16" else torch.float16
@@ -53,7 +57,7 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
     scale = (1 + 0.25 * normal(p.n, p.k // p.group_size).clamp(-3, 3)) / (4.6 * p.k**0.5)
     w_packed, scales = pack(words.to(torch.int32), scale.to(dtype))
     return {
-        "out": torch.full((p.num_tokens, p.n), float("nan"), dtype=dtype, device=device),
+        "out": torch.full((p.num_tokens, p.n // 2 if p.gated else p.n), float("nan"), dtype=dtype, device=device),
         "x": normal(p.num_tokens, p.k).to(dtype),
         "w_packed": w_packed,
         "scales": scales,
@@ -63,9 +67,10 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 
 def case_for(problem: Problem) -> Case:
     p = problem
-    return _case(p.n, p.k, p.group_size, p.dtype, p.num_tokens)
+    return _case(p.n, p.k, p.group_size, p.dtype, p.num_tokens, p.gated)
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    return w4a16_gemm, {n: inputs[n] for n in ("x", "w_packed", "scales")}
+    op = w4a16_gated if case.problem.gated else w4a16_gemm
+    return op, {n: inputs[n] for n in ("x", "w_packed", "scales")}

@@ -7,7 +7,8 @@ from torch import Tensor
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import require
 from kerngen.templates.common.row_torch import DTYPE_NAME, empty
-from kerngen.templates.w4a16_gemm.spec import STRIP, Problem
+from kerngen.templates.common.w4_tiling import STRIP
+from kerngen.templates.w4a16_gemm.spec import Problem
 
 
 @op(takes={"x": "D[M, 32 * U]", "w_packed": "int32[S, U, 32, 4]", "scales": "D[S, G, 32]"})
@@ -16,11 +17,24 @@ def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor) -> Call[Tensor]:
 
     w_packed [N / 32, K / 32, 32, 4] int32; scales [N / 32, K / group_size, 32] in x's dtype.
     """
+    return _call(x, w_packed, scales, gated=False)
+
+
+@op(takes={"x": "D[M, 32 * U]", "w_packed": "int32[S, U, 32, 4]", "scales": "D[S, G, 32]"})
+def w4a16_gated(x: Tensor, w_packed: Tensor, scales: Tensor) -> Call[Tensor]:
+    """gelu_tanh(gate) * up [M, N / 2], gate | up = x [M, K] times W^T, W as w4a16_gemm's of gate and up interleaved.
+
+    w_packed, scales: `pack(*interleave(gate | up))`. Each factor is rounded to x's dtype, as the model's tensors are.
+    """
+    return _call(x, w_packed, scales, gated=True)
+
+
+def _call(x: Tensor, w_packed: Tensor, scales: Tensor, *, gated: bool) -> Call[Tensor]:
     tokens, k = x.shape
     n = w_packed.shape[0] * STRIP
     groups = scales.shape[1]
     require(groups > 0 and k % groups == 0, f"K = {k} is not a multiple of {groups} groups")
-    out = empty(x, tokens, n)
-    problem = Problem(n, k, k // groups, DTYPE_NAME[x.dtype], tokens) if tokens else None
+    out = empty(x, tokens, n // 2 if gated else n)
+    problem = Problem(n, k, k // groups, DTYPE_NAME[x.dtype], tokens, gated) if tokens else None
     arguments = {"out": out, "x": x.contiguous(), "w_packed": w_packed, "scales": scales, "num_tokens": tokens}
     return Call("w4a16_gemm", problem, arguments, out)

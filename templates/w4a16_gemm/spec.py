@@ -1,12 +1,9 @@
 """w4a16_gemm: out[M, N] = x[M, K] dequant(W)[N, K]^T with symmetric int4 weights, for one token or for thousands.
 
-Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
-than eight. One source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ. It
-makes two bodies on sm90, mma.sync and wgmma, each with its space.
-
-The work is a line of units, (tile, BLOCK_K of its K), cut into equal pieces: one a block (stream-K), or one tile a
-block. A tile that several blocks share is summed in fp32 through the workspace in the order of the blocks, by the one
-that arrives last: the result does not depend on which one that is.
+With gated, W's rows are gate and up, interleaved by common/w4_pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. One
+source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4_tiling.py).
+Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; and for up to 8 tokens one without stages, whose
+weights go straight to registers (common/w4_gemv.cuh).
 """
 
 from __future__ import annotations
@@ -16,73 +13,48 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
+from kerngen.templates.common import w4_tiling
+from kerngen.templates.common.row_spec import why_no_dtype
+from kerngen.templates.common.w4_tiling import (
+    GEMV_SPACE,
+    MAX_BLOCKS,
+    SPACE,
+    STRIP,
+    WGMMA_SPACE,
+    Tiling,
+    matrix_bytes,
+    require_matrix,
+)
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
-STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
-MAX_BLOCKS = 1024  # that share tiles
-GROUP_SIZES = (32, 64, 128)
+
+@dataclass(frozen=True, slots=True)
+class Config(Tiling):
+    """How tiles are cut: see Tiling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """n, k: rows of W and their length. group_size: weights along K that share a scale. dtype: of x, scales and out."""
+    """n, k: rows of W and their length. group_size: weights along K that share a scale. dtype: of x, scales and out.
+
+    gated: W is gate and up, and out has n / 2 columns.
+    """
 
     n: int
     k: int
     group_size: int = 32
     dtype: str = "bf16"
     num_tokens: int = 1
+    gated: bool = False
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
     DYNAMIC: ClassVar[str] = "num_tokens"
 
     def __post_init__(self) -> None:
-        if self.group_size not in GROUP_SIZES:
-            raise ProblemError(f"group_size={self.group_size} is not one of {GROUP_SIZES}")
-        if self.dtype not in DTYPES:
-            raise ProblemError(f"dtype={self.dtype!r} is not one of: {', '.join(DTYPES)}")
-        if self.n < STRIP or self.n % STRIP:
-            raise ProblemError(f"n={self.n} is not a positive multiple of {STRIP}: pad the rows of W with zeros")
-        if self.k < self.group_size or self.k % self.group_size:
-            raise ProblemError(f"k={self.k} is not a positive multiple of group_size={self.group_size}")
+        require_matrix(self.n, self.k, self.group_size, self.dtype)
         if self.num_tokens < 1:
             raise ProblemError(f"num_tokens={self.num_tokens} is not positive")
 
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    block_m: int = 8  # tokens of a tile
-    block_n: int = 128  # rows of W of a tile
-    block_k: int = 128  # of one pipeline stage
-    warp_n: int = 32  # rows of W of a warp
-    warps_m: int = 1  # warps that share rows of W and differ in tokens
-    warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
-    num_stages: int = 4
-    blocks_per_sm: int = 1  # stream-K over this many blocks an SM; 0: one block a tile, no split
-    wgmma: bool = False  # Hopper's warpgroup products instead of mma.sync
-
-
-SPACE = {
-    "block_m": (8, 16, 32, 64, 128, 256),
-    "block_n": (64, 128, 256),
-    "block_k": (32, 64, 128, 256, 512),
-    "warp_n": (32, 64),
-    "warps_m": (1, 2, 4),
-    "warps_k": (1, 2, 4, 8),
-    "num_stages": (2, 3, 4, 5, 6, 8),
-    "blocks_per_sm": (0, 1, 2, 3, 4),
-}
-# Four warps of a strip each, all tokens in every warp (_why_not_wgmma).
-WGMMA_SPACE = SPACE | {
-    "block_m": (8, 16, 32, 64, 128),
-    "block_n": (128, 256),
-    "block_k": (64, 128, 256, 512),
-    "warp_n": (32,),
-    "warps_m": (1,),
-    "warps_k": (1,),
-    "num_stages": (3, 4, 5, 6, 8),
-}
 
 ARGS = {
     "w4a16_gemm": (
@@ -95,119 +67,56 @@ ARGS = {
     )
 }
 BODIES = (
-    Body("kernel.cu.jinja", ARGS, SPACE, when={"wgmma": False}),
-    Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when={"wgmma": True}),
+    Body("kernel.cu.jinja", ARGS, SPACE, when={"wgmma": False, "gemv": False}),
+    Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when={"wgmma": True, "gemv": False}),
+    Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False, "gemv": True}),
 )
 OUTPUTS = ("out",)
+STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv: what counts is when the first bytes arrive
 MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    return {"STRIP": STRIP, "MAX_BLOCKS": MAX_BLOCKS}
+    return {"MAX_BLOCKS": MAX_BLOCKS}
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
     return why_no_dtype(target.arch, problem.dtype)
 
 
-def num_warps(config: Config) -> int:
-    return config.block_n // config.warp_n * config.warps_m * config.warps_k
-
-
-def _groups_per_stage(problem: Problem, config: Config) -> int:
-    return max(1, config.block_k // problem.group_size)
-
-
-def stage_bytes(problem: Problem, config: Config) -> int:
-    c = config
-    used = c.block_n * c.block_k // 2 + c.block_m * c.block_k * 2 + c.block_n * _groups_per_stage(problem, c) * 2
-    return -(-used // 1024) * 1024 if c.wgmma else used
-
-
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """The stages, what the warps that split K exchange, and 16 bytes for who arrived last. All dynamic."""
-    exchange = (config.warps_k - 1) * config.block_m * config.block_n * 4
-    return config.num_stages * stage_bytes(problem, config) + exchange + 16
-
-
-def _why_not_wgmma(config: Config, target: Target) -> str | None:
-    c = config
-    if not target.arch.has_wgmma:
-        return f"wgmma=True: {target.arch} has none; wgmma=False serves every arch"
-    if c.warp_n != STRIP or c.warps_m != 1 or c.warps_k != 1 or c.block_n % 128:
-        return (f"wgmma takes four warps of {STRIP} rows and all tokens: warp_n={c.warp_n} warps_m={c.warps_m} "
-                f"warps_k={c.warps_k} block_n={c.block_n} is not {STRIP}, 1, 1 and a multiple of 128")  # fmt: skip
-    if c.block_m > 128:
-        return f"block_m={c.block_m}: a strip's two products of more than 128 tokens do not fit in registers"
-    if c.block_k % 64 or c.num_stages < 3:
-        return f"block_k={c.block_k} num_stages={c.num_stages}: wgmma needs a multiple of 64, and at least 3"
-    return None
+    return config.smem_bytes(problem.group_size)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
-    c, arch = config, target.arch
-    if c.block_n % c.warp_n or c.warp_n % STRIP:
-        return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
-    if not arch.has_ldmatrix and c.warp_n != 64:
-        return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
-    if c.wgmma and (why := _why_not_wgmma(c, target)):
-        return why
-    if c.block_m % (8 * c.warps_m):
-        return f"block_m={c.block_m} is not made of warps_m={c.warps_m} warps of a multiple of 8 tokens"
-    if c.block_k % (STRIP * c.warps_k):
-        return f"block_k={c.block_k} is not made of warps_k={c.warps_k} warps of a multiple of {STRIP}"
-    if (warps := num_warps(c)) > 16:
-        return f"{warps} warps a block; 16 is the most that leaves 128 registers a thread"
-    accumulators = c.warp_n * (c.block_m // c.warps_m) // 32
-    if accumulators > 128:
-        return f"{accumulators} accumulators a thread (warp_n={c.warp_n} x {c.block_m // c.warps_m} tokens); 128 fit"
-    blocks = max(1, c.blocks_per_sm)
-    registers = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks))
-    carried = 0 if arch.has_cp_async else 4 * -(-stage_bytes(problem, c) // (512 * warps))
-    others = 56 if arch.has_cp_async else 100
-    if registers < accumulators + carried + others:
-        return (f"{warps} warps x {blocks} blocks an SM leave {registers} registers a thread; {accumulators} "
-                f"accumulators, {carried} on their way to shared memory and {others} others are needed")  # fmt: skip
-    if warps * blocks > arch.max_warps_per_sm:
-        return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
-    if not arch.has_cp_async and c.num_stages != 2:
-        return f"num_stages={c.num_stages}: without cp.async, {arch} keeps 2 stages and one on its way in registers"
-    if (need := smem_bytes(problem, c, target)) > arch.max_smem_bytes:
-        return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
-    if (together := blocks * (need + arch.reserved_smem_bytes)) > arch.smem_per_sm:
-        return f"{blocks} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
-    return None
-
-
-def _tiles(problem: Problem, config: Config) -> int:
-    return -(-problem.num_tokens // config.block_m) * -(-problem.n // config.block_n)
+    return w4_tiling.why_invalid(config, problem.num_tokens, problem.k, problem.group_size, target.arch)
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
-    tiles = _tiles(problem, config)
-    if config.blocks_per_sm == 0:
-        return tiles
-    units = tiles * -(-problem.k // config.block_k)
-    return min(config.blocks_per_sm * target.device.num_sms, units, MAX_BLOCKS)
+    tiles = -(-problem.num_tokens // config.block_m) * -(-problem.n // config.block_n)
+    return config.num_blocks(tiles, problem.k, target.device.num_sms)
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
-    grid = (num_blocks(problem, config, target), 1, 1)
-    block = (32 * num_warps(config), 1, 1)
+    grid, block = (num_blocks(problem, config, target), 1, 1), (32 * config.num_warps, 1, 1)
     return (Launch("w4a16_gemm", grid, block, smem_bytes(problem, config, target), pdl=target.arch.has_pdl),)
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """A counter a block, zero between launches, then two fp32 tiles a block. 0 where no tile is shared."""
-    if config.blocks_per_sm == 0:
-        return 0
-    return 4 * MAX_BLOCKS + num_blocks(problem, config, target) * 2 * config.block_m * config.block_n * 4
+    """Counters, zero between launches, then the partial sums. 0 where no tile is shared.
+
+    A counter a block; with gemv one a tile of rows, of which there is one for all tokens.
+    """
+    partials = config.partial_bytes(num_blocks(problem, config, target))
+    counters = 16 * -(-problem.n // (4 * config.block_n)) if config.gemv else 4 * MAX_BLOCKS
+    return counters + partials if partials else 0
 
 
 def cost(problem: Problem) -> Cost:
     p = problem
-    weights = p.n * p.k // 2 + p.n * (p.k // p.group_size) * 2
-    return Cost(weights + 2 * p.num_tokens * (p.k + p.n), 2 * p.num_tokens * p.n * p.k)
+    out = p.n // 2 if p.gated else p.n
+    weights = matrix_bytes(p.n, p.k, p.group_size)
+    return Cost(weights + 2 * p.num_tokens * (p.k + out), 2 * p.num_tokens * p.n * p.k)
 
 
 def default_config(problem: Problem, target: Target) -> Config:
@@ -215,6 +124,26 @@ def default_config(problem: Problem, target: Target) -> Config:
         if why_invalid(problem, config, target) is None:
             return config
     raise ProblemError(f"no default configuration of w4a16_gemm serves {problem} on {target.arch}")
+
+
+def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """Without stages, best first: from sweeps on an H200, enough warps to have much of W under way at once."""
+    strips, columns, num_sms = problem.n // STRIP, problem.k // STRIP, target.device.num_sms
+    split = 1
+    if strips <= 2 * num_sms:
+        warp_n, warps_k = (64, 8) if strips > num_sms and columns > 64 else (32, 16)
+        while strips * split * 2 <= 2 * num_sms and columns > 8 * warps_k * split and split < 8:
+            split *= 2
+    else:
+        warp_n, warps_k = (32, 4) if strips <= 4 * num_sms else (64, 4)
+    found = []
+    for k in (k for k in (16, 8, 4, 2, 1) if k <= warps_k):
+        turns = -(-columns // (6 * k * split))
+        steps = -(-columns // (k * split * turns))
+        parts = split if k > 1 else 1
+        found += [Config(8, n, STRIP * k * s, n, 1, k, 1, 0, gemv=True, split_k=parts)
+                  for n in dict.fromkeys((warp_n, 32)) for s in range(steps, 0, -1)]  # fmt: skip
+    return tuple(found)
 
 
 def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
@@ -225,6 +154,8 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     warp_n = 32 if arch.has_ldmatrix else 64
     block_m = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
+    if m <= 8 and problem.n * problem.k <= STRAIGHT_WEIGHTS and arch.has_ldmatrix:
+        return (*_straight(problem, target), last)
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply
         even = problem.n % 128 == 0 and problem.k % 256 == 0

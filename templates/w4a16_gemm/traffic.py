@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kerngen.arch import Target
 from kerngen.templates.kernel import Traffic
-from kerngen.templates.w4a16_gemm.spec import Config, Problem, cost, num_blocks, stage_bytes
+from kerngen.templates.w4a16_gemm.spec import Config, Problem, cost, num_blocks
 
 # What a tile that blocks share adds at the end, as steps: partial sums out, a counter, the others' partial sums back.
 MEETING_STEPS = 16
@@ -20,7 +20,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     p, c = problem, config
     tiles_m, tiles_n = -(-p.num_tokens // c.block_m), -(-p.n // c.block_n)
     stages = tiles_m * tiles_n * -(-p.k // c.block_k)
-    stage = stage_bytes(p, c)
+    stage = c.stage_bytes(p.group_size)
     x_stage = c.block_m * c.block_k * 2
     w_stage = stage - x_stage
     tokens = min(p.num_tokens, tiles_m * c.block_m)

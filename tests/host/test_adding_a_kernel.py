@@ -23,13 +23,13 @@ use = sys.argv[1] == "use"
 answer = {"kernels": kernel_names()}
 if use:
     from kerngen.templates.my_scale.op import my_scale
-    gelu_gate = kernels.KernelOps.gelu_gate
+    gated = kernels.KernelOps.gated
 
-    def scaled(self, gate_up):
-        h = gelu_gate(self, gate_up)
+    def scaled(self, x, gate_up):
+        h = gated(self, x, gate_up)
         return self.executor.run(my_scale(h, torch.ones(h.shape[1], dtype=h.dtype, device=h.device)), self._at("scale"))
 
-    kernels.KernelOps.gelu_gate = scaled
+    kernels.KernelOps.gated = scaled
     x, w = torch.randn(3, 16).bfloat16(), torch.randn(16).bfloat16()
     answer["right"] = torch.equal(Reference().run(my_scale(x, w), "here"), x * w)
 

@@ -320,7 +320,20 @@ def test_use_the_ops() -> None:
 
 @pytest.mark.parametrize("target", [TARGET, W4A16], ids=lambda p: p.name)
 def test_kerngen_runs_it(target: Path) -> None:
-    command = ["-m", "kerngen", "run", target, "--backend", "torch", "--dtype", "fp32", "--json", "--prompt"]
+    command = [
+        "-m",
+        "kerngen",
+        "run",
+        target,
+        "--backend",
+        "torch",
+        "--dtype",
+        "fp32",
+        "--temperature",
+        "0",
+        "--json",
+        "--prompt",
+    ]
     prompt = acceptance.PROMPTS[0]
     drafted = json.loads(run(*command, prompt, "--draft", ASSISTANT, "--num-draft-tokens", "3"))
     plain = json.loads(run(*command, prompt, "--no-draft"))

@@ -7,6 +7,7 @@ must be in the record that its workload is.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,9 @@ def test_the_list_of_what_no_kernel_serves_is_met() -> None:
     """Each name in OUTSIDE is one that some model meets: nothing is listed that runs in a kernel by now."""
     from kerngen.runtime.ops.outside import OUTSIDE
 
-    met = {name for model in MODELS for name in workload(find_model(model), find_arch("sm90")).missing}
+    moe = find_model("gemma-4-26b-a4b")
+    unpacked = replace(moe, target=replace(moe.target, quant=None))  # as its bf16 release
+    models = [*map(find_model, MODELS), unpacked]
+    met = {name for model in models for name in workload(model, find_arch("sm90")).missing}
     assert met == set(OUTSIDE)
-    assert find_kernel("moe_route") is not None
+    assert find_kernel("moe_router") is not None

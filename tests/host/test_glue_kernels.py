@@ -23,7 +23,8 @@ from kerngen.templates import Kernel, find_kernel
 from kerngen.templates.kernel import Case
 from kerngen.tuning.plan import space_of
 
-NAMES = ("add_norm", "embed", "gelu_gate", "moe_route", "qkv_norm_rope", "rmsnorm", "softcap_argmax")
+NAMES = ("add_norm", "embed", "gelu_gate", "moe_route", "ple_inputs", "qkv_norm_rope", "rmsnorm", "softcap_argmax")
+NAMES = ("add_norm", "embed", "gelu_gate", "moe_combine", "moe_route", "qkv_norm_rope", "rmsnorm", "softcap_argmax")
 KERNELS = tuple(find_kernel(name) for name in NAMES)
 SM70, SM90 = find_arch("sm70"), find_arch("sm90")
 
@@ -104,11 +105,15 @@ def test_a_row_that_no_block_can_hold_is_refused_with_the_numbers() -> None:
         ("add_norm", {"num_tokens": 0}, "num_tokens=0 is not in 1"),
         ("gelu_gate", {"num_tokens": 2**20, "width": 21504}, "2,818,572,288 vectors of 8; at most"),
         ("embed", {"vocab_size": 0}, "vocab_size=0 is not positive"),
+        ("ple_inputs", {"width": 2056}, "width=2056 is more than 2048"),
+        ("ple_inputs", {"num_layers": 0}, "num_layers=0 is not positive"),
+        ("ple_inputs", {"num_tokens": 2**21}, "2,348,810,240 vectors of 8; at most"),
         ("softcap_argmax", {"vocab_size": 262145}, "vocab_size=262145 is not a positive multiple of 8"),
         ("qkv_norm_rope", {"head_dim": 96}, "head_dim=96 is not one of"),
         ("qkv_norm_rope", {"num_rotated_pairs": 129}, "num_rotated_pairs=129 is not in 0..128"),
         ("qkv_norm_rope", {"q_only": True}, "num_kv_heads=16 must be 0"),
         ("qkv_norm_rope", {"num_kv_heads": 0}, "num_kv_heads=0 is not positive"),
+        ("moe_combine", {"top_k": 9}, "top_k=9 is not in 1..8"),
         ("moe_route", {"num_experts": 257}, "num_experts=257 is not in 1..256"),
         ("moe_route", {"num_experts": 4}, "top_k=8 is not in 1..4"),
     ],
@@ -159,6 +164,30 @@ def test_add_norm_reference_is_the_models(gemma4: Any) -> None:
     _equal(expected["out"], _norm(gemma4, inputs["next_weight"], stream))
 
 
+def test_moe_combine_reference_is_the_models(gemma4: Any) -> None:
+    """Up to the experts' sum, whose order and roundings differ: one expert of weight 1 has neither."""
+    kernel = find_kernel("moe_combine")
+    case, inputs = _case(kernel, hidden=2816, top_k=1, num_tokens=9)
+    expected = kernel.reference.expected(case.problem, inputs)
+    assert inputs["topk_weights"].eq(1).all()
+    h = _norm(gemma4, inputs["dense_norm"], inputs["dense"])
+    h = h + _norm(gemma4, inputs["routed_norm"], inputs["routed"][:, 0])
+    stream = inputs["residual"] + _norm(gemma4, inputs["post_norm"], h)
+    stream *= inputs["layer_scalar"]
+    _equal(expected["residual_out"], stream)
+    _equal(expected["out"], _norm(gemma4, inputs["next_norm"], stream))
+
+
+def test_moe_combine_sums_the_experts_by_their_weights() -> None:
+    kernel = find_kernel("moe_combine")
+    case, inputs = _case(kernel, hidden=64, top_k=3, num_tokens=4)
+    routed = torch.einsum("tkh,tk->th", inputs["routed"].double(), inputs["topk_weights"].double())
+    one = dataclasses.replace(case.problem, top_k=1)
+    summed = inputs | {"routed": routed[:, None].to(torch.bfloat16), "topk_weights": torch.ones(4, 1)}
+    expected, again = kernel.reference.expected(case.problem, inputs), kernel.reference.expected(one, summed)
+    torch.testing.assert_close(expected["out"], again["out"], rtol=0.02, atol=0.02)
+
+
 def test_gelu_gate_reference_is_the_models(gemma4: Any) -> None:
     from transformers.activations import ACT2FN
 
@@ -174,6 +203,25 @@ def test_embed_reference_is_the_models(gemma4: Any) -> None:
     module = gemma4.Gemma4TextScaledWordEmbedding(100, 5376, 0, embed_scale=inputs["scale"])
     module.weight.data = inputs["table"]
     _equal(kernel.reference.expected(case.problem, inputs)["out"], module(inputs["ids"]).detach())
+
+
+def test_ple_inputs_reference_is_the_models(gemma4: Any) -> None:
+    from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+
+    kernel = find_kernel("ple_inputs")
+    case, inputs = _case(kernel, num_layers=3, width=256, vocab_size=100, num_tokens=9)
+    config = Gemma4TextConfig(
+        hidden_size=1536, num_hidden_layers=3, hidden_size_per_layer_input=256, vocab_size_per_layer_input=100,
+        vocab_size=100, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1, num_kv_shared_layers=0,
+    )  # fmt: skip
+    model = gemma4.Gemma4TextModel(config).to(torch.bfloat16)
+    model.embed_tokens_per_layer.weight.data = inputs["table"]
+    model.per_layer_projection_norm.weight.data = inputs["norm_weight"]
+    model.per_layer_model_projection.register_forward_hook(lambda module, args, output: inputs["context"])
+    with torch.no_grad():
+        tokens = model.get_per_layer_inputs(inputs["ids"])
+        theirs = model.project_per_layer_inputs(torch.zeros(9, 1536, dtype=torch.bfloat16), tokens)
+    _equal(kernel.reference.expected(case.problem, inputs)["out"], theirs)
 
 
 @pytest.mark.parametrize("layer", ["sliding_attention", "full_attention"])

@@ -141,7 +141,8 @@ def session() -> Any:
 
 
 def test_text_is_what_run_prints(session: kerngen.Session) -> None:
-    command = [sys.executable, "-m", "kerngen", "run", str(TARGET), "--draft", str(ASSISTANT), "--prompt", QUESTION]
+    command = [sys.executable, "-m", "kerngen", "run", str(TARGET), "--draft", str(ASSISTANT), "--temperature", "0",
+               "--prompt", QUESTION]  # fmt: skip
     options = ["--max-new-tokens", "24", "--num-draft-tokens", "3", "--json"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)

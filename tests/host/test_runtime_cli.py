@@ -7,15 +7,18 @@ import json
 import os
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import shard
 from safetensors.torch import load_file, save_file
 from tiny_gemma import BASE, F, S, hf_greedy, make_assistant, make_target
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import Tokenizer
+from tokens import write_tokenizer
 from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError, DeviceError, UsageError
@@ -24,26 +27,7 @@ from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.ops.outside import OUTSIDE
 from kerngen.runtime.session import find_drafter
-from kerngen.runtime.text import MAX_TEMPLATE_BYTES, TextCodec, render_chat
-
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content | trim }}<turn|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
-)
-BYTES = 16  # byte-fallback tokens: enough for one character outside the letters
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Letters as tokens, byte fallback for é, and Gemma's special tokens; no more than the tiny vocabulary."""
-    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
-    pieces = specials + ["<0xC3>", "<0xA9>", "<0x0A>", "▁"] + [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+from kerngen.runtime.text import TextCodec
 
 
 @pytest.fixture(scope="module")
@@ -133,53 +117,6 @@ def test_a_stream_that_ends_within_a_character_says_so(codec: TextCodec) -> None
     assert stream.finish() == "a\ufffd"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append({}) }}",
-        "{{ raise_exception('no system turn') }}",
-        "{{ missing.field }}",
-        "{% for i in range(10000000) %}x{% endfor %}",
-        "{{ 1 / 0 }}",
-        "{{ 'x' * 9999999999 }}",
-        "{{ [0] * 9999999999 }}",
-        "{{ 10 ** 9999999999 }}",
-        "{% if %}",
-        "{% include 'secret' %}",
-        "{% for i in x %}" * 30 + "{% endfor %}" * 30,  # SyntaxError: more blocks than Python nests
-        "{{ '{:>1000000000000}'.format(1) }}",  # MemoryError
-        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",  # RecursionError
-        "{{ strftime_now(messages) }}",
-    ],
-)
-def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
-    with pytest.raises(CheckpointError, match="chat template failed"):
-        render_chat(source, messages=[])
-
-
-def test_a_template_fails_with_a_reason_whatever_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*args: object) -> None:
-        raise RuntimeError
-
-    monkeypatch.setattr("kerngen.runtime.text.datetime", SimpleNamespace(now=stop))
-    with pytest.raises(CheckpointError, match="chat template failed: RuntimeError"):
-        render_chat("{{ strftime_now('%Y') }}", messages=[])
-
-
-def test_a_template_cannot_write_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.runtime.text.MAX_RENDERED_CHARS", 10_000)
-    with pytest.raises(CheckpointError, match="more than 10,000 characters"):
-        render_chat("{% for i in range(9999) %}{{ 'x' * 100 }}{% endfor %}", messages=[])
-
-
-def test_a_huge_template_is_not_even_read(tmp_path: Path, folder: Path) -> None:
-    write_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("x" * (MAX_TEMPLATE_BYTES + 1))
-    with pytest.raises(CheckpointError, match="larger than"):
-        TextCodec(tmp_path, 2).chat([])
-
-
 def test_run_streams_text_and_prints_stats(kerngen: Terminal, folder: Path) -> None:
     said = kerngen("run", folder, "--prompt", "hello", "--max-new-tokens", 12, "--backend", "torch")
     assert said.out.endswith("\n")
@@ -212,11 +149,13 @@ def test_run_json_holds_what_was_streamed(kerngen: Terminal, folder: Path) -> No
 def test_run_says_what_ran_outside_our_kernels(
     kerngen: Terminal, monkeypatch: pytest.MonkeyPatch, draft: tuple[str, ...]
 ) -> None:
-    """The kernels' own path, answered by their references; the head and the assistant's matrices are dense."""
+    """The kernels' own path, answered by their references. Dense matrices are outside where there are many tokens."""
     monkeypatch.setattr("kerngen.runtime.session.open_backend", lambda *_, **__: KernelOps(Reference(), torch.float32))
     tiny = Path(__file__).parents[2] / "examples" / "tiny"
     which = draft or ("--draft", tiny / "gemma-4-tiny-assistant")
-    common = ("run", tiny / "gemma-4-tiny-w4a16", "--prompt", "hello", "--max-new-tokens", 3, *which)
+    few = ("run", tiny / "gemma-4-tiny-w4a16", "--prompt", "hello", "--max-new-tokens", 3, "--json", *which)
+    assert json.loads(kerngen(*few).out)["outside"] == {}
+    common = ("run", tiny / "gemma-4-tiny", "--prompt", "hello, " * 20, "--max-new-tokens", 3, *which)
     assert f"outside our kernels: dense matrices ({OUTSIDE['dense matrices']})" in kerngen(*common).err
     assert json.loads(kerngen(*common, "--json").out)["outside"] == {"dense matrices": OUTSIDE["dense matrices"]}
 
@@ -234,9 +173,96 @@ def test_run_on_what_git_lfs_left_in_place_of_a_file(
     assert f"in {tmp_path}: git lfs pull; or: hf download" in said.err
 
 
-@pytest.mark.parametrize(
-    "command", [("run", "--prompt", "x"), ("tune", "--arch", "sm70", "--model"), ("bench", "model")]
-)
+def only(name: str) -> Callable[[Path], object]:
+    """A folder with one file in it."""
+
+    def make(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        (folder / name).write_bytes(b"GGUF\x03")
+
+    return make
+
+
+def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return replace
+
+
+def in_shards(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "GGUF": (only("gemma-Q4_0.gguf"), "holds no config.json, but a GGUF file: gemma-Q4_0.gguf", "GGUF is llama.cpp's"),
+    "nothing": (lambda f: [p.unlink() for p in f.iterdir()], "holds no config.json", "name a folder with a checkpoint"),
+    "pickles": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "holds no model.safetensors and no model.safetensors.index.json, but pickled weights: pytorch_model.bin",
+        "they are programs and are never run; convert them with transformers: from_pretrained, then save_pretrained",
+    ),
+    "shards without an index": (
+        lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00002.safetensors"),
+        "but safetensors: model-00001-of-00002.safetensors",
+        "several need their model.safetensors.index.json",
+    ),
+    "a shard is missing": (
+        in_shards, "model-00002-of-00002.safetensors is missing; model.safetensors.index.json puts",
+        "get the whole folder again: hf download REPO --local-dir FOLDER",
+    ),
+    "a pipe as config": (instead("config.json", os.mkfifo), "config.json is a pipe", "with files in it"),
+    "endless config": (instead("config.json", lambda p: p.symlink_to("/dev/zero")), "config.json is a pipe, a device",
+                       "with files in it"),
+    "endless weights": (instead("model.safetensors", lambda p: p.symlink_to("/dev/zero")),
+                        "model.safetensors is a pipe, a device", "with files in it"),
+    "a pipe as tokenizer": (instead("tokenizer.json", os.mkfifo), "tokenizer.json is a pipe", "with files in it"),
+    "a folder as config": (instead("config.json", os.mkdir), "config.json is a folder", "with files in it"),
+    "a large config": (instead("config.json", lambda p: p.write_bytes(b" " * (17 << 20))), "holds more than", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_run_says_what_a_folder_is_that_it_cannot_run(
+    kerngen: Terminal, folder: Path, tmp_path: Path, case: str
+) -> None:
+    spoil, message, hint = FOLDERS[case]
+    copy(folder, tmp_path)
+    spoil(tmp_path)
+    first, *rest = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1).err.splitlines()
+    assert first.startswith(f"CheckpointError: {tmp_path}")
+    assert message in first
+    assert hint in "".join(rest)
+
+
+def test_run_on_a_file_says_what_it_takes(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "gemma.gguf").write_bytes(b"GGUF")
+    said = kerngen("run", tmp_path / "gemma.gguf", "--prompt", "x", code=2)
+    assert said.err.startswith(
+        f"UsageError: {tmp_path / 'gemma.gguf'} is a GGUF file, not a folder\n  GGUF is llama.cpp's"
+    )
+    said = kerngen("run", folder / "config.json", "--prompt", "x", code=2)
+    assert "config.json is a file\n  name the folder that holds config.json and the safetensors" in said.err
+
+
+def test_run_refuses_an_image_that_is_typed(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    """transformers would look for pixels; here nothing would stand behind the token."""
+    copy(folder, tmp_path)
+    text = json.loads((folder / "config.json").read_text())
+    config = {"model_type": "gemma4", "text_config": text, "image_token_id": 10, "audio_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    common = ("run", tmp_path, "--device", "cpu", "--max-new-tokens", 1, "--no-chat", "--prompt")
+    kerngen(*common, "bcd")
+    said = kerngen(*common, "abc", code=2)
+    assert said.err.startswith(
+        "UsageError: the prompt holds a placeholder for an image, a video or a sound ('a', token 10)"
+    )
+
+
+@pytest.mark.parametrize("command", [("tune", "--arch", "sm70", "--model"), ("bench", "model")])
 def test_a_name_on_the_hub_is_no_folder(
     kerngen: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
@@ -373,14 +399,26 @@ BROKEN_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("name", BROKEN_TENSORS)
-def test_run_ends_where_the_weights_are_no_numbers(
+def test_run_names_the_weights_that_are_no_numbers(
     kerngen: Terminal, folder: Path, tmp_path: Path, name: str, value: float
 ) -> None:
     copy(folder, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors[BROKEN_TENSORS[name]][-1] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = kerngen("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8, code=1)
+    path = tmp_path / "model.safetensors"
+    assert said.err.startswith(f"CheckpointError: {path}: {BROKEN_TENSORS[name]} holds NaN or infinity: ")
+    assert said.out == ""
+
+
+def test_run_ends_where_the_model_computes_no_numbers(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    """Weights that are numbers, and so large that their products are none."""
+    copy(folder, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.self_attn.q_proj.weight"][-1] = 3e38
     save_file(tensors, tmp_path / "model.safetensors")
     common = ("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
     for more in ((), ("--temperature", 0.8), ("--temperature", 1, "--top-k", 5, "--top-p", 0.9)):
@@ -388,6 +426,70 @@ def test_run_ends_where_the_weights_are_no_numbers(
         assert said.err.startswith("NumericsError: no token can follow 21 tokens: the model computed NaN or infinity")
         assert "check the checkpoint's weights" in said.err
         assert said.out == ""
+
+
+def test_run_keeps_repacked_weights_and_says_when_they_are_stale(
+    kerngen: Terminal, folder: Path, tmp_path: Path
+) -> None:
+    copy(folder, tmp_path)
+    common = ("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
+    plain = kerngen(*common)
+    assert kerngen(*common, "--keep-repacked").out == plain.out
+    (kept,) = tmp_path.glob("*.kerngen")
+    assert kerngen(*common).out == plain.out
+    kept.write_bytes(kept.read_bytes()[:-1])
+    said = kerngen(*common)
+    assert said.out == plain.out
+    assert said.err.startswith(f"warning: {kept} is truncated")
+
+
+def test_run_shows_how_far_loading_is(kerngen: Terminal, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerngen.progress.LINE_EVERY_S", 0.0)
+    said = kerngen("run", folder, "--prompt", "x", "--device", "cpu", "--max-new-tokens", 1)
+    assert said.err.startswith("loading weights, MB: 0/0, ")
+    assert "loading" not in said.out
+
+
+GENERATION = {"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95}
+
+
+def test_run_samples_as_the_checkpoint_recommends(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    path = tmp_path / "generation_config.json"
+    common = ("--prompt", "hello", "--device", "cpu", "--max-new-tokens", 9)
+
+    def sampled(place: Path, *more: object) -> tuple[str, dict[str, float]]:
+        said = kerngen("run", place, *common, *more)
+        report = json.loads(kerngen("run", place, *common, *more, "--json").out)
+        assert report["text"] + "\n" == said.out
+        return next((line for line in said.err.splitlines() if line.startswith("sampled")), ""), report["sampling"]
+
+    path.write_text(json.dumps(GENERATION))
+    marked = (
+        "temperature 1 (generation_config.json), top-k 64 (generation_config.json), top-p 0.95 (generation_config.json)"
+    )
+    as_asked = {"temperature": 1.0, "top_k": 64, "top_p": 0.95, "seed": 0}
+    assert sampled(tmp_path) == (f"sampled: {marked}, seed 0", as_asked)
+    line, _ = sampled(tmp_path, "--temperature", 0.5, "--top-k", 3, "--seed", 7)
+    assert line == "sampled: temperature 0.5, top-k 3, top-p 0.95 (generation_config.json), seed 7"
+    assert sampled(tmp_path, "--temperature", 0) == ("", as_asked | {"temperature": 0.0})
+    path.write_text(json.dumps(GENERATION | {"do_sample": False}))
+    assert sampled(tmp_path) == ("", as_asked | {"temperature": 0.0})
+    path.write_text(json.dumps({"do_sample": True, "top_k": None}))
+    assert sampled(tmp_path)[0] == "sampled: temperature 1 (generation_config.json), seed 0"
+    assert sampled(folder)[1] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "hot"), ("top_k", 1.5), ("top_k", -1), ("top_p", 2), ("temperature", True)]
+)
+def test_run_refuses_a_recommendation_that_cannot_be(
+    kerngen: Terminal, folder: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    copy(folder, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(GENERATION | {name: value}))
+    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
+    assert f"generation_config.json: {name} is {value!r}; it must be" in said.err
 
 
 def test_run_samples_at_the_smallest_temperature_and_top_p(kerngen: Terminal, folder: Path) -> None:
@@ -408,6 +510,15 @@ def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path)
     common = ("run", folder, "--prompt", "abc", "--max-new-tokens", 1, "--json", "--device", "cpu")
     assert json.loads(kerngen(*common, "--no-chat").out)["num_prompt_tokens"] == 4
     assert json.loads(kerngen(*common).out)["num_prompt_tokens"] > 10
+
+
+def test_run_takes_control_tokens_for_text_where_asked(kerngen: Terminal, folder: Path) -> None:
+    common = ("run", folder, "--prompt", "a<turn|>b", "--max-new-tokens", 1, "--json", "--device", "cpu")
+    for more in ((), ("--no-chat",)):
+        one, many = (
+            json.loads(kerngen(*common, *more, *plain).out)["num_prompt_tokens"] for plain in ((), ("--plain-text",))
+        )
+        assert many == one - 1 + len("<turn|>")
 
 
 @pytest.mark.parametrize(

@@ -10,90 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import PROMPT, WIDE, edit_config, edit_tensors, logits, quantize, shard
 from safetensors.torch import load_file, save_file
-from tiny_gemma import CPU, hf_logits, load, load_assistant, make_assistant, make_target, prompt
+from tiny_gemma import CPU, hf_logits, load, load_assistant, make_assistant, make_target
 from torch import Tensor
 from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError, KerngenError, UsageError
-from kerngen.runtime.batch import Batch
-from kerngen.runtime.cache import KVCache
-from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseLinear, Linear, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
-from kerngen.templates.w4a16_gemm.pack import dequantize
-
-PROMPT = prompt(20)
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 32}  # groups of 128 divide
+from kerngen.templates.common.w4_pack import dequantize
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     make_target(tmp_path / "model", "k_eq_v")
     return tmp_path / "model"
-
-
-def logits(model: Gemma4) -> Tensor:
-    cache = KVCache.whole(model.config, model.ops, batch=1, max_len=len(PROMPT))
-    return model.logits(model.forward(Batch.prefill(torch.tensor(PROMPT), 0, cache), cache))
-
-
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    edit(config)
-    path.write_text(json.dumps(config))
-
-
-def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
-
-
-def shard(folder: Path) -> None:
-    """Split model.safetensors into two shards with an index, as save_pretrained does for large models."""
-    tensors = load_file(folder / "model.safetensors")
-    names = sorted(tensors)
-    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, part in halves.items():
-        save_file({n: tensors[n] for n in part}, folder / file)
-    weight_map = {n: file for file, part in halves.items() for n in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "model.safetensors").unlink()
-
-
-def pack_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(packed, scale, dequantised), symmetric, as compressed-tensors' pack-quantized format."""
-    rows, cols = weight.shape
-    grouped = weight.view(rows, -1, group)
-    scale = (grouped.abs().amax(-1) / 7.5).to(torch.bfloat16)
-    q = (grouped / scale.float()[..., None]).round().clamp(-8, 7).to(torch.int64)
-    words = ((q.view(rows, -1, 8) + 8) << torch.arange(0, 32, 4)).sum(-1)
-    packed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    return packed, scale, (q * scale.float()[..., None]).view(rows, cols)
-
-
-def quantize(folder: Path, group: int, ignore: tuple[str, ...] = ("lm_head",)) -> dict[str, Tensor]:
-    """Rewrite a checkpoint as W4A16. Returns the dense tensors that it now stands for."""
-    dense = load_file(folder / "model.safetensors")
-    stored: dict[str, Tensor] = {}
-    for name, tensor in list(dense.items()):
-        module = name.removesuffix(".weight")
-        if tensor.dim() != 2 or "embed_tokens" in name or module in ignore:
-            stored[name] = tensor
-            continue
-        packed, scale, dense[name] = pack_int4(tensor, group)
-        shape = torch.tensor(tensor.shape)
-        stored |= {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": shape}
-    save_file(stored, folder / "model.safetensors")
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": list(ignore)}
-    edit_config(folder, lambda c: c.update(quantization_config=quant | {"config_groups": {"group_0": scheme}}))
-    return dense
 
 
 def test_packed_nibbles_are_least_significant_first() -> None:
@@ -393,7 +327,7 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "activation unknown": (having(hidden_activation="silu"), "hidden_activation is 'silu'"),
     "bidirectional": (having(use_bidirectional_attention="all"), "not implemented"),
     "experts without a count": (having(enable_moe_block=True), "num_experts"),
-    "another quantization": (having(quantization_config={"quant_method": "gptq"}), "'gptq'"),
+    "another quantization": (having(quantization_config={"quant_method": "awq"}), "'awq'"),
     "config says k_eq_v is off": (having(attention_k_eq_v=False), "k_proj.weight has shape [32, 32]"),
     "config says another width": (having(intermediate_size=64), "implies [64, 32]"),
     "packed without scheme": (having(quantization_config={"quant_method": "compressed-tensors",

@@ -41,6 +41,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "dtype": "bf16", "logit_cap": False},
         {"block_m": 128, "block_n": 64, "num_warps": 8, "warps_d": 1, "num_stages": 1, "q_in_regs": False},
     ),
+    "centroid_head": (
+        {"num_tokens": 1},
+        {"num_centroids": 2048, "cluster_size": 128, "top_k": 32, "hidden": 256, "dtype": "bf16", "greedy": True},
+        {"lanes_per_row": 8, "score_warps": 4, "num_warps": 8, "rows_per_block": 32},
+    ),
     "embed": (
         {"num_tokens": 1},
         {"hidden": 5376, "vocab_size": 262144, "dtype": "bf16", "residual_dtype": "bf16"},
@@ -55,6 +60,16 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_tokens": 1},
         {"num_experts": 128, "top_k": 8, "dtype": "bf16", "logits_dtype": "bf16"},
         {"num_warps": 1},
+    ),
+    "ple_block": (
+        {"num_tokens": 1},
+        {"hidden": 1536, "width": 256, "dtype": "bf16", "residual_dtype": "bf16"},
+        {"block_m": 1, "gate_warps": 4, "num_warps": 8, "rows_per_warp": 2},
+    ),
+    "ple_inputs": (
+        {"num_tokens": 1},
+        {"num_layers": 35, "width": 256, "vocab_size": 262144, "dtype": "bf16"},
+        {"num_warps": 1, "slices_per_warp": 1},
     ),
     "qkv_norm_rope": (
         {"num_tokens": 1},
@@ -75,9 +90,9 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "w4a16_gemm": (
         {"num_tokens": 1},
-        {"n": REQUIRED, "k": REQUIRED, "group_size": 32, "dtype": "bf16"},
+        {"n": REQUIRED, "k": REQUIRED, "group_size": 32, "dtype": "bf16", "gated": False},
         {"block_m": 8, "block_n": 128, "block_k": 128, "warp_n": 32, "warps_m": 1, "warps_k": 1, "num_stages": 4,
-         "blocks_per_sm": 1, "wgmma": False},
+         "blocks_per_sm": 1, "wgmma": False, "gemv": False, "split_k": 1},
     ),
 }  # fmt: skip
 WHAT_TO_DO = """\

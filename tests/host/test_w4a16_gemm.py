@@ -10,8 +10,8 @@ import torch
 
 from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import ProblemError
+from kerngen.templates.common.w4_pack import dequantize, interleave, pack, separate, unpack
 from kerngen.templates.w4a16_gemm import cases, reference, spec
-from kerngen.templates.w4a16_gemm.pack import dequantize, pack, unpack
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
 
@@ -55,6 +55,16 @@ def test_packed_words_hold_the_fragments_that_the_kernel_reads() -> None:
         g, t, s, j, i, high = lane // 4, lane % 4, word // 2, word % 2, nibble % 4, nibble // 4
         row, column = strip * 32 + 4 * g + 2 * s + i % 2, tile * 32 + 16 * j + 2 * t + 8 * (i // 2) + high
         assert value - 8 == q[row, column]
+
+
+def test_interleaved_rows_are_pairs_of_gate_and_up() -> None:
+    words, scale = _random(64, 64, 32, seed=5)
+    mixed, mixed_scale = interleave(words, scale)
+    rows = [r for pair in range(16) for r in (2 * pair, 2 * pair + 1, 32 + 2 * pair, 33 + 2 * pair)]
+    assert torch.equal(mixed, words[rows])
+    assert torch.equal(separate(mixed_scale), scale)
+    with pytest.raises(ProblemError, match="multiple of 32"):
+        interleave(words[:48], scale[:48])
 
 
 def test_strips_pack_independently() -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import ProblemError
+from kerngen.templates.common.w4_tiling import STRIP
 
-STRIP = 32
+HALF_STRIP = 16  # rows of gate, or of up, in a strip
 
 
 def _order() -> Tensor:
@@ -28,6 +29,29 @@ def _order() -> Tensor:
     row = 4 * (lane // 4) + 2 * (word // 2) + i % 2
     column = 2 * (lane % 4) + 16 * (word % 2) + 8 * (i // 2) + high
     return (row * STRIP + column).reshape(-1)
+
+
+def interleave(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, whose dim 0 is the rows of gate, then those of up, in the order in which a gated kernel wants them packed.
+
+    A strip becomes 16 rows of gate and 16 of up: of four neighbouring rows, which one lane ends with, the first two are
+    gate's and the others up's of the same two outputs. Raises ProblemError where there are no such strips.
+    """
+    return _interleaved(weight_packed), _interleaved(weight_scale)
+
+
+def _interleaved(t: Tensor) -> Tensor:
+    if t.shape[0] % STRIP:
+        raise ProblemError(f"gate and up have {t.shape[0]} rows; they must be a multiple of {STRIP}")
+    if t.is_meta:
+        return t
+    halves = t.view(2, -1, 2, *t.shape[1:])  # gate or up, pair, row of the pair
+    return halves.transpose(0, 1).reshape(t.shape)
+
+
+def separate(t: Tensor) -> Tensor:
+    """The inverse of interleave: gate's rows, then up's."""
+    return t.view(-1, 2, 2, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
 
 
 def _nibbles(words: Tensor) -> Tensor:

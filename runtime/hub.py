@@ -1,0 +1,127 @@
+"""A name on the Hugging Face hub in place of a folder: what is needed of it is downloaded, or found in the hub's cache.
+
+Downloading, resuming, the cache (`HF_HOME`), tokens (`HF_TOKEN`), `HF_ENDPOINT` and `HF_HUB_OFFLINE` are those of
+huggingface_hub, on which tokenizers depends too. Here is what is asked of it, and words for what goes wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kerngen.errors import CheckpointError, KerngenError, UsageError
+from kerngen.runtime.fields import nothing_among
+
+# No other format, no training state, and of safetensors none that transformers would not read.
+FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
+)  # fmt: skip
+TIMEOUT_S = 15.0
+_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w.][\w./-]*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """google/gemma-4-31B-it, or google/gemma-4-31B-it@REVISION (a branch, a tag or a commit)."""
+
+    repo: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+def hub_name(model: str | os.PathLike[str]) -> HubName | None:
+    """`model` as a name on the hub, or None where it is a path: what is there, or lies in a folder that is there."""
+    text, path = os.fspath(model), Path(model)
+    found = _NAME.fullmatch(text)
+    if found is None or text.startswith(".") or path.exists() or path.parent.exists():
+        return None
+    return HubName(found["repo"], found["revision"])
+
+
+def find_checkpoint(model: str | os.PathLike[str]) -> Path:
+    """The folder that `model` names: itself, or what the hub has under that name, downloaded where it must be.
+
+    Raises UsageError for a name that the hub does not know, CheckpointError for one that cannot be had.
+    """
+    name = hub_name(model)
+    return Path(model) if name is None else _download(name)
+
+
+def find_cached(name: HubName) -> Path | None:
+    """The folder of a model that was downloaded before, without asking the hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(name.repo, revision=name.revision, allow_patterns=list(FILES), local_files_only=True)
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _download(name: HubName) -> Path:
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    with _explaining(name):
+        try:
+            info = HfApi().model_info(name.repo, revision=name.revision, timeout=TIMEOUT_S)
+        except HfHubHTTPError:
+            raise
+        except (HTTPError, OSError):  # no network: what was downloaded before will do
+            if (cached := find_cached(name)) is not None:
+                return cached
+            raise
+        there = [file.rfilename for file in info.siblings or ()]
+        for needed in (("config.json",), ("model.safetensors", "model.safetensors.index.json")):
+            if not set(needed) & set(there):
+                raise nothing_among(there, f"{constants.ENDPOINT}/{name.repo}", "no " + " and no ".join(needed))
+        return Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=list(FILES)))
+
+
+@contextmanager
+def _explaining(name: HubName) -> Iterator[None]:
+    """Turns what huggingface_hub raises into words and the next step."""
+    from huggingface_hub import constants, errors
+
+    place = constants.ENDPOINT
+    by_hand = f"or where there is a network: hf download {name.repo} --local-dir FOLDER; then name ./FOLDER"
+    try:
+        yield
+    except KerngenError:
+        raise
+    except errors.GatedRepoError as e:
+        raise CheckpointError(
+            f"{name} is gated: {place} gives it to those who accepted its licence",
+            hint=f"accept it at {place}/{name.repo}, then: hf auth login",
+        ) from e
+    except errors.RevisionNotFoundError as e:
+        raise UsageError(f"{place} has {name.repo}, but no revision {name.revision}") from e
+    except errors.RepositoryNotFoundError as e:
+        raise UsageError(
+            f"{name} is not a folder here, and {place} has no such model, or not for you",
+            hint="check the spelling; a private one needs: hf auth login",
+        ) from e
+    except errors.HfHubHTTPError as e:
+        status = e.response.status_code if e.response is not None else "nothing"
+        raise CheckpointError(f"{place} answered {status} when asked for {name}", hint=f"try again, {by_hand}") from e
+    except errors.OfflineModeIsEnabled as e:
+        raise CheckpointError(
+            f"{name} was not downloaded before, and HF_HUB_OFFLINE forbids it now", hint=f"unset it, {by_hand}"
+        ) from e
+    except errors.HFValidationError as e:
+        raise UsageError(f"{name} is not a folder here, nor a name on {place}") from e
+    except (errors.HTTPError, OSError) as e:
+        reason = (e.strerror if isinstance(e, OSError) else None) or str(e) or type(e).__name__
+        raise CheckpointError(
+            f"{name} is not a folder here, and could not be downloaded from {place}: {reason}",
+            hint=f"try again (what has arrived is kept), {by_hand}",
+        ) from e

@@ -1,0 +1,142 @@
+"""quantization_config: which int4 schemes are read, and what each says about the tensors of a checkpoint.
+
+Two are, compressed-tensors `pack-quantized` and GPTQ, both symmetric int4 with one scale for a group of inputs: one
+arithmetic in two orders of storage. Whatever would compute something else with the same tensors is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kerngen.runtime.fields import Fields, short
+
+GROUP_SIZES = (32, 64, 128)
+MAX_IGNORED = 1 << 16  # names: the official 31B lists 194, every linear of its vision tower
+MAX_NAME_CHARS = 512
+# The nibble that stands for 0, as GPTQ stores it: the first format subtracts 1.
+GPTQ_ZEROS = {"gptq": 7, "gptq_v2": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class GptqConfig:
+    """zero: the nibble of qzeros that symmetric weights have.
+
+    act_order: groups may be of inputs in another order, which is refused unless each g_idx shows that they are not.
+    """
+
+    zero: int
+    act_order: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """Symmetric int4, one scale for `group_size` inputs; some modules may have one of `other_sizes`.
+
+    ignore: module names, or "re:" and a regular expression, that are stored dense. gptq: None for compressed-tensors.
+    """
+
+    group_size: int
+    ignore: tuple[str, ...]
+    other_sizes: tuple[int, ...] = ()
+    gptq: GptqConfig | None = None
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        return (self.group_size, *self.other_sizes)
+
+
+def read_quant_config(top: Fields) -> QuantConfig | None:
+    """config.json's quantization_config, or None where the weights are dense. Raises CheckpointError."""
+    if top.values.get("quantization_config") is None:
+        return None
+    quant = top.section("quantization_config")
+    method, fmt = quant.get("quant_method"), quant.values.get("format")
+    if method == "gptq":
+        return _gptq(quant)
+    if method != "compressed-tensors" or fmt != "pack-quantized":
+        raise quant.error(
+            f"{short(method)} in format {short(fmt)} is not implemented; compressed-tensors pack-quantized and gptq are"
+        )
+    return _compressed_tensors(quant)
+
+
+def _compressed_tensors(quant: Fields) -> QuantConfig:
+    """Fields: compressed-tensors' QuantizationConfig. Which group a module belongs to is seen by its scales."""
+    if (status := quant.values.get("quantization_status")) not in (None, "compressed", "frozen"):
+        raise quant.error(
+            f"quantization_status is {short(status)}: the weights are not final; 'compressed' ones are read"
+        )
+    if quant.values.get("kv_cache_scheme"):
+        raise quant.error("kv_cache_scheme is set; a quantized KV cache is not implemented")
+    if (transform := quant.values.get("transform_config")) and transform != {"config_groups": {}}:
+        raise quant.error("transform_config is set; transforms of weights or activations are not implemented")
+    sparse = quant.section("sparsity_config", default={}).values.get("format")
+    if sparse not in (None, "dense"):
+        raise quant.error(f"sparsity_config has the format {short(sparse)}; only 'dense' is implemented")
+    groups = quant.section("config_groups")
+    if not groups.values:
+        raise quant.error("config_groups is empty")
+    sizes = tuple(dict.fromkeys(_group_size(groups.section(name)) for name in groups.values))
+    ignore = quant.values.get("ignore") or []
+    if not _is_names(ignore) or len(ignore) > MAX_IGNORED:
+        raise quant.error(
+            f"ignore must be a list of at most {MAX_IGNORED:,} module names of at most {MAX_NAME_CHARS} characters"
+        )
+    return QuantConfig(sizes[0], tuple(ignore), sizes[1:])
+
+
+def _group_size(group: Fields) -> int:
+    """Of one of config_groups, after everything that would change the arithmetic was looked at."""
+    targets = group.get("targets")
+    if not _is_names(targets) or not targets:
+        raise group.error(f"targets is {short(targets)}; it must be names of modules or of their classes")
+    if (fmt := group.values.get("format")) not in (None, "pack-quantized"):
+        raise group.error(f"format is {short(fmt)}; only 'pack-quantized' is implemented")
+    for name in ("input_activations", "output_activations"):
+        if group.values.get(name) is not None:
+            raise group.error(f"{name} are quantized; only weights may be (W4A16)")
+    weights = group.section("weights")
+    for name, want in (("num_bits", 4), ("type", "int"), ("symmetric", True), ("strategy", "group")):
+        _require(weights, name, want)
+    if weights.values.get("dynamic") not in (None, False):
+        dynamic = short(weights.values["dynamic"])
+        raise weights.error(f"dynamic is {dynamic}; the stored scales are used, so it must be false")
+    if (order := weights.values.get("actorder")) not in (None, "static", "weight"):
+        raise weights.error(f"actorder is {short(order)}; null, 'static' and 'weight' are implemented")
+    return _size(weights)
+
+
+def _gptq(quant: Fields) -> QuantConfig:
+    """Fields: GPTQModel's and AutoGPTQ's quantize_config."""
+    for name, want in (("bits", 4), ("sym", True)):
+        _require(quant, name, want)
+    fmt = quant.values.get("checkpoint_format") or quant.values.get("format") or "gptq"
+    if not isinstance(fmt, str) or fmt not in GPTQ_ZEROS:
+        raise quant.error(f"checkpoint_format is {short(fmt)}; {' and '.join(GPTQ_ZEROS)} are implemented")
+    if quant.values.get("pack_dtype") not in (None, "int32"):
+        raise quant.error(f"pack_dtype is {short(quant.values['pack_dtype'])}; only int32 is implemented")
+    if quant.flag("is_marlin_format", False):
+        raise quant.error("is_marlin_format is true; only the plain order of GPTQ is implemented")
+    for pattern in quant.section("dynamic", default={}).values:
+        if not pattern.startswith("-:"):  # "-:" leaves modules dense, which their tensors show
+            raise quant.error(f"dynamic has {short(pattern)}; modules with settings of their own are not implemented")
+    return QuantConfig(_size(quant), (), gptq=GptqConfig(GPTQ_ZEROS[fmt], quant.flag("desc_act", False)))
+
+
+def _require(fields: Fields, name: str, want: Any) -> None:
+    value = fields.get(name)
+    if type(value) is not type(want) or value != want:
+        raise fields.error(f"{name} is {short(value)}; only {want!r} is implemented")
+
+
+def _size(fields: Fields) -> int:
+    """group_size, which -1 (a scale for each output) is not."""
+    value = fields.get("group_size")
+    if isinstance(value, bool) or value not in GROUP_SIZES:
+        raise fields.error(f"group_size is {short(value)}; 32, 64 and 128 are implemented")
+    return int(value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and len(name) <= MAX_NAME_CHARS for name in value)

@@ -1,0 +1,327 @@
+"""What the model is built from: named weights, asked for one by one. A checkpoint answers here, generated weights in
+synthetic.py, kept ones in kept.py.
+
+A checkpoint's tensors go to the device in pieces. On the host they are pages of a read-only map, which leave it again
+with each piece, so that loading takes PIECE_BYTES of host memory, twice, whatever the size of model and tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kerngen.errors import CheckpointError
+from kerngen.runtime.config import LayerConfig, ModelConfig
+from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
+from kerngen.runtime.weights.quantized import FLOATS, INTS, IgnoreList, Packed, find_packed
+from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.runtime.weights.stage import Stage
+from kerngen.templates.common.w4_pack import dequantize
+
+# Stored by the E-series on layers that own no cache, and never used there.
+DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
+# Left over by other tools, and ignored with a warning: V of layers whose V is K, and tables that are computed.
+DEAD_V = re.compile(r"layers\.(\d+)\.self_attn\.v_proj\..*")
+DEAD_ROPE = re.compile(r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.\w*inv_freq")
+LOOK_EVERY = 256  # tensors that are copied before the host waits to hear whether they hold NaN
+
+Parts = Sequence[tuple[str, int]]  # modules with their out_features, one under the other
+Advance = Callable[[int, int], None]  # bytes that were loaded, of how many
+
+
+class WeightSource(Protocol):
+    """Answers the builders' questions (loader.py).
+
+    is_dry: tensors have shapes and no storage yet, so their values must not be looked at.
+    """
+
+    config: ModelConfig
+    ops: Ops
+    is_dry: bool
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A float tensor in `ops.dtype`, or an integer one where `dtype` names it."""
+
+    def scalar(self, name: str) -> Tensor:
+        """A float tensor [1] in `ops.dtype`; 1 where the model has none of that name."""
+
+    def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
+        """The linears called `parts`, one under the other, repacked for the backend. gated: they are gate and up."""
+
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        """A small linear that kernels want in floats, however it is stored."""
+
+    def head(self, embed: Tensor) -> Linear:
+        """The output matrix [vocab, H]; shares `embed`'s memory where the two are tied."""
+
+    def experts(self, name: str) -> tuple[Experts, Experts]:
+        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend."""
+
+
+class CheckpointSource:
+    """The weights of a folder. A dry pass checks names, shapes and dtypes, and returns tensors without storage."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, advance: Advance | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.ops = ops
+        self.is_dry = True
+        self.used: set[str] = set()
+        self.absent: list[str] = []  # scalars that the checkpoint leaves out
+        self._ignored = IgnoreList(config.quant.ignore if config.quant else (), strict=False)
+        self._packed: dict[tuple[str, tuple[int, ...]], Packed | None] = {}
+        self._advance = advance
+        self._stage: Stage | None = None
+        self._loaded_bytes = self._total_bytes = 0
+        self._looks: list[tuple[str, Tensor, torch.dtype]] = []  # a tensor's name, its extremes on the device, as what
+
+    def check_left(self, prefix: str) -> None:
+        """Raise CheckpointError if a tensor of the model was not asked for: then config.json says too little.
+
+        Warns of tensors that transformers ignores or makes up, too.
+        """
+        folder, left = self.checkpoint.folder, []
+        for name in sorted(n for n in self.checkpoint.names - self.used if n.startswith(prefix)):
+            short = name.removeprefix(prefix).removeprefix("model.")  # which a drafter's prefix does not hold
+            dead = DEAD_KV.fullmatch(short)
+            if dead and self._layer_is(dead[1], lambda layer: not layer.owns_kv):
+                continue
+            dead = DEAD_V.fullmatch(short)
+            if not DEAD_ROPE.fullmatch(short) and not (dead and self._layer_is(dead[1], lambda layer: layer.v_is_k)):
+                shape = list(self.checkpoint.shape(name))
+                raise CheckpointError(f"{folder} holds {name} {shape}, which its config.json does not account for")
+            left.append(name)
+        for names, what in ((left, "is stored and ignored"), (self.absent, "is not stored; 1 is used")):
+            if names:
+                more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+                warnings.warn(f"{folder}: {names[0]}{more} {what}, as in transformers", stacklevel=2)
+
+    def begin(self) -> None:
+        """From here on, tensors are loaded."""
+        self.is_dry = False
+        self._total_bytes = sum(self.checkpoint.num_bytes(name) for name in self.used)
+
+    def finish(self) -> None:
+        """Raise CheckpointError if a tensor that was loaded holds NaN or infinity."""
+        looks, self._looks = self._looks, []
+        if not looks:
+            return
+        # One wait for the device. NaN spreads into both extremes, infinity is one of them.
+        bad = torch.stack([extremes for _, extremes, _ in looks]).isfinite().all(-1).logical_not().tolist()
+        for (name, _, dtype), is_bad in zip(looks, bad, strict=True):
+            if is_bad:
+                raise self._not_finite(name, dtype)
+
+    def _layer_is(self, index: str, test: Callable[[LayerConfig], bool]) -> bool:
+        layers = self.config.layers
+        return len(index) <= 9 and int(index) < len(layers) and test(layers[int(index)])
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A float tensor in `ops.dtype`, or an integer one where `dtype` names it."""
+        out = self._allocate(shape, dtype or self.ops.dtype)
+        self._copy(name, out, FLOATS if dtype is None else INTS)
+        return out
+
+    def scalar(self, name: str) -> Tensor:
+        """A float tensor [1] in `ops.dtype`; 1 where the checkpoint lacks it, as transformers initializes it."""
+        if name in self.checkpoint:
+            return self.tensor(name, 1)
+        if self.is_dry:
+            self.absent.append(name)
+        return self._allocate((1,), self.ops.dtype).fill_(1.0)
+
+    def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
+        """The linears called `parts`, one under the other, repacked for the backend.
+
+        Stays packed if all of them are, in groups of one size; a mixture becomes dense.
+        """
+        rows = sum(out for _, out in parts)
+        weights: Linear
+        if group := self._common_group([parts], in_features):
+            packed = self._allocate((rows, in_features // 8), torch.int32)
+            scales = self._allocate((rows, in_features // group), self.ops.dtype)
+            self._fill_packed(parts, in_features, packed, scales)
+            weights = W4Linear(packed, scales, rows, in_features, group, fused_name(parts), gated)
+        else:
+            dense = self._allocate((rows, in_features), self.ops.dtype)
+            self._fill_dense(parts, dense)
+            weights = DenseLinear(dense)
+        return weights if self.is_dry else self.ops.prepare(weights)
+
+    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+        dense = self._allocate((out_features, in_features), self.ops.dtype)
+        self._fill_dense([(module, out_features)], dense)
+        return DenseLinear(dense)
+
+    def head(self, embed: Tensor) -> Linear:
+        """lm_head. Tied models may store it too (the W4A16 releases do): a copy of the table shares its memory, a head
+        with other values is used and warned of, as transformers does.
+        """
+        config, checkpoint = self.config, self.checkpoint
+        stored = [("lm_head", config.vocab_size)]
+        if not config.tied or self._find("lm_head", (config.vocab_size, config.hidden_size)):
+            return self.linear(stored, config.hidden_size)
+        if "lm_head.weight" in checkpoint:
+            self.used.add("lm_head.weight")
+            checkpoint.require("lm_head.weight", (config.vocab_size, config.hidden_size), FLOATS)
+            if not self.is_dry and not self._is_copy("lm_head.weight", embed):
+                warnings.warn(
+                    f"{checkpoint.folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
+                    "embed_tokens.weight; both are used as they are stored",
+                    stacklevel=2,
+                )
+                return self.linear(stored, config.hidden_size)
+        return DenseLinear(embed) if self.is_dry else self.ops.prepare(DenseLinear(embed))
+
+    def experts(self, name: str) -> tuple[Experts, Experts]:
+        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend.
+
+        Each stays packed where every expert's is; a mixture becomes dense.
+        """
+        inner, hidden = self.config.moe_intermediate_size, self.config.hidden_size
+        gate_up = self._experts(f"{name}.experts", "gate_up_proj", (("gate_proj", inner), ("up_proj", inner)), hidden)
+        down = self._experts(f"{name}.experts", "down_proj", (("down_proj", hidden),), inner)
+        return (gate_up, down) if self.is_dry else self.ops.prepare_experts(gate_up, down)
+
+    def _experts(self, name: str, fused: str, parts: Parts, in_features: int) -> Experts:
+        """One matrix an expert: a single tensor called `fused`, dense or packed, or linears that each expert has."""
+        num, rows = self.config.num_experts, sum(out for _, out in parts)
+        together, shape = f"{name}.{fused}", (num, rows, in_features)
+        if together in self.checkpoint:
+            return DenseExperts(self.tensor(together, *shape))
+        if packed := self._find(together, shape):
+            words = self._allocate((num, rows, in_features // 8), torch.int32)
+            scales = self._allocate((num, rows, in_features // packed.group_size), self.ops.dtype)
+            self._copy_packed(packed, words, scales)
+            return W4Experts(words, scales, rows, in_features, packed.group_size)
+        each = [[(f"{name}.{e}.{part}", out) for part, out in parts] for e in range(num)]
+        if group := self._common_group(each, in_features):
+            words = self._allocate((num, rows, in_features // 8), torch.int32)
+            scales = self._allocate((num, rows, in_features // group), self.ops.dtype)
+            for modules, w, s in zip(each, words, scales, strict=True):
+                self._fill_packed(modules, in_features, w, s)
+            return W4Experts(words, scales, rows, in_features, group)
+        dense = self._allocate(shape, self.ops.dtype)
+        for modules, matrix in zip(each, dense, strict=True):
+            self._fill_dense(modules, matrix)
+        return DenseExperts(dense)
+
+    def _find(self, module: str, shape: tuple[int, ...]) -> Packed | None:
+        """As find_packed, looked at once."""
+        if (module, shape) not in self._packed:
+            found = find_packed(self.checkpoint, self.config.quant, module, shape, self._ignored)
+            self._packed[module, shape] = found
+        return self._packed[module, shape]
+
+    def _common_group(self, linears: Iterable[Parts], in_features: int) -> int:
+        """The group size of all these modules if they are packed in groups of one, else 0."""
+        found = [self._find(module, (out, in_features)) for parts in linears for module, out in parts]
+        sizes = {packed.group_size if packed else 0 for packed in found}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    def _fill_packed(self, parts: Parts, in_features: int, words: Tensor, scales: Tensor) -> None:
+        """Fill words [rows, in / 8] and scales [rows, in / group_size] with the packed linears called `parts`."""
+        sizes = [out for _, out in parts]
+        for (module, out), w, s in zip(parts, words.split(sizes), scales.split(sizes), strict=True):
+            if (packed := self._find(module, (out, in_features))) is None:
+                raise TypeError(f"{module} is not packed")
+            self._copy_packed(packed, w, s)
+
+    def _copy_packed(self, packed: Packed, words: Tensor, scales: Tensor) -> None:
+        self.used |= packed.used
+        for name, out in ((packed.words, words), (packed.scales, scales)):
+            self._copy(name, out, ("I32",) if name == packed.words else FLOATS, is_transposed=packed.is_transposed)
+
+    def _fill_dense(self, parts: Parts, out: Tensor) -> None:
+        """Fill `out` [rows, in_features] with the linears called `parts`, unpacking those that are packed."""
+        for (module, rows), part in zip(parts, out.split([n for _, n in parts]), strict=True):
+            cols = out.shape[1]
+            if (packed := self._find(module, (rows, cols))) is None:
+                self._copy(f"{module}.weight", part, FLOATS)
+                continue
+            words = self._allocate((rows, cols // 8), torch.int32)
+            scales = self._allocate((rows, cols // packed.group_size), self.ops.dtype)
+            self._copy_packed(packed, words, scales)
+            if not self.is_dry:
+                part.copy_(dequantize(words, scales, out.dtype))
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta" if self.is_dry else self.ops.device)
+
+    def _copy(self, name: str, out: Tensor, dtypes: tuple[str, ...], *, is_transposed: bool = False) -> None:
+        """Copy the tensor `name` to `out` piece by piece; stored [in, out] where it is_transposed."""
+        self.used.add(name)
+        self.checkpoint.require(name, tuple(out.shape[::-1] if is_transposed else out.shape), dtypes)
+        if self.is_dry:
+            return
+        if self._stage is None:
+            self._stage = Stage(self.ops.device)
+        extremes: list[Tensor] = []
+        for row, piece in self.checkpoint.pieces(name):
+            rows = slice(row, row + len(piece)) if out.dim() else ...
+            part = out[:, rows] if is_transposed else out[rows]
+            self._stage.copy(piece, part, is_transposed=is_transposed)
+            if out.is_floating_point() and part.numel():
+                extremes += torch.aminmax(part)
+            self._loaded(piece.numel() * piece.element_size())
+        if extremes:
+            low_and_high = torch.stack(extremes)
+            both = torch.stack((low_and_high.amin(), low_and_high.amax()))
+            self._looks.append((name, both, out.dtype))
+            if len(self._looks) >= LOOK_EVERY:
+                self.finish()
+
+    def _loaded(self, num_bytes: int) -> None:
+        self._loaded_bytes += num_bytes
+        if self._advance is not None:
+            self._advance(min(self._loaded_bytes, self._total_bytes), self._total_bytes)
+
+    def _is_copy(self, name: str, table: Tensor) -> bool:
+        """Whether the stored tensor has the values of `table`."""
+        same = True
+        for row, piece in self.checkpoint.pieces(name):
+            part = table[row : row + len(piece)]
+            if not (same := torch.equal(piece.to(part.device, part.dtype), part)):
+                break
+        return same
+
+    def _not_finite(self, name: str, dtype: torch.dtype) -> CheckpointError:
+        """Says what is wrong with a tensor that has NaN or infinity in `dtype`, looking at it once more."""
+        where = f"{self.checkpoint.path(name)}: {name}"
+        count, first, largest = 0, -1, 0.0
+        for row, piece in self.checkpoint.pieces(name):
+            wrong = piece.reshape(-1).isfinite().logical_not_()
+            if first < 0 and bool(wrong.any()):
+                per_row = piece.numel() // len(piece) if piece.dim() else 1
+                first = row * per_row + int(wrong.nonzero()[0])
+            count += int(wrong.sum())
+            largest = max(largest, float(piece.abs().max()))
+        if not count:
+            kind = str(dtype).removeprefix("torch.")
+            return CheckpointError(
+                f"{where} has values up to {largest:.3g}, which {kind} cannot hold", hint="run it with --dtype bf16"
+            )
+        total, index = self.checkpoint.num_values(name), _index(first, self.checkpoint.shape(name))
+        return CheckpointError(
+            f"{where} holds NaN or infinity: {count:,} of {total:,} values, the first at {index}",
+            hint="the file is damaged, or whatever wrote it diverged; get or make it again",
+        )
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> list[int]:
+    """Where element `flat` of a tensor is."""
+    found: list[int] = []
+    for size in reversed(shape):
+        found.insert(0, flat % size)
+        flat //= size
+    return found
+
+
+def fused_name(parts: Parts) -> str:
+    """What a matrix made of these modules is called: "gate_proj+up_proj"."""
+    return "+".join(module.rpartition(".")[2] for module, _ in parts)

@@ -1,0 +1,199 @@
+"""How W4A16 kernels cut their work, and what a cut needs: what the specs of w4a16_gemm and moe_w4a16 share.
+
+Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
+than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one
+tile a block. A tile that several blocks share is summed in fp32 through the workspace in the order of the blocks, by
+the one that arrives last: the result does not depend on which one that is. Device code: w4_gemm.cuh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kerngen.arch import Arch
+from kerngen.errors import ProblemError
+from kerngen.templates.common.row_spec import DTYPES
+
+STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
+MAX_BLOCKS = 1024  # that share tiles
+GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    block_m: int = 8  # tokens of a tile
+    block_n: int = 128  # rows of W of a tile
+    block_k: int = 128  # of one pipeline stage
+    warp_n: int = 32  # rows of W of a warp
+    warps_m: int = 1  # warps that share rows of W and differ in tokens
+    warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
+    num_stages: int = 4
+    blocks_per_sm: int = 1  # stream-K over this many blocks an SM; 0: one block a tile, no split
+    wgmma: bool = False  # Hopper's warpgroup products instead of mma.sync
+    # Up to 8 tokens, W from memory straight to registers (w4_gemv.cuh): block_k is what the warps of a tile have under
+    # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
+    gemv: bool = False
+    split_k: int = 1  # with gemv: blocks that share a tile and differ in K; the last of them adds their sums
+
+    @property
+    def num_warps(self) -> int:
+        return self.block_n // self.warp_n * self.warps_m * self.warps_k
+
+    def stage_bytes(self, group_size: int) -> int:
+        groups = max(1, self.block_k // group_size)
+        used = self.block_n * self.block_k // 2 + self.block_m * self.block_k * 2 + self.block_n * groups * 2
+        return -(-used // 1024) * 1024 if self.wgmma else used
+
+    def smem_bytes(self, group_size: int) -> int:
+        """The stages, what the warps that split K exchange, and 16 bytes for who arrived last. All dynamic.
+
+        With gemv the exchange alone, twice where tiles follow each other.
+        """
+        if self.gemv:
+            sums = self.warps_k * self.block_m * self.block_n * 4
+            return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1) + 16 * (self.split_k > 1)
+        exchange = (self.warps_k - 1) * self.block_m * self.block_n * 4
+        return self.num_stages * self.stage_bytes(group_size) + exchange + 16
+
+    def num_blocks(self, tiles: int, k: int, num_sms: int) -> int:
+        """Of a launch that multiplies `tiles` tiles of K = k."""
+        if self.blocks_per_sm == 0:
+            return tiles * self.split_k
+        if self.gemv:
+            return min(self.blocks_per_sm * num_sms, tiles)
+        return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
+
+    def partial_bytes(self, blocks: int) -> int:
+        """Two fp32 tiles a block, one with gemv. 0 where no tile is shared."""
+        if self.gemv:
+            return 0 if self.split_k == 1 else blocks * self.block_m * self.block_n * 4
+        return 0 if self.blocks_per_sm == 0 else blocks * 2 * self.block_m * self.block_n * 4
+
+
+SPACE = {
+    "block_m": (8, 16, 32, 64, 128, 256),
+    "block_n": (64, 128, 256),
+    "block_k": (32, 64, 128, 256, 512),
+    "warp_n": (32, 64),
+    "warps_m": (1, 2, 4),
+    "warps_k": (1, 2, 4, 8),
+    "num_stages": (2, 3, 4, 5, 6, 8),
+    "blocks_per_sm": (0, 1, 2, 3, 4),
+}
+# Four warps of a strip each, all tokens in every warp (_why_not_wgmma).
+WGMMA_SPACE = SPACE | {
+    "block_m": (8, 16, 32, 64, 128),
+    "block_n": (128, 256),
+    "block_k": (64, 128, 256, 512),
+    "warp_n": (32,),
+    "warps_m": (1,),
+    "warps_k": (1,),
+    "num_stages": (3, 4, 5, 6, 8),
+}
+# For few tokens: see Tiling.gemv.
+GEMV_SPACE = {
+    "block_m": (8,),
+    "block_n": (32, 64, 128, 256),
+    "block_k": (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+    "warp_n": (32, 64),
+    "warps_m": (1,),
+    "warps_k": (1, 2, 4, 8, 16),
+    "num_stages": (1,),
+    "blocks_per_sm": (0, 1, 2, 3, 4),
+    "split_k": (1, 2, 3, 4, 6, 8),
+}
+
+
+def require_matrix(n: int, k: int, group_size: int, dtype: str) -> None:
+    """Raises ProblemError unless a W of n x k can be packed in groups of group_size."""
+    if group_size not in GROUP_SIZES:
+        raise ProblemError(f"group_size={group_size} is not one of {GROUP_SIZES}")
+    if dtype not in DTYPES:
+        raise ProblemError(f"dtype={dtype!r} is not one of: {', '.join(DTYPES)}")
+    if n < STRIP or n % STRIP:
+        raise ProblemError(f"n={n} is not a positive multiple of {STRIP}: pad the rows of W with zeros")
+    if k < group_size or k % group_size:
+        raise ProblemError(f"k={k} is not a positive multiple of group_size={group_size}")
+
+
+def matrix_bytes(n: int, k: int, group_size: int) -> int:
+    """Of one W and its scales."""
+    return n * k // 2 + n * (k // group_size) * 2
+
+
+def _why_not_wgmma(c: Tiling, arch: Arch) -> str | None:
+    if not arch.has_wgmma:
+        return f"wgmma=True: {arch} has none; wgmma=False serves every arch"
+    if c.warp_n != STRIP or c.warps_m != 1 or c.warps_k != 1 or c.block_n % 128:
+        return (f"wgmma takes four warps of {STRIP} rows and all tokens: warp_n={c.warp_n} warps_m={c.warps_m} "
+                f"warps_k={c.warps_k} block_n={c.block_n} is not {STRIP}, 1, 1 and a multiple of 128")  # fmt: skip
+    if c.block_m > 128:
+        return f"block_m={c.block_m}: a strip's two products of more than 128 tokens do not fit in registers"
+    if c.block_k % 64 or c.num_stages < 3:
+        return f"block_k={c.block_k} num_stages={c.num_stages}: wgmma needs a multiple of 64, and at least 3"
+    return None
+
+
+def _why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
+    if not arch.has_ldmatrix:
+        return f"gemv=True: {arch}'s m8n8k4 has other operands; gemv=False serves every arch"
+    if c.block_m != 8 or rows > 8 or c.warps_m != 1 or c.num_stages != 1 or c.wgmma:
+        return (f"gemv takes 8 rows of x at most, and no stages: rows={rows} block_m={c.block_m} warps_m={c.warps_m} "
+                f"num_stages={c.num_stages} are not 8, 8, 1 and 1")  # fmt: skip
+    if c.block_n % c.warp_n or c.warp_n % STRIP or c.block_k % (STRIP * c.warps_k):
+        return (f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, or block_k={c.block_k} not of "
+                f"warps_k={c.warps_k} warps of a multiple of {STRIP}")  # fmt: skip
+    if (c.block_k - STRIP * c.warps_k) * c.split_k >= k:
+        return f"block_k={c.block_k} split_k={c.split_k}: a warp's last step lies beyond k={k}"
+    if c.split_k > 1 and (c.warps_k == 1 or c.blocks_per_sm):
+        return f"split_k={c.split_k} takes warps_k > 1 and blocks_per_sm=0, not {c.warps_k} and {c.blocks_per_sm}"
+    if (warps := c.num_warps) > 32:
+        return f"{warps} warps a block; at most 32"
+    steps, strips, blocks = c.block_k // STRIP // c.warps_k, c.warp_n // STRIP, max(1, c.blocks_per_sm)
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks) // 8 * 8)
+    if (need := steps * (6 * strips + 4) + 8 * strips + 56) > available:
+        return f"about {need} registers a thread; {warps} warps x {blocks} blocks an SM leave {available}"
+    if warps * blocks > arch.max_warps_per_sm:
+        return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
+    if (together := blocks * (c.smem_bytes(32) + arch.reserved_smem_bytes)) > min(arch.smem_per_sm, blocks * 49152):
+        return f"{blocks} blocks an SM need {together:,} B; they have 48 KiB each, and {arch.smem_per_sm:,} B together"
+    return None
+
+
+def why_invalid(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
+    """Why no product of tiles of at most `rows` rows of x, K = k and scales by `group_size` can be cut so, or None."""
+    if c.gemv:
+        return _why_not_gemv(c, rows, k, arch)
+    if c.split_k != 1:
+        return f"split_k={c.split_k}: without gemv a tile's K is split by blocks_per_sm, and split_k is 1"
+    if c.block_n % c.warp_n or c.warp_n % STRIP:
+        return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
+    if not arch.has_ldmatrix and c.warp_n != 64:
+        return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
+    if c.wgmma and (why := _why_not_wgmma(c, arch)):
+        return why
+    if c.block_m % (8 * c.warps_m):
+        return f"block_m={c.block_m} is not made of warps_m={c.warps_m} warps of a multiple of 8 tokens"
+    if c.block_k % (STRIP * c.warps_k):
+        return f"block_k={c.block_k} is not made of warps_k={c.warps_k} warps of a multiple of {STRIP}"
+    if (warps := c.num_warps) > 16:
+        return f"{warps} warps a block; 16 is the most that leaves 128 registers a thread"
+    accumulators = c.warp_n * (c.block_m // c.warps_m) // 32
+    if accumulators > 128:
+        return f"{accumulators} accumulators a thread (warp_n={c.warp_n} x {c.block_m // c.warps_m} tokens); 128 fit"
+    blocks = max(1, c.blocks_per_sm)
+    registers = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks))
+    carried = 0 if arch.has_cp_async else 4 * -(-c.stage_bytes(group_size) // (512 * warps))
+    others = 56 if arch.has_cp_async else 100
+    if registers < accumulators + carried + others:
+        return (f"{warps} warps x {blocks} blocks an SM leave {registers} registers a thread; {accumulators} "
+                f"accumulators, {carried} on their way to shared memory and {others} others are needed")  # fmt: skip
+    if warps * blocks > arch.max_warps_per_sm:
+        return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
+    if not arch.has_cp_async and c.num_stages != 2:
+        return f"num_stages={c.num_stages}: without cp.async, {arch} keeps 2 stages and one on its way in registers"
+    if (need := c.smem_bytes(group_size)) > arch.max_smem_bytes:
+        return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
+    if (together := blocks * (need + arch.reserved_smem_bytes)) > arch.smem_per_sm:
+        return f"{blocks} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
+    return None

@@ -1,0 +1,226 @@
+"""dense_gemv: out[M, N] = x[M, K] W[N, K]^T with dense 16-bit weights as they are stored, for up to 16 tokens.
+
+What it takes is the time to read W once. Rows of W are the tensor core's A operand and tokens its 8 columns, so that
+one token costs no more than eight. A warp holds `steps` loads of each row in registers, and fetches anew what it has
+used: the first of them before the kernel that makes x has finished.
+
+The order in which the columns of a row are summed depends on the configuration's steps, warps_k and split_k, and never
+on M, block_m or the order in which blocks finish: a token's outputs are the same bits alone and among fifteen others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import ClassVar
+
+from kerngen.arch import Arch, Target
+from kerngen.errors import ProblemError
+from kerngen.templates.common.row_spec import (
+    ELEMENT_BYTES,
+    require_dtypes,
+    require_tokens,
+    require_vectors,
+    why_block_too_large,
+    why_no_dtype,
+)
+from kerngen.templates.kernel import Arg, Body, Cost, Launch
+
+MAX_TOKENS = 16
+ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/dense_rows.cuh
+STEP_BYTES = ROWS * COLUMNS * 2  # of W: 32 bytes a lane
+MAX_STATIC_SMEM = 48 * 1024
+OTHER_REGISTERS = 48  # beside what is loaded and summed, by the ptxas reports
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """x [num_tokens, k], W [n, k] -> out [num_tokens, n], all of them dtype; sums in fp32."""
+
+    n: int
+    k: int
+    dtype: str = "bf16"
+    num_tokens: int = 1
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    def __post_init__(self) -> None:
+        require_dtypes(self.dtype)
+        require_vectors(n=self.n, k=self.k)
+        require_tokens(self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    block_m: int = 8  # tokens that the cubin can take
+    row_tiles: int = 1  # of 16 rows of W, that a warp owns
+    warps_n: int = 1  # warps of a block that differ in rows
+    warps_k: int = 8  # warps that share rows and differ in columns; summed through shared memory
+    steps: int = 4  # of 32 columns: what a warp has under way, 1 KiB each and row tile
+    split_k: int = 1  # blocks that share rows and differ in columns; summed by the last of them, in their order
+    blocks_per_sm: int = 2  # that registers must suffice for
+    persistent: bool = False  # blocks_per_sm blocks an SM go through all rows; else each block has its own
+
+
+SPACE = {
+    "block_m": (8, 16),
+    "row_tiles": (1, 2),
+    "warps_n": (1, 2, 4, 8),
+    "warps_k": (1, 2, 4, 8, 16),
+    "steps": (1, 2, 3, 4, 5, 6, 7, 8),
+    "split_k": (1, 2, 4, 8),
+    "blocks_per_sm": (1, 2, 3, 4, 6, 8),
+    "persistent": (False, True),
+}
+ARGS = {
+    "dense_gemv": (
+        Arg("out", "ptr"),
+        Arg("x", "ptr"),
+        Arg("w", "ptr"),
+        Arg("workspace", "ptr"),
+        Arg("num_tokens", "i32"),
+    )
+}
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
+OUTPUTS = ("out",)
+
+
+def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
+    return {"COUNTER_BYTES": _counter_bytes(problem, config)}
+
+
+def num_tiles(problem: Problem, config: Config) -> int:
+    """Blocks of rows."""
+    return -(-problem.n // (ROWS * config.row_tiles * config.warps_n))
+
+
+def num_turns(problem: Problem, config: Config) -> int:
+    """How often the busiest warp of a tile fetches `steps`."""
+    groups = -(-problem.k // (COLUMNS * config.steps))
+    return -(-groups // (config.warps_k * config.split_k))
+
+
+def _threads(config: Config) -> int:
+    return 32 * config.warps_n * config.warps_k
+
+
+def _fragments(config: Config) -> int:
+    return config.row_tiles * config.block_m // TOKENS
+
+
+def _counter_bytes(problem: Problem, config: Config) -> int:
+    return -(-4 * num_tiles(problem, config) // 16) * 16
+
+
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    if problem.num_tokens > MAX_TOKENS:
+        return f"num_tokens={problem.num_tokens}: at most {MAX_TOKENS}; torch's dense product serves more"
+    return why_no_dtype(target.arch, problem.dtype)
+
+
+def registers(config: Config, arch: Arch) -> int:
+    """A thread's, about: loads of W and x under way, sums, and the rest."""
+    x_loads, accumulators = (1, 4) if arch.has_ldmatrix else (2, 8)
+    loaded = 4 * config.steps * (2 * config.row_tiles + x_loads * config.block_m // TOKENS)
+    return loaded + accumulators * _fragments(config) + OTHER_REGISTERS
+
+
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    c, arch = config, target.arch
+    if problem.num_tokens > c.block_m:
+        return f"block_m={c.block_m} holds fewer than num_tokens={problem.num_tokens}"
+    if why := why_block_too_large(_threads(c), f"warps_n={c.warps_n} x warps_k={c.warps_k} warps"):
+        return why
+    groups, shares = -(-problem.k // (COLUMNS * c.steps)), c.warps_k * c.split_k
+    if groups < shares:
+        return (f"k={problem.k} is {groups} groups of steps={c.steps} x {COLUMNS} columns; warps_k={c.warps_k} x "
+                f"split_k={c.split_k} warps share them")  # fmt: skip
+    if c.persistent and c.split_k > 1:
+        return f"persistent=True with split_k={c.split_k}: blocks that wait for each other take one tile each"
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (_threads(c) * c.blocks_per_sm) // 8 * 8)
+    if (need := registers(c, arch)) > available:
+        return (f"about {need} registers a thread; {c.blocks_per_sm} blocks an SM of {_threads(c)} threads leave "
+                f"{available}")  # fmt: skip
+    warps = _threads(c) // 32 * c.blocks_per_sm
+    if warps > arch.max_warps_per_sm:
+        return f"{warps} warps in {c.blocks_per_sm} blocks; {arch} holds {arch.max_warps_per_sm} an SM"
+    if (smem := smem_bytes(problem, c, target)) > MAX_STATIC_SMEM:
+        return f"needs {smem:,} B of shared memory; {MAX_STATIC_SMEM:,} B are static"
+    if (together := c.blocks_per_sm * (smem + arch.reserved_smem_bytes)) > arch.smem_per_sm:
+        return f"{c.blocks_per_sm} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
+    return None
+
+
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """The fragments of the warps that share rows, twice where tiles follow each other; who arrived last."""
+    c = config
+    exchange = (1 + c.persistent) * _threads(c) // 32 * _fragments(c) * 512 if c.warps_k > 1 else 0
+    return exchange + 4 * (c.split_k > 1)
+
+
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
+    blocks = num_tiles(problem, config) * config.split_k
+    if config.persistent:
+        blocks = min(blocks, config.blocks_per_sm * target.device.num_sms)
+    return (Launch("dense_gemv", (blocks, 1, 1), (_threads(config), 1, 1), 0, pdl=target.arch.has_pdl),)
+
+
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """With split_k: a counter a tile, zero between launches, then every block's sums. The same for every num_tokens."""
+    c = config
+    if c.split_k == 1:
+        return 0
+    sums = num_tiles(problem, c) * c.split_k * c.warps_n * _fragments(c) * 512
+    return _counter_bytes(problem, c) + sums
+
+
+def cost(problem: Problem) -> Cost:
+    p, size = problem, ELEMENT_BYTES[problem.dtype]
+    return Cost(size * (p.n * p.k + p.num_tokens * (p.k + p.n)), 2 * p.num_tokens * p.n * p.k)
+
+
+def default_config(problem: Problem, target: Target) -> Config:
+    """The same for all num_tokens up to 8, and but for block_m, up to 16: so are the bits of a token's outputs."""
+    if (found := _best(problem.n, problem.k, problem.dtype, 8 if problem.num_tokens <= TOKENS else 16, target)) is None:
+        raise ProblemError(f"no default configuration of dense_gemv serves {problem} on {target.arch}")
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _best(n: int, k: int, dtype: str, block_m: int, target: Target) -> Config | None:
+    # Chosen as for 16 tokens, so that the order of the sums is the same below.
+    widest = Problem(n, k, dtype, MAX_TOKENS)
+    warps = ((1, 8), (1, 4), (2, 4), (1, 16), (4, 2), (8, 1), (4, 1), (1, 2), (2, 1), (1, 1))
+    candidates = (
+        Config(MAX_TOKENS, 1, warps_n, warps_k, steps, split_k, blocks, persistent)
+        for (warps_n, warps_k), steps, split_k, blocks, persistent in product(
+            warps, (2, 3, 4, 5, 6, 7, 8, 1), (1, 2, 4, 8), (1, 2, 3), (False, True)
+        )
+    )
+    valid = [c for c in candidates if why_invalid(widest, c, target) is None]
+    if not valid:
+        return None
+    best = min(valid, key=lambda c: estimated_us(widest, c, target))
+    return Config(block_m, *(getattr(best, f) for f in list(SPACE)[1:]))
+
+
+def estimated_us(problem: Problem, config: Config, target: Target) -> float:
+    """What the default is chosen by: bytes under way over latency, whole blocks an SM, and what meetings cost."""
+    p, c, device = problem, config, target.device
+    items = num_tiles(p, c) * c.split_k
+    busy = min(items, device.num_sms)
+    per_sm = -(-items // device.num_sms)
+    warps, turns = c.warps_n * c.warps_k, num_turns(p, c)
+    under_way = min(per_sm, c.blocks_per_sm) * warps * c.steps * c.row_tiles * STEP_BYTES
+    share = device.mem_gbps * 1e3 / device.num_sms  # bytes a us; a lone SM can draw more, and latency grows with load
+    rate = min(device.mem_gbps * 1e3, busy * min(under_way / (2 * target.arch.memory_latency_us), 1.5 * share))
+    item_bytes = 2 * ROWS * c.row_tiles * c.warps_n * p.k / c.split_k
+    streaming = per_sm * item_bytes * busy / rate
+    slots = -(-per_sm // c.blocks_per_sm)  # blocks that follow each other on an SM
+    waiting = turns * slots * target.arch.memory_latency_us / (2 if turns * slots > 1 else 1)
+    meeting = 0.05 * c.warps_k + (1.5 + 0.1 * c.split_k if c.split_k > 1 else 0.0)
+    starting = 0.0 if c.persistent else 0.2 * (slots - 1)
+    # More under way than latency needs makes stragglers: weighed only where nothing else decides.
+    return max(streaming, waiting) + meeting + starting + 1e-6 * max(0, under_way - 98304)

@@ -1,0 +1,70 @@
+"""Shapes that tests, bench and tuner share: edges first, then the model's own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kerngen.templates.call import Op
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.kernel import Case
+from kerngen.templates.moe_combine.op import moe_combine
+from kerngen.templates.moe_combine.spec import Problem
+
+
+def case_for(problem: Problem, **options: Any) -> Case:
+    p = problem
+    name = "_".join([f"h{p.hidden}_k{p.top_k}_{p.residual_dtype}-{p.dtype}", *options, f"t{p.num_tokens}"])
+    return Case(name, p, p.hidden + p.top_k + p.num_tokens, options)
+
+
+def _cases(hidden: int, top_k: int, *tokens: int, **options: Any) -> tuple[Case, ...]:
+    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
+    return tuple(case_for(Problem(hidden, top_k, d, r, t), **options) for d, r in kinds for t in tokens)
+
+
+CASES = (
+    *_cases(8, 1, 1, 3, 70),  # one vector: 31 lanes idle
+    *_cases(264, 3, 1, 5),  # 33 vectors: a second warp with one
+    *_cases(256, 2, 84),
+    *_cases(1544, 8, 2, 7),  # 193 vectors
+    *_cases(2816, 8, 1, 2, 65, 129),
+    *_cases(2816, 8, 3, 66, in_place=True),
+    *_cases(5376, 4, 2),
+    case_for(Problem(3840, 8, "fp16", "fp16", 5)),
+)
+
+
+def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Every argument. Rows normal, norms about 1, weights as a router gives them; outputs NaN, or residual itself."""
+    p: Problem = case.problem
+    draw = Draw(case.seed, device)
+    shape = p.num_tokens, p.hidden
+    residual = draw.normal(*shape, dtype=p.residual_dtype)
+
+    def norm() -> torch.Tensor:
+        return draw.normal(p.hidden, dtype=p.dtype, mean=1.0, std=0.25)
+
+    return {
+        "residual_out": residual if case.options.get("in_place") else poisoned(
+            *shape, dtype=p.residual_dtype, device=device
+        ),
+        "out": poisoned(*shape, dtype=p.dtype, device=device),
+        "residual": residual,
+        "dense": draw.normal(*shape, dtype=p.dtype, std=0.5),
+        "routed": draw.normal(p.num_tokens, p.top_k, p.hidden, dtype=p.dtype, std=0.7),
+        "topk_weights": torch.softmax(draw.normal(p.num_tokens, p.top_k, dtype="fp32"), dim=-1),
+        "dense_norm": norm(),
+        "routed_norm": norm(),
+        "post_norm": norm(),
+        "layer_scalar": draw.normal(1, dtype=p.dtype, mean=0.7, std=0.1),
+        "next_norm": norm(),
+        "eps": 1e-6,
+        "num_tokens": p.num_tokens,
+    }  # fmt: skip
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    return moe_combine, {n: v for n, v in inputs.items() if n not in ("residual_out", "out", "num_tokens")}

@@ -1,0 +1,269 @@
+"""moe_router: from the residual stream to the chosen experts, their weights, and the experts' normed input.
+
+What runs as rmsnorm, two products with scales, a dense product, moe_route and a second rmsnorm is one launch: a block
+norms the rows of its tokens once for both results, keeps the scaled ones in shared memory, and multiplies them with its
+experts' rows of W, which came before the kernel that writes the residual had finished. With few tokens, several blocks
+share the experts, and the last of them to arrive chooses; with many, a block has all experts and chooses itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import ClassVar
+
+from kerngen.arch import Arch, Target
+from kerngen.errors import ProblemError
+from kerngen.templates.common.row_spec import (
+    ELEMENT_BYTES,
+    INT32_MAX,
+    VEC,
+    require,
+    require_dtypes,
+    require_tokens,
+    require_vectors,
+    why_block_too_large,
+    why_no_dtype,
+)
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+
+MAX_EXPERTS = 256
+MAX_TOP_K = 8
+MAX_TILES = 1024  # of tokens, that several blocks share: so many counters begin the workspace
+ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/dense_rows.cuh
+OTHER_REGISTERS = 70  # beside what is loaded and summed, by the ptxas reports
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """residual [num_tokens, hidden] residual_dtype; router_scale, pre_norm [hidden], router [num_experts, hidden] and
+    per_expert_scale [num_experts] dtype -> topk_ids [num_tokens, top_k] int32 in falling order of logit (the lower id
+    first on a tie), topk_weights [num_tokens, top_k] fp32, x [num_tokens, hidden] dtype.
+
+    t = norm(residual) * router_scale * hidden^-0.5, each of the three rounded to dtype; logits = t router^T, rounded to
+    dtype; from there as moe_route, NaN included. x = norm(residual; pre_norm).
+    """
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    hidden: int = 2816
+    num_experts: int = 128
+    top_k: int = 8
+    dtype: str = "bf16"
+    residual_dtype: str = "bf16"
+    num_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_dtypes(self.dtype, residual_dtype=self.residual_dtype)
+        require_vectors(hidden=self.hidden, num_experts=self.num_experts)
+        require_tokens(self.num_tokens)
+        require(self.num_experts <= MAX_EXPERTS, f"num_experts={self.num_experts} is not in 8..{MAX_EXPERTS}")
+        limit = min(MAX_TOP_K, self.num_experts)
+        require(0 < self.top_k <= limit, f"top_k={self.top_k} is not in 1..{limit}")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    block_t: int = 8  # tokens of a block
+    row_tiles: int = 1  # of 16 experts, that a warp owns
+    warps_n: int = 1  # warps of a block that differ in experts
+    warps_k: int = 8  # warps that share experts and differ in columns; summed through shared memory
+    steps: int = 6  # of 32 columns of W: what a warp has under way
+    row_warps: int = 4  # warps that share a token's row while it is normed
+
+
+SPACE = {
+    "block_t": (8, 16, 32),
+    "row_tiles": (1, 2),
+    "warps_n": (1, 2, 4, 8, 16),
+    "warps_k": (1, 2, 4, 8, 16),
+    "steps": (1, 2, 3, 4, 5, 6, 8, 11),
+    "row_warps": (1, 2, 4, 8, 16),
+}
+ARGS = {
+    "moe_router": (
+        Arg("topk_ids", "ptr"),
+        Arg("topk_weights", "ptr"),
+        Arg("x", "ptr"),
+        Arg("residual", "ptr"),
+        Arg("router_scale", "ptr"),
+        Arg("router", "ptr"),
+        Arg("per_expert_scale", "ptr"),
+        Arg("pre_norm", "ptr"),
+        Arg("workspace", "ptr"),
+        Arg("eps", "f32"),
+        Arg("num_tokens", "i32"),
+    )
+}
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
+OUTPUTS = ("topk_ids", "topk_weights", "x")
+
+
+def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, float | int]:
+    return {"MAX_TILES": MAX_TILES, "ROOT": problem.hidden**-0.5}
+
+
+def expert_blocks(problem: Problem, config: Config) -> int:
+    """Blocks that share a tile of tokens."""
+    return -(-problem.num_experts // (ROWS * config.row_tiles * config.warps_n))
+
+
+def num_tiles(problem: Problem, config: Config) -> int:
+    return -(-problem.num_tokens // config.block_t)
+
+
+def _warps(config: Config) -> int:
+    return config.warps_n * config.warps_k
+
+
+def _row_vecs(problem: Problem, config: Config) -> int:
+    """Vectors of eight elements that a thread holds of a row."""
+    return -(-problem.hidden // (VEC * 32 * config.row_warps))
+
+
+def registers(problem: Problem, config: Config, arch: Arch) -> int:
+    """A thread's, about: loads of W under way, and the more of what a row takes and what the products take."""
+    c = config
+    x_loads, accumulators = (1, 4) if arch.has_ldmatrix else (2, 8)
+    token_tiles = c.block_t // TOKENS
+    row = _row_vecs(problem, c) * (2 * ELEMENT_BYTES[problem.residual_dtype] + 14)
+    products = token_tiles * c.row_tiles * accumulators + 4 * x_loads * min(token_tiles, 2)
+    return 8 * c.steps * c.row_tiles + max(row, products) + OTHER_REGISTERS
+
+
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    return why_no_dtype(target.arch, problem.dtype)
+
+
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    c, arch = config, target.arch
+    warps, groups = _warps(c), -(-problem.hidden // (COLUMNS * c.steps))
+    if why := why_block_too_large(32 * warps, f"warps_n={c.warps_n} x warps_k={c.warps_k} warps"):
+        return why
+    if warps % c.row_warps:
+        return f"{warps} warps are not made of groups of row_warps={c.row_warps}"
+    if groups <= c.warps_k // 2:
+        return (f"hidden={problem.hidden} is {groups} groups of steps={c.steps} x {COLUMNS} columns; half of "
+                f"warps_k={c.warps_k} warps do")  # fmt: skip
+    if (rows := ROWS * c.row_tiles * c.warps_n) >= 2 * max(problem.num_experts, ROWS):
+        return f"row_tiles={c.row_tiles} x warps_n={c.warps_n} warps hold {rows} experts of {problem.num_experts}"
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps) // 8 * 8)
+    if (need := registers(problem, c, arch)) > available:
+        return f"about {need} registers a thread; {32 * warps} threads leave {available}"
+    if (smem := smem_bytes(problem, c, target)) > arch.max_smem_bytes:
+        return f"needs {smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
+    tiles = num_tiles(problem, c)
+    if expert_blocks(problem, c) > 1 and tiles > MAX_TILES:
+        return f"{tiles} tiles of {c.block_t} tokens shared by {expert_blocks(problem, c)} blocks; at most {MAX_TILES}"
+    if tiles * expert_blocks(problem, c) > INT32_MAX:
+        return f"{tiles * expert_blocks(problem, c):,} blocks; at most {INT32_MAX:,}"
+    return None
+
+
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """The tokens' tile or the warps' sums, the keys of a block with all experts, scales, row sums, who came last."""
+    p, c = problem, config
+    steps = -(-p.hidden // COLUMNS) * 4
+    tile = 16 * c.block_t * (steps if steps % 8 == 4 else steps + 4)
+    sums = 512 * _warps(c) * c.row_tiles * c.block_t // TOKENS if c.warps_k > 1 else 0
+    keys = 4 * c.block_t * p.num_experts if expert_blocks(p, c) == 1 else 0
+    row_sums = _warps(c) // c.row_warps * -(-c.row_warps // 4) * 16 if c.row_warps > 1 else 0
+    return max(tile, sums) + keys + 4 * p.num_experts + 2 * row_sums + 16
+
+
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
+    blocks = num_tiles(problem, config) * expert_blocks(problem, config)
+    smem = smem_bytes(problem, config, target)
+    return (Launch("moe_router", (blocks, 1, 1), (32 * _warps(config), 1, 1), smem, pdl=target.arch.has_pdl),)
+
+
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """Where blocks share tokens: counters, zero between launches, then a key for each token and expert."""
+    if expert_blocks(problem, config) == 1:
+        return 0
+    return 4 * MAX_TILES + 4 * problem.num_tokens * problem.num_experts
+
+
+def cost(problem: Problem) -> Cost:
+    p, size = problem, ELEMENT_BYTES[problem.dtype]
+    weights = size * (p.hidden * (p.num_experts + 2) + p.num_experts)
+    rows = p.num_tokens * (p.hidden * (ELEMENT_BYTES[p.residual_dtype] + size) + 8 * p.top_k)
+    return Cost(weights + rows, 2 * p.num_tokens * p.hidden * p.num_experts)
+
+
+def default_config(problem: Problem, target: Target) -> Config:
+    # The estimate changes little between neighbours: as for the next power of two, or the next 128.
+    tokens = problem.num_tokens
+    power = 1 << (tokens - 1).bit_length()
+    tokens = power if tokens <= 128 or 8192 < tokens <= 2**24 else min(-(-tokens // 128) * 128, INT32_MAX)
+    p = problem
+    found = _best(p.hidden, p.num_experts, p.top_k, p.dtype, p.residual_dtype, tokens, target)
+    if found is None:
+        raise ProblemError(f"no default configuration of moe_router serves {problem} on {target.arch}")
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _best(
+    hidden: int, num_experts: int, top_k: int, dtype: str, residual_dtype: str, tokens: int, target: Target
+) -> Config | None:
+    problem = Problem(hidden, num_experts, top_k, dtype, residual_dtype, tokens)
+    spread = ((1, 16), (1, 8), (2, 8), (4, 4), (8, 2), (16, 1), (4, 2), (8, 1), (2, 4), (1, 4), (1, 2), (1, 1))
+    candidates = (
+        Config(block_t, 1, warps_n, warps_k, steps, row_warps)
+        for block_t, (warps_n, warps_k), steps, row_warps in product(
+            SPACE["block_t"], spread, (6, 11, 4, 3, 2, 1), (4, 2, 8, 16, 1)
+        )
+    )
+    valid = [c for c in candidates if why_invalid(problem, c, target) is None]
+    return min(valid, key=lambda c: estimated_us(problem, c, target), default=None)
+
+
+def estimated_us(problem: Problem, config: Config, target: Target) -> float:
+    """What the default is chosen by: rows and W through one SM, whole blocks an SM, and what meetings cost."""
+    p, c, device = problem, config, target.device
+    shared = expert_blocks(p, c)
+    share = device.mem_gbps * 1e3 / device.num_sms  # bytes a us of an SM, where all are busy
+    blocks = num_tiles(p, c) * shared
+    smem = smem_bytes(p, c, target) + target.arch.reserved_smem_bytes
+    resident = max(1, min(target.arch.smem_per_sm // smem, target.arch.max_warps_per_sm // _warps(c)))
+    waves = -(-blocks // (device.num_sms * resident))
+    busy = min(resident, -(-blocks // device.num_sms))  # blocks that share an SM's rate
+    tokens = min(c.block_t, p.num_tokens)
+    row_bytes = p.hidden * (ELEMENT_BYTES[p.residual_dtype] + ELEMENT_BYTES[p.dtype] / shared)
+    row_turns = -(-tokens // (_warps(c) // c.row_warps))
+    rows = max(busy * tokens * row_bytes / share, 0.9 * row_turns) + 0.1 * _row_vecs(p, c)
+    w_bytes = 2 * p.hidden * min(p.num_experts, ROWS * c.row_tiles * c.warps_n)
+    turns = -(-p.hidden // (COLUMNS * c.steps * c.warps_k))
+    w = max(busy * w_bytes / (2.5 * share), 0.7 * (turns - 1))  # from L2; the first turn comes before the wait
+    meeting = 0.03 * c.warps_k + (1.5 if shared > 1 else 0.0)
+    return waves * (1.0 + rows + w + meeting)
+
+
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
+    """Every tile of tokens reads all of W, and all blocks that share a tile read its rows: through L2.
+
+    cuda_ops: about 30 instructions an element of a row for two norms and their roundings, 12 and 8 for each product of
+    a warp's step, and moe_route's 500 of a warp for each token.
+    """
+    p, c = problem, config
+    tiles, shared = num_tiles(p, c), expert_blocks(p, c)
+    token_tiles = c.block_t // TOKENS
+    steps = tiles * shared * c.warps_n * c.row_tiles * -(-p.hidden // COLUMNS)
+    flops = 2 * steps * ROWS * COLUMNS * c.block_t
+    row_bytes = p.hidden * ELEMENT_BYTES[p.residual_dtype]
+    w_bytes = 2 * p.num_experts * p.hidden
+    l2 = cost(p).bytes + (tiles - 1) * w_bytes + (shared - 1) * p.num_tokens * row_bytes
+    read = steps * COLUMNS * 2 * c.block_t + tiles * shared * c.block_t * p.hidden * 2
+    rows = min(c.block_t, p.num_tokens, _warps(c) // c.row_warps)
+    return Traffic(
+        cost(p).bytes,
+        flops,
+        l2_bytes=l2 + 2 * workspace_bytes(p, c, target),
+        smem_bytes=read,
+        cuda_ops=30 * shared * p.num_tokens * p.hidden + 32 * (steps * (12 + 8 * token_tiles) + 500 * p.num_tokens),
+        bytes_in_flight=rows * row_bytes + _warps(c) * c.steps * c.row_tiles * ROWS * COLUMNS * 2,
+        steps=-(-c.block_t // (_warps(c) // c.row_warps)) + (16 if shared > 1 else 0),
+    )

@@ -1,0 +1,281 @@
+"""moe_w4a16: each token through its chosen experts' int4 MLPs, from one token to thousands, without a host wait.
+
+y[t, i] = down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x[t], for the i-th expert e of token t. The sum with
+the router's weights is left to whoever reads y. Launches:
+
+1. plan (not for up to 4 tokens): the routes, token * top_k + i, sorted by expert, and a table of tiles. One block.
+2. gate_up: tiles of the routes of one expert; x's rows are gathered, h = gelu(gate) * up is stored in sorted order.
+3. down: h's rows are contiguous, y's are scattered to the routes.
+
+Unplanned, every route is a tile of one row: what two tokens share is read twice, the second time from L2. For one token
+nothing but the chosen experts' weights is read. gate_up lets `down` start only after it has waited for its own
+predecessors: so `down` may read the table, and fetch weights by it, before gate_up has finished. Tiles and their
+cutting: common/w4_tiling.py, common/w4_gemm.cuh, common/w4_gemv.cuh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kerngen.arch import Arch, Target
+from kerngen.errors import ProblemError
+from kerngen.templates.common import w4_tiling
+from kerngen.templates.common.row_spec import require, require_tokens, why_no_dtype
+from kerngen.templates.common.w4_tiling import MAX_BLOCKS, Tiling, matrix_bytes, require_matrix
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
+
+MAX_EXPERTS = 256
+PLAN_THREADS = 1024
+ALONE_TOKENS = 4  # up to so many tokens each route is a tile of its own, and nothing is planned
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """x [num_tokens, hidden] dtype, topk_ids [num_tokens, top_k] int32, per expert gate | up [2 inner, hidden] and down
+    [hidden, inner] int4, scales by group_size in dtype -> y [num_tokens, top_k, hidden] dtype.
+    """
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    group_size: int = 32
+    dtype: str = "bf16"
+    num_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require(0 < self.num_experts <= MAX_EXPERTS, f"num_experts={self.num_experts} is not in 1..{MAX_EXPERTS}")
+        require(0 < self.top_k <= self.num_experts, f"top_k={self.top_k} is not in 1..{self.num_experts}")
+        require_matrix(2 * self.inner, self.hidden, self.group_size, self.dtype)
+        require_matrix(self.hidden, self.inner, self.group_size, self.dtype)
+        require_tokens(self.num_tokens * self.top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How gate_up's and down's work is cut: see Tiling. They share what a row of tiles is."""
+
+    block_m: int = 8
+    warp_n: int = 32
+    warps_m: int = 1
+    wgmma: bool = False
+    gemv: bool = False
+    up_block_n: int = 128
+    up_block_k: int = 256
+    up_warps_k: int = 1
+    up_num_stages: int = 2
+    up_blocks_per_sm: int = 2
+    down_block_n: int = 128
+    down_block_k: int = 128
+    down_warps_k: int = 1
+    down_num_stages: int = 2
+    down_blocks_per_sm: int = 2
+
+    def tiling(self, phase: str) -> Tiling:
+        """phase: up or down."""
+        own = {n: getattr(self, f"{phase}_{n}") for n in _OWN}
+        return Tiling(self.block_m, warp_n=self.warp_n, warps_m=self.warps_m, wgmma=self.wgmma, gemv=self.gemv, **own)
+
+
+_OWN = ("block_n", "block_k", "warps_k", "num_stages", "blocks_per_sm")  # of each phase
+PHASES = ("up", "down")
+
+
+def _stages(problem: Problem, target: Target) -> tuple[int, ...]:
+    return (2, 3, 4) if target.arch.has_cp_async else (2,)
+
+
+def _warp_n(problem: Problem, target: Target) -> tuple[int, ...]:
+    return (32, 64) if target.arch.has_ldmatrix else (64,)
+
+
+# Of the tiles that w4a16_gemm searches those that serve few rows an expert, or many: two products multiply the choices.
+SPACE: dict[str, Choices] = {
+    "block_m": (8, 16, 32, 64, 128),
+    "warp_n": _warp_n,
+    "warps_m": (1, 2),
+    "up_block_n": (64, 128, 256),
+    "up_block_k": (64, 128, 256),
+    "up_warps_k": (1, 2, 4),
+    "up_num_stages": _stages,
+    "up_blocks_per_sm": (0, 1, 2, 3, 4),
+    "down_block_n": (64, 128, 256),
+    "down_block_k": (64, 128, 256),
+    "down_warps_k": (1, 2, 4),
+    "down_num_stages": _stages,
+    "down_blocks_per_sm": (0, 1, 2, 3, 4),
+}
+WGMMA_SPACE = SPACE | {
+    "warp_n": (32,), "warps_m": (1,), "up_warps_k": (1,), "down_warps_k": (1,),
+    "up_block_n": (128, 256), "up_num_stages": (3, 4, 5), "down_block_n": (128, 256), "down_num_stages": (3, 4, 5),
+}  # fmt: skip
+
+GEMV_SPACE = SPACE | {
+    "block_m": (8,), "warps_m": (1,), "warp_n": (32, 64),
+    "up_block_n": (32, 64, 128), "up_block_k": (256, 512, 768, 1024, 1536, 2048), "up_warps_k": (2, 4, 8, 16),
+    "down_block_n": (32, 64, 128), "down_block_k": (128, 256, 384, 512, 768), "down_warps_k": (1, 2, 4, 8),
+    "up_num_stages": (1,), "down_num_stages": (1,),
+}  # fmt: skip
+
+_ARGS = (
+    Arg("y", "ptr"),
+    Arg("x", "ptr"),
+    Arg("gate_up", "ptr"),
+    Arg("gate_up_scales", "ptr"),
+    Arg("down", "ptr"),
+    Arg("down_scales", "ptr"),
+    Arg("topk_ids", "ptr", align=4),
+    Arg("workspace", "ptr"),
+    Arg("num_tokens", "i32"),
+)
+ARGS = dict.fromkeys(("plan", "gate_up", "down"), _ARGS)
+BODIES = (
+    Body("kernel.cu.jinja", ARGS, SPACE, when={"wgmma": False, "gemv": False}),
+    Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False, "gemv": True}),
+    Body(
+        "kernel.cu.jinja",
+        ARGS,
+        WGMMA_SPACE,
+        serves=lambda arch: arch.has_wgmma,
+        when={"wgmma": True, "gemv": False},
+    ),
+)
+OUTPUTS = ("y",)
+MAX_SPILL_BYTES = 16  # as w4a16_gemm
+
+
+def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
+    return {"MAX_BLOCKS": MAX_BLOCKS, "PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS}
+
+
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    return why_no_dtype(target.arch, problem.dtype)
+
+
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """The largest launch's. The products' is dynamic, plan's (counts by warp and expert, two tables) static."""
+    products = max(config.tiling(phase).smem_bytes(problem.group_size) for phase in PHASES)
+    if problem.num_tokens <= ALONE_TOKENS:
+        return products
+    plan = 4 * (PLAN_THREADS // 32 * problem.num_experts + 2 * (problem.num_experts + 1))
+    return max(-(-plan // 1024) * 1024, products)
+
+
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    for phase in PHASES:
+        _, k = shape(problem, phase)
+        if why := w4_tiling.why_invalid(config.tiling(phase), config.block_m, k, problem.group_size, target.arch):
+            return f"{phase}: {why}"
+    return None
+
+
+def shape(problem: Problem, phase: str) -> tuple[int, int]:
+    """(n, k) of one expert's W."""
+    return (2 * problem.inner, problem.hidden) if phase == "up" else (problem.hidden, problem.inner)
+
+
+def max_row_tiles(problem: Problem, config: Config) -> int:
+    """No routing makes more tiles of routes of one expert."""
+    routes = problem.num_tokens * problem.top_k
+    if problem.num_tokens <= ALONE_TOKENS:
+        return routes
+    return min(routes, routes // config.block_m + problem.num_experts)
+
+
+def num_blocks(problem: Problem, config: Config, target: Target, phase: str) -> int:
+    tiling = config.tiling(phase)
+    n, k = shape(problem, phase)
+    tiles = max_row_tiles(problem, config) * -(-n // tiling.block_n)
+    return tiling.num_blocks(tiles, k, target.device.num_sms)
+
+
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
+    pdl = target.arch.has_pdl
+    made = []
+    if problem.num_tokens > ALONE_TOKENS:
+        made.append(Launch("plan", (1, 1, 1), (PLAN_THREADS, 1, 1), 0, pdl=pdl))
+    for entry, phase in (("gate_up", "up"), ("down", "down")):
+        tiling = config.tiling(phase)
+        grid = (num_blocks(problem, config, target, phase), 1, 1)
+        made.append(Launch(entry, grid, (32 * tiling.num_warps, 1, 1), tiling.smem_bytes(problem.group_size), pdl=pdl))
+    return tuple(made)
+
+
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """Counters, zero between launches; how many tiles; the table; the routes; h; the partial sums. See the template."""
+    routes = problem.num_tokens * problem.top_k
+    table = min(routes, routes // config.block_m + problem.num_experts)
+    fixed = 4 * MAX_BLOCKS + 16 + 16 * table + _padded(4 * routes)
+    partials = (config.tiling(phase).partial_bytes(num_blocks(problem, config, target, phase)) for phase in PHASES)
+    return fixed + _padded(2 * routes * problem.inner) + max(partials)
+
+
+def _padded(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def cost(problem: Problem) -> Cost:
+    """Weights of as many experts as the routes may meet, each once; h stays in L2."""
+    p = problem
+    routes = p.num_tokens * p.top_k
+    each = sum(matrix_bytes(*shape(p, phase), p.group_size) for phase in PHASES)
+    return Cost(
+        bytes=min(routes, p.num_experts) * each + 2 * p.num_tokens * p.hidden + 2 * routes * p.hidden + 4 * routes,
+        flops=6 * routes * p.hidden * p.inner,
+    )
+
+
+def default_config(problem: Problem, target: Target) -> Config:
+    for config in _preferred(problem, target):
+        if why_invalid(problem, config, target) is None:
+            return config
+    raise ProblemError(f"no default configuration of moe_w4a16 serves {problem} on {target.arch}")
+
+
+def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """Best first; the last is valid everywhere. What counts is how many rows an expert has."""
+    arch = target.arch
+    rows = problem.num_tokens * problem.top_k / problem.num_experts
+    warp_n = 32 if arch.has_ldmatrix else 64
+    deep = 4 if arch.has_cp_async else 2
+
+    def config(m: int, warp: int, warps_m: int, wgmma: bool, up: tuple[int, ...], down: tuple[int, ...]) -> Config:
+        (up_n, up_k, up_stages, up_blocks), (down_n, down_k, down_stages, down_blocks) = up, down
+        return Config(m, warp, warps_m, wgmma, False, up_n, up_k, 1, up_stages, up_blocks,
+                      down_n, down_k, 1, down_stages, down_blocks)  # fmt: skip
+
+    # the two best of sweeps on an H200, for one token and for four
+    one = Config(8, 32, 1, False, True, 32, 384, 4, 1, 0, 32, 256, 4, 1, 0)
+    few = Config(8, 64, 1, False, True, 64, 512, 4, 1, 0, 64, 256, 4, 1, 0)
+    least = Config(8, 32, 1, False, True, 32, 32, 1, 1, 0, 32, 32, 1, 1, 0)
+    if problem.num_tokens <= ALONE_TOKENS and arch.has_ldmatrix:
+        return (one if problem.num_tokens == 1 else few, one, least)
+
+    last = config(8, warp_n, 1, False, (64, 64, 2, 1), (64, 64, 2, 1))
+    if rows <= 12:
+        m = 8 if rows <= 6 else 16
+        return (
+            config(m, warp_n, 1, False, (128, 256, 2, 3), (128, 128, 2, 3)),
+            config(m, warp_n, 1, False, (128, 256, 2, 2), (128, 128, 2, 2)),
+            config(m, warp_n, 1, False, (128, 128, 2, 1), (128, 64, 2, 1)),
+            last,
+        )
+    if rows <= 96:
+        m = 32 if rows <= 24 else 64
+        return (
+            config(m, 32, 1, True, (128, 128, deep, 1), (128, 64, deep, 1)),
+            config(m, warp_n, 1, False, (128, 64, deep, 1), (128, 64, deep, 1)),
+            config(32, warp_n, 1, False, (64, 64, 2, 1), (64, 64, 2, 1)),
+            last,
+        )
+    return (
+        config(128, 32, 1, True, (256, 64, deep, 0), (256, 64, deep, 0)),
+        config(128, 32, 2, False, (128, 64, deep, 0), (128, 64, deep, 0)),
+        config(64, 64, 2, False, (128, 32, 2, 0), (128, 32, 2, 0)),
+        config(32, warp_n, 1, False, (64, 64, 2, 0), (64, 64, 2, 0)),
+        last,
+    )

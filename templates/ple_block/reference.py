@@ -1,0 +1,37 @@
+"""The model's steps in torch, each computed in fp32 and rounded where the model rounds.
+
+Source: Gemma4TextDecoderLayer.forward in transformers 5.22, modeling_gemma4.py, from post_feedforward_layernorm on.
+Each norm, each dense product, the activation, its product with the per-layer input, the sums and the product with
+layer_scalar are a tensor of the model's dtype; the stream alone may be kept in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kerngen.templates.common.row_torch import gelu_gated, rms_norm, rounded, tolerance_of_flips
+from kerngen.templates.kernel import Tolerance
+from kerngen.templates.ple_block.spec import Problem
+
+
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """residual_out and out: [num_tokens, hidden] in fp32, holding values of their dtypes."""
+    p, eps = problem, inputs["eps"]
+
+    def add_normed(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return rounded(stream.float() + rounded(rms_norm(x, weight, eps), p.dtype), p.residual_dtype)
+
+    stream = add_normed(inputs["residual"], inputs["h"], inputs["ffn_weight"])
+    gate = rounded(rounded(stream, p.dtype) @ inputs["gate"].float().T, p.dtype)
+    gated = gelu_gated(gate, inputs["ple"][:, : p.width], p.dtype)
+    projected = rounded(gated @ inputs["projection"].float().T, p.dtype)
+    stream = add_normed(stream, projected, inputs["post_weight"])
+    stream = rounded(stream * inputs["layer_scalar"].float(), p.residual_dtype)
+    return {"residual_out": stream, "out": rounded(rms_norm(stream, inputs["next_weight"], eps), p.dtype)}
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    """Flips of both norms, absolute in sums whose terms may cancel, of what the products pass on, and of the result."""
+    return tolerance_of_flips(problem.dtype, 2.0, 4)

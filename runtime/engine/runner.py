@@ -21,6 +21,8 @@ from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.request import Handle
 from kerngen.runtime.engine.scheduler import Chunk, NewPage
 from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import DenseExperts
+from kerngen.runtime.ops.outside import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, accepted, choose, cut_for, likeliest
 
 # Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.
@@ -89,6 +91,8 @@ class Runner:
         self.ints = torch.zeros(5, max_batch, dtype=torch.int64, device=device)
         self.floats = torch.zeros(2, max_batch, dtype=torch.float32, device=device)
         self.hidden = torch.zeros(max_batch, config.hidden_size, dtype=ops.dtype, device=device)
+        experts = any(w.moe is not None and isinstance(w.moe.gate_up, DenseExperts) for w in model.weights.layers)
+        self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
         self._rows = torch.arange(max_batch, device=device)
         self._suppressed = torch.tensor(list(suppressed_ids), dtype=torch.int64, device=device)
         self._mask: Tensor | None = None  # [max_batch, vocab] of what a row suppresses, once one does
@@ -202,7 +206,8 @@ class Runner:
         batch = self.bucket(len(handles))
         way = Way.of(handles)
         began: float | torch.cuda.Event | None
-        if self.model.ops.supports_graphs:
+        tokens = batch * (num_drafts + 1)
+        if self.model.ops.supports_graphs and (self._most_captured is None or tokens <= self._most_captured):
             known = len(self._graphs)
             graph, result = self._graph(batch, num_drafts, way, longest + num_drafts + 1)
             began = self._now() if len(self._graphs) == known else None  # a graph's first replay takes longer

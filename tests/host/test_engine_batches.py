@@ -23,6 +23,7 @@ from kerngen.runtime.engine.scheduler import window_pages
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import KVPages, Linear
 from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.ops.outside import GATHERED_ROWS
 from kerngen.runtime.sampling import Sampling
 
 PAGE = 4
@@ -503,6 +504,7 @@ class Graphless:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runner, self.num_captured, self.num_replayed = engine.runner, 0, 0
         self.asked: tuple[Any, ...] = ()
+        self.most_tokens = 0  # of a captured step
         self.step = engine.runner.step
         stream = SimpleNamespace(wait_stream=lambda other: None)
         monkeypatch.setattr(engine.runner, "step", self.noted)
@@ -526,6 +528,7 @@ class Graphless:
         self.runner.ints.copy_(saved[0])
         self.runner.hidden.copy_(saved[1])
         self.num_captured += 1
+        self.most_tokens = max(self.most_tokens, self.asked[0] * (self.asked[1] + 1))
         asked, result = self.asked, self.result
 
         def replay() -> None:
@@ -603,3 +606,17 @@ def test_what_is_reproducible_does_not_depend_on_company(models: Models, drafts:
     finally:
         for holder, was in held:
             holder.ops = was
+
+
+def test_a_step_whose_experts_wait_for_the_host_is_not_captured(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense experts of more rows than are gathered: such a step runs as it is, smaller ones as graphs."""
+    model, drafter = models["moe"]
+    most = GATHERED_ROWS // model.config.top_k_experts
+    expected = alone(model, REQUESTS)
+    with monkeypatch.context() as patch:
+        engine = engine_for(model, drafter, num_draft_tokens=3, buckets=(1, 2, 4, 8), lag=1)
+        graphs = Graphless(engine, patch)
+        assert tokens_of(engine, REQUESTS) == expected
+    assert 0 < graphs.most_tokens <= most < 8 * 4

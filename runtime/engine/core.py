@@ -16,7 +16,7 @@ from kerngen.runtime.engine.draft_length import Choice, DraftLength
 from kerngen.runtime.engine.pages import PagePool
 from kerngen.runtime.engine.request import Event, Generation, Handle, Request
 from kerngen.runtime.engine.runner import Runner, Wait
-from kerngen.runtime.engine.scheduler import Scheduler
+from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
@@ -53,6 +53,12 @@ class Engine:
     "sliding"), page 0 included; None for what max_batch sequences of max_len take. With fewer pages some requests wait
     or are preempted. prefix_caching: prompts share the pages of what they begin with. buckets: batches that a decode
     step comes in, lag: how many steps behind the host reads; None for the backend's own.
+
+    reproducible: no request's arithmetic depends on who runs beside it. Every decode step is one of max_batch rows for
+    max_len keys, each chunk of a prompt is a forward of its own, begins at a multiple of prefill_chunk and shares no
+    prefix, and a preempted request makes its tokens again in place of prefilling them. In 16 bits, too, and with a
+    fixed number of drafts, a request has then the same tokens in every company, as far as kernels give a row the same
+    result whatever the others hold. Small batches pay for it.
     Raises UsageError for what cannot be right.
     """
 
@@ -69,6 +75,7 @@ class Engine:
         num_pages: Mapping[str, int] | None = None,
         suppressed_ids: Sequence[int] = (),
         prefix_caching: bool = True,
+        reproducible: bool = False,
         buckets: Sequence[int] | None = None,
         lag: int | None = None,
     ) -> None:
@@ -79,6 +86,9 @@ class Engine:
         require_draft_tokens(num_draft_tokens, ops)
         if prefill_chunk < 1:
             raise UsageError(f"a prefill chunk of {prefill_chunk} tokens never ends")
+        if reproducible and drafter is not None and num_draft_tokens is None:
+            raise UsageError("a number of drafts that adapts depends on time: no run is reproducible with it",
+                             hint="fix num_draft_tokens")  # fmt: skip
         if max_batch < 1:
             raise UsageError(f"a batch of {max_batch} sequences runs none")
         if bad := [i for i in suppressed_ids if not 0 <= i < config.vocab_size]:
@@ -97,11 +107,13 @@ class Engine:
         room = max_len + most + 1  # a step begins at the last token at the latest
         self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size)
         self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
-                             suppressed_ids=suppressed_ids, buckets=buckets)  # fmt: skip
+                             suppressed_ids=suppressed_ids, one_kv_len=reproducible,
+                             buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
         self.pools = {kind: PagePool(pages[kind]) for kind in KINDS}
         self.scheduler = Scheduler(
             self.pools, page_size=page_size, window=config.window, max_batch=max_batch, step=step,
-            prefix_caching=prefix_caching, leave=self.runner.leave,
+            prefix_caching=prefix_caching and not reproducible, fixed_chunk=prefill_chunk if reproducible else 0,
+            leave=self.runner.leave,
         )  # fmt: skip
         self._pending: deque[_Pending] = deque()
         self._num_steps = self._num_requests = 0
@@ -131,8 +143,18 @@ class Engine:
         """A decode step of all that run, then a chunk of prefill; returns the tokens that are known by now.
 
         Where the device runs behind, those are the step's before this one. A request that ends in an error has its
-        event too: see `Handle.error`.
+        event too: see `Handle.error`. What interrupts a step (Ctrl-C, a callback that raises) costs no token: all begin
+        again with the tokens that they have.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._pending.clear()
+            self.scheduler.restart()
+            self.runner.clear()
+            raise
+
+    def _step(self) -> list[Event]:
         self._num_steps += 1
         self.scheduler.admit()
         decodes = self._decode()
@@ -251,9 +273,14 @@ class Engine:
         return True
 
     def _prefill(self) -> None:
-        chunks = list(self.scheduler.chunks(self.prefill_chunk))
-        if not chunks:
-            return
+        chunks = self.scheduler.chunks(self.prefill_chunk)
+        if self.scheduler.fixed_chunk:
+            for chunk in chunks:
+                self._prefill_together([chunk])
+        elif together := list(chunks):
+            self._prefill_together(together)
+
+    def _prefill_together(self, chunks: list[Chunk]) -> None:
         wait = self.runner.prefill(chunks, len(self.scheduler.running))
         for chunk in chunks:
             self.scheduler.prefilled(chunk)
@@ -286,13 +313,23 @@ class Engine:
             handle.num_steps += 1
             handle.num_emitted += count
             handle.count_drafts(num_drafts, count - 1)
+        again = handle.tokens[handle.num_made : handle.num_made + count]  # after a preemption
+        handle.num_made += len(again)
+        if again != tokens[: len(again)]:
+            handle.error = NumericsError(
+                f"tokens {again} came out as {tokens[: len(again)]} the second time: a row's result depends on others",
+                hint="leave reproducible out, which prefills a preempted request's tokens",
+            )
+            self._end(handle, "error")
+            return []
+        tokens = tokens[len(again) :]
         new: list[int] = []
         reason = ""
         for token in tokens[: request.max_new_tokens - len(handle.tokens)]:
             if token < 0:
                 break
             new.append(token)
-            if token in request.stop_ids or (request.stops is not None and request.stops(token)):
+            if token in request.stop_ids or self._is_stopped(handle, token):
                 reason = "stop"
                 break
         broken = len(new) < len(tokens) and tokens[len(new)] < 0 and not reason
@@ -301,6 +338,7 @@ class Engine:
             handle.error = self._no_number(len(request.prompt) + len(handle.tokens) + (len(new) if broken else 0))
             new = new if broken else []
         handle.tokens += new
+        handle.num_made += len(new)
         if handle.is_done:  # cancelled by the callback
             return new
         if handle.error is not None:
@@ -314,6 +352,16 @@ class Engine:
             handle.num_cached += count
             self.scheduler.settle(handle)
         return new
+
+    def _is_stopped(self, handle: Handle, token: int) -> bool:
+        """What the request's callback says; one that raises has ended its request."""
+        if handle.request.stops is None:
+            return False
+        try:
+            return handle.request.stops(token)
+        except BaseException:
+            self.cancel(handle)
+            raise
 
     def _end(self, handle: Handle, reason: str) -> None:
         handle.stop_reason, handle.ended_at = reason, time.perf_counter()

@@ -106,6 +106,7 @@ class Handle:
     keys: list[bytes] = field(default_factory=list)  # of the full pages of known tokens (pages.py)
     num_published: int = 0
     goal: int = 0  # tokens to prefill
+    num_made: int = 0  # of `tokens`, since it was admitted or by prefilling them again
     num_cached: int = 0  # tokens in the cache, as far as the host knows
     in_flight: deque[int] = field(default_factory=deque)  # the most tokens that each step not yet read may add
     first_token_at: float = 0.0

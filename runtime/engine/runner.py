@@ -21,6 +21,8 @@ from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.request import Handle
 from kerngen.runtime.engine.scheduler import Chunk, NewPage
 from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import DenseExperts
+from kerngen.runtime.ops.outside import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, accepted, choose, cut_for, likeliest
 
 # Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.
@@ -74,16 +76,23 @@ class Runner:
         max_kv_len: int,
         suppressed_ids: Sequence[int],
         buckets: Sequence[int] | None,
+        one_kv_len: bool = False,
     ) -> None:
-        """max_kv_len: tokens that the tables have room for. buckets: of the batch; None for those of the backend."""
+        """max_kv_len: tokens that the tables have room for. buckets: of the batch; None for those of the backend.
+
+        one_kv_len: every step is captured for max_kv_len, however long its sequences may get.
+        """
         ops, config = model.ops, model.config
         self.model, self.drafter, self.cache = model, drafter, cache
         self.max_kv_len = max_kv_len
+        self.least_kv_len = max_kv_len if one_kv_len else LEAST_KV_LEN
         self.buckets = buckets or (BUCKETS if ops.supports_graphs else ())
         device = ops.device
         self.ints = torch.zeros(5, max_batch, dtype=torch.int64, device=device)
         self.floats = torch.zeros(2, max_batch, dtype=torch.float32, device=device)
         self.hidden = torch.zeros(max_batch, config.hidden_size, dtype=ops.dtype, device=device)
+        experts = any(w.moe is not None and isinstance(w.moe.gate_up, DenseExperts) for w in model.weights.layers)
+        self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
         self._rows = torch.arange(max_batch, device=device)
         self._suppressed = torch.tensor(list(suppressed_ids), dtype=torch.int64, device=device)
         self._mask: Tensor | None = None  # [max_batch, vocab] of what a row suppresses, once one does
@@ -107,6 +116,11 @@ class Runner:
             if self._mask is not None:
                 self._mask[row] = self._mask[last]
         self.hidden[last] = 0
+
+    def clear(self) -> None:
+        """No row stands for anybody."""
+        for tensor in (self.ints, self.floats, self.hidden, self.cache.tables):
+            tensor.zero_()
 
     def add_pages(self, pages: Sequence[NewPage]) -> None:
         """Write the entries of running rows' tables."""
@@ -192,7 +206,8 @@ class Runner:
         batch = self.bucket(len(handles))
         way = Way.of(handles)
         began: float | torch.cuda.Event | None
-        if self.model.ops.supports_graphs:
+        tokens = batch * (num_drafts + 1)
+        if self.model.ops.supports_graphs and (self._most_captured is None or tokens <= self._most_captured):
             known = len(self._graphs)
             graph, result = self._graph(batch, num_drafts, way, longest + num_drafts + 1)
             began = self._now() if len(self._graphs) == known else None  # a graph's first replay takes longer
@@ -253,7 +268,7 @@ class Runner:
 
         What the warm-up writes to the cache lies at and after the current lengths, where the next step writes again.
         """
-        max_kv_len = min(self.max_kv_len, 1 << (max(longest, LEAST_KV_LEN) - 1).bit_length())
+        max_kv_len = min(self.max_kv_len, 1 << (max(longest, self.least_kv_len) - 1).bit_length())
         key = batch, num_drafts, way, max_kv_len
         if key in self._graphs:
             return self._graphs[key]

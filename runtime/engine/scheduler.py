@@ -68,11 +68,17 @@ class Scheduler:
         max_batch: int,
         step: int,
         prefix_caching: bool,
+        fixed_chunk: int = 0,
         leave: Callable[[int, int], None],
     ) -> None:
-        """step: tokens that a decode step and those under way may add. leave(row, last): row `last` moves to `row`."""
+        """step: tokens that a decode step and those under way may add. leave(row, last): row `last` moves to `row`.
+
+        fixed_chunk: the tokens of every chunk of a prompt but its last; what is preempted then makes its tokens again
+        as it did the first time. 0: whatever fits, and its tokens are prefilled.
+        """
         self.pools, self.page_size, self.window, self.max_batch = pools, page_size, window, max_batch
         self.prefix_caching = prefix_caching
+        self.fixed_chunk = fixed_chunk
         self._window_pages = window_pages(window, step, page_size)
         self._leave = leave
         self.waiting: list[Handle] = []  # in order of arrival
@@ -100,9 +106,9 @@ class Scheduler:
                 )
 
     def needs(self, length: int) -> tuple[int, int]:
-        """(full, sliding) pages that a sequence of up to `length` tokens takes alone, a page at a time in prefill."""
+        """(full, sliding) pages that a sequence of up to `length` tokens takes alone, with the shortest chunks."""
         full = pages_for(length, self.page_size)
-        return full, min(full, self._window_pages + 1)
+        return full, min(full, self._window_pages + max(pages_for(self.fixed_chunk, self.page_size), 1))
 
     def _wait(self, handle: Handle) -> None:
         handle.phase = Phase.WAITING
@@ -114,13 +120,14 @@ class Scheduler:
         """Begin with as many of those who wait, in order, as there are rows and pages for."""
         while self.waiting and len(self.prefilling) + len(self.running) < self.max_batch:
             handle = self.waiting[0]
-            known = handle.known
+            known = list(handle.request.prompt) if self.fixed_chunk else handle.known
             found = self._find(handle, known)
             if not self._has_room(len(known), found):
                 return
             self.waiting.pop(0)
             self._share(handle, found)
             handle.goal = len(known)
+            handle.num_made = len(known) - len(handle.request.prompt)
             handle.phase = Phase.PREFILLING
             bisect.insort(self.prefilling, handle, key=lambda h: h.order)
 
@@ -183,15 +190,19 @@ class Scheduler:
     # -- prefill
 
     def chunks(self, budget: int) -> Iterator[Chunk]:
-        """What to prefill now, `budget` tokens at most, each with its pages. To be told `prefilled` of each."""
+        """What to prefill now, `budget` tokens at most, each with its pages. To be told `prefilled` of each, at once or
+        after the last."""
         for handle in list(self.prefilling):
             if budget == 0:
                 return
             if handle.phase is not Phase.PREFILLING:
                 continue  # preempted for one before it
             start = handle.num_cached
-            end = min(start + budget, handle.goal)
-            if not self._grow(handle, end, preempt=False):
+            end = min(start + (self.fixed_chunk or budget), handle.goal)
+            if self.fixed_chunk:
+                if end - start > budget or not self._grow(handle, end):
+                    return
+            elif not self._grow(handle, end, preempt=False):
                 self._grow(handle, start + 1)  # a shorter chunk will do; none at all only where nobody came later
             end = min(end, len(handle.pages["full"]) * self.page_size, len(handle.pages["sliding"]) * self.page_size)
             if end <= start:
@@ -264,6 +275,15 @@ class Scheduler:
 
     # -- the end
 
+    def restart(self) -> None:
+        """Send all back to wait, whatever a step that was interrupted left of them; their rows are not told."""
+        for handle in {h.order: h for h in (*self.prefilling, *self.running)}.values():
+            self._give_up(handle)
+            self._wait(handle)
+        self.prefilling.clear()
+        self.running.clear()
+        self.new_pages.clear()
+
     def finish(self, handle: Handle) -> None:
         """Let go of all that it holds, wherever it is."""
         if handle.phase is Phase.WAITING:
@@ -273,7 +293,7 @@ class Scheduler:
         handle.phase = Phase.DONE
 
     def _drop(self, handle: Handle) -> None:
-        """Take it out of the batch, release its pages, and take no result of steps that were started before."""
+        """Take it out of the batch and release its pages; no result of a step that was started before is its own."""
         if handle.phase is Phase.RUNNING:
             row, last = handle.row, self.running.pop()
             if last is not handle:
@@ -282,6 +302,9 @@ class Scheduler:
             self._leave(row, len(self.running))
         else:
             self.prefilling.remove(handle)
+        self._give_up(handle)
+
+    def _give_up(self, handle: Handle) -> None:
         for kind in KINDS:
             self.pools[kind].release(page for page in handle.pages[kind] if page)
             handle.pages[kind] = []

@@ -16,6 +16,8 @@ OUTSIDE = {
     "dense experts": "no grouped kernel for 16-bit weights yet: torch multiplies one expert after the other",
 }
 
+GATHERED_ROWS = 64  # of dense experts, tokens times experts of each: more wait for the host
+
 
 def dense(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, in] times weight [out, in] transposed."""
@@ -25,14 +27,14 @@ def dense(x: Tensor, weight: Tensor) -> Tensor:
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor) -> Tensor:
     """down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x, for each expert e of each token. See Ops.experts.
 
-    Up to 64 routed rows are gathered, without a look at the ids on the host: a decode step of 8 tokens can be
-    captured in a CUDA graph. More wait for the ids.
+    Up to GATHERED_ROWS routed rows are gathered, without a look at the ids on the host: a decode step of 8 tokens can
+    be captured in a CUDA graph. More wait for the ids.
     """
     tokens, top_k = topk_ids.shape
     if x.is_meta:
         return torch.empty(tokens, top_k, x.shape[1], dtype=x.dtype, device=x.device)
     ids = topk_ids.long()
-    if tokens * top_k <= 64:
+    if tokens * top_k <= GATHERED_ROWS:
         rows = x[:, None, :, None]  # [T, 1, H, 1]
         hidden = _gated((gate_up[ids] @ rows).squeeze(-1))  # [T, k, I]
         return (down[ids] @ hidden[..., None]).squeeze(-1)

@@ -33,3 +33,21 @@ def test_cuda_gives_the_tokens_that_torch_gives(name: str) -> None:
     drafted, acceptance = _generate("cuda", TINY / name, TINY / "gemma-4-tiny-assistant")
     assert drafted == expected
     assert acceptance > 2.0
+
+
+@pytest.mark.parametrize("drafting", [None, 0, 4], ids=["adapted", "none", "4"])
+def test_many_at_once_give_what_each_gives_alone(drafting: int | None) -> None:
+    """Prompts of every length, more of them than rows: graphs of several batches, rows that join, move and leave."""
+    from kerngen.runtime.backend import open_backend
+    from kerngen.runtime.session import open_checkpoint
+
+    ops = open_backend("cuda", device="cuda", dtype="bf16")
+    session = open_checkpoint(TINY / "gemma-4-tiny", ops, draft=TINY / "gemma-4-tiny-assistant")
+    session.num_draft_tokens, session.max_batch = drafting, 5
+    text = (TINY / "prompt.txt").read_text()
+    prompts = [text[: 40 + 60 * i] for i in range(9)]
+    alone = [session.generate(p, max_new_tokens=40).tokens for p in prompts]
+    assert [c.tokens for c in session.generate_many(prompts, max_new_tokens=40)] == alone
+    engine = session.reserve(1)
+    assert not engine.has_work
+    assert all(pool.num_available == pool.capacity for pool in engine.pools.values())

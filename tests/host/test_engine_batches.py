@@ -21,6 +21,9 @@ from kerngen.runtime.engine import Engine, Handle, Request
 from kerngen.runtime.engine.request import Phase
 from kerngen.runtime.engine.scheduler import window_pages
 from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import KVPages, Linear
+from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.ops.outside import GATHERED_ROWS
 from kerngen.runtime.sampling import Sampling
 
 PAGE = 4
@@ -28,6 +31,7 @@ LENGTHS = (1, 2, 7, 8, 9, 13, 21, 30)  # prompts: around pages, around the windo
 COUNTS = (1, 2, 9, 17, 12, 24, 5, 20)
 REQUESTS = [Request(prompt(n, seed=i), c) for i, (n, c) in enumerate(zip(LENGTHS, COUNTS, strict=True))]
 Models = dict[str, tuple[Gemma4, Drafter]]
+ALONE: dict[tuple[int, str], list[list[int]]] = {}  # models live as long as the module
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +53,11 @@ def model(models: Models) -> Gemma4:
 
 def alone(model: Gemma4, requests: list[Request]) -> list[list[int]]:
     """Each request's tokens without anyone beside it, without drafts, in one chunk of prefill."""
-    engine = Engine(model, max_len=100, page_size=PAGE, prefix_caching=False)
-    return [g.tokens for r in requests for g in engine.generate_many([r])]
+    key = id(model), repr(requests)
+    if key not in ALONE:
+        engine = Engine(model, max_len=100, page_size=PAGE, prefix_caching=False)
+        ALONE[key] = [g.tokens for r in requests for g in engine.generate_many([r])]
+    return ALONE[key]
 
 
 def engine_for(model: Gemma4, drafter: Drafter | None = None, **options: Any) -> Engine:
@@ -82,6 +89,13 @@ class Oracle(Drafter):
         self.known, self.chance = known, chance
         self.random = random.Random(0)
         self.engine: Engine | None = None
+
+    def step(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int
+    ) -> tuple[Tensor, Tensor]:
+        y, hidden = super().step(ids, hidden, lengths, cache, max_kv_len)
+        assert hidden.isfinite().all(), "a draft saw a key that was let go"
+        return y, hidden
 
     def draft(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
@@ -124,6 +138,49 @@ def test_drafts_of_every_length_change_no_token_of_a_batch(models: Models, draft
     if drafts and drafts > 1:
         accepted = [a for g in made for a in g.stats.accepted]
         assert 0 < sum(accepted) < sum(d for g in made for d in g.stats.drafted)
+
+
+class Noting(Oracle):
+    """Leaves the real drafts, and notes them by prompt and length."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter, {})
+        self.notes: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def draft(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
+    ) -> Tensor:
+        drafts = Drafter.draft(self, ids, hidden, lengths, cache, count, max_kv_len)
+        assert self.engine is not None
+        for handle, length, row in zip(self.engine.scheduler.running, lengths.tolist(), drafts.tolist(), strict=False):
+            if length < handle.limit - 1:  # beyond its end a row may draft anything
+                self.notes[tuple(handle.request.prompt), length] = row
+        return drafts
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_row_drafts_what_its_sequence_drafts_alone(models: Models, lag: int) -> None:
+    """Rows move when others leave, with the hidden state that the next draft begins with."""
+    model, drafter = models["dense"]
+    notes = []
+    for max_batch, late in ((1, 0), (8, lag)):
+        noting = Noting(drafter)
+        noting.engine = engine_for(model, noting, max_batch=max_batch, prefix_caching=False, lag=late)
+        noting.engine.generate_many(REQUESTS)
+        notes.append(noting.notes)
+    assert len(notes[0]) > 40
+    assert {key: notes[1][key] for key in notes[0]} == notes[0]
+
+
+def test_the_host_reads_one_step_behind(model: Gemma4) -> None:
+    engine = engine_for(model, lag=1)
+    handle = engine.submit(Request(prompt(5), 9))
+    known = []
+    for _ in range(4):
+        engine.step()
+        known.append(len(handle.tokens))
+    assert known == [1, 1, 2, 3], "the first token at once, and then each with the next step under way"
+    assert engine.runner.ints[1, 0] == 5 + 3, "where the device is"
 
 
 @pytest.mark.parametrize("chunk", [1, 3, PAGE, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3])
@@ -247,6 +304,42 @@ def test_a_callback_ends_its_request_or_another(model: Gemma4) -> None:
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_interrupts_a_step_costs_no_token(models: Models, monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+    """Ctrl-C wherever it comes, and a callback that raises: the others go on, and no page is lost."""
+    model, drafter = models["dense"]
+    expected = alone(model, REQUESTS)
+    engine = engine_for(model, drafter, lag=lag, prefill_chunk=13)
+    forward, calls = Gemma4.forward, 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        hidden = forward(*args, **kwargs)
+        if calls % 4 == 3 and calls < 20:
+            raise KeyboardInterrupt
+        return hidden
+
+    def raising(token: int) -> bool:
+        raise ZeroDivisionError
+
+    handles = [engine.submit(r) for r in REQUESTS]
+    bad = engine.submit(Request(prompt(6), 4, stops=raising))
+    raised = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Gemma4, "forward", interrupted)
+        while engine.has_work:
+            try:
+                engine.step()
+            except (KeyboardInterrupt, ZeroDivisionError) as e:
+                raised.append(type(e))
+    assert raised.count(KeyboardInterrupt) == 5
+    assert raised.count(ZeroDivisionError) == 1
+    assert [h.tokens for h in handles] == expected
+    assert (bad.tokens, bad.stop_reason) == ([], "cancelled")
+    assert_nothing_is_held(engine)
+
+
 SHARED = prompt(5 * WINDOW + 1, seed=50)
 
 
@@ -265,6 +358,15 @@ def test_a_prefix_that_is_found_changes_no_token(models: Models, variant: str, l
             assert made.stats.num_cached_tokens == length // PAGE * PAGE
     assert made.stats.num_cached_tokens == (len(first.prompt) - 1) // PAGE * PAGE
     assert_nothing_is_held(engine)
+
+
+def test_a_page_is_found_only_behind_what_it_was_computed_behind(model: Gemma4) -> None:
+    """The same tokens at the same place after another beginning are another page."""
+    p, q, x, y = (prompt(2 * PAGE, seed=i) for i in range(70, 74))
+    requests = [Request([*a, *b, 5], 8) for a, b in ((p, x), (q, y), (q, x))]
+    engine = engine_for(model)
+    assert [engine.generate_many([r])[0].tokens for r in requests] == alone(model, requests)
+    assert engine.generate_many(requests[2:])[0].stats.num_cached_tokens == 4 * PAGE
 
 
 def test_a_prefix_is_shared_while_others_use_it(model: Gemma4) -> None:
@@ -294,7 +396,7 @@ def test_a_prefix_without_its_sliding_pages_is_no_prefix(model: Gemma4) -> None:
     request = Request([*SHARED, *prompt(4, seed=3)[1:]], 8)
     expected = alone(model, [request])[0]
     found = []
-    for num_lost in range(16):
+    for num_lost in (0, 2, 5, 8, 11, 15):
         engine = engine_for(model, max_len=80, prefill_chunk=PAGE)
         engine.generate_many([request])
         sliding = engine.pools["sliding"]
@@ -402,6 +504,7 @@ class Graphless:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runner, self.num_captured, self.num_replayed = engine.runner, 0, 0
         self.asked: tuple[Any, ...] = ()
+        self.most_tokens = 0  # of a captured step
         self.step = engine.runner.step
         stream = SimpleNamespace(wait_stream=lambda other: None)
         monkeypatch.setattr(engine.runner, "step", self.noted)
@@ -425,6 +528,7 @@ class Graphless:
         self.runner.ints.copy_(saved[0])
         self.runner.hidden.copy_(saved[1])
         self.num_captured += 1
+        self.most_tokens = max(self.most_tokens, self.asked[0] * (self.asked[1] + 1))
         asked, result = self.asked, self.result
 
         def replay() -> None:
@@ -453,3 +557,66 @@ def test_steps_that_are_captured_when_first_needed(
         assert 3 <= once <= 8 < graphs.num_replayed
         assert tokens_of(engine, requests) == expected
         assert graphs.num_captured <= once + 2, "what was captured once is replayed"
+
+
+class Fickle(TorchOps):
+    """Rounds otherwise for every number of tokens and of sequences, and for every limit of context, as kernels may."""
+
+    def linear(self, x: Tensor, weights: Linear) -> Tensor:
+        return super().linear(x, weights) * (1 + 0.01 * (len(x) % 7))
+
+    def attn_decode(self, q: Tensor, cache: KVPages, table: Tensor, kv_lens: Tensor, *args: Any) -> Tensor:
+        return super().attn_decode(q, cache, table, kv_lens, *args) * (1 + 0.01 * (len(kv_lens) % 5))
+
+    def attn_prefill(self, q: Tensor, cache: KVPages, table: Tensor, kv_lens: Tensor, *args: Any) -> Tensor:
+        return super().attn_prefill(q, cache, table, kv_lens, *args) * (1 + 0.01 * (args[1] % 5) + 0.02 * len(kv_lens))
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_is_reproducible_does_not_depend_on_company(models: Models, drafts: int) -> None:
+    """Kernels whose rounding depends on shapes: alone, together, preempted, interrupted, the tokens are the same."""
+    model, drafter = models["dense"]
+    ops = Fickle(model.ops.device, torch.float32)
+    held = [(holder, holder.ops) for holder in (model, model.stack, drafter, drafter.stack)]
+    try:
+        for holder, _ in held:
+            holder.ops = ops
+        options = {"num_draft_tokens": drafts, "prefill_chunk": 8, "max_batch": 5, "reproducible": True}
+        requests = [Request(prompt(7 + 3 * i, seed=i), 20) for i in range(7)]
+        single = engine_for(model, drafter, **options)
+        expected = [single.generate_many([r])[0].tokens for r in requests]
+        careless = engine_for(model, drafter, **(options | {"reproducible": False}))
+        assert tokens_of(careless, requests) != expected, "the kernels must be fickle enough"
+        for lag in (0, 1):
+            engine = engine_for(model, drafter, lag=lag, num_pages={"full": 24, "sliding": 40}, **options)
+            made = engine.generate_many(requests)
+            assert [g.tokens for g in made] == expected
+            assert sum(g.stats.num_preemptions for g in made) > 0
+            handles = [engine.submit(r) for r in requests]
+            for _ in range(6):
+                engine.step()
+            engine.scheduler.restart()
+            engine.runner.clear()
+            while engine.has_work:
+                engine.step()
+            assert [h.tokens for h in handles] == expected
+            assert_nothing_is_held(engine)
+        with pytest.raises(UsageError, match="adapts"):
+            engine_for(model, drafter, num_draft_tokens=None, reproducible=True)
+    finally:
+        for holder, was in held:
+            holder.ops = was
+
+
+def test_a_step_whose_experts_wait_for_the_host_is_not_captured(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense experts of more rows than are gathered: such a step runs as it is, smaller ones as graphs."""
+    model, drafter = models["moe"]
+    most = GATHERED_ROWS // model.config.top_k_experts
+    expected = alone(model, REQUESTS)
+    with monkeypatch.context() as patch:
+        engine = engine_for(model, drafter, num_draft_tokens=3, buckets=(1, 2, 4, 8), lag=1)
+        graphs = Graphless(engine, patch)
+        assert tokens_of(engine, REQUESTS) == expected
+    assert 0 < graphs.most_tokens <= most < 8 * 4

@@ -127,7 +127,7 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
-    """Without stages, best first: from sweeps on an H200, about eight warps an SM, of two strips where there are many."""
+    """Without stages, best first. Sweeps on an H200: about eight warps an SM, two strips each where there are many."""
     strips, columns, num_sms = problem.n // STRIP, problem.k // STRIP, target.device.num_sms
     split = 1
     if strips > 2 * num_sms:

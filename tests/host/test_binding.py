@@ -19,7 +19,7 @@ from kerngen.tuning_db import Store, bound, default_stores, lookup
 H200 = Target.of(find_device("H200"))
 GEMM = find_kernel("w4a16_gemm")
 DECODE = find_kernel("attn_decode")
-GATE_UP = GEMM.problem_type(n=43008, k=5376)
+DOWN = GEMM.problem_type(n=5376, k=21504)  # of the 31B, whose winners are shipped
 GLOBAL = DECODE.problem_type(head_dim=512, num_q_heads=32, num_kv_heads=4)
 MOST_US = 20.0
 
@@ -35,7 +35,7 @@ def stores() -> Iterator[list[Store]]:
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 9, 100, 256, 3000, 8192])
 def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Store], tokens: int) -> None:
-    problem = replace(GATE_UP, num_tokens=tokens)
+    problem = replace(DOWN, num_tokens=tokens)
     winner = lookup(stores, GEMM, problem, H200)
     assert winner is not None
     choice = Bindings(stores, H200).choice(GEMM, problem)
@@ -48,15 +48,15 @@ def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Store], tokens:
 
 def test_beyond_the_tuned_interval_the_default_serves(stores: list[Store]) -> None:
     bindings = Bindings(stores, H200)
-    above, near = (bindings.choice(GEMM, replace(GATE_UP, num_tokens=t)) for t in (20000, 20001))
+    above, near = (bindings.choice(GEMM, replace(DOWN, num_tokens=t)) for t in (20000, 20001))
     assert above.source == DEFAULT
     assert above is near, "one default serves the lengths up to the next power of two"
-    assert above.config == GEMM.default_config(replace(GATE_UP, num_tokens=32768), H200)
+    assert above.config == GEMM.default_config(replace(DOWN, num_tokens=32768), H200)
 
 
 def test_one_board_gets_no_other_boards_grid() -> None:
     """An L4 has 58 SMs, and the usual board of its arch 128."""
-    problem = GEMM.problem_type(n=5376, k=5376)
+    problem = GEMM.problem_type(n=43008, k=5376)
     small, usual = Target.of(find_device("L4")), Target.of(find_arch("sm89"))
     config = replace(GEMM.default_config(problem, small), blocks_per_sm=2)
     (ours,), (theirs,) = GEMM.launches(problem, config, small), GEMM.launches(problem, config, usual)
@@ -68,7 +68,7 @@ def _no(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("with_stores", [True, False], ids=["tuned", "defaults"])
-@pytest.mark.parametrize(("kernel", "base"), [(GEMM, GATE_UP), (DECODE, GLOBAL)], ids=["w4a16_gemm", "attn_decode"])
+@pytest.mark.parametrize(("kernel", "base"), [(GEMM, DOWN), (DECODE, GLOBAL)], ids=["w4a16_gemm", "attn_decode"])
 def test_a_length_never_seen_costs_a_bisection(
     stores: list[Store], kernel: Any, base: Any, with_stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_length_never_seen_costs_a_bisection(
 
 def test_where_the_buckets_default_cannot_run_a_length_its_own_default_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is one choice for all lengths that share it: memory stays bounded."""
-    wide = GEMM.default_config(GATE_UP, H200)
+    wide = GEMM.default_config(DOWN, H200)
     narrow = replace(wide, blocks_per_sm=wide.blocks_per_sm + 1)
     kernel_type = type(GEMM)
 
@@ -104,6 +104,6 @@ def test_where_the_buckets_default_cannot_run_a_length_its_own_default_serves(mo
     monkeypatch.setattr(kernel_type, "default_config", chosen)
     monkeypatch.setattr(kernel_type, "why_invalid", refuses_wide)
     bindings = Bindings([], H200)
-    choices = [bindings.choice(GEMM, replace(GATE_UP, num_tokens=t)) for t in (32768, 20000, 20001)]
+    choices = [bindings.choice(GEMM, replace(DOWN, num_tokens=t)) for t in (32768, 20000, 20001)]
     assert [c.config for c in choices] == [wide, narrow, narrow]
     assert choices[1] is choices[2]

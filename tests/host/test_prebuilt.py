@@ -80,7 +80,7 @@ def test_every_shipped_winner_is_served(path: Path) -> None:
 def test_a_run_finds_what_was_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "none.db"))
     kernel = find_kernel("w4a16_gemm")
-    problem = kernel.problem_type(n=43008, k=5376)
+    problem = kernel.problem_type(n=5376, k=21504)
     h200 = Device("H200", "sm90", 132, 4814.0, 139.8, 62914560, 1980, 1070.0, "probed")
     winner = lookup(default_stores(), kernel, problem, Target.of(h200))
     assert winner is not None

@@ -46,6 +46,12 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_centroids": 2048, "cluster_size": 128, "top_k": 32, "hidden": 256, "dtype": "bf16", "greedy": True},
         {"lanes_per_row": 8, "score_warps": 4, "num_warps": 8, "rows_per_block": 32},
     ),
+    "dense_gemv": (
+        {"num_tokens": 1},
+        {"n": REQUIRED, "k": REQUIRED, "dtype": "bf16"},
+        {"block_m": 8, "row_tiles": 1, "warps_n": 1, "warps_k": 8, "steps": 4, "split_k": 1, "blocks_per_sm": 2,
+         "persistent": False},
+    ),
     "embed": (
         {"num_tokens": 1},
         {"hidden": 5376, "vocab_size": 262144, "dtype": "bf16", "residual_dtype": "bf16"},

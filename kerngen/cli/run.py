@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--stop", multiple=True, help="End the answer before this text; may be given several times.")
 @click.option("--no-chat", is_flag=True, help="Pass the prompt as it is, without the chat template.")
+@click.option("--context", type=click.IntRange(1), default=None,
+              help="Tokens that a chat may hold. Default: what memory takes, 32768 at most.")  # fmt: skip
+@click.option("--think", is_flag=True, help="In a chat: let the model think before it answers.")
+@click.option("--hide-thinking", is_flag=True, help="In a chat: do not show what it thinks.")
 @click.option("--plain-text", is_flag=True,
               help="Take control tokens in the prompt, such as <turn|>, for text.")  # fmt: skip
 @click.option("--keep-repacked", is_flag=True,
@@ -69,6 +73,9 @@ def run(
     seed: int,
     stop: tuple[str, ...],
     no_chat: bool,
+    context: int | None,
+    think: bool,
+    hide_thinking: bool,
     plain_text: bool,
     keep_repacked: bool,
     db_url: str | None,
@@ -102,8 +109,12 @@ def run(
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     given = {name: value for name, value in options.items() if value is not None}
     Sampling(**given)  # refused before anything is loaded
+    is_chat = prompt is None and prompts is None and not (as_json or no_chat) and _is_terminal()
+    if not is_chat and (context or think or hide_thinking):
+        raise UsageError("--context, --think and --hide-thinking are for a chat",
+                         hint="a chat is what runs on a terminal without --prompt and --prompts")  # fmt: skip
     if prompts is None:
-        said: Prompt = _read_prompt(prompt)
+        said: Prompt = "" if is_chat else _read_prompt(prompt)
     else:
         from kerngen.cli.prompts import checked_lines, opened
 
@@ -119,6 +130,16 @@ def run(
         name: value for name, value in read_sampling(session.folder).items() if name not in given
     }
     sampling = Sampling(**(suggested | given))
+    if is_chat:
+        from kerngen.cli.chat import chat
+        from kerngen.runtime.conversation import Conversation
+
+        chat(
+            Conversation(session, system=system, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop,
+                         context=context, think=think),
+            hide_thinking=hide_thinking,
+        )  # fmt: skip
+        return
     if prompts is not None:
         from kerngen.cli.prompts import Defaults, run_lines
 
@@ -148,6 +169,10 @@ def _show(stream: CompletionStream, session: Session, sampling: Sampling, as_jso
         click.echo()
         click.echo(_summary(stream.completion, session), err=True)
     return 0
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _read_prompt(prompt: str | None) -> str:

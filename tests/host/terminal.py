@@ -15,7 +15,7 @@ import time
 from types import TracebackType
 from typing import IO
 
-LIMIT_S = 120.0  # for anything to happen; only a failure takes so long
+LIMIT_S = 60.0  # for anything to happen; only a failure takes so long
 
 
 class Terminal:
@@ -52,6 +52,11 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
+    def ctrl_c(self) -> None:
+        """Where a line is typed, Python's readline misses a signal between its last character and its next wait."""
+        time.sleep(0.2)
+        self.type("\x03")
+
     def until(self, text: str) -> str:
         """What was shown since the last call, up to and with `text`."""
         deadline = time.monotonic() + LIMIT_S
@@ -60,6 +65,13 @@ class Terminal:
             assert self._read(), f"it ended before {text!r}; since then: {self.shown[self._seen :]!r}"
         start, self._seen = self._seen, at + len(text)
         return self.shown[start : self._seen]
+
+    def until_more(self) -> None:
+        """Wait for anything that can be seen, which stays for the next `until`."""
+        deadline = time.monotonic() + LIMIT_S
+        while not self.shown[self._seen :].strip():
+            assert time.monotonic() < deadline, "nothing more comes"
+            assert self._read(), "it ended"
 
     def end(self) -> int:
         """Read to the end; the exit code."""

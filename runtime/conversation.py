@@ -129,10 +129,13 @@ class Conversation:
         session.encode([*self._first, {"role": "user", "content": "?"}], **self._variables)  # the template, tried
         if think and not session.codec.template_reads(THINKING):
             raise UsageError(f"the chat template of {session.folder} knows no thinking: it does not read {THINKING}")
-        with explaining_memory(session.ops.device):
-            session.max_len = _room(session) if context is None else context
-            session.reserve(session.max_len)
-        self.context = session.max_len
+        self.context = session.max_len = _room(session) if context is None else context
+        try:
+            with explaining_memory(session.ops.device):
+                session.reserve(self.context)
+        except DeviceError as e:
+            raise DeviceError(f"{e.message}; a context of {self.context:,} tokens was to be allocated",
+                              hint="a smaller --context; kerngen run --plan says what fits") from e  # fmt: skip
 
     def clear(self) -> None:
         """Forget all turns but the system's."""

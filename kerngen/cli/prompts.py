@@ -240,7 +240,7 @@ def run_lines(session: Session, lines: Iterable[Line], total: int | None, defaul
                 else:
                     num_tokens += outcome.stats.num_tokens
                 rate = num_tokens / max(bar.elapsed_s, 1e-9)
-                bar.update(num_done, total, f"{outcomes.num_running} running, {rate:.1f} tokens/s")
+                bar.update(num_done, total, f"{outcomes.num_running} in flight, {rate:.1f} tokens/s")
         except BaseException:
             for i, outcome in outcomes.finished():
                 bar.print(json.dumps(report(*asked[i], outcome)))

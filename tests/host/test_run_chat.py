@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer
 from tokens import TEMPLATE, write_tokenizer
 
 from kerngen.cli import chat as cli_chat
-from kerngen.cli.chat import DIM, PLAIN, CtrlC, Screen, chat
-from kerngen.errors import CheckpointError, NumericsError, UsageError
+from kerngen.cli.chat import DIM, PLAIN, CtrlC, Interrupted, Screen, chat
+from kerngen.errors import CheckpointError, DeviceError, NumericsError, UsageError
 from kerngen.runtime.conversation import ContextFull, Conversation, Parts, Piece
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.ops.eager import TorchOps
@@ -183,6 +183,26 @@ def test_an_answer_that_fails_is_no_turn(
     assert "UsageError: the text is not Unicode" in said
     assert conversation.messages == []
     assert answer(conversation, "hello")
+
+
+def test_ctrl_c_stops_an_answer_and_then_the_program() -> None:
+    ctrl_c = CtrlC()
+    ctrl_c(2, None)
+    assert ctrl_c.count == 1, "the answer looks at it between two steps"
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c(2, None)
+    ctrl_c.is_reading = True
+    with pytest.raises(Interrupted):
+        ctrl_c(2, None)
+
+
+def test_a_context_that_does_not_fit_says_which_option(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(Session, "reserve", full)
+    with pytest.raises(DeviceError, match="a context of 90 tokens was to be allocated\n  a smaller --context; kerngen"):
+        Conversation(session, context=90)
 
 
 # ---- turns

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
+from kerngen.cli.run import chosen_lines
 from kerngen.errors import KerngenError
 from kerngen.runtime.conversation import ContextFull, Conversation, Piece, Reply
 
@@ -269,4 +270,5 @@ def stats_text(conversation: Conversation, last: Completion | None) -> str:
     lines.append(f"last answer: {stats.num_tokens} tokens, {stats.tokens_per_s:.1f}/s, {ENDS[last.stop_reason]}")
     if stats.num_draft_tokens:
         lines.append(f"drafting: {stats.acceptance_length:.2f} tokens accepted a step, in {stats.num_steps} steps")
-    return "\n".join(lines)
+    ops = conversation.session.ops
+    return "\n".join([*lines, *chosen_lines(ops.sources(), ops.outside())])

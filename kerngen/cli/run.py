@@ -134,6 +134,8 @@ def run(
         from kerngen.cli.chat import chat
         from kerngen.runtime.conversation import Conversation
 
+        if not sampling.is_greedy:
+            click.echo(_sampling(sampling, suggested), err=True)
         chat(
             Conversation(session, system=system, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop,
                          context=context, think=think),

@@ -79,8 +79,9 @@ def answer(conversation: Conversation, text: str) -> str:
 
 
 def test_a_chat_on_a_terminal(kerngen: Kerngen, folder: Path) -> None:
-    command = ("run", str(folder), "--no-draft", "--device", "cpu", "--system", "be kind", "--temperature", "0")
-    with Terminal(*command) as terminal:
+    command = ("run", str(folder), "--no-draft", "--device", "cpu", "--system", "be kind", "--top-k", "1")
+    with Terminal(*command, "--temperature", "1") as terminal:
+        terminal.until("sampled: temperature 1, top-k 1, seed 0\n")
         assert "torch on cpu, float32; a context of 1,024 tokens; /help says" in terminal.until("\x1b[22m> ")
         terminal.type("hello\n")
         terminal.until("hello\n")
@@ -139,6 +140,7 @@ def test_turns_commands_and_the_end(
     assert f"{conversation.messages[1]['content']}\nended by --max-new-tokens · 20 tokens, " in said
     assert "answers in it: 1\n" in said
     assert "last answer: 12 tokens" in said or "last answer: 20 tokens" in said
+    assert "outside our kernels: everything (the torch backend" in said
     assert "forgotten\ncontext: 0 of 2,048 tokens, answers in it: 0\nno answer yet\n" in said
     assert "there is no /why; /help says" in said
     assert conversation.messages[0] == {"role": "user", "content": "/exit"}

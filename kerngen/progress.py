@@ -14,13 +14,14 @@ LINE_EVERY_S = 10.0
 
 
 class Reporter:
-    """update(done, total, text) as often as one likes. quiet: say nothing."""
+    """update(done, total, text) as often as one likes; total None where it is not known. quiet: say nothing."""
 
     def __init__(self, what: str, *, quiet: bool = False) -> None:
         self._what, self._quiet = what, quiet
         self._start = self._said = time.monotonic()
         self._bar: Bar | None = None
         self._task: Any = None
+        self._is_over_stdout = False
 
     def __enter__(self) -> Reporter:
         if not self._quiet and sys.stderr.isatty():
@@ -29,7 +30,10 @@ class Reporter:
 
             columns = (TextColumn(self._what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                        TextColumn("{task.description}"))  # fmt: skip
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            # What others print to stdout is theirs: rich would send it to stderr, where the bar is.
+            self._is_over_stdout = sys.stdout.isatty()
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True,
+                                 redirect_stdout=self._is_over_stdout)  # fmt: skip
             self._task = self._bar.add_task("", total=None)
             self._bar.start()
         return self
@@ -40,15 +44,29 @@ class Reporter:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, done: int, total: int, text: str) -> None:
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def print(self, line: str) -> None:
+        """Write `line` to stdout, whole and at once; on a terminal it stands above the bar."""
+        if (bar := self._bar) is not None and self._is_over_stdout:
+            bar.stop()
+            print(line, flush=True)
+            bar.start()
+        else:
+            print(line, flush=True)
+
+    def update(self, done: int, total: int | None, text: str) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, description=text[:60])
         elif not self._quiet and time.monotonic() - self._said >= LINE_EVERY_S:
             self._said = time.monotonic()
-            print(f"{self._what}: {done}/{total}, {self._left(done, total)}; {text}", file=sys.stderr, flush=True)
+            of = "" if total is None else f"/{total}"
+            print(f"{self._what}: {done}{of}, {self._left(done, total)}; {text}", file=sys.stderr, flush=True)
 
-    def _left(self, done: int, total: int) -> str:
-        elapsed = time.monotonic() - self._start
-        if not done:
+    def _left(self, done: int, total: int | None) -> str:
+        elapsed = self.elapsed_s
+        if not done or total is None:
             return f"{elapsed:.0f} s"
         return f"{elapsed:.0f} s, at most {elapsed / done * max(total - done, 0):.0f} s left"

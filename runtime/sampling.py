@@ -45,6 +45,8 @@ class Sampling:
             raise UsageError(f"temperature {self.temperature} is not a number from 0")
         if self.top_k < 0:
             raise UsageError(f"top_k {self.top_k} is negative; 0 keeps every token")
+        if self.top_k >= 1 << 63:
+            raise UsageError(f"top_k {self.top_k} does not fit in 64 bits; 0 keeps every token")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p {self.top_p} is not in (0, 1]")
         if not -(1 << 63) <= self.seed < 1 << 63:

@@ -79,10 +79,11 @@ class Session:
     def ops(self) -> Ops:
         return self.model.ops
 
-    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
+    def encode(self, prompt: Prompt, *, chat: bool = True, **variables: Any) -> list[int]:
         """Token ids of a text or of chat messages ({"role", "content"}), <bos> included.
 
-        chat: a text is what the user says, and goes through the chat template; False takes it as it is.
+        chat: a text is what the user says, and goes through the chat template; False takes it as it is. variables: what
+        else the template is to see (enable_thinking).
         Raises UsageError for messages without the template, CheckpointError where there is none or it fails.
         """
         if not chat:
@@ -90,7 +91,7 @@ class Session:
                 raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
             return self._text_only(self.codec.encode(prompt, plain=self.plain_text))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._text_only(self.codec.encode_chat(messages, plain=self.plain_text))
+        return self._text_only(self.codec.encode_chat(messages, plain=self.plain_text, **variables))
 
     def _text_only(self, ids: list[int]) -> list[int]:
         """`ids`, if none of them stands for an image or the like. Raises UsageError."""

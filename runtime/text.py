@@ -17,6 +17,7 @@ from kerngen.runtime.fields import read_file
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
 # Ends a turn of the chat format (id 106); config.json's eos_token_id may leave it out.
 END_OF_TURN = "<turn|>"
+CHANNEL, END_OF_CHANNEL = "<|channel>", "<channel|>"  # around what the model thinks (ids 100 and 101)
 
 
 @contextmanager
@@ -54,6 +55,12 @@ class TextCodec:
     def end_of_turn_ids(self) -> tuple[int, ...]:
         token = self._tokenizer.token_to_id(END_OF_TURN)
         return () if token is None else (token,)
+
+    @property
+    def channel_ids(self) -> tuple[int, int] | None:
+        """The tokens that begin and end a thought, None where the tokenizer has none."""
+        first, last = (self._tokenizer.token_to_id(token) for token in (CHANNEL, END_OF_CHANNEL))
+        return None if first is None or last is None else (first, last)
 
     @property
     def vocab_size(self) -> int:
@@ -137,6 +144,10 @@ class TextCodec:
             return bool(self._template.source)
         except CheckpointError:
             return False
+
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template asks for `variable`."""
+        return self.has_template and variable in self._template.source
 
     def stream(self) -> TextStream:
         return TextStream(self)

@@ -1,4 +1,4 @@
-"""`kerngen run`: text from a checkpoint, streamed to the terminal."""
+"""`kerngen run`: text from a checkpoint, for one prompt; prompts.py answers a file of them, chat.py a person."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import click
 
 if TYPE_CHECKING:
     from kerngen.runtime.sampling import Sampling
-    from kerngen.runtime.session import Completion, Session
+    from kerngen.runtime.session import Completion, CompletionStream, Prompt, Session
 
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--prompt", default=None, help="What to say. Default: standard input.")
+@click.option("--prompt", default=None, help="What to say. Default: standard input; on a terminal, a chat.")
+@click.option("--prompts", default=None, metavar="FILE",
+              help="Prompts as JSON lines, - for standard input; answers as JSON lines in their order.")  # fmt: skip
+@click.option("--system", default=None, help="What the model is told before everything else.")
 @click.option("--draft", type=click.Path(path_type=Path), default=None,
               help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
 @click.option("--no-draft", is_flag=True, help="Decode without a drafter.")
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
               help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before.")  # fmt: skip
 @click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=None,
+              help="Default: 256; in a chat as many as its context holds.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(0), default=None,
               help="0 is greedy. Default: as generation_config.json says, else 0.")  # fmt: skip
 @click.option("--top-k", type=click.IntRange(0), default=None,
@@ -37,7 +41,12 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=None,
               help="Default: as generation_config.json says, else 1.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--stop", multiple=True, help="End the answer before this text; may be given several times.")
 @click.option("--no-chat", is_flag=True, help="Pass the prompt as it is, without the chat template.")
+@click.option("--context", type=click.IntRange(1), default=None,
+              help="Tokens that a chat may hold. Default: what memory takes, 32768 at most.")  # fmt: skip
+@click.option("--think", is_flag=True, help="In a chat: let the model think before it answers.")
+@click.option("--hide-thinking", is_flag=True, help="In a chat: do not show what it thinks.")
 @click.option("--plain-text", is_flag=True,
               help="Take control tokens in the prompt, such as <turn|>, for text.")  # fmt: skip
 @click.option("--keep-repacked", is_flag=True,
@@ -49,18 +58,24 @@ if TYPE_CHECKING:
 def run(
     model: Path,
     prompt: str | None,
+    prompts: str | None,
+    system: str | None,
     draft: Path | None,
     no_draft: bool,
     num_draft_tokens: int | None,
     backend: str,
     dtype: str | None,
     device: str | None,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float | None,
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    stop: tuple[str, ...],
     no_chat: bool,
+    context: int | None,
+    think: bool,
+    hide_thinking: bool,
     plain_text: bool,
     keep_repacked: bool,
     db_url: str | None,
@@ -76,7 +91,7 @@ def run(
     from kerngen.progress import Reporter
     from kerngen.runtime.config import read_sampling
     from kerngen.runtime.sampling import Sampling
-    from kerngen.runtime.session import load
+    from kerngen.runtime.session import MAX_NEW_TOKENS, load
 
     if plan:
         from kerngen.cli.plan import print_plan
@@ -85,10 +100,25 @@ def run(
         return
     if draft and no_draft:
         raise UsageError("--draft and --no-draft contradict each other")
+    if prompt is not None and prompts is not None:
+        raise UsageError("--prompt and --prompts contradict each other")
+    if system is not None and no_chat:
+        raise UsageError("--system needs the chat template, and --no-chat leaves it out")
+    if "" in stop:
+        raise UsageError("--stop is empty: it would stop everything")
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     given = {name: value for name, value in options.items() if value is not None}
     Sampling(**given)  # refused before anything is loaded
-    text = _read_prompt(prompt)
+    is_chat = prompt is None and prompts is None and not (as_json or no_chat) and _is_terminal()
+    if not is_chat and (context or think or hide_thinking):
+        raise UsageError("--context, --think and --hide-thinking are for a chat",
+                         hint="a chat is what runs on a terminal without --prompt and --prompts")  # fmt: skip
+    if prompts is None:
+        said: Prompt = "" if is_chat else _read_prompt(prompt)
+    else:
+        from kerngen.cli.prompts import checked_lines, opened
+
+        lines = checked_lines(click.get_current_context().with_resource(opened(prompts)), chat=not no_chat)
     with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
         session = load(model, draft=draft or not no_draft, device=device, dtype=dtype, backend=backend,
                        db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens, keep_repacked=keep_repacked,
@@ -100,7 +130,37 @@ def run(
         name: value for name, value in read_sampling(session.folder).items() if name not in given
     }
     sampling = Sampling(**(suggested | given))
-    stream = session.stream(text, max_new_tokens=max_new_tokens, chat=not no_chat, **asdict(sampling))
+    if is_chat:
+        from kerngen.cli.chat import chat
+        from kerngen.runtime.conversation import Conversation
+
+        if not sampling.is_greedy:
+            click.echo(_sampling(sampling, suggested), err=True)
+        chat(
+            Conversation(session, system=system, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop,
+                         context=context, think=think),
+            hide_thinking=hide_thinking,
+        )  # fmt: skip
+        return
+    if prompts is not None:
+        from kerngen.cli.prompts import Defaults, run_lines
+
+        defaults = Defaults(max_new_tokens or MAX_NEW_TOKENS, asdict(sampling), stop, not no_chat, system)
+        code = run_lines(session, *lines, defaults)
+        click.echo("\n".join([_where(session), *chosen_lines(session.ops.sources(), session.ops.outside())]), err=True)
+    else:
+        if system is not None:
+            said = [{"role": "system", "content": system}, {"role": "user", "content": said}]
+        stream = session.stream(said, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, stop=stop, chat=not no_chat,
+                                **asdict(sampling))  # fmt: skip
+        code = _show(stream, session, sampling, as_json)
+    if not sampling.is_greedy and not (as_json and prompts is None):
+        click.echo(_sampling(sampling, suggested), err=True)
+    click.get_current_context().exit(code)
+
+
+def _show(stream: CompletionStream, session: Session, sampling: Sampling, as_json: bool) -> int:
+    """The text as it is made, or one object at the end. Returns the exit code."""
     for piece in stream:
         if not as_json:
             sys.stdout.write(piece)
@@ -110,8 +170,11 @@ def run(
     else:
         click.echo()
         click.echo(_summary(stream.completion, session), err=True)
-        if not sampling.is_greedy:
-            click.echo(_sampling(sampling, suggested), err=True)
+    return 0
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -171,10 +234,15 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
     }
 
 
+def _where(session: Session) -> str:
+    ops = session.ops
+    return f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}; loaded in {session.load_s:.2f} s"
+
+
 def _summary(result: Completion, session: Session) -> str:
     stats, ops = result.stats, session.ops
     lines = [
-        f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}; loaded in {session.load_s:.2f} s",
+        _where(session),
         f"prompt {stats.num_prompt_tokens} tokens in {stats.prefill_s:.3f} s ({stats.prefill_tokens_per_s:.1f}/s); "
         f"{stats.num_tokens} new, {stats.tokens_per_s:.1f}/s, ended by {result.stop_reason}",
     ]

@@ -152,38 +152,62 @@ class _Watched:
         return getattr(self._problem, name)
 
 
-_known: dict[tuple[Any, ...], list[tuple[dict[str, Any], Enumeration]]] = {}
+Part = dict[str, tuple[Any, ...]]  # one body's space
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sorted:
+    """One body's points. refused: a reason without its figures -> how often, the first in full, and of what."""
+
+    valid: list[Any]
+    refused: dict[str, tuple[int, str, Any]]
+
+
+_known: dict[tuple[Any, ...], list[tuple[dict[str, Any], _Sorted]]] = {}
+_together: dict[tuple[_Sorted, ...], Enumeration] = {}
 
 
 def _sorted_out(kernel: Kernel, problem: Any, target: Target, seed: int) -> Enumeration:
-    """The grid's valid configurations, and the refusals.
-
-    why_invalid is a function of its arguments, so two problems that agree in the fields it read get one
-    answer: the many problems of a workload that differ only in tokens cost one enumeration.
-    """
+    """The grid's valid configurations, and the refusals."""
     space = space_of(kernel, problem, target)
-    points = tuple(tuple(part.items()) for part in space)
-    seen = _known.setdefault((kernel.name, target, points, seed), [])
+    parts = tuple(_sorted_out_part(kernel, part, problem, target, seed) for part in space)
+    if parts in _together:
+        return _together[parts]
+    refused: dict[str, tuple[int, str, Any]] = {}
+    for part in parts:
+        for shape, (count, first, example) in part.refused.items():
+            before = refused.get(shape, (0, first, example))
+            refused[shape] = (before[0] + count, before[1], before[2])
+    in_order = sorted(refused.values(), key=lambda r: (-r[0], r[1]))
+    valid = tuple(config for part in parts for config in part.valid)
+    complete = all(space_size((part,)) <= ENUMERATE_LIMIT for part in space)
+    _together[parts] = Enumeration(space, valid, tuple(Refusal(*r) for r in in_order), complete)
+    return _together[parts]
+
+
+def _sorted_out_part(kernel: Kernel, part: Part, problem: Any, target: Target, seed: int) -> _Sorted:
+    """As _sorted_out, of one body.
+
+    why_invalid is a function of its arguments, so two problems that agree in the fields it read of them get one answer:
+    the many problems of a workload that differ only in tokens cost one enumeration of most bodies.
+    """
+    seen = _known.setdefault((kernel.name, target, tuple(part.items()), seed), [])
     for read, answer in seen:
         if all(getattr(problem, k) == v for k, v in read.items()):
             return answer
     watched: Any = _Watched(problem)
-    valid: list[Any] = []
-    refused: dict[str, tuple[int, str, Any]] = {}
-    for config in grid(kernel, space, seed):
+    found = _Sorted([], {})
+    for config in _grid_of(kernel, part, seed):
         if (reason := kernel.spec.why_invalid(watched, config, target)) is None:
-            valid.append(config)
+            found.valid.append(config)
         else:
             shape = re.sub(r"\d[\d,.]*", "#", reason)
-            count, first, example = refused.get(shape, (0, reason, config))
-            refused[shape] = (count + 1, first, example)
-    refusals = tuple(Refusal(*r) for r in sorted(refused.values(), key=lambda r: (-r[0], r[1])))
-    complete = all(space_size((part,)) <= ENUMERATE_LIMIT for part in space)
-    answer = Enumeration(space, tuple(valid), refusals, complete)
+            count, first, example = found.refused.get(shape, (0, reason, config))
+            found.refused[shape] = (count + 1, first, example)
     fields = fields_of(problem)
     if watched._read <= set(fields):  # a method would hide what it reads
-        seen.append(({k: fields[k] for k in watched._read}, answer))
-    return answer
+        seen.append(({k: fields[k] for k in watched._read}, found))
+    return found
 
 
 def rank(

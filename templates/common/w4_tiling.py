@@ -93,13 +93,13 @@ WGMMA_SPACE = SPACE | {
 # For few tokens: see Tiling.gemv.
 GEMV_SPACE = {
     "block_m": (8,),
-    "block_n": (32, 64, 128, 256),
+    "block_n": (32, 64, 128),
     "block_k": (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
     "warp_n": (32, 64),
     "warps_m": (1,),
     "warps_k": (1, 2, 4, 8, 16),
     "num_stages": (1,),
-    "blocks_per_sm": (0, 1, 2, 3, 4),
+    "blocks_per_sm": (0, 2, 3),
     "split_k": (1, 2, 3, 4, 6, 8),
 }
 
@@ -134,7 +134,8 @@ def _why_not_wgmma(c: Tiling, arch: Arch) -> str | None:
     return None
 
 
-def _why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
+def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
+    """As why_invalid where `gemv` is chosen: of tiles of at most `rows` rows of x, and K = k."""
     if not arch.has_ldmatrix:
         return f"gemv=True: {arch}'s m8n8k4 has other operands; gemv=False serves every arch"
     if c.block_m != 8 or rows > 8 or c.warps_m != 1 or c.num_stages != 1 or c.wgmma:
@@ -160,10 +161,8 @@ def _why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
     return None
 
 
-def why_invalid(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
-    """Why no product of tiles of at most `rows` rows of x, K = k and scales by `group_size` can be cut so, or None."""
-    if c.gemv:
-        return _why_not_gemv(c, rows, k, arch)
+def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
+    """Why no product with scales by `group_size` can be cut so on `arch`, or None. Without gemv."""
     if c.split_k != 1:
         return f"split_k={c.split_k}: without gemv a tile's K is split by blocks_per_sm, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:

@@ -67,11 +67,11 @@ class Config:
 SPACE = {
     "block_m": (8, 16),
     "row_tiles": (1, 2),
-    "warps_n": (1, 2, 4, 8),
+    "warps_n": (1, 2, 4),
     "warps_k": (1, 2, 4, 8, 16),
-    "steps": (1, 2, 3, 4, 5, 6, 7, 8),
+    "steps": (1, 2, 3, 4, 5, 6, 8),
     "split_k": (1, 2, 4, 8),
-    "blocks_per_sm": (1, 2, 3, 4, 6, 8),
+    "blocks_per_sm": (1, 2, 3, 4),
     "persistent": (False, True),
 }
 ARGS = {

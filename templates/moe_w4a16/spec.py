@@ -167,8 +167,12 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for phase in PHASES:
-        _, k = shape(problem, phase)
-        if why := w4_tiling.why_invalid(config.tiling(phase), config.block_m, k, problem.group_size, target.arch):
+        tiling = config.tiling(phase)
+        if config.gemv:
+            why = w4_tiling.why_not_gemv(tiling, config.block_m, shape(problem, phase)[1], target.arch)
+        else:
+            why = w4_tiling.why_invalid(tiling, problem.group_size, target.arch)
+        if why is not None:
             return f"{phase}: {why}"
     return None
 

@@ -89,7 +89,9 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
-    return w4_tiling.why_invalid(config, problem.num_tokens, problem.k, problem.group_size, target.arch)
+    if config.gemv:
+        return w4_tiling.why_not_gemv(config, problem.num_tokens, problem.k, target.arch)
+    return w4_tiling.why_invalid(config, problem.group_size, target.arch)
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:

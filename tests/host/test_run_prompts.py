@@ -208,10 +208,8 @@ def test_many_jobs_are_read_as_there_is_room(session: Session, monkeypatch: pyte
 def test_a_number_that_is_none_ends_one_job(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     take = Engine._take
 
-    def broken(self: Engine, handle: Any, num_drafts: int, result: Any, row: int) -> list[int]:
-        if handle.order == 1:
-            result.hidden[row] = float("nan")
-        return take(self, handle, num_drafts, result, row)
+    def broken(self: Engine, handle: Any, num_drafts: int, tokens: list[int], is_finite: bool) -> list[int]:
+        return take(self, handle, num_drafts, tokens, is_finite and handle.order != 1)
 
     monkeypatch.setattr(Engine, "_take", broken)
     kinds = [type(outcome).__name__ for _, outcome in Outcomes(session, [Job("a", 3)] * 3)]

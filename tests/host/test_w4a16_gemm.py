@@ -166,11 +166,26 @@ def test_pieces_cover_the_units_once_and_every_unit_knows_its_block(units: int, 
             assert (unit // (each + 1) if unit < head else longer + (unit - head) // each) == b
 
 
+def test_tiles_that_blocks_share_have_a_counter_each_and_sums_of_their_own() -> None:
+    target = Target.of(find_arch("sm90"))
+    problem = Problem(1536, 12288, 32, "bf16", 5)
+    config = spec.default_config(problem, target)
+    assert config.gemv
+    assert config.split_k > 1
+    tiles = 1536 // config.block_n
+    (launch,) = spec.launches(problem, config, target)
+    assert launch.grid == (tiles * config.split_k, 1, 1)
+    sums = tiles * config.split_k * 8 * config.block_n * 4
+    assert 4 * tiles <= spec.workspace_bytes(problem, config, target) - sums < 4 * tiles + 16
+    assert spec.workspace_bytes(problem, dataclasses.replace(config, split_k=1), target) == 0
+
+
 def test_counters_lie_at_the_same_place_for_every_number_of_tokens() -> None:
     """One Function's workspace sees small and large M in turn, and must not read old sums as counts."""
     arch = find_arch("sm90")
     few = Problem(256, 384, 32, "bf16", 1)
-    config = spec.default_config(few, Target.of(arch))
+    config = Config(block_m=8, blocks_per_sm=2)
+    assert spec.why_invalid(few, config, Target.of(arch)) is None
     for problem in (few, dataclasses.replace(few, num_tokens=200)):
         blocks = spec.num_blocks(problem, config, Target.of(arch))
         assert blocks <= spec.MAX_BLOCKS

@@ -17,6 +17,8 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     spare the subtraction), in each of the warps_m warps that need them; a tensor instruction and the loads of its
     operands take about two slots of a scheduler.
     """
+    if config.gemv:
+        return _straight(problem, config, target)
     p, c = problem, config
     tiles_m, tiles_n = -(-p.num_tokens // c.block_m), -(-p.n // c.block_n)
     stages = tiles_m * tiles_n * -(-p.k // c.block_k)
@@ -41,4 +43,26 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         cuda_ops=ops,
         bytes_in_flight=ahead * (stage if p.num_tokens >= c.block_m else w_stage),
         steps=-(-stages // num_blocks(p, c, target)) + (MEETING_STEPS if shared else 0),
+    )
+
+
+def _straight(problem: Problem, config: Config, target: Target) -> Traffic:
+    """Without stages: what a block has under way is one turn of its warps, who wait for each other at its end alone."""
+    p, c = problem, config
+    tiles = -(-p.n // c.block_n)
+    turns = -(-p.k // (c.block_k * c.split_k))
+    turn = c.block_n * c.block_k // 2 + c.block_n * max(1, c.block_k // p.group_size) * 2
+    moved = tiles * c.split_k * turns * turn
+    flops = 2 * 8 * tiles * c.block_n * c.split_k * turns * c.block_k
+    weights = tiles * c.block_n * c.split_k * turns * c.block_k
+    shared = 2 * c.partial_bytes(num_blocks(p, c, target))
+    rounds = -(-tiles * c.split_k // num_blocks(p, c, target))
+    return Traffic(
+        cost(p).bytes,
+        flops,
+        l2_bytes=moved + tiles * p.num_tokens * p.k * 2 + 2 * p.num_tokens * p.n + shared,
+        smem_bytes=2 * num_blocks(p, c, target) * rounds * c.smem_bytes(p.group_size),
+        cuda_ops=weights * (20 if p.dtype == "bf16" else 14) // 8 + 2 * 32 * flops // 4096,
+        bytes_in_flight=turn,
+        steps=rounds + (MEETING_STEPS if shared else 0),
     )

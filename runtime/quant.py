@@ -41,10 +41,6 @@ class QuantConfig:
     other_sizes: tuple[int, ...] = ()
     gptq: GptqConfig | None = None
 
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        return (self.group_size, *self.other_sizes)
-
 
 def read_quant_config(top: Fields) -> QuantConfig | None:
     """config.json's quantization_config, or None where the weights are dense. Raises CheckpointError."""

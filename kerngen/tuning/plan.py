@@ -36,7 +36,8 @@ PHASES = ("decode", "verify", "draft", "prefill")  # of a workload, the one that
 GUESSED_REGISTERS = 96  # per thread, before any kernel of the problem was compiled
 
 
-Space = tuple[dict[str, tuple[Any, ...]], ...]  # of each body: Config field -> its candidate values
+Part = dict[str, tuple[Any, ...]]  # one body's: Config field -> its candidate values
+Space = tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,8 @@ def space_size(space: Space) -> int:
     return sum(prod(len(values) for values in part.values()) for part in space)
 
 
-def grid(kernel: Kernel, space: Space, seed: int = 0) -> Iterator[Any]:
-    """The points of `space`, in order; of a body with more than ENUMERATE_LIMIT a seeded sample of that many."""
-    for part in space:
-        yield from _grid_of(kernel, part, seed)
-
-
-def _grid_of(kernel: Kernel, space: dict[str, tuple[Any, ...]], seed: int) -> Iterator[Any]:
+def _points(kernel: Kernel, space: Part, seed: int) -> Iterator[Any]:
+    """The points of one body's `space`, in order; of more than ENUMERATE_LIMIT a seeded sample of that many."""
     size = prod(len(values) for values in space.values())
     if size <= ENUMERATE_LIMIT:
         for values in product(*space.values()):
@@ -150,9 +146,6 @@ class _Watched:
             return member.fget(self)
         self._read.add(name)
         return getattr(self._problem, name)
-
-
-Part = dict[str, tuple[Any, ...]]  # one body's space
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +190,7 @@ def _sorted_out_part(kernel: Kernel, part: Part, problem: Any, target: Target, s
             return answer
     watched: Any = _Watched(problem)
     found = _Sorted([], {})
-    for config in _grid_of(kernel, part, seed):
+    for config in _points(kernel, part, seed):
         if (reason := kernel.spec.why_invalid(watched, config, target)) is None:
             found.valid.append(config)
         else:

@@ -28,10 +28,6 @@ class PagePool:
     def num_available(self) -> int:
         return len(self._free) + len(self._idle)
 
-    @property
-    def num_findable(self) -> int:
-        return len(self._page_of)
-
     def take(self) -> int:
         """A page for one holder. The caller sees to it that one is available."""
         if self._free:

@@ -190,18 +190,8 @@ class KernelOps:
         eps: float,
     ) -> Tensor:
         if h is not None and len(h) <= ple_spec.MAX_TOKENS:
-            call = ple_block(
-                residual,
-                h,
-                ffn_weight,
-                gate.weight,
-                ple,
-                projection.weight,
-                post_weight,
-                layer_scalar,
-                next_weight,
-                eps,
-            )
+            weights = (projection.weight, post_weight, layer_scalar, next_weight)
+            call = ple_block(residual, h, ffn_weight, gate.weight, ple, *weights, eps)
             return self.executor.run(call, self._at("end of layer"))
         if h is not None:
             self.add_norm(residual, h, ffn_weight, None, None, eps)

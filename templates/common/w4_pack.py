@@ -17,8 +17,6 @@ from torch import Tensor
 from kerngen.errors import ProblemError
 from kerngen.templates.common.w4_tiling import STRIP
 
-HALF_STRIP = 16  # rows of gate, or of up, in a strip
-
 
 def _order() -> Tensor:
     """[lane, word, nibble] -> row * 32 + column within the 32 x 32 tile, flattened, int64."""

@@ -6,7 +6,7 @@ how many tokens to draft, sizing.py how many pages there are, request.py what is
 """
 
 from kerngen.runtime.engine.core import Engine, require_draft_tokens
-from kerngen.runtime.engine.request import Event, Generation, Handle, Request, Stats
+from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request, Stats
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Event",
     "Generation",
     "Handle",
+    "Load",
     "Request",
     "Stats",
     "require_draft_tokens",

@@ -14,7 +14,7 @@ from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.draft_length import Choice, DraftLength
 from kerngen.runtime.engine.pages import PagePool
-from kerngen.runtime.engine.request import Event, Generation, Handle, Request
+from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import Runner, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
@@ -137,6 +137,19 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def load(self) -> Load:
+        scheduler = self.scheduler
+        return Load(
+            num_waiting=len(scheduler.waiting),
+            num_prefilling=len(scheduler.prefilling),
+            num_running=len(scheduler.running),
+            num_preemptions=scheduler.num_preemptions,
+            num_graphs=self.runner.num_graphs,
+            free_pages={kind: pool.num_available for kind, pool in self.pools.items()},
+            num_pages={kind: pool.capacity for kind, pool in self.pools.items()},
+        )
 
     @torch.inference_mode()
     def step(self) -> list[Event]:

@@ -77,6 +77,23 @@ class Generation:
     stats: Stats
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Who is where in an engine between two steps, and what it has left.
+
+    num_preemptions, num_graphs: since the engine was made; graphs are decode steps that were captured. free_pages,
+    num_pages: of each kind of cache, page 0 excluded; pages that only later requests may find are free.
+    """
+
+    num_waiting: int
+    num_prefilling: int
+    num_running: int
+    num_preemptions: int
+    num_graphs: int
+    free_pages: dict[str, int]
+    num_pages: dict[str, int]
+
+
 class Phase(enum.Enum):
     WAITING = "waiting"  # without pages: not begun, or preempted
     PREFILLING = "prefilling"

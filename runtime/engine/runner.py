@@ -99,6 +99,10 @@ class Runner:
         self._graphs: dict[tuple[int, int, Way, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory: Any = None  # the pool that all graphs share
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
     def bucket(self, batch: int) -> int:
         return min(next((b for b in self.buckets if b >= batch), batch), len(self.hidden))
 

@@ -85,6 +85,7 @@ class Scheduler:
         self.prefilling: list[Handle] = []
         self.running: list[Handle] = []
         self.new_pages: list[NewPage] = []  # not yet in the running sequences' tables
+        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -271,6 +272,7 @@ class Scheduler:
     def _preempt(self, handle: Handle) -> None:
         self._drop(handle)
         handle.num_preemptions += 1
+        self.num_preemptions += 1
         self._wait(handle)
 
     # -- the end

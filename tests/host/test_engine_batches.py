@@ -243,7 +243,7 @@ def test_preemption_changes_no_token(models: Models, drafts: int, sampling: Samp
                             num_pages={"full": 16, "sliding": 22})  # fmt: skip
         made = engine.generate_many(requests)
         assert [g.tokens for g in made] == expected
-        assert sum(g.stats.num_preemptions for g in made) >= 2
+        assert engine.load.num_preemptions == sum(g.stats.num_preemptions for g in made) >= 2
         assert made[0].stats.num_preemptions == 0, "who came first is never sent back"
         assert_nothing_is_held(engine)
 
@@ -268,6 +268,7 @@ def test_cancelling_frees_at_once_wherever_a_request_is(models: Models) -> None:
             held = {kind: sum(p > 0 for p in handle.pages[kind]) for kind in engine.pools}
             before = {kind: pool.num_available for kind, pool in engine.pools.items()}
             engine.cancel(handle)
+            assert engine.load.free_pages == {kind: before[kind] + held[kind] for kind in held}
             assert {k: p.num_available - before[k] for k, p in engine.pools.items()} == held
             assert handle.stop_reason == "cancelled"
         while engine.has_work:

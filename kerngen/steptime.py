@@ -49,7 +49,7 @@ def step_bytes(config: ModelConfig, weights: ModelWeights, context: int) -> tupl
     return total, kv
 
 
-def _require_memory(name: str, config: ModelConfig, drafter: DrafterConfig | None) -> None:
+def require_memory(name: str, config: ModelConfig, drafter: DrafterConfig | None) -> None:
     """Raises DeviceError where the dense fp32 weights, which the torch backend makes, do not fit in free memory."""
     takes = footprint(config, drafter, torch.float32, 1, dense=True)
     need = takes.weight_bytes + takes.drafter_bytes
@@ -83,7 +83,7 @@ def time_model(
     """
     ops = open_backend(backend, device=device, db_url=db_url, bundle=bundle)
     if ops.device.type == "cpu":
-        _require_memory(name, config, drafter_config)
+        require_memory(name, config, drafter_config)
     began = time.perf_counter()
     model = Gemma4(config, synthetic_model(config, ops, seed), ops)
     drafter = None

@@ -24,6 +24,7 @@ COMMANDS = {
     "compile": ("kerngen.cli.compile", "Build every kernel of a model, into one folder if you like."),
     "run": ("kerngen.cli.run", "Generate text with a Gemma-4 checkpoint."),
     "bench": ("kerngen.cli.bench", "Time kernels, or a model's step, against this GPU's measured limits."),
+    "soak": ("kerngen.cli.soak", "Load a model with random requests for minutes, and check every answer."),
     "doctor": ("kerngen.cli.doctor", "Say what this machine can compile for, run and measure."),
     "db": ("kerngen.cli.db", "Look into the tuning database."),
     "kernel": ("kerngen.cli.kernel", "List, show, check and begin kernels."),

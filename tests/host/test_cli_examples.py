@@ -13,7 +13,7 @@ from command import ROOT, Kerngen
 
 from kerngen.cli import cli
 
-NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model")
+NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model", "soak")
 # What keeps a test short; the example itself stays as it is.
 LESS = {
     "": ("--kernel", "embed", "--jobs", "1"),
@@ -67,5 +67,6 @@ def test_the_example_runs(kerngen: Kerngen, name: str) -> None:
 @pytest.mark.parametrize("name", NEEDS_A_GPU)
 def test_an_example_for_a_gpu_is_understood(name: str) -> None:
     (args,) = _examples(COMMANDS[name])
-    assert args[:2] == name.split()
-    COMMANDS[name].make_context(name, args[2:])
+    path = name.split()
+    assert args[: len(path)] == path
+    COMMANDS[name].make_context(name, args[len(path) :])

@@ -1,0 +1,109 @@
+"""Asks again, one by one, and compares token by token; what tells most first."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from kerngen.errors import KerngenError
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine import CacheShape
+from kerngen.runtime.model import Gemma4
+from kerngen.soak.drive import Answer, Phase, Say, Settings, engine_for
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """index: of the first token that is another: `together` in the batch, `alone` without; -1 where one has ended."""
+
+    number: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_preemptions: int
+    index: int
+    together: int
+    alone: int
+
+
+@dataclass(slots=True)
+class Check:
+    """How answers of a phase compare with those that their requests get alone.
+
+    unchecked: for want of time. sampled: as the first three, of requests that were sampled, which are asked last.
+    distinct: different tokens in an answer, on average; where that is near 1 equal answers say little.
+    """
+
+    phase: str
+    equal: int = 0
+    different: list[Difference] = field(default_factory=list)
+    unchecked: int = 0
+    preempted_equal: int = 0
+    sampled_equal: int = 0
+    sampled_different: list[Difference] = field(default_factory=list)
+    sampled_unchecked: int = 0
+    distinct: float = 0.0
+    errors: list[str] = field(default_factory=list)
+    stopped: bool = False
+
+
+def in_order(answers: list[Answer]) -> list[Answer]:
+    """Those that have tokens: greedy before sampled ones, then preempted ones first, then the longest."""
+    some = [a for a in answers if a.tokens]
+    return sorted(some, key=lambda a: (not a.is_greedy, -min(a.num_preemptions, 1), -a.num_all_tokens, a.number))
+
+
+def check_phase(
+    phase: Phase, settings: Settings, model: Gemma4, drafter: Drafter | None, seconds: float, say: Say
+) -> Check:
+    """Compare as many of the phase's answers as `seconds` allow. An answer that was cut short is a beginning."""
+    check = Check(phase.name)
+    answers = in_order(phase.answers)
+    check.unchecked = sum(a.is_greedy for a in answers)
+    check.sampled_unchecked = len(answers) - check.unchecked
+    if not answers:
+        return check
+    check.distinct = sum(len(set(a.tokens)) for a in answers) / len(answers)
+    try:
+        _compare(check, answers, settings, model, drafter, seconds, say)
+    except KeyboardInterrupt:
+        check.stopped = True
+    except (KerngenError, RuntimeError) as e:
+        check.errors.append(f"{type(e).__name__}: {e}")
+    return check
+
+
+def _compare(
+    check: Check, answers: list[Answer], settings: Settings, model: Gemma4, drafter: Drafter | None, seconds: float,
+    say: Say,
+) -> None:  # fmt: skip
+    shape = CacheShape(model.config, model.ops.dtype, settings.page_size, chunk=settings.prefill_chunk)
+    engine = engine_for(settings, model, drafter, shape.pages(1, settings.max_len), alone=True)
+    traffic = settings.traffic(model.config.vocab_size)
+    began = time.monotonic()
+    for i, answer in enumerate(answers):
+        if (elapsed := time.monotonic() - began) >= seconds:
+            return
+        say(elapsed, f"{check.phase}: {i} of {len(answers)} asked alone, {len(check.different)} differ")
+        request = traffic.ask(answer.number).request
+        if answer.stop_reason == "cancelled":
+            request = replace(request, max_new_tokens=len(answer.tokens))
+        (alone,) = engine.generate_many([request])
+        found = _difference(answer, alone.tokens)
+        if answer.is_greedy:
+            check.unchecked -= 1
+            check.equal += found is None
+            check.preempted_equal += found is None and answer.num_preemptions > 0
+            check.different += [found] if found is not None else []
+        else:
+            check.sampled_unchecked -= 1
+            check.sampled_equal += found is None
+            check.sampled_different += [found] if found is not None else []
+
+
+def _difference(answer: Answer, alone: list[int]) -> Difference | None:
+    tokens = answer.tokens.tolist()
+    if tokens == alone:
+        return None
+    pairs = zip([*tokens, -1], [*alone, -1], strict=False)
+    index, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    return Difference(answer.number, answer.num_prompt_tokens, len(tokens), answer.num_preemptions, index, a, b)

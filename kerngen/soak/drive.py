@@ -1,0 +1,260 @@
+"""Hands random requests to an engine for a while, and writes down what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from kerngen.errors import KerngenError, UsageError
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine import PREFILL_CHUNK, CacheShape, Engine, Handle
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.session import CACHE_SHARE
+from kerngen.soak.samples import Memory, Sample
+from kerngen.soak.traffic import Arrivals, Traffic
+
+# Of the pages that max_batch requests of mean length hold when they are as long as they get: fewer, so that requests
+# wait and are preempted.
+PRESSURE = 0.8
+SAMPLE_S = 60.0
+NUM_SAMPLES = 10  # at least, in a run of less than as many minutes
+DRAIN = 0.1  # of the time, and so much more of it at most, for requests that are under way when it is over
+SHOWN_ERRORS = 20
+
+Say = Callable[[float, str], None]  # seconds of this phase that are over, and what there is to say
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a soak is. Times in seconds. cache_bytes: of K and V, None for `PRESSURE`. cancel: see Traffic.
+
+    num_draft_tokens: None for as many as pay. reproducible: as the engine's.
+    """
+
+    seconds: float
+    check_seconds: float
+    max_batch: int
+    max_prompt: int
+    max_new_tokens: int
+    num_draft_tokens: int | None = None
+    cancel: float = 0.1
+    cache_bytes: int | None = None
+    page_size: int = 64
+    prefill_chunk: int = PREFILL_CHUNK
+    reproducible: bool = False
+    seed: int = 0
+
+    @property
+    def max_len(self) -> int:
+        return self.max_prompt + self.max_new_tokens
+
+    def traffic(self, vocab_size: int) -> Traffic:
+        return Traffic(vocab_size, self.max_prompt, self.max_new_tokens, self.cancel, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of request `number`: its tokens, all of them or, where it was cancelled, the first."""
+
+    number: int
+    tokens: array[int]
+    stop_reason: str
+    is_greedy: bool
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+    @property
+    def num_all_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Phase:
+    """A run of one engine. leaked: pages that nobody gave back, of each kind. stopped: by Ctrl-C.
+
+    drafted, accepted: by position, of all requests.
+    """
+
+    name: str
+    num_pages: dict[str, int]
+    cache_bytes: int
+    answers: list[Answer] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    num_errors: int = 0
+    num_asked: int = 0
+    leaked: dict[str, int] = field(default_factory=dict)
+    stopped: bool = False
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def fail(self, message: str) -> None:
+        self.num_errors += 1
+        if len(self.errors) < SHOWN_ERRORS:
+            self.errors.append(message)
+
+    def note(self, number: int, handle: Handle) -> None:
+        stats = handle.stats
+        for i, (drafted, accepted) in enumerate(zip(stats.drafted, stats.accepted, strict=True)):
+            if i == len(self.drafted):
+                self.drafted.append(0)
+                self.accepted.append(0)
+            self.drafted[i] += drafted
+            self.accepted[i] += accepted
+        if handle.error is not None:
+            self.fail(f"request {number}: {handle.error.message}")
+            return
+        self.answers.append(
+            Answer(number, array("i", handle.tokens), handle.stop_reason, handle.request.sampling.is_greedy,
+                   stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_preemptions)
+        )  # fmt: skip
+
+
+def pages_of(settings: Settings, model: Gemma4) -> dict[str, int]:
+    """Pages of each kind for a run of `settings`: as many as it says, or too few for all that comes.
+
+    Raises UsageError where the longest request does not fit.
+    """
+    shape = CacheShape(model.config, model.ops.dtype, settings.page_size, chunk=settings.prefill_chunk)
+    least = shape.pages(1, settings.max_len)
+    mean = round(settings.traffic(model.config.vocab_size).mean_tokens)
+    wanted = shape.pages(settings.max_batch, min(mean, settings.max_len))
+    budget = settings.cache_bytes if settings.cache_bytes is not None else int(PRESSURE * shape.num_bytes(wanted))
+    if settings.cache_bytes is None and model.ops.device.type == "cuda":
+        budget = min(budget, int(CACHE_SHARE * torch.cuda.mem_get_info(model.ops.device)[0]))
+    share = budget / shape.num_bytes(wanted)
+    pages = {kind: max(int(share * wanted[kind]), least[kind]) for kind in wanted}
+    if (need := shape.num_bytes(pages)) > budget and settings.cache_bytes is not None:
+        raise UsageError(
+            f"a cache of {budget / 1e9:g} GB; with the longest request, of {settings.max_len:,} tokens, and its share "
+            f"for the others it takes {need / 1e9:.3g} GB",
+            hint="a larger --kv-memory, or a smaller --max-prompt",
+        )
+    return pages
+
+
+def engine_for(
+    settings: Settings, model: Gemma4, drafter: Drafter | None, num_pages: dict[str, int], *, alone: bool = False
+) -> Engine:
+    """The engine that is soaked or, `alone`, the one whose answers are compared with.
+
+    That one is the simplest there is, without batches, drafts and prefixes; where runs are reproducible it is the same
+    engine again, since there the shapes of its steps are part of what makes them so.
+    """
+    if alone and not settings.reproducible:
+        return Engine(model, max_len=settings.max_len, page_size=settings.page_size, num_pages=num_pages,
+                      prefill_chunk=settings.prefill_chunk, prefix_caching=False)  # fmt: skip
+    return Engine(
+        model, drafter, max_len=settings.max_len, max_batch=settings.max_batch, num_pages=num_pages,
+        num_draft_tokens=settings.num_draft_tokens, prefill_chunk=settings.prefill_chunk, page_size=settings.page_size,
+        reproducible=settings.reproducible,
+    )  # fmt: skip
+
+
+def run_phase(name: str, settings: Settings, model: Gemma4, drafter: Drafter | None, seconds: float, say: Say) -> Phase:
+    """`seconds` of random requests; those that are under way then are let end. Raises UsageError for what cannot be."""
+    num_pages = pages_of(settings, model)
+    engine = engine_for(settings, model, drafter, num_pages)
+    phase = Phase(name, engine.load.num_pages, engine.cache.num_bytes)
+    driver = _Driver(settings, engine, phase, seconds, say)
+    try:
+        driver.run()
+    except KeyboardInterrupt:
+        phase.stopped = True
+    except (KerngenError, RuntimeError) as e:
+        if os.environ.get("KERNGEN_DEBUG", "") not in ("", "0"):
+            raise
+        frame = traceback.extract_tb(e.__traceback__)[-1]
+        phase.fail(f"{type(e).__name__}: {e} ({os.path.basename(frame.filename)}, line {frame.lineno})")
+    driver.end()
+    return phase
+
+
+class _Driver:
+    """Requests under way in `engine`, and the sample that is being taken."""
+
+    def __init__(self, settings: Settings, engine: Engine, phase: Phase, seconds: float, say: Say) -> None:
+        self.engine, self.phase, self.seconds, self.say = engine, phase, seconds, say
+        self.traffic = settings.traffic(engine.model.config.vocab_size)
+        self.arrivals = Arrivals(settings.max_batch, settings.max_new_tokens, settings.seed)
+        self.live: dict[Handle, tuple[int, int | None]] = {}  # number, and the step in which it is cancelled
+        self.period = min(SAMPLE_S, seconds / NUM_SAMPLES)
+        self.began = time.monotonic()
+        self.sample = Sample(0.0)
+        self.step = 0
+        self.num_preemptions = 0
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    def run(self) -> None:
+        while (elapsed := self.elapsed) < self.seconds or (self.live and elapsed < (1 + DRAIN) * self.seconds):
+            if elapsed < self.seconds:
+                self._submit(self.arrivals.now(len(self.live)))
+            self._cancel([h for h, (_, end) in self.live.items() if end is not None and self.step >= end])
+            if self.engine.has_work:
+                events = self.engine.step()
+                self.sample.note(self.engine.load, sum(len(e.tokens) for e in events))
+            self.step += 1
+            self._collect()
+            if elapsed - self.sample.at_s >= self.period:
+                self._end_sample(elapsed)
+            self.say(min(elapsed, self.seconds), self._text())
+
+    def end(self) -> None:
+        """Cancel what is left, and count the pages."""
+        try:
+            self._cancel(list(self.live))
+        except RuntimeError as e:  # a GPU that has failed fails again
+            self.phase.fail(f"cancelling what was left: {e}")
+        self._collect()
+        if self.sample.num_steps:
+            self._end_sample(self.elapsed)
+        load = self.engine.load
+        if self.engine.has_work:  # Ctrl-C may have come before a request that was handed in was written down here
+            if not self.phase.stopped:
+                self.phase.fail("the engine still has work after its last request has ended")
+            return
+        lost = {kind: load.num_pages[kind] - free for kind, free in load.free_pages.items()}
+        self.phase.leaked = {kind: count for kind, count in lost.items() if count}
+
+    def _submit(self, count: int) -> None:
+        for _ in range(count):
+            asked = self.traffic.ask(self.phase.num_asked)
+            handle = self.engine.submit(asked.request)
+            end = None if asked.cancel_after is None else self.step + asked.cancel_after
+            self.live[handle] = self.phase.num_asked, end
+            self.phase.num_asked += 1
+
+    def _cancel(self, handles: list[Handle]) -> None:
+        for handle in handles:
+            self.engine.cancel(handle)
+
+    def _collect(self) -> None:
+        for handle in [h for h in self.live if h.is_done]:
+            number, _ = self.live.pop(handle)
+            self.phase.note(number, handle)
+            self.sample.num_finished += handle.stop_reason not in ("cancelled", "error")
+            self.sample.num_cancelled += handle.stop_reason == "cancelled"
+
+    def _end_sample(self, elapsed: float) -> None:
+        sample, load = self.sample, self.engine.load
+        sample.seconds, sample.at_s = elapsed - sample.at_s, elapsed
+        sample.num_preemptions = load.num_preemptions - self.num_preemptions
+        sample.num_graphs, self.num_preemptions = load.num_graphs, load.num_preemptions
+        sample.memory = Memory.now(self.engine.model.ops.device)
+        self.phase.samples.append(sample)
+        self.sample = Sample(elapsed)
+
+    def _text(self) -> str:
+        load, samples = self.engine.load, self.phase.samples
+        speed = f", {samples[-1].tokens_per_s:.0f} tokens/s" if samples else ""
+        return f"{self.phase.name}: {load.num_running} run, {load.num_waiting} wait{speed}"

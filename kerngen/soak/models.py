@@ -1,0 +1,88 @@
+"""Opens what is soaked: a checkpoint with its weights, or generated weights in a model's shapes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kerngen.errors import UsageError
+from kerngen.runtime.backend import open_backend
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import DenseLinear, Ops
+from kerngen.runtime.session import load
+from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter, synthetic_model
+from kerngen.steptime import require_memory
+from kerngen.workload import find_model
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """weights: where they come from, in words. seconds: it took."""
+
+    name: str
+    model: Gemma4
+    drafter: Drafter | None
+    weights: str
+    seconds: float
+
+    @property
+    def ops(self) -> Ops:
+        return self.model.ops
+
+
+@torch.inference_mode()
+def open_model(
+    name: str,
+    *,
+    draft: str | None,
+    drafting: bool,
+    generated: bool,
+    backend: str,
+    device: str | None,
+    dtype: str | None,
+    db_url: str | None,
+    bundle: str | None,
+    seed: int,
+    advance: Callable[[int, int], None],
+) -> Opened:
+    """The released model or the folder `name`, with a drafter where `drafting`.
+
+    Weights are the checkpoint's where the folder has any, else, or where `generated`, random ones from `seed`. draft:
+    the drafter's folder, None for the one that goes with the model. advance: is told how many bytes of how many are
+    loaded. Raises as `load` and `open_backend` do, and UsageError where there is no drafter to be had.
+    """
+    began = time.perf_counter()
+    if not generated and any(Path(name).glob("*.safetensors")):
+        session = load(name, draft=draft or drafting, device=device, dtype=dtype, backend=backend, db=db_url,
+                       bundle=bundle, advance=advance)  # fmt: skip
+        if drafting and session.drafter is None:
+            raise UsageError(
+                f"no drafter lies in or beside {name}", hint="name one with --draft, or use --drafting off"
+            )
+        return Opened(name, session.model, session.drafter, f"weights of {name}", time.perf_counter() - began)
+    found = find_model(name, draft)
+    if drafting and found.drafter is None:
+        raise UsageError(f"{name} is a folder without weights, and no drafter goes with it by itself",
+                         hint="name one with --draft, or use --drafting off")  # fmt: skip
+    ops = open_backend(backend, device=device, dtype=dtype, db_url=db_url, bundle=bundle)
+    if ops.device.type == "cpu":
+        require_memory(name, found.target, found.drafter if drafting else None)
+    # With the embedding for a head, as most are tied, a generated model says the same token over and over: it is the
+    # likeliest to follow itself, and whatever else the cache held would change nothing. Another head tells contexts
+    # apart.
+    head = SyntheticSource(found.target, ops, seed + 2).tensor(
+        "head", found.target.vocab_size, found.target.hidden_size
+    )
+    weights = replace(synthetic_model(found.target, ops, seed), head=ops.prepare(DenseLinear(head)))
+    model = Gemma4(found.target, weights, ops)
+    drafter = None
+    if drafting and found.drafter is not None:
+        drafter = Drafter(found.drafter, synthetic_drafter(found.drafter, ops, seed + 1), model)
+    if ops.device.type == "cuda":
+        torch.cuda.synchronize()
+    return Opened(name, model, drafter, "generated weights", time.perf_counter() - began)

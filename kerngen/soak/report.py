@@ -14,7 +14,7 @@ from kerngen.soak.check import Check, check_phase
 from kerngen.soak.drafts import RememberingDrafter
 from kerngen.soak.drive import Answer, Phase, Settings, run_phase
 from kerngen.soak.models import Opened
-from kerngen.soak.samples import growth
+from kerngen.soak.samples import Sample, growth
 
 WITHOUT, WITH = "without drafts", "with drafts"
 PHASES = {"off": (WITHOUT,), "on": (WITH,), "both": (WITHOUT, WITH)}
@@ -50,8 +50,11 @@ class Report:
                 found.append(f"{phase.name}: and {more} more errors")
             found += [f"{phase.name}: {count} pages of the {kind} cache were not given back"
                       for kind, count in phase.leaked.items()]  # fmt: skip
+            count = _captured(phase.samples)
+            captured = f"; {count} graphs were captured meanwhile" if count else ""
             found += [
                 f"{phase.name}: {kind} memory grew by {mb:.0f} MB after the warm-up, more than {self.max_growth_mb:g}"
+                f"{captured}"
                 for kind, mb in growth(phase.samples).items()
                 if mb > self.max_growth_mb
             ]
@@ -139,6 +142,11 @@ def _let_go(opened: Opened) -> None:
     gc.collect()
     if opened.ops.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _captured(samples: list[Sample]) -> int:
+    """Steps captured in the second half."""
+    return samples[-1].num_graphs - samples[len(samples) // 2 - 1].num_graphs if len(samples) > 1 else 0
 
 
 def _agree(a: Answer, b: Answer) -> bool:

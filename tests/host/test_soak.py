@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from kerngen.cli.soak import lines
 from kerngen.errors import UsageError
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.engine.pages import PagePool
+from kerngen.runtime.engine.runner import Runner
 from kerngen.soak import check, drive
 from kerngen.soak.drafts import ERR_EVERY, RememberingDrafter
 from kerngen.soak.drive import Settings
@@ -27,7 +29,7 @@ from kerngen.soak.samples import Memory, Sample, growth
 from kerngen.soak.traffic import SAMPLED, SHARED, Arrivals, Traffic
 
 TINY = ROOT / "examples" / "tiny"
-SMALL = Settings(seconds=4.0, check_seconds=3.0, max_batch=5, max_prompt=40, max_new_tokens=24, cancel=0.3,
+SMALL = Settings(seconds=3.0, check_seconds=3.0, max_batch=5, max_prompt=40, max_new_tokens=24, cancel=0.3,
                  cache_bytes=95_000, page_size=4, prefill_chunk=16, seed=1)  # fmt: skip
 STEP_S = 0.01  # of the clock that tests run by
 
@@ -129,11 +131,11 @@ def test_a_remembering_drafter_says_what_came_before(opened: Opened) -> None:
 # -- an engine that is sound
 
 
-@pytest.mark.parametrize("how", [{}, {"reproducible": True, "num_draft_tokens": 3}], ids=["as is", "reproducible"])
+@pytest.mark.parametrize("how", [{}, {"reproducible": True}], ids=["as is", "reproducible"])
 def test_every_answer_is_the_one_that_its_request_gets_alone(
     opened: Opened, by_steps: None, how: dict[str, Any]
 ) -> None:
-    report = run(opened, settings=replace(SMALL, **how))
+    report = run(opened, settings=replace(SMALL, num_draft_tokens=3, **how))
     assert report.failures == []
     assert not report.stopped
     result = report.as_dict()
@@ -150,9 +152,9 @@ def test_every_answer_is_the_one_that_its_request_gets_alone(
         assert not compared.sampled_different
         assert compared.distinct > 2
     assert [p["name"] for p in result["phases"]] == ["without drafts", "with drafts"]
-    assert result["phases"][0]["drafted"] == []
+    assert (len(result["phases"][0]["drafted"]), len(result["phases"][1]["drafted"])) == (0, 3)
     accepted = [a / d for a, d in zip(result["phases"][1]["accepted"], result["phases"][1]["drafted"], strict=True)]
-    assert all(0 < share < 1 for share in accepted[:3]), "drafts of several numbers are accepted"
+    assert all(0 < share < 1 for share in accepted), "drafts of several numbers are accepted"
     equal, different = result["between_phases"]
     assert equal > 10
     assert different == 0
@@ -163,7 +165,7 @@ def test_every_answer_is_the_one_that_its_request_gets_alone(
 def test_prefixes_are_found_where_there_is_room_to_keep_them(opened: Opened, by_steps: None) -> None:
     report = run(opened, "off", replace(SMALL, cache_bytes=1_000_000))
     assert report.failures == []
-    assert report.as_dict()["phases"][0]["found_in_cache"] > 100
+    assert report.as_dict()["phases"][0]["found_in_cache"] > 20
     assert report.checks[0].equal > 10
 
 
@@ -229,8 +231,10 @@ def nan_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def growing_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: Iterator[int] = iter(range(10_000))
+    """100 MB a sample, and captured steps that may be why."""
+    seen, captured = iter(range(10_000)), iter(range(100_000))
     monkeypatch.setattr(Memory, "now", staticmethod(lambda where: Memory(500.0, 0.0, 0.0, 100.0 * next(seen))))
+    monkeypatch.setattr(Runner, "num_graphs", property(lambda self: next(captured)))
 
 
 @pytest.mark.parametrize(
@@ -238,9 +242,9 @@ def growing_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (wrong_token, "greedy answers differ from the ones alone"),
         (lost_page, "pages of the"),
-        (failing_step, "RuntimeError: an illegal memory access was encountered (test_soak.py, line"),
+        (failing_step, "RuntimeError: an illegal memory access was encountered \\(test_soak.py, line"),
         (nan_in_the_cache, "the model computed NaN or infinity"),
-        (growing_memory, "device memory grew by"),
+        (growing_memory, r"device memory grew by \d+ MB after the warm-up, more than 256; \d+ graphs were captured"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -249,8 +253,9 @@ def test_a_planted_fault_is_found(
     found: str,
 ) -> None:  # fmt: skip
     plant(monkeypatch)
-    report = run(opened, "off")
-    assert [f for f in report.failures if found in f], report.failures
+    seconds = SMALL.check_seconds if plant is wrong_token else 3 * STEP_S
+    report = run(opened, "off", replace(SMALL, check_seconds=seconds))
+    assert [f for f in report.failures if re.search(found, f)], report.failures
     assert "FAILED: " in "\n".join(lines(report.as_dict()))
 
 
@@ -295,7 +300,7 @@ ARGS = ("soak", str(TINY / "gemma-4-tiny-w4a16"), "--draft", str(TINY / "gemma-4
 
 
 @pytest.mark.parametrize("how", [(), ("--generated", "--reproducible")], ids=["checkpoint", "generated"])
-def test_the_command_on_the_tiny_model(kerngen: Kerngen, how: tuple[str, ...]) -> None:
+def test_the_command_on_the_tiny_model(kerngen: Kerngen, by_steps: None, how: tuple[str, ...]) -> None:
     code, out, err = kerngen(*ARGS, *how, "--json")
     report = json.loads(out)
     assert (code, report["failures"]) == (0, []), err
@@ -305,7 +310,7 @@ def test_the_command_on_the_tiny_model(kerngen: Kerngen, how: tuple[str, ...]) -
     assert all(c["equal"] > 0 and not c["different"] for c in report["checks"])
 
 
-def test_a_failure_fails_the_command(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_fails_the_command(kerngen: Kerngen, by_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
     lost_page(monkeypatch)
     code, out, _ = kerngen(*ARGS[:2], *ARGS[4:], "--drafting", "off")
     assert code == 1

@@ -33,7 +33,7 @@ REPRODUCIBLE_DRAFTS = 3
 @click.option("--cancel", type=click.FloatRange(0, 1), default=0.1, show_default=True,
               help="Share of requests that are cancelled at a random step, if they run so long.")  # fmt: skip
 @click.option("--kv-memory", type=click.FloatRange(0, min_open=True), default=None,
-              help="GB for the cache. Default: too little for all that comes: some is preempted.")  # fmt: skip
+              help="GB for the cache. Default: at times too little, so that some is preempted.")  # fmt: skip
 @click.option("--page-size", type=click.IntRange(1), default=64, show_default=True, help="Tokens of a page.")
 @click.option("--prefill-chunk", type=click.IntRange(1), default=2048, show_default=True,
               help="Prompt tokens a step.")  # fmt: skip

@@ -14,14 +14,17 @@ import torch
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import PREFILL_CHUNK, CacheShape, Engine, Handle
+from kerngen.runtime.engine.scheduler import pages_for, window_pages
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.session import CACHE_SHARE
 from kerngen.soak.samples import Memory, Sample
 from kerngen.soak.traffic import Arrivals, Traffic
 
-# Of the pages that max_batch requests of mean length hold when they are as long as they get: fewer, so that requests
-# wait and are preempted.
-PRESSURE = 0.8
+# Of the pages that max_batch requests hold on average when they are as long as they get: at times so many run, and at
+# times some wait and are preempted.
+PRESSURE = 0.9
+NUM_LENGTHS = 200  # of requests whose lengths say what is average
+SPELL = 1 / 3  # of the steps that the longest answer takes, between changes of how many requests are wanted
 SAMPLE_S = 60.0
 NUM_SAMPLES = 10  # at least, in a run of less than as many minutes
 DRAIN = 0.1  # of the time, and so much more of it at most, for requests that are under way when it is over
@@ -124,8 +127,7 @@ def pages_of(settings: Settings, model: Gemma4) -> dict[str, int]:
     """
     shape = CacheShape(model.config, model.ops.dtype, settings.page_size, chunk=settings.prefill_chunk)
     least = shape.pages(1, settings.max_len)
-    mean = round(settings.traffic(model.config.vocab_size).mean_tokens)
-    wanted = shape.pages(settings.max_batch, min(mean, settings.max_len))
+    wanted = _wanted(settings, shape)
     budget = settings.cache_bytes if settings.cache_bytes is not None else int(PRESSURE * shape.num_bytes(wanted))
     if settings.cache_bytes is None and model.ops.device.type == "cuda":
         budget = min(budget, int(CACHE_SHARE * torch.cuda.mem_get_info(model.ops.device)[0]))
@@ -138,6 +140,14 @@ def pages_of(settings: Settings, model: Gemma4) -> dict[str, int]:
             hint="a larger --kv-memory, or a smaller --max-prompt",
         )
     return pages
+
+
+def _wanted(settings: Settings, shape: CacheShape) -> dict[str, int]:
+    """Pages of each kind that max_batch requests hold on average, page 0 included."""
+    each = [pages_for(n, shape.page_size) for n in settings.traffic(shape.config.vocab_size).lengths(NUM_LENGTHS)]
+    window = window_pages(shape.config.window, shape.step, shape.page_size)
+    held = {"full": sum(each), "sliding": sum(min(n, window) for n in each)}
+    return {kind: settings.max_batch * count // NUM_LENGTHS + 1 for kind, count in held.items()}
 
 
 def engine_for(
@@ -183,7 +193,7 @@ class _Driver:
     def __init__(self, settings: Settings, engine: Engine, phase: Phase, seconds: float, say: Say) -> None:
         self.engine, self.phase, self.seconds, self.say = engine, phase, seconds, say
         self.traffic = settings.traffic(engine.model.config.vocab_size)
-        self.arrivals = Arrivals(settings.max_batch, settings.max_new_tokens, settings.seed)
+        self.arrivals = Arrivals(settings.max_batch, SPELL * settings.max_new_tokens, settings.seed)
         self.live: dict[Handle, tuple[int, int | None]] = {}  # number, and the step in which it is cancelled
         self.period = min(SAMPLE_S, seconds / NUM_SAMPLES)
         self.began = time.monotonic()

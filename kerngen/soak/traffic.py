@@ -19,6 +19,7 @@ STOPPED_BY_ID, STOPPED_BY_TEXT = 0.1, 0.1
 STOP_EVERY = 96  # of tokens, one ends the answer
 LEAST_NEW_TOKENS = 8
 OVERLOAD = 1.25  # requests under way at most, of those that run at once: some wait
+FULL = 1.4  # more than 1 by how much of the time so many are wanted
 HASTE = 0.2  # of those that are missing, how many come in a step
 
 
@@ -57,11 +58,10 @@ class Traffic:
         after = draw.randint(0, count) if draw.random() < self.cancel else None
         return Asked(Request(prompt, count, sampling, stop_ids, stops), after)
 
-    @property
-    def mean_tokens(self) -> float:
-        """Of a request, prompt and answer, if no answer stopped early: log-uniform lengths are (n - 1) / ln n."""
-        longest = self.max_prompt
-        return ((longest - 1) / math.log(longest) if longest > 1 else 1) + self.max_new_tokens / 2
+    def lengths(self, count: int) -> list[int]:
+        """The most tokens, prompt and answer, of each of the first `count` requests."""
+        asked = (self.ask(i).request for i in range(count))
+        return [len(request.prompt) + request.max_new_tokens for request in asked]
 
     def _prompt(self, draw: random.Random) -> list[int]:
         length = round(math.exp(draw.uniform(0, math.log(self.max_prompt))))
@@ -96,19 +96,20 @@ class Arrivals:
     """How many requests come before each step.
 
     A Poisson number, on average a share of what is missing to an aim that is drawn anew every now and then, from none
-    to more than run at once: they come in bursts, and the batch wanders through all its sizes.
+    to more than run at once: they come in bursts, and the batch wanders through all its sizes. The first aim is the
+    highest, so that memory is asked for early that will be asked for at all.
     """
 
     def __init__(self, max_batch: int, spell: float, seed: int) -> None:
         """spell: steps between one aim and the next, on average."""
         self._draw = random.Random(f"{seed} arrivals")
         self._most, self._spell = OVERLOAD * max_batch, spell
-        self._aim, self._left = 0.0, 0.0
+        self._aim, self._left = self._most, spell
 
     def now(self, num_live: int) -> int:
         """num_live: requests under way."""
         if self._left <= 0:
-            self._aim = self._draw.uniform(0, self._most)
+            self._aim = min(self._draw.uniform(0, FULL * self._most), self._most)
             self._left = self._draw.expovariate(1 / self._spell)
         self._left -= 1
         return self._poisson(HASTE * max(self._aim - num_live, 0.0))

@@ -80,7 +80,8 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Phase:
-    """A run of one engine. leaked: pages that nobody gave back, of each kind. stopped: by Ctrl-C.
+    """A run of one engine. leaked: pages that nobody gave back, of each kind. stopped: by Ctrl-C. broken: by an error
+    in a step, after which a GPU may answer nothing any more.
 
     drafted, accepted: by position, of all requests.
     """
@@ -95,6 +96,7 @@ class Phase:
     num_asked: int = 0
     leaked: dict[str, int] = field(default_factory=dict)
     stopped: bool = False
+    broken: bool = False
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -181,6 +183,7 @@ def run_phase(name: str, settings: Settings, model: Gemma4, drafter: Drafter | N
     except (KerngenError, RuntimeError) as e:
         if os.environ.get("KERNGEN_DEBUG", "") not in ("", "0"):
             raise
+        phase.broken = True
         frame = traceback.extract_tb(e.__traceback__)[-1]
         phase.fail(f"{type(e).__name__}: {e} ({os.path.basename(frame.filename)}, line {frame.lineno})")
     driver.end()
@@ -223,11 +226,12 @@ class _Driver:
         """Cancel what is left, and count the pages."""
         try:
             self._cancel(list(self.live))
+            self._collect()
+            if self.sample.num_steps:
+                self._end_sample(self.elapsed)
         except RuntimeError as e:  # a GPU that has failed fails again
-            self.phase.fail(f"cancelling what was left: {e}")
-        self._collect()
-        if self.sample.num_steps:
-            self._end_sample(self.elapsed)
+            self.phase.fail(f"ending what was under way: {e}")
+            return
         load = self.engine.load
         if self.engine.has_work:  # Ctrl-C may have come before a request that was handed in was written down here
             if not self.phase.stopped:

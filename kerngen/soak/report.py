@@ -58,7 +58,7 @@ class Report:
                 for kind, mb in growth(phase.samples).items()
                 if mb > self.max_growth_mb
             ]
-            if not phase.answers and not phase.stopped:
+            if not (phase.answers or phase.stopped or phase.broken):
                 found.append(f"{phase.name}: no request was answered")
         for check in self.checks:
             found += [f"{check.phase}: asked alone: {error}" for error in check.errors]
@@ -121,9 +121,9 @@ def soak(opened: Opened, settings: Settings, drafting: str, max_growth_mb: float
         phase = run_phase(name, settings, opened.model, drafter_of(name), settings.seconds / len(names), say)
         report.phases.append(phase)
         over += settings.seconds / len(names)
-        _let_go(opened)
-        if phase.stopped:
+        if phase.stopped or phase.broken:
             return report
+        _let_go(opened)
         if drafter is not None and name == WITHOUT:
             for answer in phase.answers:
                 drafter.remember(answer.num_prompt_tokens, answer.tokens.tolist())
@@ -131,9 +131,9 @@ def soak(opened: Opened, settings: Settings, drafting: str, max_growth_mb: float
         seconds = settings.check_seconds / len(names)
         report.checks.append(check_phase(phase, settings, opened.model, drafter_of(phase.name), seconds, say))
         over += seconds
-        _let_go(opened)
-        if report.checks[-1].stopped:
+        if report.checks[-1].stopped or report.checks[-1].errors:
             break
+        _let_go(opened)
     return report
 
 
@@ -167,5 +167,6 @@ def _phase(phase: Phase) -> dict[str, Any]:
         "longest_prompt": max((a.num_prompt_tokens for a in phase.answers), default=0),
         "drafted": phase.drafted, "accepted": phase.accepted,
         "errors": phase.errors, "num_errors": phase.num_errors, "leaked": phase.leaked, "stopped": phase.stopped,
+        "broken": phase.broken,
         "growth_mb": growth(phase.samples), "samples": samples,
     }  # fmt: skip

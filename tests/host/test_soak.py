@@ -259,6 +259,35 @@ def test_a_planted_fault_is_found(
     assert "FAILED: " in "\n".join(lines(report.as_dict()))
 
 
+def test_nothing_is_asked_of_a_gpu_that_has_failed(
+    opened: Opened, by_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its context is lost: whatever comes after the error raises again, and the report is still printed."""
+    step, calls = Engine._step, [0]
+
+    def lost(*args: Any) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def failing(self: Engine) -> Any:
+        calls[0] += 1
+        if calls[0] == 60:
+            monkeypatch.setattr(Memory, "now", staticmethod(lost))
+            monkeypatch.setattr(Engine, "cancel", lost)
+            monkeypatch.setattr(Engine, "__init__", lost)
+            monkeypatch.setattr(Runner, "clear", lost)
+        return lost() if calls[0] >= 60 else step(self)
+
+    monkeypatch.setattr(Engine, "_step", failing)
+    report = run(opened, "both")
+    assert len(report.phases) == 1
+    assert report.phases[0].answers
+    assert report.phases[0].samples
+    assert report.checks == []
+    assert len(report.failures) == 2
+    assert all("an illegal memory access" in failure for failure in report.failures)
+    assert "\n".join(lines(report.as_dict())).count("FAILED") == 2
+
+
 def test_where_a_wrong_token_stands(opened: Opened, by_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_token(monkeypatch)
     (compared,) = run(opened, "off").checks

@@ -10,6 +10,7 @@ for few tokens, where blocks share a tile by split_k alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from kerngen.arch import Arch
 from kerngen.errors import ProblemError
@@ -34,7 +35,10 @@ class Tiling:
     # Up to 8 tokens, W from memory straight to registers (w4_gemv.cuh): block_k is what the warps of a tile have under
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
     gemv: bool = False
-    split_k: int = 1  # with gemv: blocks that share a tile and differ in K; the last of them adds their sums
+    split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves; the last to arrive adds them up
+    # Up to 8 tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a strip,
+    # block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
+    stream: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -42,14 +46,18 @@ class Tiling:
 
     def stage_bytes(self, group_size: int) -> int:
         groups = max(1, self.block_k // group_size)
+        if self.stream:
+            return self.block_n * self.block_k // 2 + self.block_n * groups * 2
         used = self.block_n * self.block_k // 2 + self.block_m * self.block_k * 2 + self.block_n * groups * 2
         return -(-used // 1024) * 1024 if self.wgmma else used
 
     def smem_bytes(self, group_size: int) -> int:
         """The stages, what the warps that split K exchange, and 16 bytes for who arrived last. All dynamic.
 
-        With gemv the exchange alone, twice where tiles follow each other.
+        With gemv the exchange alone, twice where tiles follow each other; with stream the slots and a barrier for each.
         """
+        if self.stream:
+            return -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
         if self.gemv:
             sums = self.warps_k * self.block_m * self.block_n * 4
             return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1) + 16 * (self.split_k > 1)
@@ -60,6 +68,8 @@ class Tiling:
         """Of a launch that multiplies `tiles` tiles of K = k."""
         if self.blocks_per_sm == 0:
             return tiles * self.split_k
+        if self.stream:
+            return min(self.blocks_per_sm * num_sms, tiles * self.split_k)
         if self.gemv:
             return min(self.blocks_per_sm * num_sms, tiles)
         return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
@@ -102,6 +112,18 @@ GEMV_SPACE = {
     "num_stages": (1,),
     "blocks_per_sm": (0, 2, 3),
     "split_k": (1, 2, 3, 4, 6, 8),
+}
+# For few tokens: see Tiling.stream.
+STREAM_SPACE = {
+    "block_m": (2, 4, 8),
+    "block_n": (STRIP,),
+    "block_k": (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 2816, 3072, 4096, 5120, 5632),
+    "warp_n": (STRIP,),
+    "warps_m": (1,),
+    "warps_k": (4, 8, 16),
+    "num_stages": (2, 3, 4, 5, 6, 8),
+    "blocks_per_sm": (1, 2),
+    "split_k": (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12),
 }
 
 
@@ -159,6 +181,32 @@ def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
         return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
     if (together := blocks * (c.smem_bytes(32) + arch.reserved_smem_bytes)) > min(arch.smem_per_sm, blocks * 49152):
         return f"{blocks} blocks an SM need {together:,} B; they have 48 KiB each, and {arch.smem_per_sm:,} B together"
+    return None
+
+
+def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
+    """As why_invalid where `stream` is chosen: of one tile of `rows` rows of x, and K = k. Without shared memory."""
+    if not arch.has_tma:
+        return f"stream=True: {arch} has no bulk copies; gemv=True serves up to 8 tokens from sm75 on"
+    if c.block_m not in (2, 4, 8) or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
+        return (f"stream takes a strip of W and 2, 4 or 8 rows of x: block_n={c.block_n} warp_n={c.warp_n} "
+                f"block_m={c.block_m} are not {STRIP}, {STRIP} and one of these for {rows} rows")  # fmt: skip
+    if c.warps_m != 1 or c.wgmma or c.gemv:
+        return f"stream=True goes with warps_m=1, wgmma=False and gemv=False, not {c.warps_m}, {c.wgmma} and {c.gemv}"
+    if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
+        return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
+                "and slots at least, and blocks that go through many strips")  # fmt: skip
+    if c.block_k % (group_size * c.warps_k):
+        return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole groups of {group_size}"
+    if (warps := c.warps_k * c.blocks_per_sm) > 16:
+        return f"{warps} warps in {c.blocks_per_sm} blocks an SM; 16 leave registers for as many of the next launch"
+    slot, most = c.block_k // group_size // c.warps_k, ceil(ceil(k // group_size / c.split_k) / c.warps_k)
+    if slot > most or k // group_size < c.split_k:
+        return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} groups a warp, a slot takes {slot}"
+    tiles = -(-most // slot) * slot * (group_size // STRIP)
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (64 * warps) // 8 * 8)
+    if (need := 4 * tiles * (c.block_m // 2 + 1) + 4 * c.block_m + 40) > available:
+        return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None
 
 

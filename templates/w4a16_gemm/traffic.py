@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kerngen.arch import Target
 from kerngen.templates.kernel import Traffic
-from kerngen.templates.w4a16_gemm.spec import Config, Problem, cost, num_blocks
+from kerngen.templates.w4a16_gemm.spec import Config, Problem, cost, num_blocks, workspace_bytes
 
 # What a tile that blocks share adds at the end, as steps: partial sums out, a counter, the others' partial sums back.
 MEETING_STEPS = 16
@@ -17,7 +17,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     spare the subtraction), in each of the warps_m warps that need them; a tensor instruction and the loads of its
     operands take about two slots of a scheduler.
     """
-    if config.gemv:
+    if config.gemv or config.stream:
         return _straight(problem, config, target)
     p, c = problem, config
     tiles_m, tiles_n = -(-p.num_tokens // c.block_m), -(-p.n // c.block_n)
@@ -47,7 +47,10 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
 
 
 def _straight(problem: Problem, config: Config, target: Target) -> Traffic:
-    """Without stages: what a block has under way is one turn of its warps, who wait for each other at its end alone."""
+    """Without stages, or a ring for each warp: a block's warps wait for each other at its end alone.
+
+    cuda_ops: as integers, unpacking and scaling 8 weights takes about 11 instructions, their products included.
+    """
     p, c = problem, config
     tiles = -(-p.n // c.block_n)
     turns = -(-p.k // (c.block_k * c.split_k))
@@ -55,14 +58,14 @@ def _straight(problem: Problem, config: Config, target: Target) -> Traffic:
     moved = tiles * c.split_k * turns * turn
     flops = 2 * 8 * tiles * c.block_n * c.split_k * turns * c.block_k
     weights = tiles * c.block_n * c.split_k * turns * c.block_k
-    shared = 2 * c.partial_bytes(num_blocks(p, c, target))
+    shared = 2 * workspace_bytes(p, c, target)
     rounds = -(-tiles * c.split_k // num_blocks(p, c, target))
     return Traffic(
         cost(p).bytes,
         flops,
         l2_bytes=moved + tiles * p.num_tokens * p.k * 2 + 2 * p.num_tokens * p.n + shared,
-        smem_bytes=2 * num_blocks(p, c, target) * rounds * c.smem_bytes(p.group_size),
-        cuda_ops=weights * (20 if p.dtype == "bf16" else 14) // 8 + 2 * 32 * flops // 4096,
-        bytes_in_flight=turn,
+        smem_bytes=2 * (moved if c.stream else num_blocks(p, c, target) * rounds * c.smem_bytes(p.group_size)),
+        cuda_ops=weights * 11 // 8 if c.stream else weights * (20 if p.dtype == "bf16" else 14) // 8 + flops // 64,
+        bytes_in_flight=turn * c.num_stages,
         steps=rounds + (MEETING_STEPS if shared else 0),
     )

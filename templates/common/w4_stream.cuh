@@ -1,0 +1,197 @@
+// W4A16 products with up to 8 tokens whose weights come through shared memory: what w4a16_gemm is made of where `stream`
+// is chosen. S as for W4Gemm.
+//
+// A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns; the units are dealt to the blocks in equal
+// runs, and a unit's columns to the warps of its block. What a warp needs of a run lies in few contiguous pieces, which it
+// fetches by bulk copies into a ring of its own: warps never wait for each other's bytes, and what the ring holds is
+// there before the kernel that makes x has finished. Of each unit the warps' sums meet in shared memory, in their order;
+// the parts of a strip meet in the workspace, where the last one adds them in theirs.
+#pragma once
+#include "common/bulk.cuh"
+#include "common/w4_digits.cuh"
+#include "common/w4_partials.cuh"
+#include "common/w4_store.cuh"
+
+template <class S> struct W4Stream {
+    static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
+    static constexpr bool BF16 = S::BF16, GATED = S::GATED;
+    static constexpr int THREADS = 32 * WARPS, STRIP = 32, TOKENS = S::BLOCK_M;
+    static constexpr int PAIRS = TOKENS / 2, QUADS = TOKENS * STRIP / 4;
+    static constexpr int NUM_STRIPS = N / STRIP, NUM_TILES = K / STRIP, UNITS = NUM_STRIPS * SPLIT_K;
+    // Columns are dealt in groups that share scales.
+    static constexpr int GROUP = S::GROUP_SIZE / STRIP, NUM_GROUPS = NUM_TILES / GROUP;
+    static constexpr int MOST_GROUPS = ceil_div(ceil_div(NUM_GROUPS, SPLIT_K), WARPS);  // of a warp, of a unit
+    static constexpr int SLOT_GROUPS = S::BLOCK_K / S::GROUP_SIZE / WARPS, SLOT_TILES = SLOT_GROUPS * GROUP;
+    static constexpr int ROUNDS = ceil_div(MOST_GROUPS, SLOT_GROUPS);  // slots that a unit takes
+    static constexpr bool EVEN = NUM_GROUPS % (SPLIT_K * WARPS) == 0 && MOST_GROUPS % SLOT_GROUPS == 0;
+    static constexpr int WORDS_BYTES = SLOT_TILES * 512, SLOT_BYTES = WORDS_BYTES + SLOT_GROUPS * 64;
+    static_assert(TOKENS % 2 == 0 && S::BLOCK_N == STRIP && SLOT_GROUPS > 0 && S::BLOCK_K % S::GROUP_SIZE == 0);
+
+    struct alignas(16) Shared {
+        uint8_t slots[WARPS][STAGES][SLOT_BYTES];
+        uint64_t barriers[WARPS][STAGES];
+        // behind it, for each unit of a block: float4 sums[WARPS][QUADS]
+    };
+
+    // Which groups of columns are a warp's in a part of K.
+    struct Share {
+        int first, count;
+        DEVICE Share(int part, int warp) {
+            const int begin = NUM_GROUPS * part / SPLIT_K, all = NUM_GROUPS * (part + 1) / SPLIT_K - begin;
+            first = begin + all * warp / WARPS;
+            count = begin + all * (warp + 1) / WARPS - first;
+        }
+    };
+
+    // A warp's place in its run: a unit, a round of it, and the slot that this is in.
+    struct Place {
+        int unit, round = 0, slot = 0;
+        uint32_t parity = 0;
+        DEVICE Place(int unit) : unit(unit) {}
+        DEVICE void next() {
+            if (++round == ROUNDS) round = 0, unit++;
+            if (++slot == STAGES) slot = 0, parity ^= 1;
+        }
+    };
+
+    // Begins to fetch `at`. By one lane of the warp, once all lanes have read what the slot held.
+    static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, const Place& at, uint64_t policy) {
+        const int warp = threadIdx.x / 32, strip = at.unit % NUM_STRIPS;
+        const Share share(at.unit / NUM_STRIPS, warp);
+        const int first = share.first + at.round * SLOT_GROUPS;
+        const int count = EVEN ? SLOT_GROUPS : max(0, min(SLOT_GROUPS, share.first + share.count - first));
+        uint64_t* const barrier = &s.barriers[warp][at.slot];
+        uint8_t* const slot = s.slots[warp][at.slot];
+        barrier_expect(barrier, count * (GROUP * 512 + 64));
+        if (!EVEN && count == 0) return;
+        copy_bulk(slot, w + (int64_t(strip) * NUM_TILES + first * GROUP) * 32, count * (GROUP * 512), barrier, policy);
+        copy_bulk(slot + WORDS_BYTES, scales + (int64_t(strip) * NUM_GROUPS + first) * 8, count * 64, barrier, policy);
+    }
+
+    // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. counters: one a strip,
+    // zero and left so; partials: [strip][SPLIT_K][QUADS]; both null where SPLIT_K is 1.
+    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales,
+                           uint32_t* counters, float4* partials, int num_tokens) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int first_unit = UNITS * int(blockIdx.x) / int(gridDim.x), end = UNITS * int(blockIdx.x + 1) / int(gridDim.x);
+        Place ahead(first_unit), at(first_unit);
+        const uint64_t policy = evict_first();
+        float4* const all_sums = reinterpret_cast<float4*>(&s + 1);
+        if (lane == 0) {
+#pragma unroll
+            for (int i = 0; i < STAGES; i++) barrier_init(&s.barriers[warp][i]);
+            barrier_init_fence();
+        }
+        __syncwarp();
+        for (int i = 0; i < STAGES; i++, ahead.next())
+            if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
+        pdl_wait();
+
+        W4Digits tokens[ROUNDS * SLOT_TILES][PAIRS];
+        float down[PAIRS];         // of token 2 p + t / 2, in lane (g, t)
+        int part = -1, count = 0;  // of K, whose columns `tokens` holds; the warp's tiles of it
+        for (int unit = first_unit; unit < end; unit++) {
+            if (part != unit / NUM_STRIPS) {
+                part = unit / NUM_STRIPS;
+                const Share share(part, warp);
+                count = share.count * GROUP;
+#pragma unroll
+                for (int p = 0; p < PAIRS; p++) {
+                    const int token = 2 * p + lane / 16;
+                    const bool has_token = token < num_tokens;
+                    const uint32_t* const row = x + token * (K / 2) + share.first * (GROUP * 16) + lane % 4;
+                    uint32_t words[ROUNDS * SLOT_TILES][4], most = 0;
+#pragma unroll
+                    for (int i = 0; i < ROUNDS * SLOT_TILES; i++) {
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {
+                            words[i][j] = 0;
+                            if (has_token && (EVEN || i < count)) words[i][j] = row[i * 16 + j * 4];
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < ROUNDS * SLOT_TILES; i++) {
+#pragma unroll
+                        for (int j = 0; j < 4; j++) most = max_abs2<BF16>(most, words[i][j]);
+                    }
+                    float2 of = Half<BF16>::unpack(most);
+                    of.x = max_nan(of.x, of.y);
+                    of.x = max_nan(of.x, __shfl_xor_sync(0xffffffffu, of.x, 1));
+                    of.x = max_nan(of.x, __shfl_xor_sync(0xffffffffu, of.x, 2));
+                    const W4Scaling<BF16> scaling(of.x, has_token);
+                    down[p] = __shfl_sync(0xffffffffu, scaling.down, lane % 4 / 2 * 16);
+#pragma unroll
+                    for (int i = 0; i < ROUNDS * SLOT_TILES; i++) tokens[i][p] = scaling.digits(words[i]);
+                }
+            }
+            float acc[PAIRS][4][2] = {};
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++, at.next()) {
+                const uint8_t* const slot = s.slots[warp][at.slot];
+                barrier_wait(&s.barriers[warp][at.slot], at.parity);
+#pragma unroll
+                for (int i = 0; i < SLOT_TILES; i++) {
+                    const uint4 words = *reinterpret_cast<const uint4*>(slot + i * 512 + lane * 16);
+                    uint2 by_row = *reinterpret_cast<const uint2*>(slot + WORDS_BYTES + i / GROUP * 64 + lane / 4 * 8);
+                    // beyond the warp's share x is zero, and what lies in the slot may be no number
+                    if (!EVEN && r * SLOT_TILES + i >= count) by_row = make_uint2(0, 0);
+                    w4_digit_product<BF16>(acc, words, by_row, tokens[r * SLOT_TILES + i]);
+                }
+                __syncwarp();
+                if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
+                ahead.next();
+            }
+
+            float4* const sums = all_sums + ((unit - first_unit) * WARPS + warp) * QUADS;
+#pragma unroll
+            for (int p = 0; p < PAIRS; p++) {
+                float v[4];
+#pragma unroll
+                for (int r = 0; r < 4; r++) {
+                    v[r] = lane % 2 ? 16384.0f * acc[p][r][0] : fmaf(128.0f, acc[p][r][1], acc[p][r][0]);
+                    v[r] = (v[r] + __shfl_xor_sync(0xffffffffu, v[r], 1)) * down[p];
+                }
+                if (lane % 2 == 0)
+                    sums[lane / 4 * TOKENS + 2 * p + lane % 4 / 2] = make_float4(v[0], v[1], v[2], v[3]);
+            }
+        }
+
+        // All warps meet once: what meeting costs, and the way to memory, is paid by all units together.
+        __syncthreads();
+        const int quads = num_tokens * 8, num_sums = (end - first_unit) * quads;  // quad q: rows 4 (q % 8) and on, token q / 8
+        auto store = [&](int strip, int q, float4 v) {
+            store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
+        };
+        auto partial = [&](int strip, int k, int q) { return partials + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
+        for (int i = threadIdx.x; i < num_sums; i += THREADS) {
+            const int index = i / quads, q = i - index * quads, unit = first_unit + index;
+            const float4* const sums = all_sums + index * WARPS * QUADS + q % 8 * TOKENS + q / 8;
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (int k = 0; k < WARPS; k++) add(sum, sums[k * QUADS]);
+            if constexpr (SPLIT_K > 1) put_partial(partial(unit % NUM_STRIPS, unit / NUM_STRIPS, q), sum);
+            else store(unit % NUM_STRIPS, q, sum);
+        }
+        if constexpr (SPLIT_K > 1) {
+            uint32_t* const is_last = reinterpret_cast<uint32_t*>(all_sums);  // of each unit
+            __threadfence();
+            __syncthreads();
+            for (int i = threadIdx.x; i < end - first_unit; i += THREADS) {
+                uint32_t* const counter = counters + (first_unit + i) % NUM_STRIPS;
+                is_last[i] = arrive(counter) == SPLIT_K - 1;
+                if (is_last[i]) *counter = 0;
+            }
+            __syncthreads();
+            for (int i = threadIdx.x; i < num_sums; i += THREADS) {
+                const int index = i / quads, q = i - index * quads, strip = (first_unit + index) % NUM_STRIPS;
+                if (!is_last[index]) continue;
+                float4 of[SPLIT_K], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+                for (int k = 0; k < SPLIT_K; k++) of[k] = get_partial(partial(strip, k, q), true);
+#pragma unroll
+                for (int k = 0; k < SPLIT_K; k++) add(sum, of[k]);
+                store(strip, q, sum);
+            }
+        }
+    }
+};

@@ -1,0 +1,107 @@
+"""The body of w4a16_gemm that multiplies integers: configurations of every kind, and tokens that are hard to scale."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kerngen.arch import ARCHES, Target
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import Case
+from kerngen.templates.w4a16_gemm.spec import STREAM_SPACE, Config, Problem
+
+KERNEL = find_kernel("w4a16_gemm")
+SHAPES = ((64, 704, 32), (320, 384, 64), (96, 1536, 128), (5376, 2112, 32), (2560, 10240, 32), (64, 21504, 32))
+CASES = [
+    Problem(n, k, group, dtype, tokens, gated)
+    for n, k, group in SHAPES
+    for dtype, tokens, gated in (("bf16", 1, False), ("fp16", 2, True), ("bf16", 3, True), ("fp16", 8, False))
+]
+
+
+def target_here() -> Target:
+    from kerngen.runtime.launcher import probe_device
+
+    arch = ARCHES[probe_device().arch]
+    if not arch.has_tma:
+        pytest.skip(f"{arch} has no bulk copies")
+    return Target.of(arch)
+
+
+def some_configs(problem: Problem, target: Target, most: int) -> list[Config]:
+    """Valid ones, drawn with the problem as the seed."""
+    rng = random.Random(str(problem))
+    found: dict[Config, None] = {}
+    slots = [problem.group_size * s for s in range(1, 12)]
+    for _ in range(20000):
+        space: dict[str, Any] = {name: rng.choice(choices) for name, choices in STREAM_SPACE.items()}
+        space["block_k"] = rng.choice(slots) * space["warps_k"]
+        config = Config(**space, stream=True)
+        if KERNEL.why_invalid(problem, config, target) is None:
+            found[config] = None
+            if len(found) == most:
+                break
+    return list(found)
+
+
+@pytest.mark.parametrize("problem", CASES, ids=lambda p: f"{p.n}x{p.k}_g{p.group_size}_{p.dtype}_m{p.num_tokens}")
+def test_every_way_to_cut_the_work(problem: Problem) -> None:
+    from kerngen.measure import check_function, load
+
+    target = target_here()
+    configs = some_configs(problem, target, 4)
+    assert configs
+    for config in configs:
+        function = load(KERNEL, problem, config)
+        for _ in range(2):  # the second launch finds the counters as the first one left them
+            result = check_function(function, KERNEL.cases.case_for(problem))
+            assert result.ok, f"{config}: {result.message}"
+
+
+def launched(problem: Problem, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of `x` by the body, and by the kernel's fp32 reference."""
+    from kerngen.measure import load
+
+    config = some_configs(problem, target_here(), 1)[0]
+    case: Case = KERNEL.cases.case_for(problem)
+    inputs = KERNEL.cases.inputs(case, "cuda") | {"x": x}
+    load(KERNEL, problem, config)(problem, **inputs)
+    return inputs["out"].float(), KERNEL.reference.reference(case, inputs)["out"].float()
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 3e4])
+def test_tokens_of_any_magnitude_and_with_outliers(magnitude: float) -> None:
+    problem = Problem(256, 2112, 32, "bf16", 2)
+    x = torch.randn(2, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * magnitude
+    x[0, ::97] *= 500
+    x[1, 64:1024] = 0
+    out, expected = launched(problem, x.bfloat16())
+    assert (out - expected).abs().max() <= 2.0**-7 * expected.abs().max()
+    # what an outlier leaves of the others: exact to 2^-22 of it, and so to less than a bf16 of the typical output
+    assert (out - expected).abs().mean() <= 2.0**-9 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_number_stays_none_and_stays_in_its_token(bad: float) -> None:
+    problem = Problem(256, 2112, 32, "bf16", 2)
+    x = torch.randn(2, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).bfloat16()
+    clean, _ = launched(problem, x.clone())
+    x[1, 1000] = bad
+    out, _ = launched(problem, x)
+    assert not out[1].isfinite().any()
+    assert torch.equal(out[0], clean[0])
+
+
+def test_a_token_does_not_depend_on_its_neighbour() -> None:
+    problem = Problem(2560, 10240, 32, "bf16", 2)
+    x = torch.randn(2, 10240, device="cuda", generator=torch.Generator("cuda").manual_seed(3)).bfloat16()
+    both, _ = launched(problem, x)
+    x[1] *= 3
+    again, _ = launched(problem, x)
+    assert torch.equal(both[0], again[0])
+    config = some_configs(problem, target_here(), 1)[0]
+    assert KERNEL.why_invalid(replace(problem, num_tokens=1), config, target_here()) is None

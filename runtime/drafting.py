@@ -41,9 +41,9 @@ class Drafter:
         """
         ops = self.ops
         ops.place = self.stack.name
+        kv_lens = lengths.to(torch.int32)  # before embed: attention reads it ahead (docs/architecture.md)
         embedded = self.target.embed(ids).to(ops.dtype)
         residual = ops.linear(torch.cat((embedded, hidden), dim=-1), self.weights.pre).to(ops.residual_dtype)
-        kv_lens = lengths.to(torch.int32)
 
         def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
             w = self.weights.layers[layer.index]

@@ -135,7 +135,7 @@ class Gemma4:
             if index == self._first_shared and outputs != "all":
                 if outputs == "none":
                     return h[:0]
-                rows, batch = batch.last_tokens()
+                rows, batch = batch.last_tokens()  # before the gathers: attention reads ahead what precedes those
                 residual, h = residual[rows], h[rows]
                 ple = None if ple is None else ple[rows]
             attend = self._attend(batch, cache)

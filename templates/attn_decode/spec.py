@@ -3,6 +3,10 @@
 One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
 (fp32, in the workspace). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+
+With programmatic dependent launch a block reads kv_lens, the block table and the tiles whose keys are all older than
+the new tokens before its predecessor has ended. In a forward they were complete before `embed` let its successor start
+(docs/architecture.md): the kernel right before may write q and the new tokens' K and V, nothing else that is read here.
 """
 
 from __future__ import annotations
@@ -193,6 +197,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
         block=(c.num_warps * 32, 1, 1),
         smem_bytes=smem_bytes(p, c, target),
         pdl=target.arch.has_pdl,
+        reads_ahead=target.arch.has_pdl,
     )
     if c.num_splits == 1:
         return (decode,)

@@ -46,10 +46,12 @@ template <int NUM_TEAMS> struct RowMerge {
     }
 };
 
-// Asks for the 128 bytes around `p` to be brought into L2. Harmless on memory that others may still write.
-DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
-// From L2: partial results were written by other SMs.
+// From L2: what other SMs wrote, perhaps since this SM's L1 was last emptied.
+DEVICE int load_l2(const int* p) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
 DEVICE float load_l2(const float* p) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");

@@ -240,8 +240,9 @@ class Ops(Protocol):
         new tokens included). Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, the last
         `window` of them if window > 0; slot_mapping names the rows that block_table has for these positions. Query head
         a reads KV head a / (nq / nkv). max_kv_len: no kv_len is longer, nor will be when a captured step is replayed.
-        positions, block_table and kv_lens are read ahead: they were written before the forward's `embed`, or before a
-        torch operation that came after that. Returns [batch * q_len, nq, d]; a query that sees no key gives zeros.
+        positions, slot_mapping, block_table and kv_lens are read ahead: they were written before the forward's `embed`,
+        or before a torch operation that came after that. Returns [batch * q_len, nq, d]; a query that sees no key
+        gives zeros.
         """
 
     def attn_prefill(

@@ -4,14 +4,14 @@ One block takes the query heads of one kv head, times the tokens, as the rows of
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
 (fp32, in the workspace). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
 
-From the projection itself (Problem.source) each block norms and turns its own rows of q, and writes to the cache the K
-and V of the new tokens among its keys before it reads them: new_heads.cuh.jinja says why each is written by someone.
-What follows may read the cache; a block reads no new key that another one has written.
+From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
+new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
+why a block reads no new key that only another one has written.
 
-With programmatic dependent launch a block reads kv_lens, positions, the block table and the tiles whose keys are all
-older than the new tokens before its predecessor has ended. In a forward they were complete before `embed` let its
-successor start (docs/architecture.md): the kernel right before may write q and slot_mapping, and with sources q and
-raw_q the new tokens' K and V, nothing else that is read here.
+With programmatic dependent launch a block reads kv_lens, positions, slot_mapping, the block table and keys older than
+the new tokens before its predecessor has ended. In a forward they were complete before `embed` let its successor start
+(docs/architecture.md): the kernel right before may write q, and with sources q and raw_q the new tokens' K and V,
+nothing else that is read here.
 """
 
 from __future__ import annotations

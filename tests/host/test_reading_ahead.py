@@ -91,7 +91,7 @@ class Watched(Reference):
             self.chain.inside = False
 
     def _check(self, given: dict[str, Any], q_len: int, window: int, where: str) -> None:
-        for name in ("kv_lens", "block_table", "positions"):
+        for name in ("kv_lens", "block_table", "positions", "slot_mapping"):
             if isinstance(tensor := given.get(name), Tensor):
                 assert _storage(tensor) not in self.chain.young, f"{where}: {name} is read ahead and was just written"
         page_size = given["k_cache"].shape[2]

@@ -52,7 +52,7 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
                 f"the cuda backend has no {dtype or kind} kernels on {arch}",
                 hint=f"use --dtype {arch.dtype}, or --backend torch",
             )
-        return KernelOps(Launch(launcher), kind)
+        return KernelOps(Launch(launcher, in_forwards=True), kind)
     for option, value in (("--db", db_url), ("--bundle", bundle)):
         if value:
             raise UsageError(

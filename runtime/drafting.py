@@ -41,17 +41,19 @@ class Drafter:
         """
         ops = self.ops
         ops.place = self.stack.name
+        kv_lens = lengths.to(torch.int32)  # before embed: attention reads it ahead (docs/architecture.md)
         embedded = self.target.embed(ids).to(ops.dtype)
         residual = ops.linear(torch.cat((embedded, hidden), dim=-1), self.weights.pre).to(ops.residual_dtype)
-        kv_lens = lengths.to(torch.int32)
 
-        def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
-            w = self.weights.layers[layer.index]
-            q = ops.q_norm_rope(qkv, w.q_norm, self.stack.ropes[layer.kind], lengths, self.config.text.rms_norm_eps)
-            pages = cache.pages(self._donors[layer.kind])
+        def attend(layer: LayerConfig, q: Tensor) -> Tensor:
+            config, rope = self.config.text, self.stack.ropes[layer.kind]
+            q_norm = self.weights.layers[layer.index].q_norm
+            pages, table = cache.pages(self._donors[layer.kind]), cache.groups[layer.kind].block_table
             window = layer.window + 1 if layer.is_sliding else 0
-            table = cache.groups[layer.kind].block_table
-            return ops.attn_decode(q, pages, table, kv_lens, 1, window, max_kv_len).flatten(1)
+            return ops.attend_decode(
+                q, config.num_q_heads, q_norm, None, rope, lengths, pages, None, table, kv_lens, 1, window, max_kv_len,
+                config.rms_norm_eps,
+            ).flatten(1)  # fmt: skip
 
         h = self.stack.first(residual)
         for index in range(len(self.stack.layers)):

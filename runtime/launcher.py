@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +95,8 @@ def _probed(index: int) -> Device:
 class Function:
     """One kernel, loaded for one compiled-in problem and configuration on the GPU `index`.
 
-    Call it with the runtime problem and every argument by name. Tensors must be contiguous and 16-byte aligned.
-    `source` says where the configuration came from.
+    Call it with the runtime problem and every argument by name, or `run` it with them in a mapping. Tensors must be
+    contiguous and 16-byte aligned. `source` says where the configuration came from.
     """
 
     def __init__(
@@ -164,14 +164,18 @@ class Function:
         return self._workspace
 
     def __call__(self, problem: Any, **arguments: Any) -> None:
+        self.run(problem, arguments)
+
+    def run(self, problem: Any, arguments: Mapping[str, Any], *, in_forward: bool = False) -> None:
+        """in_forward: what a launch that reads ahead reads was complete when a kernel before the last one began."""
         launches, workspace_bytes = self.plan(problem)
         if workspace_bytes:
-            arguments["workspace"] = self.workspace(workspace_bytes)
+            arguments = {**arguments, "workspace": self.workspace(workspace_bytes)}
         stream = torch.cuda.current_stream(self._device).cuda_stream
         for launch in launches:
-            self._launch(launch, arguments, stream)
+            self._launch(launch, arguments, stream, in_forward)
 
-    def _launch(self, launch: Launch, arguments: dict[str, Any], stream: int) -> None:
+    def _launch(self, launch: Launch, arguments: Mapping[str, Any], stream: int, in_forward: bool) -> None:
         driver = _driver()
         values, types = [], []
         for arg in self._args[launch.entry]:
@@ -190,7 +194,7 @@ class Function:
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
         config.sharedMemBytes = launch.smem_bytes
         config.hStream = stream
-        attributes = _attributes(launch)
+        attributes = _attributes(launch, in_forward)
         config.attrs, config.numAttrs = attributes, len(attributes)
         result = driver.cuLaunchKernelEx(
             config, driver.CUfunction(self._entries[launch.entry].ptr), (tuple(values), tuple(types)), 0
@@ -199,10 +203,10 @@ class Function:
 
 
 @cache
-def _attributes(launch: Launch) -> list[Any]:
+def _attributes(launch: Launch, in_forward: bool) -> list[Any]:
     driver = _driver()
     found = []
-    if launch.pdl:
+    if launch.pdl and (in_forward or not launch.reads_ahead):
         a = driver.CUlaunchAttribute()
         a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         a.value.programmaticStreamSerializationAllowed = 1
@@ -260,9 +264,9 @@ class Launcher:
             known = self._by_choice[choice] = self._loaded(choice)
         return known
 
-    def launch(self, call: Call[Any]) -> None:
-        """Run `call` on torch's current stream."""
-        self.function(find_kernel(call.kernel), call.problem)(call.problem, **call.arguments)
+    def launch(self, call: Call[Any], *, in_forward: bool = False) -> None:
+        """Run `call` on torch's current stream. in_forward: see Function.run."""
+        self.function(find_kernel(call.kernel), call.problem).run(call.problem, call.arguments, in_forward=in_forward)
 
     @property
     def functions(self) -> list[tuple[str, Any, Function]]:

@@ -135,7 +135,7 @@ class Gemma4:
             if index == self._first_shared and outputs != "all":
                 if outputs == "none":
                     return h[:0]
-                rows, batch = batch.last_tokens()
+                rows, batch = batch.last_tokens()  # before the gathers: attention reads ahead what precedes those
                 residual, h = residual[rows], h[rows]
                 ple = None if ple is None else ple[rows]
             attend = self._attend(batch, cache)
@@ -166,24 +166,25 @@ class Gemma4:
     def _attend(self, batch: Batch, cache: KVCache) -> Attend:
         ops, config = self.ops, self.config
 
-        def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
+        def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:  # [T, nq * d]
             w = self.weights.layers[layer.index]
             pages, rope, eps = cache.pages(layer), self.stack.ropes[layer.kind], config.rms_norm_eps
+            table, slots = cache.groups[layer.kind].block_table, batch.slots[layer.kind]
+            if batch.cu_seqlens is None:
+                return ops.attend_decode(
+                    qkv, config.num_q_heads, w.q_norm, w.k_norm, rope, batch.positions, pages,
+                    None if w.k_norm is None else slots, table, batch.kv_lens, batch.q_len, layer.window,
+                    batch.max_kv_len, eps,
+                ).flatten(1)  # fmt: skip
             if w.k_norm is None:
                 q = ops.q_norm_rope(qkv, w.q_norm, rope, batch.positions, eps)
             else:
                 q = ops.qkv_norm_rope(
-                    qkv, config.num_q_heads, w.q_norm, w.k_norm, rope, batch.positions, pages, batch.slots[layer.kind],
-                    eps,
-                )  # fmt: skip
-            table = cache.groups[layer.kind].block_table
-            if batch.cu_seqlens is None:
-                out = ops.attn_decode(q, pages, table, batch.kv_lens, batch.q_len, layer.window, batch.max_kv_len)
-            else:
-                out = ops.attn_prefill(
-                    q, pages, table, batch.kv_lens, batch.cu_seqlens, batch.max_seqlen, layer.window, batch.max_kv_len
+                    qkv, config.num_q_heads, w.q_norm, w.k_norm, rope, batch.positions, pages, slots, eps
                 )
-            return out.flatten(1)  # [T, nq * d]
+            return ops.attn_prefill(
+                q, pages, table, batch.kv_lens, batch.cu_seqlens, batch.max_seqlen, layer.window, batch.max_kv_len
+            ).flatten(1)
 
         return attend
 

@@ -97,6 +97,9 @@ class Launch:
     block: tuple[int, int, int]
     smem_bytes: int  # dynamic shared memory
     pdl: bool = False  # programmatic dependent launch: the kernel calls griddepcontrol.wait before it reads
+    # Before that wait it reads what was complete when the forward's first kernel, embed, let its successor start. Only
+    # in a forward is it launched with pdl: elsewhere the kernel right before may have written what it reads.
+    reads_ahead: bool = False
     cluster: tuple[int, int, int] = (1, 1, 1)
 
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     add_post_norm = _run(_add_norm.add_post_norm)
     argmax = _run(_softcap_argmax.argmax)
     attn_decode = _run(_attn_decode.attn_decode)
+    attn_decode_qkv = _run(_attn_decode.attn_decode_qkv)
+    attn_decode_raw_q = _run(_attn_decode.attn_decode_raw_q)
     attn_prefill = _run(_attn_prefill.attn_prefill)
     attn_prefill_dense = _run(_attn_prefill.attn_prefill_dense)
     centroid_greedy = _run(_centroid_head.centroid_greedy)
@@ -70,6 +72,8 @@ __all__ = [
     "add_post_norm",
     "argmax",
     "attn_decode",
+    "attn_decode_qkv",
+    "attn_decode_raw_q",
     "attn_prefill",
     "attn_prefill_dense",
     "centroid_greedy",

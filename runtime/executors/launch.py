@@ -15,19 +15,23 @@ R = TypeVar("R")
 
 
 class Launch:
-    """See `kerngen.runtime.executors.Executor`. launcher: of the GPU whose tensors the calls hold."""
+    """See `kerngen.runtime.executors.Executor`. launcher: of the GPU whose tensors the calls hold.
+
+    in_forwards: the calls are those of forwards that begin with `embed`, so that kernels may read ahead.
+    """
 
     name = "cuda"
     supports_graphs = True
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, *, in_forwards: bool = False) -> None:
         self.launcher = launcher
+        self._in_forwards = in_forwards
         self.device = torch.device("cuda", launcher.index)
         self.target: Target | None = launcher.target
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:
-            self.launcher.launch(call)
+            self.launcher.launch(call, in_forward=self._in_forwards)
         return call.result
 
     def outside(self, name: str) -> None:

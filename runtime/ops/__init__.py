@@ -143,7 +143,7 @@ class Ops(Protocol):
     dtype: torch.dtype  # activations, weights, caches: float32 | float16 | bfloat16
     residual_dtype: torch.dtype  # `residual_dtype(dtype)`
     supports_graphs: bool  # the engine captures the decode step in a CUDA graph
-    max_decode_len: int  # the longest q_len that attn_decode takes; more goes to attn_prefill
+    max_decode_len: int  # the longest q_len that attend_decode takes; more goes to attn_prefill
     place: str  # where in the model the next ops are ("sliding"): set by the model, read by records and profiles
 
     def sources(self) -> dict[str, int]:
@@ -216,24 +216,33 @@ class Ops(Protocol):
     def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
         """As qkv_norm_rope for a layer that owns no KV: q [T, nq * d]. Returns q [T, nq, d]."""
 
-    def attn_decode(
+    def attend_decode(
         self,
-        q: Tensor,
+        projected: Tensor,
+        num_q_heads: int,
+        q_norm: Tensor,
+        k_norm: Tensor | None,
+        rope: Rope,
+        positions: Tensor,
         cache: KVPages,
+        slot_mapping: Tensor | None,
         block_table: Tensor,
         kv_lens: Tensor,
         q_len: int,
         window: int,
         max_kv_len: int,
+        eps: float,
     ) -> Tensor:
-        """softmax(q k^T) v for `q_len` new tokens of each sequence, the cache already holding them. Scale
-        1.0.
+        """From the projection's output to attention's, for `q_len` new tokens of each sequence: qkv_norm_rope, or
+        q_norm_rope where k_norm and slot_mapping are None (a layer that owns no KV), then softmax(q k^T) v. Scale 1.0.
 
-        q [batch * q_len, nq, d], block_table [batch, max_pages] int32, kv_lens [batch] int32 (the new
-        tokens included). Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it,
-        the last `window` of them if window > 0. Query head a reads KV head a / (nq / nkv). max_kv_len: no
-        kv_len is longer, nor will be when a captured step is replayed. Returns [batch * q_len, nq, d]; a query
-        that sees no key gives zeros.
+        projected [batch * q_len, columns] as theirs, block_table [batch, max_pages] int32, kv_lens [batch] int32 (the
+        new tokens included). Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, the last
+        `window` of them if window > 0; slot_mapping names the rows that block_table has for these positions. Query head
+        a reads KV head a / (nq / nkv). max_kv_len: no kv_len is longer, nor will be when a captured step is replayed.
+        positions, slot_mapping, block_table and kv_lens are read ahead: they were written before the forward's `embed`,
+        or before a torch operation that came after that. Returns [batch * q_len, nq, d]; a query that sees no key
+        gives zeros.
         """
 
     def attn_prefill(
@@ -247,10 +256,10 @@ class Ops(Protocol):
         window: int,
         max_kv_len: int,
     ) -> Tensor:
-        """As attn_decode for ragged queries: sequence s owns rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] of
-        q.
+        """attend_decode's softmax(q k^T) v for ragged queries, whose K and V the cache holds: sequence s owns rows
+        cu_seqlens_q[s] to cu_seqlens_q[s + 1] of q.
 
-        q [T, nq, d]; cu_seqlens_q [batch + 1] int32. Never captured in a graph.
+        q [T, nq, d], normed and rotated; cu_seqlens_q [batch + 1] int32. Never captured in a graph.
         """
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:

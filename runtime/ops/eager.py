@@ -110,6 +110,31 @@ class TorchOps:
         normed = self.rmsnorm(x, weight, eps).float()
         return turned(normed, positions, rope.inv_freq, rope.num_rotated, DTYPE_NAME[self.dtype]).to(self.dtype)
 
+    def attend_decode(
+        self,
+        projected: Tensor,
+        num_q_heads: int,
+        q_norm: Tensor,
+        k_norm: Tensor | None,
+        rope: Rope,
+        positions: Tensor,
+        cache: KVPages,
+        slot_mapping: Tensor | None,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        q_len: int,
+        window: int,
+        max_kv_len: int,
+        eps: float,
+    ) -> Tensor:
+        if k_norm is None or slot_mapping is None:
+            q = self.q_norm_rope(projected, q_norm, rope, positions, eps)
+        else:
+            q = self.qkv_norm_rope(
+                projected, num_q_heads, q_norm, k_norm, rope, positions, cache, slot_mapping, eps
+            )  # fmt: skip
+        return self.attn_decode(q, cache, block_table, kv_lens, q_len, window, max_kv_len)
+
     def attn_decode(
         self,
         q: Tensor,
@@ -120,6 +145,7 @@ class TorchOps:
         window: int,
         max_kv_len: int,
     ) -> Tensor:
+        """Of ready queries [batch * q_len, nq, d]: the second half of attend_decode."""
         parts = [
             _attend(part, cache, row, kv_len, window)
             for part, row, kv_len in zip(q.split(q_len), block_table, kv_lens.tolist(), strict=True)

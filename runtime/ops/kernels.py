@@ -26,7 +26,7 @@ from kerngen.runtime.ops import (
 )
 from kerngen.runtime.ops.eager import unpacked_experts
 from kerngen.templates.add_norm.op import add_norm, add_post_norm
-from kerngen.templates.attn_decode.op import attn_decode
+from kerngen.templates.attn_decode.op import attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
@@ -142,18 +142,34 @@ class KernelOps:
         call = q_norm_rope(q, q_norm, rope.inv_freq, positions, rope.num_rotated, eps)
         return self.executor.run(call, self._at("q norm and RoPE"))
 
-    def attn_decode(
+    def attend_decode(
         self,
-        q: Tensor,
+        projected: Tensor,
+        num_q_heads: int,
+        q_norm: Tensor,
+        k_norm: Tensor | None,
+        rope: Rope,
+        positions: Tensor,
         cache: KVPages,
+        slot_mapping: Tensor | None,
         block_table: Tensor,
         kv_lens: Tensor,
         q_len: int,
         window: int,
         max_kv_len: int,
+        eps: float,
     ) -> Tensor:
-        call = attn_decode(q, cache.k, cache.v, block_table, kv_lens, q_len, window, max_kv_len)
-        return self.executor.run(call, self._at("attention"))
+        if k_norm is None or slot_mapping is None:
+            call = attn_decode_raw_q(
+                projected, q_norm, rope.inv_freq, positions, cache.k, cache.v, block_table, kv_lens, rope.num_rotated,
+                eps, q_len, window, max_kv_len,
+            )  # fmt: skip
+            return self.executor.run(call, self._at("q norm, RoPE, attention"))
+        call = attn_decode_qkv(
+            projected, q_norm, k_norm, rope.inv_freq, positions, cache.k, cache.v, slot_mapping, block_table, kv_lens,
+            num_q_heads, rope.num_rotated, eps, q_len, window, max_kv_len,
+        )  # fmt: skip
+        return self.executor.run(call, self._at("head norms, RoPE, cache, attention"))
 
     def attn_prefill(
         self,

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kerngen.templates.attn_decode.op import attn_decode
+from kerngen.templates.attn_decode.op import attn_decode, attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.call import Op
+from kerngen.templates.common.heads_torch import inverse_frequencies
 from kerngen.templates.kernel import Case
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
 _LOGIT_CAP = 2.0  # low enough to bend most scores of the cases
 
 
-def _case(name: str, kv_lens: list[int], seed: int = 0, **fields: Any) -> Case:
+def _case(
+    name: str, kv_lens: list[int], seed: int = 0, options: Mapping[str, Any] | None = None, **fields: Any
+) -> Case:
+    """options: `skipped`, the tokens whose slot is -1; `first_position`, what is added to all of them."""
     problem = Problem(batch=len(kv_lens), kv_len=max(kv_lens), **fields)
-    return Case(name, problem, seed, {"kv_lens": kv_lens})
+    return Case(name, problem, seed, {"kv_lens": kv_lens, **(options or {})})
 
 
 def _edges() -> list[Case]:
@@ -46,14 +51,65 @@ def _groups() -> list[Case]:
     cases = []
     for head_dim in (128, 256, 512):
         for group, q_len in ((1, 1), (1, 8), (2, 8), (4, 3), (8, 8), (16, 1), (16, 5)):
-            shape = {"num_q_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "q_len": q_len}
+            shape: dict[str, Any] = {"num_q_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "q_len": q_len}
             cases.append(_case(f"d{head_dim}-group{group}-q{q_len}", [130, 7, 1000], 40, dtype="fp16", **shape))
+    return cases
+
+
+def _raw() -> list[Case]:
+    """From the projection: new tokens around pages, tiles (of 16 and 32 keys), splits, windows and position 0."""
+    cases = []
+    for seed, (head_dim, dtype, page) in enumerate(
+        (d, t, page) for d, page in ((128, 16), (256, 32), (512, 64)) for t in ("fp16", "bf16")
+    ):
+        tag = f"d{head_dim}-{dtype}"
+        two: dict[str, Any] = {"head_dim": head_dim, "num_q_heads": 4, "num_kv_heads": 2, "dtype": dtype}
+        for source in ("raw_q", "qkv", "qk"):
+            turned = head_dim // 2 if source == "qkv" else head_dim // 8
+            raw: dict[str, Any] = {"source": source, "num_rotated_pairs": turned, "page_size": page, **two}
+            lens = [0, 1, page - 1, page, page + 1, 3 * page + 5, 500]
+            cases += [
+                _case(f"{tag}-{source}", lens, 100 + seed, **raw),
+                _case(f"{tag}-{source}-q4-window40", [0, 2, 3, 4, 5, 16, 17, 18, 33, 34, 39, 40, 41, 43, 44, 300],
+                      110 + seed, q_len=4, window=40, **raw),
+            ]  # fmt: skip
+    for head_dim in (128, 256, 512):
+        for group, q_len in ((1, 8), (2, 2), (4, 3), (8, 6), (8, 8), (16, 1), (16, 5), (16, 7)):
+            shape: dict[str, Any] = {"num_q_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "q_len": q_len}
+            shape |= {"num_rotated_pairs": head_dim // 2, "dtype": "fp16", "source": "qkv"}
+            cases.append(_case(f"d{head_dim}-qkv-group{group}-q{q_len}", [130, 7, 1000, 65], 120, **shape))
+    shape = {"head_dim": 256, "num_q_heads": 16, "num_kv_heads": 2, "num_rotated_pairs": 128, "dtype": "fp16"}
+    cases += [
+        # Windows shorter than the new tokens: a row of blocks sees some of them, another the others.
+        *(
+            _case(f"qkv-q8-window{window}", [8, 5, 20, 100, 0, 33], 130 + window, q_len=8, window=window, source="qkv",
+                  page_size=16, **shape)
+            for window in (1, 2, 7)
+        ),
+        *(
+            _case(f"qk-q3-window{window}", [31, 32, 33, 34, 35, 64, 65, 66, 67], 140, q_len=3, window=window,
+                  source="qk", page_size=16, **shape)
+            for window in (31, 32, 33)
+        ),
+        # Slots of -1: their rows stay, and are read as they are.
+        _case("qkv-q4-skipped", [70, 4, 129, 2], 150, {"skipped": [0, 3, 5, 8, 9, 10, 11]}, q_len=4, source="qkv",
+              **shape),
+        _case("qk-skipped", [70, 4, 129], 151, {"skipped": [0, 2]}, source="qk", **shape),
+        _case("qkv-late", [70, 4, 129], 152, {"first_position": 262014}, source="qkv", **shape),
+        _case("qkv-odd-pairs", [70, 4], 153, source="qkv", **(shape | {"num_rotated_pairs": 20})),
+        _case("qkv-no-pairs", [70, 4], 154, source="qkv", **(shape | {"num_rotated_pairs": 0})),
+        _case("qkv-cap", [200, 33], 155, q_len=2, source="qkv", logit_cap=True, **shape),
+        _case("raw_q-177k", [177000], 156, source="raw_q", page_size=16, **shape),
+        _case("qkv-ragged-window1024", [1023, 1024, 1025, 5, 0, 4099], 157, q_len=2, window=1024, source="qkv",
+              **shape),
+    ]  # fmt: skip
     return cases
 
 
 CASES: tuple[Case, ...] = (
     *_edges(),
     *_groups(),
+    *_raw(),
     *(
         _case(f"d{d}-cap", [200, 33], 50, head_dim=d, num_q_heads=8, num_kv_heads=1, q_len=2, page_size=16,
               dtype="fp16", logit_cap=True)
@@ -77,7 +133,7 @@ def case_for(problem: Problem) -> Case:
 
 
 def inputs(case: Case, device: torch.device) -> dict[str, Any]:
-    """Every argument by name; `out` is NaN.
+    """Every argument by name; `out` is NaN, and so are the rows of the caches that the kernel is to write.
 
     Scores have a standard deviation of 3: single keys carry weight, so that one key too many or too few shows
     (options may set sm_scale). Pages are scattered; only visible rows hold numbers, only their pages are in the table.
@@ -108,24 +164,66 @@ def inputs(case: Case, device: torch.device) -> dict[str, Any]:
                 cache[mine[-1].long(), :, end - (pages.stop - 1) * p.page_size :] = float("nan")
     for cache in (k, v):
         cache[order[taken:].long()] = float("nan")
-    q = random(len(kv_lens) * p.q_len, p.num_q_heads, p.head_dim)
+    tokens = len(kv_lens) * p.q_len
+    made = _raw_inputs(case, k, v, table, order[taken], generator) if p.source != "q" else {}
+    q = random(tokens, p.num_heads, p.head_dim)
     return {
-        "out": torch.full_like(q, float("nan")),
-        "q": q,
+        "out": torch.full_like(q[:, : p.num_q_heads], float("nan")),
+        "q": q if p.source == "q" else (2 * q).flatten(1),
         "k_cache": k,
         "v_cache": v,
         "block_table": table,
         "kv_lens": torch.tensor(kv_lens, dtype=torch.int32, device=device),
         "sm_scale": case.options.get("sm_scale", 3 * p.head_dim**-0.5),
         "logit_cap": _LOGIT_CAP if p.logit_cap else 0.0,
+        "eps": 1e-6,
+        **{name: made.get(name) for name in ("q_weight", "k_weight", "inv_freq", "positions", "slot_mapping")},
         "batch": len(kv_lens),
         "max_pages": max_pages,
     }
 
 
+def _raw_inputs(
+    case: Case, k: Tensor, v: Tensor, table: Tensor, spare: Tensor, generator: torch.Generator
+) -> dict[str, Any]:
+    """Weights about 1, positions, and slots where `table` has the tokens. Rows of k and v that they name become NaN.
+
+    spare: a page that no sequence has; slots of tokens before position 0 name it, and it must stay as it is.
+    """
+    p, device = case.problem, k.device
+    at = torch.tensor(case.options["kv_lens"], device=device)[:, None] - p.q_len + torch.arange(p.q_len, device=device)
+    at = at.flatten()  # [tokens]
+    page = table.repeat_interleave(p.q_len, 0).gather(1, at.clamp(min=0)[:, None] // p.page_size).squeeze(1)
+    slots = torch.where(at < 0, spare, page).long() * p.page_size + at.clamp(min=0) % p.page_size
+    slots[case.options.get("skipped", [])] = -1
+    new = slots[(slots >= 0) & (at >= 0)]
+
+    def weight() -> Tensor:
+        return (1 + 0.25 * torch.randn(p.head_dim, generator=generator, device=device)).to(k.dtype)
+
+    made = {
+        "q_weight": weight(),
+        "inv_freq": inverse_frequencies(p.head_dim, p.num_rotated_pairs, device),
+        "positions": at.clamp(min=0) + case.options.get("first_position", 0),
+    }
+    if p.owns_kv:
+        for cache in (k, v):
+            cache[new // p.page_size, :, new % p.page_size] = float("nan")
+        made |= {"k_weight": weight(), "slot_mapping": slots}
+    return made
+
+
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
     p = case.problem
-    names = ("q", "k_cache", "v_cache", "block_table", "kv_lens", "sm_scale", "logit_cap")
+    names = ["k_cache", "v_cache", "block_table", "kv_lens", "sm_scale", "logit_cap"]
     given = {"q_len": p.q_len, "window": p.window, "max_kv_len": p.kv_len}
-    return attn_decode, {n: inputs[n] for n in names} | given
+    if p.source == "q":
+        return attn_decode, {n: inputs[n] for n in ("q", *names)} | given
+    names += ["q_weight", "inv_freq", "positions", "eps"]
+    given["num_rotated_pairs"] = p.num_rotated_pairs
+    if p.source == "raw_q":
+        return attn_decode_raw_q, {n: inputs[n] for n in names} | given | {"q_raw": inputs["q"]}
+    names += ["k_weight", "slot_mapping"]
+    given["num_q_heads"] = p.num_q_heads
+    return attn_decode_qkv, {n: inputs[n] for n in names} | given | {"qkv": inputs["q"]}

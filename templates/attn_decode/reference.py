@@ -1,4 +1,4 @@
-"""Decode attention in eager torch, fp32, sequence by sequence: common/attention_torch.py."""
+"""Decode attention in eager torch, fp32, sequence by sequence: common/attention_torch.py, common/heads_torch.py."""
 
 from __future__ import annotations
 
@@ -9,27 +9,38 @@ from torch import Tensor
 
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.heads_torch import new_heads, written
 from kerngen.templates.kernel import Tolerance
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """{"out": [batch * q_len, num_q_heads, head_dim] fp32} for the kernel's arguments."""
-    p, out = problem, []
-    for queries, pages, kv_len in zip(
-        inputs["q"].split(p.q_len), inputs["block_table"], inputs["kv_lens"].tolist(), strict=True
-    ):
+    """out [batch * q_len, num_q_heads, head_dim], and the caches if the problem owns K and V, in fp32."""
+    p, out, results = problem, [], {}
+    q = inputs["q"]
+    if p.source != "q":
+        num_kv_heads = p.num_kv_heads if p.owns_kv else 0
+        q, k, v = new_heads(q, p.num_q_heads, num_kv_heads, p.source == "qk", p.num_rotated_pairs, p.dtype, inputs)
+        if p.owns_kv:
+            at = inputs["kv_lens"][:, None] - p.q_len + torch.arange(p.q_len, device=q.device)  # [batch, q_len]
+            slots = inputs["slot_mapping"].where(at.flatten() >= 0, -1)
+            results = {name: written(inputs[name], slots, new) for name, new in (("k_cache", k), ("v_cache", v))}
+    caches = [results.get(name, inputs[name]) for name in ("k_cache", "v_cache")]
+    for queries, pages, kv_len in zip(q.split(p.q_len), inputs["block_table"], inputs["kv_lens"].tolist(), strict=True):
         first = first_key(kv_len, p.q_len, p.window)
-        k, v = (gather_pages(inputs[name], pages, first, kv_len) for name in ("k_cache", "v_cache"))
+        k, v = (gather_pages(cache, pages, first, kv_len) for cache in caches)
         cap = inputs["logit_cap"] if p.logit_cap else 0.0
         out.append(attend(queries, k, v, kv_len, window=p.window, sm_scale=inputs["sm_scale"], logit_cap=cap))
-    return {"out": torch.cat(out)}
+    return {"out": torch.cat(out), **results}
 
 
 def tolerance(problem: Problem) -> Tolerance:
     """Probabilities and the output are each rounded once to `dtype`, with unit roundoff u.
 
     Probabilities sum to 1, so their rounding moves the output by at most u * sum p |v| <= u * max |v|, and |v| < 6 in
-    the cases; the signs differ, so that the sum stays near u. 4u covers it and the last rounding.
+    the cases; the signs differ, so that the sum stays near u. 4u covers it and the last rounding. Of heads that are
+    made here a rounding may flip, as qkv_norm_rope's may: of values of about 4 and less, by 8u.
     """
     u = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11
-    return Tolerance(4 * u, 4 * u, f"4 roundings to {problem.dtype} (u = {u:.1e})")
+    if problem.source == "q":
+        return Tolerance(4 * u, 4 * u, f"4 roundings to {problem.dtype} (u = {u:.1e})")
+    return Tolerance(8 * u, 4 * u, f"a flipped rounding of values up to 4, or 4 roundings, to {problem.dtype}")

@@ -1,8 +1,17 @@
-"""attn_decode: split-KV attention for 1 to 8 new tokens a sequence over a paged KV cache.
+"""attn_decode: split-KV attention for 1 to 8 new tokens a sequence over a paged KV cache, head norms and RoPE too.
 
 One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
 (fp32, in the workspace). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+
+From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
+new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
+why a block reads no new key that only another one has written.
+
+With programmatic dependent launch a block reads kv_lens, positions, slot_mapping, the block table and keys older than
+the new tokens before its predecessor has ended. In a forward they were complete before `embed` let its successor start
+(docs/architecture.md): the kernel right before may write q, and with sources q and raw_q the new tokens' K and V,
+nothing else that is read here.
 """
 
 from __future__ import annotations
@@ -16,12 +25,20 @@ from kerngen.errors import ProblemError
 from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
 
+SOURCES = ("q", "raw_q", "qkv", "qk")
 MAX_Q_LEN = 8  # new tokens a sequence: more are a prefill's
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Softmax(q k^T * sm_scale) v over what each query sees. window: keys seen, the query's own included; 0 is all."""
+    """Softmax(q k^T * sm_scale) v over what each query sees. window: keys seen, the query's own included; 0 is all.
+
+    source: what `q` holds of a token. "q": its heads, ready, with K and V in the cache; "raw_q": its heads before norm
+    and RoPE; "qkv": q | k | v before both, "qk": q | k where V is the raw K: then k = rope(norm(k; k_weight)) and
+    norm(v) go to row slot_mapping[t] = page * page_size + row of the caches, which is where the block table has the
+    token's position, or nowhere where it is negative. As qkv_norm_rope, but that a token at a negative position (kv_len
+    < q_len) is not written. Of each head the pairs (j, j + head_dim / 2) for j < num_rotated_pairs turn.
+    """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "kv_len")
     DYNAMIC: ClassVar[str] = "kv_len"
@@ -36,6 +53,8 @@ class Problem:
     logit_cap: bool = False
     batch: int = 1
     kv_len: int = 8192  # tokens valid in a sequence, the new ones included
+    source: str = "q"
+    num_rotated_pairs: int = 0  # 0 with source q
 
     def __post_init__(self) -> None:
         if self.head_dim not in (128, 256, 512):
@@ -52,6 +71,11 @@ class Problem:
             raise ProblemError(f"dtype={self.dtype!r} is not one of: {', '.join(DTYPES)}")
         if self.window < 0 or self.batch < 1 or self.kv_len < 0:
             raise ProblemError(f"window={self.window}, batch={self.batch} and kv_len={self.kv_len} must be >= 0, 1, 0")
+        if self.source not in SOURCES:
+            raise ProblemError(f"source={self.source!r} is not one of: {', '.join(SOURCES)}")
+        most = 0 if self.source == "q" else self.head_dim // 2
+        if not 0 <= self.num_rotated_pairs <= most:
+            raise ProblemError(f"num_rotated_pairs={self.num_rotated_pairs} is not in 0..{most} (source {self.source})")
 
     @property
     def group(self) -> int:
@@ -62,6 +86,16 @@ class Problem:
     def rows(self) -> int:
         """Rows of the matrix that one kv head's queries form."""
         return self.group * self.q_len
+
+    @property
+    def owns_kv(self) -> bool:
+        """Whether K and V of the new tokens are made here."""
+        return self.source in ("qkv", "qk")
+
+    @property
+    def num_heads(self) -> int:
+        """Heads in a row of `q`."""
+        return self.num_q_heads + {"qkv": 2, "qk": 1}.get(self.source, 0) * self.num_kv_heads
 
     @property
     def visible(self) -> int:
@@ -100,7 +134,9 @@ ARGS: dict[str, tuple[Arg, ...]] = {
     "attn_decode": (
         Arg("out", "ptr"), Arg("q", "ptr"), Arg("k_cache", "ptr"), Arg("v_cache", "ptr"),
         Arg("block_table", "ptr", align=4), Arg("kv_lens", "ptr", align=4), Arg("workspace", "ptr"),
-        Arg("sm_scale", "f32"), Arg("logit_cap", "f32"), Arg("batch", "i32"), Arg("max_pages", "i32"),
+        Arg("q_weight", "ptr"), Arg("k_weight", "ptr"), Arg("inv_freq", "ptr"), Arg("positions", "ptr", align=8),
+        Arg("slot_mapping", "ptr", align=8), Arg("sm_scale", "f32"), Arg("logit_cap", "f32"), Arg("eps", "f32"),
+        Arg("batch", "i32"), Arg("max_pages", "i32"),
     ),
     "attn_combine": (Arg("out", "ptr"), Arg("workspace", "ptr"), Arg("batch", "i32")),
 }  # fmt: skip
@@ -114,7 +150,7 @@ BODIES = (
         serves=lambda arch: not arch.has_ldmatrix,
     ),
 )  # fmt: skip
-OUTPUTS: tuple[str, ...] = ("out",)
+OUTPUTS: tuple[str, ...] = ("out", "k_cache", "v_cache")  # the caches where the problem owns K and V
 
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
 MAX_ACCUMULATORS = 128
@@ -172,16 +208,17 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     queries = c.block_m * p.head_dim * 2
     scores = c.num_warps * c.block_n * c.block_m * 4 if c.split_d > 1 else 0
     stats = 2 * teams * c.block_m * 4
+    turns = 0 if p.source == "q" else p.q_len * p.head_dim * 2  # a cosine and a sine for each pair of a token
     if target.arch.has_ldmatrix:
         ring = teams * c.num_stages * c.block_n * p.head_dim * 2
         if c.split_d > 1 and c.block_m // 8 % c.split_d == 0:  # rows are dealt to the warps of a team
             exchange = scores + teams * c.block_m * (c.block_n * 2 + 4)
         else:
             exchange = 2 * scores
-        return ring + queries + exchange + stats
+        return ring + queries + exchange + stats + turns
     merge = teams * 8 * 128 * c.split_d * 4
     probabilities = c.num_warps * c.block_m * 80
-    return merge + queries + probabilities + 2 * scores + stats
+    return merge + queries + probabilities + 2 * scores + stats + turns
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
@@ -193,6 +230,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
         block=(c.num_warps * 32, 1, 1),
         smem_bytes=smem_bytes(p, c, target),
         pdl=target.arch.has_pdl,
+        reads_ahead=target.arch.has_pdl,
     )
     if c.num_splits == 1:
         return (decode,)
@@ -218,11 +256,13 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 
 def cost(problem: Problem) -> Cost:
-    """Each visible key and value once, q and out once; two products."""
+    """Each visible key and value once, q and out once, new keys and values written once; two products."""
     p = problem
     kv = p.batch * p.num_kv_heads * p.visible * p.head_dim * 2 * 2
-    ends = 2 * p.batch * p.q_len * p.num_q_heads * p.head_dim * 2
-    return Cost(bytes=kv + ends, flops=4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim)
+    new = 2 * p.num_kv_heads if p.owns_kv else 0
+    ends = p.batch * p.q_len * (p.num_heads + p.num_q_heads + new) * p.head_dim * 2
+    constants = 0 if p.source == "q" else p.head_dim * (4 if p.owns_kv else 2) + p.head_dim * 2  # norms, frequencies
+    return Cost(bytes=kv + ends + constants, flops=4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim)
 
 
 def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:

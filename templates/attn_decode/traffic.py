@@ -18,6 +18,7 @@ from kerngen.templates.kernel import Traffic
 # Instructions of a lane for one score (scale, maximum, exponential, sum, conversion), for one row's reductions, and
 # for one 16-byte copy with its address. From the SASS of the sm90 and sm70 bodies, rounded.
 SCORE_OPS, ROW_OPS, COPY_OPS = 10, 20, 4
+HEAD_OPS, TURN_OPS = 10, 15  # instructions for an element of a head's norm and RoPE, for an element's sine and cosine
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 
 
@@ -47,6 +48,8 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
     warp_ops = products + copies + softmax + 2 * k_tiles * d_tiles
     # A block ends with its accumulators of every team through shared memory and back.
     blocks = streams * c.num_splits
+    heads = 0 if p.source == "q" else min(c.block_m, p.rows) + (2 * p.q_len if p.owns_kv else 0)  # that it makes
+    turns = 0 if p.source == "q" else p.q_len
     merge = blocks * (warps // c.split_d) * c.block_m * p.head_dim * 4 * 2
     partials = workspace_bytes(p, c, target)
     least = cost(p).bytes
@@ -55,7 +58,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         flops=tiles * 4 * c.block_m * c.block_n * p.head_dim,
         l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + partials,
         smem_bytes=tiles * moved + merge,
-        cuda_ops=tiles * c.split_d * warp_ops * 32,
+        cuda_ops=tiles * c.split_d * warp_ops * 32 + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS),
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
     )
     if c.num_splits == 1:

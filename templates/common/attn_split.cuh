@@ -46,10 +46,17 @@ template <int NUM_TEAMS> struct RowMerge {
     }
 };
 
-// Asks for the 128 bytes around `p` to be brought into L2. Harmless on memory that others may still write.
-DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
-// From L2: partial results were written by other SMs.
+// From L2: what other SMs wrote, perhaps since this SM's L1 was last emptied.
+DEVICE int load_l2(const int* p) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE int64_t load_l2(const int64_t* p) {
+    int64_t v;
+    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
 DEVICE float load_l2(const float* p) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
@@ -134,14 +141,24 @@ DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* part
     store_half4<BF16>(out + int64_t(row) * HEAD_DIM + 4 * column, sum);
 }
 
-// 16 bytes that are read once, not kept in L1, or zeros where `valid` is false: then nothing is read.
-DEVICE uint4 load_or_zero(const void* p, bool valid) {
+// 16 bytes that are read once, or zeros where `valid` is false: then nothing is read. CONSTANT: this kernel does not write
+// them; otherwise they come from L2, where it did.
+template <bool CONSTANT> DEVICE uint4 load_or_zero(const void* p, bool valid) {
     uint4 v;
-    asm volatile(
-        "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
-        "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-        "@ok ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-        : "l"(p), "r"(int(valid)));
+    if constexpr (CONSTANT)
+        asm volatile(
+            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
+            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+            "@ok ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+            : "l"(p), "r"(int(valid)));
+    else
+        asm volatile(
+            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
+            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+            "@ok ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+            : "l"(p), "r"(int(valid))
+            : "memory");
     return v;
 }

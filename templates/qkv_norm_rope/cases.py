@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
+from kerngen.templates.common.heads_torch import inverse_frequencies
 from kerngen.templates.common.row_torch import Draw, poisoned
 from kerngen.templates.kernel import Case
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
@@ -44,13 +45,6 @@ CASES = (
     *_cases(4, 0, 1, 17, q_only=True, **SLIDING),
     *_cases(32, 0, 3, q_only=True, **FULL),
 )
-
-
-def inverse_frequencies(head_dim: int, num_rotated_pairs: int, device: torch.device | str) -> torch.Tensor:
-    """theta^(-2 j / head_dim) for the pairs that turn, then zeros: [head_dim / 2] fp32."""
-    theta = 1e4 if num_rotated_pairs == head_dim // 2 else 1e6
-    powers = torch.arange(0, 2 * num_rotated_pairs, 2, dtype=torch.float32, device=device) / head_dim
-    return torch.nn.functional.pad(1.0 / theta**powers, (0, head_dim // 2 - num_rotated_pairs))
 
 
 def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.compile import compile_cubin, require_target
 from kerngen.errors import ProblemError, ToolchainError
 from kerngen.render import render
+from kerngen.runtime.executors.reference import Reference
 from kerngen.templates import find_kernel
+from kerngen.templates.attn_decode.op import attn_decode
 from kerngen.templates.common.attention_torch import attend
 from kerngen.templates.kernel import Case
+from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 
 KERNEL = find_kernel("attn_decode")
 SPEC = KERNEL.spec
@@ -108,12 +112,47 @@ def test_bf16_is_refused_before_sm80() -> None:
         {"dtype": "fp64"},
         {"window": -1},
         {"batch": 0},
+        {"source": "kv"},
+        {"num_rotated_pairs": 1},
+        {"source": "qkv", "num_rotated_pairs": 65},
     ],
     ids=str,
 )
-def test_contradictions_are_refused(fields: dict[str, int]) -> None:
+def test_contradictions_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ProblemError):
         SPEC.Problem(**fields)
+
+
+@pytest.mark.parametrize("case", [c for c in KERNEL.cases.CASES if c.name.startswith(("q", "raw_q-1", "d128"))
+                                  and c.problem.source != "q"], ids=str)  # fmt: skip
+def test_from_the_projection_is_head_norms_rope_and_attention(case: Case) -> None:
+    """What one call gives is what its two halves give, one after the other; and so is what they leave in the caches."""
+    reference, inputs = Reference(), KERNEL.cases.inputs(case, torch.device("cpu"))
+    op, arguments = KERNEL.cases.op_call(case, inputs)
+    caches = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
+    at_once = reference.run(op(**arguments), "")
+    new = {n: v for n, v in arguments.items() if n in ("q_weight", "inv_freq", "positions", "num_rotated_pairs", "eps")}
+    if case.problem.owns_kv:
+        before = inputs["kv_lens"][:, None] - case.problem.q_len + torch.arange(case.problem.q_len) < 0
+        new |= {n: arguments[n] for n in ("qkv", "k_weight", "num_q_heads")} | caches
+        new["slot_mapping"] = arguments["slot_mapping"].masked_fill(before.flatten(), -1)  # those are not written
+        q = reference.run(qkv_norm_rope(**new), "")
+    else:
+        q = reference.run(q_norm_rope(q_raw=arguments["q_raw"], **new), "")
+    rest = {
+        n: arguments[n] for n in ("block_table", "kv_lens", "q_len", "window", "max_kv_len", "sm_scale", "logit_cap")
+    }
+    assert torch.equal(at_once, reference.run(attn_decode(q, **caches, **rest), ""))
+    for name, cache in caches.items():
+        torch.testing.assert_close(inputs[name], cache, rtol=0, atol=0, equal_nan=True)
+
+
+def test_shared_memory_has_room_for_sines_of_every_token() -> None:
+    """Only where heads are made: the others keep what they took."""
+    target, config = Target.of(find_arch("sm90")), SPEC.Config()
+    plain = SPEC.Problem(head_dim=512, q_len=4)
+    raw = replace(plain, source="qk", num_rotated_pairs=64)
+    assert SPEC.smem_bytes(raw, config, target) - SPEC.smem_bytes(plain, config, target) == 4 * 256 * 2 * 2
 
 
 def test_grid_does_not_depend_on_kv_len() -> None:

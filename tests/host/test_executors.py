@@ -149,7 +149,7 @@ def _run_all(model: Gemma4, drafter: Drafter | None) -> None:
             engine.runner.prefill(chunks, 0)
     for tokens, start in ((1, 0), (63, 64)):
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-        model.forward(Batch.prefill(ids, start, engine.cache.rows(1)), engine.cache.rows(1), outputs="all")
+        model.forward(Batch.prefill(ids, start, engine.cache.rows(1)), engine.cache.rows(1), outputs="last")
 
 
 def _handle(sampling: Sampling, length: int) -> Handle:

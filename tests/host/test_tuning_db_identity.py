@@ -32,7 +32,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "attn_decode": (
         {"kv_len": 8192, "batch": 1},
         {"head_dim": 128, "num_q_heads": 32, "num_kv_heads": 8, "q_len": 1, "page_size": 64, "window": 0,
-         "dtype": "bf16", "logit_cap": False},
+         "dtype": "bf16", "logit_cap": False, "source": "q", "num_rotated_pairs": 0},
         {"block_m": 8, "block_n": 16, "split_d": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1},
     ),
     "attn_prefill": (
@@ -151,7 +151,10 @@ def _with_field(cls: type[Any], name: str, type_: type[Any], default: Any) -> ty
 
 def _asked(kernel: Kernel, **more: Any) -> Any:
     """attn_decode as Gemma-4 31B asks it, in its sliding layers."""
-    return kernel.problem_type(head_dim=256, num_q_heads=32, num_kv_heads=16, window=1024, batch=1, kv_len=512, **more)
+    return kernel.problem_type(
+        head_dim=256, num_q_heads=32, num_kv_heads=16, window=1024, batch=1, kv_len=512, source="qkv",
+        num_rotated_pairs=128, **more,
+    )  # fmt: skip
 
 
 def _found(store: Store, kernel: Kernel, problem: Any) -> Winner:

@@ -1,0 +1,145 @@
+"""Kernels that read before their predecessor has ended find in every forward what they read (docs/architecture.md).
+
+The rule is played: what a torch kernel or `embed` finds written is complete for all that follows, for the former starts
+after all before it has ended, and the latter lets its successor start after that. What is written later is young, and
+is not read ahead.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import tiny_gemma
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kerngen.arch import Target, find_arch
+from kerngen.compile import compile_ptx
+from kerngen.render import render
+from kerngen.runtime.config import read_drafter_config, read_model_config
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine import Engine
+from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.weights.loader import load_drafter, load_model
+from kerngen.templates import find_kernel
+from kerngen.templates.call import Call
+from kerngen.templates.kernel import Launch
+
+R = TypeVar("R")
+SERVED = {"head_dim": 128, "global_head_dim": 256, "hidden_size": 64, "intermediate_size": 96}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Chain(TorchDispatchMode):
+    """What is young. A storage that may be freed meanwhile keeps its address taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.young: dict[int, Tensor] = {}
+        self.slots: dict[int, list[Tensor]] = {}  # of each young cache: what was written there
+        self.inside = False  # of a kernel of ours
+
+    def finish(self) -> None:
+        self.young.clear()
+        self.slots.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = isinstance(result, Tensor) and any(
+            isinstance(a, Tensor) and a is not result and _storage(a) == _storage(result) for a in args
+        )
+        if not self.inside and not is_view and "empty" not in func.__name__:
+            self.finish()
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, Tensor):
+                    self.young[_storage(tensor)] = tensor
+        return result
+
+
+class Watched(Reference):
+    """The reference executor, which notes what each call writes, and checks what it would read ahead."""
+
+    def __init__(self, chain: Chain) -> None:
+        super().__init__()
+        self.chain = chain
+        self.num_read = 0  # keys
+
+    def run(self, call: Call[R], where: str) -> R:
+        self.chain.inside = True
+        try:
+            if call.kernel == "attn_decode":
+                self._check(dict(call.arguments), call.problem.q_len, call.problem.window, where)
+            result = super().run(call, where)
+            if call.kernel == "embed":
+                self.chain.finish()
+            slots = call.arguments.get("slot_mapping")
+            for name in find_kernel(call.kernel).outputs:
+                if isinstance(tensor := call.arguments[name], Tensor):
+                    self.chain.young[_storage(tensor)] = tensor
+                    if name == "k_cache" and slots is not None:
+                        self.chain.slots.setdefault(_storage(tensor), []).append(slots)
+            return result
+        finally:
+            self.chain.inside = False
+
+    def _check(self, given: dict[str, Any], q_len: int, window: int, where: str) -> None:
+        for name in ("kv_lens", "block_table", "positions", "slot_mapping"):
+            if isinstance(tensor := given.get(name), Tensor):
+                assert _storage(tensor) not in self.chain.young, f"{where}: {name} is read ahead and was just written"
+        page_size = given["k_cache"].shape[2]
+        written = self.chain.slots.get(_storage(given["k_cache"]), [])
+        new = {int(slot) for slots in written for slot in slots}
+        for table, kv_len in zip(given["block_table"], given["kv_lens"].tolist(), strict=True):
+            old = torch.arange(max(0, kv_len - q_len - window + 1) if window else 0, max(0, kv_len - q_len))
+            slots = table[old // page_size].long() * page_size + old % page_size
+            seen = {int(slot) for slot in slots if slot >= page_size}  # page 0 belongs to nobody
+            assert not seen & new, f"{where}: old keys in slots {sorted(seen & new)} were just written"
+            self.num_read += len(seen)
+
+
+@pytest.mark.parametrize("variant", ["dense", "k_eq_v", "shared_ple"])
+def test_forwards_have_written_before_embed_what_is_read_ahead(variant: str, tmp_path: Path) -> None:
+    """Prefill in chunks (of which shared layers decode the last token), decode steps, drafts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SERVED.items():
+            patch.setitem(tiny_gemma.BASE, name, value)
+        tiny_gemma.make_target(tmp_path / "target", variant)
+        tiny_gemma.make_assistant(tmp_path / "assistant", variant)
+    with Chain() as chain:
+        ops = KernelOps(watched := Watched(chain), torch.float32)
+        config = read_model_config(tmp_path / "target")
+        model = Gemma4(config, load_model(tmp_path / "target", config, ops), ops)
+        drafter_config = read_drafter_config(tmp_path / "assistant", config)
+        drafter = Drafter(drafter_config, load_drafter(tmp_path / "assistant", drafter_config, ops), model)
+        engine = Engine(model, drafter, max_len=80, num_draft_tokens=2, prefill_chunk=11, page_size=16)
+        engine.generate([config.bos_id, *range(3, 27)], max_new_tokens=8)
+    assert watched.num_read > 100
+
+
+def test_embed_lets_its_successor_start_after_its_own_wait() -> None:
+    kernel, arch = find_kernel("embed"), find_arch("sm90")
+    problem = kernel.problem_type()
+    config = kernel.default_config(problem, Target.of(arch))
+    ptx = compile_ptx(render(kernel, problem, config, Target.of(arch)), arch).image.decode()
+    assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+
+
+def test_outside_of_a_forward_nothing_is_read_ahead() -> None:
+    """There the kernel right before may be torch's, and have written the lengths."""
+    pytest.importorskip("cuda.bindings")
+    from kerngen.runtime.launcher import _attributes
+
+    plain = Launch("attn_decode", (1, 1, 1), (32, 1, 1), 0, pdl=True)
+    ahead = Launch("attn_decode", (1, 1, 1), (32, 1, 1), 0, pdl=True, reads_ahead=True)
+    assert [len(_attributes(x, in_forward)) for x in (plain, ahead) for in_forward in (False, True)] == [1, 1, 0, 1]
+    kernel, target = find_kernel("attn_decode"), Target.of(find_arch("sm90"))
+    problem = kernel.problem_type()
+    assert kernel.launches(problem, kernel.default_config(problem, target), target)[0].reads_ahead

@@ -15,7 +15,7 @@ from kerngen.templates.kernel import Case
 from kerngen.templates.w4a16_gemm.spec import STREAM_SPACE, Config, Problem
 
 KERNEL = find_kernel("w4a16_gemm")
-SHAPES = ((64, 704, 32), (320, 384, 64), (96, 1536, 128), (5376, 2112, 32), (2560, 10240, 32), (64, 21504, 32))
+SHAPES = ((64, 704, 32), (320, 384, 64), (96, 1536, 128), (5376, 2112, 32), (2560, 10240, 32), (64, 5376, 32))
 CASES = [
     Problem(n, k, group, dtype, tokens, gated)
     for n, k, group in SHAPES
@@ -70,7 +70,7 @@ def launched(problem: Problem, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     case: Case = KERNEL.cases.case_for(problem)
     inputs = KERNEL.cases.inputs(case, "cuda") | {"x": x}
     load(KERNEL, problem, config)(problem, **inputs)
-    return inputs["out"].float(), KERNEL.reference.reference(case, inputs)["out"].float()
+    return inputs["out"].float(), KERNEL.reference.expected(problem, inputs)["out"].float()
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 3e4])

@@ -22,7 +22,7 @@ from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common import w4_tiling
 from kerngen.templates.common.row_spec import require, require_tokens, why_no_dtype
-from kerngen.templates.common.w4_tiling import MAX_BLOCKS, Tiling, matrix_bytes, require_matrix
+from kerngen.templates.common.w4_tiling import Tiling, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
 
 MAX_EXPERTS = 256
@@ -57,7 +57,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How gate_up's and down's work is cut: see Tiling. They share what a row of tiles is."""
+    """How gate_up's and down's work is cut: see Tiling. They share what a row of tiles is.
+
+    No tile is shared by blocks: where a shared tile is cut follows from how many tiles there are, which all tokens of a
+    batch decide together, and a token's bits must not depend on what its neighbours chose.
+    """
 
     block_m: int = 8
     warp_n: int = 32
@@ -68,12 +72,12 @@ class Config:
     up_block_k: int = 256
     up_warps_k: int = 1
     up_num_stages: int = 2
-    up_blocks_per_sm: int = 2
+    up_blocks_per_sm: int = 0
     down_block_n: int = 128
     down_block_k: int = 128
     down_warps_k: int = 1
     down_num_stages: int = 2
-    down_blocks_per_sm: int = 2
+    down_blocks_per_sm: int = 0
 
     def tiling(self, phase: str) -> Tiling:
         """phase: up or down."""
@@ -102,12 +106,12 @@ SPACE: dict[str, Choices] = {
     "up_block_k": (64, 128, 256),
     "up_warps_k": (1, 2, 4),
     "up_num_stages": _stages,
-    "up_blocks_per_sm": (0, 1, 2, 3, 4),
+    "up_blocks_per_sm": (0,),
     "down_block_n": (64, 128, 256),
     "down_block_k": (64, 128, 256),
     "down_warps_k": (1, 2, 4),
     "down_num_stages": _stages,
-    "down_blocks_per_sm": (0, 1, 2, 3, 4),
+    "down_blocks_per_sm": (0,),
 }
 WGMMA_SPACE = SPACE | {
     "warp_n": (32,), "warps_m": (1,), "up_warps_k": (1,), "down_warps_k": (1,),
@@ -118,7 +122,7 @@ GEMV_SPACE = SPACE | {
     "block_m": (8,), "warps_m": (1,), "warp_n": (32, 64),
     "up_block_n": (32, 64, 128), "up_block_k": (256, 512, 768, 1024, 1536, 2048), "up_warps_k": (2, 4, 8, 16),
     "down_block_n": (32, 64, 128), "down_block_k": (128, 256, 384, 512, 768), "down_warps_k": (1, 2, 4, 8),
-    "up_num_stages": (1,), "down_num_stages": (1,),
+    "up_num_stages": (1,), "down_num_stages": (1,), "up_blocks_per_sm": (0, 2, 3), "down_blocks_per_sm": (0, 2, 3),
 }  # fmt: skip
 
 _ARGS = (
@@ -149,7 +153,7 @@ MAX_SPILL_BYTES = 16  # as w4a16_gemm
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    return {"MAX_BLOCKS": MAX_BLOCKS, "PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS}
+    return {"PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS}
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -170,6 +174,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         tiling = config.tiling(phase)
         if config.gemv:
             why = w4_tiling.why_not_gemv(tiling, config.block_m, shape(problem, phase)[1], target.arch)
+        elif tiling.blocks_per_sm:
+            why = f"blocks_per_sm={tiling.blocks_per_sm}: where shared tiles are cut depends on all tokens; 0 cuts none"
         else:
             why = w4_tiling.why_invalid(tiling, problem.group_size, target.arch)
         if why is not None:
@@ -210,12 +216,10 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """Counters, zero between launches; how many tiles; the table; the routes; h; the partial sums. See the template."""
+    """How many tiles; the table; the routes; h. See the template."""
     routes = problem.num_tokens * problem.top_k
     table = min(routes, routes // config.block_m + problem.num_experts)
-    fixed = 4 * MAX_BLOCKS + 16 + 16 * table + _padded(4 * routes)
-    partials = (config.tiling(phase).partial_bytes(num_blocks(problem, config, target, phase)) for phase in PHASES)
-    return fixed + _padded(2 * routes * problem.inner) + max(partials)
+    return 16 + 16 * table + _padded(4 * routes) + _padded(2 * routes * problem.inner)
 
 
 def _padded(size: int) -> int:
@@ -248,9 +252,9 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     deep = 4 if arch.has_cp_async else 2
 
     def config(m: int, warp: int, warps_m: int, wgmma: bool, up: tuple[int, ...], down: tuple[int, ...]) -> Config:
-        (up_n, up_k, up_stages, up_blocks), (down_n, down_k, down_stages, down_blocks) = up, down
-        return Config(m, warp, warps_m, wgmma, False, up_n, up_k, 1, up_stages, up_blocks,
-                      down_n, down_k, 1, down_stages, down_blocks)  # fmt: skip
+        (up_n, up_k, up_stages), (down_n, down_k, down_stages) = up, down
+        return Config(m, warp, warps_m, wgmma, False, up_n, up_k, 1, up_stages, 0,
+                      down_n, down_k, 1, down_stages, 0)  # fmt: skip
 
     # the two best of sweeps on an H200, for one token and for four
     one = Config(8, 32, 1, False, True, 32, 384, 4, 1, 0, 32, 256, 4, 1, 0)
@@ -259,27 +263,26 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     if problem.num_tokens <= ALONE_TOKENS and arch.has_ldmatrix:
         return (one if problem.num_tokens == 1 else few, one, least)
 
-    last = config(8, warp_n, 1, False, (64, 64, 2, 1), (64, 64, 2, 1))
+    last = config(8, warp_n, 1, False, (64, 64, 2), (64, 64, 2))
     if rows <= 12:
         m = 8 if rows <= 6 else 16
         return (
-            config(m, warp_n, 1, False, (128, 256, 2, 3), (128, 128, 2, 3)),
-            config(m, warp_n, 1, False, (128, 256, 2, 2), (128, 128, 2, 2)),
-            config(m, warp_n, 1, False, (128, 128, 2, 1), (128, 64, 2, 1)),
+            config(m, warp_n, 1, False, (128, 256, 2), (128, 128, 2)),
+            config(m, warp_n, 1, False, (128, 128, 2), (128, 64, 2)),
             last,
         )
     if rows <= 96:
         m = 32 if rows <= 24 else 64
         return (
-            config(m, 32, 1, True, (128, 128, deep, 1), (128, 64, deep, 1)),
-            config(m, warp_n, 1, False, (128, 64, deep, 1), (128, 64, deep, 1)),
-            config(32, warp_n, 1, False, (64, 64, 2, 1), (64, 64, 2, 1)),
+            config(m, 32, 1, True, (128, 128, deep), (128, 64, deep)),
+            config(m, warp_n, 1, False, (128, 64, deep), (128, 64, deep)),
+            config(32, warp_n, 1, False, (64, 64, 2), (64, 64, 2)),
             last,
         )
     return (
-        config(128, 32, 1, True, (256, 64, deep, 0), (256, 64, deep, 0)),
-        config(128, 32, 2, False, (128, 64, deep, 0), (128, 64, deep, 0)),
-        config(64, 64, 2, False, (128, 32, 2, 0), (128, 32, 2, 0)),
-        config(32, warp_n, 1, False, (64, 64, 2, 0), (64, 64, 2, 0)),
+        config(128, 32, 1, True, (256, 64, deep), (256, 64, deep)),
+        config(128, 32, 2, False, (128, 64, deep), (128, 64, deep)),
+        config(64, 64, 2, False, (128, 32, 2), (128, 32, 2)),
+        config(32, warp_n, 1, False, (64, 64, 2), (64, 64, 2)),
         last,
     )

@@ -127,6 +127,8 @@ class TorchOps:
         max_kv_len: int,
         eps: float,
     ) -> Tensor:
+        if (k_norm is None) != (slot_mapping is None):
+            raise TypeError("k_norm and slot_mapping belong together: both for a layer that owns K and V, or neither")
         if k_norm is None or slot_mapping is None:
             q = self.q_norm_rope(projected, q_norm, rope, positions, eps)
         else:

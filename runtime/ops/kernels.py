@@ -159,6 +159,8 @@ class KernelOps:
         max_kv_len: int,
         eps: float,
     ) -> Tensor:
+        if (k_norm is None) != (slot_mapping is None):
+            raise TypeError("k_norm and slot_mapping belong together: both for a layer that owns K and V, or neither")
         if k_norm is None or slot_mapping is None:
             call = attn_decode_raw_q(
                 projected, q_norm, rope.inv_freq, positions, cache.k, cache.v, block_table, kv_lens, rope.num_rotated,

@@ -80,7 +80,8 @@ def attn_decode_qkv(
     """qkv_norm_rope and then attn_decode, in one: their arguments, and the latter's result.
 
     slot_mapping[t] must be the row that the block table names for the token's position (kv_len - q_len + i for token i
-    of a sequence), or negative. A token at a negative position is not written.
+    of a sequence), or negative. A token at a negative position is not written. What one sequence of the call writes no
+    other may read: pages that sequences share hold older tokens only.
     """
     tokens, width = qkv.shape
     _, num_kv_heads, _, dim = k_cache.shape

@@ -3,8 +3,8 @@
 Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
 than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one
 tile a block. A tile that several blocks share is summed in fp32 through the workspace in the order of the blocks, by
-the one that arrives last: the result does not depend on which one that is. Device code: w4_gemm.cuh, and w4_gemv.cuh
-for few tokens, where blocks share a tile by split_k alone.
+the one that arrives last: the result does not depend on which one that is. Device code: w4_gemm.cuh, and for few tokens
+w4_gemv.cuh and w4_stream.cuh, where blocks share a tile by split_k alone.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Tiling:
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
     gemv: bool = False
     split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves; the last to arrive adds them up
-    # Up to 8 tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a strip,
-    # block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
+    # One or two tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
+    # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
     stream: bool = False
 
     @property
@@ -75,8 +75,8 @@ class Tiling:
         return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
 
     def partial_bytes(self, blocks: int) -> int:
-        """Two fp32 tiles a block, one with gemv. 0 where no tile is shared."""
-        if self.gemv:
+        """Two fp32 tiles a block, one with gemv or stream, whose blocks are units. 0 where no tile is shared."""
+        if self.gemv or self.stream:
             return 0 if self.split_k == 1 else blocks * self.block_m * self.block_n * 4
         return 0 if self.blocks_per_sm == 0 else blocks * 2 * self.block_m * self.block_n * 4
 
@@ -115,7 +115,7 @@ GEMV_SPACE = {
 }
 # For few tokens: see Tiling.stream.
 STREAM_SPACE = {
-    "block_m": (2, 4, 8),
+    "block_m": (2,),
     "block_n": (STRIP,),
     "block_k": (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 2816, 3072, 4096, 5120, 5632),
     "warp_n": (STRIP,),
@@ -185,12 +185,12 @@ def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
 
 
 def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
-    """As why_invalid where `stream` is chosen: of one tile of `rows` rows of x, and K = k. Without shared memory."""
+    """As why_invalid where `stream` is chosen: of `rows` rows of x, and K = k. Without shared memory."""
     if not arch.has_tma:
         return f"stream=True: {arch} has no bulk copies; gemv=True serves up to 8 tokens from sm75 on"
-    if c.block_m not in (2, 4, 8) or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
-        return (f"stream takes a strip of W and 2, 4 or 8 rows of x: block_n={c.block_n} warp_n={c.warp_n} "
-                f"block_m={c.block_m} are not {STRIP}, {STRIP} and one of these for {rows} rows")  # fmt: skip
+    if c.block_m != 2 or rows > 2 or c.block_n != STRIP or c.warp_n != STRIP:
+        return (f"stream takes a strip of W and 2 rows of x at most: rows={rows} block_m={c.block_m} "
+                f"block_n={c.block_n} warp_n={c.warp_n} are not 2, 2, {STRIP} and {STRIP}")  # fmt: skip
     if c.warps_m != 1 or c.wgmma or c.gemv:
         return f"stream=True goes with warps_m=1, wgmma=False and gemv=False, not {c.warps_m}, {c.wgmma} and {c.gemv}"
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
@@ -199,13 +199,13 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     if c.block_k % (group_size * c.warps_k):
         return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole groups of {group_size}"
     if (warps := c.warps_k * c.blocks_per_sm) > 16:
-        return f"{warps} warps in {c.blocks_per_sm} blocks an SM; 16 leave registers for as many of the next launch"
+        return f"{warps} warps in {c.blocks_per_sm} blocks an SM; half of the registers serve 16"
     slot, most = c.block_k // group_size // c.warps_k, ceil(ceil(k // group_size / c.split_k) / c.warps_k)
     if slot > most or k // group_size < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} groups a warp, a slot takes {slot}"
     tiles = -(-most // slot) * slot * (group_size // STRIP)
     available = min(arch.max_regs_per_thread, arch.regs_per_sm // (64 * warps) // 8 * 8)
-    if (need := 4 * tiles * (c.block_m // 2 + 1) + 4 * c.block_m + 40) > available:
+    if (need := 8 * tiles + 48) > available:  # x's words, and its digits and sums
         return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None
 
@@ -213,7 +213,7 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
 def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
     """Why no product with scales by `group_size` can be cut so on `arch`, or None. Without gemv."""
     if c.split_k != 1:
-        return f"split_k={c.split_k}: without gemv a tile's K is split by blocks_per_sm, and split_k is 1"
+        return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:
         return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
     if not arch.has_ldmatrix and c.warp_n != 64:

@@ -2,9 +2,10 @@
 
 With gated, W's rows are gate and up, interleaved by common/w4_pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. One
 source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4_tiling.py).
-Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; and two for up to 8 tokens, whose time is that of
-reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and with bulk copies, W
-multiplied as integers (common/w4_stream.cuh, best for a large W and one or two tokens).
+Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; and two for few tokens, whose time is that of
+reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for one or two tokens
+with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W; an infinity or a NaN among a
+token's x makes all of its outputs NaN there).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ BODIES = (
     Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=lambda arch: arch.has_tma, when=_STREAM),
 )
 OUTPUTS = ("out",)
-MOST_STREAMED = 2  # tokens: with more, digits of x leave no registers for many columns (w4_digits.cuh)
+MOST_STREAMED = 2  # tokens: digits of more leave no registers for many columns (w4_digits.cuh)
 STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv: what counts is when the first bytes arrive
 MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
 
@@ -134,7 +135,8 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """
     if config.stream:
         strips = problem.n // STRIP
-        return 0 if config.split_k == 1 else 16 * -(-strips // 4) + strips * config.split_k * config.block_m * STRIP * 4
+        partials = config.partial_bytes(strips * config.split_k)
+        return 16 * -(-strips // 4) + partials if partials else 0
     partials = config.partial_bytes(num_blocks(problem, config, target))
     counters = 16 * -(-problem.n // (4 * config.block_n)) if config.gemv else 4 * MAX_BLOCKS
     return counters + partials if partials else 0
@@ -179,11 +181,13 @@ def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
 
 def _streamed(problem: Problem, target: Target) -> Config | None:
     """By bulk copies: eight warps with 5 to 9 tiles of a unit each, in the parts of K that deal the units most evenly.
-    Sweeps on an H200: 34.8 us in place of the ring's 40.1 for 5376 x 43008, one token.
+
+    Sweeps on an H200: 34.8 us in place of the ring's 40.1 for 5376 x 43008, one token. Other boards with bulk copies
+    get it unmeasured where shared memory holds three such stages, which sm120's does not.
     """
     groups, strips = problem.k // problem.group_size, problem.n // STRIP
     best: tuple[float, Config] | None = None
-    for split in range(1, STREAM_SPACE["split_k"][-1] + 1):
+    for split in STREAM_SPACE["split_k"]:
         share = ceil(ceil(groups / split) / 8)
         config = Config(2, STRIP, 8 * problem.group_size * share, STRIP, 1, 8, 3, 1, split_k=split, stream=True)
         if not 5 <= share * problem.group_size // STRIP <= 9 or why_invalid(problem, config, target) is not None:

@@ -19,7 +19,7 @@ SHAPES = ((64, 704, 32), (320, 384, 64), (96, 1536, 128), (5376, 2112, 32), (256
 CASES = [
     Problem(n, k, group, dtype, tokens, gated)
     for n, k, group in SHAPES
-    for dtype, tokens, gated in (("bf16", 1, False), ("fp16", 2, True), ("bf16", 3, True), ("fp16", 8, False))
+    for dtype, tokens, gated in (("bf16", 1, False), ("fp16", 2, True), ("bf16", 2, True), ("fp16", 1, False))
 ]
 
 
@@ -80,9 +80,11 @@ def test_tokens_of_any_magnitude_and_with_outliers(magnitude: float) -> None:
     x[0, ::97] *= 500
     x[1, 64:1024] = 0
     out, expected = launched(problem, x.bfloat16())
-    assert (out - expected).abs().max() <= 2.0**-7 * expected.abs().max()
-    # what an outlier leaves of the others: exact to 2^-22 of it, and so to less than a bf16 of the typical output
-    assert (out - expected).abs().mean() <= 2.0**-9 * expected.abs().mean()
+    for token in range(2):
+        error, size = (out - expected)[token].abs(), expected[token].abs()
+        assert error.max() <= 2.0**-7 * size.max()
+        # what an outlier leaves of the others: exact to 2^-21 of it, and so to less than a bf16 of the typical output
+        assert error.mean() <= 2.0**-9 * size.mean()
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -97,11 +99,17 @@ def test_what_is_no_number_stays_none_and_stays_in_its_token(bad: float) -> None
 
 
 def test_a_token_does_not_depend_on_its_neighbour() -> None:
+    from kerngen.measure import load
+
     problem = Problem(2560, 10240, 32, "bf16", 2)
     x = torch.randn(2, 10240, device="cuda", generator=torch.Generator("cuda").manual_seed(3)).bfloat16()
     both, _ = launched(problem, x)
     x[1] *= 3
     again, _ = launched(problem, x)
     assert torch.equal(both[0], again[0])
-    config = some_configs(problem, target_here(), 1)[0]
-    assert KERNEL.why_invalid(replace(problem, num_tokens=1), config, target_here()) is None
+    alone = replace(problem, num_tokens=1)
+    config = some_configs(problem, target_here(), 1)[0]  # what `launched` takes
+    inputs = KERNEL.cases.inputs(KERNEL.cases.case_for(problem), "cuda")
+    out = torch.empty(1, problem.n, dtype=torch.bfloat16, device="cuda")
+    load(KERNEL, alone, config)(alone, **inputs | {"x": x[:1], "out": out, "num_tokens": 1})
+    assert torch.equal(both[0], out[0].float())

@@ -26,7 +26,7 @@ from kerngen.tuning_db.extract import extract
 from kerngen.workload import Workload, find_model, workload
 
 TINY = ROOT / "examples" / "tiny"
-SMALL = ("--model", "gemma-4-31b", "--kernel", "embed,rmsnorm", "--jobs", "1")
+SMALL = ("--model", "gemma-4-31b", "--kernel", "gelu_gate,rmsnorm", "--jobs", "1")
 OTHER = find_kernel("gelu_gate").problem_type(width=64, dtype="fp16")  # of no bundle here
 
 
@@ -56,7 +56,7 @@ def _chosen(load: Workload, stores: list[Store], target: Target) -> Iterator[tup
     [
         (str(TINY / "gemma-4-tiny-w4a16"), str(TINY / "gemma-4-tiny-assistant"),
          "embed,rmsnorm,add_norm,attn_prefill", Target.of(find_arch("sm80")), "embed"),
-        ("gemma-4-31b", None, "embed,rmsnorm,gelu_gate", Target.of(find_device("H200")), None),
+        ("gemma-4-31b", None, "rmsnorm,gelu_gate", Target.of(find_device("H200")), None),
     ],
     ids=["a folder, tuned in part", "a released model, shipped winners"],
 )  # fmt: skip
@@ -137,7 +137,7 @@ def test_a_torn_file_of_a_bundle_is_named_and_left(
     _alone(kerngen, monkeypatch)
     bundle = Bundle.open("bundle")
     target = Target.of(find_arch("sm70"))
-    load = workload(find_model("gemma-4-31b"), target.arch).only(["embed", "rmsnorm"])
+    load = workload(find_model("gemma-4-31b"), target.arch).only(["gelu_gate", "rmsnorm"])
     cache = BundleCache(bundle)
     texts = {c.text for _, c in _chosen(load, bundle.stores(), target)}
     lost = [t for t in texts if cache.find(t, target.arch) is None]
@@ -150,21 +150,21 @@ def test_whole_lines_are_kept_and_rows_stay_as_they_are(kerngen: Kerngen) -> Non
     """A length between two tuned points is answered as before, and every id and reason is the one that was there."""
     assert kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle")[0] == 0
     here = Target.of(find_device("H200"))
-    kernel = find_kernel("embed")
+    kernel = find_kernel("rmsnorm")
     with Store.open("bundle/tuning.sqlite", sealed=True, name="bundle") as kept:
         shipped = [s for s in default_stores() if s.name.startswith("prebuilt")]
         theirs = {w.id: w for s in shipped for w in s.winners()}
-        assert {w.kernel for w in kept.winners()} == {"embed", "rmsnorm"}
+        assert {w.kernel for w in kept.winners()} == {"gelu_gate", "rmsnorm"}
         for w in kept.winners():
             assert replace(w, source="") == replace(theirs[w.id], source="")
             assert kept.build(w.build_id)
             assert kept.measurements(build_id=w.build_id)
-        problem = next(w for w in kept.winners("embed")).problem
+        problem = next(w for w in kept.winners("rmsnorm")).problem
         for tokens in (1, 2, 3, 100, 300, 8192, 9000):
             asked = kernel.problem_type(**{**problem.fields, "num_tokens": tokens})
             was, now = (lookup(stores, kernel, asked, here) for stores in (shipped, [kept]))
             assert (was and (was.config, was.build_id)) == (now and (now.config, now.build_id))
-    one = next(w for w in theirs.values() if w.kernel == "embed" and w.problem.dynamic == 512)
+    one = next(w for w in theirs.values() if w.kernel == "rmsnorm" and w.problem.dynamic == 512)
     assert extract(shipped, [one], Path("one.sqlite")) == 14, "its line has as many points"
     connection = sqlite3.connect("file:bundle/tuning.sqlite?mode=ro&immutable=1", uri=True)
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -184,7 +184,7 @@ def test_two_databases_with_a_winner_for_one_point_make_a_bundle_that_is_complet
     }
     _alone(kerngen, monkeypatch)
     bundle, target = Bundle.open("bundle"), Target.of(find_device("H200"))
-    load = workload(find_model("gemma-4-31b"), target.arch).only(["embed", "rmsnorm"])
+    load = workload(find_model("gemma-4-31b"), target.arch).only(["gelu_gate", "rmsnorm"])
     for _, choice in _chosen(load, bundle.stores(), target):
         assert choice.provenance == "measured"
         assert choice.cubin is not None
@@ -202,7 +202,7 @@ def test_two_databases_with_a_winner_for_one_point_make_a_bundle_that_is_complet
 def test_the_board_decides_what_is_chosen(
     kerngen: Kerngen, where: tuple[str, ...], targets: list[list[str]], chosen: set[str]
 ) -> None:
-    code, out, _ = kerngen("compile", *where, "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1", "--json")
+    code, out, _ = kerngen("compile", *where, "--model", "gemma-4-31b", "--kernel", "rmsnorm", "--jobs", "1", "--json")
     assert code == 0
     made = json.loads(out)
     assert made["targets"] == targets

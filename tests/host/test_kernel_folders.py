@@ -257,6 +257,7 @@ def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> N
     """A kernel that writes nothing, or not all, must not pass: no output holds its right values beforehand."""
     names = {a.name for a in _args(kernel)} - {"workspace"}
     kinds = {a.name: a.kind for a in _args(kernel)}
+    written = set()
     for case in kernel.cases.CASES:
         if getattr(case.problem, "kv_len", 0) > MOST_KEYS:
             continue
@@ -267,7 +268,9 @@ def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> N
             assert is_tensor == (kinds[name] == "ptr"), f"{case}: {name} is {type(value)}, declared {kinds[name]}"
             assert not isinstance(value, torch.Tensor) or value.is_contiguous(), f"{case}: {name} is not contiguous"
         expected = kernel.reference.expected(case.problem, inputs)
-        assert set(expected) == {n for n in kernel.outputs if inputs[n] is not None}, case.name
+        # an output that a problem only reads (a cache whose K and V it does not make) is not among what it gives
+        assert set(expected) <= {n for n in kernel.outputs if inputs[n] is not None}, case.name
+        written |= set(expected)
         for name, right in expected.items():
             assert right.dtype == torch.float32, f"{case}: {name} is {right.dtype}"
             assert right.shape == inputs[name].shape, f"{case}: {name}"
@@ -278,6 +281,7 @@ def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> N
         tolerance = kernel.reference.tolerance(case.problem)
         assert tolerance.why
         assert 0 <= tolerance.rtol < 1
+    assert written == set(kernel.outputs)
 
 
 @EACH_KERNEL

@@ -98,7 +98,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_tokens": 1},
         {"n": REQUIRED, "k": REQUIRED, "group_size": 32, "dtype": "bf16", "gated": False},
         {"block_m": 8, "block_n": 128, "block_k": 128, "warp_n": 32, "warps_m": 1, "warps_k": 1, "num_stages": 4,
-         "blocks_per_sm": 1, "wgmma": False, "gemv": False, "split_k": 1},
+         "blocks_per_sm": 1, "wgmma": False, "gemv": False, "split_k": 1, "stream": False},
     ),
 }  # fmt: skip
 WHAT_TO_DO = """\
@@ -150,10 +150,10 @@ def _with_field(cls: type[Any], name: str, type_: type[Any], default: Any) -> ty
 
 
 def _asked(kernel: Kernel, **more: Any) -> Any:
-    """attn_decode as Gemma-4 31B asks it, in its sliding layers."""
+    """attn_prefill as Gemma-4 31B asks it, in its sliding layers."""
     return kernel.problem_type(
-        head_dim=256, num_q_heads=32, num_kv_heads=16, window=1024, batch=1, kv_len=512, source="qkv",
-        num_rotated_pairs=128, **more,
+        head_dim=256, num_q_heads=32, num_kv_heads=16, page_size=64, window=1024, batch=1, num_tokens=512, kv_len=1024,
+        **more,
     )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def _found(store: Store, kernel: Kernel, problem: Any) -> Winner:
 def test_a_new_field_of_a_problem_keeps_the_shipped_winner(
     shipped: Store, monkeypatch: pytest.MonkeyPatch, runtime: bool
 ) -> None:
-    kernel = find_kernel("attn_decode")
+    kernel = find_kernel("attn_prefill")
     before = _found(shipped, kernel, _asked(kernel))
     wider = _with_field(kernel.problem_type, "num_sinks", int, 5)  # as a runtime field it is rounded up to 8
     if runtime:
@@ -192,7 +192,7 @@ def test_a_new_field_of_a_problem_keeps_the_shipped_winner(
 
 
 def test_a_new_field_of_a_config_keeps_the_shipped_winner(shipped: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = find_kernel("attn_decode")
+    kernel = find_kernel("attn_prefill")
     before = _found(shipped, kernel, _asked(kernel))
     monkeypatch.setattr(kernel.spec, "Config", _with_field(kernel.config_type, "swizzle", bool, False))
     after = _found(shipped, kernel, _asked(kernel))

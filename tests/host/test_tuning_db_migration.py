@@ -70,7 +70,10 @@ def migrated(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 # Fields of kernels that were there in schema 1, added since with a default that means what was done before.
-ADDED_SINCE = {"gated", "gemv", "split_k", "stream"}
+ADDED_SINCE = {
+    ("attn_decode", "source"), ("attn_decode", "num_rotated_pairs"),
+    *(("w4a16_gemm", name) for name in ("gated", "gemv", "split_k", "stream")),
+}  # fmt: skip
 
 
 def said_in_schema_1() -> dict[tuple[Any, ...], Any]:
@@ -91,14 +94,14 @@ def says(store: Store) -> dict[tuple[Any, ...], Any]:
     def text(value: Any) -> str:
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
-    def then(fields: Mapping[str, Any]) -> str:
-        return text({name: value for name, value in fields.items() if name not in ADDED_SINCE})
+    def then(kernel: str, fields: Mapping[str, Any]) -> str:
+        return text({name: value for name, value in fields.items() if (kernel, name) not in ADDED_SINCE})
 
     found = {}
     for w in store.winners():
         p, image = w.problem, store.image(store.build(w.build_id))
-        found[p.kernel, then(p.static), text(p.runtime), p.dynamic, w.arch.name, w.device.name, then(w.config),
-              w.provenance, w.latency_us, w.margin, w.reason, then(p.fields)] = (
+        found[p.kernel, then(p.kernel, p.static), text(p.runtime), p.dynamic, w.arch.name, w.device.name,
+              then(p.kernel, w.config), w.provenance, w.latency_us, w.margin, w.reason, then(p.kernel, p.fields)] = (
                   None if image is None else image.image)  # fmt: skip
     return found
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from kerngen.arch import ARCHES, Target, find_arch
+from kerngen.arch import ARCHES, Arch, Target, find_arch
+from kerngen.compile import compile_cubin
 from kerngen.errors import ProblemError
+from kerngen.render import render
+from kerngen.templates import find_kernel
 from kerngen.templates.common.w4_pack import dequantize, interleave, pack, separate, unpack
 from kerngen.templates.w4a16_gemm import cases, reference, spec
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
+
+KERNEL = find_kernel("w4a16_gemm")
 
 
 def _random(n: int, k: int, group: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,3 +197,48 @@ def test_counters_lie_at_the_same_place_for_every_number_of_tokens() -> None:
         assert blocks <= spec.MAX_BLOCKS
         sums = blocks * 2 * config.block_m * config.block_n * 4
         assert spec.workspace_bytes(problem, config, Target.of(arch)) - sums == 4 * spec.MAX_BLOCKS
+
+
+def _streams(problem: Problem, target: Target) -> list[Config]:
+    """Configurations of the body with bulk copies: one round a unit and several, whole shares and ragged ones."""
+    made = [
+        Config(2, 32, problem.group_size * slot * warps, 32, 1, warps, stages, blocks, split_k=split, stream=True)
+        for slot, warps, stages, blocks, split in [(1, 8, 3, 1, 1), (2, 4, 2, 2, 3), (3, 4, 4, 1, 2)]
+    ]
+    return [c for c in made if spec.why_invalid(problem, c, target) is None]
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHES.values() if a.has_tma], ids=str)
+def test_the_body_with_bulk_copies_compiles_and_keeps_in_registers(arch: Arch) -> None:
+    """No test case is large enough to get it by default. Its shared memory is counted in the source, too."""
+    target = Target.of(arch)
+    for problem in (Problem(256, 1536, 32, "bf16", 1, True), Problem(256, 704, 64, "fp16", 2)):
+        configs = _streams(problem, target)
+        assert configs
+        for config in configs:
+            cubin = compile_cubin(render(KERNEL, problem, config, target), arch)
+            (resources,) = cubin.entries.values()
+            assert resources.spill_store_bytes <= spec.MAX_SPILL_BYTES, config
+
+
+@pytest.mark.parametrize(
+    ("change", "needle"),
+    [
+        ({"block_m": 8}, "block_m=8"),
+        ({"gemv": True}, "gemv"),
+        ({"num_stages": 1}, "num_stages=1"),
+        ({"block_k": 96}, "block_k=96"),
+        ({"blocks_per_sm": 4}, "32 warps"),
+        ({"block_k": 8 * 32 * 9}, "a slot takes 9"),
+        ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
+    ],
+)
+def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:
+    problem, target = Problem(4096, 1536, 32, "bf16", 1), Target.of(find_arch("sm90"))
+    good = Config(2, 32, 8 * 32 * 2, 32, 1, 8, 3, 1, stream=True)
+    assert spec.why_invalid(problem, good, target) is None
+    why = spec.why_invalid(problem, dataclasses.replace(good, **change), target)
+    assert why is not None
+    assert needle in why
+    assert spec.why_invalid(dataclasses.replace(problem, num_tokens=3), good, target) is not None
+    assert "bulk copies" in str(spec.why_invalid(problem, good, Target.of(find_arch("sm80"))))

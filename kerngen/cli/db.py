@@ -148,7 +148,7 @@ def explain(
 ) -> None:
     """Say why a configuration won, what else was near, and what was refused, and how often.
 
-    Example: kerngen db explain attn_decode --problem head_dim=512,num_kv_heads=4 --arch sm90
+    Example: kerngen db explain w4a16_gemm --problem n=5376,k=8192 --arch sm90
     """
     from kerngen.tuning_db.winners import rank
 

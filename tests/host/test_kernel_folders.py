@@ -1,7 +1,8 @@
 """The contract of a kernel folder (templates/kernel.py), held by every folder there is, without a GPU.
 
-A new folder is picked up by its name alone. Every test case of every kernel is compiled for every arch, each distinct
-source once, in two processes: the slowest part of the host tests, by far. `-k NAME` takes one kernel or one arch.
+A new folder is picked up by its name alone. Every test case of every kernel is compiled for every kind of body, and by
+turns for the arches that share one, each distinct source once, in two processes: the slowest part of the host tests, by
+far. `-k NAME` takes one kernel or one arch.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ SAMPLE = 1500  # configurations of a space that is too large to walk
 MOST_KEYS = 50_000  # inputs with more tokens of KV than this are made on GPUs: here they take seconds and gigabytes
 # Where fp16 and bf16 are both compiled: with no bf16, and one of each kind of body. Elsewhere two instructions differ.
 BOTH_DTYPES = ("sm70", "sm75", "sm80", "sm90")
+# Arches whose bodies are the same but for what fits: they share the cases, each of which is compiled for one of them.
+SHARING = (("sm80", "sm86", "sm89"), ("sm100", "sm120"))
 # Names that hold digits and are no figures.
 NAMES = re.compile(r"\b(?:sm_?\d+|compute_\d+|bf16|fp(?:8|16|32)|int\d+|m\d+n\d+k\d+)\b")
 # How a refusal says what serves instead, where no figure decides.
@@ -74,7 +77,9 @@ class Builds:
 
 
 def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
-    """The cases that are worth a compile: of two that differ in fp16 and bf16 alone, both on BOTH_DTYPES only."""
+    """The cases that are worth a compile: of two that differ in fp16 and bf16 alone, both on BOTH_DTYPES only; and the
+    arch's share of them.
+    """
     problems = {c.problem for c in kernel.cases.CASES}
 
     def has_twin(case: Case) -> bool:
@@ -82,7 +87,9 @@ def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
         twin = {k: "bf16" if v == "fp16" else v for k, v in fields.items() if k == "dtype" or k.endswith("_dtype")}
         return "fp16" in fields.values() and replace(case.problem, **twin) in problems
 
-    return [c for c in kernel.cases.CASES if arch.name in BOTH_DTYPES or not has_twin(c)]
+    together = next((names for names in SHARING if arch.name in names), (arch.name,))
+    mine = kernel.cases.CASES[together.index(arch.name) :: len(together)]
+    return [c for c in mine if arch.name in BOTH_DTYPES or not has_twin(c)]
 
 
 @pytest.fixture(scope="session")

@@ -211,6 +211,11 @@ def _attributes(launch: Launch, in_forward: bool) -> list[Any]:
         a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         a.value.programmaticStreamSerializationAllowed = 1
         found.append(a)
+    if launch.cooperative:
+        a = driver.CUlaunchAttribute()
+        a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        a.value.cooperative = 1
+        found.append(a)
     if launch.cluster != (1, 1, 1):
         a = driver.CUlaunchAttribute()
         a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

@@ -101,6 +101,7 @@ class Launch:
     # in a forward is it launched with pdl: elsewhere the kernel right before may have written what it reads.
     reads_ahead: bool = False
     cluster: tuple[int, int, int] = (1, 1, 1)
+    cooperative: bool = False  # its blocks wait for each other: the driver starts all of them together, or refuses
 
 
 @dataclass(frozen=True, slots=True)

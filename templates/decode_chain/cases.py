@@ -1,0 +1,95 @@
+"""Shapes that tests, bench and tuner share: edges first, then the models' own layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.templates.call import Op
+from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
+from kerngen.templates.common.w4_pack import pack
+from kerngen.templates.decode_chain.op import decode_chain, decode_chain_ple
+from kerngen.templates.decode_chain.spec import Problem
+from kerngen.templates.kernel import Case
+
+
+def case_for(problem: Problem, **options: Any) -> Case:
+    p = problem
+    names = [f"h{p.hidden}_a{p.attended}_i{p.inner}_q{p.qkv}_w{p.ple_width}_g{p.group_size}_{p.residual_dtype}-{p.dtype}"]
+    return Case("_".join([*names, *options]), p, p.hidden + p.inner + p.qkv, options)
+
+
+CASES = (
+    # one strip of everything: a single block; a few, of which some have no share of out and qkv
+    case_for(Problem(32, 32, 32, 32, 0)),
+    case_for(Problem(32, 64, 96, 0, 8)),
+    case_for(Problem(64, 256, 1024, 32, 40, 32, "fp16", "fp32")),
+    case_for(Problem(384, 512, 1056, 768, 0, 32, "fp16", "fp16")),
+    case_for(Problem(512, 640, 1152, 640, 64, 64)),
+    case_for(Problem(640, 512, 2432, 896, 0, 128)),
+    case_for(Problem(2176, 1024, 4352, 1024, 256, 128, "fp16", "fp32")),
+    # E2B: sliding and global layers, both widths of the MLP, with and without k and v of the next, the last
+    case_for(Problem(1536, 2048, 6144, 2560, 256)),
+    case_for(Problem(1536, 4096, 12288, 2048, 256), in_place=True),
+    case_for(Problem(1536, 4096, 12288, 0, 256, 32, "fp16", "fp32")),
+    case_for(Problem(2560, 2048, 10240, 3072, 256)),  # E4B
+    case_for(Problem(3840, 4096, 15360, 8192, 0, 32, "bf16", "bf16"), in_place=True),  # 12B
+    case_for(Problem(5376, 8192, 21504, 16384, 0)),  # 31B
+    case_for(Problem(5376, 16384, 21504, 0, 0)),
+)
+_NORMS = ("post_attention_weight", "pre_ffn_weight", "post_ffn_weight", "next_weight")
+
+
+def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Every argument but the workspace. Rows are normal, weights so that products have a deviation of about 1. Outputs
+    are NaN, or residual_out is residual itself with in_place.
+    """
+    p: Problem = case.problem
+    draw = Draw(case.seed, device)
+    in_place = case.options.get("in_place", False)
+    residual = draw.normal(1, p.hidden, dtype=p.residual_dtype)
+
+    def w4(name: str, n: int, k: int) -> dict[str, Tensor]:
+        words = draw.integers(-(2**31), 2**31, n, k // 8).to(torch.int32)
+        # uniform on -8..7: a standard deviation of 4.6
+        scale = (1 + 0.25 * draw.normal(n, k // p.group_size, dtype="fp32").clamp(-3, 3)) / (4.6 * k**0.5)
+        packed, scales = pack(words, scale.to(TORCH_DTYPE[p.dtype]))
+        return {f"{name}_packed": packed, f"{name}_scales": scales}
+
+    def norm() -> Tensor:
+        return draw.normal(p.hidden, dtype=p.dtype, mean=1.0, std=0.25)
+
+    given: dict[str, Any] = {
+        "residual_out": residual if in_place else poisoned(1, p.hidden, dtype=p.residual_dtype, device=device),
+        "out": poisoned(1, p.qkv or p.hidden, dtype=p.dtype, device=device),
+        "residual": residual,
+        "attended": draw.normal(1, p.attended, dtype=p.dtype),
+        **w4("out", p.hidden, p.attended),
+        **w4("gate_up", 2 * p.inner, p.hidden),
+        **w4("down", p.hidden, p.inner),
+        **{name: norm() for name in _NORMS},
+        **dict.fromkeys(("gate", "ple", "projection", "post_ple_weight", "qkv_packed", "qkv_scales")),
+        "layer_scalar": draw.normal(1, dtype=p.dtype, mean=0.7, std=0.1),
+        "eps": 1e-6,
+    }
+    if p.ple_width:
+        given |= {
+            "gate": draw.normal(p.ple_width, p.hidden, dtype=p.dtype, std=p.hidden**-0.5),
+            "ple": draw.normal(1, p.ple_width, dtype=p.dtype),
+            "projection": draw.normal(p.hidden, p.ple_width, dtype=p.dtype, std=p.ple_width**-0.5),
+            "post_ple_weight": norm(),
+        }
+    if p.qkv:
+        given |= w4("qkv", p.qkv, p.hidden)
+    return given
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    without = {"residual_out", "out"}
+    if case.problem.ple_width:
+        return decode_chain_ple, {k: v for k, v in inputs.items() if k not in without}
+    without |= {"gate", "ple", "projection", "post_ple_weight"}
+    return decode_chain, {k: v for k, v in inputs.items() if k not in without}

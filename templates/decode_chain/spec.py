@@ -1,0 +1,231 @@
+"""decode_chain: from attention's output to the next layer's q, k and v, for one token, in one launch.
+
+What a dense layer of W4A16 weights does between two attentions: the output projection, the norms around it and the
+residual, gate, up and down, the per-layer input of E2B and E4B, the layer's scalar, the norm before the next layer,
+and that layer's projection. Every block of the grid stays for all of it. One warp of a block fetches the block's
+shares of all the weights, in their order, as far ahead as the ring reaches: across the launch's own dependencies, and
+before the kernel that makes the attention's output has ended. The others multiply (mma.sync, as w4a16_gemm for few
+tokens) and hand rows to each other through L2, word by word, with no barrier (common/posted.cuh). Rows are short, so
+every block makes norms and residual anew for itself.
+
+Blocks wait for each other here, so all of them must be on the GPU together: the grid has a block an SM at most, and is
+launched as a cooperative one, which the driver starts whole or refuses.
+
+Method: persistent kernels that run many dependent operations, "Look Ma, No Bubbles!" (Hazy Research, 2025), and words
+that carry their own flag, NCCL's LL protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
+
+from kerngen.arch import Arch, Target
+from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, require_vectors, why_no_dtype
+from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matrix
+from kerngen.templates.kernel import Arg, Body, Cost, Launch
+
+MAX_PLE_WIDTH = 256  # a vector a lane
+MAX_ROW_WORDS = 96  # of partial sums and such that a thread waits for at once
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row. attended [attended], residual and residual_out [hidden], which may be the same, out [qkv], or [hidden].
+
+    r = residual + norm(attended Out^T; post_attention_weight); x = norm(r; pre_ffn_weight);
+    r = r + norm((gelu_tanh(x Gate^T) * (x Up^T)) Down^T; post_ffn_weight); inner: rows of Gate, and of Up.
+    With ple_width also r = r + norm((gelu_tanh(r gate^T) * ple) projection^T; post_ple_weight).
+    residual_out = r * layer_scalar; out = norm(residual_out; next_weight), times Qkv^T where qkv > 0.
+    Out, Gate, Up, Down and Qkv are int4 with scales by group_size; gate [ple_width, hidden] and projection [hidden,
+    ple_width] in dtype, as all else but the residual.
+    """
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ()
+    DYNAMIC: ClassVar[str] = ""
+
+    hidden: int = 1536
+    attended: int = 2048
+    inner: int = 6144
+    qkv: int = 2560
+    ple_width: int = 256
+    group_size: int = 32
+    dtype: str = "bf16"
+    residual_dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for n, k in ((self.hidden, self.attended), (self.inner, self.hidden), (self.hidden, self.inner)):
+            require_matrix(n, k, self.group_size, self.dtype)
+        if self.qkv:
+            require_matrix(self.qkv, self.hidden, self.group_size, self.dtype)
+        if self.ple_width:
+            require_vectors(ple_width=self.ple_width)
+        require(self.ple_width <= MAX_PLE_WIDTH, f"ple_width={self.ple_width} is more than {MAX_PLE_WIDTH}")
+        wanted = (self.dtype, "fp32")
+        require(self.residual_dtype in wanted, f"residual_dtype={self.residual_dtype!r} is not one of: {wanted}")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    num_warps: int = 8  # that multiply
+    stage_tiles: int = 24  # tiles of 32 x 32 weights in a slot of the ring
+    num_stages: int = 8
+    in_flight: int = 4  # slots on their way at most
+    out_parts: int = 2  # parts of a strip of 32 rows of the output projection, where blocks' shares may end
+    down_parts: int = 3  # the same of down
+
+
+SPACE = {
+    "num_warps": (8, 12, 16),
+    "stage_tiles": (8, 16, 24, 32, 48),
+    "num_stages": (3, 4, 6, 8, 10, 12, 16),
+    "in_flight": (2, 3, 4, 6, 8, 12, 16),
+    "out_parts": (1, 2, 3, 4),
+    "down_parts": (1, 2, 3, 4, 6, 8),
+}
+ARGS = {
+    "decode_chain": (
+        Arg("residual_out", "ptr"),
+        Arg("out", "ptr"),
+        Arg("residual", "ptr"),
+        Arg("attended", "ptr"),
+        Arg("out_packed", "ptr"),
+        Arg("out_scales", "ptr"),
+        Arg("post_attention_weight", "ptr"),
+        Arg("pre_ffn_weight", "ptr"),
+        Arg("gate_up_packed", "ptr"),
+        Arg("gate_up_scales", "ptr"),
+        Arg("down_packed", "ptr"),
+        Arg("down_scales", "ptr"),
+        Arg("post_ffn_weight", "ptr"),
+        Arg("gate", "ptr"),
+        Arg("ple", "ptr", align=2),
+        Arg("projection", "ptr"),
+        Arg("post_ple_weight", "ptr"),
+        Arg("layer_scalar", "ptr", align=2),
+        Arg("next_weight", "ptr"),
+        Arg("qkv_packed", "ptr"),
+        Arg("qkv_scales", "ptr"),
+        Arg("workspace", "ptr"),
+        Arg("eps", "f32"),
+    )
+}
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE, serves=lambda arch: arch.has_tma),)
+OUTPUTS = ("residual_out", "out")
+
+
+def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
+    return {
+        "MAX_TILES": _max_tiles(problem),
+        "SHARED_BYTES": _shared_bytes(problem, config),
+        "WORKSPACE_BYTES": _workspace_bytes(problem, config),
+    }
+
+
+def _max_tiles(p: Problem) -> int:
+    return max(p.hidden, p.attended, p.inner) // STRIP
+
+
+def _slot_bytes(p: Problem, c: Config) -> int:
+    return matrix_bytes(STRIP, STRIP * c.stage_tiles, p.group_size)
+
+
+def _shared_bytes(p: Problem, c: Config) -> int:
+    """Of a block without the sums: the ring and its barriers, x with what its tiles' products begin with, sums of a row."""
+    ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128
+    return ceil((ring + _max_tiles(p) * 68 + 2 * 4 * c.num_warps + 4) / 128) * 128
+
+
+def _strips(p: Problem, c: Config) -> dict[str, tuple[int, int]]:
+    """Of each product: its strips of rows, and the parts of a strip where shares may end."""
+    return {
+        "out": (p.hidden // STRIP, c.out_parts),
+        "gate_up": (2 * p.inner // STRIP, 1),
+        "down": (p.hidden // STRIP, c.down_parts),
+        "qkv": (p.qkv // STRIP, 1),
+    }
+
+
+def num_blocks(problem: Problem, config: Config, target: Target) -> int:
+    """A block an SM, but no more than have a share of everything that all wait for."""
+    p, strips = problem, _strips(problem, config)
+    shares = [strips[name][0] * strips[name][1] for name in ("gate_up", "down")]
+    return min(target.device.num_sms, *shares, *((p.ple_width,) if p.ple_width else ()))
+
+
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
+    p, c, blocks = problem, config, num_blocks(problem, config, target)
+    pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in _strips(p, c).values())
+    rows = ceil(p.ple_width / blocks)
+    return _shared_bytes(p, c) + max(128 * c.num_warps * pieces, 4 * c.num_warps * rows)
+
+
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    if not target.arch.has_tma:
+        return f"{target.arch} has no bulk copies; w4a16_gemm, add_norm and ple_block serve it, a launch each"
+    return why_no_dtype(target.arch, problem.dtype)
+
+
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    p, c, arch = problem, config, target.arch
+    group = p.group_size // STRIP
+    if c.stage_tiles % (2 * group):
+        return f"stage_tiles={c.stage_tiles} is no multiple of {2 * group}, two groups of group_size={p.group_size}"
+    if c.in_flight > c.num_stages:
+        return f"in_flight={c.in_flight} is more than num_stages={c.num_stages}"
+    for name, parts, k in (("out_parts", c.out_parts, p.attended), ("down_parts", c.down_parts, p.inner)):
+        if parts > k // p.group_size:
+            return f"{name}={parts} is more than the {k // p.group_size} groups of a row of {k}"
+    vecs = ceil(p.hidden / VEC / (32 * c.num_warps))
+    words = 8 * vecs * max(c.out_parts, c.down_parts)
+    if words > MAX_ROW_WORDS:
+        return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, out_parts={c.out_parts}, "
+                f"down_parts={c.down_parts}); at most {MAX_ROW_WORDS}")  # fmt: skip
+    if p.ple_width and (slot := _slot_bytes(p, c)) < 2 * p.hidden:
+        return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no row of the per-layer gate, {2 * p.hidden:,} B"
+    if (need := smem_bytes(p, c, target)) > arch.max_smem_bytes:
+        return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
+    return None
+
+
+def default_config(problem: Problem, target: Target) -> Config:
+    """The deepest ring that leaves attention its own, of slots of a good ten KB."""
+    p, group = problem, problem.group_size // STRIP
+    tiles = max(24, ceil(2 * p.hidden / 576 / 8) * 8 if p.ple_width else 0)
+    tiles = ceil(tiles / (2 * group)) * 2 * group
+    parts = [min(most, k // p.group_size) for most, k in ((2, p.attended), (3, p.inner))]
+    for stages in (12, 10, 8, 6, 4, 3):
+        config = Config(8, tiles, stages, min(4, stages), *parts)
+        if smem_bytes(p, config, target) <= min(target.arch.max_smem_bytes, 160 * 1024):
+            break
+    return config
+
+
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
+    blocks, threads = num_blocks(problem, config, target), 32 * (config.num_warps + 1)
+    smem = smem_bytes(problem, config, target)
+    return (Launch("decode_chain", (blocks, 1, 1), (threads, 1, 1), smem, pdl=True, cooperative=True),)
+
+
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """A count; partial sums of the output projection; the MLP's inner row; partial sums of down; the gated per-layer
+    row and its projection. All zero between launches.
+    """
+    return _workspace_bytes(problem, config)
+
+
+def _workspace_bytes(p: Problem, c: Config) -> int:
+    parts = 4 * p.hidden * (c.out_parts + c.down_parts)
+    return 16 + parts + 2 * p.inner + (4 * (p.ple_width + p.hidden) if p.ple_width else 0)
+
+
+def cost(problem: Problem) -> Cost:
+    p = problem
+    size, g = ELEMENT_BYTES[p.dtype], p.group_size
+    shapes = [(p.hidden, p.attended), (2 * p.inner, p.hidden), (p.hidden, p.inner)] + [(p.qkv, p.hidden)] * (p.qkv > 0)
+    dense = 2 * p.ple_width * p.hidden
+    norms = (4 + (p.ple_width > 0)) * p.hidden
+    rows = size * (p.attended + (p.qkv or p.hidden) + p.ple_width + norms) + 2 * ELEMENT_BYTES[p.residual_dtype] * p.hidden
+    weights = sum(matrix_bytes(n, k, g) for n, k in shapes) + size * dense
+    return Cost(weights + rows, 2 * (sum(n * k for n, k in shapes) + dense) + 40 * p.hidden)

@@ -22,23 +22,34 @@ DEVICE void post4(uint4* p, uint4 words) {
                  : "memory");
 }
 
-// Waits for four words at each address; zeros where it is null.
-template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT]) {
+DEVICE uint4 posted4(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+DEVICE bool all_posted(const uint4& v) { return v.x != 0 && v.y != 0 && v.z != 0 && v.w != 0; }
+
+// Four words from each address, once all of them are there, or, where they were not posted, as they are; zeros where the
+// address is null. While the first four are missing nothing else is asked for: what polls is in the way of what posts.
+template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT], bool posted) {
+    if (COUNT > 1 && posted && from[0] != nullptr)
+        while (!all_posted(posted4(from[0]))) {}
     bool missing;
     do {
         missing = false;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            asm volatile(
-                "{ .reg .pred wanted; setp.ne.u64 wanted, %4, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; "
-                "mov.b32 %3, 0; @wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-                : "=&r"(words[i].x), "=&r"(words[i].y), "=&r"(words[i].z), "=&r"(words[i].w)
-                : "l"(from[i])
-                : "memory");
-        }
+        for (int i = 0; i < COUNT; i++) words[i] = from[i] == nullptr ? make_uint4(0, 0, 0, 0) : posted4(from[i]);
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            missing |= from[i] != nullptr &&
-                       (words[i].x == 0 || words[i].y == 0 || words[i].z == 0 || words[i].w == 0);
+        for (int i = 0; i < COUNT; i++) missing |= posted && from[i] != nullptr && !all_posted(words[i]);
     } while (missing);
+}
+
+// Counts the caller in and returns how many came before. Orders nothing: what was read has come.
+DEVICE uint32_t count_in(uint32_t* counter) {
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }

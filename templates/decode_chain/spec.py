@@ -27,6 +27,7 @@ from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matr
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 MAX_PLE_WIDTH = 256  # a vector a lane
+GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for all of its few lines, and the lines serve them in turn
 MAX_ROW_WORDS = 96  # of partial sums and such that a thread waits for at once
 
 
@@ -78,9 +79,9 @@ class Config:
 
 SPACE = {
     "num_warps": (8, 12, 16),
-    "stage_tiles": (8, 16, 24, 32, 48),
-    "num_stages": (3, 4, 6, 8, 10, 12, 16),
-    "in_flight": (2, 3, 4, 6, 8, 12, 16),
+    "stage_tiles": (24, 32, 40, 48, 56, 64, 80),
+    "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
+    "in_flight": (1, 2, 3, 4, 6),
     "out_parts": (1, 2, 3, 4),
     "down_parts": (1, 2, 3, 4, 6, 8),
 }
@@ -120,6 +121,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
         "MAX_TILES": _max_tiles(problem),
         "SHARED_BYTES": _shared_bytes(problem, config),
         "WORKSPACE_BYTES": _workspace_bytes(problem, config),
+        "COPIES": GATED_COPIES,
     }
 
 
@@ -132,9 +134,12 @@ def _slot_bytes(p: Problem, c: Config) -> int:
 
 
 def _shared_bytes(p: Problem, c: Config) -> int:
-    """Of a block without the sums: the ring and its barriers, x with what its tiles' products begin with, sums of a row."""
+    """Of a block without the sums: the ring and its barriers, x with what its tiles' products begin with, the gated
+    per-layer row, four shares, and sums of a row.
+    """
     ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128
-    return ceil((ring + _max_tiles(p) * 68 + 2 * 4 * c.num_warps + 4) / 128) * 128
+    rows = ceil(_max_tiles(p) * 68 / 16) * 16 + 4 * max(p.ple_width, 4) + 4 * 40 + 2 * 4 * c.num_warps
+    return ceil((ring + rows + 4) / 128) * 128
 
 
 def _strips(p: Problem, c: Config) -> dict[str, tuple[int, int]]:
@@ -170,6 +175,8 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     p, c, arch = problem, config, target.arch
     group = p.group_size // STRIP
+    if c.stage_tiles % c.num_warps:
+        return f"stage_tiles={c.stage_tiles} is no multiple of num_warps={c.num_warps}"
     if c.stage_tiles % (2 * group):
         return f"stage_tiles={c.stage_tiles} is no multiple of {2 * group}, two groups of group_size={p.group_size}"
     if c.in_flight > c.num_stages:
@@ -182,6 +189,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if words > MAX_ROW_WORDS:
         return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, out_parts={c.out_parts}, "
                 f"down_parts={c.down_parts}); at most {MAX_ROW_WORDS}")  # fmt: skip
+    if p.ple_width and (rows := ceil(p.ple_width / num_blocks(p, c, target)) * GATED_COPIES) > 32 * c.num_warps:
+        return f"{rows} results of the per-layer gate a block; num_warps={c.num_warps} make {32 * c.num_warps} at a time"
     if p.ple_width and (slot := _slot_bytes(p, c)) < 2 * p.hidden:
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no row of the per-layer gate, {2 * p.hidden:,} B"
     if (need := smem_bytes(p, c, target)) > arch.max_smem_bytes:
@@ -217,7 +226,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def _workspace_bytes(p: Problem, c: Config) -> int:
     parts = 4 * p.hidden * (c.out_parts + c.down_parts)
-    return 16 + parts + 2 * p.inner + (4 * (p.ple_width + p.hidden) if p.ple_width else 0)
+    return 16 + parts + 2 * p.inner + (4 * GATED_COPIES * p.ple_width + 2 * p.hidden if p.ple_width else 0)
 
 
 def cost(problem: Problem) -> Cost:

@@ -138,7 +138,7 @@ def _shared_bytes(p: Problem, c: Config) -> int:
     per-layer row, four shares, and sums of a row.
     """
     ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128
-    rows = ceil(_max_tiles(p) * 68 / 16) * 16 + 4 * max(p.ple_width, 4) + 4 * 40 + 2 * 4 * c.num_warps
+    rows = _max_tiles(p) * 128 + ceil(_max_tiles(p) / 4) * 16 + 4 * max(p.ple_width, 4) + 4 * 40 + 2 * 4 * c.num_warps
     return ceil((ring + rows + 4) / 128) * 128
 
 

@@ -1,0 +1,126 @@
+// One token times int4 weights as integers: two masks unpack eight weights, and a tile's products are exact.
+//
+// By tiles of 32 columns the token is fixed-point: a power of two brings its largest element below 2^21, and what remains
+// is rounded (bf16 has 8 bits, fp16 has 11). A number is three digits of 7, 7 and 8 bits, q = d0 + 2^7 d1 + 2^14 d2, d2
+// signed, and a digit is a column of the tensor core's B operand. The weights of the upper nibbles are not shifted: they
+// are rows of their own, sixteen times too large, whose scales make up for it.
+//
+// mma.m16n8k32 with 8-bit integers (PTX ISA 8.8, "Matrix Fragments for mma.m16n8k32"):
+//   A 16x32: a0 = row g, k 4t..4t+3   a1 = row g+8, the same k   a2 = row g, k 16+4t..   a3 = row g+8, k 16+4t..
+//   B 32x8:  b0 = k 4t..4t+3, col g   b1 = k 16+4t.., col g      C 16x8: c0, c1 = row g, cols 2t, 2t+1   c2, c3 = row g+8
+#pragma once
+#include "common/types.cuh"
+
+// A float between 2^23 and 2^24 whose bits count in ones: integers up to 2^22 pass between the two kinds by an addition.
+constexpr float ONES_FLOAT = 12582912.0f;  // 1.5 * 2^23
+constexpr int ONES_BITS = 0x4b400000;
+
+struct alignas(16) TokenTile {
+    uint2 digits[3][4];  // [digit][t]: the operand of lanes 4 g + t
+    // What sums begin with, weights being 8 too large: of digits 0 and 1, and of digit 2; in rows g, and in rows g + 8.
+    int begin[2][4];
+};
+
+// Writes a tile from four lanes of a warp; lane t of them has columns 8 t .. 8 t + 7. down: x = q * down. A tile with an
+// infinity or a NaN becomes NaN. By all lanes of a warp; `valid` alike in each four.
+template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const uint4& columns, bool valid) {
+    const int t = threadIdx.x % 4;
+    uint32_t w[4] = {columns.x, columns.y, columns.z, columns.w};
+    // Each lane gives word i of its four to lane i: then it has columns 2 t and the next of each eight.
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+        const bool upper = t & step;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & step) continue;
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i + step], step);
+            if (upper) w[i] = got;
+            else w[i + step] = got;
+        }
+    }
+    float x[4][2];
+    uint32_t most = 0;  // magnitudes of floats are in the order of their bits
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 pair = Half<BF16>::unpack(w[i]);
+        x[i][0] = pair.x, x[i][1] = pair.y;
+        most = max(most, max(__float_as_uint(pair.x) & 0x7fffffffu, __float_as_uint(pair.y) & 0x7fffffffu));
+    }
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    const int exponent = max(int(most >> 23), 32);  // below 2^-95 digits become coarse
+    const float up = __uint_as_float(uint32_t(274 - exponent) << 23);
+    uint32_t bits[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        bits[i][0] = __float_as_uint(fmaf(x[i][0], up, ONES_FLOAT));
+        bits[i][1] = __float_as_uint(fmaf(x[i][1], up, ONES_FLOAT));
+    }
+    int sum[3];
+    uint2 digits[3];
+#pragma unroll
+    for (int d = 0; d < 3; d++) {
+        uint32_t b[2];  // bytes in the order of a word's nibbles 0, 2, 4, 6 (common/w4_pack.py)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t first = __byte_perm(bits[2 * i][0] >> 7 * d, bits[2 * i + 1][0] >> 7 * d, 0x0040);
+            const uint32_t second = __byte_perm(bits[2 * i][1] >> 7 * d, bits[2 * i + 1][1] >> 7 * d, 0x0040);
+            b[i] = __byte_perm(first, second, 0x5410) & (d == 2 ? 0xffffffffu : 0x7f7f7f7fu);
+        }
+        digits[d] = make_uint2(b[0], b[1]);
+        sum[d] = __dp4a(int(b[0]), 0x01010101, __dp4a(int(b[1]), 0x01010101, 0));
+        sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 1);
+        sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 2);
+    }
+    if (!valid) return;
+#pragma unroll
+    for (int d = 0; d < 3; d++) tile->digits[d][t] = digits[d];
+    if (t < 2) {
+        const int a = t == 0 ? sum[0] : sum[2], b = t == 0 ? sum[1] : 0;
+        *reinterpret_cast<int4*>(tile->begin[t]) =
+            make_int4(ONES_BITS - 8 * a, ONES_BITS - 8 * b, ONES_BITS - 128 * a, ONES_BITS - 128 * b);
+    } else if (t == 2) {
+        *down = __uint_as_float(exponent == 255 ? 0x7fc00000u : uint32_t(exponent - 20) << 23);
+    }
+}
+
+// Sums over tiles of rows 4 g .. 4 g + 3 times a token, in lanes 4 g + t: digits 0 and 1, or digit 2 where t is odd.
+template <bool BF16> struct TokenSums {
+    float acc[4][2] = {};
+
+    // words: the lane's of a tile of W; scales: of its rows.
+    DEVICE void add(const uint4& words, const uint2& scales, const TokenTile& tile, float down) {
+        const int lane = threadIdx.x % 32;
+        const uint2 b = tile.digits[min(lane / 4 % 4, 2)][lane % 4];
+        const int4 begin = *reinterpret_cast<const int4*>(tile.begin[lane % 2]);
+        const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+        const float2 low = Half<BF16>::unpack(scales.x), high = Half<BF16>::unpack(scales.y);
+        const float by_row[4] = {low.x * down, low.y * (0.0625f * down), high.x * down, high.y * (0.0625f * down)};
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int d[4];
+            asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                "{%10,%11,%12,%13};"
+                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                : "r"(w[2 * h] & 0x0f0f0f0f), "r"(w[2 * h] & 0xf0f0f0f0), "r"(w[2 * h + 1] & 0x0f0f0f0f),
+                  "r"(w[2 * h + 1] & 0xf0f0f0f0), "r"(b.x), "r"(b.y), "r"(begin.x), "r"(begin.y), "r"(begin.z),
+                  "r"(begin.w));
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float& sum = acc[2 * h + j / 2][j % 2];
+                sum = fmaf(__int_as_float(d[j]) - ONES_FLOAT, by_row[2 * h + j / 2], sum);
+            }
+        }
+    }
+    // The four rows, in every lane; and begins anew. By all lanes of a warp.
+    DEVICE float4 take() {
+        float v[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            v[r] = threadIdx.x % 2 ? 16384.0f * acc[r][0] : fmaf(128.0f, acc[r][1], acc[r][0]);
+            v[r] += __shfl_xor_sync(0xffffffffu, v[r], 1);
+            acc[r][0] = acc[r][1] = 0.0f;
+        }
+        return make_float4(v[0], v[1], v[2], v[3]);
+    }
+};

@@ -33,10 +33,8 @@ DEVICE uint4 posted4(const uint4* p) {
 DEVICE bool all_posted(const uint4& v) { return v.x != 0 && v.y != 0 && v.z != 0 && v.w != 0; }
 
 // Four words from each address, once all of them are there, or, where they were not posted, as they are; zeros where the
-// address is null. While the first four are missing nothing else is asked for: what polls is in the way of what posts.
+// address is null.
 template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT], bool posted) {
-    if (COUNT > 1 && posted && from[0] != nullptr)
-        while (!all_posted(posted4(from[0]))) {}
     bool missing;
     do {
         missing = false;

@@ -1,9 +1,9 @@
-// One token times int4 weights as integers: two masks unpack eight weights, and a tile's products are exact.
+// One token times int4 weights as integers: a tile's products are exact.
 //
 // By tiles of 32 columns the token is fixed-point: a power of two brings its largest element below 2^21, and what remains
 // is rounded (bf16 has 8 bits, fp16 has 11). A number is three digits of 7, 7 and 8 bits, q = d0 + 2^7 d1 + 2^14 d2, d2
-// signed, and a digit is a column of the tensor core's B operand. The weights of the upper nibbles are not shifted: they
-// are rows of their own, sixteen times too large, whose scales make up for it.
+// signed, and a digit is a column of the tensor core's B operand. A weight n - 8 is a byte whose upper half is n with its
+// first bit turned over, 16 (n - 8); what is 16 times too large is made up for by the tile's factor.
 //
 // mma.m16n8k32 with 8-bit integers (PTX ISA 8.8, "Matrix Fragments for mma.m16n8k32"):
 //   A 16x32: a0 = row g, k 4t..4t+3   a1 = row g+8, the same k   a2 = row g, k 16+4t..   a3 = row g+8, k 16+4t..
@@ -15,14 +15,12 @@
 constexpr float ONES_FLOAT = 12582912.0f;  // 1.5 * 2^23
 constexpr int ONES_BITS = 0x4b400000;
 
-struct alignas(16) TokenTile {
+struct TokenTile {
     uint2 digits[3][4];  // [digit][t]: the operand of lanes 4 g + t
-    // What sums begin with, weights being 8 too large: of digits 0 and 1, and of digit 2; in rows g, and in rows g + 8.
-    int begin[2][4];
 };
 
-// Writes a tile from four lanes of a warp; lane t of them has columns 8 t .. 8 t + 7. down: x = q * down. A tile with an
-// infinity or a NaN becomes NaN. By all lanes of a warp; `valid` alike in each four.
+// Writes a tile from four lanes of a warp; lane t of them has columns 8 t .. 8 t + 7. down: x (n - 8) = q * 16 (n - 8) *
+// down. A tile with an infinity or a NaN becomes NaN. By all lanes of a warp; `valid` alike in each four.
 template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const uint4& columns, bool valid) {
     const int t = threadIdx.x % 4;
     uint32_t w[4] = {columns.x, columns.y, columns.z, columns.w};
@@ -56,8 +54,7 @@ template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const ui
         bits[i][0] = __float_as_uint(fmaf(x[i][0], up, ONES_FLOAT));
         bits[i][1] = __float_as_uint(fmaf(x[i][1], up, ONES_FLOAT));
     }
-    int sum[3];
-    uint2 digits[3];
+    if (!valid) return;
 #pragma unroll
     for (int d = 0; d < 3; d++) {
         uint32_t b[2];  // bytes in the order of a word's nibbles 0, 2, 4, 6 (common/w4_pack.py)
@@ -67,21 +64,9 @@ template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const ui
             const uint32_t second = __byte_perm(bits[2 * i][1] >> 7 * d, bits[2 * i + 1][1] >> 7 * d, 0x0040);
             b[i] = __byte_perm(first, second, 0x5410) & (d == 2 ? 0xffffffffu : 0x7f7f7f7fu);
         }
-        digits[d] = make_uint2(b[0], b[1]);
-        sum[d] = __dp4a(int(b[0]), 0x01010101, __dp4a(int(b[1]), 0x01010101, 0));
-        sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 1);
-        sum[d] += __shfl_xor_sync(0xffffffffu, sum[d], 2);
+        tile->digits[d][t] = make_uint2(b[0], b[1]);
     }
-    if (!valid) return;
-#pragma unroll
-    for (int d = 0; d < 3; d++) tile->digits[d][t] = digits[d];
-    if (t < 2) {
-        const int a = t == 0 ? sum[0] : sum[2], b = t == 0 ? sum[1] : 0;
-        *reinterpret_cast<int4*>(tile->begin[t]) =
-            make_int4(ONES_BITS - 8 * a, ONES_BITS - 8 * b, ONES_BITS - 128 * a, ONES_BITS - 128 * b);
-    } else if (t == 2) {
-        *down = __uint_as_float(exponent == 255 ? 0x7fc00000u : uint32_t(exponent - 20) << 23);
-    }
+    if (t == 0) *down = __uint_as_float(exponent == 255 ? 0x7fc00000u : uint32_t(exponent - 24) << 23);
 }
 
 // Sums over tiles of rows 4 g .. 4 g + 3 times a token, in lanes 4 g + t: digits 0 and 1, or digit 2 where t is odd.
@@ -92,19 +77,19 @@ template <bool BF16> struct TokenSums {
     DEVICE void add(const uint4& words, const uint2& scales, const TokenTile& tile, float down) {
         const int lane = threadIdx.x % 32;
         const uint2 b = tile.digits[min(lane / 4 % 4, 2)][lane % 4];
-        const int4 begin = *reinterpret_cast<const int4*>(tile.begin[lane % 2]);
         const uint32_t w[4] = {words.x, words.y, words.z, words.w};
         const float2 low = Half<BF16>::unpack(scales.x), high = Half<BF16>::unpack(scales.y);
-        const float by_row[4] = {low.x * down, low.y * (0.0625f * down), high.x * down, high.y * (0.0625f * down)};
+        const float by_row[4] = {low.x * down, low.y * down, high.x * down, high.y * down};
+        const auto lower = [](uint32_t word) { return word << 4 & 0xf0f0f0f0u ^ 0x80808080u; };
+        const auto upper = [](uint32_t word) { return word & 0xf0f0f0f0u ^ 0x80808080u; };
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int d[4];
-            asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                "{%10,%11,%12,%13};"
+            asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                "{%10,%10,%10,%10};"
                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-                : "r"(w[2 * h] & 0x0f0f0f0f), "r"(w[2 * h] & 0xf0f0f0f0), "r"(w[2 * h + 1] & 0x0f0f0f0f),
-                  "r"(w[2 * h + 1] & 0xf0f0f0f0), "r"(b.x), "r"(b.y), "r"(begin.x), "r"(begin.y), "r"(begin.z),
-                  "r"(begin.w));
+                : "r"(lower(w[2 * h])), "r"(upper(w[2 * h])), "r"(lower(w[2 * h + 1])), "r"(upper(w[2 * h + 1])),
+                  "r"(b.x), "r"(b.y), "r"(ONES_BITS));
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float& sum = acc[2 * h + j / 2][j % 2];

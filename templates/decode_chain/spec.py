@@ -73,17 +73,21 @@ class Config:
     stage_tiles: int = 24  # tiles of 32 x 32 weights in a slot of the ring
     num_stages: int = 8
     in_flight: int = 4  # slots on their way at most
+    tiles_together: int = 3  # of a warp
     out_parts: int = 2  # parts of a strip of 32 rows of the output projection, where blocks' shares may end
     down_parts: int = 3  # the same of down
+    slots: int = 3  # for partial sums of a strip: blocks that meet in one at most
 
 
 SPACE = {
     "num_warps": (8, 12, 16),
     "stage_tiles": (24, 32, 40, 48, 56, 64, 80),
     "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
-    "in_flight": (1, 2, 3, 4, 6),
-    "out_parts": (1, 2, 3, 4),
-    "down_parts": (1, 2, 3, 4, 6, 8),
+    "in_flight": (1, 2, 3, 4),
+    "tiles_together": (2, 3, 4, 5),
+    "out_parts": (1, 2, 3, 5, 11),
+    "down_parts": (2, 3, 4, 5, 8, 11, 33),
+    "slots": (1, 2, 3, 4, 5),
 }
 ARGS = {
     "decode_chain": (
@@ -138,7 +142,7 @@ def _shared_bytes(p: Problem, c: Config) -> int:
     per-layer row, four shares, and sums of a row.
     """
     ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128
-    rows = _max_tiles(p) * 128 + ceil(_max_tiles(p) / 4) * 16 + 4 * max(p.ple_width, 4) + 4 * 40 + 2 * 4 * c.num_warps
+    rows = _max_tiles(p) * 96 + ceil(_max_tiles(p) / 4) * 16 + 4 * max(p.ple_width, 4) + 4 * 40 + 2 * 4 * c.num_warps
     return ceil((ring + rows + 4) / 128) * 128
 
 
@@ -150,6 +154,12 @@ def _strips(p: Problem, c: Config) -> dict[str, tuple[int, int]]:
         "down": (p.hidden // STRIP, c.down_parts),
         "qkv": (p.qkv // STRIP, 1),
     }
+
+
+def _most_that_meet(strips: int, parts: int, blocks: int) -> int:
+    """How many blocks have a share of the same strip, at most, of strips * parts units dealt evenly."""
+    least = max(1, strips * parts // blocks)  # units of a block that has any
+    return min(parts, ceil((parts - 1) / least) + 1)
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
@@ -184,11 +194,13 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for name, parts, k in (("out_parts", c.out_parts, p.attended), ("down_parts", c.down_parts, p.inner)):
         if parts > k // p.group_size:
             return f"{name}={parts} is more than the {k // p.group_size} groups of a row of {k}"
+    for name, (strips, parts) in _strips(p, c).items():
+        if parts > 1 and (meet := _most_that_meet(strips, parts, num_blocks(p, c, target))) > c.slots:
+            return f"{name}_parts={parts}: {meet} blocks meet in a strip; slots={c.slots}"
     vecs = ceil(p.hidden / VEC / (32 * c.num_warps))
-    words = 8 * vecs * max(c.out_parts, c.down_parts)
-    if words > MAX_ROW_WORDS:
-        return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, out_parts={c.out_parts}, "
-                f"down_parts={c.down_parts}); at most {MAX_ROW_WORDS}")  # fmt: skip
+    if (words := 8 * vecs * c.slots) > MAX_ROW_WORDS:
+        return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, slots={c.slots}); "
+                f"at most {MAX_ROW_WORDS}")  # fmt: skip
     if p.ple_width and (rows := ceil(p.ple_width / num_blocks(p, c, target)) * GATED_COPIES) > 32 * c.num_warps:
         return f"{rows} results of the per-layer gate a block; num_warps={c.num_warps} make {32 * c.num_warps} at a time"
     if p.ple_width and (slot := _slot_bytes(p, c)) < 2 * p.hidden:
@@ -205,7 +217,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     tiles = ceil(tiles / (2 * group)) * 2 * group
     parts = [min(most, k // p.group_size) for most, k in ((2, p.attended), (3, p.inner))]
     for stages in (12, 10, 8, 6, 4, 3):
-        config = Config(8, tiles, stages, min(4, stages), *parts)
+        config = Config(8, tiles, stages, min(2, stages), 3, *parts, 3)
         if smem_bytes(p, config, target) <= min(target.arch.max_smem_bytes, 160 * 1024):
             break
     return config
@@ -225,7 +237,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 
 def _workspace_bytes(p: Problem, c: Config) -> int:
-    parts = 4 * p.hidden * (c.out_parts + c.down_parts)
+    parts = 2 * c.slots * 4 * p.hidden
     return 16 + parts + 2 * p.inner + (4 * GATED_COPIES * p.ple_width + 2 * p.hidden if p.ple_width else 0)
 
 

@@ -69,27 +69,32 @@ template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const ui
     if (t == 0) *down = __uint_as_float(exponent == 255 ? 0x7fc00000u : uint32_t(exponent - 24) << 23);
 }
 
+// The upper halves of four bytes, n, as 16 (n - 8): one instruction.
+DEVICE uint32_t sixteenfold(uint32_t word) {
+    uint32_t bytes;
+    asm("lop3.b32 %0, %1, 0xf0f0f0f0, %2, 0x6a;" : "=r"(bytes) : "r"(word), "r"(0x80808080u));
+    return bytes;
+}
+
 // Sums over tiles of rows 4 g .. 4 g + 3 times a token, in lanes 4 g + t: digits 0 and 1, or digit 2 where t is odd.
 template <bool BF16> struct TokenSums {
     float acc[4][2] = {};
 
-    // words: the lane's of a tile of W; scales: of its rows.
-    DEVICE void add(const uint4& words, const uint2& scales, const TokenTile& tile, float down) {
-        const int lane = threadIdx.x % 32;
-        const uint2 b = tile.digits[min(lane / 4 % 4, 2)][lane % 4];
+    // Which of a tile's digits are the lane's.
+    static DEVICE int place() { return min(int(threadIdx.x % 32) / 4 % 4, 2) * 4 + threadIdx.x % 4; }
+    // words: the lane's of a tile of W; scales: of its rows; digits: the lane's of the token's tile.
+    DEVICE void add(const uint4& words, const uint2& scales, const uint2& digits, float down) {
         const uint32_t w[4] = {words.x, words.y, words.z, words.w};
         const float2 low = Half<BF16>::unpack(scales.x), high = Half<BF16>::unpack(scales.y);
         const float by_row[4] = {low.x * down, low.y * down, high.x * down, high.y * down};
-        const auto lower = [](uint32_t word) { return word << 4 & 0xf0f0f0f0u ^ 0x80808080u; };
-        const auto upper = [](uint32_t word) { return word & 0xf0f0f0f0u ^ 0x80808080u; };
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int d[4];
             asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                 "{%10,%10,%10,%10};"
                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-                : "r"(lower(w[2 * h])), "r"(upper(w[2 * h])), "r"(lower(w[2 * h + 1])), "r"(upper(w[2 * h + 1])),
-                  "r"(b.x), "r"(b.y), "r"(ONES_BITS));
+                : "r"(sixteenfold(w[2 * h] << 4)), "r"(sixteenfold(w[2 * h])), "r"(sixteenfold(w[2 * h + 1] << 4)),
+                  "r"(sixteenfold(w[2 * h + 1])), "r"(digits.x), "r"(digits.y), "r"(ONES_BITS));
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float& sum = acc[2 * h + j / 2][j % 2];

@@ -73,7 +73,7 @@ class Config:
     stage_tiles: int = 24  # tiles of 32 x 32 weights in a slot of the ring
     num_stages: int = 8
     in_flight: int = 4  # slots on their way at most
-    tiles_together: int = 3  # of a warp
+    tiles_together: int = 3  # that a warp fetches ahead from the ring
     out_parts: int = 2  # parts of a strip of 32 rows of the output projection, where blocks' shares may end
     down_parts: int = 3  # the same of down
     slots: int = 3  # for partial sums of a strip: blocks that meet in one at most

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kerngen.arch import Arch
+from kerngen.arch import Arch, Target
 from kerngen.errors import UnknownName, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
 from kerngen.templates import find_kernel
@@ -131,7 +131,7 @@ def find_model(name: str, drafter: str | None = None) -> Model:
 
 def workload(model: Model, arch: Arch) -> Workload:
     """Every problem that `model` needs on `arch`, in its dtype (fp16 on sm70 and sm75, else bf16), each once."""
-    items, missing = _recorded(model.target, model.drafter, arch.dtype)
+    items, missing = _recorded(model.target, model.drafter, arch.dtype, arch if arch.has_tma else None)
     return Workload(model.name, arch.name, items, missing)
 
 
@@ -189,9 +189,11 @@ def _on_grid(problem: Any) -> Any:
 
 @cache
 def _recorded(
-    target: ModelConfig, drafter_config: DrafterConfig | None, dtype: str
+    target: ModelConfig, drafter_config: DrafterConfig | None, dtype: str, arch: Arch | None
 ) -> tuple[tuple[Item, ...], tuple[str, ...]]:
-    """The items, and what went past the kernels, of one model in one dtype."""
+    """The items, and what went past the kernels, of one model in one dtype. arch: None for all without bulk copies,
+    which ask for the same.
+    """
     import torch
 
     from kerngen.runtime.drafting import Drafter
@@ -203,7 +205,8 @@ def _recorded(
 
     notes = _Notes()
     with torch.inference_mode():
-        ops = KernelOps(Record(notes.call, notes.unserved), TORCH_DTYPE[dtype])
+        record = Record(notes.call, notes.unserved, None if arch is None else Target.of(arch))
+        ops = KernelOps(record, TORCH_DTYPE[dtype])
         model = Gemma4(target, synthetic_model(target, ops), ops)
         drafter = None
         if drafter_config is not None:

@@ -55,10 +55,10 @@ class Drafter:
                 config.rms_norm_eps,
             ).flatten(1)  # fmt: skip
 
-        h = self.stack.first(residual)
+        row = self.stack.first(residual)
         for index in range(len(self.stack.layers)):
-            h = self.stack.layer(index, residual, h, attend, None)
-        return h, ops.linear(h, self.weights.post)
+            row = self.stack.layer(index, residual, row, attend, None)
+        return row, ops.linear(row, self.weights.post)
 
     def logits(self, y: Tensor) -> Tensor:
         """Uncapped logits [B, vocab] fp32. With a centroid head, tokens not selected get the lowest logit minus 1."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
-from kerngen.runtime.ops import KVPages, Ops, Rope
+from kerngen.runtime.ops import KVPages, LayerRest, Ops, Rope
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
 
 
@@ -52,22 +52,48 @@ class DecoderStack:
         self.ropes = {kind: make_rope(rope, dims[kind], ops.device) for kind, rope in config.rope.items()}
 
     def first(self, residual: Tensor) -> Tensor:
-        """The normed input of layer 0."""
+        """The projections of layer 0."""
         self.ops.place = self.name
-        return self.ops.rmsnorm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
+        return self._project(0, self.ops.rmsnorm(residual, self.layers[0].input_norm, self.config.rms_norm_eps))
 
-    def layer(self, index: int, residual: Tensor, h: Tensor, attend: Attend, ple: Tensor | None) -> Tensor:
-        """Layer `index` on `residual` [T, H] (updated in place) and its normed input `h`; ple [T, P] or None.
+    def _project(self, index: int, h: Tensor) -> Tensor:
+        """q | k | v of layer `index`, as its weights have them, from its normed input."""
+        self.ops.place = self._place(index)
+        return self.ops.linear(h, self.layers[index].qkv)
 
-        Returns the next layer's normed input, or the final norm's output after the last layer.
+    def _place(self, index: int) -> str:
+        shared = "" if self.layers[index].k_norm is not None else "shared KV"
+        return " ".join(filter(None, (self.name, self.config.layers[index].kind, shared)))
+
+    def layer(self, index: int, residual: Tensor, qkv: Tensor, attend: Attend, ple: Tensor | None) -> Tensor:
+        """Layer `index` on `residual` [T, H] (updated in place) and its projections `qkv`; ple [T, P] or None.
+
+        Returns the next layer's projections, or the final norm's output after the last layer.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         w, config = self.layers[index], self.config.layers[index]
-        ops.place = " ".join(filter(None, (self.name, config.kind, "" if w.k_norm is not None else "shared KV")))
+        ops.place = self._place(index)
         is_last = index + 1 == len(self.layers)
         next_norm = self.norm if is_last else self.layers[index + 1].input_norm
-        attended = ops.linear(attend(config, ops.linear(h, w.qkv)), w.out)
-        h = _some(ops.add_norm(residual, attended, w.post_attention_norm, None, w.pre_ffn_norm, eps))
+        attended = attend(config, qkv)
+        if w.moe is None and (w.ple is None) == (ple is None):
+            next_qkv = None if is_last else self.layers[index + 1].qkv
+            per_layer = () if w.ple is None else (w.ple.gate, w.ple.projection, w.ple.post_norm)
+            rest = LayerRest(
+                w.out, w.post_attention_norm, w.pre_ffn_norm, w.gate_up, w.down, w.post_ffn_norm, w.scalar, next_norm,
+                next_qkv, *per_layer,
+            )  # fmt: skip
+            if (done := ops.layer_rest(residual, attended, rest, ple, eps)) is not None:
+                return done
+        h = self._rest(w, residual, attended, next_norm, ple)
+        return h if is_last else self._project(index + 1, h)
+
+    def _rest(
+        self, w: LayerWeights, residual: Tensor, attended: Tensor, next_norm: Tensor, ple: Tensor | None
+    ) -> Tensor:
+        """From attention's output on, kernel by kernel: norm(residual; next_norm)."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        h = _some(ops.add_norm(residual, ops.linear(attended, w.out), w.post_attention_norm, None, w.pre_ffn_norm, eps))
         h = ops.linear(ops.gated(h, w.gate_up), w.down)
         per_layer = None if ple is None else w.ple
         if w.moe is not None:
@@ -130,21 +156,21 @@ class Gemma4:
         self.ops.place = ""
         residual = self.embed(batch.ids)
         ple = self._ple(batch.ids, residual)
-        h = self.stack.first(residual)
+        row = self.stack.first(residual)
         for index in range(len(self.stack.layers)):
             if index == self._first_shared and outputs != "all":
                 if outputs == "none":
-                    return h[:0]
+                    break
                 rows, batch = batch.last_tokens()  # before the gathers: attention reads ahead what precedes those
-                residual, h = residual[rows], h[rows]
+                residual, row = residual[rows], row[rows]
                 ple = None if ple is None else ple[rows]
             attend = self._attend(batch, cache)
-            h = self.stack.layer(index, residual, h, attend, None if ple is None else ple[:, index])
+            row = self.stack.layer(index, residual, row, attend, None if ple is None else ple[:, index])
         if outputs == "none":
-            return h[:0]
+            return residual[:0].to(self.ops.dtype)
         if outputs == "last" and batch.cu_seqlens is not None:
-            return h[batch.cu_seqlens[1:].long() - 1]
-        return h
+            return row[batch.cu_seqlens[1:].long() - 1]
+        return row
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Capped logits [n, vocab] fp32 of hidden states [n, H] after the final norm."""

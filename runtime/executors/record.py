@@ -15,17 +15,23 @@ R = TypeVar("R")
 
 class Record:
     """See `kerngen.runtime.executors.Executor`. note: told the kernel, problem and place of each call, in order.
+    target: what the kernels would run on; without it what every arch can run is asked for.
 
     Tensors live on the meta device, so results have shapes and no values, and a whole model takes no memory.
     """
 
     name = "record"
     supports_graphs = False
-    target: Target | None = None
     device = torch.device("meta")
 
-    def __init__(self, note: Callable[[str, Any, str], None], note_outside: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        note: Callable[[str, Any, str], None],
+        note_outside: Callable[[str], None],
+        target: Target | None = None,
+    ) -> None:
         self._note, self._note_outside = note, note_outside
+        self.target: Target | None = target
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:

@@ -14,14 +14,17 @@ R = TypeVar("R")
 
 
 class Reference:
-    """See `kerngen.runtime.executors.Executor`. Outputs are rounded to the dtypes of the call's own tensors."""
+    """See `kerngen.runtime.executors.Executor`. Outputs are rounded to the dtypes of the call's own tensors.
+
+    target: whose calls are answered; without it those that every arch can run.
+    """
 
     name = "reference"
     supports_graphs = False
-    target: Target | None = None
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", target: Target | None = None) -> None:
         self.device = torch.device(device)
+        self.target: Target | None = target
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:

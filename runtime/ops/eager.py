@@ -15,6 +15,7 @@ from kerngen.runtime.ops import (
     DenseLinear,
     Experts,
     KVPages,
+    LayerRest,
     Linear,
     Rope,
     W4Experts,
@@ -195,6 +196,11 @@ class TorchOps:
         residual += self.rmsnorm(self.linear(gated, projection), post_weight, eps)
         residual *= layer_scalar
         return self.rmsnorm(residual, next_weight, eps)
+
+    def layer_rest(
+        self, residual: Tensor, attended: Tensor, weights: LayerRest, ple: Tensor | None, eps: float
+    ) -> Tensor | None:
+        return None
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         out = self.linear(h, head).float()

@@ -17,6 +17,7 @@ from kerngen.runtime.ops import (
     DenseLinear,
     Experts,
     KVPages,
+    LayerRest,
     Linear,
     Rope,
     W4Experts,
@@ -32,6 +33,8 @@ from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.common.row_spec import VEC
 from kerngen.templates.common.w4_pack import interleave, pack
+from kerngen.templates.decode_chain import spec as chain_spec
+from kerngen.templates.decode_chain.op import decode_chain
 from kerngen.templates.dense_gemv.op import dense_gemv
 from kerngen.templates.dense_gemv.spec import MAX_TOKENS
 from kerngen.templates.embed.op import embed
@@ -217,6 +220,29 @@ class KernelOps:
         p = self.linear(self.executor.run(gelu_mul(x, ple), self._at("per-layer gate")), projection)
         where = self._at("end of layer")
         return self.executor.run(add_norm(residual, p, post_weight, layer_scalar, next_weight, eps), where)
+
+    def layer_rest(
+        self, residual: Tensor, attended: Tensor, weights: LayerRest, ple: Tensor | None, eps: float
+    ) -> Tensor | None:
+        w, target = weights, self.executor.target
+        if target is None or len(residual) != 1:
+            return None
+        out, gate_up, down, qkv = w.out, w.gate_up, w.down, w.qkv
+        if not (isinstance(out, W4Linear) and isinstance(gate_up, W4Linear) and isinstance(down, W4Linear)):
+            return None
+        if isinstance(qkv, DenseLinear) or len({m.group_size for m in (out, gate_up, down, qkv) if m}) > 1:
+            return None
+        gate, projection = w.ple_gate, w.ple_projection
+        call = decode_chain(
+            residual, attended, out.packed, out.scales, w.post_attention_norm, w.pre_ffn_norm, gate_up.packed,
+            gate_up.scales, down.packed, down.scales, w.post_ffn_norm, w.scalar, w.next_norm,
+            None if qkv is None else qkv.packed, None if qkv is None else qkv.scales,
+            None if gate is None else gate.weight, ple, None if projection is None else projection.weight, w.ple_norm,
+            eps,
+        )  # fmt: skip
+        if not chain_spec.serves(call.problem, target):
+            return None
+        return self.executor.run(call, self._at("rest of layer, next projections"))
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         return self.executor.run(softcap(self.linear(h, head), logit_cap), self._at("logits"))

@@ -10,15 +10,15 @@ from torch import Tensor
 from kerngen.templates.call import Op
 from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.common.w4_pack import pack
-from kerngen.templates.decode_chain.op import decode_chain, decode_chain_ple
+from kerngen.templates.decode_chain.op import decode_chain
 from kerngen.templates.decode_chain.spec import Problem
 from kerngen.templates.kernel import Case
 
 
 def case_for(problem: Problem, **options: Any) -> Case:
     p = problem
-    names = [f"h{p.hidden}_a{p.attended}_i{p.inner}_q{p.qkv}_w{p.ple_width}_g{p.group_size}_{p.residual_dtype}-{p.dtype}"]
-    return Case("_".join([*names, *options]), p, p.hidden + p.inner + p.qkv, options)
+    shape = f"h{p.hidden}_a{p.attended}_i{p.inner}_q{p.qkv}_w{p.ple_width}_g{p.group_size}"
+    return Case("_".join([shape, f"{p.residual_dtype}-{p.dtype}", *options]), p, p.hidden + p.inner + p.qkv, options)
 
 
 CASES = (
@@ -88,8 +88,4 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    without = {"residual_out", "out"}
-    if case.problem.ple_width:
-        return decode_chain_ple, {k: v for k, v in inputs.items() if k not in without}
-    without |= {"gate", "ple", "projection", "post_ple_weight"}
-    return decode_chain, {k: v for k, v in inputs.items() if k not in without}
+    return decode_chain, {k: v for k, v in inputs.items() if k not in ("residual_out", "out")}

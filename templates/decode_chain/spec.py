@@ -18,7 +18,7 @@ that carry their own flag, NCCL's LL protocol.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
@@ -27,7 +27,11 @@ from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matr
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 MAX_PLE_WIDTH = 256  # a vector a lane
-GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for all of its few lines, and the lines serve them in turn
+GATED_COPIES = (
+    4  # of the gated per-layer row: all blocks wait for all of its few lines, and the lines serve them in turn
+)
+RING_LIMIT = 200 * 1024  # of shared memory, for the default configuration
+SUM_TILES = 24
 MAX_ROW_WORDS = 96  # of partial sums and such that a thread waits for at once
 
 
@@ -85,8 +89,8 @@ SPACE = {
     "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
     "in_flight": (1, 2, 3, 4),
     "tiles_together": (2, 3, 4, 5),
-    "out_parts": (1, 2, 3, 5, 11),
-    "down_parts": (2, 3, 4, 5, 8, 11, 33),
+    "out_parts": (1, 2, 3, 4, 5, 8, 11, 33),
+    "down_parts": (1, 2, 3, 4, 5, 8, 11, 33),
     "slots": (1, 2, 3, 4, 5),
 }
 ARGS = {
@@ -171,7 +175,9 @@ def num_blocks(problem: Problem, config: Config, target: Target) -> int:
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
-    pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in _strips(p, c).values())
+    pieces = max(
+        min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in _strips(p, c).values()
+    )
     rows = ceil(p.ple_width / blocks)
     return _shared_bytes(p, c) + max(128 * c.num_warps * pieces, 4 * c.num_warps * rows)
 
@@ -202,25 +208,60 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, slots={c.slots}); "
                 f"at most {MAX_ROW_WORDS}")  # fmt: skip
     if p.ple_width and (rows := ceil(p.ple_width / num_blocks(p, c, target)) * GATED_COPIES) > 32 * c.num_warps:
-        return f"{rows} results of the per-layer gate a block; num_warps={c.num_warps} make {32 * c.num_warps} at a time"
+        return f"{rows} results of the per-layer gate a block; {c.num_warps} warps make {32 * c.num_warps} at a time"
     if p.ple_width and (slot := _slot_bytes(p, c)) < 2 * p.hidden:
-        return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no row of the per-layer gate, {2 * p.hidden:,} B"
+        return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no row of the gate, {2 * p.hidden:,} B"
     if (need := smem_bytes(p, c, target)) > arch.max_smem_bytes:
         return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     return None
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """The deepest ring that leaves attention its own, of slots of a good ten KB."""
-    p, group = problem, problem.group_size // STRIP
-    tiles = max(24, ceil(2 * p.hidden / 576 / 8) * 8 if p.ple_width else 0)
-    tiles = ceil(tiles / (2 * group)) * 2 * group
-    parts = [min(most, k // p.group_size) for most, k in ((2, p.attended), (3, p.inner))]
-    for stages in (12, 10, 8, 6, 4, 3):
-        config = Config(8, tiles, stages, min(2, stages), 3, *parts, 3)
-        if smem_bytes(p, config, target) <= min(target.arch.max_smem_bytes, 160 * 1024):
+    """Whole rows of the hidden size in as few slots as hold them; a ring that leaves attention its own; shares of equal
+    size. By measurement on an H200.
+    """
+    p, blocks = problem, target.device.num_sms
+    warps = 8 if p.hidden <= 4096 else 12
+    tiles = p.hidden // STRIP
+    step = lcm(warps, 2 * p.group_size // STRIP)
+    sizes = [t for t in SPACE["stage_tiles"] if t % step == 0 and t <= 48]
+    sizes = [t for t in sizes if not p.ple_width or matrix_bytes(STRIP, STRIP * t, p.group_size) >= 2 * p.hidden] or [
+        80
+    ]
+    stage = min(sizes, key=lambda t: (ceil(tiles / t), t))
+    out = _parts(p.hidden, p.attended, p.group_size, blocks, everywhere=False)
+    down = _parts(p.hidden, p.inner, p.group_size, blocks, everywhere=True)
+    units = num_blocks(p, Config(out_parts=out, down_parts=down), target)
+    slots = max(_most_that_meet(p.hidden // STRIP, parts, units) for parts in (out, down))
+    for stages in (6, 5, 4, 3):
+        config = Config(warps, stage, stages, min(2, stages), 3, out, down, slots)
+        if smem_bytes(p, config, target) <= min(target.arch.max_smem_bytes, RING_LIMIT):
             break
     return config
+
+
+def _parts(rows: int, columns: int, group_size: int, blocks: int, *, everywhere: bool) -> int:
+    """Into how many parts a strip of a matrix is cut. everywhere: all blocks must have a share, if there is enough.
+
+    What the busiest block multiplies, in tiles, and what waiting for the sums of one more block costs, as many tiles.
+    """
+    strips, tiles, groups = rows // STRIP, columns // STRIP, columns // group_size
+
+    def price(parts: int) -> float:
+        busiest = ceil(strips * parts / blocks) * tiles / parts
+        return busiest + SUM_TILES * _most_that_meet(strips, parts, min(blocks, strips * parts))
+
+    choices = [c for c in SPACE["down_parts"] if c <= groups]
+    choices = [c for c in choices if _most_that_meet(strips, c, min(blocks, strips * c)) <= SPACE["slots"][-1]]
+    enough = [c for c in choices if strips * c >= blocks] if everywhere else choices
+    return min(enough or choices[-1:], key=price)
+
+
+def serves(problem: Problem, target: Target) -> bool:
+    """Whether `problem` runs on `target` with its default configuration: where not, launches of other kernels do."""
+    if why_unsupported(problem, target) is not None:
+        return False
+    return why_invalid(problem, default_config(problem, target), target) is None
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
@@ -247,6 +288,7 @@ def cost(problem: Problem) -> Cost:
     shapes = [(p.hidden, p.attended), (2 * p.inner, p.hidden), (p.hidden, p.inner)] + [(p.qkv, p.hidden)] * (p.qkv > 0)
     dense = 2 * p.ple_width * p.hidden
     norms = (4 + (p.ple_width > 0)) * p.hidden
-    rows = size * (p.attended + (p.qkv or p.hidden) + p.ple_width + norms) + 2 * ELEMENT_BYTES[p.residual_dtype] * p.hidden
+    rows = size * (p.attended + (p.qkv or p.hidden) + p.ple_width + norms)
+    rows += 2 * ELEMENT_BYTES[p.residual_dtype] * p.hidden
     weights = sum(matrix_bytes(n, k, g) for n, k in shapes) + size * dense
     return Cost(weights + rows, 2 * (sum(n * k for n, k in shapes) + dense) + 40 * p.hidden)

@@ -166,16 +166,18 @@ class Function:
     def __call__(self, problem: Any, **arguments: Any) -> None:
         self.run(problem, arguments)
 
-    def run(self, problem: Any, arguments: Mapping[str, Any], *, in_forward: bool = False) -> None:
-        """in_forward: what a launch that reads ahead reads was complete when a kernel before the last one began."""
+    def run(self, problem: Any, arguments: Mapping[str, Any], *, in_forward: bool = False, alone: bool = False) -> None:
+        """in_forward: what a launch that reads ahead reads was complete when a kernel before the last one began. alone:
+        no other stream of this GPU runs kernels whose blocks wait for each other.
+        """
         launches, workspace_bytes = self.plan(problem)
         if workspace_bytes:
             arguments = {**arguments, "workspace": self.workspace(workspace_bytes)}
         stream = torch.cuda.current_stream(self._device).cuda_stream
         for launch in launches:
-            self._launch(launch, arguments, stream, in_forward)
+            self._launch(launch, arguments, stream, _attributes(launch, in_forward, alone))
 
-    def _launch(self, launch: Launch, arguments: Mapping[str, Any], stream: int, in_forward: bool) -> None:
+    def _launch(self, launch: Launch, arguments: Mapping[str, Any], stream: int, attributes: list[Any]) -> None:
         driver = _driver()
         values, types = [], []
         for arg in self._args[launch.entry]:
@@ -194,7 +196,6 @@ class Function:
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
         config.sharedMemBytes = launch.smem_bytes
         config.hStream = stream
-        attributes = _attributes(launch, in_forward)
         config.attrs, config.numAttrs = attributes, len(attributes)
         result = driver.cuLaunchKernelEx(
             config, driver.CUfunction(self._entries[launch.entry].ptr), (tuple(values), tuple(types)), 0
@@ -203,7 +204,7 @@ class Function:
 
 
 @cache
-def _attributes(launch: Launch, in_forward: bool) -> list[Any]:
+def _attributes(launch: Launch, in_forward: bool, alone: bool) -> list[Any]:
     driver = _driver()
     found = []
     if launch.pdl and (in_forward or not launch.reads_ahead):
@@ -211,7 +212,7 @@ def _attributes(launch: Launch, in_forward: bool) -> list[Any]:
         a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         a.value.programmaticStreamSerializationAllowed = 1
         found.append(a)
-    if launch.cooperative:
+    if launch.cooperative and not alone:
         a = driver.CUlaunchAttribute()
         a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         a.value.cooperative = 1
@@ -269,9 +270,10 @@ class Launcher:
             known = self._by_choice[choice] = self._loaded(choice)
         return known
 
-    def launch(self, call: Call[Any], *, in_forward: bool = False) -> None:
-        """Run `call` on torch's current stream. in_forward: see Function.run."""
-        self.function(find_kernel(call.kernel), call.problem).run(call.problem, call.arguments, in_forward=in_forward)
+    def launch(self, call: Call[Any], *, in_forward: bool = False, alone: bool = False) -> None:
+        """Run `call` on torch's current stream. in_forward, alone: see Function.run."""
+        function = self.function(find_kernel(call.kernel), call.problem)
+        function.run(call.problem, call.arguments, in_forward=in_forward, alone=alone)
 
     @property
     def functions(self) -> list[tuple[str, Any, Function]]:

@@ -76,14 +76,12 @@ class DecoderStack:
         is_last = index + 1 == len(self.layers)
         next_norm = self.norm if is_last else self.layers[index + 1].input_norm
         attended = attend(config, qkv)
-        if w.moe is None and (w.ple is None) == (ple is None):
-            next_qkv = None if is_last else self.layers[index + 1].qkv
-            per_layer = () if w.ple is None else (w.ple.gate, w.ple.projection, w.ple.post_norm)
+        if w.moe is None and w.ple is None:
             rest = LayerRest(
                 w.out, w.post_attention_norm, w.pre_ffn_norm, w.gate_up, w.down, w.post_ffn_norm, w.scalar, next_norm,
-                next_qkv, *per_layer,
+                None if is_last else self.layers[index + 1].qkv,
             )  # fmt: skip
-            if (done := ops.layer_rest(residual, attended, rest, ple, eps)) is not None:
+            if (done := ops.layer_rest(residual, attended, rest, eps)) is not None:
                 return done
         h = self._rest(w, residual, attended, next_norm, ple)
         return h if is_last else self._project(index + 1, h)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -13,11 +16,21 @@ from kerngen.templates.call import Call
 
 R = TypeVar("R")
 
+# By GPU, whose kernels' blocks may wait for each other without being started together.
+_alone: WeakValueDictionary[int, Launch] = WeakValueDictionary()
+
+
+def shares_sms() -> bool:
+    """Whether kernels of other processes may run beside this one's: a CUDA MPS server is there."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
+
 
 class Launch:
     """See `kerngen.runtime.executors.Executor`. launcher: of the GPU whose tensors the calls hold.
 
-    in_forwards: the calls are those of forwards that begin with `embed`, so that kernels may read ahead.
+    in_forwards: the calls are those of forwards that begin with `embed`, so that kernels may read ahead. Forwards run one
+    after the other, on one stream: those of the first such executor on a GPU are alone there, in the sense of
+    Function.run, unless other processes share its SMs.
     """
 
     name = "cuda"
@@ -26,12 +39,13 @@ class Launch:
     def __init__(self, launcher: Launcher, *, in_forwards: bool = False) -> None:
         self.launcher = launcher
         self._in_forwards = in_forwards
+        self.alone = in_forwards and not shares_sms() and _alone.setdefault(launcher.index, self) is self
         self.device = torch.device("cuda", launcher.index)
         self.target: Target | None = launcher.target
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:
-            self.launcher.launch(call, in_forward=self._in_forwards)
+            self.launcher.launch(call, in_forward=self._in_forwards, alone=self.alone)
         return call.result
 
     def outside(self, name: str) -> None:

@@ -95,8 +95,7 @@ Experts = DenseExperts | W4Experts
 class LayerRest:
     """What a dense layer computes with from attention's output on, and what the next layer begins with.
 
-    Norms [H], scalar [1]. qkv: the next layer's, None after the last one, whose next_norm is the model's. ple_gate
-    [P, H], ple_projection [H, P] and ple_norm: all three, or None.
+    Norms [H], scalar [1]. qkv: the next layer's, None after the last one, whose next_norm is the model's.
     """
 
     out: Linear
@@ -108,9 +107,6 @@ class LayerRest:
     scalar: Tensor
     next_norm: Tensor
     qkv: Linear | None
-    ple_gate: DenseLinear | None = None
-    ple_projection: DenseLinear | None = None
-    ple_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,14 +306,12 @@ class Ops(Protocol):
         next_weight) [T, H]. residual, h [T, H]; gate [P, H]; ple [T, P], whose rows may lie apart; projection [H, P].
         """
 
-    def layer_rest(
-        self, residual: Tensor, attended: Tensor, weights: LayerRest, ple: Tensor | None, eps: float
-    ) -> Tensor | None:
+    def layer_rest(self, residual: Tensor, attended: Tensor, weights: LayerRest, eps: float) -> Tensor | None:
         """All that `weights` are for, at once, where the backend has one kernel for it; else None, and nothing is done.
 
-        residual [T, H] residual_dtype, updated in place; attended [T, nq * d]; ple [T, P] with weights.ple_gate, else
-        None. As linear, add_norm, gated, linear and add_norm or ple_block one after the other. Returns the next layer's
-        projections [T, columns of qkv], or norm(residual; next_norm) [T, H] where there is no next layer.
+        residual [T, H] residual_dtype, updated in place; attended [T, nq * d]. As linear, add_norm, gated, linear,
+        add_norm and linear one after the other. Returns the next layer's projections [T, columns of qkv], or
+        norm(residual; next_norm) [T, H] where there is no next layer.
         """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

@@ -197,9 +197,7 @@ class TorchOps:
         residual *= layer_scalar
         return self.rmsnorm(residual, next_weight, eps)
 
-    def layer_rest(
-        self, residual: Tensor, attended: Tensor, weights: LayerRest, ple: Tensor | None, eps: float
-    ) -> Tensor | None:
+    def layer_rest(self, residual: Tensor, attended: Tensor, weights: LayerRest, eps: float) -> Tensor | None:
         return None
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

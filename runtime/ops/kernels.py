@@ -221,9 +221,7 @@ class KernelOps:
         where = self._at("end of layer")
         return self.executor.run(add_norm(residual, p, post_weight, layer_scalar, next_weight, eps), where)
 
-    def layer_rest(
-        self, residual: Tensor, attended: Tensor, weights: LayerRest, ple: Tensor | None, eps: float
-    ) -> Tensor | None:
+    def layer_rest(self, residual: Tensor, attended: Tensor, weights: LayerRest, eps: float) -> Tensor | None:
         w, target = weights, self.executor.target
         if target is None or len(residual) != 1:
             return None
@@ -232,13 +230,10 @@ class KernelOps:
             return None
         if isinstance(qkv, DenseLinear) or len({m.group_size for m in (out, gate_up, down, qkv) if m}) > 1:
             return None
-        gate, projection = w.ple_gate, w.ple_projection
         call = decode_chain(
             residual, attended, out.packed, out.scales, w.post_attention_norm, w.pre_ffn_norm, gate_up.packed,
             gate_up.scales, down.packed, down.scales, w.post_ffn_norm, w.scalar, w.next_norm,
-            None if qkv is None else qkv.packed, None if qkv is None else qkv.scales,
-            None if gate is None else gate.weight, ple, None if projection is None else projection.weight, w.ple_norm,
-            eps,
+            None if qkv is None else qkv.packed, None if qkv is None else qkv.scales, eps,
         )  # fmt: skip
         if not chain_spec.serves(call.problem, target):
             return None

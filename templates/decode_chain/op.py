@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kerngen.errors import ProblemError
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import require
 from kerngen.templates.common.row_torch import DTYPE_NAME, empty
@@ -30,10 +29,6 @@ def _w4(name: str, strips: str, tiles: str) -> dict[str, str]:
         "layer_scalar": "D[1]",
         "next_weight": "D[32 * H]",
         **_w4("qkv", "Q", "H"),
-        "gate": "D[P, 32 * H]",
-        "ple": "D[1, P]",
-        "projection": "D[32 * H, P]",
-        "post_ple_weight": "D[32 * H]",
     },
 )
 def decode_chain(
@@ -52,26 +47,17 @@ def decode_chain(
     next_weight: Tensor,
     qkv_packed: Tensor | None,
     qkv_scales: Tensor | None,
-    gate: Tensor | None,
-    ple: Tensor | None,
-    projection: Tensor | None,
-    post_ple_weight: Tensor | None,
     eps: float,
 ) -> Call[Tensor]:
     """A dense layer of one token from attention's output on, and the next layer's projections. sm90 and newer.
 
     residual [1, H] in attended's dtype or fp32, updated in place; attended [1, A]. Matrices as w4a16_gemm's, packed
     [N / 32, K / 32, 32, 4] int32 and scales [N / 32, K / group_size, 32]: out [H, A], gate_up [2 I, H] as
-    w4a16_gated's, down [H, I], and qkv [Q, H] or None twice. Norms [H]; layer_scalar [1]. With per-layer inputs gate
-    [P, H], ple [1, P], projection [H, P] and post_ple_weight [H], else None four times. Returns [1, Q], or without qkv
-    the normed row [1, H]. The formulas: decode_chain's Problem. Every step is rounded as the model rounds it.
+    w4a16_gated's, down [H, I], and qkv [Q, H] or None twice. Norms [H]; layer_scalar [1]. Returns [1, Q], or without
+    qkv the normed row [1, H]. The formulas: decode_chain's Problem. Every step is rounded as the model rounds it.
     """
     require(len(residual) == 1, f"decode_chain takes one token, not {len(residual)}")
-    per_layer = (gate, ple, projection, post_ple_weight)
-    if len({t is None for t in per_layer}) > 1 or (qkv_packed is None) != (qkv_scales is None):
-        raise ProblemError(
-            "gate, ple, projection and post_ple_weight belong together, and so do qkv_packed and qkv_scales"
-        )
+    require((qkv_packed is None) == (qkv_scales is None), "qkv_packed and qkv_scales belong together")
     group_sizes = {
         name: packed.shape[1] * STRIP // scales.shape[1]
         for name, packed, scales in (
@@ -84,7 +70,7 @@ def decode_chain(
     hidden, inner = residual.shape[1], down_packed.shape[1] * STRIP
     columns = 0 if qkv_packed is None else qkv_packed.shape[0] * STRIP
     problem = Problem(
-        hidden, attended.shape[1], inner, columns, 0 if gate is None else len(gate), group_sizes["out"],
+        hidden, attended.shape[1], inner, columns, group_sizes["out"],
         DTYPE_NAME[attended.dtype], DTYPE_NAME[residual.dtype],
     )  # fmt: skip
     out = empty(attended, 1, columns or hidden)
@@ -92,8 +78,8 @@ def decode_chain(
         "residual_out": residual, "out": out, "residual": residual, "attended": attended, "out_packed": out_packed,
         "out_scales": out_scales, "post_attention_weight": post_attention_weight, "pre_ffn_weight": pre_ffn_weight,
         "gate_up_packed": gate_up_packed, "gate_up_scales": gate_up_scales, "down_packed": down_packed,
-        "down_scales": down_scales, "post_ffn_weight": post_ffn_weight, "gate": gate, "ple": ple,
-        "projection": projection, "post_ple_weight": post_ple_weight, "layer_scalar": layer_scalar,
+        "down_scales": down_scales, "post_ffn_weight": post_ffn_weight,
+        "layer_scalar": layer_scalar,
         "next_weight": next_weight, "qkv_packed": qkv_packed, "qkv_scales": qkv_scales, "eps": eps,
     }  # fmt: skip
     return Call("decode_chain", problem, arguments, out)

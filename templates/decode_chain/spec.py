@@ -1,15 +1,15 @@
 """decode_chain: from attention's output to the next layer's q, k and v, for one token, in one launch.
 
 What a dense layer of W4A16 weights does between two attentions: the output projection, the norms around it and the
-residual, gate, up and down, the per-layer input of E2B and E4B, the layer's scalar, the norm before the next layer,
-and that layer's projection. Every block of the grid stays for all of it. One warp of a block fetches the block's
-shares of all the weights, in their order, as far ahead as the ring reaches: across the launch's own dependencies, and
-before the kernel that makes the attention's output has ended. The others multiply (mma.sync, as w4a16_gemm for few
-tokens) and hand rows to each other through L2, word by word, with no barrier (common/posted.cuh). Rows are short, so
-every block makes norms and residual anew for itself.
+residual, gate, up and down, the layer's scalar, the norm before the next layer, and that layer's projection. Every block
+of the grid stays for all of it. One warp of a block fetches the block's shares of all the weights, in their order, as far
+ahead as the ring reaches: across the launch's own dependencies, and before the kernel that makes the attention's output
+has ended. The others multiply (as integers, common/w4_integers.cuh) and hand rows to each other through L2, word by
+word, with no barrier (common/posted.cuh). Rows are short, so every block makes norms and residual anew for itself.
 
 Blocks wait for each other here, so all of them must be on the GPU together: the grid has a block an SM at most, and is
-launched as a cooperative one, which the driver starts whole or refuses.
+launched as a cooperative one, which starts whole. Such a launch waits for the end of its predecessor (about 3 us on an
+H200); in forwards that are known to be the only ones on their GPU it is an ordinary launch (runtime/executors/launch.py).
 
 Method: persistent kernels that run many dependent operations, "Look Ma, No Bubbles!" (Hazy Research, 2025), and words
 that carry their own flag, NCCL's LL protocol.
@@ -22,14 +22,10 @@ from math import ceil, lcm
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, require_vectors, why_no_dtype
+from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, why_no_dtype
 from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
-MAX_PLE_WIDTH = 256  # a vector a lane
-GATED_COPIES = (
-    4  # of the gated per-layer row: all blocks wait for all of its few lines, and the lines serve them in turn
-)
 RING_LIMIT = 200 * 1024  # of shared memory, for the default configuration
 SUM_TILES = 24
 MAX_ROW_WORDS = 96  # of partial sums and such that a thread waits for at once
@@ -41,20 +37,17 @@ class Problem:
 
     r = residual + norm(attended Out^T; post_attention_weight); x = norm(r; pre_ffn_weight);
     r = r + norm((gelu_tanh(x Gate^T) * (x Up^T)) Down^T; post_ffn_weight); inner: rows of Gate, and of Up.
-    With ple_width also r = r + norm((gelu_tanh(r gate^T) * ple) projection^T; post_ple_weight).
     residual_out = r * layer_scalar; out = norm(residual_out; next_weight), times Qkv^T where qkv > 0.
-    Out, Gate, Up, Down and Qkv are int4 with scales by group_size; gate [ple_width, hidden] and projection [hidden,
-    ple_width] in dtype, as all else but the residual.
+    Matrices are int4 with scales by group_size; all else is of dtype but the residual.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ()
     DYNAMIC: ClassVar[str] = ""
 
-    hidden: int = 1536
-    attended: int = 2048
-    inner: int = 6144
-    qkv: int = 2560
-    ple_width: int = 256
+    hidden: int = 5376
+    attended: int = 8192
+    inner: int = 21504
+    qkv: int = 16384
     group_size: int = 32
     dtype: str = "bf16"
     residual_dtype: str = "bf16"
@@ -64,9 +57,6 @@ class Problem:
             require_matrix(n, k, self.group_size, self.dtype)
         if self.qkv:
             require_matrix(self.qkv, self.hidden, self.group_size, self.dtype)
-        if self.ple_width:
-            require_vectors(ple_width=self.ple_width)
-        require(self.ple_width <= MAX_PLE_WIDTH, f"ple_width={self.ple_width} is more than {MAX_PLE_WIDTH}")
         wanted = (self.dtype, "fp32")
         require(self.residual_dtype in wanted, f"residual_dtype={self.residual_dtype!r} is not one of: {wanted}")
 
@@ -108,10 +98,6 @@ ARGS = {
         Arg("down_packed", "ptr"),
         Arg("down_scales", "ptr"),
         Arg("post_ffn_weight", "ptr"),
-        Arg("gate", "ptr"),
-        Arg("ple", "ptr", align=2),
-        Arg("projection", "ptr"),
-        Arg("post_ple_weight", "ptr"),
         Arg("layer_scalar", "ptr", align=2),
         Arg("next_weight", "ptr"),
         Arg("qkv_packed", "ptr"),
@@ -120,7 +106,7 @@ ARGS = {
         Arg("eps", "f32"),
     )
 }
-BODIES = (Body("kernel.cu.jinja", ARGS, SPACE, serves=lambda arch: arch.has_tma),)
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("residual_out", "out")
 
 
@@ -129,7 +115,6 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
         "MAX_TILES": _max_tiles(problem),
         "SHARED_BYTES": _shared_bytes(problem, config),
         "WORKSPACE_BYTES": _workspace_bytes(problem, config),
-        "COPIES": GATED_COPIES,
     }
 
 
@@ -142,11 +127,9 @@ def _slot_bytes(p: Problem, c: Config) -> int:
 
 
 def _shared_bytes(p: Problem, c: Config) -> int:
-    """Of a block without the sums: the ring and its barriers, x with what its tiles' products begin with, the gated
-    per-layer row, four shares, and sums of a row.
-    """
+    """Of a block without the sums: the ring and its barriers, x by tiles, sums of a row, four shares."""
     ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128
-    rows = _max_tiles(p) * 96 + ceil(_max_tiles(p) / 4) * 16 + 4 * max(p.ple_width, 4) + 4 * 40 + 2 * 4 * c.num_warps
+    rows = _max_tiles(p) * 96 + ceil(_max_tiles(p) / 4) * 16 + 4 * 40 + 2 * 4 * c.num_warps
     return ceil((ring + rows + 4) / 128) * 128
 
 
@@ -168,9 +151,9 @@ def _most_that_meet(strips: int, parts: int, blocks: int) -> int:
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
     """A block an SM, but no more than have a share of everything that all wait for."""
-    p, strips = problem, _strips(problem, config)
+    strips = _strips(problem, config)
     shares = [strips[name][0] * strips[name][1] for name in ("gate_up", "down")]
-    return min(target.device.num_sms, *shares, *((p.ple_width,) if p.ple_width else ()))
+    return min(target.device.num_sms, *shares)
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -178,13 +161,12 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     pieces = max(
         min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in _strips(p, c).values()
     )
-    rows = ceil(p.ple_width / blocks)
-    return _shared_bytes(p, c) + max(128 * c.num_warps * pieces, 4 * c.num_warps * rows)
+    return _shared_bytes(p, c) + 128 * c.num_warps * pieces
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
     if not target.arch.has_tma:
-        return f"{target.arch} has no bulk copies; w4a16_gemm, add_norm and ple_block serve it, a launch each"
+        return f"{target.arch} has no bulk copies; w4a16_gemm and add_norm serve it, a launch each"
     return why_no_dtype(target.arch, problem.dtype)
 
 
@@ -207,10 +189,6 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if (words := 8 * vecs * c.slots) > MAX_ROW_WORDS:
         return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, slots={c.slots}); "
                 f"at most {MAX_ROW_WORDS}")  # fmt: skip
-    if p.ple_width and (rows := ceil(p.ple_width / num_blocks(p, c, target)) * GATED_COPIES) > 32 * c.num_warps:
-        return f"{rows} results of the per-layer gate a block; {c.num_warps} warps make {32 * c.num_warps} at a time"
-    if p.ple_width and (slot := _slot_bytes(p, c)) < 2 * p.hidden:
-        return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no row of the gate, {2 * p.hidden:,} B"
     if (need := smem_bytes(p, c, target)) > arch.max_smem_bytes:
         return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     return None
@@ -225,9 +203,6 @@ def default_config(problem: Problem, target: Target) -> Config:
     tiles = p.hidden // STRIP
     step = lcm(warps, 2 * p.group_size // STRIP)
     sizes = [t for t in SPACE["stage_tiles"] if t % step == 0 and t <= 48]
-    sizes = [t for t in sizes if not p.ple_width or matrix_bytes(STRIP, STRIP * t, p.group_size) >= 2 * p.hidden] or [
-        80
-    ]
     stage = min(sizes, key=lambda t: (ceil(tiles / t), t))
     out = _parts(p.hidden, p.attended, p.group_size, blocks, everywhere=False)
     down = _parts(p.hidden, p.inner, p.group_size, blocks, everywhere=True)
@@ -271,24 +246,20 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """A count; partial sums of the output projection; the MLP's inner row; partial sums of down; the gated per-layer
-    row and its projection. All zero between launches.
-    """
+    """A count, partial sums of the output projection and of down, the MLP's inner row. All zero between launches."""
     return _workspace_bytes(problem, config)
 
 
 def _workspace_bytes(p: Problem, c: Config) -> int:
     parts = 2 * c.slots * 4 * p.hidden
-    return 16 + parts + 2 * p.inner + (4 * GATED_COPIES * p.ple_width + 2 * p.hidden if p.ple_width else 0)
+    return 16 + parts + 2 * p.inner
 
 
 def cost(problem: Problem) -> Cost:
     p = problem
     size, g = ELEMENT_BYTES[p.dtype], p.group_size
     shapes = [(p.hidden, p.attended), (2 * p.inner, p.hidden), (p.hidden, p.inner)] + [(p.qkv, p.hidden)] * (p.qkv > 0)
-    dense = 2 * p.ple_width * p.hidden
-    norms = (4 + (p.ple_width > 0)) * p.hidden
-    rows = size * (p.attended + (p.qkv or p.hidden) + p.ple_width + norms)
+    rows = size * (p.attended + (p.qkv or p.hidden) + 4 * p.hidden)
     rows += 2 * ELEMENT_BYTES[p.residual_dtype] * p.hidden
-    weights = sum(matrix_bytes(n, k, g) for n, k in shapes) + size * dense
-    return Cost(weights + rows, 2 * (sum(n * k for n, k in shapes) + dense) + 40 * p.hidden)
+    weights = sum(matrix_bytes(n, k, g) for n, k in shapes)
+    return Cost(weights + rows, 2 * sum(n * k for n, k in shapes) + 40 * p.hidden)

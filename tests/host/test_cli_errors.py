@@ -50,7 +50,6 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
         (("run", ".", "--prompt", "hi"), 1, r"holds no config.json"),
         (("bench", "model", "gemma-5"), 2, r"unknown model 'gemma-5'"),
         (("kernel", "show", "embd", "--arch", "sm70"), 2, r"unknown kernel 'embd'\n.*did you mean embed\?"),
-        ((*TUNE, "--kernel", "embd"), 2, r"unknown kernel 'embd'\n.*did you mean embed\?"),
         ((*TUNE, "--kernel", "moe_route"), 2, r"gemma-4-31b needs no moe_route on sm70\n.*embed"),
         ((*SHOW, "--problem", "hidden=7"), 2, r"hidden=7 is not a positive multiple of 8"),
         ((*SHOW, "--problem", "width=8"), 2, r"unknown problem field 'width'\n.*hidden, vocab_size"),
@@ -78,6 +77,11 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
 def test_misuse_is_one_clear_message(kerngen: Kerngen, args: tuple[str, ...], code: int, says: str) -> None:
     _require_message(kerngen(*args), code, says)
     assert kerngen.files() == []
+
+
+def test_a_kernel_that_does_not_exist_is_said_at_once(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerngen.workload.workload", lambda *_: pytest.fail("the model was recorded"))
+    _require_message(kerngen(*TUNE, "--kernel", "embd"), 2, r"unknown kernel 'embd'\n.*did you mean embed\?")
 
 
 def test_a_model_that_does_not_fit_is_refused_at_once(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from typing import Any
@@ -10,16 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.errors import DeviceError
+from kerngen.generated import generated_model
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.config import DrafterConfig, ModelConfig
-from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine
-from kerngen.runtime.footprint import footprint
-from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear
 from kerngen.runtime.weights.layout import ModelWeights
-from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
 
 RUNS = 5
 
@@ -49,18 +44,6 @@ def step_bytes(config: ModelConfig, weights: ModelWeights, context: int) -> tupl
     return total, kv
 
 
-def require_memory(name: str, config: ModelConfig, drafter: DrafterConfig | None) -> None:
-    """Raises DeviceError where the dense fp32 weights, which the torch backend makes, do not fit in free memory."""
-    takes = footprint(config, drafter, torch.float32, 1, dense=True)
-    need = takes.weight_bytes + takes.drafter_bytes
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > free:
-        raise DeviceError(
-            f"{name} takes {need / 1e9:.0f} GB in fp32 without a GPU; {free / 1e9:.0f} GB of memory are free",
-            hint="run it where there is a GPU, or time a smaller model",
-        )
-
-
 @torch.inference_mode()
 def time_model(
     name: str,
@@ -82,15 +65,8 @@ def time_model(
     A step's time is the decode's wall time over its steps, host work included. Raises as open_backend does.
     """
     ops = open_backend(backend, device=device, db_url=db_url, bundle=bundle)
-    if ops.device.type == "cpu":
-        require_memory(name, config, drafter_config)
     began = time.perf_counter()
-    model = Gemma4(config, synthetic_model(config, ops, seed), ops)
-    drafter = None
-    if drafter_config is not None:
-        drafter = Drafter(drafter_config, synthetic_drafter(drafter_config, ops, seed + 1), model)
-    if ops.device.type == "cuda":
-        torch.cuda.synchronize()
+    model, drafter = generated_model(name, config, drafter_config, ops, seed)
     built = time.perf_counter() - began
     read_gbps, board = 0.0, "cpu"
     if ops.device.type == "cuda":

@@ -20,6 +20,7 @@ from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_conf
 from kerngen.templates import find_kernel
 
 if TYPE_CHECKING:
+    from kerngen.runtime.cache import KVCache
     from kerngen.runtime.drafting import Drafter
     from kerngen.runtime.model import Gemma4
 
@@ -196,6 +197,7 @@ def _recorded(
     """
     import torch
 
+    from kerngen.runtime.cache import KVCache
     from kerngen.runtime.drafting import Drafter
     from kerngen.runtime.executors.record import Record
     from kerngen.runtime.model import Gemma4
@@ -211,10 +213,11 @@ def _recorded(
         drafter = None
         if drafter_config is not None:
             drafter = Drafter(drafter_config, synthetic_drafter(drafter_config, ops), model)
-        _record_decode(notes, model)
-        _record_prefill(notes, model)
+        pool = KVCache.whole(target, ops, batch=1, max_len=1)  # of which problems show the tables alone
+        _record_decode(notes, model, pool)
+        _record_prefill(notes, model, pool)
         if drafter is not None:
-            _record_drafts(notes, model, drafter)
+            _record_drafts(notes, model, drafter, pool)
     return tuple(notes.items()), tuple(notes.outside)
 
 
@@ -223,12 +226,19 @@ def _contexts(config: ModelConfig, batch: int) -> Iterator[int]:
     return (c for c in CONTEXTS if c <= most and c * batch <= MOST_KEYS)
 
 
-def _record_decode(notes: _Notes, model: Gemma4) -> None:
+def _cache(pool: KVCache, batch: int, max_len: int) -> KVCache:
+    """As KVCache.whole, of the pages of `pool`."""
+    import torch
+
+    pages = -(-max_len // pool.page_size)
+    return pool.with_tables(torch.empty(2, batch, pages, dtype=torch.int32, device=pool.tables.device))
+
+
+def _record_decode(notes: _Notes, model: Gemma4, pool: KVCache) -> None:
     """Single steps, and the verification of every number of drafts that is permitted."""
     import torch
 
     from kerngen.runtime.batch import Batch
-    from kerngen.runtime.cache import KVCache
 
     config, ops = model.config, model.ops
     for batch in BATCHES:
@@ -238,7 +248,7 @@ def _record_decode(notes: _Notes, model: Gemma4) -> None:
                 if not usual and (batch not in OTHER_VERIFY_BATCHES or context not in OTHER_VERIFY_CONTEXTS):
                     continue
                 notes.step("decode" if q_len == 1 else "verify", batch, q_len, context)
-                cache = KVCache.whole(config, ops, batch=batch, max_len=context)
+                cache = _cache(pool, batch, context)
                 ids = torch.empty(batch, q_len, dtype=torch.int64, device=ops.device)
                 lengths = torch.empty(batch, dtype=torch.int64, device=ops.device)
                 hidden = model.forward(Batch.decode(ids, lengths, cache, context), cache)
@@ -248,12 +258,11 @@ def _record_decode(notes: _Notes, model: Gemma4) -> None:
                 notes.counts = True
 
 
-def _record_prefill(notes: _Notes, model: Gemma4) -> None:
+def _record_prefill(notes: _Notes, model: Gemma4, pool: KVCache) -> None:
     """Chunks of one sequence: a whole prompt, or what follows keys that are in the cache already."""
     import torch
 
     from kerngen.runtime.batch import Batch
-    from kerngen.runtime.cache import KVCache
 
     config, ops = model.config, model.ops
     chunks = {(t, t) for t in PREFILL_TOKENS}
@@ -262,21 +271,19 @@ def _record_prefill(notes: _Notes, model: Gemma4) -> None:
         chunks |= {(t, keys) for t in sizes if t * keys <= MOST_PAIRS}
     for tokens, keys in sorted(c for c in chunks if c[1] <= config.max_positions):
         notes.step("prefill", 1, 0, keys)
-        cache = KVCache.whole(config, ops, batch=1, max_len=keys)
+        cache = _cache(pool, 1, keys)
         ids = torch.empty(tokens, dtype=torch.int64, device=ops.device)
         model.forward(Batch.prefill(ids, keys - tokens, cache), cache, outputs="last")
 
 
-def _record_drafts(notes: _Notes, model: Gemma4, drafter: Drafter) -> None:
+def _record_drafts(notes: _Notes, model: Gemma4, drafter: Drafter, pool: KVCache) -> None:
     import torch
-
-    from kerngen.runtime.cache import KVCache
 
     ops = model.ops
     for batch in BATCHES:
         for context in _contexts(model.config, batch):
             notes.step("draft", batch, 1, context)
-            cache = KVCache.whole(model.config, ops, batch=batch, max_len=context)
+            cache = _cache(pool, batch, context)
             ids = torch.empty(batch, dtype=torch.int64, device=ops.device)
             hidden = torch.empty(batch, model.config.hidden_size, dtype=ops.dtype, device=ops.device)
             drafter.greedy(drafter.step(ids, hidden, ids, cache, context)[0])

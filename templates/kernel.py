@@ -156,10 +156,10 @@ class Tolerance:
 
 
 class Spec(Protocol):
-    """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None,
-    workspace_bytes(problem, config, target) -> int, traffic(problem, config, target), MAX_SPILL_BYTES, and
-    constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
-    problem comes without RUNTIME fields.
+    """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None, outputs(problem): which
+    of OUTPUTS the kernel writes for it, workspace_bytes(problem, config, target) -> int, traffic(problem, config,
+    target), MAX_SPILL_BYTES, and constants(problem, config, arch) -> dict: what spec.py and its templates both know
+    (`k` there), said once; its problem comes without RUNTIME fields.
 
     What sees an Arch, `BODIES` and `constants`, decides what is compiled: a cubin depends on the arch alone. All that
     is chosen at launch sees the Target, the board included.
@@ -225,6 +225,11 @@ class Kernel:
     def outputs(self) -> tuple[str, ...]:
         """Names of the arguments that the kernel writes and the reference checks."""
         return self.spec.OUTPUTS
+
+    def outputs_of(self, problem: Any) -> tuple[str, ...]:
+        """Those of them that it writes for `problem`: all, unless spec.py's `outputs` says which."""
+        narrowed: Callable[[Any], tuple[str, ...]] | None = getattr(self.spec, "outputs", None)
+        return self.outputs if narrowed is None else narrowed(problem)
 
     def bodies(self, arch: Arch) -> tuple[Body, ...]:
         """The bodies that may run on `arch`. Raises ProblemError where there is none."""

@@ -85,12 +85,17 @@ def tune(
       kerngen tune --arch sm70 --model gemma-4-31b --time-budget 5m
     """
     from kerngen.compile import require_target
+    from kerngen.templates import find_kernel
     from kerngen.workload import find_model, workload
 
     arch = find_arch(arch_name)
-    load = workload(find_model(model, draft), arch)
-    if kernels:
-        load = load.only(name for k in kernels for name in k.split(","))
+    found = find_model(model, draft)
+    names = [name for k in kernels for name in k.split(",")]
+    for name in names:
+        find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
+    load = workload(found, arch)
+    if names:
+        load = load.only(names)
     require_target(arch)
     with ExitStack() as stack:
         chosen = _objective(stack, objective, arch, device_name)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kerngen.errors import UsageError
+from kerngen.generated import generated_model
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import DenseLinear, Ops
+from kerngen.runtime.ops import Ops
 from kerngen.runtime.session import load
-from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter, synthetic_model
-from kerngen.steptime import require_memory
 from kerngen.workload import find_model
 
 
@@ -70,19 +69,6 @@ def open_model(
         raise UsageError(f"{name} is a folder without weights, and no drafter goes with it by itself",
                          hint="name one with --draft, or use --drafting off")  # fmt: skip
     ops = open_backend(backend, device=device, dtype=dtype, db_url=db_url, bundle=bundle)
-    if ops.device.type == "cpu":
-        require_memory(name, found.target, found.drafter if drafting else None)
-    # With the embedding for a head, as most are tied, a generated model says the same token over and over: it is the
-    # likeliest to follow itself, and whatever else the cache held would change nothing. Another head tells contexts
-    # apart.
-    head = SyntheticSource(found.target, ops, seed + 2).tensor(
-        "head", found.target.vocab_size, found.target.hidden_size
-    )
-    weights = replace(synthetic_model(found.target, ops, seed), head=ops.prepare(DenseLinear(head)))
-    model = Gemma4(found.target, weights, ops)
-    drafter = None
-    if drafting and found.drafter is not None:
-        drafter = Drafter(found.drafter, synthetic_drafter(found.drafter, ops, seed + 1), model)
-    if ops.device.type == "cuda":
-        torch.cuda.synchronize()
+    drafter_config = found.drafter if drafting else None
+    model, drafter = generated_model(name, found.target, drafter_config, ops, seed, own_head=True)
     return Opened(name, model, drafter, "generated weights", time.perf_counter() - began)

@@ -153,6 +153,15 @@ def residual_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def own_kv(k_norm: Tensor | None, slot_mapping: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Both, for a layer that owns K and V; None for one that owns none. Raises TypeError where one is missing."""
+    if k_norm is not None and slot_mapping is not None:
+        return k_norm, slot_mapping
+    if k_norm is None and slot_mapping is None:
+        return None
+    raise TypeError("k_norm and slot_mapping belong together: both for a layer that owns K and V, or neither")
+
+
 class Ops(Protocol):
     """What a backend must do. Methods return new tensors unless they say otherwise."""
 

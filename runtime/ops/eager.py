@@ -21,6 +21,7 @@ from kerngen.runtime.ops import (
     W4Experts,
     W4Linear,
     outside,
+    own_kv,
     residual_dtype,
 )
 from kerngen.runtime.sampling import likeliest
@@ -128,14 +129,11 @@ class TorchOps:
         max_kv_len: int,
         eps: float,
     ) -> Tensor:
-        if (k_norm is None) != (slot_mapping is None):
-            raise TypeError("k_norm and slot_mapping belong together: both for a layer that owns K and V, or neither")
-        if k_norm is None or slot_mapping is None:
+        if (own := own_kv(k_norm, slot_mapping)) is None:
             q = self.q_norm_rope(projected, q_norm, rope, positions, eps)
         else:
-            q = self.qkv_norm_rope(
-                projected, num_q_heads, q_norm, k_norm, rope, positions, cache, slot_mapping, eps
-            )  # fmt: skip
+            k_weight, slots = own
+            q = self.qkv_norm_rope(projected, num_q_heads, q_norm, k_weight, rope, positions, cache, slots, eps)
         return self.attn_decode(q, cache, block_table, kv_lens, q_len, window, max_kv_len)
 
     def attn_decode(

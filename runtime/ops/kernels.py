@@ -23,6 +23,7 @@ from kerngen.runtime.ops import (
     W4Experts,
     W4Linear,
     outside,
+    own_kv,
     residual_dtype,
 )
 from kerngen.runtime.ops.eager import unpacked_experts
@@ -162,16 +163,15 @@ class KernelOps:
         max_kv_len: int,
         eps: float,
     ) -> Tensor:
-        if (k_norm is None) != (slot_mapping is None):
-            raise TypeError("k_norm and slot_mapping belong together: both for a layer that owns K and V, or neither")
-        if k_norm is None or slot_mapping is None:
+        if (own := own_kv(k_norm, slot_mapping)) is None:
             call = attn_decode_raw_q(
                 projected, q_norm, rope.inv_freq, positions, cache.k, cache.v, block_table, kv_lens, rope.num_rotated,
                 eps, q_len, window, max_kv_len,
             )  # fmt: skip
             return self.executor.run(call, self._at("q norm, RoPE, attention"))
+        k_weight, slots = own
         call = attn_decode_qkv(
-            projected, q_norm, k_norm, rope.inv_freq, positions, cache.k, cache.v, slot_mapping, block_table, kv_lens,
+            projected, q_norm, k_weight, rope.inv_freq, positions, cache.k, cache.v, slots, block_table, kv_lens,
             num_q_heads, rope.num_rotated, eps, q_len, window, max_kv_len,
         )  # fmt: skip
         return self.executor.run(call, self._at("head norms, RoPE, cache, attention"))

@@ -9,16 +9,17 @@ from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import keys_that_matter, require
 from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 
+# What the ops share: the cache and where a sequence lies in it; what turns heads of a projection.
+_CACHED = {
+    "k_cache": "D[P, NKV, S, HD]",
+    "v_cache": "D[P, NKV, S, HD]",
+    "block_table": "int32[B, M]",
+    "kv_lens": "int32[B]",
+}
+_HEADS = {"q_weight": "D[HD]", "inv_freq": "fp32[HD // 2]", "positions": "int64[B * q_len]"}
 
-@op(
-    takes={
-        "q": "D[B * q_len, NQ, HD]",
-        "k_cache": "D[P, NKV, S, HD]",
-        "v_cache": "D[P, NKV, S, HD]",
-        "block_table": "int32[B, M]",
-        "kv_lens": "int32[B]",
-    },
-)
+
+@op(takes={"q": "D[B * q_len, NQ, HD]"} | _CACHED)
 def attn_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -44,18 +45,7 @@ def attn_decode(
 
 @op(
     mutates=("k_cache", "v_cache"),
-    takes={
-        "qkv": "D[B * q_len, W]",
-        "q_weight": "D[HD]",
-        "k_weight": "D[HD]",
-        "inv_freq": "fp32[HD // 2]",
-        "positions": "int64[B * q_len]",
-        "k_cache": "D[P, NKV, S, HD]",
-        "v_cache": "D[P, NKV, S, HD]",
-        "slot_mapping": "int64[B * q_len]",
-        "block_table": "int32[B, M]",
-        "kv_lens": "int32[B]",
-    },
+    takes={"qkv": "D[B * q_len, W]"} | _HEADS | {"k_weight": "D[HD]", "slot_mapping": "int64[B * q_len]"} | _CACHED,
 )
 def attn_decode_qkv(
     qkv: Tensor,
@@ -95,18 +85,7 @@ def attn_decode_qkv(
     )  # fmt: skip
 
 
-@op(
-    takes={
-        "q_raw": "D[B * q_len, W]",
-        "q_weight": "D[HD]",
-        "inv_freq": "fp32[HD // 2]",
-        "positions": "int64[B * q_len]",
-        "k_cache": "D[P, NKV, S, HD]",
-        "v_cache": "D[P, NKV, S, HD]",
-        "block_table": "int32[B, M]",
-        "kv_lens": "int32[B]",
-    },
-)
+@op(takes={"q_raw": "D[B * q_len, W]"} | _HEADS | _CACHED)
 def attn_decode_raw_q(
     q_raw: Tensor,
     q_weight: Tensor,

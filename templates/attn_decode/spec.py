@@ -150,7 +150,7 @@ BODIES = (
         serves=lambda arch: not arch.has_ldmatrix,
     ),
 )  # fmt: skip
-OUTPUTS: tuple[str, ...] = ("out", "k_cache", "v_cache")  # the caches where the problem owns K and V
+OUTPUTS = ("out", "k_cache", "v_cache")
 
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
 MAX_ACCUMULATORS = 128
@@ -169,6 +169,11 @@ MAX_SLICES = 8  # of the splits, in a block of the combine
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     return {"MAX_SLICES": MAX_SLICES}
+
+
+def outputs(problem: Problem) -> tuple[str, ...]:
+    """The caches only where the problem owns K and V; else they are read."""
+    return OUTPUTS if problem.owns_kv else ("out",)
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:

@@ -40,16 +40,18 @@ def attend(
         seen = ((key <= at) if causal else (key == key)) & (at >= 0)  # [queries, keys]
         if window:
             seen &= key > at - window
-        lo = int(seen.any(0).int().argmax())  # keys before it are seen by none of these queries
-        some, seen = seen.any(0)[lo:], seen[:, lo:]
+        by_any = seen.any(0)
+        lo = int(by_any.int().argmax())  # keys before it are seen by none of these queries
+        by_none, hidden = ~by_any[lo:, None], ~seen[:, lo:]
+        blind = hidden.all(-1)[:, None]
         for head in range(num_kv_heads):  # one at a time: the scores of all would not fit for a long prompt
             rows = q[begin:end].view(end - begin, num_kv_heads, -1, q.shape[2])[:, head].float()  # [queries, group, d]
             scores = torch.einsum("qgd,kd->gqk", rows, k[lo:, head].float()) * sm_scale
             if logit_cap:
                 scores = logit_cap * torch.tanh(scores / logit_cap)
-            weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
-            weights = weights.masked_fill(~seen.any(-1)[:, None], 0.0)
-            values = v[lo:, head].float().masked_fill(~some[:, None], 0.0)
+            weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+            weights = weights.masked_fill(blind, 0.0)
+            values = v[lo:, head].float().masked_fill(by_none, 0.0)
             group = weights.shape[0]
             out[begin:end, head * group : (head + 1) * group] = torch.einsum("gqk,kd->qgd", weights, values)
     return out

@@ -19,6 +19,7 @@ from kerngen.templates.common.row_spec import DTYPES
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 MAX_BLOCKS = 1024  # that share tiles
 GROUP_SIZES = (32, 64, 128)
+MOST_STREAMED = 2  # tokens: digits of more leave no registers for many columns (w4_digits.cuh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,14 @@ class Tiling:
     def num_warps(self) -> int:
         return self.block_n // self.warp_n * self.warps_m * self.warps_k
 
+    def weight_bytes(self, group_size: int) -> int:
+        """Of W and its scales in block_k of a tile."""
+        return self.block_n * self.block_k // 2 + self.block_n * max(1, self.block_k // group_size) * 2
+
     def stage_bytes(self, group_size: int) -> int:
-        groups = max(1, self.block_k // group_size)
         if self.stream:
-            return self.block_n * self.block_k // 2 + self.block_n * groups * 2
-        used = self.block_n * self.block_k // 2 + self.block_m * self.block_k * 2 + self.block_n * groups * 2
+            return self.weight_bytes(group_size)
+        used = self.weight_bytes(group_size) + self.block_m * self.block_k * 2
         return -(-used // 1024) * 1024 if self.wgmma else used
 
     def smem_bytes(self, group_size: int) -> int:
@@ -68,10 +72,8 @@ class Tiling:
         """Of a launch that multiplies `tiles` tiles of K = k."""
         if self.blocks_per_sm == 0:
             return tiles * self.split_k
-        if self.stream:
+        if self.gemv or self.stream:
             return min(self.blocks_per_sm * num_sms, tiles * self.split_k)
-        if self.gemv:
-            return min(self.blocks_per_sm * num_sms, tiles)
         return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
 
     def partial_bytes(self, blocks: int) -> int:
@@ -115,7 +117,7 @@ GEMV_SPACE = {
 }
 # For few tokens: see Tiling.stream.
 STREAM_SPACE = {
-    "block_m": (2,),
+    "block_m": (MOST_STREAMED,),
     "block_n": (STRIP,),
     "block_k": (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 2816, 3072, 4096, 5120, 5632),
     "warp_n": (STRIP,),
@@ -188,9 +190,10 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     """As why_invalid where `stream` is chosen: of `rows` rows of x, and K = k. Without shared memory."""
     if not arch.has_tma:
         return f"stream=True: {arch} has no bulk copies; gemv=True serves up to 8 tokens from sm75 on"
-    if c.block_m != 2 or rows > 2 or c.block_n != STRIP or c.warp_n != STRIP:
-        return (f"stream takes a strip of W and 2 rows of x at most: rows={rows} block_m={c.block_m} "
-                f"block_n={c.block_n} warp_n={c.warp_n} are not 2, 2, {STRIP} and {STRIP}")  # fmt: skip
+    if c.block_m != MOST_STREAMED or rows > MOST_STREAMED or c.block_n != STRIP or c.warp_n != STRIP:
+        wants = f"{MOST_STREAMED}, {MOST_STREAMED}, {STRIP} and {STRIP}"
+        return (f"stream takes a strip of W and {MOST_STREAMED} rows of x at most: rows={rows} block_m={c.block_m} "
+                f"block_n={c.block_n} warp_n={c.warp_n} are not {wants}")  # fmt: skip
     if c.warps_m != 1 or c.wgmma or c.gemv:
         return f"stream=True goes with warps_m=1, wgmma=False and gemv=False, not {c.warps_m}, {c.wgmma} and {c.gemv}"
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:

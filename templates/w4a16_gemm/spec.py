@@ -21,6 +21,7 @@ from kerngen.templates.common.row_spec import why_no_dtype
 from kerngen.templates.common.w4_tiling import (
     GEMV_SPACE,
     MAX_BLOCKS,
+    MOST_STREAMED,
     SPACE,
     STREAM_SPACE,
     STRIP,
@@ -81,7 +82,6 @@ BODIES = (
     Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=lambda arch: arch.has_tma, when=_STREAM),
 )
 OUTPUTS = ("out",)
-MOST_STREAMED = 2  # tokens: digits of more leave no registers for many columns (w4_digits.cuh)
 STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv: what counts is when the first bytes arrive
 MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
 
@@ -133,12 +133,11 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
 
     A counter a block; with gemv and stream one a tile of rows, of which there is one for all tokens.
     """
-    if config.stream:
-        strips = problem.n // STRIP
-        partials = config.partial_bytes(strips * config.split_k)
-        return 16 * -(-strips // 4) + partials if partials else 0
-    partials = config.partial_bytes(num_blocks(problem, config, target))
-    counters = 16 * -(-problem.n // (4 * config.block_n)) if config.gemv else 4 * MAX_BLOCKS
+    if config.gemv or config.stream:
+        tiles = ceil(problem.n / config.block_n)
+        counters, partials = 16 * ceil(tiles / 4), config.partial_bytes(tiles * config.split_k)
+    else:
+        counters, partials = 4 * MAX_BLOCKS, config.partial_bytes(num_blocks(problem, config, target))
     return counters + partials if partials else 0
 
 
@@ -189,7 +188,8 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     best: tuple[float, Config] | None = None
     for split in STREAM_SPACE["split_k"]:
         share = ceil(ceil(groups / split) / 8)
-        config = Config(2, STRIP, 8 * problem.group_size * share, STRIP, 1, 8, 3, 1, split_k=split, stream=True)
+        block_k = 8 * problem.group_size * share
+        config = Config(MOST_STREAMED, STRIP, block_k, STRIP, 1, 8, 3, 1, split_k=split, stream=True)
         if not 5 <= share * problem.group_size // STRIP <= 9 or why_invalid(problem, config, target) is not None:
             continue
         units, blocks = strips * split, num_blocks(problem, config, target)

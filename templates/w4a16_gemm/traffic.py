@@ -54,7 +54,7 @@ def _straight(problem: Problem, config: Config, target: Target) -> Traffic:
     p, c = problem, config
     tiles = -(-p.n // c.block_n)
     turns = -(-p.k // (c.block_k * c.split_k))
-    turn = c.block_n * c.block_k // 2 + c.block_n * max(1, c.block_k // p.group_size) * 2
+    turn = c.weight_bytes(p.group_size)
     moved = tiles * c.split_k * turns * turn
     flops = 2 * 8 * tiles * c.block_n * c.split_k * turns * c.block_k
     weights = tiles * c.block_n * c.split_k * turns * c.block_k

@@ -42,6 +42,7 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
         (("arch", "show", "3090"), 2, r"unknown arch '3090'\n  RTX3090 is sm86; known: "),
         (("compile", "--arch", "h100", "--cases"), 2, r"unknown arch 'h100'\n  H100 is sm90; known: "),
         (("arch", "show", "90"), 2, r"unknown arch '90'\n  did you mean sm90\? known: "),
+        (("tune", "--arch", "sm70"), 2, "--model"),
         (("tune", "--arch", "sm70", "--model", "gemma-5"), 2, r"unknown model 'gemma-5'\n.*gemma-4-31b"),
         (("tune", "--arch", "sm70", "--model", "./nowhere"), 2, r"nowhere is not a folder"),
         (("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--draft", "x"), 2, r"--draft goes with a folder"),
@@ -76,6 +77,11 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
 def test_misuse_is_one_clear_message(kerngen: Kerngen, args: tuple[str, ...], code: int, says: str) -> None:
     _require_message(kerngen(*args), code, says)
     assert kerngen.files() == []
+
+
+def test_a_kernel_that_does_not_exist_is_said_at_once(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerngen.workload.workload", lambda *_: pytest.fail("the model was recorded"))
+    _require_message(kerngen(*TUNE, "--kernel", "embd"), 2, r"unknown kernel 'embd'\n.*did you mean embed\?")
 
 
 def test_a_model_that_does_not_fit_is_refused_at_once(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +149,8 @@ def test_a_home_that_cannot_be_written(kerngen: Kerngen, home: str, monkeypatch:
     """What needs a place says which variable names one; what needs none works."""
     monkeypatch.setenv("HOME", home)
     for name in ("KERNGEN_CACHE_DIR", "KERNGEN_DB", "CUPY_CACHE_DIR", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that whatever this process makes of it is undone
+        monkeypatch.delenv(name)
     code, out, err = kerngen.run("doctor")
     assert code == 0, err
     assert "NVRTC" in out
@@ -157,16 +164,16 @@ def test_a_home_that_cannot_be_written(kerngen: Kerngen, home: str, monkeypatch:
     assert "out is a bundle" in out
     assert "cannot write to the compile cache" in err
     assert "KERNGEN_CACHE_DIR" in err
-    code, out, err = kerngen.run(*COMPILE, "--cases")
-    assert (code, out) == (1, "")
-    assert re.search(r"CacheError: nothing was kept.*\n.*-o.*KERNGEN_CACHE_DIR", err)
-    code, out, err = kerngen.run(*TUNE)
-    assert (code, out) == (1, "")
-    assert re.search(r"DatabaseError: .*cannot make its folder.*\n.*KERNGEN_DB", err)
-    code, _, err = kerngen.run(*TUNE, "--trials", "1", "--db", "own.db")
-    assert code == 0, err
     code, _, err = kerngen.run("db", "ls", "--arch", "sm90")
     assert (code, err) == (0, "")
+    code, out, err = kerngen(*COMPILE, "--cases")
+    assert (code, out) == (1, "")
+    assert re.search(r"CacheError: nothing was kept.*\n.*-o.*KERNGEN_CACHE_DIR", err)
+    code, out, err = kerngen(*TUNE)
+    assert (code, out) == (1, "")
+    assert re.search(r"DatabaseError: .*cannot make its folder.*\n.*KERNGEN_DB", err)
+    code, _, err = kerngen(*TUNE, "--trials", "1", "--db", "own.db")
+    assert code == 0, err
 
 
 def test_a_cupy_folder_that_cannot_be_made_is_named(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:

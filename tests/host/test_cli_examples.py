@@ -16,8 +16,8 @@ from kerngen.cli import cli
 NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model", "soak")
 # What keeps a test short; the example itself stays as it is.
 LESS = {
-    "": ("--kernel", "embed", "--jobs", "1"),
-    "tune": ("--kernel", "embed", "--jobs", "1"),
+    "": ("--kernel", "embed", "--jobs", "1", "--trials", "1"),
+    "tune": ("--kernel", "embed", "--jobs", "1", "--trials", "1"),
     "compile": ("--kernel", "embed", "--jobs", "1"),
     "run": ("--max-new-tokens", "4"),
 }

@@ -20,6 +20,7 @@ from kerngen.tuning_db import Store
 MODEL = str(ROOT / "examples" / "tiny" / "gemma-4-tiny")
 RUN = ("run", MODEL, "--no-draft", "--max-new-tokens", "2")
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--jobs", "1")
+SHORT = (*TUNE, "--kernel", "embed", "--trials", "1")
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def _closing(*numbers: int) -> Callable[[], None]:
     return close
 
 
-@pytest.mark.parametrize("args", [("arch", "ls"), (*RUN, "--prompt", "hi"), (*TUNE, "--kernel", "embed"), ("--help",)],
+@pytest.mark.parametrize("args", [("arch", "ls"), (*RUN, "--prompt", "hi"), SHORT, ("--help",)],
                          ids=lambda a: a[0])  # fmt: skip
 def test_a_closed_stdout_is_said_at_once(kerngen: Kerngen, args: tuple[str, ...]) -> None:
     code, out, err = kerngen.run(*args, preexec_fn=_closing(1))
@@ -49,7 +50,7 @@ def test_a_closed_stdout_is_said_at_once(kerngen: Kerngen, args: tuple[str, ...]
 
 @pytest.mark.parametrize(
     "args",
-    [("arch", "ls"), (*RUN, "--prompt", "hi"), (*TUNE, "--kernel", "embed"),
+    [("arch", "ls"), (*RUN, "--prompt", "hi"), SHORT,
      ("compile", "--arch", "sm70", "--cases", "--kernel", "embed")],
     ids=lambda a: a[0],
 )  # fmt: skip
@@ -62,7 +63,7 @@ def test_without_stderr_a_command_works(kerngen: Kerngen, args: tuple[str, ...],
 
 def test_nothing_is_printed_into_a_file_that_took_a_closed_streams_number(kerngen: Kerngen) -> None:
     """A failure's message must not end up in the database that is open."""
-    assert kerngen.run(*TUNE, "--kernel", "embed", preexec_fn=_closing(0, 2))[0] == 0
+    assert kerngen.run(*SHORT, preexec_fn=_closing(0, 2))[0] == 0
     with Store.open(kerngen.folder / "tuning.db", read_only=True) as store:
         assert len(store.winners()) == 14
     assert kerngen.run(*TUNE, "--kernel", "nonsense", preexec_fn=_closing(0, 2)) == (2, "", "")
@@ -76,7 +77,7 @@ def test_a_closed_stdin_is_an_empty_prompt(kerngen: Kerngen) -> None:
 
 def test_what_the_encoding_lacks_is_escaped(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    code, out, err = kerngen.run("tune", *TUNE[1:], "--kernel", "embed", "--db", "größe.db")
+    code, out, err = kerngen.run(*SHORT, "--db", "größe.db")
     assert code == 0, err
     assert "database: gr\\xf6\\xdfe.db" in out
 
@@ -86,7 +87,7 @@ def test_a_file_name_that_is_no_text(kerngen: Kerngen) -> None:
     code, out, err = kerngen.run("db", "ls", "--db", name)
     assert (code, out) == (1, "")
     assert err.startswith("DatabaseError: tuning\\udcff.db: no such file\n")
-    code, out, err = kerngen.run(*TUNE, "--kernel", "embed", "--db", name)
+    code, out, err = kerngen.run(*SHORT, "--db", name)
     assert code == 0, err
     assert "database: tuning\\udcff.db" in out
     assert (kerngen.folder / name).is_file()
@@ -134,7 +135,7 @@ def _wait_until(holds: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("to", ["process", "group"])
 def test_sigterm_ends_a_tune_as_ctrl_c_does(kerngen: Kerngen, to: str) -> None:
     """As Kubernetes (the process) and `timeout` (its group, then it once more) send it."""
-    started = _start(kerngen, *TUNE, "--kernel", "w4a16_gemm")
+    started = _start(kerngen, *TUNE, "--kernel", "attn_prefill")
     _wait_until(lambda: len(list((kerngen.folder / "cache").glob("v1/*/*.cubin"))) >= 3)
     children = psutil.Process(started.pid).children(recursive=True)
     if to == "group":
@@ -145,13 +146,15 @@ def test_sigterm_ends_a_tune_as_ctrl_c_does(kerngen: Kerngen, to: str) -> None:
     assert err.strip() == "stopped by SIGTERM"
     assert "what was tried is kept, and the same command continues it" in out
     with Store.open(kerngen.folder / "tuning.db", read_only=True) as store:
-        assert store.measurements("w4a16_gemm")
+        assert store.measurements("attn_prefill")
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
 
 
 def test_sigterm_ends_a_compile(kerngen: Kerngen) -> None:
-    started = _start(kerngen, "compile", "--arch", "all", "--cases", "--jobs", "1", "-o", "out")
+    started = _start(
+        kerngen, "compile", "--arch", "all", "--cases", "--kernel", "attn_prefill", "--jobs", "1", "-o", "out"
+    )
     _wait_until(lambda: bool(list((kerngen.folder / "cache").rglob("*.cubin"))))
     started.send_signal(signal.SIGTERM)
     out, err = started.communicate(timeout=60)

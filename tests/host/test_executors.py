@@ -25,7 +25,7 @@ from kerngen.runtime.engine.scheduler import Chunk
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import Ops
+from kerngen.runtime.ops import KVPages, Ops, Rope
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.sampling import Sampling
@@ -108,6 +108,22 @@ def test_the_tiny_checkpoint_too() -> None:
         result = Engine(model, drafter, max_len=96).generate(prompt(model.config, 20), max_new_tokens=24)
         generated.append(result.tokens)
     assert generated[0] == generated[1]
+
+
+@pytest.mark.parametrize("given", ["k_norm", "slot_mapping"])
+@pytest.mark.parametrize(
+    "ops", [TorchOps(CPU, torch.float32), KernelOps(Reference(), torch.float32)], ids=lambda o: o.name
+)
+def test_half_of_what_makes_k_and_v_is_refused(ops: Ops, given: str) -> None:
+    cache = KVPages(*(torch.zeros(1, 1, 16, 128) for _ in range(2)))
+    weight, at, table = torch.ones(128), torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
+    rope = Rope(128, 10_000.0, 64, 1.0, torch.ones(64))
+    half = {"k_norm": None, "slot_mapping": None} | {given: weight if given == "k_norm" else at}
+    with pytest.raises(TypeError, match="k_norm and slot_mapping belong together"):
+        ops.attend_decode(
+            torch.zeros(1, 384), 1, weight, rope=rope, positions=at, cache=cache, block_table=table, kv_lens=table[0],
+            q_len=1, window=0, max_kv_len=1, eps=1e-6, **half,
+        )  # fmt: skip
 
 
 class Asked:

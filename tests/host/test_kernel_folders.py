@@ -1,8 +1,8 @@
 """The contract of a kernel folder (templates/kernel.py), held by every folder there is, without a GPU.
 
 A new folder is picked up by its name alone. Every test case of every kernel is compiled for every kind of body, and by
-turns for the arches that share one, each distinct source once, in two processes: the slowest part of the host tests, by
-far. `-k NAME` takes one kernel or one arch.
+turns for the arches that share all of a kernel's, each distinct source once, in two processes: the slowest part of the
+host tests, by far. `-k NAME` takes one kernel or one arch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from io import BytesIO
@@ -39,10 +39,9 @@ EACH_KERNEL = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 EACH_ARCH = pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 SAMPLE = 1500  # configurations of a space that is too large to walk
 MOST_KEYS = 50_000  # inputs with more tokens of KV than this are made on GPUs: here they take seconds and gigabytes
-# Where fp16 and bf16 are both compiled: with no bf16, and one of each kind of body. Elsewhere two instructions differ.
-BOTH_DTYPES = ("sm70", "sm75", "sm80", "sm90")
-# Arches whose bodies are the same but for what fits: they share the cases, each of which is compiled for one of them.
-SHARING = (("sm80", "sm86", "sm89"), ("sm100", "sm120"))
+# Arches whose bodies are the same but for what fits: they share the cases of a kernel that has no body for one of them
+# alone, and each case is compiled for one of them.
+SHARING = (("sm80", "sm86", "sm89"), ("sm90", "sm100", "sm120"))
 # Names that hold digits and are no figures.
 NAMES = re.compile(r"\b(?:sm_?\d+|compute_\d+|bf16|fp(?:8|16|32)|int\d+|m\d+n\d+k\d+)\b")
 # How a refusal says what serves instead, where no figure decides.
@@ -77,8 +76,8 @@ class Builds:
 
 
 def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
-    """The cases that are worth a compile: of two that differ in fp16 and bf16 alone, both on BOTH_DTYPES only; and the
-    arch's share of them.
+    """The arch's share of the cases. Of two that differ in fp16 and bf16 alone, in two instructions then, both only
+    where a body serves that serves no older arch with bf16.
     """
     problems = {c.problem for c in kernel.cases.CASES}
 
@@ -87,9 +86,18 @@ def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
         twin = {k: "bf16" if v == "fp16" else v for k, v in fields.items() if k == "dtype" or k.endswith("_dtype")}
         return "fp16" in fields.values() and replace(case.problem, **twin) in problems
 
-    together = next((names for names in SHARING if arch.name in names), (arch.name,))
-    mine = kernel.cases.CASES[together.index(arch.name) :: len(together)]
-    return [c for c in mine if arch.name in BOTH_DTYPES or not has_twin(c)]
+    group = next((names for names in SHARING if arch.name in names), (arch.name,))
+    sharing = [name for name in group if _bodies(kernel, find_arch(name)) == _bodies(kernel, arch)]
+    mine = kernel.cases.CASES[sharing.index(arch.name) :: len(sharing)]
+    known = {body for older in ARCHES.values() if older.has_bf16 and older.number < find_arch(sharing[0]).number
+             for body in _bodies(kernel, older)}  # fmt: skip
+    with_twins = not known.issuperset(_bodies(kernel, arch))
+    return [c for c in mine if with_twins or not has_twin(c)]
+
+
+def _bodies(kernel: Kernel, arch: Arch) -> list[int]:
+    """Which of the kernel's bodies serve `arch`, by number."""
+    return [i for i, body in enumerate(kernel.spec.BODIES) if body.serves(arch)]
 
 
 @pytest.fixture(scope="session")
@@ -112,6 +120,20 @@ def test_every_case_builds_within_the_limits(
         count += 1
         complaints += [f"{case} {describe(config)}: {c}" for c in _complaints(kernel, case, config, arch, cubin)]
     assert not complaints, f"{count} sources of {kernel.name} for {arch}:\n" + "\n".join(complaints)
+
+
+@EACH_KERNEL
+def test_every_case_is_compiled_for_an_arch_that_takes_its_dtype(kernel: Kernel) -> None:
+    """Turns must leave none out: each case for sm70, for sm75, and for one of those with bf16, which it may need."""
+    newer = tuple(a for a in ARCHES.values() if a.has_bf16)
+    for arches in ((find_arch("sm70"),), (find_arch("sm75"),), newer):
+
+        def served(cases: Iterable[Case], arch: Arch) -> set[str]:
+            return {c.name for c in cases if kernel.why_unsupported(c.problem, Target.of(arch)) is None}
+
+        wanted = {name for arch in arches for name in served(kernel.cases.CASES, arch)}
+        compiled = {name for arch in arches for name in served(_compiled_for(kernel, arch), arch)}
+        assert compiled == wanted, f"compiled for none of {', '.join(map(str, arches))}"
 
 
 def _begin_the_next(request: pytest.FixtureRequest, builds: Builds) -> None:
@@ -275,8 +297,7 @@ def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> N
             assert is_tensor == (kinds[name] == "ptr"), f"{case}: {name} is {type(value)}, declared {kinds[name]}"
             assert not isinstance(value, torch.Tensor) or value.is_contiguous(), f"{case}: {name} is not contiguous"
         expected = kernel.reference.expected(case.problem, inputs)
-        # an output that a problem only reads (a cache whose K and V it does not make) is not among what it gives
-        assert set(expected) <= {n for n in kernel.outputs if inputs[n] is not None}, case.name
+        assert set(expected) == {n for n in kernel.outputs_of(case.problem) if inputs[n] is not None}, case.name
         written |= set(expected)
         for name, right in expected.items():
             assert right.dtype == torch.float32, f"{case}: {name} is {right.dtype}"

@@ -1,0 +1,53 @@
+"""Makes a model with generated weights where it is to run: what is timed, or soaked, where there is no checkpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from kerngen.errors import DeviceError
+from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.footprint import footprint
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import DenseLinear, Ops
+from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter, synthetic_model
+
+
+@torch.inference_mode()
+def generated_model(
+    name: str, config: ModelConfig, drafter_config: DrafterConfig | None, ops: Ops, seed: int, *, own_head: bool = False
+) -> tuple[Gemma4, Drafter | None]:
+    """The model of `config` and the drafter of `drafter_config`, when their weights are there: random, from `seed`.
+
+    own_head: also where the checkpoint's head is the embedding, as most are. A generated model with that head says the
+    same token over and over: it is the likeliest to follow itself, and whatever else the cache held would change
+    nothing. Another head tells contexts apart. Raises DeviceError as `require_memory`.
+    """
+    if ops.device.type == "cpu":
+        require_memory(name, config, drafter_config)
+    if own_head:
+        head = SyntheticSource(config, ops, seed + 2).tensor("head", config.vocab_size, config.hidden_size)
+        weights = replace(synthetic_model(config, ops, seed), head=ops.prepare(DenseLinear(head)))
+    else:
+        weights = synthetic_model(config, ops, seed)
+    model, drafter = Gemma4(config, weights, ops), None
+    if drafter_config is not None:
+        drafter = Drafter(drafter_config, synthetic_drafter(drafter_config, ops, seed + 1), model)
+    if ops.device.type == "cuda":
+        torch.cuda.synchronize()
+    return model, drafter
+
+
+def require_memory(name: str, config: ModelConfig, drafter: DrafterConfig | None) -> None:
+    """Raises DeviceError where the dense fp32 weights, which the torch backend makes, do not fit in free memory."""
+    takes = footprint(config, drafter, torch.float32, 1, dense=True)
+    need = takes.weight_bytes + takes.drafter_bytes
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > free:
+        raise DeviceError(
+            f"{name} takes {need / 1e9:.0f} GB in fp32 without a GPU; {free / 1e9:.0f} GB of memory are free",
+            hint="run it where there is a GPU, or time a smaller model",
+        )

@@ -28,9 +28,9 @@ def shares_sms() -> bool:
 class Launch:
     """See `kerngen.runtime.executors.Executor`. launcher: of the GPU whose tensors the calls hold.
 
-    in_forwards: the calls are those of forwards that begin with `embed`, so that kernels may read ahead. Forwards run one
-    after the other, on one stream: those of the first such executor on a GPU are alone there, in the sense of
-    Function.run, unless other processes share its SMs.
+    in_forwards: the calls are those of forwards that begin with `embed`, so that kernels may read ahead. An executor's
+    forwards run one after the other, on one stream: those of the first such executor on a GPU are alone there, in the
+    sense of Function.run, unless other processes share its SMs.
     """
 
     name = "cuda"

@@ -1,15 +1,15 @@
 """decode_chain: from attention's output to the next layer's q, k and v, for one token, in one launch.
 
 What a dense layer of W4A16 weights does between two attentions: the output projection, the norms around it and the
-residual, gate, up and down, the layer's scalar, the norm before the next layer, and that layer's projection. Every block
-of the grid stays for all of it. One warp of a block fetches the block's shares of all the weights, in their order, as far
-ahead as the ring reaches: across the launch's own dependencies, and before the kernel that makes the attention's output
-has ended. The others multiply (as integers, common/w4_integers.cuh) and hand rows to each other through L2, word by
-word, with no barrier (common/posted.cuh). Rows are short, so every block makes norms and residual anew for itself.
+residual, gate, up and down, the layer's scalar, the norm before the next layer, and that layer's projection. Every
+block of the grid stays for all of it. One warp of a block fetches the block's shares of all weights, in their order, as
+far ahead as the ring reaches: across the launch's own dependencies, and before the kernel that makes the attention's
+output has ended. The others multiply (as integers, common/w4_integers.cuh) and hand rows to each other through L2, word
+by word, with no barrier (common/posted.cuh). Rows are short, so every block makes norms and residual anew for itself.
 
 Blocks wait for each other here, so all of them must be on the GPU together: the grid has a block an SM at most, and is
-launched as a cooperative one, which starts whole. Such a launch waits for the end of its predecessor (about 3 us on an
-H200); in forwards that are known to be the only ones on their GPU it is an ordinary launch (runtime/executors/launch.py).
+launched as a cooperative one, which starts whole. Such a launch waits for the end of its predecessor; in forwards that
+are known to be the only ones on their GPU it is an ordinary launch (runtime/executors/launch.py).
 
 Method: persistent kernels that run many dependent operations, "Look Ma, No Bubbles!" (Hazy Research, 2025), and words
 that carry their own flag, NCCL's LL protocol.

@@ -235,7 +235,7 @@ class KernelOps:
             gate_up.scales, down.packed, down.scales, w.post_ffn_norm, w.scalar, w.next_norm,
             None if qkv is None else qkv.packed, None if qkv is None else qkv.scales, eps,
         )  # fmt: skip
-        if not chain_spec.serves(call.problem, target):
+        if chain_spec.why_unsupported(call.problem, target) is not None:
             return None
         return self.executor.run(call, self._at("rest of layer, next projections"))
 

@@ -58,19 +58,17 @@ def decode_chain(
     """
     require(len(residual) == 1, f"decode_chain takes one token, not {len(residual)}")
     require((qkv_packed is None) == (qkv_scales is None), "qkv_packed and qkv_scales belong together")
-    group_sizes = {
-        name: packed.shape[1] * STRIP // scales.shape[1]
-        for name, packed, scales in (
-            ("out", out_packed, out_scales), ("gate_up", gate_up_packed, gate_up_scales),
-            ("down", down_packed, down_scales), ("qkv", qkv_packed, qkv_scales),
-        )
-        if packed is not None and scales is not None
-    }  # fmt: skip
-    require(len(set(group_sizes.values())) == 1, f"decode_chain takes one group size, not {group_sizes}")
+    matrices = [("out", out_packed, out_scales), ("gate_up", gate_up_packed, gate_up_scales)]
+    matrices.append(("down", down_packed, down_scales))
+    if qkv_packed is not None and qkv_scales is not None:
+        matrices.append(("qkv", qkv_packed, qkv_scales))
+    group_sizes = {name: packed.shape[1] * STRIP // scales.shape[1] for name, packed, scales in matrices}
+    group_size = group_sizes["out"]
+    require(all(g == group_size for g in group_sizes.values()), f"decode_chain takes one group size, not {group_sizes}")
     hidden, inner = residual.shape[1], down_packed.shape[1] * STRIP
     columns = 0 if qkv_packed is None else qkv_packed.shape[0] * STRIP
     problem = Problem(
-        hidden, attended.shape[1], inner, columns, group_sizes["out"],
+        hidden, attended.shape[1], inner, columns, group_size,
         DTYPE_NAME[attended.dtype], DTYPE_NAME[residual.dtype],
     )  # fmt: skip
     out = empty(attended, 1, columns or hidden)

@@ -18,17 +18,19 @@ that carry their own flag, NCCL's LL protocol.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import ceil, lcm
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, why_no_dtype
 from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matrix
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
+LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 RING_LIMIT = 200 * 1024  # of shared memory, for the default configuration
 SUM_TILES = 24
-MAX_ROW_WORDS = 96  # of partial sums and such that a thread waits for at once
+MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +167,15 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if not target.arch.has_tma:
-        return f"{target.arch} has no bulk copies; w4a16_gemm and add_norm serve it, a launch each"
-    return why_no_dtype(target.arch, problem.dtype)
+    arch, otherwise = target.arch, "w4a16_gemm and add_norm serve it, a launch each"
+    if not arch.has_tma:
+        return f"{arch} has no bulk copies; {otherwise}"
+    if arch.max_smem_bytes < LEAST_SMEM_BYTES:
+        return f"{arch} allows {arch.max_smem_bytes:,} B of shared memory a block: no ring beside the rows; {otherwise}"
+    if (need := smem_bytes(problem, default_config(problem, target), target)) > arch.max_smem_bytes:
+        row = max(problem.inner, problem.attended)
+        return f"a row of {row} needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B; {otherwise}"
+    return why_no_dtype(arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
@@ -185,7 +193,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for name, (strips, parts) in _strips(p, c).items():
         if parts > 1 and (meet := _most_that_meet(strips, parts, num_blocks(p, c, target))) > c.slots:
             return f"{name}_parts={parts}: {meet} blocks meet in a strip; slots={c.slots}"
-    vecs = ceil(p.hidden / VEC / (32 * c.num_warps))
+    vecs = _row_vecs(p, c.num_warps)
     if (words := 8 * vecs * c.slots) > MAX_ROW_WORDS:
         return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, slots={c.slots}); "
                 f"at most {MAX_ROW_WORDS}")  # fmt: skip
@@ -195,28 +203,32 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """Whole rows of the hidden size in as few slots as hold them; a ring that leaves attention its own; shares of equal
-    size. By measurement on an H200.
+    """Whole rows of the hidden size in as few slots as hold them, shares of equal size, and as deep a ring as fits. By
+    measurement on an H200. Where none fits, the smallest: see why_unsupported.
     """
     p, blocks = problem, target.device.num_sms
     warps = 8 if p.hidden <= 4096 else 12
-    tiles = p.hidden // STRIP
-    step = lcm(warps, 2 * p.group_size // STRIP)
-    sizes = [t for t in SPACE["stage_tiles"] if t % step == 0 and t <= 48]
-    stage = min(sizes, key=lambda t: (ceil(tiles / t), t))
-    out = _parts(p.hidden, p.attended, p.group_size, blocks, everywhere=False)
-    down = _parts(p.hidden, p.inner, p.group_size, blocks, everywhere=True)
-    units = num_blocks(p, Config(out_parts=out, down_parts=down), target)
-    slots = max(_most_that_meet(p.hidden // STRIP, parts, units) for parts in (out, down))
-    for stages in (6, 5, 4, 3):
-        config = Config(warps, stage, stages, min(2, stages), 3, out, down, slots)
+    most = MAX_ROW_WORDS // (8 * _row_vecs(p, warps))
+    out = _parts(p.hidden, p.attended, p.group_size, blocks, most, everywhere=False)
+    down = _parts(p.hidden, p.inner, p.group_size, blocks, most, everywhere=True)
+    slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
+    sizes = [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0 and t <= 48]
+    sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
+    for tiles, stages in product((sizes[0], min(sizes)), (6, 5, 4, 3)):
+        config = Config(warps, tiles, stages, 2, 3, out, down, slots)
         if smem_bytes(p, config, target) <= min(target.arch.max_smem_bytes, RING_LIMIT):
             break
     return config
 
 
-def _parts(rows: int, columns: int, group_size: int, blocks: int, *, everywhere: bool) -> int:
+def _row_vecs(p: Problem, num_warps: int) -> int:
+    """Vectors of a row of the hidden size that a thread has."""
+    return ceil(p.hidden / VEC / (32 * num_warps))
+
+
+def _parts(rows: int, columns: int, group_size: int, blocks: int, most: int, *, everywhere: bool) -> int:
     """Into how many parts a strip of a matrix is cut. everywhere: all blocks must have a share, if there is enough.
+    most: blocks that may meet in a strip.
 
     What the busiest block multiplies, in tiles, and what waiting for the sums of one more block costs, as many tiles.
     """
@@ -227,16 +239,9 @@ def _parts(rows: int, columns: int, group_size: int, blocks: int, *, everywhere:
         return busiest + SUM_TILES * _most_that_meet(strips, parts, min(blocks, strips * parts))
 
     choices = [c for c in SPACE["down_parts"] if c <= groups]
-    choices = [c for c in choices if _most_that_meet(strips, c, min(blocks, strips * c)) <= SPACE["slots"][-1]]
+    choices = [c for c in choices if _most_that_meet(strips, c, min(blocks, strips * c)) <= most]
     enough = [c for c in choices if strips * c >= blocks] if everywhere else choices
     return min(enough or choices[-1:], key=price)
-
-
-def serves(problem: Problem, target: Target) -> bool:
-    """Whether `problem` runs on `target` with its default configuration: where not, launches of other kernels do."""
-    if why_unsupported(problem, target) is not None:
-        return False
-    return why_invalid(problem, default_config(problem, target), target) is None
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
@@ -263,3 +268,16 @@ def cost(problem: Problem) -> Cost:
     rows += 2 * ELEMENT_BYTES[p.residual_dtype] * p.hidden
     weights = sum(matrix_bytes(n, k, g) for n, k in shapes)
     return Cost(weights + rows, 2 * sum(n * k for n, k in shapes) + 40 * p.hidden)
+
+
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
+    """Every block reads every row through L2. cuda_ops: about 44 instructions a tile of 32 x 32 weights and lane.
+    steps: of each of the four products two, and two for each of the four norms.
+    """
+    p, c, blocks = problem, config, num_blocks(problem, config, target)
+    weights = p.hidden * (p.attended + 3 * p.inner + p.qkv)
+    rows = 4 * (p.attended + p.inner) + 8 * p.hidden * c.slots
+    return Traffic(
+        cost(p).bytes, 0, l2_bytes=cost(p).bytes + blocks * rows, smem_bytes=2 * cost(p).bytes,
+        cuda_ops=weights * 44 // 32, bytes_in_flight=c.in_flight * _slot_bytes(p, c), steps=16,
+    )  # fmt: skip

@@ -88,7 +88,11 @@ def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
 
     group = next((names for names in SHARING if arch.name in names), (arch.name,))
     sharing = [name for name in group if _bodies(kernel, find_arch(name)) == _bodies(kernel, arch)]
-    mine = kernel.cases.CASES[sharing.index(arch.name) :: len(sharing)]
+    mine = []
+    for turn, case in enumerate(kernel.cases.CASES):
+        serving = [n for n in sharing if kernel.why_unsupported(case.problem, Target.of(find_arch(n))) is None]
+        if serving and serving[turn % len(serving)] == arch.name:
+            mine.append(case)
     known = {body for older in ARCHES.values() if older.has_bf16 and older.number < find_arch(sharing[0]).number
              for body in _bodies(kernel, older)}  # fmt: skip
     with_twins = not known.issuperset(_bodies(kernel, arch))

@@ -23,7 +23,7 @@ def _loaded(case: Case) -> Function:
     return load(KERNEL, case.problem, KERNEL.default_config(case.problem, target))
 
 
-@pytest.mark.parametrize("case", (*KERNEL.cases.CASES, *KERNEL.bench.BENCH_CASES), ids=str)
+@pytest.mark.parametrize("case", [*KERNEL.cases.CASES, *KERNEL.bench.BENCH_CASES], ids=str)
 def test_every_launch_finds_a_clean_workspace(case: Case) -> None:
     function = _loaded(case)
     for seed in range(3):

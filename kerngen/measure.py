@@ -20,6 +20,7 @@ from kerngen.arch import Arch, Target, find_arch
 from kerngen.cache import CompileCache
 from kerngen.errors import KerngenError
 from kerngen.render import render
+from kerngen.runtime.executors.launch import shares_sms
 from kerngen.runtime.launcher import Function, Launcher, probe_device
 from kerngen.templates.kernel import Case, Kernel
 
@@ -159,8 +160,9 @@ def time_function(
     """
     inputs = inputs or function.kernel.cases.inputs(case, torch.device("cuda"))
     sets = _copies(inputs, working_set=4 * max(probe_device().l2_bytes, 2**24), most=64)
-    # Nothing writes the inputs in between, so that all launches may overlap as in a forward.
-    calls = [lambda s=s: function.run(case.problem, s, in_forward=True) for s in sets]
+    # Nothing writes the inputs in between, so that all launches may overlap as in a forward; and all are on one stream.
+    alone = not shares_sms()
+    calls = [lambda s=s: function.run(case.problem, s, in_forward=True, alone=alone) for s in sets]
     return time_calls(calls, samples=samples, target_ms=target_ms)
 
 

@@ -41,6 +41,7 @@ _OTHER_FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 )  # fmt: skip
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_RELEASED = Path(__file__).parent / "released"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -59,6 +60,11 @@ def require_folder(folder: Path) -> None:
         raise UsageError(f"{name} is a GGUF file, not a folder", hint=_NOT_GGUF)
     if folder.exists():
         raise UsageError(f"{name} is a file", hint="name the folder that holds config.json and the safetensors")
+    if (_RELEASED / name / "config.json").is_file():
+        raise UsageError(
+            f"{name} is not a folder: as a released model's name it stands for shapes, not for weights",
+            hint="name a folder in Hugging Face format, or what the Hugging Face hub calls it: OWNER/NAME",
+        )
     raise UsageError(f"{name} is not a folder", hint="name a folder in Hugging Face format")
 
 

@@ -277,6 +277,16 @@ def test_a_name_on_the_hub_is_no_folder(
     assert "google/gemma-4-31B-it is not a folder\n" in kerngen(*command, "google/gemma-4-31B-it", code=2).err
 
 
+def test_a_released_models_name_has_no_weights(
+    kerngen: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert kerngen("run", "gemma-4-31b", "--prompt", "x", code=2).err.splitlines() == [
+        "UsageError: gemma-4-31b is not a folder: as a released model's name it stands for shapes, not for weights",
+        "  name a folder in Hugging Face format, or what the Hugging Face hub calls it: OWNER/NAME",
+    ]
+
+
 def test_run_reads_what_transformers_saves(kerngen: Terminal, tmp_path: Path) -> None:
     """Twelve layers, so that per_layer_config has the key "05", with KV heads that differ and ones that do not."""
     layers: dict[str, Any] = {"num_hidden_layers": 12, "layer_types": [S, S, S, S, S, F] * 2}

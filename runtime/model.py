@@ -54,9 +54,9 @@ class DecoderStack:
     def first(self, residual: Tensor) -> Tensor:
         """The projections of layer 0."""
         self.ops.place = self.name
-        return self._project(0, self.ops.rmsnorm(residual, self.layers[0].input_norm, self.config.rms_norm_eps))
+        return self.project(0, self.ops.rmsnorm(residual, self.layers[0].input_norm, self.config.rms_norm_eps))
 
-    def _project(self, index: int, h: Tensor) -> Tensor:
+    def project(self, index: int, h: Tensor) -> Tensor:
         """q | k | v of layer `index`, as its weights have them, from its normed input."""
         self.ops.place = self._place(index)
         return self.ops.linear(h, self.layers[index].qkv)
@@ -65,26 +65,30 @@ class DecoderStack:
         shared = "" if self.layers[index].k_norm is not None else "shared KV"
         return " ".join(filter(None, (self.name, self.config.layers[index].kind, shared)))
 
-    def layer(self, index: int, residual: Tensor, qkv: Tensor, attend: Attend, ple: Tensor | None) -> Tensor:
+    def layer(
+        self, index: int, residual: Tensor, qkv: Tensor, attend: Attend, ple: Tensor | None, *, projects: bool = True
+    ) -> Tensor:
         """Layer `index` on `residual` [T, H] (updated in place) and its projections `qkv`; ple [T, P] or None.
 
-        Returns the next layer's projections, or the final norm's output after the last layer.
+        Returns the next layer's projections, or without `projects` its normed input; after the last layer the final
+        norm's output.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         w, config = self.layers[index], self.config.layers[index]
         ops.place = self._place(index)
         is_last = index + 1 == len(self.layers)
+        projects = projects and not is_last
         next_norm = self.norm if is_last else self.layers[index + 1].input_norm
         attended = attend(config, qkv)
         if w.moe is None and w.ple is None:
             rest = LayerRest(
                 w.out, w.post_attention_norm, w.pre_ffn_norm, w.gate_up, w.down, w.post_ffn_norm, w.scalar, next_norm,
-                None if is_last else self.layers[index + 1].qkv,
+                self.layers[index + 1].qkv if projects else None,
             )  # fmt: skip
             if (done := ops.layer_rest(residual, attended, rest, eps)) is not None:
                 return done
         h = self._rest(w, residual, attended, next_norm, ple)
-        return h if is_last else self._project(index + 1, h)
+        return self.project(index + 1, h) if projects else h
 
     def _rest(
         self, w: LayerWeights, residual: Tensor, attended: Tensor, next_norm: Tensor, ple: Tensor | None
@@ -160,10 +164,11 @@ class Gemma4:
                 if outputs == "none":
                     break
                 rows, batch = batch.last_tokens()  # before the gathers: attention reads ahead what precedes those
-                residual, row = residual[rows], row[rows]
+                residual, row = residual[rows], self.stack.project(index, row[rows])
                 ple = None if ple is None else ple[rows]
-            attend = self._attend(batch, cache)
-            row = self.stack.layer(index, residual, row, attend, None if ple is None else ple[:, index])
+            attend, part = self._attend(batch, cache), None if ple is None else ple[:, index]
+            before_shared = index + 1 == self._first_shared and outputs != "all"  # few rows go on, or none
+            row = self.stack.layer(index, residual, row, attend, part, projects=not before_shared)
         if outputs == "none":
             return residual[:0].to(self.ops.dtype)
         if outputs == "last" and batch.cu_seqlens is not None:

@@ -101,8 +101,9 @@ class Launch:
     # in a forward is it launched with pdl: elsewhere the kernel right before may have written what it reads.
     reads_ahead: bool = False
     cluster: tuple[int, int, int] = (1, 1, 1)
-    # Its blocks wait for each other: they are started all together or not at all (a cooperative launch, which waits for
-    # its predecessor's end), but by who knows that no other stream runs such a kernel meanwhile.
+    # Its blocks wait for each other, so they are started all together or not at all: a cooperative launch, which waits
+    # for its predecessor's end. An executor that knows its stream to be the only one with such kernels launches it as
+    # any other.
     cooperative: bool = False
 
 

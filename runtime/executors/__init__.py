@@ -22,7 +22,7 @@ class Executor(Protocol):
 
     name: str  # as `kerngen run` says it
     device: torch.device
-    target: Target | None  # what the kernels run on; None where none of them runs
+    target: Target | None  # whose kernels are called; None for those that every arch has
     supports_graphs: bool  # calls may be captured in a CUDA graph
 
     def run(self, call: Call[R], where: str) -> R:

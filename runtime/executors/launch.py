@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -18,6 +19,7 @@ R = TypeVar("R")
 
 # By GPU, whose kernels' blocks may wait for each other without being started together.
 _alone: WeakValueDictionary[int, Launch] = WeakValueDictionary()
+_alone_lock = Lock()
 
 
 def shares_sms() -> bool:
@@ -39,7 +41,8 @@ class Launch:
     def __init__(self, launcher: Launcher, *, in_forwards: bool = False) -> None:
         self.launcher = launcher
         self._in_forwards = in_forwards
-        self.alone = in_forwards and not shares_sms() and _alone.setdefault(launcher.index, self) is self
+        with _alone_lock:
+            self.alone = in_forwards and not shares_sms() and _alone.setdefault(launcher.index, self) is self
         self.device = torch.device("cuda", launcher.index)
         self.target: Target | None = launcher.target
 

@@ -223,7 +223,7 @@ class KernelOps:
 
     def layer_rest(self, residual: Tensor, attended: Tensor, weights: LayerRest, eps: float) -> Tensor | None:
         w, target = weights, self.executor.target
-        if target is None or len(residual) != 1:
+        if target is None or not target.arch.has_tma or len(residual) != 1:
             return None
         out, gate_up, down, qkv = w.out, w.gate_up, w.down, w.qkv
         if not (isinstance(out, W4Linear) and isinstance(gate_up, W4Linear) and isinstance(down, W4Linear)):

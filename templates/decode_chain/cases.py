@@ -33,13 +33,16 @@ CASES = (
     case_for(Problem(2176, 1024, 4352, 1024, 128, "fp16", "fp32")),
     case_for(Problem(2560, 512, 2752, 0)),
     case_for(Problem(5376, 512, 2112, 160)),
+    # sums and products that are exactly zero, which posted words cannot be
+    case_for(Problem(2560, 512, 2752, 512), zeros=True),
 )
 _NORMS = ("post_attention_weight", "pre_ffn_weight", "post_ffn_weight", "next_weight")
 
 
 def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     """Every argument but the workspace. Rows are normal, weights so that products have a deviation of about 1. Outputs
-    are NaN, or residual_out is residual itself with in_place.
+    are NaN, or residual_out is residual itself with in_place. zeros: attended is zero, and so is each third strip of
+    gate and up.
     """
     p: Problem = case.problem
     draw = Draw(case.seed, device)
@@ -71,6 +74,9 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     }
     if p.qkv:
         given |= w4("qkv", p.qkv, p.hidden)
+    if case.options.get("zeros"):
+        given["attended"].zero_()
+        given["gate_up_scales"][::3] = 0.0
     return given
 
 

@@ -18,6 +18,7 @@ that carry their own flag, NCCL's LL protocol.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import ceil, lcm
 from typing import ClassVar
@@ -166,16 +167,19 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     return _shared_bytes(p, c) + 128 * c.num_warps * pieces
 
 
+@cache
 def why_unsupported(problem: Problem, target: Target) -> str | None:
     arch, otherwise = target.arch, "w4a16_gemm and add_norm serve it, a launch each"
     if not arch.has_tma:
         return f"{arch} has no bulk copies; {otherwise}"
     if arch.max_smem_bytes < LEAST_SMEM_BYTES:
         return f"{arch} allows {arch.max_smem_bytes:,} B of shared memory a block: no ring beside the rows; {otherwise}"
-    if (need := smem_bytes(problem, default_config(problem, target), target)) > arch.max_smem_bytes:
-        row = max(problem.inner, problem.attended)
-        return f"a row of {row} needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B; {otherwise}"
-    return why_no_dtype(arch, problem.dtype)
+    if why := why_no_dtype(arch, problem.dtype):
+        return why
+    config = default_config(problem, target)
+    if why := why_invalid(problem, config, target):  # where the smallest does not fit, none does
+        return f"{why} (by {num_blocks(problem, config, target)} blocks); {otherwise}"
+    return None
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
@@ -208,7 +212,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     """
     p, blocks = problem, target.device.num_sms
     warps = 8 if p.hidden <= 4096 else 12
-    most = MAX_ROW_WORDS // (8 * _row_vecs(p, warps))
+    most = max(1, MAX_ROW_WORDS // (8 * _row_vecs(p, warps)))
     out = _parts(p.hidden, p.attended, p.group_size, blocks, most, everywhere=False)
     down = _parts(p.hidden, p.inner, p.group_size, blocks, most, everywhere=True)
     slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))

@@ -17,8 +17,10 @@ from kerngen.errors import ProblemError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.executors.launch import Launch, shares_sms
+from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import DenseLinear, LayerRest, W4Linear
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.synthetic import synthetic_model
 from kerngen.templates import find_kernel
@@ -162,3 +164,53 @@ def test_who_is_not_alone_launches_cooperatively() -> None:
 
     (launch,) = KERNEL.launches(Problem(), KERNEL.default_config(Problem(), H200), H200)
     assert [len(_attributes(launch, True, alone)) for alone in (False, True)] == [2, 1]
+
+
+def _rest(**changed: Any) -> LayerRest:
+    """The rest of a layer of 64 columns, as shapes."""
+
+    def w4(n: int, k: int, group: int = 32) -> W4Linear:
+        packed = torch.empty(n // 32, k // 32, 32, 4, dtype=torch.int32, device="meta")
+        return W4Linear(packed, torch.empty(n // 32, k // group, 32, dtype=torch.bfloat16, device="meta"), n, k, group)
+
+    norm, scalar = torch.empty(64, dtype=torch.bfloat16, device="meta"), torch.empty(1, device="meta")
+    given = {"out": w4(64, 64), "gate_up": w4(256, 64), "down": w4(64, 128), "qkv": w4(96, 64)}
+    coarse = {name: w4(m.out_features, m.in_features, 64) for name, m in given.items()}
+    dense = DenseLinear(torch.empty(96, 64, dtype=torch.bfloat16, device="meta"))
+    chosen = {name: {"coarse": coarse[name], "dense": dense, "none": None}[kind] for name, kind in changed.items()}
+    m: dict[str, Any] = given | chosen
+    return LayerRest(m["out"], norm, norm, m["gate_up"], m["down"], norm, scalar, norm, m["qkv"])
+
+
+@pytest.mark.parametrize(
+    ("rest", "rows", "arch", "serves"),
+    [
+        (_rest(), 1, "sm90", True),
+        (_rest(qkv="none"), 1, "sm90", True),
+        (_rest(), 2, "sm90", False),
+        (_rest(), 1, "sm80", False),
+        (_rest(), 1, "sm120", False),
+        (_rest(), 1, None, False),
+        (_rest(qkv="dense"), 1, "sm90", False),
+        (_rest(down="dense"), 1, "sm90", False),
+        (_rest(down="coarse"), 1, "sm90", False),
+        (_rest(qkv="coarse"), 1, "sm90", False),
+    ],
+)
+def test_what_it_does_not_take_goes_launch_by_launch(
+    rest: LayerRest, rows: int, arch: str | None, serves: bool
+) -> None:
+    asked: list[str] = []
+    target = None if arch is None else Target.of(find_arch(arch))
+    ops = KernelOps(Record(lambda kernel, *_: asked.append(kernel), lambda _: None, target), torch.bfloat16)
+    residual = torch.empty(rows, 64, dtype=torch.bfloat16, device="meta")
+    done = ops.layer_rest(residual, torch.empty_like(residual), rest, 1e-6)
+    assert (done is not None) == serves
+    assert asked == ["decode_chain"] * serves
+
+
+@pytest.mark.parametrize("hidden", [16384, 40960])
+def test_rows_too_wide_are_refused_with_the_reason(hidden: int) -> None:
+    why = KERNEL.why_unsupported(Problem(hidden, 4096, 4096, 0), H200)
+    assert why is not None
+    assert "w4a16_gemm and add_norm serve it" in why

@@ -62,6 +62,7 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
         ((*TUNE, "--device", "V101"), 2, r"unknown device 'V101'\n.*did you mean V100\?"),
         ((*TUNE, "--device", "H200"), 2, r"device H200 is sm90, not sm70"),
         ((*TUNE, "--time-budget", "soon"), 2, r"'soon' is no duration"),
+        ((*TUNE, "--db", "/proc/no/tuning.db"), 1, "/proc/no"),
         ((*TUNE, "--trials", "0"), 2, r"--trials.*0 is not in the range"),
         (COMPILE, 2, r"--model NAME for a workload, or --cases"),
         ((*COMPILE, "--model", "gemma-4-31b", "--cases"), 2, r"--model and --cases are two things.*\n.*one of them"),

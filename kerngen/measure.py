@@ -20,8 +20,7 @@ from kerngen.arch import Arch, Target, find_arch
 from kerngen.cache import CompileCache
 from kerngen.errors import KerngenError
 from kerngen.render import render
-from kerngen.runtime.executors.launch import shares_sms
-from kerngen.runtime.launcher import Function, Launcher, probe_device
+from kerngen.runtime.launcher import Function, Launcher, probe_device, shares_sms
 from kerngen.templates.kernel import Case, Kernel
 
 

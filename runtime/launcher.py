@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -247,6 +249,11 @@ def not_contiguous(kernel: str, name: str, value: torch.Tensor) -> LaunchError:
     return LaunchError(
         f"{kernel}: {name} {shape} is not contiguous (strides {strides})", hint="x.contiguous() copies it"
     )
+
+
+def shares_sms() -> bool:
+    """Whether kernels of other processes may run beside this one's: a CUDA MPS server is there."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
 
 
 class Launcher:

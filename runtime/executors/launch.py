@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -12,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from kerngen.arch import Target
-from kerngen.runtime.launcher import Launcher
+from kerngen.runtime.launcher import Launcher, shares_sms
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
@@ -20,11 +18,6 @@ R = TypeVar("R")
 # By GPU, whose kernels' blocks may wait for each other without being started together.
 _alone: WeakValueDictionary[int, Launch] = WeakValueDictionary()
 _alone_lock = Lock()
-
-
-def shares_sms() -> bool:
-    """Whether kernels of other processes may run beside this one's: a CUDA MPS server is there."""
-    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
 
 
 class Launch:

@@ -16,9 +16,10 @@ from kerngen.arch import Target, find_arch
 from kerngen.errors import ProblemError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.executors.launch import Launch, shares_sms
+from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.launcher import shares_sms
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseLinear, LayerRest, W4Linear
 from kerngen.runtime.ops.kernels import KernelOps

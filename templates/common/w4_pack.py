@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import ProblemError
+from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw
 from kerngen.templates.common.w4_tiling import STRIP
 
 
@@ -89,6 +90,16 @@ def pack(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
         packed[s : s + rows] = _words(tiles[..., order].view(-1, k // STRIP, 32, 4, 8))
     scales = weight_scale.view(n // STRIP, STRIP, -1).transpose(1, 2).contiguous()
     return packed, scales
+
+
+def drawn(draw: Draw, n: int, k: int, group_size: int, dtype: str) -> tuple[Tensor, Tensor]:
+    """A random W of n x k as compressed-tensors stores it: weight_packed, and weight_scale in `dtype`. Its standard
+    deviation is about k ** -0.5.
+    """
+    words = draw.integers(-(2**31), 2**31, n, k // 8).to(torch.int32)
+    # nibbles uniform on -8..7: a standard deviation of 4.6
+    scale = (1 + 0.25 * draw.normal(n, k // group_size, dtype="fp32").clamp(-3, 3)) / (4.6 * k**0.5)
+    return words, scale.to(TORCH_DTYPE[dtype])
 
 
 def unpack(w_packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
-from kerngen.templates.common.w4_pack import pack
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.w4_pack import drawn, pack
 from kerngen.templates.decode_chain.op import decode_chain
 from kerngen.templates.decode_chain.spec import Problem
 from kerngen.templates.kernel import Case
@@ -50,10 +50,7 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     residual = draw.normal(1, p.hidden, dtype=p.residual_dtype)
 
     def w4(name: str, n: int, k: int) -> dict[str, Tensor]:
-        words = draw.integers(-(2**31), 2**31, n, k // 8).to(torch.int32)
-        # uniform on -8..7: a standard deviation of 4.6
-        scale = (1 + 0.25 * draw.normal(n, k // p.group_size, dtype="fp32").clamp(-3, 3)) / (4.6 * k**0.5)
-        packed, scales = pack(words, scale.to(TORCH_DTYPE[p.dtype]))
+        packed, scales = pack(*drawn(draw, n, k, p.group_size, p.dtype))
         return {f"{name}_packed": packed, f"{name}_scales": scales}
 
     def norm() -> Tensor:

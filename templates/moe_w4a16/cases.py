@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
-from kerngen.templates.common.w4_pack import interleave, pack
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.w4_pack import drawn, interleave, pack
 from kerngen.templates.kernel import Case
 from kerngen.templates.moe_w4a16.op import moe_w4a16
 from kerngen.templates.moe_w4a16.spec import Problem
@@ -62,11 +62,8 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 
 
 def _matrix(draw: Draw, n: int, k: int, p: Problem, *, gated: bool) -> tuple[Tensor, Tensor]:
-    words = draw.integers(-(2**31), 2**31, n, k // 8).to(torch.int32)
-    # uniform nibbles on -8..7 have a standard deviation of 4.6
-    scale = (1 + 0.25 * draw.normal(n, k // p.group_size, dtype="fp32").clamp(-3, 3)) / (4.6 * k**0.5)
-    scale = scale.to(TORCH_DTYPE[p.dtype])
-    return pack(*(interleave(words, scale) if gated else (words, scale)))
+    stored = drawn(draw, n, k, p.group_size, p.dtype)
+    return pack(*(interleave(*stored) if gated else stored))
 
 
 def case_for(problem: Problem) -> Case:

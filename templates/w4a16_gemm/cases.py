@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kerngen.templates.call import Op
-from kerngen.templates.common.w4_pack import pack
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.w4_pack import drawn, pack
 from kerngen.templates.kernel import Case
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 from kerngen.templates.w4a16_gemm.spec import Problem
@@ -46,19 +44,11 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
     out: [M, N], or [M, N / 2] where gated. x: [M, K]. w_packed, scales: see pack.py.
     """
     p = case.problem
-    dtype = torch.bfloat16 if p.dtype == "bf16" else torch.float16
-    generator = torch.Generator(device).manual_seed(case.seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    words = torch.randint(-(2**31), 2**31, (p.n, p.k // 8), generator=generator, device=device, dtype=torch.int64)
-    # uniform on -8..7: a standard deviation of 4.6
-    scale = (1 + 0.25 * normal(p.n, p.k // p.group_size).clamp(-3, 3)) / (4.6 * p.k**0.5)
-    w_packed, scales = pack(words.to(torch.int32), scale.to(dtype))
+    draw = Draw(case.seed, device)
+    w_packed, scales = pack(*drawn(draw, p.n, p.k, p.group_size, p.dtype))
     return {
-        "out": torch.full((p.num_tokens, p.n // 2 if p.gated else p.n), float("nan"), dtype=dtype, device=device),
-        "x": normal(p.num_tokens, p.k).to(dtype),
+        "out": poisoned(p.num_tokens, p.n // 2 if p.gated else p.n, dtype=p.dtype, device=device),
+        "x": draw.normal(p.num_tokens, p.k, dtype=p.dtype),
         "w_packed": w_packed,
         "scales": scales,
         "num_tokens": p.num_tokens,

@@ -9,11 +9,7 @@
 //   A 16x32: a0 = row g, k 4t..4t+3   a1 = row g+8, the same k   a2 = row g, k 16+4t..   a3 = row g+8, k 16+4t..
 //   B 32x8:  b0 = k 4t..4t+3, col g   b1 = k 16+4t.., col g      C 16x8: c0, c1 = row g, cols 2t, 2t+1   c2, c3 = row g+8
 #pragma once
-#include "common/types.cuh"
-
-// A float between 2^23 and 2^24 whose bits count in ones: integers up to 2^22 pass between the two kinds by an addition.
-constexpr float ONES_FLOAT = 12582912.0f;  // 1.5 * 2^23
-constexpr int ONES_BITS = 0x4b400000;
+#include "common/w4_digits.cuh"
 
 struct TokenTile {
     uint2 digits[3][4];  // [digit][t]: the operand of lanes 4 g + t
@@ -51,8 +47,8 @@ template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const ui
     uint32_t bits[4][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        bits[i][0] = __float_as_uint(fmaf(x[i][0], up, ONES_FLOAT));
-        bits[i][1] = __float_as_uint(fmaf(x[i][1], up, ONES_FLOAT));
+        bits[i][0] = __float_as_uint(fmaf(x[i][0], up, UNITS_FLOAT));
+        bits[i][1] = __float_as_uint(fmaf(x[i][1], up, UNITS_FLOAT));
     }
     if (!valid) return;
 #pragma unroll
@@ -94,11 +90,11 @@ template <bool BF16> struct TokenSums {
                 "{%10,%10,%10,%10};"
                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                 : "r"(sixteenfold(w[2 * h] << 4)), "r"(sixteenfold(w[2 * h])), "r"(sixteenfold(w[2 * h + 1] << 4)),
-                  "r"(sixteenfold(w[2 * h + 1])), "r"(digits.x), "r"(digits.y), "r"(ONES_BITS));
+                  "r"(sixteenfold(w[2 * h + 1])), "r"(digits.x), "r"(digits.y), "r"(UNITS_BITS));
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float& sum = acc[2 * h + j / 2][j % 2];
-                sum = fmaf(__int_as_float(d[j]) - ONES_FLOAT, by_row[2 * h + j / 2], sum);
+                sum = fmaf(__int_as_float(d[j]) - UNITS_FLOAT, by_row[2 * h + j / 2], sum);
             }
         }
     }

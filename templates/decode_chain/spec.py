@@ -24,13 +24,13 @@ from math import ceil, lcm
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, why_no_dtype
+from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require_dtypes, why_no_dtype
 from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 RING_LIMIT = 200 * 1024  # of shared memory, for the default configuration
-SUM_TILES = 24
+SUM_TILES = 24  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
 
 
@@ -56,12 +56,16 @@ class Problem:
     residual_dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        for n, k in ((self.hidden, self.attended), (self.inner, self.hidden), (self.hidden, self.inner)):
+        require_dtypes(self.dtype, residual_dtype=self.residual_dtype)
+        require_matrix(self.inner, self.hidden, self.group_size, self.dtype)  # gate, and up: whole strips of each
+        for n, k in self.matrices:
             require_matrix(n, k, self.group_size, self.dtype)
-        if self.qkv:
-            require_matrix(self.qkv, self.hidden, self.group_size, self.dtype)
-        wanted = (self.dtype, "fp32")
-        require(self.residual_dtype in wanted, f"residual_dtype={self.residual_dtype!r} is not one of: {wanted}")
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the output projection, of gate and up together, of down, and of what follows, if any."""
+        follows = ((self.qkv, self.hidden),) if self.qkv else ()
+        return ((self.hidden, self.attended), (2 * self.inner, self.hidden), (self.hidden, self.inner), *follows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +271,10 @@ def _workspace_bytes(p: Problem, c: Config) -> int:
 def cost(problem: Problem) -> Cost:
     p = problem
     size, g = ELEMENT_BYTES[p.dtype], p.group_size
-    shapes = [(p.hidden, p.attended), (2 * p.inner, p.hidden), (p.hidden, p.inner)] + [(p.qkv, p.hidden)] * (p.qkv > 0)
     rows = size * (p.attended + (p.qkv or p.hidden) + 4 * p.hidden)
     rows += 2 * ELEMENT_BYTES[p.residual_dtype] * p.hidden
-    weights = sum(matrix_bytes(n, k, g) for n, k in shapes)
-    return Cost(weights + rows, 2 * sum(n * k for n, k in shapes) + 40 * p.hidden)
+    weights = sum(matrix_bytes(n, k, g) for n, k in p.matrices)
+    return Cost(weights + rows, 2 * sum(n * k for n, k in p.matrices) + 40 * p.hidden)
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
@@ -279,9 +282,9 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     steps: of each of the four products two, and two for each of the four norms.
     """
     p, c, blocks = problem, config, num_blocks(problem, config, target)
-    weights = p.hidden * (p.attended + 3 * p.inner + p.qkv)
+    weights, least = sum(n * k for n, k in p.matrices), cost(problem).bytes
     rows = 4 * (p.attended + p.inner) + 8 * p.hidden * c.slots
     return Traffic(
-        cost(p).bytes, 0, l2_bytes=cost(p).bytes + blocks * rows, smem_bytes=2 * cost(p).bytes,
+        least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least,
         cuda_ops=weights * 44 // 32, bytes_in_flight=c.in_flight * _slot_bytes(p, c), steps=16,
     )  # fmt: skip

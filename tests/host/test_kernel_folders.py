@@ -39,8 +39,9 @@ EACH_KERNEL = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 EACH_ARCH = pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 SAMPLE = 1500  # configurations of a space that is too large to walk
 MOST_KEYS = 50_000  # inputs with more tokens of KV than this are made on GPUs: here they take seconds and gigabytes
-# Where fp16 and bf16 are both compiled: with no bf16, and one of each kind of body. Elsewhere two instructions differ.
-BOTH_DTYPES = ("sm70", "sm75", "sm80", "sm90")
+# Where fp16 and bf16 are both compiled: with no bf16, and for one of each kind of body, which on sm90 not every kernel has
+# of its own. Elsewhere two instructions differ.
+BOTH_DTYPES = ("sm70", "sm75", "sm80")
 # Arches whose bodies are the same but for what fits: they share the cases, each of which is compiled for one of them.
 SHARING = (("sm80", "sm86", "sm89"), ("sm100", "sm120"))
 # Names that hold digits and are no figures.
@@ -77,8 +78,8 @@ class Builds:
 
 
 def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
-    """The cases that are worth a compile: of two that differ in fp16 and bf16 alone, both on BOTH_DTYPES only; and the
-    arch's share of them.
+    """The cases that are worth a compile: of two that differ in fp16 and bf16 alone, both on BOTH_DTYPES only, or with a body of
+    sm90's own; and the arch's share of them.
     """
     problems = {c.problem for c in kernel.cases.CASES}
 
@@ -93,7 +94,9 @@ def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
         serving = [n for n in together if kernel.why_unsupported(case.problem, Target.of(find_arch(n))) is None]
         if serving and serving[turn % len(serving)] == arch.name:
             mine.append(case)
-    return [c for c in mine if arch.name in BOTH_DTYPES or not has_twin(c)]
+    own_body = any(b.serves(arch) and not b.serves(find_arch("sm80")) for b in kernel.spec.BODIES)
+    both = arch.name in BOTH_DTYPES or (arch.name == "sm90" and own_body)
+    return [c for c in mine if both or not has_twin(c)]
 
 
 @pytest.fixture(scope="session")

@@ -39,11 +39,9 @@ EACH_KERNEL = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 EACH_ARCH = pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 SAMPLE = 1500  # configurations of a space that is too large to walk
 MOST_KEYS = 50_000  # inputs with more tokens of KV than this are made on GPUs: here they take seconds and gigabytes
-# Where fp16 and bf16 are both compiled: with no bf16, and for one of each kind of body, which on sm90 not every kernel has
-# of its own. Elsewhere two instructions differ.
-BOTH_DTYPES = ("sm70", "sm75", "sm80")
-# Arches whose bodies are the same but for what fits: they share the cases, each of which is compiled for one of them.
-SHARING = (("sm80", "sm86", "sm89"), ("sm100", "sm120"))
+# Arches whose bodies are the same but for what fits: they share the cases of a kernel that has no body for one of them
+# alone, and each case is compiled for one of them.
+SHARING = (("sm80", "sm86", "sm89"), ("sm90", "sm100", "sm120"))
 # Names that hold digits and are no figures.
 NAMES = re.compile(r"\b(?:sm_?\d+|compute_\d+|bf16|fp(?:8|16|32)|int\d+|m\d+n\d+k\d+)\b")
 # How a refusal says what serves instead, where no figure decides.
@@ -78,8 +76,8 @@ class Builds:
 
 
 def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
-    """The cases that are worth a compile: of two that differ in fp16 and bf16 alone, both on BOTH_DTYPES only, or with a body of
-    sm90's own; and the arch's share of them.
+    """The arch's share of the cases. Of two that differ in fp16 and bf16 alone, in two instructions then, both only
+    where a body serves that serves no older arch with bf16.
     """
     problems = {c.problem for c in kernel.cases.CASES}
 
@@ -88,15 +86,22 @@ def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
         twin = {k: "bf16" if v == "fp16" else v for k, v in fields.items() if k == "dtype" or k.endswith("_dtype")}
         return "fp16" in fields.values() and replace(case.problem, **twin) in problems
 
-    together = next((names for names in SHARING if arch.name in names), (arch.name,))
+    group = next((names for names in SHARING if arch.name in names), (arch.name,))
+    sharing = [name for name in group if _bodies(kernel, find_arch(name)) == _bodies(kernel, arch)]
     mine = []
     for turn, case in enumerate(kernel.cases.CASES):
-        serving = [n for n in together if kernel.why_unsupported(case.problem, Target.of(find_arch(n))) is None]
+        serving = [n for n in sharing if kernel.why_unsupported(case.problem, Target.of(find_arch(n))) is None]
         if serving and serving[turn % len(serving)] == arch.name:
             mine.append(case)
-    own_body = any(b.serves(arch) and not b.serves(find_arch("sm80")) for b in kernel.spec.BODIES)
-    both = arch.name in BOTH_DTYPES or (arch.name == "sm90" and own_body)
-    return [c for c in mine if both or not has_twin(c)]
+    known = {body for older in ARCHES.values() if older.has_bf16 and older.number < find_arch(sharing[0]).number
+             for body in _bodies(kernel, older)}  # fmt: skip
+    with_twins = not known.issuperset(_bodies(kernel, arch))
+    return [c for c in mine if with_twins or not has_twin(c)]
+
+
+def _bodies(kernel: Kernel, arch: Arch) -> list[int]:
+    """Which of the kernel's bodies serve `arch`, by number."""
+    return [i for i, body in enumerate(kernel.spec.BODIES) if body.serves(arch)]
 
 
 @pytest.fixture(scope="session")

@@ -16,12 +16,20 @@ DEVICE uint32_t posted_pair(uint32_t pair) { return pair == 0 ? 0x80008000u : pa
 DEVICE void post(uint32_t* p, uint32_t word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(word) : "memory");
 }
+DEVICE void post2(uint2* p, uint2 words) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(words.x), "r"(words.y) : "memory");
+}
 DEVICE void post4(uint4* p, uint4 words) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.x), "r"(words.y),
                  "r"(words.z), "r"(words.w)
                  : "memory");
 }
 
+DEVICE uint32_t posted(const uint32_t* p) {
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
 DEVICE uint4 posted4(const uint4* p) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,4 +1,4 @@
-// A block's stream of weights: one thread fetches them in order, far ahead, into slots of shared memory; WARPS warps use
+// A block's stream of weights: one warp fetches them in order, far ahead, into slots of shared memory; WARPS warps use
 // them. Of the slots at most IN_FLIGHT are on their way at a time: bytes beyond the memory's rate times its latency wait
 // in its queues, where they delay what every SM needs next, while slots that are full carry an SM over its waits.
 #pragma once
@@ -32,8 +32,10 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
         }
     };
 
+    // By all lanes of a warp, of which the first one acts.
     struct Producer {
         Shared& ring;
+        const bool leads = threadIdx.x % 32 == 0;
         const uint64_t policy = evict_first();
         Place at, arrived;  // arrived: IN_FLIGHT slots behind `at`
         int num_claimed = 0;
@@ -46,9 +48,13 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
             }
             if (num_claimed >= STAGES) barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
             num_claimed++;
-            barrier_expect(&ring.full[at.slot], bytes);
+            if (leads) barrier_expect(&ring.full[at.slot], bytes);
+            __syncwarp();
         }
         DEVICE void copy(int offset, const void* from, uint32_t bytes) {
+            if (leads) copy_by_lane(offset, from, bytes);
+        }
+        DEVICE void copy_by_lane(int offset, const void* from, uint32_t bytes) {
             copy_bulk(ring.slots[at.slot] + offset, from, bytes, &ring.full[at.slot], policy);
         }
         DEVICE void next() { at.next(); }

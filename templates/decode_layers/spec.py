@@ -16,15 +16,28 @@ that carry their own flag, NCCL's LL protocol. Attention is split over keys and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from itertools import product
+from math import ceil, lcm
+from typing import Any, ClassVar
 
-from kerngen.templates.common.row_spec import require, require_dtypes, require_vectors
-from kerngen.templates.common.w4_tiling import require_matrix
-from kerngen.templates.kernel import Arg
+from kerngen.arch import Arch, Target
+from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, require_dtypes, require_vectors, why_no_dtype
+from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matrix
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 HEAD_DIMS = (256, 512)
 MAX_PLE_WIDTH = 256  # a vector a lane
 TILE_KEYS = 16  # of one page: keys that are fetched and multiplied together
+KEY_BATCH = 4  # tiles of K that are multiplied before their V
+ITEM_BYTES = TILE_KEYS * (2 * 256 + 16)  # 256 dims of a tile, padded: what a slot of the ring must hold
+UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
+ATTENTION_BYTES = KEY_BATCH * 4096 + 2 * 8 * 520  # of shared memory: scores by warps, and Q
+GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
+LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
+RING_LIMIT = 220 * 1024  # of shared memory, for the default configuration
+SUM_TILES = 24  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
+MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +117,30 @@ class Problem:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Config:
+    num_warps: int = 8  # that multiply
+    stage_tiles: int = 24  # tiles of 32 x 32 weights in a slot of the ring
+    num_stages: int = 8
+    in_flight: int = 4  # slots on their way at most
+    tiles_together: int = 3  # that a warp fetches ahead from the ring
+    out_parts: int = 2  # parts of a strip of 32 rows of the output projection, where blocks' shares may end
+    down_parts: int = 3  # the same of down
+    slots: int = 3  # for partial sums of a strip: blocks that meet in one at most
+    split_tiles: int = 1  # of keys, in a block, before more blocks take some
+
+
+SPACE = {
+    "num_warps": (8, 12, 16),
+    "stage_tiles": (24, 32, 40, 48, 56, 64, 80),
+    "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
+    "in_flight": (1, 2, 3, 4),
+    "tiles_together": (2, 3, 4, 5),
+    "out_parts": (1, 2, 3, 4, 5, 8, 11, 33),
+    "down_parts": (1, 2, 3, 4, 5, 8, 11, 33),
+    "slots": (1, 2, 3, 4, 5),
+    "split_tiles": (1, 2, 4),
+}
 # What a layer brings along, in the order in which the kernel finds their addresses; null: k_norm where the layer owns no
 # K and V, the per-layer inputs' where there are none. The caches of such a layer are those that it attends to.
 LAYER_TENSORS = (
@@ -132,4 +169,243 @@ ARGS = {
         Arg("eps", "f32"),
     )
 }
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out", "k_caches", "v_caches")
+
+
+def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
+    p = problem
+    kinds = _kinds(p)
+    parts = (1, config.out_parts, 1, config.down_parts)
+    return {
+        "KINDS": [
+            {
+                "shapes": [(n // STRIP, k // STRIP, of) for (n, k), of in zip(p.matrices(kind), parts, strict=True)],
+                "is_full": str(kind in "fF").lower(),
+                "owns_kv": str(kind in "sf").lower(),
+                "attended": p.matrices(kind)[1][1],
+            }
+            for kind in kinds
+        ],
+        "KIND_OF": ", ".join(str(kinds.index(letter)) for letter in p.layers),
+        "MAX_TILES": _max_tiles(p),
+        "MAX_QKV": _most(p, 0, 0),
+        "MAX_ATTENDED": _most(p, 1, 1),
+        "MAX_INNER": _most(p, 3, 1),
+        "UNIT_ELEMENTS": _unit_elements(p),
+        "WORK_BYTES": _work_bytes(p),
+        "SHARED_BYTES": _shared_bytes(p, config),
+        "COPIES": GATED_COPIES,
+        "TILE_KEYS": TILE_KEYS,
+        "KEY_BATCH": KEY_BATCH,
+    }
+
+
+def _kinds(p: Problem) -> str:
+    """The letters that there are."""
+    return "".join(dict.fromkeys(p.layers))
+
+
+def _most(p: Problem, matrix: int, side: int) -> int:
+    """Rows (side 0) or columns of the largest of the layers' matrices."""
+    return max(p.matrices(kind)[matrix][side] for kind in _kinds(p))
+
+
+def _max_tiles(p: Problem) -> int:
+    return max(p.hidden, _most(p, 1, 1), _most(p, 3, 1)) // STRIP
+
+
+def _unit_heads(p: Problem, kind: str) -> int:
+    return min(p.num_q_heads // p.heads_of(kind)[0], UNIT_HEADS)
+
+
+def _unit_elements(p: Problem) -> int:
+    """Of attention's output, that a block makes."""
+    return max(_unit_heads(p, kind) * p.heads_of(kind)[1] for kind in "sf")
+
+
+def _slot_bytes(p: Problem, c: Config) -> int:
+    return matrix_bytes(STRIP, STRIP * c.stage_tiles, p.group_size)
+
+
+def _work_bytes(p: Problem) -> int:
+    return max(_max_tiles(p) * 96, ATTENTION_BYTES)
+
+
+def _shared_bytes(p: Problem, c: Config) -> int:
+    """Of a block without the sums: the ring and its barriers, x by tiles or what attention works with, the token's own
+    keys and turns, what x's tiles count for, the gated row, sums of a row, addresses, shares and sights.
+    """
+    ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
+    keys = 2 * 2048 + 2 * 32 * 32 + 512
+    rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + 8 * c.num_warps + 16
+    return ceil((ring + keys + rows + 2 * 8 * 20 + len(_kinds(p)) * 4 * 24 + 2 * 32) / 128) * 128
+
+
+def _units(p: Problem, c: Config, matrix: int) -> int:
+    """What is dealt to the blocks of a product, at least: parts of strips."""
+    return min(p.matrices(kind)[matrix][0] for kind in _kinds(p)) // STRIP * (1, c.out_parts, 1, c.down_parts)[matrix]
+
+
+def _most_that_meet(strips: int, parts: int, blocks: int) -> int:
+    """How many blocks have a share of the same strip, at most, of strips * parts units dealt evenly."""
+    least = max(1, strips * parts // blocks)  # units of a block that has any
+    return min(parts, ceil((parts - 1) / least) + 1)
+
+
+def num_blocks(problem: Problem, config: Config, target: Target) -> int:
+    """A block an SM, but no more than have a share of everything that all wait for."""
+    p, c = problem, config
+    return min(target.device.num_sms, _units(p, c, 2), _units(p, c, 3), p.ple_width or target.device.num_sms)
+
+
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
+    p, c, blocks = problem, config, num_blocks(problem, config, target)
+    strips = [
+        (n // STRIP, parts)
+        for kind in _kinds(p)
+        for (n, _), parts in zip(p.matrices(kind), (1, c.out_parts, 1, c.down_parts), strict=True)
+    ]
+    pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in strips)
+    return _shared_bytes(p, c) + max(128 * c.num_warps * pieces, 4 * c.num_warps * ceil(p.ple_width / blocks))
+
+
+@cache
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    p, arch, otherwise = problem, target.arch, "other kernels serve it, a launch each"
+    if not arch.has_tma:
+        return f"{arch} has no bulk copies; {otherwise}"
+    if arch.max_smem_bytes < LEAST_SMEM_BYTES:
+        return f"{arch} allows {arch.max_smem_bytes:,} B of shared memory a block: no ring beside the rows; {otherwise}"
+    if why := why_no_dtype(arch, p.dtype):
+        return why
+    for kind in "sf":
+        heads = p.num_q_heads // p.heads_of(kind)[0]
+        if heads % _unit_heads(p, kind):
+            return f"{heads} q heads to a KV head are neither {UNIT_HEADS} at most nor a multiple; {otherwise}"
+    config = default_config(p, target)
+    if why := why_invalid(p, config, target):  # where the smallest does not fit, none does
+        return f"{why} (by {num_blocks(p, config, target)} blocks); {otherwise}"
+    return None
+
+
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    p, c, arch, blocks = problem, config, target.arch, num_blocks(problem, config, target)
+    group = p.group_size // STRIP
+    if c.stage_tiles % c.num_warps:
+        return f"stage_tiles={c.stage_tiles} is no multiple of num_warps={c.num_warps}"
+    if c.stage_tiles % (2 * group):
+        return f"stage_tiles={c.stage_tiles} is no multiple of {2 * group}, two groups of group_size={p.group_size}"
+    if c.in_flight > c.num_stages:
+        return f"in_flight={c.in_flight} is more than num_stages={c.num_stages}"
+    least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
+    if (slot := _slot_bytes(p, c)) < least:
+        return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no row of the gate: {least:,} B"
+    for name, parts, matrix in (("out_parts", c.out_parts, 1), ("down_parts", c.down_parts, 3)):
+        groups = min(p.matrices(kind)[matrix][1] for kind in _kinds(p)) // p.group_size
+        if parts > groups:
+            return f"{name}={parts} is more than the {groups} groups of a row"
+        if parts > 1 and (meet := _most_that_meet(p.hidden // STRIP, parts, blocks)) > c.slots:
+            return f"{name}={parts}: {meet} blocks meet in a strip; slots={c.slots}"
+    for kind in "sf":
+        if (units := p.num_q_heads // _unit_heads(p, kind)) > blocks:
+            return f"attention's heads are {units} units; {blocks} blocks take one each"
+    vecs = _row_vecs(p, c.num_warps)
+    if (words := 8 * vecs * c.slots) > MAX_ROW_WORDS:
+        return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, slots={c.slots}); "
+                f"at most {MAX_ROW_WORDS}")  # fmt: skip
+    if p.ple_width and (rows := ceil(p.ple_width / blocks) * GATED_COPIES) > 32 * c.num_warps:
+        return f"{rows} results of the per-layer gate a block; {c.num_warps} warps make {32 * c.num_warps} at a time"
+    if (need := smem_bytes(p, c, target)) > arch.max_smem_bytes:
+        return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
+    return None
+
+
+def default_config(problem: Problem, target: Target) -> Config:
+    """Whole rows of the hidden size in as few slots as hold them, shares of equal size, and as deep a ring as fits. By
+    measurement on an H200. Where none fits, the smallest: see why_unsupported.
+    """
+    p, blocks = problem, target.device.num_sms
+    warps = 8 if p.hidden <= 4096 else 12
+    most = max(1, MAX_ROW_WORDS // (8 * _row_vecs(p, warps)))
+    out = _parts(p.hidden, _most(p, 1, 1), p.group_size, blocks, most, everywhere=False)
+    down = _parts(p.hidden, _most(p, 3, 1), p.group_size, blocks, most, everywhere=True)
+    slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
+    least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
+    sizes = [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0]
+    sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= least] or sizes[-1:]
+    sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
+    for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
+        config = Config(warps, tiles, stages, 2, 3, out, down, slots)
+        if smem_bytes(p, config, target) <= min(target.arch.max_smem_bytes, RING_LIMIT):
+            break
+    return config
+
+
+def _row_vecs(p: Problem, num_warps: int) -> int:
+    """Vectors of a row of the hidden size that a thread has."""
+    return ceil(p.hidden / VEC / (32 * num_warps))
+
+
+def _parts(rows: int, columns: int, group_size: int, blocks: int, most: int, *, everywhere: bool) -> int:
+    """Into how many parts a strip of a matrix is cut. everywhere: all blocks must have a share, if there is enough.
+    most: blocks that may meet in a strip.
+
+    What the busiest block multiplies, in tiles, and what waiting for the sums of one more block costs, as many tiles.
+    """
+    strips, tiles, groups = rows // STRIP, columns // STRIP, columns // group_size
+
+    def price(parts: int) -> float:
+        busiest = ceil(strips * parts / blocks) * tiles / parts
+        return busiest + SUM_TILES * _most_that_meet(strips, parts, min(blocks, strips * parts))
+
+    choices = [c for c in SPACE["down_parts"] if c <= groups]
+    choices = [c for c in choices if _most_that_meet(strips, c, min(blocks, strips * c)) <= most]
+    enough = [c for c in choices if strips * c >= blocks] if everywhere else choices
+    return min(enough or choices[-1:], key=price)
+
+
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
+    blocks, threads = num_blocks(problem, config, target), 32 * (config.num_warps + 2)
+    smem = smem_bytes(problem, config, target)
+    return (
+        Launch("decode_layers", (blocks, 1, 1), (threads, 1, 1), smem, pdl=True, reads_ahead=True, cooperative=True),
+    )
+
+
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """Two counts; of three layers what blocks post in one (kernel.cu.jinja). All zero between launches."""
+    p, c, blocks = problem, config, num_blocks(problem, config, target)
+    rows = (_most(p, 0, 0) + _most(p, 1, 1) + _most(p, 3, 1)) // 8 + 2 * 2 * c.slots * p.hidden // 8
+    per_layer = GATED_COPIES * p.ple_width // 4 + p.hidden // 8 if p.ple_width else 0
+    return 16 + 3 * 16 * (rows + per_layer + blocks * (2 + _unit_elements(p) // 4))
+
+
+def cost(problem: Problem) -> Cost:
+    p = problem
+    size, weights, flops, keys = ELEMENT_BYTES[p.dtype], 0, 0, 0
+    for letter in p.layers:
+        heads, dim = p.heads_of(letter)
+        seen = min(p.kv_len, p.window) if letter in "sS" else p.kv_len
+        matrices = p.matrices(letter)
+        weights += sum(matrix_bytes(n, k, p.group_size) for n, k in matrices) + 2 * size * p.ple_width * p.hidden
+        weights += size * (4 * p.hidden + 2 * dim)
+        keys += 2 * size * seen * heads * dim
+        flops += 2 * (sum(n * k for n, k in matrices) + 2 * p.ple_width * p.hidden) + 4 * seen * p.num_q_heads * dim
+    rows = (ELEMENT_BYTES[p.residual_dtype] + 2 * size) * p.hidden + size * len(p.layers) * p.ple_width
+    return Cost(weights + keys + rows, flops)
+
+
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
+    """Every block reads every row through L2. cuda_ops: about 44 instructions a tile of 32 x 32 weights and lane.
+    steps: of a layer two for each product and each of four norms, and four of attention.
+    """
+    p, c, blocks = problem, config, num_blocks(problem, config, target)
+    least, weights, rows = cost(problem).bytes, 0, 0
+    for letter in p.layers:
+        weights += sum(n * k for n, k in p.matrices(letter))
+        rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.slots
+    return Traffic(
+        least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
+        bytes_in_flight=c.in_flight * _slot_bytes(p, c), steps=20 * len(p.layers),
+    )  # fmt: skip

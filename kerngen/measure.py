@@ -21,7 +21,7 @@ from kerngen.cache import CompileCache
 from kerngen.errors import KerngenError
 from kerngen.render import render
 from kerngen.runtime.launcher import Function, Launcher, probe_device, shares_sms
-from kerngen.templates.kernel import Case, Kernel
+from kerngen.templates.kernel import Case, Kernel, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +107,14 @@ def check_case(kernel: Kernel, case: Case, config: Any = None, arch: Arch | None
     return check_function(load(kernel, case.problem, config, arch), case)
 
 
-def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[str, torch.Tensor]) -> CheckResult:
-    """Compare outputs with `expected` (fp32, same names) under kernel.reference.tolerance."""
+def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[str, Any]) -> CheckResult:
+    """Compare outputs with `expected` (fp32, same names, tensors or tuples) under kernel.reference.tolerance."""
     tolerance = kernel.reference.tolerance(case.problem)
     worst_abs = worst_rel = 0.0
     message = ""
-    for name, want in expected.items():
-        got = outputs[name].reshape(want.shape).double()
+    given = dict(spread(outputs))
+    for name, want in spread(expected):
+        got = given[name].reshape(want.shape).double()
         want = want.to(got.device).double()
         if want.numel() == 0:
             continue
@@ -137,12 +138,28 @@ def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[
 
 
 def _copies(inputs: dict[str, Any], working_set: int, most: int) -> list[dict[str, Any]]:
-    size = sum(v.numel() * v.element_size() for v in inputs.values() if isinstance(v, torch.Tensor))
+    distinct = {id(v): v for _, v in spread(inputs) if isinstance(v, torch.Tensor)}
+    size = sum(v.numel() * v.element_size() for v in distinct.values())
     count = min(most, max(2, math.ceil(working_set / max(size, 1))))
     free = torch.cuda.mem_get_info()[0]
     count = max(1, min(count, int(free * 0.8 // max(size, 1))))
-    clone = lambda v: v.clone() if isinstance(v, torch.Tensor) else v  # noqa: E731
-    return [inputs] + [{k: clone(v) for k, v in inputs.items()} for _ in range(count - 1)]
+    return [inputs] + [fresh(inputs) for _ in range(count - 1)]
+
+
+def fresh(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Copies of the tensors; what was one tensor under two names, as an output in place, is one again."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple(map(copy, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.clone()
+        return copies[id(value)]
+
+    return {name: copy(value) for name, value in inputs.items()}
 
 
 def time_function(

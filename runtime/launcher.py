@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 PLANS_KEPT = 512  # grids of a Function that are remembered
 _CTYPES: dict[str, Any] = {
-    "ptr": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float,
+    "ptr": ctypes.c_void_p, "ptrs": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
+    "f32": ctypes.c_float,
 }  # fmt: skip
 
 
@@ -129,6 +130,7 @@ class Function:
         self._plans: dict[Any, tuple[tuple[Launch, ...], int]] = {}
         self._workspace: torch.Tensor | None = None
         self._retired: list[torch.Tensor] = []  # still named by graphs captured earlier
+        self._addresses = Addresses(self._device)
 
     def plan(self, problem: Any) -> tuple[tuple[Launch, ...], int]:
         """(launches, workspace bytes) for a runtime problem; refused with the numbers if it cannot run."""
@@ -190,7 +192,9 @@ class Function:
                     raise LaunchError(f"{self.kernel.name}: argument {arg.name!r} is missing") from None
                 value = None
             if arg.kind == "ptr":
-                value = _pointer(self.kernel.name, arg, value)
+                value = _pointer(self.kernel.name, arg, arg.name, value)
+            elif arg.kind == "ptrs":
+                value = self._addresses.array(self.kernel.name, arg, value)
             values.append(value)
             types.append(_CTYPES[arg.kind])
         config = driver.CUlaunchConfig()
@@ -227,8 +231,32 @@ def _attributes(launch: Launch, in_forward: bool, alone: bool) -> list[Any]:
     return found
 
 
-def _pointer(kernel: str, arg: Arg, value: Any) -> int:
-    name = arg.name
+class Addresses:
+    """Arrays of addresses on `device`, each made when its tensors are first launched with, and kept: graphs name it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arrays: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def array(self, kernel: str, arg: Arg, tensors: Any) -> int:
+        """The address of an array of int64: of each tensor its address, of None 0.
+
+        Raises LaunchError where it would have to be made while a CUDA graph is being captured.
+        """
+        if not isinstance(tensors, tuple | list):
+            raise LaunchError(f"{kernel}: {arg.name} must be a tuple of CUDA tensors, not {tensors!r}")
+        addresses = tuple(_pointer(kernel, arg, f"{arg.name}[{i}]", t) for i, t in enumerate(tensors))
+        if (found := self._arrays.get(addresses)) is None:
+            if torch.cuda.is_current_stream_capturing():  # what fills it would become part of the graph
+                raise LaunchError(
+                    f"{kernel}: the addresses of {arg.name} are not on the GPU, and a CUDA graph is being captured",
+                    hint="run it once with these tensors before the capture",
+                )
+            found = self._arrays[addresses] = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        return found.data_ptr()
+
+
+def _pointer(kernel: str, arg: Arg, name: str, value: Any) -> int:
     if value is None:
         return 0
     if isinstance(value, int):

@@ -16,7 +16,8 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[R]):
-    """One computation asked for. kernel: the folder's name. arguments: what its entries take, by name.
+    """One computation asked for. kernel: the folder's name. arguments: what its entries take, by name; tuples of
+    tensors where they take several.
 
     problem: None where there is nothing to compute (no tokens). result: what the caller gets, tensors among the
     arguments that are right once the call was executed.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -28,6 +28,7 @@ from kerngen.errors import ConfigRefused, LaunchError, ProblemError, TemplateErr
 from kerngen.source import place_of, reason_of, shown
 
 ROOT = Path(__file__).resolve().parent
+POINTERS = ("ptr", "ptrs")  # kinds of Arg
 
 
 class Problem(Protocol):
@@ -47,14 +48,15 @@ class Problem(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One kernel argument: `ptr` for a tensor or null, or a scalar passed by value.
+    """One kernel argument: `ptr` for a tensor or null, `ptrs` for a tuple of them, or a scalar passed by value.
 
-    align: what a pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors. contiguous: False
-    where another argument says how far apart the tensor's rows are.
+    A kernel gets `ptrs` as the address of an array of addresses. align: what a pointer's address is a multiple of, in
+    bytes: 16 where the kernel reads vectors. contiguous: False where another argument says how far apart the tensor's
+    rows are.
     """
 
     name: str
-    kind: str  # ptr | i32 | i64 | f32
+    kind: str  # ptr | ptrs | i32 | i64 | f32
     align: int = 16
     contiguous: bool = True
 
@@ -357,6 +359,15 @@ def load_part(kernel: str, part: str, folder: Path) -> ModuleType:
             raise TemplateError(f"kernel {kernel} has no {shown(path)}") from e
         place = f"{shown(path)}:{line}" if line else shown(path)
         raise TemplateError(f"kernel {kernel}: {place}: {reason_of(e)}") from e
+
+
+def spread(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and value of each argument or output; of a tuple or list each element, as name[0], name[1]."""
+    for name, value in arguments.items():
+        if isinstance(value, tuple | list):
+            yield from ((f"{name}[{i}]", element) for i, element in enumerate(value))
+        else:
+            yield name, value
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -119,28 +119,22 @@ def _prepared(kernel_name: str, problem: Any) -> tuple[Any, dict[str, Any], dict
     """The problem's case, its inputs as made, and the reference's outputs."""
     import torch
 
+    from kerngen.measure import fresh
     from kerngen.templates import find_kernel
 
     kernel = find_kernel(kernel_name)
     case = kernel.cases.case_for(problem)
     torch.manual_seed(case.seed)
     inputs = kernel.cases.inputs(case, torch.device("cuda"))
-    expected = kernel.reference.expected(case.problem, _fresh(inputs))
+    expected = kernel.reference.expected(case.problem, fresh(inputs))  # a kernel may write what it reads
     return case, inputs, expected
-
-
-def _fresh(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Copies: a kernel may write what it reads, and its outputs must start poisoned each time."""
-    import torch
-
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
 def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[Any, Observed]:
     """The loaded function and what the check said; a function only if it may be timed."""
     import torch
 
-    from kerngen.measure import compare, target_here
+    from kerngen.measure import compare, fresh, target_here
     from kerngen.runtime.launcher import Function
     from kerngen.templates import find_kernel
 
@@ -148,7 +142,7 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
     try:
         case, inputs, expected = _prepared(kernel_name, problem)
         function = Function(kernel, config, target_here(), image, index=torch.cuda.current_device())
-        outputs = _fresh(inputs)
+        outputs = fresh(inputs)  # poisoned anew
         function(case.problem, **outputs)
         torch.cuda.synchronize()
     except KerngenError as e:
@@ -179,10 +173,10 @@ def _die_if_broken(error: RuntimeError) -> None:
 
 
 def _time(function: Any, problem: Any, samples: int) -> Any:
-    from kerngen.measure import time_function
+    from kerngen.measure import fresh, time_function
 
     case, inputs, _ = _prepared(function.kernel.name, problem)
-    return time_function(function, case, inputs=_fresh(inputs), samples=samples)
+    return time_function(function, case, inputs=fresh(inputs), samples=samples)
 
 
 def _measure(kernel_name: str, problem: Any, config: Any, image: bytes) -> Observed:

@@ -9,6 +9,7 @@ import torch
 from kerngen.arch import Target
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
+from kerngen.templates.kernel import spread
 
 R = TypeVar("R")
 
@@ -30,10 +31,9 @@ class Reference:
         if call.problem is not None:
             kernel = find_kernel(call.kernel)
             kernel.require_arguments(call.arguments)
-            expected = kernel.reference.expected(call.problem, dict(call.arguments))
-            for name, value in expected.items():
-                out = call.arguments[name]
-                out.copy_(value.view(out.shape))
+            given = dict(spread(call.arguments))
+            for name, value in spread(kernel.reference.expected(call.problem, dict(call.arguments))):
+                given[name].copy_(value.view(given[name].shape))
         return call.result
 
     def outside(self, name: str) -> None:

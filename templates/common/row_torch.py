@@ -68,6 +68,24 @@ def gelu_gated(gate: Tensor, up: Tensor, dtype: str) -> Tensor:
     return rounded(rounded(gelu(gate.float(), approximate="tanh"), dtype) * up.float(), dtype)
 
 
+def add_normed(stream: Tensor, x: Tensor, weight: Tensor, eps: float, dtype: str, residual_dtype: str) -> Tensor:
+    """stream + norm(x; weight) in fp32: the norm rounded to `dtype`, the sum to `residual_dtype`."""
+    return rounded(stream.float() + rounded(rms_norm(x, weight, eps), dtype), residual_dtype)
+
+
+def add_per_layer(
+    stream: Tensor, ple: Tensor, gate: Tensor, projection: Tensor, post_weight: Tensor, eps: float, dtype: str,
+    residual_dtype: str,
+) -> Tensor:  # fmt: skip
+    """stream [T, hidden] + norm((gelu_tanh(stream gate^T) * ple) projection^T; post_weight), rounded as add_normed.
+
+    ple [T, width], gate [width, hidden], projection [hidden, width]. Source: Gemma4TextDecoderLayer.forward in
+    transformers 5.22, modeling_gemma4.py: each product, the activation and what it multiplies is a tensor of `dtype`.
+    """
+    gated = gelu_gated(rounded(rounded(stream, dtype) @ gate.float().T, dtype), ple, dtype)
+    return add_normed(stream, rounded(gated @ projection.float().T, dtype), post_weight, eps, dtype, residual_dtype)
+
+
 def poisoned(*shape: int, dtype: str, device: torch.device | str, value: float = float("nan")) -> Tensor:
     """A tensor of NaN, or of `value` where NaN is a right answer: what a kernel does not write stays visible."""
     return torch.full(shape, value, dtype=TORCH_DTYPE[dtype], device=device)

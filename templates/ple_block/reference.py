@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import gelu_gated, rms_norm, rounded, tolerance_of_flips
+from kerngen.templates.common.row_torch import add_normed, add_per_layer, rms_norm, rounded, tolerance_of_flips
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.ple_block.spec import Problem
 
@@ -19,15 +19,11 @@ from kerngen.templates.ple_block.spec import Problem
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """residual_out and out: [num_tokens, hidden] in fp32, holding values of their dtypes."""
     p, eps = problem, inputs["eps"]
-
-    def add_normed(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return rounded(stream.float() + rounded(rms_norm(x, weight, eps), p.dtype), p.residual_dtype)
-
-    stream = add_normed(inputs["residual"], inputs["h"], inputs["ffn_weight"])
-    gate = rounded(rounded(stream, p.dtype) @ inputs["gate"].float().T, p.dtype)
-    gated = gelu_gated(gate, inputs["ple"][:, : p.width], p.dtype)
-    projected = rounded(gated @ inputs["projection"].float().T, p.dtype)
-    stream = add_normed(stream, projected, inputs["post_weight"])
+    stream = add_normed(inputs["residual"], inputs["h"], inputs["ffn_weight"], eps, p.dtype, p.residual_dtype)
+    stream = add_per_layer(
+        stream, inputs["ple"][:, : p.width], inputs["gate"], inputs["projection"], inputs["post_weight"], eps, p.dtype,
+        p.residual_dtype,
+    )  # fmt: skip
     stream = rounded(stream * inputs["layer_scalar"].float(), p.residual_dtype)
     return {"residual_out": stream, "out": rounded(rms_norm(stream, inputs["next_weight"], eps), p.dtype)}
 

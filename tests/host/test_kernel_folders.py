@@ -31,7 +31,8 @@ from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.compile import Cubin, compile_ptx, supported_targets
 from kerngen.render import render
 from kerngen.templates import Case, Kernel, find_kernel, kernel_names
-from kerngen.templates.kernel import Arg, describe, fields_of, static_fields
+from kerngen.templates.contract import ARG_KINDS
+from kerngen.templates.kernel import POINTERS, Arg, describe, fields_of, spread, static_fields
 from kerngen.tuning.plan import space_of, space_size
 
 KERNELS = tuple(find_kernel(name) for name in kernel_names())
@@ -259,9 +260,9 @@ def test_default_is_valid_everywhere(kernel: Kernel) -> None:
 def test_names_are_consistent(kernel: Kernel) -> None:
     names = [c.name for c in kernel.cases.CASES]
     assert len(set(names)) == len(names), f"twice: {[n for n, count in Counter(names).items() if count > 1]}"
-    pointers = {a.name for a in _args(kernel) if a.kind == "ptr"}
+    pointers = {a.name for a in _args(kernel) if a.kind in POINTERS}
     assert set(kernel.outputs) <= pointers
-    assert {a.kind for a in _args(kernel)} <= {"ptr", "i32", "i64", "f32"}
+    assert {a.kind for a in _args(kernel)} <= set(ARG_KINDS)
     problem, config = kernel.cases.CASES[0].problem, kernel.config_type()
     assert set(problem.RUNTIME) <= set(fields_of(problem))
     assert problem.DYNAMIC in ("", *problem.RUNTIME)
@@ -296,19 +297,24 @@ def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> N
             continue
         inputs = kernel.cases.inputs(case, torch.device("cpu"))
         assert set(inputs) == names, case.name
-        for name, value in inputs.items():
-            is_tensor = value is None or isinstance(value, torch.Tensor)
-            assert is_tensor == (kinds[name] == "ptr"), f"{case}: {name} is {type(value)}, declared {kinds[name]}"
+        for name, kind in kinds.items():
+            if name != "workspace":
+                assert isinstance(inputs[name], tuple) == (kind == "ptrs"), f"{case}: {name} is declared {kind}"
+        for name, value in spread(inputs):
+            is_tensor, kind = value is None or isinstance(value, torch.Tensor), kinds[name.split("[")[0]]
+            assert is_tensor == (kind in POINTERS), f"{case}: {name} is {type(value)}, declared {kind}"
             assert not isinstance(value, torch.Tensor) or value.is_contiguous(), f"{case}: {name} is not contiguous"
         expected = kernel.reference.expected(case.problem, inputs)
         assert set(expected) == {n for n in kernel.outputs_of(case.problem) if inputs[n] is not None}, case.name
         written |= set(expected)
-        for name, right in expected.items():
+        tensors = dict(spread(inputs))
+        for name, right in spread(expected):
             assert right.dtype == torch.float32, f"{case}: {name} is {right.dtype}"
-            assert right.shape == inputs[name].shape, f"{case}: {name}"
-            held = inputs[name].float()
+            assert right.shape == tensors[name].shape, f"{case}: {name}"
+            held = tensors[name].float()
             same = (held == right) | (held.isnan() & right.isnan())
-            in_place = any(inputs[n] is inputs[name] for n in names - {name})
+            output = name.split("[")[0]
+            in_place = any(t is tensors[name] for n, t in tensors.items() if n.split("[")[0] != output)
             assert right.numel() == 0 or in_place or not bool(same.all()), f"{case}: {name} is right before the launch"
         tolerance = kernel.reference.tolerance(case.problem)
         assert tolerance.why

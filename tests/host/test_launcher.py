@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from kerngen.errors import LaunchError
 from kerngen.render import render
 from kerngen.runtime import launcher
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import fields_of
+from kerngen.templates.kernel import Arg, fields_of
 
 KERNEL = find_kernel("rmsnorm")
 PROBLEM = KERNEL.problem_type(hidden=5376)
@@ -86,3 +87,34 @@ def test_code_that_the_driver_refuses_is_compiled_anew(resolve: Any, caplog: pyt
         found = resolve(_winner(cubin=newer))
     assert found.image == real.cubin.image
     assert "compiling it here instead" in caplog.text
+
+
+def _array(addresses: launcher.Addresses, *tensors: int | None) -> int:
+    return addresses.array("many", Arg("layers", "ptrs", align=8), tensors)
+
+
+def _words(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))
+
+
+def test_an_array_of_addresses_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    addresses = launcher.Addresses(torch.device("cpu"))
+    first = _array(addresses, 64, None, 128)
+    assert _words(first, 3) == [64, 0, 128]
+    second = _array(addresses, 64, 8, 128)
+    assert first != second
+    assert _words(first, 3) == [64, 0, 128], "a captured graph may name it"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert _array(addresses, 64, None, 128) == first
+    with pytest.raises(LaunchError, match=r"many: the addresses of layers .* being captured") as caught:
+        _array(addresses, 64, None, 256)
+    assert "run it once" in str(caught.value.hint)
+
+
+def test_each_of_several_tensors_is_checked() -> None:
+    addresses = launcher.Addresses(torch.device("cpu"))
+    with pytest.raises(LaunchError, match="layers must be a tuple of CUDA tensors, not 64"):
+        addresses.array("many", Arg("layers", "ptrs"), 64)
+    with pytest.raises(LaunchError, match=r"layers\[1\] must be a CUDA tensor"):
+        addresses.array("many", Arg("layers", "ptrs"), (64, torch.zeros(2)))

@@ -168,7 +168,7 @@ WRONG = {
     "bodies": (("jinja\", ARGS, SPACE),)", "jinja\", ARGS, SPACE))"), r"spec.py:30: BODIES is not a tuple"),
     "template": (('Body("kernel.cu', 'Body("kernl.cu'), r"spec.py:30: template kernl.cu.jinja: no such file"),
     "argument": (('"x", "ptr"', '"x", "pointer"'), r"spec.py:30: .*'pointer'.* is no Arg of kind ptr, "),
-    "output": (('OUTPUTS = ("out"', 'OUTPUTS = ("y"'), r"spec.py:30: .*OUTPUTS has y, which is no ptr"),
+    "output": (('OUTPUTS = ("out"', 'OUTPUTS = ("y"'), r"spec.py:30: .*OUTPUTS has y, which is no ptr or ptrs of"),
     "runtime": (("= (\"num_tokens\",)", "= (\"tokens\",)"), r"spec.py:13: Problem.RUNTIME is \('tokens',\), not"),
     "dynamic": (('str] = "num_tokens"', 'str] = "width"'), r"spec.py:13: Problem.DYNAMIC is 'width': one of RUNTIME"),
     "thawed": (("frozen=True, ", ""), r"spec.py:13: Problem is not frozen"),

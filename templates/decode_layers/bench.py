@@ -1,0 +1,37 @@
+"""What decode_layers is timed on: the dense models' layers, a few of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kerngen.templates.decode_layers.cases import case_for
+from kerngen.templates.decode_layers.spec import Problem
+from kerngen.templates.kernel import Case
+
+# hidden, q heads, KV heads of sliding and of full layers, inner
+_E2B: dict[str, Any] = {
+    "hidden": 1536, "num_q_heads": 8, "num_kv_heads": 1, "num_full_kv_heads": 1, "k_eq_v": False, "inner": 6144,
+    "shared_inner": 12288, "ple_width": 256, "window": 512,
+}  # fmt: skip
+_E4B: dict[str, Any] = {
+    "hidden": 2560, "num_q_heads": 8, "num_kv_heads": 2, "num_full_kv_heads": 2, "k_eq_v": False, "inner": 10240,
+    "ple_width": 256, "window": 512,
+}  # fmt: skip
+_12B: dict[str, Any] = {
+    "hidden": 3840, "num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 1, "inner": 15360,
+}  # fmt: skip
+_31B: dict[str, Any] = {}  # the defaults
+
+BENCH_CASES: tuple[Case, ...] = (
+    case_for(Problem("sfSF", **_E2B)),
+    case_for(Problem("sfSF", **_E4B)),
+    case_for(Problem("ssf", **_12B)),
+    case_for(Problem("ssf", **_31B)),
+    case_for(Problem("ssf", **_31B, kv_len=8192)),
+)
+
+
+def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """None in torch: what it replaces are launches of attn_decode, w4a16_gemm and others, which have benches."""
+    return {}

@@ -1,0 +1,230 @@
+"""Shapes that tests, bench and tuner share: every kind of layer, and where keys begin and end.
+
+What a kernel must not read holds NaN, or faults if it is followed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.templates.call import Op
+from kerngen.templates.common.heads_torch import inverse_frequencies
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.w4_pack import drawn, pack
+from kerngen.templates.decode_layers.op import decode_layers
+from kerngen.templates.decode_layers.spec import LAYER_TENSORS, Problem
+from kerngen.templates.kernel import Case
+
+NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
+SCORE_STD = 3.0  # single keys carry weight, so that one key too many or too few shows
+
+
+def case_for(problem: Problem, **options: Any) -> Case:
+    """options: `zeros`, rows of products that are exactly zero; `first_position`, what is added to the position;
+    `no_slot`, the token is not written.
+    """
+    p = problem
+    heads = f"q{p.num_q_heads}-{p.num_kv_heads}x{p.head_dim}-{p.num_full_kv_heads}x{p.full_head_dim}"
+    inner = f"i{p.inner}" + (f"-{p.shared_inner}" if p.shared_inner else "")
+    names = [p.layers, f"h{p.hidden}", heads + ("_k=v" if p.k_eq_v else ""), inner]
+    names += [f"ple{p.ple_width}"] * bool(p.ple_width)
+    names += [f"w{p.window}", f"p{p.page_size}", f"g{p.group_size}", f"{p.residual_dtype}-{p.dtype}", *options]
+    return Case("_".join([*names, f"kv{p.kv_len}"]), p, p.hidden + p.inner + p.kv_len, options)
+
+
+def _shape(**fields: Any) -> dict[str, Any]:
+    """A small model of one sliding and one full layer."""
+    small = {
+        "layers": "sf", "hidden": 64, "num_q_heads": 2, "num_kv_heads": 1, "num_full_kv_heads": 1, "k_eq_v": False,
+        "inner": 96, "window": 64, "page_size": 16, "kv_len": 40,
+    }  # fmt: skip
+    return small | fields
+
+
+def _around() -> tuple[Case, ...]:
+    """Lengths around tiles of keys, pages and windows, by turns in both dtypes."""
+    turns = (("bf16", "bf16"), ("fp16", "fp32"))
+    lens = {
+        (64, 16): (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 66, 79, 80, 81, 200),
+        (48, 32): (31, 32, 33, 47, 48, 49, 50, 64, 65, 97),
+        (1, 16): (1, 2, 16, 17, 33),
+        (512, 64): (511, 512, 513, 576, 577),
+    }
+    cases = []
+    for (window, page_size), some in lens.items():
+        for turn, kv_len in enumerate(some):
+            dtype, residual = turns[turn % 2]
+            shape = _shape(window=window, page_size=page_size, kv_len=kv_len, dtype=dtype, residual_dtype=residual)
+            cases.append(case_for(Problem(**shape)))
+    return tuple(cases)
+
+
+def _kinds() -> tuple[Case, ...]:
+    """Every letter, with per-layer inputs and without, all group sizes, and heads of all proportions."""
+    half: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
+    shapes: tuple[dict[str, Any], ...] = (
+        {"layers": "s", "full_head_dim": 256},  # of a kind that is not there an op knows nothing
+        {"layers": "f", "head_dim": 512, "k_eq_v": True, **half},
+        {"layers": "ssS", "full_head_dim": 256, "ple_width": 8},
+        {"layers": "fF", "head_dim": 512, "ple_width": 256, **half},
+        {"layers": "sfSF", "shared_inner": 192, "ple_width": 64, "kv_len": 70},
+        {"layers": "sfSF", "shared_inner": 192, "ple_width": 64, "kv_len": 70, **half},
+        {"layers": "sfsfSSF", "hidden": 256, "num_q_heads": 4, "inner": 512, "shared_inner": 256, "ple_width": 32},
+        {"layers": "sfSsfF", "hidden": 128, "num_q_heads": 4, "ple_width": 24, "kv_len": 130},  # owners after others
+        {"layers": "sssssf", "hidden": 320, "num_q_heads": 8, "num_kv_heads": 4, "k_eq_v": True, "kv_len": 300},
+        {"layers": "ff", "head_dim": 512, "hidden": 128, "group_size": 64, "inner": 128, **half},
+        {"layers": "sf", "hidden": 640, "group_size": 128, "inner": 384, "num_q_heads": 4, "num_kv_heads": 2},
+        {"layers": "sf", "hidden": 256, "group_size": 64, "inner": 192, "ple_width": 128, "kv_len": 257, **half},
+        {"layers": "sf", "head_dim": 512, "full_head_dim": 256, "num_rotated_pairs": 256, "num_full_rotated_pairs": 32},
+        {"layers": "sf", "num_rotated_pairs": 20, "num_full_rotated_pairs": 0, **half},  # pairs that no vector divides
+        # q heads of a KV head: 1, 2, 4, 8 and 16
+        {"num_q_heads": 1, "kv_len": 100},
+        {"num_q_heads": 4, "num_kv_heads": 4, "num_full_kv_heads": 2, "kv_len": 100, **half},
+        {"num_q_heads": 8, "num_kv_heads": 2, "num_full_kv_heads": 1, "kv_len": 100},
+        {"num_q_heads": 16, "num_kv_heads": 1, "num_full_kv_heads": 2, "k_eq_v": True, "kv_len": 100},
+        {"num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 1, "k_eq_v": True, "kv_len": 100, **half},
+        {"num_q_heads": 16, "num_kv_heads": 16, "num_full_kv_heads": 16, "kv_len": 33},
+        {"num_q_heads": 32, "num_kv_heads": 16, "num_full_kv_heads": 4, "k_eq_v": True, "kv_len": 90},
+    )
+    return tuple(case_for(Problem(**_shape(**shape))) for shape in shapes)
+
+
+CASES = (
+    *_kinds(),
+    *_around(),
+    # many tiles of keys: every block of a board has some
+    case_for(Problem(**_shape(layers="sf", hidden=512, window=1024, kv_len=4099, k_eq_v=True, page_size=64))),
+    case_for(
+        Problem(**_shape(layers="sfSF", window=1000, kv_len=1500, ple_width=16, dtype="fp16", residual_dtype="fp16"))
+    ),
+    case_for(Problem(**_shape(layers="ss", full_head_dim=256, window=20, kv_len=5000))),
+    # sums and products that are exactly zero, which posted words cannot be
+    case_for(Problem(**_shape(layers="sfSF", hidden=320, ple_width=64, inner=288, kv_len=50)), zeros=True),
+    case_for(
+        Problem(**_shape(layers="sf", hidden=192, kv_len=50, k_eq_v=True, dtype="fp16", residual_dtype="fp32")),
+        zeros=True,
+    ),
+    case_for(Problem(**_shape(kv_len=70)), first_position=262014),
+    case_for(Problem(**_shape(layers="sfSF", kv_len=70)), no_slot=True),
+)
+
+
+def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Every argument but the workspace. Rows are normal, weights so that products have a deviation of about 1, norms of
+    q so that scores have one of SCORE_STD. `out` is NaN, and so are the rows of the caches that the token's K and V go
+    to, and those that it does not see. Pages are scattered, otherwise for sliding layers than for full ones; a table
+    has those alone in which keys are seen.
+    """
+    p: Problem = case.problem
+    draw = Draw(case.seed, device)
+    zeros = case.options.get("zeros", False)
+    tables = {kind: _pages(p, 0 if kind == "f" else p.window, draw) for kind in "sf"}
+    slots = {kind: _slot(p, table) for kind, (table, _) in tables.items()}
+    layers: list[Tensor | None] = []
+    caches: list[tuple[Tensor, Tensor]] = []
+    last: dict[str, tuple[Tensor, Tensor]] = {}
+    for letter in p.layers:
+        tensors = _layer(p, letter, draw, zeros)
+        layers += [tensors[name] for name in LAYER_TENSORS]
+        if letter.islower():
+            table, num_pages = tables[letter]
+            last[letter] = tuple(
+                _cache(p, letter, table, num_pages, slots[letter], draw, case.options.get("no_slot", False))
+                for _ in "kv"
+            )  # type: ignore[assignment]
+        caches.append(last[letter.lower()])
+    ple = None
+    if p.ple_width:
+        ple = draw.normal(1, len(p.layers), p.ple_width, dtype=p.dtype)
+        if zeros:
+            ple[:, ::2] = 0.0
+    written = [slots[kind] if not case.options.get("no_slot") else -1 for kind in "sf"]
+    return {
+        "out": poisoned(1, p.hidden, dtype=p.dtype, device=device),
+        "k_caches": tuple(k for k, _ in caches),
+        "v_caches": tuple(v for _, v in caches),
+        "residual": draw.normal(1, p.hidden, dtype=p.residual_dtype),
+        "ple": ple,
+        "layers": tuple(layers),
+        "final_norm": _norm(p, draw, p.hidden),
+        "positions": torch.tensor([p.kv_len - 1 + case.options.get("first_position", 0)], device=device),
+        "kv_lens": torch.tensor([p.kv_len], dtype=torch.int32, device=device),
+        "slots": torch.tensor(written[:1], device=device),
+        "full_slots": torch.tensor(written[1:], device=device),
+        "block_table": tables["s"][0],
+        "full_block_table": tables["f"][0],
+        "inv_freq": inverse_frequencies(p.head_dim, p.num_rotated_pairs, device),
+        "full_inv_freq": inverse_frequencies(p.full_head_dim, p.num_full_rotated_pairs, device),
+        "eps": 1e-6,
+    }
+
+
+def _norm(p: Problem, draw: Draw, size: int, mean: float = 1.0) -> Tensor:
+    return draw.normal(size, dtype=p.dtype, mean=mean, std=0.25 * mean)
+
+
+def _layer(p: Problem, letter: str, draw: Draw, zeros: bool) -> dict[str, Tensor | None]:
+    """What layer `letter` brings along. zeros: every third strip of a product is zero."""
+    _, dim = p.heads_of(letter)
+    made: dict[str, Tensor | None] = {}
+    for name, (n, k) in zip(("qkv", "out", "gate_up", "down"), p.matrices(letter), strict=True):
+        packed, scales = pack(*drawn(draw, n, k, p.group_size, p.dtype))
+        if zeros:
+            scales[::3] = 0.0
+        made |= {f"{name}_packed": packed, f"{name}_scales": scales}
+    for name in ("input_norm", "post_attention_norm", "pre_ffn_norm", "post_ffn_norm"):
+        made[name] = _norm(p, draw, p.hidden)
+    made["q_norm"] = _norm(p, draw, dim, SCORE_STD * dim**-0.5)
+    made["k_norm"] = _norm(p, draw, dim) if letter.islower() else None
+    made |= dict.fromkeys(("ple_gate", "ple_projection", "post_ple_norm"))
+    if p.ple_width:
+        made["ple_gate"] = draw.normal(p.ple_width, p.hidden, dtype=p.dtype, std=p.hidden**-0.5)
+        made["ple_projection"] = draw.normal(p.hidden, p.ple_width, dtype=p.dtype, std=p.ple_width**-0.5)
+        made["post_ple_norm"] = _norm(p, draw, p.hidden)
+    made["layer_scalar"] = draw.normal(1, dtype=p.dtype, mean=0.7, std=0.1)
+    return made
+
+
+def _pages(p: Problem, window: int, draw: Draw) -> tuple[Tensor, int]:
+    """A block table [1, max_pages], scattered, with no pages before the window, and how many pages there are."""
+    seen = range((max(0, p.kv_len - window) if window else 0) // p.page_size, -(-p.kv_len // p.page_size))
+    num_pages = len(seen) + 2
+    table = torch.full((1, seen.stop + 1), NO_PAGE, dtype=torch.int32, device=draw.device)
+    table[0, seen.start : seen.stop] = draw.permutation(num_pages)[: len(seen)].int()
+    return table, num_pages
+
+
+def _slot(p: Problem, table: Tensor) -> int:
+    """The row of the caches that the token's K and V go to."""
+    at = p.kv_len - 1
+    return int(table[0, at // p.page_size]) * p.page_size + at % p.page_size
+
+
+def _cache(p: Problem, letter: str, table: Tensor, num_pages: int, slot: int, draw: Draw, keeps_slot: bool) -> Tensor:
+    """[num_pages, heads, page_size, head_dim]: numbers in rows that are seen, NaN in others and in that of `slot`."""
+    heads, dim = p.heads_of(letter)
+    cache = poisoned(num_pages, heads, p.page_size, dim, dtype=p.dtype, device=draw.device)
+    first = max(0, p.kv_len - p.window) if letter == "s" else 0
+    at = torch.arange(first, p.kv_len - (not keeps_slot), device=draw.device)
+    cache[table[0, at // p.page_size].long(), :, at % p.page_size] = draw.normal(len(at), heads, dim, dtype=p.dtype)
+    return cache
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    p: Problem = case.problem
+    names = (
+        "residual", "ple", "positions", "kv_lens", "slots", "full_slots", "block_table", "full_block_table", "inv_freq",
+        "full_inv_freq", "final_norm", "eps",
+    )  # fmt: skip
+    given = {name: inputs[name] for name in names}
+    for i, name in enumerate(LAYER_TENSORS):
+        plural = name if name.endswith(("packed", "scales")) else f"{name}s"
+        given[plural] = [t for t in inputs["layers"][i :: len(LAYER_TENSORS)] if t is not None]
+    for name in ("k_caches", "v_caches"):
+        given[name] = [c for letter, c in zip(p.layers, inputs[name], strict=True) if letter.islower()]
+    given |= {n: getattr(p, n) for n in ("layers", "num_q_heads", "window", "num_rotated_pairs")}
+    return decode_layers, given | {"num_full_rotated_pairs": p.num_full_rotated_pairs, "max_kv_len": p.kv_len}

@@ -1,0 +1,177 @@
+"""Tensors to calls of decode_layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor
+
+from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_spec import keys_that_matter, require
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
+from kerngen.templates.common.w4_tiling import STRIP
+from kerngen.templates.decode_layers.spec import LAYER_TENSORS, Problem
+
+_W4 = ("qkv", "out", "gate_up", "down")  # in the order of Problem.matrices
+
+
+@op(
+    mutates=("k_caches", "v_caches"),
+    takes={
+        "residual": "R[1, H]",
+        "ple": "D[1, L, P]",
+        "positions": "int64[1]",
+        "kv_lens": "int32[1]",
+        "slots": "int64[1]",
+        "full_slots": "int64[1]",
+        "block_table": "int32[1, M]",
+        "full_block_table": "int32[1, FM]",
+        "inv_freq": "fp32[HALF]",
+        "full_inv_freq": "fp32[FHALF]",
+        "input_norms": "each D[H]",
+        **{f"{name}_packed": "each int32[_, _, 32, 4]" for name in _W4},
+        **{f"{name}_scales": "each D[_, _, 32]" for name in _W4},
+        "q_norms": "each D[_]",
+        "k_norms": "each D[_]",
+        "k_caches": "each D[_, _, _, _]",
+        "v_caches": "each D[_, _, _, _]",
+        "post_attention_norms": "each D[H]",
+        "pre_ffn_norms": "each D[H]",
+        "post_ffn_norms": "each D[H]",
+        "ple_gates": "each D[P, H]",
+        "ple_projections": "each D[H, P]",
+        "post_ple_norms": "each D[H]",
+        "layer_scalars": "each D[1]",
+        "final_norm": "D[H]",
+    },
+)
+def decode_layers(
+    residual: Tensor,
+    ple: Tensor | None,
+    positions: Tensor,
+    kv_lens: Tensor,
+    slots: Tensor,
+    full_slots: Tensor,
+    block_table: Tensor,
+    full_block_table: Tensor,
+    inv_freq: Tensor,
+    full_inv_freq: Tensor,
+    input_norms: list[Tensor],
+    qkv_packed: list[Tensor],
+    qkv_scales: list[Tensor],
+    q_norms: list[Tensor],
+    k_norms: list[Tensor],
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    out_packed: list[Tensor],
+    out_scales: list[Tensor],
+    post_attention_norms: list[Tensor],
+    pre_ffn_norms: list[Tensor],
+    gate_up_packed: list[Tensor],
+    gate_up_scales: list[Tensor],
+    down_packed: list[Tensor],
+    down_scales: list[Tensor],
+    post_ffn_norms: list[Tensor],
+    ple_gates: list[Tensor],
+    ple_projections: list[Tensor],
+    post_ple_norms: list[Tensor],
+    layer_scalars: list[Tensor],
+    final_norm: Tensor,
+    layers: str,
+    num_q_heads: int,
+    window: int,
+    num_rotated_pairs: int,
+    num_full_rotated_pairs: int,
+    eps: float,
+    max_kv_len: int = 0,
+) -> Call[Tensor]:
+    """All layers of a dense int4 model for one token. sm90 and newer; the formulas: decode_layers' Problem.
+
+    layers: a letter each, s for sliding and f for full attention; S and F own no K and V and attend to those of the
+    last s or f before them. Lists have a tensor a layer in this order, but k_norms, k_caches and v_caches one for each
+    layer that owns K and V, and those of the per-layer inputs none where ple is None.
+
+    residual [1, H] in the weights' dtype or fp32, not written; ple [1, L, P] or None; positions [1] int64, kv_lens [1]
+    int32 with the token. Of sliding layers, and of full ones: slots [1] int64, the row of the caches that the token's
+    K and V go to, block_table [1, max_pages] int32, inv_freq [d / 2] fp32 with its first num_rotated_pairs to turn.
+    Matrices as w4a16_gemm's, packed [N / 32, K / 32, 32, 4] int32 and scales [N / 32, K / group_size, 32]: qkv as
+    qkv_norm_rope's, q alone in S and F; out; gate_up as w4a16_gated's; down. Norms [H], those of heads [d]; caches
+    [num_pages, nkv, page_size, d]; ple_gates [P, H], ple_projections [H, P]; layer_scalars [1]. window: of sliding
+    layers. max_kv_len: no kv_len is longer; 0 for what the block table holds. Returns norm(h; final_norm) [1, H].
+    """
+    require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
+    given: dict[str, list[Tensor]] = {
+        "input_norm": input_norms, "qkv_packed": qkv_packed, "qkv_scales": qkv_scales, "q_norm": q_norms,
+        "out_packed": out_packed, "out_scales": out_scales, "post_attention_norm": post_attention_norms,
+        "pre_ffn_norm": pre_ffn_norms, "gate_up_packed": gate_up_packed, "gate_up_scales": gate_up_scales,
+        "down_packed": down_packed, "down_scales": down_scales, "post_ffn_norm": post_ffn_norms,
+        "layer_scalar": layer_scalars,
+    }  # fmt: skip
+    of_ple = {"ple_gate": ple_gates, "ple_projection": ple_projections, "post_ple_norm": post_ple_norms}
+    of_owners = {"k_norm": k_norms, "k_cache": k_caches, "v_cache": v_caches}
+    owners, count = [letter for letter in layers if letter.islower()], len(layers)
+    require(len(owners) > 0, f"layers={layers!r} has no layer that owns K and V")
+    for wanted, lists in ((count, given), (len(owners), of_owners), (0 if ple is None else count, of_ple)):
+        for name, tensors in lists.items():
+            require(len(tensors) == wanted, f"{len(tensors)} tensors of {name}; {wanted} go with layers={layers!r}")
+    require(ple is None or ple.shape[1] == count, f"ple has {ple is not None and ple.shape[1]} layers, not {count}")
+
+    first = dict(zip(reversed(owners), reversed(k_caches), strict=True))  # of each kind
+    sliding, full = (first.get(letter, k_caches[0]) for letter in "sf")
+    full_rows = qkv_packed[layers.index("f")].shape[0] * STRIP if "f" in first else 0
+    inner = {letter.isupper(): w.shape[1] * STRIP for letter, w in zip(layers, down_packed, strict=True)}
+    max_keys = max_kv_len or (full_block_table if "f" in first else block_table).shape[1] * sliding.shape[2]
+    problem = Problem(
+        layers, residual.shape[1], num_q_heads, sliding.shape[1], sliding.shape[3], full.shape[1], full.shape[3],
+        full_rows == (num_q_heads + full.shape[1]) * full.shape[3], inner[False],
+        0 if inner.get(True, inner[False]) == inner[False] else inner[True], 0 if ple is None else ple.shape[2],
+        window, sliding.shape[2], num_rotated_pairs, num_full_rotated_pairs,
+        out_packed[0].shape[1] * STRIP // out_scales[0].shape[1], DTYPE_NAME[final_norm.dtype],
+        DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, 0 if "f" in first else window),
+    )  # fmt: skip
+    for name, frequencies, dim in (
+        ("inv_freq", inv_freq, problem.head_dim), ("full_inv_freq", full_inv_freq, problem.full_head_dim),
+    ):  # fmt: skip
+        require(2 * len(frequencies) == dim, f"{name} has {len(frequencies)} entries for heads of {dim}")
+    own = [letter.islower() for letter in layers]
+    last = {name: list(_of_last_owner(layers, tensors)) for name, tensors in of_owners.items()}
+    by_layer: list[dict[str, Tensor | None]] = []
+    for index, letter in enumerate(layers):
+        tensors: dict[str, Tensor | None] = {name: those[index] for name, those in given.items()}
+        tensors |= {name: those[index] if those else None for name, those in of_ple.items()}
+        tensors["k_norm"] = last["k_norm"][index] if own[index] else None
+        caches = {name: last[name][index] for name in ("k_cache", "v_cache")}
+        _require_shapes(problem, f"layer {index} ({letter})", letter, tensors | caches)
+        by_layer.append(tensors)
+    out = empty(final_norm, 1, problem.hidden)
+    arguments = {
+        "out": out, "k_caches": tuple(last["k_cache"]), "v_caches": tuple(last["v_cache"]), "residual": residual,
+        "ple": ple, "layers": tuple(tensors[name] for tensors in by_layer for name in LAYER_TENSORS),
+        "final_norm": final_norm, "positions": positions, "kv_lens": kv_lens, "slots": slots, "full_slots": full_slots,
+        "block_table": block_table, "full_block_table": full_block_table, "inv_freq": inv_freq,
+        "full_inv_freq": full_inv_freq, "eps": eps,
+    }  # fmt: skip
+    return Call("decode_layers", problem, arguments, out)
+
+
+def _of_last_owner(layers: str, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Of each layer the tensor of the layer that owns what it attends to: itself, or the last of its kind before it."""
+    rest, last = iter(tensors), {}
+    for letter in layers:
+        if letter.islower():
+            last[letter] = next(rest)
+        yield last[letter.lower()]
+
+
+def _require_shapes(p: Problem, where: str, letter: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raises ProblemError unless what differs from layer to layer is as the problem has it."""
+    num_kv_heads, dim = p.heads_of(letter)
+    wanted: dict[str, tuple[int, ...]] = {"q_norm": (dim,), "k_norm": (dim,)}
+    for name, (n, k) in zip(_W4, p.matrices(letter), strict=True):
+        wanted[f"{name}_packed"] = n // STRIP, k // STRIP, 32, 4
+        wanted[f"{name}_scales"] = n // STRIP, k // p.group_size, STRIP
+    if (cache := tensors["k_cache"]) is not None:
+        wanted |= dict.fromkeys(("k_cache", "v_cache"), (cache.shape[0], num_kv_heads, p.page_size, dim))
+    for name, shape in wanted.items():
+        if (tensor := tensors[name]) is not None:
+            require(tuple(tensor.shape) == shape, f"{where}: {name} is {list(tensor.shape)}; it takes {list(shape)}")

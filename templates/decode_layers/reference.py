@@ -1,0 +1,106 @@
+"""The layers' steps in torch, each computed in fp32 and rounded where the model rounds.
+
+Source: Gemma4TextModel.forward and Gemma4TextDecoderLayer.forward in transformers 5.22, modeling_gemma4.py. Every
+product, norm, head, activation and sum is a tensor of the model's dtype, and so is attention's output; the stream alone
+may be kept in fp32. Heads and attention: common/heads_torch.py, common/attention_torch.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.heads_torch import new_heads, written
+from kerngen.templates.common.row_torch import (
+    add_normed,
+    add_per_layer,
+    gelu_gated,
+    rms_norm,
+    rounded,
+    tolerance_of_flips,
+)
+from kerngen.templates.common.w4_pack import dequantize, separate, unpack
+from kerngen.templates.decode_layers.spec import LAYER_TENSORS, Problem
+from kerngen.templates.kernel import Tolerance
+
+
+def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
+    """out [1, hidden], k_caches and v_caches, a tuple of a layer each, in fp32, holding values of their dtypes. Layers
+    without K and V of their own give the caches that they attend to.
+    """
+    p, eps = problem, inputs["eps"]
+    stream = inputs["residual"].float()
+    caches: list[tuple[Tensor, Tensor]] = []
+    last: dict[str, tuple[Tensor, Tensor]] = {}  # caches, with the new token, by the kind of layer
+    for index, letter in enumerate(p.layers):
+        w = _tensors(inputs, index)
+
+        def add(stream: Tensor, x: Tensor, norm: str, w: dict[str, Any] = w) -> Tensor:
+            return add_normed(stream, x, w[norm], eps, p.dtype, p.residual_dtype)
+
+        heads = _product(rounded(rms_norm(stream, w["input_norm"], eps), p.dtype), w, "qkv", p.dtype)
+        q, k, v = _heads(p, letter, heads, w, inputs)
+        if letter.islower():
+            slots = _given(inputs, letter, "slots").where(inputs["kv_lens"] > 0, -1)
+            old = inputs["k_caches"][index], inputs["v_caches"][index]
+            last[letter] = written(old[0], slots, k), written(old[1], slots, v)
+        caches.append(last[letter.lower()])
+        stream = add(stream, _product(_attended(p, letter, q, caches[-1], inputs), w, "out", p.dtype),
+                     "post_attention_norm")  # fmt: skip
+        x = rounded(rms_norm(stream, w["pre_ffn_norm"], eps), p.dtype)
+        gate, up = _product(x, w, "gate_up", p.dtype, gated=True).chunk(2, dim=-1)
+        stream = add(stream, _product(gelu_gated(gate, up, p.dtype), w, "down", p.dtype), "post_ffn_norm")
+        if p.ple_width:
+            of_ple = w["ple_gate"], w["ple_projection"], w["post_ple_norm"]
+            stream = add_per_layer(stream, inputs["ple"][:, index], *of_ple, eps, p.dtype, p.residual_dtype)
+        stream = rounded(stream * w["layer_scalar"].float(), p.residual_dtype)
+    k_caches, v_caches = zip(*caches, strict=True)
+    out = rounded(rms_norm(stream, inputs["final_norm"], eps), p.dtype)
+    return {"out": out, "k_caches": k_caches, "v_caches": v_caches}
+
+
+def _tensors(inputs: dict[str, Any], index: int) -> dict[str, Any]:
+    """Those of LAYER_TENSORS of layer `index`, by name."""
+    begin = index * len(LAYER_TENSORS)
+    return dict(zip(LAYER_TENSORS, inputs["layers"][begin : begin + len(LAYER_TENSORS)], strict=True))
+
+
+def _given(inputs: dict[str, Any], letter: str, name: str) -> Tensor:
+    """Of two arguments the one for a layer of this kind: NAME, or full_NAME."""
+    tensor: Tensor = inputs[name if letter in "sS" else f"full_{name}"]
+    return tensor
+
+
+def _product(x: Tensor, w: dict[str, Any], name: str, dtype: str, gated: bool = False) -> Tensor:
+    packed, scales = unpack(w[f"{name}_packed"], w[f"{name}_scales"])
+    dense = dequantize(separate(packed), separate(scales)) if gated else dequantize(packed, scales)
+    return rounded(x @ dense.T, dtype)
+
+
+def _heads(
+    p: Problem, letter: str, raw: Tensor, w: dict[str, Any], inputs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [1, heads, head_dim] of the projections `raw`; no k and v for a layer that owns none."""
+    is_full = letter in "fF"
+    given = {
+        "q_weight": w["q_norm"], "k_weight": w["k_norm"], "inv_freq": _given(inputs, letter, "inv_freq"),
+        "positions": inputs["positions"], "eps": inputs["eps"],
+    }  # fmt: skip
+    return new_heads(
+        raw, p.num_q_heads, p.heads_of(letter)[0] if letter.islower() else 0, is_full and p.k_eq_v and letter == "f",
+        p.num_full_rotated_pairs if is_full else p.num_rotated_pairs, p.dtype, given,
+    )  # fmt: skip
+
+
+def _attended(p: Problem, letter: str, q: Tensor, caches: tuple[Tensor, Tensor], inputs: dict[str, Any]) -> Tensor:
+    """[1, num_q_heads * head_dim]: what the token sees, rounded."""
+    (kv_len,), window = inputs["kv_lens"].tolist(), 0 if letter in "fF" else p.window
+    pages = _given(inputs, letter, "block_table")[0]
+    k, v = (gather_pages(cache, pages, first_key(kv_len, 1, window), kv_len) for cache in caches)
+    return rounded(attend(q, k, v, kv_len, window=window).flatten(1), p.dtype)
+
+
+def tolerance(problem: Problem) -> Tolerance:
+    return tolerance_of_flips(problem.dtype, 4.0, 4)

@@ -1,0 +1,42 @@
+"""What `kerngen.measure` compares and copies, of kernels that take several tensors under one name. No GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kerngen.measure import compare, fresh
+from kerngen.templates import Case, Tolerance
+from kerngen.templates.kernel import spread
+
+KERNEL: Any = SimpleNamespace(
+    name="many", reference=SimpleNamespace(tolerance=lambda problem: Tolerance(0.0, 0.0, "exact"))
+)
+
+
+def test_the_elements_of_an_output_are_compared_one_by_one() -> None:
+    case, want = Case("case", None), (torch.zeros(2), torch.ones(3))
+    given: dict[str, Any] = {"out": torch.zeros(1), "caches": (torch.zeros(2), torch.ones(3)), "eps": 1e-6}
+    expected = {"out": torch.zeros(1), "caches": want}
+    assert compare(KERNEL, case, given, expected).ok
+    given["caches"][1][2] = 5
+    said = compare(KERNEL, case, given, expected)
+    assert not said.ok
+    assert said.error_abs == 4
+    assert "caches[1][2] is 5, reference 1; 1 of 3" in said.message
+
+
+def test_copies_share_nothing_with_what_they_copy_but_what_was_one_stays_one() -> None:
+    cache, x = torch.zeros(2), torch.zeros(1)
+    given = {"out": x, "x": x, "caches": (cache, None, cache), "eps": 1e-6}
+    made = fresh(given)
+    made["caches"][0][0] = 1
+    made["x"][0] = 1
+    assert made["caches"][2] is made["caches"][0]
+    assert made["out"] is made["x"]
+    assert (made["caches"][1], made["eps"]) == (None, 1e-6)
+    assert not cache.any()
+    assert not x.any()
+    assert [name for name, _ in spread(made)] == ["out", "x", "caches[0]", "caches[1]", "caches[2]", "eps"]

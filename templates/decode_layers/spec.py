@@ -211,6 +211,10 @@ def _most(p: Problem, matrix: int, side: int) -> int:
     return max(p.matrices(kind)[matrix][side] for kind in _kinds(p))
 
 
+def _least_columns(p: Problem, matrix: int) -> int:
+    return min(p.matrices(kind)[matrix][1] for kind in _kinds(p))
+
+
 def _max_tiles(p: Problem) -> int:
     return max(p.hidden, _most(p, 1, 1), _most(p, 3, 1)) // STRIP
 
@@ -302,8 +306,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if (slot := _slot_bytes(p, c)) < least:
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no row of the gate: {least:,} B"
     for name, parts, matrix in (("out_parts", c.out_parts, 1), ("down_parts", c.down_parts, 3)):
-        groups = min(p.matrices(kind)[matrix][1] for kind in _kinds(p)) // p.group_size
-        if parts > groups:
+        if parts > (groups := _least_columns(p, matrix) // p.group_size):
             return f"{name}={parts} is more than the {groups} groups of a row"
         if parts > 1 and (meet := _most_that_meet(p.hidden // STRIP, parts, blocks)) > c.slots:
             return f"{name}={parts}: {meet} blocks meet in a strip; slots={c.slots}"
@@ -328,8 +331,8 @@ def default_config(problem: Problem, target: Target) -> Config:
     p, blocks = problem, target.device.num_sms
     warps = 8 if p.hidden <= 4096 else 12
     most = max(1, MAX_ROW_WORDS // (8 * _row_vecs(p, warps)))
-    out = _parts(p.hidden, _most(p, 1, 1), p.group_size, blocks, most, everywhere=False)
-    down = _parts(p.hidden, _most(p, 3, 1), p.group_size, blocks, most, everywhere=True)
+    out = _parts(p.hidden, _least_columns(p, 1), p.group_size, blocks, most, everywhere=False)
+    down = _parts(p.hidden, _least_columns(p, 3), p.group_size, blocks, most, everywhere=True)
     slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
     least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
     sizes = [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0]

@@ -41,16 +41,27 @@ DEVICE uint4 posted4(const uint4* p) {
 DEVICE bool all_posted(const uint4& v) { return v.x != 0 && v.y != 0 && v.z != 0 && v.w != 0; }
 
 // Four words from each address, once all of them are there, or, where they were not posted, as they are; zeros where the
-// address is null.
+// address is null. What has come is not asked for again: many blocks wait for the same few lines.
 template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT], bool posted) {
-    bool missing;
+    bool missing[COUNT], any;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) words[i] = make_uint4(0, 0, 0, 0), missing[i] = from[i] != nullptr;
     do {
-        missing = false;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) words[i] = from[i] == nullptr ? make_uint4(0, 0, 0, 0) : posted4(from[i]);
+        for (int i = 0; i < COUNT; i++)
+            asm volatile(
+                "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; "
+                "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                : "+r"(words[i].x), "+r"(words[i].y), "+r"(words[i].z), "+r"(words[i].w)
+                : "l"(from[i]), "r"(int(missing[i]))
+                : "memory");
+        any = false;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) missing |= posted && from[i] != nullptr && !all_posted(words[i]);
-    } while (missing);
+        for (int i = 0; i < COUNT; i++) {
+            missing[i] = missing[i] && posted && !all_posted(words[i]);
+            any |= missing[i];
+        }
+    } while (any);
 }
 
 // Counts the caller in and returns how many came before. Orders nothing: what was read has come.

@@ -30,38 +30,41 @@ DEVICE uint32_t posted(const uint32_t* p) {
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-DEVICE uint4 posted4(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
+// As they are where `wanted`, else unchanged. No branch: many of these are on their way together.
+DEVICE void posted4_if(bool wanted, uint4& v, const uint4* p) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; "
+        "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(p), "r"(int(wanted))
+        : "memory");
+}
+DEVICE void posted_if(bool wanted, uint32_t& v, const uint32_t* p) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0; @wanted ld.relaxed.gpu.global.u32 %0, [%1]; }"
+        : "+r"(v)
+        : "l"(p), "r"(int(wanted))
+        : "memory");
 }
 DEVICE bool all_posted(const uint4& v) { return v.x != 0 && v.y != 0 && v.z != 0 && v.w != 0; }
 
-// Four words from each address, once all of them are there, or, where they were not posted, as they are; zeros where the
-// address is null. What has come is not asked for again: many blocks wait for the same few lines.
-template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT], bool posted) {
+// Four words from each address, once all of them are there; zeros where the address is null. By all lanes of a warp, which
+// leave together: lanes that go on alone make every shuffle behind slow. What has come is not asked for again: many blocks
+// wait for the same few lines.
+template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT], bool posted = true) {
     bool missing[COUNT], any;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) words[i] = make_uint4(0, 0, 0, 0), missing[i] = from[i] != nullptr;
     do {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            asm volatile(
-                "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; "
-                "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-                : "+r"(words[i].x), "+r"(words[i].y), "+r"(words[i].z), "+r"(words[i].w)
-                : "l"(from[i]), "r"(int(missing[i]))
-                : "memory");
+        for (int i = 0; i < COUNT; i++) posted4_if(missing[i], words[i], from[i]);
         any = false;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             missing[i] = missing[i] && posted && !all_posted(words[i]);
             any |= missing[i];
         }
-    } while (any);
+    } while (__any_sync(0xffffffffu, any));
 }
 
 // Counts the caller in and returns how many came before. Orders nothing: what was read has come.

@@ -15,23 +15,15 @@ struct TokenTile {
     uint2 digits[3][4];  // [digit][t]: the operand of lanes 4 g + t
 };
 
-// Writes a tile from four lanes of a warp; lane t of them has columns 8 t .. 8 t + 7. down: x (n - 8) = q * 16 (n - 8) *
+// Word `i` of a row of pairs of columns, in the order in which lanes need them: lane t of a tile has columns 2 t and 2 t + 1
+// of each eight, which are words t, 4 + t, 8 + t, 12 + t; there they lie behind each other. Its own inverse.
+DEVICE int turned(int i) { return i / 16 * 16 + i % 4 * 4 + i % 16 / 4; }
+
+// Writes a tile from four lanes of a warp, of which lane t has its words (see turned). down: x (n - 8) = q * 16 (n - 8) *
 // down. A tile with an infinity or a NaN becomes NaN. By all lanes of a warp; `valid` alike in each four.
-template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const uint4& columns, bool valid) {
+template <bool BF16> DEVICE void put_turned_tile(TokenTile* tile, float* down, const uint4& words, bool valid) {
     const int t = threadIdx.x % 4;
-    uint32_t w[4] = {columns.x, columns.y, columns.z, columns.w};
-    // Each lane gives word i of its four to lane i: then it has columns 2 t and the next of each eight.
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-        const bool upper = t & step;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i & step) continue;
-            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i + step], step);
-            if (upper) w[i] = got;
-            else w[i + step] = got;
-        }
-    }
+    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
     float x[4][2];
     uint32_t most = 0;  // magnitudes of floats are in the order of their bits
 #pragma unroll
@@ -50,7 +42,6 @@ template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const ui
         bits[i][0] = __float_as_uint(fmaf(x[i][0], up, UNITS_FLOAT));
         bits[i][1] = __float_as_uint(fmaf(x[i][1], up, UNITS_FLOAT));
     }
-    if (!valid) return;
 #pragma unroll
     for (int d = 0; d < 3; d++) {
         uint32_t b[2];  // bytes in the order of a word's nibbles 0, 2, 4, 6 (common/w4_pack.py)
@@ -60,9 +51,28 @@ template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const ui
             const uint32_t second = __byte_perm(bits[2 * i][1] >> 7 * d, bits[2 * i + 1][1] >> 7 * d, 0x0040);
             b[i] = __byte_perm(first, second, 0x5410) & (d == 2 ? 0xffffffffu : 0x7f7f7f7fu);
         }
-        tile->digits[d][t] = make_uint2(b[0], b[1]);
+        if (valid) tile->digits[d][t] = make_uint2(b[0], b[1]);
     }
-    if (t == 0) *down = __uint_as_float(exponent == 255 ? 0x7fc00000u : uint32_t(exponent - 24) << 23);
+    if (valid && t == 0) *down = __uint_as_float(exponent == 255 ? 0x7fc00000u : uint32_t(exponent - 24) << 23);
+}
+
+// As put_turned_tile, from lanes of which lane t has columns 8 t .. 8 t + 7.
+template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const uint4& columns, bool valid) {
+    const int t = threadIdx.x % 4;
+    uint32_t w[4] = {columns.x, columns.y, columns.z, columns.w};
+    // Each lane gives word i of its four to lane i.
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+        const bool upper = t & step;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & step) continue;
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i + step], step);
+            if (upper) w[i] = got;
+            else w[i + step] = got;
+        }
+    }
+    put_turned_tile<BF16>(tile, down, make_uint4(w[0], w[1], w[2], w[3]), valid);
 }
 
 // The upper halves of four bytes, n, as 16 (n - 8): one instruction.

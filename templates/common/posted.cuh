@@ -39,10 +39,10 @@ DEVICE void posted4_if(bool wanted, uint4& v, const uint4* p) {
         : "l"(p), "r"(int(wanted))
         : "memory");
 }
-DEVICE void posted_if(bool wanted, uint32_t& v, const uint32_t* p) {
+DEVICE void posted2_if(bool wanted, uint2& v, const uint2* p) {
     asm volatile(
-        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0; @wanted ld.relaxed.gpu.global.u32 %0, [%1]; }"
-        : "+r"(v)
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0; @wanted ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2]; }"
+        : "+r"(v.x), "+r"(v.y)
         : "l"(p), "r"(int(wanted))
         : "memory");
 }

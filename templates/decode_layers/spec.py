@@ -260,7 +260,7 @@ def _most_that_meet(strips: int, parts: int, blocks: int) -> int:
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
     """A block an SM, but no more than have a share of everything that all wait for."""
     p, c = problem, config
-    return min(target.device.num_sms, _units(p, c, 2), _units(p, c, 3), p.ple_width or target.device.num_sms)
+    return min(target.device.num_sms, _units(p, c, 2), _units(p, c, 3))
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -271,7 +271,12 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
         for (n, _), parts in zip(p.matrices(kind), (1, c.out_parts, 1, c.down_parts), strict=True)
     ]
     pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in strips)
-    return _shared_bytes(p, c) + max(128 * c.num_warps * pieces, 4 * c.num_warps * ceil(p.ple_width / blocks))
+    return _shared_bytes(p, c) + max(128 * c.num_warps * pieces, 4 * c.num_warps * _gate_rows(p, blocks), 4 * 8 * ceil(p.hidden / 16 / blocks))
+
+
+def _gate_rows(p: Problem, blocks: int) -> int:
+    """Of the per-layer gate, in a block, which takes runs of four."""
+    return 4 * ceil(p.ple_width / 4 / blocks)
 
 
 @cache
@@ -317,7 +322,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if (words := 8 * vecs * c.slots) > MAX_ROW_WORDS:
         return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, slots={c.slots}); "
                 f"at most {MAX_ROW_WORDS}")  # fmt: skip
-    if p.ple_width and (rows := ceil(p.ple_width / blocks) * GATED_COPIES) > 32 * c.num_warps:
+    if p.ple_width and (rows := _gate_rows(p, blocks) * GATED_COPIES) > 32 * c.num_warps:
         return f"{rows} results of the per-layer gate a block; {c.num_warps} warps make {32 * c.num_warps} at a time"
     if (need := smem_bytes(p, c, target)) > arch.max_smem_bytes:
         return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
@@ -329,7 +334,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     measurement on an H200. Where none fits, the smallest: see why_unsupported.
     """
     p, blocks = problem, target.device.num_sms
-    warps = 8 if p.hidden <= 4096 else 12
+    warps = min(8, 12, key=lambda n: _row_vecs(p, n))
     most = max(1, MAX_ROW_WORDS // (8 * _row_vecs(p, warps)))
     out = _parts(p.hidden, _least_columns(p, 1), p.group_size, blocks, most, everywhere=False)
     down = _parts(p.hidden, _least_columns(p, 3), p.group_size, blocks, most, everywhere=True)
@@ -337,6 +342,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
     sizes = [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0]
     sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= least] or sizes[-1:]
+    sizes = [t for t in sizes if t <= 48] or sizes[:1]
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
     for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
         config = Config(warps, tiles, stages, 2, 3, out, down, slots)
@@ -381,7 +387,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
     rows = (_most(p, 0, 0) + _most(p, 1, 1) + _most(p, 3, 1)) // 8 + 2 * 2 * c.slots * p.hidden // 8
     per_layer = GATED_COPIES * p.ple_width // 4 + p.hidden // 8 if p.ple_width else 0
-    return 16 + 3 * 16 * (rows + per_layer + blocks * (2 + _unit_elements(p) // 4))
+    return 16 + 3 * 16 * (rows + per_layer + blocks * (4 + _unit_elements(p) // 4))
 
 
 def cost(problem: Problem) -> Cost:

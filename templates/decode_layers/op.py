@@ -112,8 +112,8 @@ def decode_layers(
     owners, count = [letter for letter in layers if letter.islower()], len(layers)
     require(len(owners) > 0, f"layers={layers!r} has no layer that owns K and V")
     for wanted, lists in ((count, given), (len(owners), of_owners), (0 if ple is None else count, of_ple)):
-        for name, tensors in lists.items():
-            require(len(tensors) == wanted, f"{len(tensors)} tensors of {name}; {wanted} go with layers={layers!r}")
+        for name, those in lists.items():
+            require(len(those) == wanted, f"{len(those)} tensors of {name}; {wanted} go with layers={layers!r}")
     require(ple is None or ple.shape[1] == count, f"ple has {ple is not None and ple.shape[1]} layers, not {count}")
 
     first = dict(zip(reversed(owners), reversed(k_caches), strict=True))  # of each kind

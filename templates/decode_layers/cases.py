@@ -158,7 +158,7 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
 
 def _norm(p: Problem, draw: Draw, size: int, mean: float = 1.0) -> Tensor:
-    """Of either sign: int4 weights have a mean of -0.5, by which a row that is not about zero would outgrow the rest."""
+    """Of either sign: int4 weights have a mean of -0.5, by which a row that is not about 0 would outgrow the rest."""
     return draw.normal(size, dtype=p.dtype, mean=mean, std=0.25 * mean) * (2 * draw.integers(0, 2, size) - 1)
 
 

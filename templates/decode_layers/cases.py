@@ -64,6 +64,7 @@ def _around() -> tuple[Case, ...]:
 def _kinds() -> tuple[Case, ...]:
     """Every letter, with per-layer inputs and without, all group sizes, and heads of all proportions."""
     half: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
+    more: dict[str, Any] = {"hidden": 256, "inner": 512, "kv_len": 100}  # blocks, and keys
     shapes: tuple[dict[str, Any], ...] = (
         {"layers": "s", "full_head_dim": 256},  # of a kind that is not there an op knows nothing
         {"layers": "f", "head_dim": 512, "k_eq_v": True, **half},
@@ -81,12 +82,12 @@ def _kinds() -> tuple[Case, ...]:
         {"layers": "sf", "num_rotated_pairs": 20, "num_full_rotated_pairs": 0, **half},  # pairs that no vector divides
         # q heads of a KV head: 1, 2, 4, 8 and 16
         {"num_q_heads": 1, "kv_len": 100},
-        {"num_q_heads": 4, "num_kv_heads": 4, "num_full_kv_heads": 2, "kv_len": 100, **half},
+        {"num_q_heads": 4, "num_kv_heads": 4, "num_full_kv_heads": 2, **more, **half},
         {"num_q_heads": 8, "num_kv_heads": 2, "num_full_kv_heads": 1, "kv_len": 100},
-        {"num_q_heads": 16, "num_kv_heads": 1, "num_full_kv_heads": 2, "k_eq_v": True, "kv_len": 100},
-        {"num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 1, "k_eq_v": True, "kv_len": 100, **half},
-        {"num_q_heads": 16, "num_kv_heads": 16, "num_full_kv_heads": 16, "kv_len": 33},
-        {"num_q_heads": 32, "num_kv_heads": 16, "num_full_kv_heads": 4, "k_eq_v": True, "kv_len": 90},
+        {"num_q_heads": 16, "num_kv_heads": 1, "num_full_kv_heads": 2, "k_eq_v": True, **more},
+        {"num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 1, "k_eq_v": True, **more, **half},
+        {"num_q_heads": 16, "num_kv_heads": 16, "num_full_kv_heads": 16, **more},
+        {"num_q_heads": 32, "num_kv_heads": 16, "num_full_kv_heads": 4, "k_eq_v": True, **more},
     )
     return tuple(case_for(Problem(**_shape(**shape))) for shape in shapes)
 
@@ -94,18 +95,15 @@ def _kinds() -> tuple[Case, ...]:
 CASES = (
     *_kinds(),
     *_around(),
-    # many tiles of keys: every block of a board has some
-    case_for(Problem(**_shape(layers="sf", hidden=512, window=1024, kv_len=4099, k_eq_v=True, page_size=64))),
-    case_for(
-        Problem(**_shape(layers="sfSF", window=1000, kv_len=1500, ple_width=16, dtype="fp16", residual_dtype="fp16"))
-    ),
+    # every block of a board has weights, and tiles of keys
+    case_for(Problem(**_shape(hidden=512, inner=2112, window=1024, kv_len=4099, k_eq_v=True, page_size=64))),
+    case_for(Problem(**_shape(hidden=512, inner=2400, window=1000, kv_len=4100, dtype="fp16", residual_dtype="fp16"))),
+    # few blocks, many tiles
+    case_for(Problem(**_shape(layers="sfSF", window=1000, kv_len=1500, ple_width=16))),
     case_for(Problem(**_shape(layers="ss", full_head_dim=256, window=20, kv_len=5000))),
     # sums and products that are exactly zero, which posted words cannot be
     case_for(Problem(**_shape(layers="sfSF", hidden=320, ple_width=64, inner=288, kv_len=50)), zeros=True),
-    case_for(
-        Problem(**_shape(layers="sf", hidden=192, kv_len=50, k_eq_v=True, dtype="fp16", residual_dtype="fp32")),
-        zeros=True,
-    ),
+    case_for(Problem(**_shape(hidden=192, k_eq_v=True, dtype="fp16", residual_dtype="fp32")), zeros=True),
     case_for(Problem(**_shape(kv_len=70)), first_position=262014),
 )
 

@@ -35,8 +35,8 @@ class Op(Generic[P, R]):
 
     takes: what its tensors must be, "DTYPE[DIM, ...]" by parameter; checked where others call it (`kerngen.ops`). DTYPE
     is fp16, bf16, fp32, int32, int64, a parameter that is a dtype, or a letter, which stands for one dtype throughout.
-    A DIM that is one name stands for one size throughout, a leading "..." for any number of them; others are
-    expressions of those names and of parameters that are numbers.
+    A DIM that is one name stands for one size throughout, "_" for any size, a leading "..." for any number of them;
+    others are expressions of those names and of parameters that are numbers. "each DTYPE[DIM, ...]" is said of a list.
     """
 
     name: str
@@ -53,8 +53,8 @@ def op(
 ) -> Callable[[Callable[P, Call[R]]], Op[P, R]]:
     """Marks a function of op.py as one of the folder's ops. mutates, takes: see Op.
 
-    Its parameters are tensors, numbers, bools and dtypes with annotations that torch.library can read, and it is
-    annotated to return Call[Tensor], Call[tuple[Tensor, ...]] or Call[None]: `kerngen.ops` registers it under its name.
+    Its parameters are tensors, lists of them, numbers, strs, bools and dtypes with annotations that torch.library can
+    read, and it is annotated to return Call[Tensor], Call[tuple[Tensor, ...]] or Call[None]: `kerngen.ops` registers it under its name.
     """
 
     def mark(make: Callable[P, Call[R]]) -> Op[P, R]:

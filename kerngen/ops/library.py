@@ -22,7 +22,7 @@ from kerngen.ops.takes import Takes
 from kerngen.runtime.launcher import not_contiguous
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.call import Call, Op
-from kerngen.templates.kernel import Kernel
+from kerngen.templates.kernel import Kernel, spread
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _register(op: Op[P, R]) -> tuple[CustomOpDef, Callable[P, R]]:
     parameters = signature.parameters.values()
     names = tuple(signature.parameters)
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}  # torch leaves out what equals them
-    tensors = tuple(p.name for p in parameters if p.annotation in (Tensor, Tensor | None))
+    tensors = tuple(p.name for p in parameters if p.annotation in (Tensor, Tensor | None, list[Tensor]))
     takes = Takes(op, tensors, tuple(n for n in names if n not in tensors))
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -120,13 +120,16 @@ def _signature(op: Op[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=parameters, return_annotation=None if result is type(None) else result)
 
 
-def _device(name: str, tensors: Mapping[str, Tensor | None]) -> torch.device:
+def _device(name: str, tensors: Mapping[str, Tensor | list[Tensor] | None]) -> torch.device:
     """Where all of a call's tensors are. Raises LaunchError where they are apart."""
-    devices = {n: t.device for n, t in tensors.items() if t is not None}
-    if len(set(devices.values())) > 1:
-        places = ", ".join(f"{n} on {device}" for n, device in devices.items())
+    first: dict[torch.device, str] = {}
+    for shown, tensor in spread(tensors):
+        if tensor is not None:
+            first.setdefault(tensor.device, shown)
+    if len(first) > 1:
+        places = ", ".join(f"{shown} on {device}" for device, shown in first.items())
         raise LaunchError(f"{name}: its tensors are on several devices: {places}")
-    return next(iter(devices.values()))
+    return next(iter(first))
 
 
 @cache
@@ -138,6 +141,6 @@ def _may_lie_apart(kernel: str) -> frozenset[str]:
 
 def _require_contiguous(call: Call[Any]) -> None:
     """As the launcher asks it of tensors on a GPU, so that what runs here runs there."""
-    for name, value in call.arguments.items():
+    for name, value in spread(call.arguments):
         if isinstance(value, Tensor) and not value.is_contiguous() and name not in _may_lie_apart(call.kernel):
             raise not_contiguous(call.kernel, name, value)

@@ -17,9 +17,11 @@ from torch import Tensor
 from kerngen.errors import ProblemError
 from kerngen.templates.call import Op
 from kerngen.templates.common.row_torch import TORCH_DTYPE
+from kerngen.templates.kernel import spread
 
 DTYPES = TORCH_DTYPE | {"int32": torch.int32, "int64": torch.int64}
-_TEXT = re.compile(r"(\w+)\[(.*)\]")
+_TEXT = re.compile(r"(?:each )?(\w+)\[(.*)\]")
+_ANY = "_"  # a dim of any size
 _KEPT = 4096  # combinations of shapes and dtypes that are known to be right
 
 
@@ -54,7 +56,7 @@ class Takes:
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Raises ProblemError unless the tensors among `arguments` are what the op takes."""
-        key = tuple((value.shape, value.dtype) if isinstance(value, Tensor) else value for value in arguments.values())
+        key = tuple(map(_key, arguments.values()))
         if key in self._right:
             return
         self.check_anew(arguments)
@@ -64,38 +66,46 @@ class Takes:
 
     def check_anew(self, arguments: Mapping[str, Any]) -> None:
         """As `check`, for sizes that may be symbols."""
-        given = {n: arguments[n] for n in self.tensors if arguments[n] is not None}
+        asked = {n: arguments[n] for n in self.tensors if arguments[n] is not None}
+        given = [(shown, t, self.tensors[shown.split("[")[0]]) for shown, t in spread(asked)]
         sizes: dict[str, Any] = {n: arguments[n] for n in self.numbers}
         dtypes: dict[str, Any] = {**DTYPES, **sizes}
-        for name, tensor in given.items():
-            self._require_rank(name, tensor)
-            wants = self.tensors[name]
+        for name, tensor, wants in given:
+            self._require_rank(name, tensor, wants)
             dtypes.setdefault(wants.dtype, tensor.dtype)
             for dim, size in zip(wants.dims, _last(tensor, len(wants.dims)), strict=True):
-                if dim.is_name:
+                if dim.is_name and dim.text != _ANY:
                     sizes.setdefault(dim.text, size)
-        for name, tensor in given.items():
-            wants = self.tensors[name]
-            shape = tuple(eval(dim.code, {"__builtins__": {}}, sizes) for dim in wants.dims)
-            if tensor.dtype != dtypes[wants.dtype] or _last(tensor, len(shape)) != shape:
-                names = sorted({n for d in wants.dims for n in d.code.co_names})
+        for name, tensor, wants in given:
+            last = _last(tensor, len(wants.dims))
+            shape = tuple(
+                size if dim.text == _ANY else eval(dim.code, {"__builtins__": {}}, sizes)
+                for dim, size in zip(wants.dims, last, strict=True)
+            )
+            if tensor.dtype != dtypes[wants.dtype] or last != shape:
+                names = sorted({n for d in wants.dims for n in d.code.co_names} - {_ANY})
                 known = {wants.dtype: dtypes[wants.dtype]} | {n: sizes[n] for n in names}
                 terms = ", ".join(f"{n} = {v}" for n, v in known.items() if n not in DTYPES)
-                raise ProblemError(self._says(name, tensor) + (f" with {terms}" if terms else ""))
+                raise ProblemError(self._says(name, tensor, wants) + (f" with {terms}" if terms else ""))
 
-    def _require_rank(self, name: str, tensor: Tensor) -> None:
-        wants = self.tensors[name]
+    def _require_rank(self, name: str, tensor: Tensor, wants: _Tensor) -> None:
         if not (tensor.ndim >= len(wants.dims) if wants.leading else tensor.ndim == len(wants.dims)):
-            raise ProblemError(self._says(name, tensor))
+            raise ProblemError(self._says(name, tensor, wants))
 
-    def _says(self, name: str, tensor: Tensor) -> str:
+    def _says(self, name: str, tensor: Tensor, wants: _Tensor) -> str:
         shape = ", ".join(map(str, tensor.shape))
-        return f"{self.name}: {name} is {tensor.dtype} [{shape}]; it takes {self.tensors[name].text}"
+        return f"{self.name}: {name} is {tensor.dtype} [{shape}]; it takes {wants.text}"
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_key, value))
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
 
 
 def _parsed(text: str) -> _Tensor:
     if (match := _TEXT.fullmatch(text)) is None:
-        raise ValueError(f"{text!r} is not DTYPE[DIM, ...]")
+        raise ValueError(f"{text!r} is not DTYPE[DIM, ...], or each DTYPE[DIM, ...] of a list")
     dims = [d.strip() for d in match[2].split(",") if d.strip()]
     leading = dims[:1] == ["..."]
     return _Tensor(text, match[1], leading, tuple(_Dim(d, compile(d, text, "eval")) for d in dims[leading:]))

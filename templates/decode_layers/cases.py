@@ -96,8 +96,8 @@ CASES = (
     *_kinds(),
     *_around(),
     # every block of a board has weights, and tiles of keys
-    case_for(Problem(**_shape(hidden=512, inner=2112, window=1024, kv_len=4099, k_eq_v=True, page_size=64))),
-    case_for(Problem(**_shape(hidden=512, inner=2400, window=1000, kv_len=4100, dtype="fp16", residual_dtype="fp16"))),
+    case_for(Problem(**_shape(hidden=1024, inner=2112, window=1024, kv_len=4099, k_eq_v=True, page_size=64))),
+    case_for(Problem(**_shape(hidden=1024, inner=2400, window=1000, kv_len=4100, dtype="fp16", residual_dtype="fp16"))),
     # few blocks, many tiles
     case_for(Problem(**_shape(layers="sfSF", window=1000, kv_len=1500, ple_width=16))),
     case_for(Problem(**_shape(layers="ss", full_head_dim=256, window=20, kv_len=5000))),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates import Case, find_kernel, kernel_names
+from kerngen.templates.kernel import spread
 
 
 def _cases() -> list[tuple[str, Case]]:
@@ -31,13 +32,15 @@ def test_an_op_against_the_reference(name: str, case: Case) -> None:
         pytest.skip(why)
     expected = kernel.reference.expected(case.problem, inputs)
     results = getattr(torch.ops.kerngen, op.name)(**arguments)
-    names = {id(v): n for n, v in call.arguments.items() if isinstance(v, Tensor)}
+    names = {id(v): n for n, v in reversed(list(spread(call.arguments))) if isinstance(v, Tensor)}
     told, made = (r if isinstance(r, tuple) else () if r is None else (r,) for r in (call.result, results))
     got = {names[id(t)]: r for t, r in zip(told, made, strict=True)}
-    for mutated in op.mutates:
-        got[mutated if mutated in kernel.outputs else f"{mutated}_out"] = arguments[mutated]
+    for name, tensor in spread({m: arguments[m] for m in op.mutates}):
+        argument = names[id(tensor)] if "[" in name else name
+        got[argument if argument.split("[")[0] in kernel.outputs else f"{argument}_out"] = tensor
     assert got
-    checked = compare(kernel, case, got, {n: expected[n] for n in got})
+    wanted = dict(spread(expected))
+    checked = compare(kernel, case, got, {n: wanted[n] for n in got})
     assert checked.ok, checked.message
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from kerngen.errors import DeviceError, LaunchError, ProblemError, UsageError
 from kerngen.ops import library
 from kerngen.templates import Case, Kernel, find_kernel, kernel_names
 from kerngen.templates.call import Call, Op
-from kerngen.templates.kernel import fields_of, static_fields
+from kerngen.templates.kernel import fields_of, spread, static_fields
 
 KERNELS = tuple(find_kernel(name) for name in kernel_names())
 OPS = {op.name: op for kernel in KERNELS for op in vars(kernel.op).values() if isinstance(op, Op)}
@@ -79,20 +80,30 @@ def test_an_op_gives_what_the_reference_says(kernel: Kernel, case: Case) -> None
     expected = kernel.reference.expected(case.problem, inputs)
     call = op(**arguments)
     results = getattr(kerngen.ops, op.name)(**arguments)
-    names = {id(v): name for name, v in call.arguments.items() if isinstance(v, Tensor)}
+    names = {id(v): name for name, v in reversed(list(spread(call.arguments))) if isinstance(v, Tensor)}
     made = call.result if isinstance(call.result, tuple) else (call.result,) if call.result is not None else ()
     got = {names[id(t)]: r for t, r in zip(made, results if isinstance(results, tuple) else (results,), strict=False)}
-    got |= {names[id(arguments[m])]: arguments[m] for m in op.mutates}
+    got |= {names[id(t)]: t for _, t in spread({m: arguments[m] for m in op.mutates})}
     assert got
+    wanted = dict(spread(expected))
     for name, value in got.items():
-        torch.testing.assert_close(
-            value, expected[_output(kernel, name)].to(value.dtype), rtol=0, atol=0, equal_nan=True
-        )
+        torch.testing.assert_close(value, wanted[_output(kernel, name)].to(value.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def _each(arguments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The arguments with every tensor changed, those in lists too."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [changed(v) for v in value]
+        return change(value) if isinstance(value, Tensor) else value
+
+    return {name: changed(value) for name, value in arguments.items()}
 
 
 def _output(kernel: Kernel, name: str) -> str:
     """The reference's name of an argument that is written in place."""
-    return name if name in kernel.outputs else f"{name}_out"
+    return name if name.split("[")[0] in kernel.outputs else f"{name}_out"
 
 
 @FEW
@@ -100,15 +111,14 @@ def test_torch_agrees_with_what_an_op_says_of_itself(kernel: Kernel, case: Case)
     """Schema, aliasing, fake kernel and functionalisation, with sizes that are known and with symbols."""
     op, arguments, _ = asked(kernel, case)
     overload = getattr(torch.ops.kerngen, op.name).default
-    finite = {n: v.nan_to_num(0.5) if isinstance(v, Tensor) and v.is_floating_point() else v
-              for n, v in arguments.items()}  # fmt: skip
+    finite = _each(arguments, lambda t: t.nan_to_num(0.5) if t.is_floating_point() else t)
     torch.library.opcheck(overload, (), finite)
 
 
 @FEW
 def test_an_op_on_meta_tensors_computes_nothing(kernel: Kernel, case: Case) -> None:
     op, arguments, _ = asked(kernel, case)
-    on_meta = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in arguments.items()}
+    on_meta = _each(arguments, lambda t: t.to("meta"))
     told, made = (getattr(kerngen.ops, op.name)(**a) for a in (on_meta, arguments))
     for t, m in zip(*(r if isinstance(r, tuple) else (r,) for r in (told, made)), strict=True):
         assert (t is None) == (m is None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
-from kerngen.runtime.ops import KVPages, LayerRest, Ops, Rope
+from kerngen.runtime.ops import KVPages, LayerInStep, Ops, Rope
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
 
 
@@ -73,22 +73,12 @@ class DecoderStack:
         Returns the next layer's projections, or without `projects` its normed input; after the last layer the final
         norm's output.
         """
-        ops, eps = self.ops, self.config.rms_norm_eps
         w, config = self.layers[index], self.config.layers[index]
-        ops.place = self._place(index)
+        self.ops.place = self._place(index)
         is_last = index + 1 == len(self.layers)
-        projects = projects and not is_last
         next_norm = self.norm if is_last else self.layers[index + 1].input_norm
-        attended = attend(config, qkv)
-        if w.moe is None and w.ple is None:
-            rest = LayerRest(
-                w.out, w.post_attention_norm, w.pre_ffn_norm, w.gate_up, w.down, w.post_ffn_norm, w.scalar, next_norm,
-                self.layers[index + 1].qkv if projects else None,
-            )  # fmt: skip
-            if (done := ops.layer_rest(residual, attended, rest, eps)) is not None:
-                return done
-        h = self._rest(w, residual, attended, next_norm, ple)
-        return self.project(index + 1, h) if projects else h
+        h = self._rest(w, residual, attend(config, qkv), next_norm, ple)
+        return self.project(index + 1, h) if projects and not is_last else h
 
     def _rest(
         self, w: LayerWeights, residual: Tensor, attended: Tensor, next_norm: Tensor, ple: Tensor | None
@@ -158,6 +148,8 @@ class Gemma4:
         self.ops.place = ""
         residual = self.embed(batch.ids)
         ple = self._ple(batch.ids, residual)
+        if (done := self._decoded(batch, cache, residual, ple)) is not None:
+            return done
         row = self.stack.first(residual)
         for index in range(len(self.stack.layers)):
             if index == self._first_shared and outputs != "all":
@@ -174,6 +166,20 @@ class Gemma4:
         if outputs == "last" and batch.cu_seqlens is not None:
             return row[batch.cu_seqlens[1:].long() - 1]
         return row
+
+    def _decoded(self, batch: Batch, cache: KVCache, residual: Tensor, ple: Tensor | None) -> Tensor | None:
+        """The final norm's output [1, H] of a step of one token, where one kernel serves all layers."""
+        if batch.cu_seqlens is not None or len(batch.ids) != 1:
+            return None
+        layers = [
+            LayerInStep(w, layer.window, self.stack.ropes[layer.kind], cache.pages(layer), batch.slots[layer.kind],
+                        cache.groups[layer.kind].block_table)
+            for w, layer in zip(self.weights.layers, self.config.layers, strict=True)
+        ]  # fmt: skip
+        return self.ops.decode_layers(
+            residual, ple, layers, self.config.num_q_heads, batch.positions, batch.kv_lens, batch.max_kv_len,
+            self.weights.norm, self.config.rms_norm_eps,
+        )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Capped logits [n, vocab] fp32 of hidden states [n, H] after the final norm."""

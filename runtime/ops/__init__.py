@@ -16,11 +16,15 @@ graph's pool then owns them).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kerngen.runtime.weights.layout import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +96,6 @@ Experts = DenseExperts | W4Experts
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRest:
-    """What a dense layer computes with from attention's output on, and what the next layer begins with.
-
-    Norms [H], scalar [1]. qkv: the next layer's, None after the last one, whose next_norm is the model's.
-    """
-
-    out: Linear
-    post_attention_norm: Tensor
-    pre_ffn_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    post_ffn_norm: Tensor
-    scalar: Tensor
-    next_norm: Tensor
-    qkv: Linear | None
-
-
-@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary embedding of one layer type: pairs (j, j + head_dim / 2), angle = position * inv_freq[j].
 
@@ -146,6 +132,20 @@ class KVPages:
     @property
     def head_dim(self) -> int:
         return self.k.shape[3]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInStep:
+    """A layer of the model with what it attends by. window: 0 on a full-attention layer. pages: its own, or those of
+    the layer that it shares. slots, block_table: of its kind, as attend_decode's.
+    """
+
+    weights: LayerWeights
+    window: int
+    rope: Rope
+    pages: KVPages
+    slots: Tensor
+    block_table: Tensor
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -315,12 +315,24 @@ class Ops(Protocol):
         next_weight) [T, H]. residual, h [T, H]; gate [P, H]; ple [T, P], whose rows may lie apart; projection [H, P].
         """
 
-    def layer_rest(self, residual: Tensor, attended: Tensor, weights: LayerRest, eps: float) -> Tensor | None:
-        """All that `weights` are for, at once, where the backend has one kernel for it; else None, and nothing is done.
+    def decode_layers(
+        self,
+        residual: Tensor,
+        ple: Tensor | None,
+        layers: Sequence[LayerInStep],
+        num_q_heads: int,
+        positions: Tensor,
+        kv_lens: Tensor,
+        max_kv_len: int,
+        final_norm: Tensor,
+        eps: float,
+    ) -> Tensor | None:
+        """All layers for the one new token of one sequence, where the backend has one kernel for them; else None, and
+        nothing is done.
 
-        residual [T, H] residual_dtype, updated in place; attended [T, nq * d]. As linear, add_norm, gated, linear,
-        add_norm and linear one after the other. Returns the next layer's projections [T, columns of qkv], or
-        norm(residual; next_norm) [T, H] where there is no next layer.
+        residual [1, H] residual_dtype, which may be written; ple [1, L, P] or None. Of each layer rmsnorm, linear,
+        attend_decode, linear, add_norm, gated, linear and add_norm or ple_block one after the other; positions, kv_lens
+        and max_kv_len as attend_decode's. Returns norm(h; final_norm) [1, H] in dtype.
         """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

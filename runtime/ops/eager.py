@@ -6,6 +6,8 @@ RoPE's cos and sin are cast to the activations' dtype); attention computes in fp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,7 +17,7 @@ from kerngen.runtime.ops import (
     DenseLinear,
     Experts,
     KVPages,
-    LayerRest,
+    LayerInStep,
     Linear,
     Rope,
     W4Experts,
@@ -195,7 +197,18 @@ class TorchOps:
         residual *= layer_scalar
         return self.rmsnorm(residual, next_weight, eps)
 
-    def layer_rest(self, residual: Tensor, attended: Tensor, weights: LayerRest, eps: float) -> Tensor | None:
+    def decode_layers(
+        self,
+        residual: Tensor,
+        ple: Tensor | None,
+        layers: Sequence[LayerInStep],
+        num_q_heads: int,
+        positions: Tensor,
+        kv_lens: Tensor,
+        max_kv_len: int,
+        final_norm: Tensor,
+        eps: float,
+    ) -> Tensor | None:
         return None
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

@@ -6,18 +6,20 @@ recording and the reference executor run the very same code with no GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kerngen.errors import ProblemError
 from kerngen.runtime.executors import Executor
 from kerngen.runtime.ops import (
     DenseExperts,
     DenseLinear,
     Experts,
     KVPages,
-    LayerRest,
+    LayerInStep,
     Linear,
     Rope,
     W4Experts,
@@ -34,8 +36,8 @@ from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.common.row_spec import VEC
 from kerngen.templates.common.w4_pack import interleave, pack
-from kerngen.templates.decode_chain import spec as chain_spec
-from kerngen.templates.decode_chain.op import decode_chain
+from kerngen.templates.decode_layers import spec as layers_spec
+from kerngen.templates.decode_layers.op import decode_layers
 from kerngen.templates.dense_gemv.op import dense_gemv
 from kerngen.templates.dense_gemv.spec import MAX_TOKENS
 from kerngen.templates.embed.op import embed
@@ -221,23 +223,40 @@ class KernelOps:
         where = self._at("end of layer")
         return self.executor.run(add_norm(residual, p, post_weight, layer_scalar, next_weight, eps), where)
 
-    def layer_rest(self, residual: Tensor, attended: Tensor, weights: LayerRest, eps: float) -> Tensor | None:
-        w, target = weights, self.executor.target
+    def decode_layers(
+        self,
+        residual: Tensor,
+        ple: Tensor | None,
+        layers: Sequence[LayerInStep],
+        num_q_heads: int,
+        positions: Tensor,
+        kv_lens: Tensor,
+        max_kv_len: int,
+        final_norm: Tensor,
+        eps: float,
+    ) -> Tensor | None:
+        target = self.executor.target
         if target is None or not target.arch.has_tma or len(residual) != 1:
             return None
-        out, gate_up, down, qkv = w.out, w.gate_up, w.down, w.qkv
-        if not (isinstance(out, W4Linear) and isinstance(gate_up, W4Linear) and isinstance(down, W4Linear)):
+        if (weights := _int4_layers(layers, ple)) is None or (letters := _letters(layers)) is None:
             return None
-        if isinstance(qkv, DenseLinear) or len({m.group_size for m in (out, gate_up, down, qkv) if m}) > 1:
+        sliding, full = (next((x for x in layers if bool(x.window) == w), layers[0]) for w in (True, False))
+        owners = [x for x, letter in zip(layers, letters, strict=True) if letter.islower()]
+        try:
+            call = decode_layers(
+                residual, ple, positions, kv_lens, sliding.slots, full.slots, sliding.block_table, full.block_table,
+                sliding.rope.inv_freq, full.rope.inv_freq, **weights,
+                k_norms=[x.weights.k_norm for x in owners if x.weights.k_norm is not None],
+                k_caches=[x.pages.k for x in owners], v_caches=[x.pages.v for x in owners], final_norm=final_norm,
+                layers=letters, num_q_heads=num_q_heads, window=sliding.window or 1,
+                num_rotated_pairs=sliding.rope.num_rotated, num_full_rotated_pairs=full.rope.num_rotated, eps=eps,
+                max_kv_len=max_kv_len,
+            )  # fmt: skip
+        except ProblemError:  # of sizes that the kernels of single layers may take
             return None
-        call = decode_chain(
-            residual, attended, out.packed, out.scales, w.post_attention_norm, w.pre_ffn_norm, gate_up.packed,
-            gate_up.scales, down.packed, down.scales, w.post_ffn_norm, w.scalar, w.next_norm,
-            None if qkv is None else qkv.packed, None if qkv is None else qkv.scales, eps,
-        )  # fmt: skip
-        if chain_spec.why_unsupported(call.problem, target) is not None:
+        if layers_spec.why_unsupported(call.problem, target) is not None:
             return None
-        return self.executor.run(call, self._at("rest of layer, next projections"))
+        return self.executor.run(call, self._at("all layers"))
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         return self.executor.run(softcap(self.linear(h, head), logit_cap), self._at("logits"))
@@ -324,3 +343,49 @@ def _packed_experts(weights: W4Experts, *, gated: bool) -> W4Experts:
         packed=packed.view(num_experts, -1, *packed.shape[1:]),
         scales=scales.view(num_experts, -1, *scales.shape[1:]),
     )
+
+
+def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str, list[Tensor]] | None:
+    """decode_layers' lists of weights, by name; None where a layer has experts or matrices that are not int4 in groups
+    of one size.
+    """
+    found: dict[str, list[Tensor]] = {}
+    group_sizes = set()
+    for w in (layer.weights for layer in layers):
+        if w.moe is not None or (w.ple is None) != (ple is None):
+            return None
+        for name, matrix in (("qkv", w.qkv), ("out", w.out), ("gate_up", w.gate_up), ("down", w.down)):
+            if not isinstance(matrix, W4Linear):
+                return None
+            group_sizes.add(matrix.group_size)
+            found.setdefault(f"{name}_packed", []).append(matrix.packed)
+            found.setdefault(f"{name}_scales", []).append(matrix.scales)
+    if len(group_sizes) > 1:
+        return None
+    each, of_ple = [layer.weights for layer in layers], [x.weights.ple for x in layers if x.weights.ple is not None]
+    return found | {
+        "input_norms": [w.input_norm for w in each],
+        "q_norms": [w.q_norm for w in each],
+        "post_attention_norms": [w.post_attention_norm for w in each],
+        "pre_ffn_norms": [w.pre_ffn_norm for w in each],
+        "post_ffn_norms": [w.post_ffn_norm for w in each],
+        "layer_scalars": [w.scalar for w in each],
+        "ple_gates": [w.gate.weight for w in of_ple],
+        "ple_projections": [w.projection.weight for w in of_ple],
+        "post_ple_norms": [w.post_norm for w in of_ple],
+    }
+
+
+def _letters(layers: Sequence[LayerInStep]) -> str | None:
+    """decode_layers' `layers`; None where windows differ, or where a layer shares K and V of another than the last of
+    its kind that owns some.
+    """
+    letters, last = "", {}
+    for layer in layers:
+        letter = "s" if layer.window else "f"
+        if layer.weights.k_norm is not None:
+            last[letter] = layer.pages
+        elif last.get(letter) is not layer.pages:
+            return None
+        letters += letter if layer.weights.k_norm is not None else letter.upper()
+    return letters if len({layer.window for layer in layers if layer.window}) <= 1 else None

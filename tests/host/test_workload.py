@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,16 +30,22 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny"
     ],
 )
 def test_gemms_add_up_to_the_published_sizes(model: str, params_m: float) -> None:
-    load = find_workload(model, find_arch("sm90"))
-    gemms = [(i.problem, n) for i, n in load.step("decode", 1, 512) if i.kernel == "w4a16_gemm"]
-    # per-layer gates and projections are kept in 16 bits: a kernel of their own multiplies with both
-    ple = [(i.problem, n) for i, n in load.step("decode", 1, 512) if i.kernel == "ple_block"]
-    weights = sum(p.n * p.k * n for p, n in gemms) + sum(2 * p.hidden * p.width * n for p, n in ple)
-    # where there is neither them nor experts, one kernel multiplies from the output projection to the next q, k and v
-    rest = [(i.problem, n) for i, n in load.step("decode", 1, 512) if i.kernel == "decode_chain"]
-    assert bool(rest) == (model in ("gemma-4-31b", "gemma-4-12b"))
-    weights += sum(p.hidden * (p.attended + 3 * p.inner + p.qkv) * n for p, n in rest)
-    assert weights / 1e6 == pytest.approx(params_m, rel=5e-4)
+    """Launch by launch, and where one kernel takes all layers of a token."""
+    for arch in ("sm89", "sm90"):
+        asked = list(find_workload(model, find_arch(arch)).step("decode", 1, 512))
+        weights = sum(i.problem.n * i.problem.k * n for i, n in asked if i.kernel == "w4a16_gemm")
+        # per-layer gates and projections are kept in 16 bits: a kernel of their own multiplies with both
+        weights += sum(2 * i.problem.hidden * i.problem.width * n for i, n in asked if i.kernel == "ple_block")
+        together = [i.problem for i, _ in asked if i.kernel == "decode_layers"]
+        assert len(together) == (arch == "sm90" and model != "gemma-4-26b-a4b")
+        weights += sum(_weights(p) for p in together)
+        assert weights / 1e6 == pytest.approx(params_m, rel=5e-4)
+
+
+def _weights(p: Any) -> int:
+    """Those of decode_layers' matrices."""
+    matrices = [matrix for letter in p.layers for matrix in p.matrices(letter)]
+    return sum(n * k for n, k in matrices) + len(p.layers) * 2 * p.ple_width * p.hidden
 
 
 @pytest.mark.parametrize("model", list(MODELS))

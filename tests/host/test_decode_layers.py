@@ -1,0 +1,303 @@
+"""decode_layers without a GPU: what it means beside the model's own steps, what its op refuses, what goes around it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kerngen.arch import Target, find_arch
+from kerngen.errors import ProblemError
+from kerngen.runtime.batch import Batch
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import LayerConfig, ModelConfig, read_model_config
+from kerngen.runtime.executors.launch import Launch
+from kerngen.runtime.executors.record import Record
+from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.launcher import shares_sms
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import DenseLinear, Ops, W4Linear
+from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.ops.kernels import KernelOps, layers_spec
+from kerngen.runtime.weights.synthetic import synthetic_model
+from kerngen.templates import find_kernel
+from kerngen.templates.decode_layers.op import decode_layers
+from kerngen.templates.decode_layers.spec import LAYER_TENSORS, Problem
+from kerngen.workload import RELEASED, find_model
+
+KERNEL = find_kernel("decode_layers")
+H200 = Target.of(find_arch("sm90"))
+TINY = Path(__file__).parents[2] / "examples" / "tiny" / "gemma-4-tiny-w4a16"
+PROMPT = torch.tensor([2, 7, 11, 3, 5, 40, 21, 9, 30, 17])
+
+
+def model_of(letters: str, *, k_eq_v: bool = False, ple_size: int = 0, double: bool = False) -> ModelConfig:
+    """A small int4 model with these layers; its window is 6 keys."""
+    layers: list[LayerConfig] = []
+    last: dict[str, int] = {}
+    for index, letter in enumerate(letters):
+        sliding = letter in "sS"
+        if letter.islower():
+            last[letter] = index
+        layers.append(
+            LayerConfig(
+                index, sliding, 256 if sliding else 512, 2 if sliding else 1, 6 if sliding else 0,
+                192 if double and letter.isupper() else 96, k_eq_v and not sliding, last[letter.lower()],
+            )
+        )  # fmt: skip
+    released = read_model_config(RELEASED / "gemma-4-e2b")
+    return replace(
+        released, vocab_size=64, hidden_size=64, num_q_heads=4, layers=tuple(layers), ple_size=ple_size,
+        ple_vocab_size=64, rope={kind: rope for kind, rope in released.rope.items() if kind[0] in letters},
+    )  # fmt: skip
+
+
+MODELS = {
+    "sliding": model_of("ss"),
+    "full": model_of("ff", k_eq_v=True),
+    "both": model_of("ssfsf"),
+    "k_eq_v": model_of("sssfs", k_eq_v=True),
+    "shared": model_of("sfsSFSF"),
+    "ple": model_of("sf", ple_size=32),
+    "all": model_of("ssfsSSF", ple_size=32, double=True),
+}
+
+
+class Watched(Reference):
+    """The reference executor, and the kernels that it was asked for."""
+
+    def __init__(self, target: Target | None) -> None:
+        super().__init__(target=target)
+        self.asked: list[str] = []
+
+    def run(self, call: Any, where: str) -> Any:
+        self.asked.append(call.kernel)
+        return super().run(call, where)
+
+
+def decoded(config: ModelConfig, ops: Ops) -> tuple[Tensor, list[Tensor]]:
+    """What three steps behind a prompt give [3, H], and the caches that they leave."""
+    model = Gemma4(config, synthetic_model(config, ops, 0), ops)
+    cache = KVCache.whole(config, ops, batch=1, max_len=32, page_size=16)
+    model.forward(Batch.prefill(PROMPT, 0, cache), cache, outputs="none")
+    if isinstance(ops, KernelOps) and isinstance(ops.executor, Watched):
+        ops.executor.asked.clear()
+    rows = []
+    for step in range(3):
+        lengths = torch.tensor([len(PROMPT) + step])
+        rows.append(model.forward(Batch.decode(torch.tensor([[4 + step]]), lengths, cache, 32), cache))
+    owned = [cache.pages(layer) for layer in config.layers if layer.owns_kv]
+    return torch.cat(rows), [tensor for pages in owned for tensor in (pages.k, pages.v)]
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_it_means_what_the_model_does_step_by_step(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, which no kernel computes in, against eager torch."""
+    monkeypatch.setattr(layers_spec, "why_unsupported", lambda problem, target: None)
+    executor = Watched(H200)
+    got, want = (
+        decoded(config, ops)
+        for ops in (KernelOps(executor, torch.float32), TorchOps(torch.device("cpu"), torch.float32))
+    )
+    assert executor.asked.count("decode_layers") == 3
+    assert not {"attn_decode", "add_norm", "ple_block", "dense_gemv"} & set(executor.asked)
+    torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=1e-4)
+    for mine, theirs in zip(got[1], want[1], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("config", [MODELS["all"], MODELS["k_eq_v"], find_model(str(TINY)).target])
+def test_it_rounds_where_the_kernels_of_single_layers_do(config: ModelConfig, dtype: torch.dtype) -> None:
+    together, apart = Watched(H200), Watched(None)
+    got, want = (decoded(config, KernelOps(executor, dtype)) for executor in (together, apart))
+    assert "decode_layers" in together.asked
+    assert "decode_layers" not in apart.asked
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got[1], want[1], strict=True))
+
+
+# ---- the op
+
+
+def _given(**changes: Any) -> dict[str, Any]:
+    """The op's arguments for a small model of every letter, with per-layer inputs."""
+    problem = next(c.problem for c in KERNEL.cases.CASES if c.problem.layers == "sfSF" and c.problem.ple_width)
+    case = KERNEL.cases.case_for(problem)
+    op, given = KERNEL.cases.op_call(case, KERNEL.cases.inputs(case, "cpu"))
+    assert op is decode_layers
+    return given | changes
+
+
+def _but(tensors: Sequence[Tensor], index: int, tensor: Tensor) -> list[Tensor]:
+    """`tensors` with another one at `index`."""
+    return [tensor if i == index else t for i, t in enumerate(tensors)]
+
+
+GIVEN = _given()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"residual": torch.zeros(2, 64, dtype=torch.bfloat16)}, "one token, not 2"),
+        ({"layers": "sfS"}, "4 tensors of input_norm; 3 go with layers='sfS'"),
+        ({"layers": "sfsF"}, "2 tensors of k_norm; 3 go with layers='sfsF'"),
+        ({"layers": "SFSF"}, "no layer that owns K and V"),
+        ({"layers": "sfXF"}, "letters other than s, f, S and F"),
+        ({"layers": "sfSf"}, "2 tensors of k_norm; 3 go with"),
+        ({"ple": None}, "4 tensors of ple_gate; 0 go with"),
+        ({"ple": GIVEN["ple"][:, :3]}, "ple has 3 layers, not 4"),
+        ({"inv_freq": torch.ones(64)}, "inv_freq has 64 entries for heads of 256"),
+        ({"q_norms": _but(GIVEN["q_norms"], 3, GIVEN["q_norms"][0])}, r"layer 3 \(F\): q_norm is \[256\]; .* \[512\]"),
+        ({"qkv_packed": _but(GIVEN["qkv_packed"], 2, GIVEN["qkv_packed"][0])}, r"layer 2 \(S\): qkv_packed is \[32, "),
+        ({"down_scales": _but(GIVEN["down_scales"], 0, GIVEN["down_scales"][0][:, ::2])}, r"\(s\): down_scales"),
+        ({"v_caches": _but(GIVEN["v_caches"], 1, GIVEN["v_caches"][0])}, r"layer 1 \(f\): v_cache is"),
+        ({"num_q_heads": 3}, "qkv_packed is"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ProblemError, match=why):
+        decode_layers(**GIVEN | changes)
+
+
+def test_layers_that_own_nothing_get_what_they_attend_to() -> None:
+    call = decode_layers(**GIVEN)
+    k, given = call.arguments["k_caches"], call.arguments["layers"]
+    assert k[2] is k[0] is GIVEN["k_caches"][0]
+    assert k[3] is k[1] is GIVEN["k_caches"][1]
+    norms = given[LAYER_TENSORS.index("k_norm") :: len(LAYER_TENSORS)]
+    assert [t is None for t in norms] == [False, False, True, True]
+    without = {"ple": None, "ple_gates": [], "ple_projections": [], "post_ple_norms": []}
+    given = decode_layers(**GIVEN | without).arguments["layers"]
+    assert given[LAYER_TENSORS.index("ple_gate") :: len(LAYER_TENSORS)] == (None,) * 4
+
+
+def test_a_step_is_bounded_by_the_keys_that_it_may_see() -> None:
+    assert decode_layers(**GIVEN | {"max_kv_len": 33}).problem.kv_len == 33
+    table = GIVEN["full_block_table"]
+    assert decode_layers(**GIVEN | {"max_kv_len": 0}).problem.kv_len == table.shape[1] * GIVEN["k_caches"][0].shape[2]
+
+
+# ---- what goes around it
+
+
+@pytest.mark.parametrize("arch", ["sm70", "sm80", "sm89", "sm120"])
+def test_where_it_does_not_serve_it_says_what_does(arch: str) -> None:
+    why = KERNEL.why_unsupported(Problem(dtype="fp16", residual_dtype="fp32"), Target.of(find_arch(arch)))
+    assert why is not None
+    assert "other kernels serve it" in why
+
+
+def asked_of(config: ModelConfig, target: Target | None, *, rows: int = 1, changed: Any = None) -> set[str]:
+    """The kernels that a step asks for. changed: of the model's weights, what takes their place."""
+    asked: set[str] = set()
+    ops = KernelOps(Record(lambda kernel, *_: asked.add(kernel), lambda _: None, target), torch.bfloat16)
+    weights = synthetic_model(config, ops)
+    model = Gemma4(config, weights if changed is None else changed(weights), ops)
+    cache = KVCache.whole(config, ops, batch=rows, max_len=32)
+    ids = torch.empty(rows, 1, dtype=torch.int64, device="meta")
+    asked.clear()
+    model.forward(Batch.decode(ids, ids[:, 0], cache, 32), cache)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("rows", "arch", "serves"),
+    [(1, "sm90", True), (1, "sm100", True), (2, "sm90", False), (1, "sm80", False), (1, "sm120", False),
+     (1, None, False)],
+)  # fmt: skip
+def test_one_token_of_one_sequence_goes_through_all_layers_at_once(rows: int, arch: str | None, serves: bool) -> None:
+    target = None if arch is None else Target.of(find_arch(arch))
+    asked = asked_of(MODELS["all"], target, rows=rows)
+    assert ("decode_layers" in asked) == serves
+    assert ("attn_decode" in asked) == (not serves)
+
+
+def _w4(like: W4Linear, group_size: int) -> W4Linear:
+    strips, _, rows = like.scales.shape
+    scales = like.scales.new_empty(strips, like.in_features // group_size, rows)
+    return replace(like, scales=scales, group_size=group_size)
+
+
+@pytest.mark.parametrize("what", ["dense", "coarse"])
+@pytest.mark.parametrize("name", ["qkv", "out", "gate_up", "down"])
+def test_other_matrices_go_layer_by_layer(name: str, what: str) -> None:
+    def changed(weights: Any) -> Any:
+        last = weights.layers[-1]
+        old: W4Linear = getattr(last, name)
+        dense = DenseLinear(torch.empty(old.out_features, old.in_features, dtype=torch.bfloat16, device="meta"))
+        new = dense if what == "dense" else _w4(old, 64)
+        return replace(weights, layers=(*weights.layers[:-1], replace(last, **{name: new})))
+
+    config = replace(MODELS["all"], hidden_size=128)
+    config = replace(config, layers=tuple(replace(x, intermediate_size=128) for x in config.layers))
+    assert "decode_layers" in asked_of(config, H200)
+    assert "decode_layers" not in asked_of(config, H200, changed=changed)
+
+
+def test_sizes_that_it_does_not_take_go_layer_by_layer() -> None:
+    config = MODELS["both"]
+    rope = config.rope | {"sliding": replace(config.rope["sliding"], num_rotated=64)}
+    layers = tuple(replace(x, head_dim=128 if x.is_sliding else 512) for x in config.layers)
+    small = replace(config, layers=layers, rope=rope)
+    assert {"attn_decode", "w4a16_gemm"} <= asked_of(small, H200)
+    first, second, *others = config.layers
+    windows = replace(config, layers=(first, replace(second, window=7), *others))
+    assert "decode_layers" not in asked_of(windows, H200)
+
+
+def test_a_layer_may_share_the_last_of_its_kind_alone() -> None:
+    config = model_of("sssS")
+    assert "decode_layers" in asked_of(config, H200)
+    other = replace(config, layers=(*config.layers[:3], replace(config.layers[3], kv_source=1)))
+    assert "decode_layers" not in asked_of(other, H200)
+
+
+def test_experts_go_layer_by_layer() -> None:
+    asked = asked_of(read_model_config(RELEASED / "gemma-4-26b-a4b"), H200)
+    assert "moe_w4a16" in asked
+    assert "decode_layers" not in asked
+
+
+def test_dense_layers_of_a_model_ask_for_nothing_else() -> None:
+    for name in ("gemma-4-31b", "gemma-4-12b", "gemma-4-e4b", "gemma-4-e2b"):
+        asked = asked_of(read_model_config(RELEASED / name), H200)
+        assert asked - {"dense_gemv", "w4a16_gemm", "ple_inputs"} == {"embed", "decode_layers"}, name
+
+
+# ---- who may launch it without a cooperative launch
+
+
+def test_the_first_executor_of_forwards_is_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only its grids need no cooperative launch: two half-resident ones would wait for each other for ever."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    launcher: Any = SimpleNamespace(index=77, target=H200)
+    other: Any = SimpleNamespace(index=78, target=H200)
+    first = Launch(launcher, in_forwards=True)
+    assert first.alone
+    assert not Launch(launcher, in_forwards=True).alone
+    assert not Launch(launcher).alone, "calls of others run on streams of theirs"
+    assert Launch(other, in_forwards=True).alone, "another GPU"
+    del first
+    gc.collect()
+    assert Launch(launcher, in_forwards=True).alone
+
+    (tmp_path / "control").touch()
+    assert shares_sms()
+    assert not Launch(launcher, in_forwards=True).alone, "other processes' grids may be half-resident too"
+
+
+def test_who_is_not_alone_launches_cooperatively() -> None:
+    pytest.importorskip("cuda.bindings")
+    from kerngen.runtime.launcher import _attributes
+
+    (launch,) = KERNEL.launches(Problem(), KERNEL.default_config(Problem(), H200), H200)
+    assert [len(_attributes(launch, True, alone)) for alone in (False, True)] == [2, 1]

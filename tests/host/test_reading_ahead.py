@@ -7,6 +7,7 @@ is not read ahead.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +29,10 @@ from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
-from kerngen.templates.kernel import Launch
+from kerngen.templates.kernel import Launch, spread
 
 R = TypeVar("R")
+TINY = Path(__file__).parents[2] / "examples" / "tiny" / "gemma-4-tiny-w4a16"
 SERVED = {"head_dim": 128, "global_head_dim": 256, "hidden_size": 64, "intermediate_size": 96}
 
 
@@ -64,28 +66,42 @@ class Chain(TorchDispatchMode):
         return result
 
 
+def _attending(call: Call[Any]) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Of each attention in `call` that reads ahead what it is given, as attn_decode, its q_len and its window."""
+    p, given = call.problem, call.arguments
+    if call.kernel == "attn_decode":
+        yield dict(given), p.q_len, p.window
+    elif call.kernel == "decode_layers":
+        for letter, k_cache in zip(p.layers, given["k_caches"], strict=True):
+            kind = "" if letter in "sS" else "full_"
+            of_kind = {"block_table": given[f"{kind}block_table"], "slot_mapping": given[f"{kind}slots"]}
+            same = {name: given[name] for name in ("kv_lens", "positions")}
+            yield {"k_cache": k_cache, **same, **of_kind}, 1, 0 if kind else p.window
+
+
 class Watched(Reference):
     """The reference executor, which notes what each call writes, and checks what it would read ahead."""
 
-    def __init__(self, chain: Chain) -> None:
-        super().__init__()
+    def __init__(self, chain: Chain, target: Target | None = None) -> None:
+        super().__init__(target=target)
         self.chain = chain
         self.num_read = 0  # keys
 
     def run(self, call: Call[R], where: str) -> R:
         self.chain.inside = True
         try:
-            if call.kernel == "attn_decode":
-                self._check(dict(call.arguments), call.problem.q_len, call.problem.window, where)
+            attending = list(_attending(call))
+            for given, q_len, window in attending:
+                self._check(given, q_len, window, where)
             result = super().run(call, where)
             if call.kernel == "embed":
                 self.chain.finish()
-            slots = call.arguments.get("slot_mapping")
-            for name in find_kernel(call.kernel).outputs:
-                if isinstance(tensor := call.arguments[name], Tensor):
-                    self.chain.young[_storage(tensor)] = tensor
-                    if name == "k_cache" and slots is not None:
-                        self.chain.slots.setdefault(_storage(tensor), []).append(slots)
+            outputs = {name: call.arguments[name] for name in find_kernel(call.kernel).outputs}
+            for tensor in (t for _, t in spread(outputs) if isinstance(t, Tensor)):
+                self.chain.young[_storage(tensor)] = tensor
+            for given in (given for given, *_ in attending) if attending else (call.arguments,):
+                if (cache := given.get("k_cache")) is not None and given.get("slot_mapping") is not None:
+                    self.chain.slots.setdefault(_storage(cache), []).append(given["slot_mapping"])
             return result
         finally:
             self.chain.inside = False
@@ -122,6 +138,17 @@ def test_forwards_have_written_before_embed_what_is_read_ahead(variant: str, tmp
         engine = Engine(model, drafter, max_len=80, num_draft_tokens=2, prefill_chunk=11, page_size=16)
         engine.generate([config.bos_id, *range(3, 27)], max_new_tokens=8)
     assert watched.num_read > 100
+
+
+def test_forwards_have_written_what_all_layers_at_once_read_ahead() -> None:
+    target = Target.of(find_arch("sm90"))
+    with Chain() as chain:
+        ops = KernelOps(watched := Watched(chain, target), torch.bfloat16)
+        config = read_model_config(TINY)
+        model = Gemma4(config, load_model(TINY, config, ops), ops)
+        engine = Engine(model, max_len=120, prefill_chunk=40, page_size=16)
+        engine.generate([config.bos_id, *range(3, 72)], max_new_tokens=6)
+    assert watched.num_read > 100 * len(config.layers)
 
 
 def test_embed_lets_its_successor_start_after_its_own_wait() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,55 @@ def test_it_rounds_where_the_kernels_of_single_layers_do(config: ModelConfig, dt
     assert "decode_layers" not in apart.asked
     assert torch.equal(got[0], want[0])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got[1], want[1], strict=True))
+
+
+# ---- who has a share of what
+
+
+def _begin(count: int, block: int, blocks: int) -> int:
+    """shares.cuh.jinja's begin_of."""
+    dealt = min(count, blocks)
+    return count * min(block, dealt) // dealt
+
+
+def _owner(unit: int, count: int, blocks: int) -> int:
+    """shares.cuh.jinja's owner_of."""
+    return ((unit + 1) * min(count, blocks) - 1) // count
+
+
+@pytest.mark.parametrize("strips", [1, 3, 16, 48, 80, 168])
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 11, 33])
+@pytest.mark.parametrize("blocks", [1, 7, 48, 132, 148])
+def test_every_unit_has_one_owner_and_parts_of_a_strip_their_slots(strips: int, parts: int, blocks: int) -> None:
+    units = strips * parts
+    runs = [(_begin(units, b, blocks), _begin(units, b + 1, blocks)) for b in range(blocks)]
+    assert runs[0][0] == 0
+    assert runs[-1][1] == units
+    assert all(a[1] == b[0] for a, b in pairwise(runs))
+    owners = {u: b for b, (first, end) in enumerate(runs) for u in range(first, end)}
+    assert all(_owner(u, units, blocks) == b for u, b in owners.items())
+    most = 0
+    for strip in range(strips):
+        first = owners[strip * parts]
+        slots = sorted({owners[strip * parts + part] - first for part in range(parts)})
+        assert slots == list(range(len(slots))), "no slot is left empty: whoever sums them would wait for ever"
+        most = max(most, len(slots))
+    assert most <= layers_spec._most_that_meet(strips, parts, blocks)
+
+
+def test_all_blocks_have_a_share_of_what_all_wait_for() -> None:
+    """Whoever posts a share of `down` has read all that was posted before: that is why the rest may be cleared."""
+    cases = [c for c in (*KERNEL.cases.CASES, *KERNEL.bench.BENCH_CASES)
+             if KERNEL.why_unsupported(c.problem, H200) is None]  # fmt: skip
+    assert len(cases) > 50
+    for case in cases:
+        p, config = case.problem, KERNEL.default_config(case.problem, H200)
+        (launch,) = KERNEL.launches(p, config, H200)
+        for letter in p.layers:
+            for units in (2 * p.inner_of(letter) // 32, p.hidden // 32 * config.down_parts):
+                runs = [_begin(units, b, launch.grid[0]) for b in range(launch.grid[0] + 1)]
+                assert all(a < b for a, b in pairwise(runs)), case
+        assert launch.cooperative
 
 
 # ---- the op

@@ -1,0 +1,143 @@
+"""decode_layers on a GPU: what blocks post is cleared behind them, grids on two streams, and the models' own layers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from kerngen.arch import Target
+from kerngen.cache import CompileCache
+from kerngen.errors import LaunchError
+from kerngen.measure import check_function, compare, fresh, load, target_here
+from kerngen.render import render
+from kerngen.runtime.launcher import Function
+from kerngen.templates import find_kernel
+from kerngen.templates.decode_layers.spec import Config, Problem
+from kerngen.templates.kernel import Case
+
+KERNEL = find_kernel("decode_layers")
+# E2B's and E4B's heads with narrower matrices; a dense model's
+ALL = Problem(
+    "ssfsSFS", 1536, 8, 1, 256, 1, 512, False, 2752, 4096, ple_width=256, window=512, kv_len=700
+)  # fmt: skip
+DENSE = Problem("sssf", 2560, 16, 8, 256, 1, 512, True, 2752, kv_len=300)
+
+
+def _loaded(case: Case) -> Function:
+    target = target_here()
+    if (why := KERNEL.why_unsupported(case.problem, target)) is not None:
+        pytest.skip(why)
+    return load(KERNEL, case.problem, KERNEL.default_config(case.problem, target))
+
+
+@pytest.mark.parametrize("case", [*KERNEL.cases.CASES, *KERNEL.bench.BENCH_CASES], ids=str)
+def test_every_launch_finds_a_clean_workspace(case: Case) -> None:
+    function = _loaded(case)
+    for seed in range(3):
+        result = check_function(function, Case(case.name, case.problem, seed, case.options))
+        assert result.ok, result.message
+    _, size = function.plan(case.problem)
+    assert not function.workspace(size).any(), "a word that is not zero would be taken for the next launch's"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("problem", [ALL, DENSE], ids=["all", "dense"])
+def test_a_launch_right_behind_another(problem: Problem, alone: bool) -> None:
+    """Each begins to fetch, and to run its dry turns, while the one before it still posts; what that writes, the row
+    that the next one begins with, it must not read before.
+    """
+    case = KERNEL.cases.case_for(problem)
+    function = _loaded(case)
+    given = KERNEL.cases.inputs(case, "cuda")
+    rows = [given["residual"], *(torch.full_like(given["residual"], float("nan")) for _ in range(8))]
+    wanted = rows[0]
+    for _ in range(8):
+        expected = KERNEL.reference.expected(problem, given | {"residual": wanted})
+        wanted = expected["out"].to(wanted.dtype)
+    for residual, out in pairwise(rows):
+        function.run(problem, given | {"residual": residual, "out": out}, in_forward=True, alone=alone)
+    torch.cuda.synchronize()
+    # flips of one launch move the next one's rows; a row read too early has nothing to do with what is wanted
+    assert torch.nn.functional.cosine_similarity(rows[-1].float(), wanted.float()).item() > 0.995
+
+
+@pytest.mark.parametrize("num_sms", [16, 60, 132])
+@pytest.mark.parametrize("num_warps", [8, 12, 16])
+@pytest.mark.parametrize("split_tiles", [1, 4])
+def test_other_configurations_and_boards(num_warps: int, split_tiles: int, num_sms: int) -> None:
+    """Fewer SMs than there are: long shares, more strips in each, and more tiles of keys."""
+    case, here = KERNEL.cases.case_for(ALL), target_here()
+    target = Target(here.arch, replace(here.device, num_sms=min(num_sms, here.device.num_sms)))
+    config = Config(num_warps, 48, 4, 2, 2, 3, 5, 5, split_tiles)
+    if (why := KERNEL.why_invalid(case.problem, config, target)) is not None:
+        pytest.skip(why)
+    image = CompileCache().get_or_compile(render(KERNEL, case.problem, config, target), target.arch).image
+    result = check_function(Function(KERNEL, config, target, image), case)
+    assert result.ok, result.message
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e4])
+def test_what_is_no_number_stays_none_and_an_outlier_is_one(value: float) -> None:
+    case = KERNEL.cases.case_for(ALL)
+    function = _loaded(case)
+    given = KERNEL.cases.inputs(case, "cuda")
+    given["residual"][0, 40] = value
+    expected = KERNEL.reference.expected(case.problem, given)
+    function(case.problem, **given)
+    torch.cuda.synchronize()
+    if value == 3e4:
+        result = compare(KERNEL, case, given, expected)
+        assert result.ok, result.message
+    else:
+        assert given["out"].isnan().all(), "and no launch waits for ever"
+
+
+def test_grids_of_two_streams_do_not_wait_for_each_other() -> None:
+    case = KERNEL.cases.case_for(DENSE)
+    functions = [_loaded(case), _loaded(case)]  # a workspace each
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    given: list[dict[str, Any]] = [
+        KERNEL.cases.inputs(Case(case.name, case.problem, seed), "cuda") for seed in range(2)
+    ]
+    expected = [KERNEL.reference.expected(case.problem, inputs) for inputs in given]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for function, stream, inputs in zip(functions, streams, given, strict=True):
+            with torch.cuda.stream(stream):
+                function(case.problem, **inputs)
+    ended = [stream.record_event() for stream in streams]
+    deadline = time.monotonic() + 30
+    while not all(event.query() for event in ended):
+        assert time.monotonic() < deadline, "two half-resident grids wait for each other"
+        time.sleep(0.01)
+    for inputs, wanted in zip(given, expected, strict=True):
+        result = compare(KERNEL, case, inputs, wanted)
+        assert result.ok, result.message
+
+
+def test_a_graph_names_arrays_of_addresses_that_stay() -> None:
+    """They are made by the first launch; a capture that would have to make them is refused, and spoils nothing."""
+    case = KERNEL.cases.case_for(DENSE)
+    function = _loaded(case)
+    given = KERNEL.cases.inputs(case, "cuda")
+    expected = KERNEL.reference.expected(case.problem, given)
+    others = fresh(given)
+    function(case.problem, **given)
+    torch.cuda.synchronize()
+    with pytest.raises(LaunchError, match="being captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        function(case.problem, **others)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function(case.problem, **given)
+    function(case.problem, **others)  # other arrays
+    given["out"].fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    for outputs in (given, others):
+        result = compare(KERNEL, case, outputs, expected)
+        assert result.ok, result.message

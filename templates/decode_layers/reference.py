@@ -31,34 +31,34 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
     without K and V of their own give the caches that they attend to.
     """
     p, eps = problem, inputs["eps"]
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return rounded(rms_norm(x, weight, eps), p.dtype)
+
+    def add(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return add_normed(stream, x, weight, eps, p.dtype, p.residual_dtype)
+
     stream = inputs["residual"].float()
     caches: list[tuple[Tensor, Tensor]] = []
     last: dict[str, tuple[Tensor, Tensor]] = {}  # caches, with the new token, by the kind of layer
     for index, letter in enumerate(p.layers):
         w = _tensors(inputs, index)
-
-        def add(stream: Tensor, x: Tensor, norm: str, w: dict[str, Any] = w) -> Tensor:
-            return add_normed(stream, x, w[norm], eps, p.dtype, p.residual_dtype)
-
-        heads = _product(rounded(rms_norm(stream, w["input_norm"], eps), p.dtype), w, "qkv", p.dtype)
-        q, k, v = _heads(p, letter, heads, w, inputs)
+        q, k, v = _heads(p, letter, _product(norm(stream, w["input_norm"]), w, "qkv", p.dtype), w, inputs)
         if letter.islower():
             slots = _given(inputs, letter, "slots").where(inputs["kv_lens"] > 0, -1)
             old = inputs["k_caches"][index], inputs["v_caches"][index]
             last[letter] = written(old[0], slots, k), written(old[1], slots, v)
         caches.append(last[letter.lower()])
-        stream = add(stream, _product(_attended(p, letter, q, caches[-1], inputs), w, "out", p.dtype),
-                     "post_attention_norm")  # fmt: skip
-        x = rounded(rms_norm(stream, w["pre_ffn_norm"], eps), p.dtype)
-        gate, up = _product(x, w, "gate_up", p.dtype, gated=True).chunk(2, dim=-1)
-        stream = add(stream, _product(gelu_gated(gate, up, p.dtype), w, "down", p.dtype), "post_ffn_norm")
+        attended = _attended(p, letter, q, caches[-1], inputs)
+        stream = add(stream, _product(attended, w, "out", p.dtype), w["post_attention_norm"])
+        gate, up = _product(norm(stream, w["pre_ffn_norm"]), w, "gate_up", p.dtype, gated=True).chunk(2, dim=-1)
+        stream = add(stream, _product(gelu_gated(gate, up, p.dtype), w, "down", p.dtype), w["post_ffn_norm"])
         if p.ple_width:
             of_ple = w["ple_gate"], w["ple_projection"], w["post_ple_norm"]
             stream = add_per_layer(stream, inputs["ple"][:, index], *of_ple, eps, p.dtype, p.residual_dtype)
         stream = rounded(stream * w["layer_scalar"].float(), p.residual_dtype)
     k_caches, v_caches = zip(*caches, strict=True)
-    out = rounded(rms_norm(stream, inputs["final_norm"], eps), p.dtype)
-    return {"out": out, "k_caches": k_caches, "v_caches": v_caches}
+    return {"out": norm(stream, inputs["final_norm"]), "k_caches": k_caches, "v_caches": v_caches}
 
 
 def _tensors(inputs: dict[str, Any], index: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _heads(
         "positions": inputs["positions"], "eps": inputs["eps"],
     }  # fmt: skip
     return new_heads(
-        raw, p.num_q_heads, p.heads_of(letter)[0] if letter.islower() else 0, is_full and p.k_eq_v and letter == "f",
+        raw, p.num_q_heads, p.heads_of(letter)[0] if letter.islower() else 0, letter == "f" and p.k_eq_v,
         p.num_full_rotated_pairs if is_full else p.num_rotated_pairs, p.dtype, given,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kerngen
 from kerngen.arch import Target, find_arch
 from kerngen.errors import ProblemError
 from kerngen.runtime.batch import Batch
@@ -216,6 +217,20 @@ GIVEN = _given()
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ProblemError, match=why):
         decode_layers(**GIVEN | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "why"),
+    [
+        ("input_norms", torch.ones(32, dtype=torch.bfloat16), r"input_norms\[2\] is torch.bfloat16 \[32\]; .* D\[H\]"),
+        ("q_norms", torch.ones(256), r"q_norms\[2\] is torch.float32 \[256\]; it takes each D\[_\] with D = torch.bf"),
+        ("out_packed", torch.ones(2, 16, 32, 8).int(), r"out_packed\[2\] is .* it takes each int32\[_, _, 32, 4\]"),
+        ("down_scales", torch.ones(2, 3).bfloat16(), r"down_scales\[2\] is .* it takes each D\[_, _, 32\]"),
+    ],
+)
+def test_each_of_a_list_is_checked_where_others_call_it(name: str, tensor: Tensor, why: str) -> None:
+    with pytest.raises(ProblemError, match=f"decode_layers: {why}"):
+        kerngen.ops.decode_layers(**GIVEN | {name: _but(GIVEN[name], 2, tensor)})
 
 
 def test_layers_that_own_nothing_get_what_they_attend_to() -> None:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.attn_prefill import op as _attn_prefill
     from kerngen.templates.call import Op
     from kerngen.templates.centroid_head import op as _centroid_head
+    from kerngen.templates.decode_advance import op as _decode_advance
     from kerngen.templates.decode_chain import op as _decode_chain
+    from kerngen.templates.decode_inputs import op as _decode_inputs
     from kerngen.templates.dense_gemv import op as _dense_gemv
     from kerngen.templates.embed import op as _embed
     from kerngen.templates.gelu_gate import op as _gelu_gate
@@ -51,7 +53,9 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     attn_prefill_dense = _run(_attn_prefill.attn_prefill_dense)
     centroid_greedy = _run(_centroid_head.centroid_greedy)
     centroid_logits = _run(_centroid_head.centroid_logits)
+    decode_advance = _run(_decode_advance.decode_advance)
     decode_chain = _run(_decode_chain.decode_chain)
+    decode_inputs = _run(_decode_inputs.decode_inputs)
     dense_gemv = _run(_dense_gemv.dense_gemv)
     embed = _run(_embed.embed)
     gelu_gate = _run(_gelu_gate.gelu_gate)
@@ -80,7 +84,9 @@ __all__ = [
     "attn_prefill_dense",
     "centroid_greedy",
     "centroid_logits",
+    "decode_advance",
     "decode_chain",
+    "decode_inputs",
     "dense_gemv",
     "embed",
     "gelu_gate",

@@ -132,7 +132,7 @@ def test_a_model_gives_the_same_with_it_and_without() -> None:
         gemma = Gemma4(model.target, synthetic_model(model.target, ops, 0), ops)
         cache = KVCache.whole(model.target, ops, batch=1, max_len=64)
         ids = torch.tensor([[7]])
-        batch = Batch.decode(ids, torch.zeros(1, dtype=torch.int64), cache, 64)
+        batch = Batch.decode(ids, torch.zeros(1, dtype=torch.int64), cache, 64, ops)
         hidden.append(gemma.forward(batch, cache))
     assert "decode_chain" not in asked[0]
     assert "decode_chain" in asked[1]

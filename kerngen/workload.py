@@ -251,10 +251,13 @@ def _record_decode(notes: _Notes, model: Gemma4, pool: KVCache) -> None:
                 cache = _cache(pool, batch, context)
                 ids = torch.empty(batch, q_len, dtype=torch.int64, device=ops.device)
                 lengths = torch.empty(batch, dtype=torch.int64, device=ops.device)
-                hidden = model.forward(Batch.decode(ids, lengths, cache, context), cache)
-                model.greedy(hidden)
+                states = model.forward(Batch.decode(ids, lengths, cache, context, ops), cache)
+                tokens = model.greedy(states).view(batch, q_len)
+                drafts = torch.empty(batch, q_len - 1, dtype=torch.int64, device=ops.device)
+                token, limits = torch.empty_like(lengths), torch.empty_like(lengths)
+                ops.decode_advance(tokens, drafts, states, token, lengths, limits, states[:batch])
                 notes.counts = False
-                model.logits(hidden)
+                model.logits(states)
                 notes.counts = True
 
 

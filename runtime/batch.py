@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kerngen.runtime.cache import KVCache
+from kerngen.runtime.cache import KINDS, KVCache
+from kerngen.runtime.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +31,18 @@ class Batch:
     max_seqlen: int = 0
 
     @staticmethod
-    def decode(ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int) -> Batch:
+    def decode(ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int, ops: Ops) -> Batch:
         """ids [B, q_len] follow `lengths` [B] int64 committed tokens. All values are computed on the device."""
         q_len = ids.shape[1]
-        positions = lengths[:, None] + torch.arange(q_len, device=ids.device) if q_len > 1 else lengths[:, None]
-        slots = cache.slots(positions)
-        kv_lens = (lengths + q_len).to(torch.int32)
-        return Batch(ids.flatten(), positions.flatten(), kv_lens, slots, q_len, max_kv_len)
+        positions, kv_lens, slots = ops.decode_inputs(lengths, cache.tables, q_len, cache.page_size)
+        return Batch(ids.flatten(), positions, kv_lens, dict(zip(KINDS, slots, strict=True)), q_len, max_kv_len)
 
     @staticmethod
     def prefill(ids: Tensor, start: int, cache: KVCache) -> Batch:
         """One sequence's chunk: ids [n] at positions start to start + n - 1."""
         n = len(ids)
         positions = torch.arange(start, start + n, device=ids.device)
-        slots = cache.slots(positions[None])
+        slots = cache.slots_of(torch.zeros_like(positions), positions)
         ends = torch.tensor([0, n], dtype=torch.int32, device=ids.device)
         kv_lens = torch.tensor([start + n], dtype=torch.int32, device=ids.device)
         return Batch(ids, positions, kv_lens, slots, 0, start + n, ends, n)

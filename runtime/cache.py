@@ -93,20 +93,14 @@ class KVCache:
         """The pool that `layer` of the target reads: its own, or that of the layer it shares."""
         return self._pages[layer.kv_source]
 
-    def slots(self, positions: Tensor) -> dict[str, Tensor]:
-        """slot_mapping [batch * n] int64, by layer kind, of positions [batch, n] int64; computed on the device.
-
-        Raises nothing: the caller keeps positions below max_len.
-        """
-        page = (positions // self.page_size).expand(2, -1, -1)
-        return self._slots(self.tables.gather(2, page).flatten(1), (positions % self.page_size).flatten())
-
     def slots_of(self, rows: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """As `slots`, for positions [T] int64 of the sequences rows [T] int64."""
-        return self._slots(self.tables[:, rows, positions // self.page_size], positions % self.page_size)
+        """slot_mapping [T] int64, by layer kind, of positions [T] int64 of the sequences rows [T] int64.
 
-    def _slots(self, pages: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-        slots = torch.add(offsets, pages, alpha=self.page_size)  # [2, T] int64
+        Computed on the device, and raises nothing: the caller keeps positions below max_len. A decode step asks
+        `Ops.decode_inputs` instead.
+        """
+        pages = self.tables[:, rows, positions // self.page_size]
+        slots = torch.add(positions % self.page_size, pages, alpha=self.page_size)  # [2, T] int64
         return {kind: slots[i] for i, kind in enumerate(KINDS)}
 
     def wipe(self) -> None:

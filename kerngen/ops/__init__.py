@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.attn_prefill import op as _attn_prefill
     from kerngen.templates.call import Op
     from kerngen.templates.centroid_head import op as _centroid_head
+    from kerngen.templates.decode_advance import op as _decode_advance
+    from kerngen.templates.decode_inputs import op as _decode_inputs
     from kerngen.templates.decode_layers import op as _decode_layers
     from kerngen.templates.dense_gemv import op as _dense_gemv
     from kerngen.templates.embed import op as _embed
@@ -51,6 +53,8 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     attn_prefill_dense = _run(_attn_prefill.attn_prefill_dense)
     centroid_greedy = _run(_centroid_head.centroid_greedy)
     centroid_logits = _run(_centroid_head.centroid_logits)
+    decode_advance = _run(_decode_advance.decode_advance)
+    decode_inputs = _run(_decode_inputs.decode_inputs)
     decode_layers = _run(_decode_layers.decode_layers)
     dense_gemv = _run(_dense_gemv.dense_gemv)
     embed = _run(_embed.embed)
@@ -80,6 +84,8 @@ __all__ = [
     "attn_prefill_dense",
     "centroid_greedy",
     "centroid_logits",
+    "decode_advance",
+    "decode_inputs",
     "decode_layers",
     "dense_gemv",
     "embed",

@@ -23,7 +23,7 @@ from kerngen.runtime.engine.scheduler import Chunk, NewPage
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseExperts
 from kerngen.runtime.ops.outside import GATHERED_ROWS
-from kerngen.runtime.sampling import Parameters, accepted, choose, cut_for, likeliest
+from kerngen.runtime.sampling import Parameters, choose, cut_for, likeliest
 
 # Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -93,7 +93,6 @@ class Runner:
         self.hidden = torch.zeros(max_batch, config.hidden_size, dtype=ops.dtype, device=device)
         experts = any(w.moe is not None and isinstance(w.moe.gate_up, DenseExperts) for w in model.weights.layers)
         self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
-        self._rows = torch.arange(max_batch, device=device)
         self._suppressed = torch.tensor(list(suppressed_ids), dtype=torch.int64, device=device)
         self._mask: Tensor | None = None  # [max_batch, vocab] of what a row suppresses, once one does
         self._graphs: dict[tuple[int, int, Way, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -135,10 +134,12 @@ class Runner:
         self.cache.tables.index_put_((kind, row, index), page.to(torch.int32))
 
     def _join(self, first: int, handles: Sequence[Handle]) -> None:
-        """Rows `first` and on get what is known of them; their token and hidden state come from prefill."""
+        """Rows `first` and on get what is known of them, as if the last prefilled token were the one of a decode step:
+        `_advance` brings the rest.
+        """
         rows = slice(first, first + len(handles))
         sampling = [h.request.sampling for h in handles]
-        ints = [(0, h.goal, h.limit, s.top_k, s.key) for h, s in zip(handles, sampling, strict=True)]
+        ints = [(0, h.goal - 1, h.limit, s.top_k, s.key) for h, s in zip(handles, sampling, strict=True)]
         self.ints[:, rows] = self._sent(ints, torch.int64).T
         self.floats[:, rows] = self._sent([s.floats for s in sampling], torch.float32).T
         self.cache.tables[:, rows] = self._tables(handles, self.cache.tables.shape[2])
@@ -198,10 +199,8 @@ class Runner:
         joining = [handles[i] for i in done]
         self._join(num_running, joining)
         rows = slice(num_running, num_running + len(done))
-        chosen = self._choose(hidden, self.ints[LENGTH, rows], rows, 1, Way.of(joining))[:, None]
-        torch.clamp(chosen[:, 0], min=0, out=self.ints[TOKEN, rows])
-        self.hidden[rows] = hidden
-        return self._result(chosen, hidden, counted=False, began=None)
+        chosen = self._choose(hidden, self.ints[LENGTH, rows], rows, 1, Way.of(joining))
+        return self._result(self._advance(chosen[:, None], None, hidden, rows), began=None)
 
     # -- decode
 
@@ -219,40 +218,35 @@ class Runner:
         else:
             began = self._now()
             result = self.step(batch, num_drafts, way, self.max_kv_len)
-        hidden = self.hidden[: len(handles)]
-        return self._result(result[: len(handles)], hidden, counted=num_drafts > 0, began=began)
+        return self._result(result[: len(handles)], began=began)
 
     def step(self, batch: int, num_drafts: int, way: Way, max_kv_len: int) -> Tensor:
         """One decode step of rows 0 to batch - 1, all on the device.
 
-        Returns [batch, 1] int64, the tokens; with drafts [batch, num_drafts + 2]: how many tokens are valid, then they.
-        One that is -1 could not be chosen; the step that may be running behind goes on from token 0. max_kv_len: no
-        context is longer, nor will be when a captured step is replayed.
+        Returns [batch, num_drafts + 3] int64, see `_read`. A token that is -1 could not be chosen; the step that may be
+        running behind goes on from token 0. max_kv_len: no context is longer, nor will be when a captured step is
+        replayed.
         """
-        cache = self.cache.rows(batch)
-        token, lengths, limits = self.ints[TOKEN, :batch], self.ints[LENGTH, :batch], self.ints[LIMIT, :batch]
-        hidden = self.hidden[:batch]
-        ids = token[:, None]
+        cache, rows = self.cache.rows(batch), slice(0, batch)
+        token, lengths = self.ints[TOKEN, rows], self.ints[LENGTH, rows]
+        ids, drafts = token[:, None], None
         if num_drafts and self.drafter is not None:
-            drafts = self.drafter.draft(token, hidden, lengths, cache, num_drafts, max_kv_len)
+            drafts = self.drafter.draft(token, self.hidden[rows], lengths, cache, num_drafts, max_kv_len)
             ids = torch.cat((ids, drafts), dim=1)
-        fed = Batch.decode(ids, lengths, cache, max_kv_len)
-        out = self.model.forward(fed, cache)  # [batch * q_len, H]
-        tokens = self._choose(out, fed.positions + 1, slice(0, batch), num_drafts + 1, way).view(batch, -1)
-        if not num_drafts:
-            torch.clamp(tokens[:, 0], min=0, out=token)
-            hidden.copy_(out)
-            torch.minimum(lengths + 1, limits, out=lengths)
-            return tokens
-        last = accepted(drafts, tokens)
-        torch.clamp(tokens.gather(1, last[:, None]).squeeze(1), min=0, out=token)
-        hidden.copy_(out.view(batch, num_drafts + 1, -1)[self._rows[:batch], last])
-        count = last + 1
-        torch.minimum(lengths + count, limits, out=lengths)
-        return torch.cat((count[:, None], tokens), dim=1)
+        fed = Batch.decode(ids, lengths, cache, max_kv_len, self.model.ops)
+        states = self.model.forward(fed, cache)  # [batch * q_len, H]
+        tokens = self._choose(states, fed.positions, rows, num_drafts + 1, way)
+        return self._advance(tokens.view(batch, -1), drafts, states, rows)
+
+    def _advance(self, tokens: Tensor, drafts: Tensor | None, states: Tensor, rows: slice) -> Tensor:
+        """`rows` go on with tokens [n, q_len], chosen from states [n * q_len, H]. Returns what the host will read."""
+        return self.model.ops.decode_advance(
+            tokens, drafts, states, self.ints[TOKEN, rows], self.ints[LENGTH, rows], self.ints[LIMIT, rows],
+            self.hidden[rows],
+        )  # fmt: skip
 
     def _choose(self, hidden: Tensor, positions: Tensor, rows: slice, q_len: int, way: Way) -> Tensor:
-        """The tokens [n] that follow hidden [n, H], q_len a row; positions [n]: where they will stand."""
+        """The tokens [n] that follow the ones at positions [n], which gave hidden [n, H]; q_len a row."""
         if not way.sampled and not way.masked and not len(self._suppressed):
             return self.model.greedy(hidden)
         logits = self.model.logits(hidden)
@@ -265,7 +259,7 @@ class Runner:
             return likeliest(logits)
         ints, floats = self.ints[:, rows], self.floats[:, rows]
         wanted = Parameters(floats[TEMPERATURE], floats[TOP_P], ints[TOP_K], ints[KEY]).repeated(q_len)
-        return choose(logits, positions, wanted, way.cut)
+        return choose(logits, positions + 1, wanted, way.cut)
 
     def _graph(self, batch: int, num_drafts: int, way: Way, longest: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The step as a CUDA graph and the tensor that it leaves its result in, captured when first asked for.
@@ -302,29 +296,28 @@ class Runner:
         event.record()
         return event
 
-    def _result(self, result: Tensor, hidden: Tensor, *, counted: bool, began: float | torch.cuda.Event | None) -> Wait:
+    def _result(self, result: Tensor, *, began: float | torch.cuda.Event | None) -> Wait:
         """Copies what the host will read out of the way of the next step; the function returned waits for it."""
-        if hidden.is_cuda:
+        if result.is_cuda:
             ended = torch.cuda.Event(enable_timing=True)
             ended.record()
-            buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (result, hidden)]
-            for buffer, tensor in zip(buffers, (result, hidden), strict=True):
-                buffer.copy_(tensor, non_blocking=True)
+            buffer = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            buffer.copy_(result, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
 
             def wait() -> Result:
                 copied.synchronize()
                 seconds = began.elapsed_time(ended) / 1e3 if isinstance(began, torch.cuda.Event) else 0.0
-                return _read(buffers[0], buffers[1], counted, seconds)
+                return _read(buffer, seconds)
 
             return wait
         seconds = time.perf_counter() - began if isinstance(began, float) else 0.0
-        kept = result.clone(), hidden.clone()
-        return lambda: _read(*kept, counted, seconds)
+        kept = result.clone()
+        return lambda: _read(kept, seconds)
 
 
-def _read(result: Tensor, hidden: Tensor, counted: bool, seconds: float) -> Result:
+def _read(result: Tensor, seconds: float) -> Result:
+    """result [rows, q_len + 2]: how many tokens count, q_len tokens, whether the state that gave the last is finite."""
     rows: list[list[int]] = result.tolist()
-    tokens = [row[1 : row[0] + 1] for row in rows] if counted else rows
-    return Result(tokens, hidden.isfinite().all(-1).tolist(), seconds)
+    return Result([row[1 : row[0] + 1] for row in rows], [bool(row[-1]) for row in rows], seconds)

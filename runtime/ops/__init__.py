@@ -188,6 +188,33 @@ class Ops(Protocol):
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
         """As prepare, for the matrices of all experts of a layer: gate | up, and down."""
 
+    def decode_inputs(
+        self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Where `q_len` new tokens of each sequence stand, which follow `lengths` tokens in the cache. Before `embed`.
+
+        lengths [B] int64; tables [2, B, max_pages] int32, the block tables of both kinds, whose rows may lie apart.
+        Returns positions [B * q_len] int64, kv_lens [B] int32 and slot_mapping [2, B * q_len] int64, of both kinds.
+        """
+
+    def decode_advance(
+        self,
+        tokens: Tensor,
+        drafts: Tensor | None,
+        states: Tensor,
+        token: Tensor,
+        lengths: Tensor,
+        limits: Tensor,
+        hidden: Tensor,
+    ) -> Tensor:
+        """The end of a decode step, which chose tokens [B, q_len] int64 from states [B * q_len, H] of its tokens.
+
+        drafts [B, q_len - 1] int64, None for none: the leading ones that are what was chosen are accepted, and the
+        token after them counts. In place: token [B] int64 becomes the last that counts, 0 where that is -1; hidden
+        [B, H] the state that gave it; lengths [B] int64 grows by how many count, up to limits [B] int64. Returns
+        [B, q_len + 2] int64: how many count, tokens, and whether hidden is finite.
+        """
+
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
         """table[ids] * scale. ids [T] int64, table [vocab, H], scale already rounded to the table's dtype.
 

@@ -26,7 +26,7 @@ from kerngen.runtime.ops import (
     own_kv,
     residual_dtype,
 )
-from kerngen.runtime.sampling import likeliest
+from kerngen.runtime.sampling import accepted, likeliest
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.row_torch import DTYPE_NAME, gelu_gated, rms_norm
@@ -61,6 +61,31 @@ class TorchOps:
 
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
         return unpacked_experts(gate_up), unpacked_experts(down)
+
+    def decode_inputs(
+        self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        positions = lengths[:, None] + torch.arange(q_len, device=lengths.device)  # [B, q_len]
+        pages = tables.gather(2, (positions // page_size).expand(2, -1, -1))
+        slots = torch.add(positions % page_size, pages, alpha=page_size)  # [2, B, q_len] int64
+        return positions.flatten(), (lengths + q_len).to(torch.int32), slots.flatten(1)
+
+    def decode_advance(
+        self,
+        tokens: Tensor,
+        drafts: Tensor | None,
+        states: Tensor,
+        token: Tensor,
+        lengths: Tensor,
+        limits: Tensor,
+        hidden: Tensor,
+    ) -> Tensor:
+        last = torch.zeros_like(lengths) if drafts is None else accepted(drafts, tokens)
+        count, rows = last + 1, torch.arange(len(tokens), device=tokens.device)
+        torch.clamp(tokens[rows, last], min=0, out=token)
+        hidden.copy_(states.view(*tokens.shape, -1)[rows, last])
+        torch.minimum(lengths + count, limits, out=lengths)
+        return torch.cat((count[:, None], tokens, hidden.isfinite().all(-1, keepdim=True).long()), dim=1)
 
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
         return (table[ids] * scale).to(self.residual_dtype)

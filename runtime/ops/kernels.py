@@ -36,6 +36,8 @@ from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.common.row_spec import VEC
 from kerngen.templates.common.w4_pack import interleave, pack
+from kerngen.templates.decode_advance.op import decode_advance
+from kerngen.templates.decode_inputs.op import decode_inputs
 from kerngen.templates.decode_layers import spec as layers_spec
 from kerngen.templates.decode_layers.op import decode_layers
 from kerngen.templates.dense_gemv.op import dense_gemv
@@ -95,6 +97,24 @@ class KernelOps:
         if isinstance(gate_up, W4Experts) and isinstance(down, W4Experts):
             return _packed_experts(gate_up, gated=True), _packed_experts(down, gated=False)
         return unpacked_experts(gate_up), unpacked_experts(down)
+
+    def decode_inputs(
+        self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.executor.run(decode_inputs(lengths, tables, q_len, page_size), "positions and slots")
+
+    def decode_advance(
+        self,
+        tokens: Tensor,
+        drafts: Tensor | None,
+        states: Tensor,
+        token: Tensor,
+        lengths: Tensor,
+        limits: Tensor,
+        hidden: Tensor,
+    ) -> Tensor:
+        call = decode_advance(tokens, drafts, states, token, lengths, limits, hidden)
+        return self.executor.run(call, "end of step")
 
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
         return self.executor.run(embed(ids, table, scale, self.residual_dtype), self._at("embedding"))

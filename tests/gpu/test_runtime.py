@@ -61,7 +61,7 @@ def _hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
     parts = [model.forward(Batch.prefill(ids[i : i + 128], i, cache), cache) for i in range(0, 256, 128)]
     lengths = torch.tensor([256], device="cuda")
     for i in range(256, 296, 4):
-        parts.append(model.forward(Batch.decode(ids[None, i : i + 4], lengths, cache, 256), cache))
+        parts.append(model.forward(Batch.decode(ids[None, i : i + 4], lengths, cache, 256, model.ops), cache))
         lengths += 4
     return torch.cat(parts).float()
 
@@ -97,7 +97,7 @@ def test_graph_steps_equal_single_steps() -> None:
         expected = [int(model.greedy(hidden))]
         lengths = torch.tensor([len(prompt)], device="cuda")
         while len(expected) < 24:
-            batch = Batch.decode(torch.tensor([[expected[-1]]], device="cuda"), lengths, cache, 512)
+            batch = Batch.decode(torch.tensor([[expected[-1]]], device="cuda"), lengths, cache, 512, model.ops)
             expected.append(int(model.greedy(model.forward(batch, cache))))
             lengths += 1
     assert tokens == expected

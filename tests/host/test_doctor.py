@@ -54,7 +54,7 @@ def test_predictions_count_as_such(kerngen: Kerngen) -> None:
     assert found["kernels"]["embed"] == {"exact device": 0, "same arch": 0, "predicted": 14, "default": 0}
     assert found["kernels"]["rmsnorm"]["default"] == 20
     first, *_ = found["commands"]
-    assert first.startswith("kerngen tune --arch sm70 --model gemma-4-31b --kernel rmsnorm,")
+    assert first.startswith("kerngen tune --arch sm70 --model gemma-4-31b --kernel decode_inputs,rmsnorm,")
     assert first.endswith("--objective predicted")
     assert "embed" not in first
 
@@ -64,7 +64,7 @@ def test_what_may_not_be_compiled_and_is_missing_fails(kerngen: Kerngen, monkeyp
     code, out, _ = kerngen("doctor", "--model", MODEL, "--device", "L4")
     assert code == 1
     assert "cannot run: KERNGEN_NO_COMPILE forbids compiling" in out
-    assert "w4a16_gemm(n=" in out
+    assert "embed(hidden=" in out
     assert "kerngen compile --arch sm89 --device L4 --model gemma-4-31b -o FOLDER" in out
     monkeypatch.delenv("KERNGEN_NO_COMPILE")
     code, out, _ = kerngen("doctor", "--model", MODEL, "--device", "L4")

@@ -27,13 +27,13 @@ MOST_BYTES = 1_000_000  # of a case that is small
 
 def small_cases() -> list[list[tuple[Kernel, Case]]]:
     """Small cases, a list for each op and dtype."""
-    found: dict[tuple[str, str], list[tuple[Kernel, Case]]] = {}
+    found: dict[tuple[str, str | None], list[tuple[Kernel, Case]]] = {}
     for kernel in KERNELS:
         for case in kernel.cases.CASES:
             if kernel.cost(case.problem).bytes > MOST_BYTES:
                 continue
             if call := kernel.cases.op_call(case, kernel.cases.inputs(case, torch.device("cpu"))):
-                found.setdefault((call[0].name, case.problem.dtype), []).append((kernel, case))
+                found.setdefault((call[0].name, fields_of(case.problem).get("dtype")), []).append((kernel, case))
     return list(found.values())
 
 

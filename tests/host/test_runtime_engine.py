@@ -365,4 +365,4 @@ def test_a_decode_step_never_waits_for_the_device(
     engine = Engine(model, drafter, max_len=40)
     with torch.inference_mode(), NoWaiting():
         result = engine.runner.step(1, 3, Way(not sampling.is_greedy, cut_for([sampling])), 64)
-    assert result.shape == (1, 5)
+    assert result.shape == (1, 6)

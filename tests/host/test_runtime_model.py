@@ -102,19 +102,13 @@ def test_two_sequences_of_different_length_decode_together(targets: dict[str, tu
     parts = [torch.tensor(s[:n]) for s, n in zip(sequences, lengths, strict=True)]
     ids = torch.cat(parts)
     positions = [torch.arange(n) for n in lengths]
-    padded = torch.zeros(2, max(lengths), dtype=torch.int64)
-    for row, p in zip(padded, positions, strict=True):
-        row[: len(p)] = p
-    slots = {
-        kind: torch.cat([row[:n] for row, n in zip(slot.view(2, -1), lengths, strict=True)])
-        for kind, slot in cache.slots(padded).items()
-    }
+    slots = cache.slots_of(torch.tensor([0] * lengths[0] + [1] * lengths[1]), torch.cat(positions))
     ends = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     ragged = Batch(ids, torch.cat(positions), kv_lens, slots, 0, max(lengths), ends, max(lengths))
     model.forward(ragged, cache, outputs="none")
     new = torch.tensor([s[n:] for s, n in zip(sequences, lengths, strict=True)])
-    hidden = model.forward(Batch.decode(new, torch.tensor(lengths), cache, 64), cache).view(2, q_len, -1)
+    hidden = model.forward(Batch.decode(new, torch.tensor(lengths), cache, 64, model.ops), cache).view(2, q_len, -1)
     for got, sequence in zip(hidden, sequences, strict=True):
         whole = prefill(model, sequence, len(sequence))
         torch.testing.assert_close(got, whole[-q_len:], atol=1e-4, rtol=0)

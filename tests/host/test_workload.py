@@ -13,6 +13,7 @@ from kerngen.errors import CheckpointError, KerngenError, UnknownName, UsageErro
 from kerngen.runtime.ops.outside import OUTSIDE
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
+from kerngen.templates.kernel import fields_of
 from kerngen.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, find_model, find_workload, workload
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -59,7 +60,8 @@ def test_every_problem_is_supported_and_has_a_default(model: str, arch: str) -> 
     for item in load.items:
         kernel = find_kernel(item.kernel)
         assert kernel.why_unsupported(item.problem, Target.of(a)) is None
-        assert item.problem.dtype == ("bf16" if a.has_bf16 else "fp16")
+        dtype = "bf16" if a.has_bf16 else "fp16"
+        assert fields_of(item.problem).get("dtype", dtype) == dtype  # integers alone have none
         assert item.uses
     for item in {i.kernel: i for i in load.items}.values():
         kernel = find_kernel(item.kernel)

@@ -56,25 +56,6 @@ template <bool BF16> DEVICE void put_turned_tile(TokenTile* tile, float* down, c
     if (valid && t == 0) *down = __uint_as_float(exponent == 255 ? 0x7fc00000u : uint32_t(exponent - 24) << 23);
 }
 
-// As put_turned_tile, from lanes of which lane t has columns 8 t .. 8 t + 7.
-template <bool BF16> DEVICE void put_tile(TokenTile* tile, float* down, const uint4& columns, bool valid) {
-    const int t = threadIdx.x % 4;
-    uint32_t w[4] = {columns.x, columns.y, columns.z, columns.w};
-    // Each lane gives word i of its four to lane i.
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-        const bool upper = t & step;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i & step) continue;
-            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i + step], step);
-            if (upper) w[i] = got;
-            else w[i + step] = got;
-        }
-    }
-    put_turned_tile<BF16>(tile, down, make_uint4(w[0], w[1], w[2], w[3]), valid);
-}
-
 // The upper halves of four bytes, n, as 16 (n - 8): one instruction.
 DEVICE uint32_t sixteenfold(uint32_t word) {
     uint32_t bytes;
@@ -82,25 +63,39 @@ DEVICE uint32_t sixteenfold(uint32_t word) {
     return bytes;
 }
 
-// Sums over tiles of rows 4 g .. 4 g + 3 times a token, in lanes 4 g + t: digits 0 and 1, or digit 2 where t is odd.
+// Sums over tiles of rows 4 g .. 4 g + 3 times a token. A token's tile has three columns of digits where a product takes
+// eight, so two tiles of W go through the tensor cores together, the first one's columns 0 .. 15 (then 16 .. 31) as its
+// columns k 0 .. 15, the second one's as k 16 .. 31; digits are in columns 0 .. 2 for the first, 4 .. 6 for the second,
+// with zeros for the other one's k. Lanes 4 g + t have sums of the first one where t < 2, else of the second one, and
+// of digits 0 and 1, or of digit 2 where t is odd.
 template <bool BF16> struct TokenSums {
     float acc[4][2] = {};
 
-    // Which of a tile's digits are the lane's.
+    // Which of the two tiles' digits are the lane's, and of that tile which; which of the two tiles' sums are.
+    static DEVICE bool digits_of_second() { return threadIdx.x & 16; }
     static DEVICE int place() { return min(int(threadIdx.x % 32) / 4 % 4, 2) * 4 + threadIdx.x % 4; }
-    // words: the lane's of a tile of W; scales: of its rows; digits: the lane's of the token's tile.
-    DEVICE void add(const uint4& words, const uint2& scales, const uint2& digits, float down) {
-        const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+    static DEVICE bool sums_of_second() { return threadIdx.x & 2; }
+
+    // words: the lane's of both tiles of W; digits, scales (of rows 4 g .. 4 g + 3) and down: of the lane's tile.
+    DEVICE void add(const uint4 (&words)[2], const uint2& scales, const uint2& digits, float down) {
+        const uint32_t w[2][4] = {{words[0].x, words[0].y, words[0].z, words[0].w},
+                                  {words[1].x, words[1].y, words[1].z, words[1].w}};
+        const uint32_t b[2] = {digits.x, digits.y};
+        const bool second = digits_of_second();
         const float2 low = Half<BF16>::unpack(scales.x), high = Half<BF16>::unpack(scales.y);
         const float by_row[4] = {low.x * down, low.y * down, high.x * down, high.y * down};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int d[4];
-            asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                "{%10,%10,%10,%10};"
-                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-                : "r"(sixteenfold(w[2 * h] << 4)), "r"(sixteenfold(w[2 * h])), "r"(sixteenfold(w[2 * h + 1] << 4)),
-                  "r"(sixteenfold(w[2 * h + 1])), "r"(digits.x), "r"(digits.y), "r"(UNITS_BITS));
+            int d[4] = {UNITS_BITS, UNITS_BITS, UNITS_BITS, UNITS_BITS};
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const uint32_t first = w[0][2 * h + k], other = w[1][2 * h + k];
+                asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                    "{%0,%1,%2,%3};"
+                    : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                    : "r"(sixteenfold(first << 4)), "r"(sixteenfold(first)), "r"(sixteenfold(other << 4)),
+                      "r"(sixteenfold(other)), "r"(second ? 0 : b[k]), "r"(second ? b[k] : 0));
+            }
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float& sum = acc[2 * h + j / 2][j % 2];
@@ -115,6 +110,7 @@ template <bool BF16> struct TokenSums {
         for (int r = 0; r < 4; r++) {
             v[r] = threadIdx.x % 2 ? 16384.0f * acc[r][0] : fmaf(128.0f, acc[r][1], acc[r][0]);
             v[r] += __shfl_xor_sync(0xffffffffu, v[r], 1);
+            v[r] += __shfl_xor_sync(0xffffffffu, v[r], 2);
             acc[r][0] = acc[r][1] = 0.0f;
         }
         return make_float4(v[0], v[1], v[2], v[3]);

@@ -1,10 +1,10 @@
-// A block's stream of weights: one warp fetches them in order, far ahead, into slots of shared memory. Two teams of
-// TEAM_WARPS warps use them by turns, so that a warp has much to do with a slot it has waited for. Of the slots at most IN_FLIGHT are on their way at a time: bytes beyond the memory's rate times its latency wait
+// A block's stream of weights: one warp fetches them in order, far ahead, into slots of shared memory; WARPS warps use
+// them. Of the slots at most IN_FLIGHT are on their way at a time: bytes beyond the memory's rate times its latency wait
 // in its queues, where they delay what every SM needs next, while slots that are full carry an SM over its waits.
 #pragma once
 #include "common/bulk.cuh"
 
-template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int TEAM_WARPS> struct WeightRing {
+template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRing {
     static_assert(SLOT_BYTES % 128 == 0 && IN_FLIGHT >= 1 && IN_FLIGHT <= STAGES);
 
     struct alignas(128) Shared {
@@ -16,7 +16,7 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int TEAM_WARPS> struct Weig
 #pragma unroll
             for (int i = 0; i < STAGES; i++) {
                 barrier_init(&full[i]);
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(&empty[i])), "n"(TEAM_WARPS)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(&empty[i])), "n"(WARPS)
                              : "memory");
             }
             barrier_init_fence();
@@ -62,26 +62,19 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int TEAM_WARPS> struct Weig
 
     struct Consumer {
         Shared& ring;
-        const bool team;
         Place at;
-        bool turn = false;  // whose the next slot is
 
-        DEVICE bool is_mine() const { return turn == team; }
         DEVICE const uint8_t* wait() {
             barrier_wait(&ring.full[at.slot], at.parity);
             return ring.slots[at.slot];
         }
-        // By all lanes of a warp of either team, in every slot. The team's own slots come free once its warps are here:
-        // what other warps read of one they have read before.
-        DEVICE void next() {
-            if (is_mine()) {
-                __syncwarp();
-                if (threadIdx.x % 32 == 0)
-                    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&ring.empty[at.slot]))
-                                 : "memory");
-            }
+        // By all lanes of a warp, once it has read what it needs.
+        DEVICE void release() {
+            __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&ring.empty[at.slot]))
+                             : "memory");
             at.next();
-            turn = !turn;
         }
     };
 };

@@ -1,10 +1,10 @@
-// A block's stream of weights: one warp fetches them in order, far ahead, into slots of shared memory. A slot is used by
-// one warp, which gives it back; one that the whole block uses is given back by a warp of it after a barrier. Of the slots at most IN_FLIGHT are on their way at a time: bytes beyond the memory's rate times its latency wait
+// A block's stream of weights: one warp fetches them in order, far ahead, into slots of shared memory; WARPS warps use
+// them. Of the slots at most IN_FLIGHT are on their way at a time: bytes beyond the memory's rate times its latency wait
 // in its queues, where they delay what every SM needs next, while slots that are full carry an SM over its waits.
 #pragma once
 #include "common/bulk.cuh"
 
-template <int STAGES, int SLOT_BYTES, int IN_FLIGHT> struct WeightRing {
+template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRing {
     static_assert(SLOT_BYTES % 128 == 0 && IN_FLIGHT >= 1 && IN_FLIGHT <= STAGES);
 
     struct alignas(128) Shared {
@@ -16,7 +16,8 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT> struct WeightRing {
 #pragma unroll
             for (int i = 0; i < STAGES; i++) {
                 barrier_init(&full[i]);
-                barrier_init(&empty[i]);
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(&empty[i])), "n"(WARPS)
+                             : "memory");
             }
             barrier_init_fence();
         }
@@ -59,20 +60,21 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT> struct WeightRing {
         DEVICE void next() { at.next(); }
     };
 
-    // By number: the n-th slot that the producer fills.
     struct Consumer {
         Shared& ring;
+        Place at;
 
-        DEVICE const uint8_t* wait(uint32_t n) {
-            barrier_wait(&ring.full[n % STAGES], n / STAGES & 1);
-            return ring.slots[n % STAGES];
+        DEVICE const uint8_t* wait() {
+            barrier_wait(&ring.full[at.slot], at.parity);
+            return ring.slots[at.slot];
         }
-        // By all lanes of a warp, once what is read of the slot has been read.
-        DEVICE void release(uint32_t n) {
+        // By all lanes of a warp, once it has read what it needs.
+        DEVICE void release() {
             __syncwarp();
             if (threadIdx.x % 32 == 0)
-                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&ring.empty[n % STAGES]))
+                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&ring.empty[at.slot]))
                              : "memory");
+            at.next();
         }
     };
 };

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
+from itertools import product
+from math import ceil, lcm
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
@@ -122,7 +123,7 @@ class Config:
     stage_tiles: int = 24  # tiles of 32 x 32 weights in a slot of the ring
     num_stages: int = 8
     in_flight: int = 4  # slots on their way at most
-    pairs_together: int = 3  # of tiles, that a warp fetches from the ring and then multiplies
+    tiles_together: int = 3  # that a warp fetches ahead from the ring
     out_parts: int = 2  # parts of a strip of 32 rows of the output projection, where blocks' shares may end
     down_parts: int = 3  # the same of down
     slots: int = 3  # for partial sums of a strip: blocks that meet in one at most
@@ -131,10 +132,10 @@ class Config:
 
 SPACE = {
     "num_warps": (8, 12, 16),
-    "stage_tiles": (16, 24, 32, 40, 48, 64, 80),
-    "num_stages": (3, 4, 5, 6, 7, 8, 10, 12, 14),
-    "in_flight": (1, 2, 3, 4, 6),
-    "pairs_together": (1, 2, 3, 4),
+    "stage_tiles": (24, 32, 40, 48, 56, 64, 80),
+    "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
+    "in_flight": (1, 2, 3, 4),
+    "tiles_together": (2, 3, 4, 5),
     "out_parts": (1, 2, 3, 4, 5, 8, 11, 33),
     "down_parts": (1, 2, 3, 4, 5, 8, 11, 33),
     "slots": (1, 2, 3, 4, 5),
@@ -242,7 +243,7 @@ def _shared_bytes(p: Problem, c: Config) -> int:
     ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
     keys = 2 * 2048 + 2 * 32 * 32 + 512
     rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + 8 * c.num_warps + 16
-    return ceil((ring + keys + rows + 2 * 8 * 20 + len(_kinds(p)) * 4 * 36 + 2 * 32) / 128) * 128
+    return ceil((ring + keys + rows + 2 * 8 * 20 + len(_kinds(p)) * 4 * 24 + 2 * 32) / 128) * 128
 
 
 def _units(p: Problem, c: Config, matrix: int) -> int:
@@ -264,14 +265,13 @@ def num_blocks(problem: Problem, config: Config, target: Target) -> int:
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
-    chunks = 0
-    for kind in _kinds(p):
-        for (n, k), parts in zip(p.matrices(kind), (1, c.out_parts, 1, c.down_parts), strict=True):
-            units = ceil(n // STRIP * parts / blocks)
-            pieces = min(units, ceil(units / parts) + 1)
-            tiles = units * ceil(k // p.group_size / parts) * p.group_size // STRIP
-            chunks = max(chunks, tiles // c.stage_tiles + pieces)
-    return _shared_bytes(p, c) + max(128 * chunks, 4 * c.num_warps * _gate_rows(p, blocks), 4 * 8 * ceil(p.hidden / 16 / blocks))
+    strips = [
+        (n // STRIP, parts)
+        for kind in _kinds(p)
+        for (n, _), parts in zip(p.matrices(kind), (1, c.out_parts, 1, c.down_parts), strict=True)
+    ]
+    pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in strips)
+    return _shared_bytes(p, c) + max(128 * c.num_warps * pieces, 4 * c.num_warps * _gate_rows(p, blocks), 4 * 8 * ceil(p.hidden / 16 / blocks))
 
 
 def _gate_rows(p: Problem, blocks: int) -> int:
@@ -301,6 +301,8 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     p, c, arch, blocks = problem, config, target.arch, num_blocks(problem, config, target)
     group = p.group_size // STRIP
+    if c.stage_tiles % c.num_warps:
+        return f"stage_tiles={c.stage_tiles} is no multiple of num_warps={c.num_warps}"
     if c.stage_tiles % (2 * group):
         return f"stage_tiles={c.stage_tiles} is no multiple of {2 * group}, two groups of group_size={p.group_size}"
     if c.in_flight > c.num_stages:
@@ -338,10 +340,12 @@ def default_config(problem: Problem, target: Target) -> Config:
     down = _parts(p.hidden, _least_columns(p, 3), p.group_size, blocks, most, everywhere=True)
     slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
     least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
-    sizes = [t for t in SPACE["stage_tiles"] if t % (2 * p.group_size // STRIP) == 0]
-    tiles = next(t for t in sizes if t >= 24 and matrix_bytes(STRIP, STRIP * t, p.group_size) >= least)
-    for stages in (14, 12, 10, 8, 7, 6, 5, 4, 3):
-        config = Config(warps, tiles, stages, min(stages, max(1, 96 // tiles)), 3, out, down, slots)
+    sizes = [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0]
+    sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= least] or sizes[-1:]
+    sizes = [t for t in sizes if t <= 48] or sizes[:1]
+    sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
+    for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
+        config = Config(warps, tiles, stages, 2, 3, out, down, slots)
         if smem_bytes(p, config, target) <= min(target.arch.max_smem_bytes, RING_LIMIT):
             break
     return config

@@ -54,7 +54,8 @@ def op(
     """Marks a function of op.py as one of the folder's ops. mutates, takes: see Op.
 
     Its parameters are tensors, lists of them, numbers, strs, bools and dtypes with annotations that torch.library can
-    read, and it is annotated to return Call[Tensor], Call[tuple[Tensor, ...]] or Call[None]: `kerngen.ops` registers it under its name.
+    read, and it is annotated to return Call[Tensor], Call[tuple[Tensor, ...]] or Call[None]: `kerngen.ops` registers it
+    under its name.
     """
 
     def mark(make: Callable[P, Call[R]]) -> Op[P, R]:

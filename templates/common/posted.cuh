@@ -51,7 +51,7 @@ DEVICE bool all_posted(const uint4& v) { return v.x != 0 && v.y != 0 && v.z != 0
 // Four words from each address, once all of them are there; zeros where the address is null. By all lanes of a warp, which
 // leave together: lanes that go on alone make every shuffle behind slow. What has come is not asked for again: many blocks
 // wait for the same few lines.
-template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT], bool posted = true) {
+template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT]) {
     bool missing[COUNT], any;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) words[i] = make_uint4(0, 0, 0, 0), missing[i] = from[i] != nullptr;
@@ -61,7 +61,7 @@ template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* con
         any = false;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            missing[i] = missing[i] && posted && !all_posted(words[i]);
+            missing[i] = missing[i] && !all_posted(words[i]);
             any |= missing[i];
         }
     } while (__any_sync(0xffffffffu, any));

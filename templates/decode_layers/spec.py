@@ -52,8 +52,8 @@ class Problem:
     out = norm(h; final_norm). kv_len: keys that the token sees in full attention, itself among them.
 
     inner: rows of Gate, and of Up; shared_inner: the same in layers that own no K and V, 0 where that is inner. k_eq_v:
-    full layers have no V of their own but the raw K. Matrices are int4 with scales by group_size, those of the per-layer
-    inputs of dtype, as all else but the residual.
+    full layers have no V of their own but the raw K. Matrices are int4 with scales by group_size, those of the
+    per-layer inputs of dtype, as all else but the residual.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("kv_len",)
@@ -82,13 +82,20 @@ class Problem:
     def __post_init__(self) -> None:
         p = self
         require_dtypes(p.dtype, residual_dtype=p.residual_dtype)
-        require(len(p.layers) > 0 and not p.layers.strip("sfSF"), f"layers={p.layers!r} has letters other than s, f, S and F")
+        require(
+            len(p.layers) > 0 and not p.layers.strip("sfSF"),
+            f"layers={p.layers!r} has letters other than s, f, S and F",
+        )
         for kind in "sf":
             first = next((letter for letter in p.layers if letter.lower() == kind), kind)
-            require(first == kind, f"layers={p.layers!r}: the first {first!r} has no layer before it whose K and V it sees")
+            require(
+                first == kind, f"layers={p.layers!r}: the first {first!r} has no layer before it whose K and V it sees"
+            )
         for heads, dim in ((p.num_kv_heads, p.head_dim), (p.num_full_kv_heads, p.full_head_dim)):
             require(dim in HEAD_DIMS, f"a head of {dim} elements is not one of: {HEAD_DIMS}")
-            require(heads > 0 and p.num_q_heads % heads == 0, f"{p.num_q_heads} q heads are no groups of {heads} KV heads")
+            require(
+                heads > 0 and p.num_q_heads % heads == 0, f"{p.num_q_heads} q heads are no groups of {heads} KV heads"
+            )
         require(p.window > 0, f"window={p.window}: a sliding layer sees a key at least")
         require(p.page_size % TILE_KEYS == 0, f"page_size={p.page_size} is no multiple of {TILE_KEYS}")
         if p.ple_width:
@@ -141,8 +148,8 @@ SPACE = {
     "slots": (1, 2, 3, 4, 5),
     "split_tiles": (1, 2, 4),
 }
-# What a layer brings along, in the order in which the kernel finds their addresses; null: k_norm where the layer owns no
-# K and V, the per-layer inputs' where there are none. The caches of such a layer are those that it attends to.
+# What a layer brings along, in the order in which the kernel finds their addresses; null: k_norm where the layer owns
+# no K and V, the per-layer inputs' where there are none. The caches of such a layer are those that it attends to.
 LAYER_TENSORS = (
     "input_norm", "qkv_packed", "qkv_scales", "q_norm", "k_norm", "out_packed", "out_scales", "post_attention_norm",
     "pre_ffn_norm", "gate_up_packed", "gate_up_scales", "down_packed", "down_scales", "post_ffn_norm", "ple_gate",
@@ -271,7 +278,9 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
         for (n, _), parts in zip(p.matrices(kind), (1, c.out_parts, 1, c.down_parts), strict=True)
     ]
     pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in strips)
-    return _shared_bytes(p, c) + max(128 * c.num_warps * pieces, 4 * c.num_warps * _gate_rows(p, blocks), 4 * 8 * ceil(p.hidden / 16 / blocks))
+    return _shared_bytes(p, c) + max(
+        128 * c.num_warps * pieces, 4 * c.num_warps * _gate_rows(p, blocks), 4 * 8 * ceil(p.hidden / 16 / blocks)
+    )
 
 
 def _gate_rows(p: Problem, blocks: int) -> int:
@@ -345,7 +354,8 @@ def default_config(problem: Problem, target: Target) -> Config:
     sizes = [t for t in sizes if t <= 48] or sizes[:1]
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
     for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
-        config = Config(warps, tiles, stages, 2, 3, out, down, slots)
+        in_flight = min(max(2, p.hidden // STRIP // tiles), 3)
+        config = Config(warps, tiles, stages, in_flight, 3, out, down, slots)
         if smem_bytes(p, config, target) <= min(target.arch.max_smem_bytes, RING_LIMIT):
             break
     return config

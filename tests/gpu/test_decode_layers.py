@@ -48,8 +48,9 @@ def test_every_launch_finds_a_clean_workspace(case: Case) -> None:
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("problem", [ALL, DENSE], ids=["all", "dense"])
 def test_a_launch_right_behind_another(problem: Problem, alone: bool) -> None:
-    """Each begins to fetch while the one before it still posts; what that writes, the row that the next one begins with,
-    it must not read before. Sums have one order, so launches that wait for each other say to the bit what is wanted.
+    """Each begins to fetch while the one before it still posts; what that writes, the row that the next one begins
+    with, it must not read before. Sums have one order, so launches that wait for each other say to the bit what is
+    wanted.
     """
     case = KERNEL.cases.case_for(problem)
     function = _loaded(case)

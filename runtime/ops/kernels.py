@@ -274,7 +274,7 @@ class KernelOps:
             )  # fmt: skip
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
-        if layers_spec.why_unsupported(call.problem, target) is not None:
+        if layers_spec.why_unsupported(call.problem, target) is not None or not layers_spec.pays(call.problem):
             return None
         return self.executor.run(call, self._at("all layers"))
 

@@ -35,6 +35,9 @@ UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = KEY_BATCH * 4096 + 2 * 8 * 520  # of shared memory: scores by warps, and Q
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
+# By measurement on an H200: what a layer saves here beside launches of its own, and what reading a byte of a full
+# layer's keys and values costs here beyond what attn_decode takes for it.
+SAVED_US, US_PER_KEY_BYTE = 6.0, 0.66e-6
 RING_LIMIT = 220 * 1024  # of shared memory, for the default configuration
 SUM_TILES = 24  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
@@ -286,6 +289,16 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 def _gate_rows(p: Problem, blocks: int) -> int:
     """Of the per-layer gate, in a block, which takes runs of four."""
     return 4 * ceil(p.ple_width / 4 / blocks)
+
+
+def pays(problem: Problem) -> bool:
+    """Whether launches of other kernels would take longer: in long contexts attn_decode reads keys faster than this
+    kernel does. kv_len is what contexts reach at most: three quarters of it are counted.
+    """
+    p = problem
+    heads, dim = p.heads_of("f")
+    key_bytes = 0.75 * p.kv_len * 2 * heads * dim * ELEMENT_BYTES[p.dtype]
+    return sum(letter in "fF" for letter in p.layers) * key_bytes * US_PER_KEY_BYTE <= SAVED_US * len(p.layers)
 
 
 @cache

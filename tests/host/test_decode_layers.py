@@ -261,7 +261,9 @@ def test_where_it_does_not_serve_it_says_what_does(arch: str) -> None:
     assert "other kernels serve it" in why
 
 
-def asked_of(config: ModelConfig, target: Target | None, *, rows: int = 1, changed: Any = None) -> set[str]:
+def asked_of(
+    config: ModelConfig, target: Target | None, *, rows: int = 1, changed: Any = None, max_kv_len: int = 32
+) -> set[str]:
     """The kernels that a step asks for. changed: of the model's weights, what takes their place."""
     asked: set[str] = set()
     ops = KernelOps(Record(lambda kernel, *_: asked.add(kernel), lambda _: None, target), torch.bfloat16)
@@ -270,7 +272,7 @@ def asked_of(config: ModelConfig, target: Target | None, *, rows: int = 1, chang
     cache = KVCache.whole(config, ops, batch=rows, max_len=32)
     ids = torch.empty(rows, 1, dtype=torch.int64, device="meta")
     asked.clear()
-    model.forward(Batch.decode(ids, ids[:, 0], cache, 32, model.ops), cache)
+    model.forward(Batch.decode(ids, ids[:, 0], cache, max_kv_len, model.ops), cache)
     return asked
 
 
@@ -330,6 +332,18 @@ def test_experts_go_layer_by_layer() -> None:
     asked = asked_of(read_model_config(RELEASED / "gemma-4-26b-a4b"), H200)
     assert "moe_w4a16" in asked
     assert "decode_layers" not in asked
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("gemma-4-31b", 8192), ("gemma-4-12b", 32768), ("gemma-4-e4b", 16384), ("gemma-4-e2b", 16384)]
+)
+def test_contexts_too_long_for_it_go_layer_by_layer(name: str, most: int) -> None:
+    """The more bytes of keys a layer has, the sooner: attn_decode reads them faster."""
+    config = read_model_config(RELEASED / name)
+    for max_kv_len in (most, 2 * most):
+        asked = asked_of(config, H200, max_kv_len=max_kv_len)
+        assert ("decode_layers" in asked) == (max_kv_len == most)
+        assert ("attn_decode" in asked) == (max_kv_len > most)
 
 
 def test_dense_layers_of_a_model_ask_for_nothing_else() -> None:

@@ -91,15 +91,13 @@ class Workload:
         return replace(self, items=tuple(i for i in self.items if i.kernel in wanted))
 
     def step(self, phase: str, batch: int, context: int, q_len: int = 1) -> Iterator[tuple[Item, int]]:
-        """(item, launches) of one step; of attention, the least tuned context at or above `context` stands for it."""
+        """(item, launches) of one step; the least recorded context at or above `context` stands for it."""
         wanted = (phase, batch, q_len)
         here = [(i, u) for i in self.items for u in i.uses if (u.phase, u.batch, u.q_len) == wanted and u.count]
-        tuned: dict[str, list[int]] = {}
-        for _, u in here:
-            tuned.setdefault(u.where, []).append(u.context)
-        stands = {w: min((c for c in cs if c >= context), default=max(cs)) for w, cs in tuned.items()}
+        recorded = {u.context for _, u in here}
+        stands = min((c for c in recorded if c >= context), default=max(recorded, default=0))
         for item in self.items:
-            count = sum(u.count for i, u in here if i is item and u.context in (0, stands[u.where]))
+            count = sum(u.count for i, u in here if i is item and u.context in (0, stands))
             if count:
                 yield item, count
 

@@ -1,7 +1,8 @@
 """From (kernel, problem) to a function that runs it: find the winner, load its cubin, launch on torch's stream.
 
 Launches go through cuLaunchKernelEx, so that a kernel can ask for programmatic dependent launch or a cluster, and
-are safe to capture in a CUDA graph: nothing is allocated or copied between two launches of the same Function.
+are safe to capture in a CUDA graph: nothing is allocated or copied between two launches of the same Function, but for
+arrays of addresses before the first launch with their tensors.
 """
 
 from __future__ import annotations
@@ -247,7 +248,9 @@ class Addresses:
             raise LaunchError(f"{kernel}: {arg.name} must be a tuple of CUDA tensors, not {tensors!r}")
         addresses = tuple(_pointer(kernel, arg, f"{arg.name}[{i}]", t) for i, t in enumerate(tensors))
         if (found := self._arrays.get(addresses)) is None:
-            if torch.cuda.is_current_stream_capturing():  # what fills it would become part of the graph
+            with torch.cuda.device(self._device):
+                capturing = torch.cuda.is_current_stream_capturing()
+            if capturing:  # what fills it would become part of the graph
                 raise LaunchError(
                     f"{kernel}: the addresses of {arg.name} are not on the GPU, and a CUDA graph is being captured",
                     hint="run it once with these tensors before the capture",

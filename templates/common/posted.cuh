@@ -1,6 +1,6 @@
 // Words that blocks of one launch hand to each other through L2 with no barrier between them: a word is zero until it is
-// posted, and who needs it reads it until it no longer is. So nothing is fenced and nothing is counted, and a value is
-// there after one way to L2 and one from it. A launch finds every word zero, and leaves it so.
+// posted, and who needs it reads it until it no longer is. So nothing is fenced and nothing is counted on a value's way: it
+// is there after one to L2 and one from it. A launch finds every word zero, and leaves it so.
 //
 // PTX ISA 8.8, "ld", "st": relaxed accesses at gpu scope are never served by L1; of a vector each word comes whole.
 #pragma once

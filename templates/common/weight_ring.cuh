@@ -1,4 +1,4 @@
-// A block's stream of weights: one warp fetches them in order, far ahead, into slots of shared memory; WARPS warps use
+// A block's stream of weights, and of what else it needs in order: one warp fetches them in order, far ahead, into slots of shared memory; WARPS warps use
 // them. Of the slots at most IN_FLIGHT are on their way at a time: bytes beyond the memory's rate times its latency wait
 // in its queues, where they delay what every SM needs next, while slots that are full carry an SM over its waits.
 #pragma once
@@ -32,7 +32,7 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
         }
     };
 
-    // By all lanes of a warp, of which the first one acts.
+    // By all lanes of a warp; what has no lane of its own is the first one's.
     struct Producer {
         Shared& ring;
         const bool leads = threadIdx.x % 32 == 0;
@@ -68,7 +68,7 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
             barrier_wait(&ring.full[at.slot], at.parity);
             return ring.slots[at.slot];
         }
-        // By all lanes of a warp, once it has read what it needs.
+        // By all lanes of a warp, once it has read what it needs: __syncwarp puts the other lanes' reads before the arrival.
         DEVICE void release() {
             __syncwarp();
             if (threadIdx.x % 32 == 0)

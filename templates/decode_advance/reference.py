@@ -12,7 +12,7 @@ from kerngen.templates.kernel import Tolerance
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """result [B, q_len + 2], token, lengths [B], hidden [B, H], in fp32 (an integer below 2^24 is exact)."""
+    """result [B, q_len + 2], token, lengths [B] in fp64, which holds all of them exactly; hidden [B, H] in fp32."""
     tokens, drafts, q_len = inputs["tokens"], inputs["drafts"], inputs["q_len"]
     accepted = torch.zeros_like(tokens[:, 0])
     for i in range(q_len - 1):
@@ -22,9 +22,9 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     count = accepted + 1
     is_finite = hidden.isfinite().all(-1)
     return {
-        "result": torch.cat((count[:, None], tokens, is_finite[:, None].long()), dim=1).float(),
-        "token": tokens[rows, accepted].clamp(min=0).float(),
-        "lengths": torch.minimum(inputs["lengths"] + count, inputs["limits"]).float(),
+        "result": torch.cat((count[:, None], tokens, is_finite[:, None].long()), dim=1).double(),
+        "token": tokens[rows, accepted].clamp(min=0).double(),
+        "lengths": torch.minimum(inputs["lengths"] + count, inputs["limits"]).double(),
         "hidden": hidden.float(),
     }
 

@@ -12,7 +12,7 @@ from kerngen.templates.decode_inputs.op import decode_inputs
 from kerngen.templates.decode_inputs.spec import Problem
 from kerngen.templates.kernel import Case
 
-NUM_PAGES = 1 << 16  # of a pool: its slots stay below 2^24, up to pages of 128 tokens
+NUM_PAGES = 1 << 22  # of a pool: slots that fp32 could not hold
 NOBODYS = 1 << 30  # in entries that no position lies in
 
 

@@ -85,7 +85,7 @@ def decode_layers(
     eps: float,
     max_kv_len: int = 0,
 ) -> Call[Tensor]:
-    """All layers of a dense int4 model for one token. sm90 and newer; the formulas: decode_layers' Problem.
+    """All layers of a dense int4 model for one token. sm90 and sm100; the formulas: decode_layers' Problem.
 
     layers: a letter each, s for sliding and f for full attention; S and F own no K and V and attend to those of the
     last s or f before them. Lists have a tensor a layer in this order, but k_norms, k_caches and v_caches one for each
@@ -97,7 +97,9 @@ def decode_layers(
     Matrices as w4a16_gemm's, packed [N / 32, K / 32, 32, 4] int32 and scales [N / 32, K / group_size, 32]: qkv as
     qkv_norm_rope's, q alone in S and F; out; gate_up as w4a16_gated's; down. Norms [H], those of heads [d]; caches
     [num_pages, nkv, page_size, d]; ple_gates [P, H], ple_projections [H, P]; layer_scalars [1]. window: of sliding
-    layers. max_kv_len: no kv_len is longer; 0 for what the block table holds. Returns norm(h; final_norm) [1, H].
+    layers. max_kv_len: no kv_len is longer; 0 for what the block table holds. All but what is said above is of the
+    weights' dtype, and on a GPU each tensor begins at a multiple of 16 bytes. Returns norm(h; final_norm) [1, H].
+    Raises ProblemError where lists, shapes and `layers` do not fit together.
     """
     require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
     given: dict[str, list[Tensor]] = {

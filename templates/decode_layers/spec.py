@@ -16,7 +16,7 @@ that carry their own flag, NCCL's LL protocol. Attention is split over keys and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import product
 from math import ceil, lcm
 from typing import Any, ClassVar
@@ -35,9 +35,9 @@ UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = KEY_BATCH * 4096 + 2 * 8 * 520  # of shared memory: scores by warps, and Q
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
-# By measurement on an H200: what a layer saves here beside launches of its own, and what reading a byte of a full
-# layer's keys and values costs here beyond what attn_decode takes for it.
-SAVED_US, US_PER_KEY_BYTE = 6.0, 0.66e-6
+# By measurement on an H200
+SAVED_US = 6.0  # a layer, beside launches of its own
+US_PER_KEY_BYTE = 0.66e-6  # of a full layer's keys and values, beyond what attn_decode takes to read them
 RING_LIMIT = 220 * 1024  # of shared memory, for the default configuration
 SUM_TILES = 24  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
@@ -99,7 +99,13 @@ class Problem:
             require(
                 heads > 0 and p.num_q_heads % heads == 0, f"{p.num_q_heads} q heads are no groups of {heads} KV heads"
             )
+        for name, pairs, dim in (
+            ("num_rotated_pairs", p.num_rotated_pairs, p.head_dim),
+            ("num_full_rotated_pairs", p.num_full_rotated_pairs, p.full_head_dim),
+        ):
+            require(0 <= pairs <= dim // 2, f"{name}={pairs} is not in 0..{dim // 2} (half of the head)")
         require(p.window > 0, f"window={p.window}: a sliding layer sees a key at least")
+        require(p.kv_len >= 0, f"kv_len={p.kv_len} is negative")
         require(p.page_size % TILE_KEYS == 0, f"page_size={p.page_size} is no multiple of {TILE_KEYS}")
         if p.ple_width:
             require_vectors(ple_width=p.ple_width)
@@ -133,7 +139,7 @@ class Config:
     stage_tiles: int = 24  # tiles of 32 x 32 weights in a slot of the ring
     num_stages: int = 8
     in_flight: int = 4  # slots on their way at most
-    tiles_together: int = 3  # that a warp fetches ahead from the ring
+    tiles_together: int = 3  # that a warp reads ahead of multiplying them, two by two
     out_parts: int = 2  # parts of a strip of 32 rows of the output projection, where blocks' shares may end
     down_parts: int = 3  # the same of down
     slots: int = 3  # for partial sums of a strip: blocks that meet in one at most
@@ -145,7 +151,7 @@ SPACE = {
     "stage_tiles": (24, 32, 40, 48, 56, 64, 80),
     "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
     "in_flight": (1, 2, 3, 4),
-    "tiles_together": (2, 3, 4, 5),
+    "tiles_together": (2, 3, 5),  # one, two and three pairs
     "out_parts": (1, 2, 3, 4, 5, 8, 11, 33),
     "down_parts": (1, 2, 3, 4, 5, 8, 11, 33),
     "slots": (1, 2, 3, 4, 5),
@@ -253,7 +259,7 @@ def _shared_bytes(p: Problem, c: Config) -> int:
     ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
     keys = 2 * 2048 + 2 * 32 * 32 + 512
     rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + 8 * c.num_warps + 16
-    return ceil((ring + keys + rows + 2 * 8 * 20 + len(_kinds(p)) * 4 * 24 + 2 * 32) / 128) * 128
+    return ceil((ring + keys + rows + 2 * 8 * 20 + len(_kinds(p)) * 4 * 24 + 2 * 48) / 128) * 128
 
 
 def _units(p: Problem, c: Config, matrix: int) -> int:
@@ -268,7 +274,9 @@ def _most_that_meet(strips: int, parts: int, blocks: int) -> int:
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
-    """A block an SM, but no more than have a share of everything that all wait for."""
+    """A block an SM, but no more than have a share of gate_up and of down: who has all of down's sums knows that all
+    blocks have read what was posted before.
+    """
     p, c = problem, config
     return min(target.device.num_sms, _units(p, c, 2), _units(p, c, 3))
 
@@ -301,7 +309,7 @@ def pays(problem: Problem) -> bool:
     return sum(letter in "fF" for letter in p.layers) * key_bytes * US_PER_KEY_BYTE <= SAVED_US * len(p.layers)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def why_unsupported(problem: Problem, target: Target) -> str | None:
     p, arch, otherwise = problem, target.arch, "other kernels serve it, a launch each"
     if not arch.has_tma:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +17,9 @@ from torch import Tensor
 
 import kerngen
 from kerngen.arch import Target, find_arch
+from kerngen.compile import compile_cubin
 from kerngen.errors import ProblemError
+from kerngen.render import render
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, read_model_config
@@ -212,6 +215,8 @@ GIVEN = _given()
         ({"down_scales": _but(GIVEN["down_scales"], 0, GIVEN["down_scales"][0][:, ::2])}, r"\(s\): down_scales"),
         ({"v_caches": _but(GIVEN["v_caches"], 1, GIVEN["v_caches"][0])}, r"layer 1 \(f\): v_cache is"),
         ({"num_q_heads": 3}, "qkv_packed is"),
+        ({"num_rotated_pairs": -1}, r"num_rotated_pairs=-1 is not in 0\.\.128"),
+        ({"num_full_rotated_pairs": 257}, r"num_full_rotated_pairs=257 is not in 0\.\.256"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], why: str) -> None:
@@ -259,6 +264,37 @@ def test_where_it_does_not_serve_it_says_what_does(arch: str) -> None:
     why = KERNEL.why_unsupported(Problem(dtype="fp16", residual_dtype="fp32"), Target.of(find_arch(arch)))
     assert why is not None
     assert "other kernels serve it" in why
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"stage_tiles": 40}, "stage_tiles=40 is no multiple of num_warps=12"),
+        ({"in_flight": 4, "num_stages": 3}, "in_flight=4 is more than num_stages=3"),
+        ({"num_warps": 8, "stage_tiles": 8}, "a slot of 4,608 B holds no keys"),
+        ({"down_parts": 1000}, "down_parts=1000 is more than the 672 groups of a row"),
+        ({"out_parts": 1, "down_parts": 33, "slots": 1}, "3 blocks meet in a strip; slots=1"),
+        ({"slots": 5}, r"80 words of partial sums a thread \(2 vectors of hidden=5376, slots=5\); at most 40"),
+        ({"num_stages": 8}, r"needs 3\d\d,\d\d\d B of shared memory; sm90 allows 232,448 B a block"),
+    ],
+)
+def test_refusals_have_numbers(changes: dict[str, Any], why: str) -> None:
+    problem = Problem()
+    config = replace(KERNEL.default_config(problem, H200), **changes)
+    assert re.search(why, KERNEL.why_invalid(problem, config, H200) or "")
+
+
+@pytest.mark.parametrize("hidden", [2112, 2144, 2176])
+def test_shared_memory_is_counted_for_rows_of_any_size(hidden: int) -> None:
+    """The source says so itself where spec.py counts too few bytes: then it does not compile."""
+    problem = Problem("s", hidden, 8, 2, num_full_kv_heads=2, inner=2048)
+    assert KERNEL.why_unsupported(problem, H200) is None
+    compile_cubin(render(KERNEL, problem, KERNEL.default_config(problem, H200), H200), H200.arch)
+
+
+def test_more_heads_than_blocks_are_refused() -> None:
+    few = Target(H200.arch, replace(H200.device, num_sms=15))
+    assert "16 units; 15 blocks take one each" in (KERNEL.why_unsupported(Problem(), few) or "")
 
 
 def asked_of(

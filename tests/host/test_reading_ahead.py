@@ -86,9 +86,11 @@ class Watched(Reference):
         super().__init__(target=target)
         self.chain = chain
         self.num_read = 0  # keys
+        self.asked: set[str] = set()
 
     def run(self, call: Call[R], where: str) -> R:
         self.chain.inside = True
+        self.asked.add(call.kernel)
         try:
             attending = list(_attending(call))
             for given, q_len, window in attending:
@@ -149,6 +151,7 @@ def test_forwards_have_written_what_all_layers_at_once_read_ahead() -> None:
         engine = Engine(model, max_len=120, prefill_chunk=40, page_size=16)
         engine.generate([config.bos_id, *range(3, 72)], max_new_tokens=6)
     assert watched.num_read > 100 * len(config.layers)
+    assert "decode_layers" in watched.asked
 
 
 def test_embed_lets_its_successor_start_after_its_own_wait() -> None:

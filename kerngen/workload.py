@@ -91,7 +91,7 @@ class Workload:
         return replace(self, items=tuple(i for i in self.items if i.kernel in wanted))
 
     def step(self, phase: str, batch: int, context: int, q_len: int = 1) -> Iterator[tuple[Item, int]]:
-        """(item, launches) of a step; for `context` stands the least recorded one that is no shorter, or the longest."""
+        """(item, launches) of a step; the least recorded context that is no shorter stands for it, or the longest."""
         wanted = (phase, batch, q_len)
         here = [(i, u) for i in self.items for u in i.uses if (u.phase, u.batch, u.q_len) == wanted and u.count]
         recorded = {u.context for _, u in here}

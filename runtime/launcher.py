@@ -248,9 +248,7 @@ class Addresses:
             raise LaunchError(f"{kernel}: {arg.name} must be a tuple of CUDA tensors, not {tensors!r}")
         addresses = tuple(_pointer(kernel, arg, f"{arg.name}[{i}]", t) for i, t in enumerate(tensors))
         if (found := self._arrays.get(addresses)) is None:
-            with torch.cuda.device(self._device):
-                capturing = torch.cuda.is_current_stream_capturing()
-            if capturing:  # what fills it would become part of the graph
+            if torch.cuda.is_current_stream_capturing():  # what fills it would become part of the graph
                 raise LaunchError(
                     f"{kernel}: the addresses of {arg.name} are not on the GPU, and a CUDA graph is being captured",
                     hint="run it once with these tensors before the capture",

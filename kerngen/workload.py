@@ -256,6 +256,7 @@ def _record_decode(notes: _Notes, model: Gemma4, pool: KVCache) -> None:
                 ops.decode_advance(tokens, drafts, states, token, lengths, limits, states[:batch])
                 notes.counts = False
                 model.logits(states)
+                ops.greedy(states, model.weights.head, config.logit_cap)  # where there is no room for a screen
                 notes.counts = True
 
 
@@ -287,4 +288,9 @@ def _record_drafts(notes: _Notes, model: Gemma4, drafter: Drafter, pool: KVCache
             cache = _cache(pool, batch, context)
             ids = torch.empty(batch, dtype=torch.int64, device=ops.device)
             hidden = torch.empty(batch, model.config.hidden_size, dtype=ops.dtype, device=ops.device)
-            drafter.greedy(drafter.step(ids, hidden, ids, cache, context)[0])
+            y = drafter.step(ids, hidden, ids, cache, context)[0]
+            drafter.greedy(y)
+            if drafter.weights.centroids is None:
+                notes.counts = False
+                ops.greedy(y, drafter.weights.head, 0.0)
+                notes.counts = True

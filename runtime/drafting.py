@@ -15,7 +15,7 @@ from torch import Tensor
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import DrafterConfig, LayerConfig
 from kerngen.runtime.model import DecoderStack, Gemma4
-from kerngen.runtime.ops import Ops
+from kerngen.runtime.ops import Ops, fitting
 from kerngen.runtime.weights.layout import CentroidWeights, DrafterWeights
 
 
@@ -28,6 +28,7 @@ class Drafter:
         self.target = target
         self.ops: Ops = target.ops
         self.stack = DecoderStack(config.text, weights.layers, weights.norm, self.ops, "drafter")
+        self._screen = None if weights.centroids is not None else self.ops.screen(weights.head)
         self._donors = {layer.kind: target.config.donor(layer.kind) for layer in config.text.layers}
 
     def step(
@@ -73,7 +74,7 @@ class Drafter:
         """The drafted token [B] of each y [B, d]."""
         self.ops.place = self.stack.name
         if (centroids := self.weights.centroids) is None:
-            return self.ops.greedy(y, self.weights.head, 0.0)
+            return self.ops.greedy(y, self.weights.head, 0.0, fitting(self._screen, y))
         return self.ops.centroid_greedy(
             y, centroids.centroids, self.config.centroid_top_k, centroids.token_ids, self.weights.head.weight
         )

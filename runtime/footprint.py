@@ -12,7 +12,7 @@ from torch import Tensor
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.engine.sizing import CacheShape
 from kerngen.runtime.executors.record import Record
-from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.ops.kernels import SCREEN_ROOM, KernelOps, screen_of
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
 
 GPU_GB = (16, 24, 32, 80, 141)
@@ -26,13 +26,15 @@ RESERVE_BYTES = 15 * 10**8
 class Footprint:
     """Bytes on the device while one sequence runs; activations, workspaces and CUDA's own come on top.
 
-    cache_bytes: of `context` tokens.
+    cache_bytes: of `context` tokens. screen_bytes: of the heads in eight bits, the model's and the drafter's, each of
+    which is made where SCREEN_ROOM times as much is free; not in the total.
     """
 
     weight_bytes: int
     drafter_bytes: int
     cache_bytes: int
     context: int
+    screen_bytes: tuple[int, int] = (0, 0)
 
     @property
     def total_bytes(self) -> int:
@@ -48,11 +50,15 @@ def footprint(
     ops = KernelOps(Record(lambda *_: None, lambda _: None), dtype)
     shape = CacheShape(config, dtype)
     with torch.inference_mode():
+        target = synthetic_model(config, ops)
+        assistant = None if drafter is None else synthetic_drafter(drafter, ops)
+        has_head = assistant is not None and assistant.centroids is None
         return Footprint(
-            weight_bytes=_bytes(synthetic_model(config, ops)),
-            drafter_bytes=_bytes(synthetic_drafter(drafter, ops)) if drafter is not None else 0,
+            weight_bytes=_bytes(target),
+            drafter_bytes=_bytes(assistant),
             cache_bytes=shape.num_bytes(shape.pages(1, context)),
             context=context,
+            screen_bytes=(screen_of(target.head), screen_of(assistant.head) if assistant and has_head else 0),
         )
 
 
@@ -60,14 +66,15 @@ def footprint(
 class Plan:
     """What a model takes on a GPU, and what fits beside it. Bytes; see `CacheShape` for token_bytes and window_bytes.
 
-    sequences: by GB (10^9 bytes) of the GPU, then by context, how many run at once. longest: by GB, the context of a
-    single one; 0 where the weights alone do not fit.
+    By GB (10^9 bytes) of the GPU, screen_bytes: of the heads in eight bits, see `screened`; sequences: by context, how
+    many run at once; longest: the context of a single one, 0 where the weights alone do not fit.
     """
 
     weight_bytes: int
     drafter_bytes: int
     token_bytes: int
     window_bytes: int
+    screen_bytes: dict[int, int]
     sequences: dict[int, dict[int, int]]
     longest: dict[int, int]
 
@@ -77,15 +84,28 @@ def plan(config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype,
     takes = footprint(config, drafter, dtype, 1, dense=dense)
     shape = CacheShape(config, dtype)
     contexts = [c for c in CONTEXTS if c <= config.max_positions]
-    budgets = {gb: gb * 10**9 - RESERVE_BYTES - takes.weight_bytes - takes.drafter_bytes for gb in GPU_GB}
+    screens = {gb: screened(takes, gb * 10**9 - RESERVE_BYTES) for gb in GPU_GB}
+    weights = takes.weight_bytes + takes.drafter_bytes
+    budgets = {gb: gb * 10**9 - RESERVE_BYTES - weights - screens[gb] for gb in GPU_GB}
     return Plan(
         weight_bytes=takes.weight_bytes,
         drafter_bytes=takes.drafter_bytes,
         token_bytes=shape.token_bytes,
         window_bytes=shape.window_bytes,
+        screen_bytes=screens,
         sequences={gb: {c: shape.most_sequences(budget, c) for c in contexts} for gb, budget in budgets.items()},
         longest={gb: shape.most_tokens(budget) for gb, budget in budgets.items()},
     )
+
+
+def screened(takes: Footprint, free_bytes: int) -> int:
+    """Bytes of the heads in eight bits that `KernelOps.screen` makes, in the order of loading, of `free_bytes`."""
+    free, made = free_bytes, 0
+    for weight_bytes, screen_bytes in zip((takes.weight_bytes, takes.drafter_bytes), takes.screen_bytes, strict=True):
+        free -= weight_bytes
+        if screen_bytes and free >= SCREEN_ROOM * screen_bytes:
+            free, made = free - screen_bytes, made + screen_bytes
+    return made
 
 
 def _bytes(weights: Any) -> int:

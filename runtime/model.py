@@ -6,15 +6,17 @@ Nothing here waits for the device, so a decode step is captured in a CUDA graph 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from kerngen.errors import UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
-from kerngen.runtime.ops import KVPages, LayerInStep, Ops, Rope
+from kerngen.runtime.ops import KVPages, LayerInStep, Ops, Rope, fitting
+from kerngen.runtime.sampling import likeliest
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
 
 
@@ -124,10 +126,20 @@ def _some(h: Tensor | None) -> Tensor:
 class Gemma4:
     """A loaded target model."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, ops: Ops, *, suppressed_ids: Sequence[int] = ()
+    ) -> None:
+        """suppressed_ids: tokens that are never generated. Raises UsageError where one is none, or all are."""
         self.config = config
         self.weights = weights
         self.ops = ops
+        self.suppressed_ids = frozenset(suppressed_ids)
+        if bad := [i for i in suppressed_ids if not 0 <= i < config.vocab_size]:
+            raise UsageError(f"suppressed token {bad[0]} is outside the vocabulary of {config.vocab_size}")
+        if len(self.suppressed_ids) == config.vocab_size:
+            raise UsageError(f"all {config.vocab_size} tokens are suppressed; none is left to generate")
+        self._suppressed = torch.tensor(sorted(self.suppressed_ids), dtype=torch.int64, device=ops.device)
+        self._screen = ops.screen(weights.head, sorted(self.suppressed_ids))
         self.stack = DecoderStack(config, weights.layers, weights.norm, ops)
         self.embed_scale = rounded_scale(config.embed_scale, ops.dtype)
         self._ple_scale = rounded_scale(config.ple_size**0.5, ops.dtype)
@@ -182,14 +194,18 @@ class Gemma4:
         )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Capped logits [n, vocab] fp32 of hidden states [n, H] after the final norm."""
+        """Capped logits [n, vocab] fp32 of hidden states [n, H] after the final norm, -inf for suppressed tokens."""
         self.ops.place = ""
-        return self.ops.logits(hidden, self.weights.head, self.config.logit_cap)
+        logits = self.ops.logits(hidden, self.weights.head, self.config.logit_cap)
+        return logits.index_fill(1, self._suppressed, float("-inf")) if self.suppressed_ids else logits
 
     def greedy(self, hidden: Tensor) -> Tensor:
-        """The likeliest token [n] int64 of each hidden state [n, H]."""
+        """The likeliest token [n] int64 of each hidden state [n, H] that is not suppressed."""
         self.ops.place = ""
-        return self.ops.greedy(hidden, self.weights.head, self.config.logit_cap)
+        screen = fitting(self._screen, hidden)
+        if screen is None and self.suppressed_ids:
+            return likeliest(self.logits(hidden))
+        return self.ops.greedy(hidden, self.weights.head, self.config.logit_cap, screen)
 
     def _ple(self, ids: Tensor, residual: Tensor) -> Tensor | None:
         if (ple := self.weights.ple) is None:

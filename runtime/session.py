@@ -60,7 +60,6 @@ class Session:
     model: Gemma4
     drafter: Drafter | None
     stop_ids: tuple[int, ...]
-    suppressed_ids: tuple[int, ...]
     load_s: float
     num_draft_tokens: int | None = None
     max_len: int | None = None
@@ -208,7 +207,6 @@ class Session:
             max_batch=batch,
             num_draft_tokens=self.num_draft_tokens,
             num_pages=pages,
-            suppressed_ids=self.suppressed_ids,
         )
         return self._engine
 
@@ -304,7 +302,8 @@ def open_checkpoint(
         raise CheckpointError(
             f"{folder}: tokenizer.json has {codec.vocab_size} tokens, config.json says vocab_size {config.vocab_size}"
         )
-    model = Gemma4(config, load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked), ops)
+    weights = load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked)
+    model = Gemma4(config, weights, ops, suppressed_ids=read_suppressed_ids(folder))
     drafter = None
     if draft and drafter_config:
         drafter = Drafter(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
@@ -316,7 +315,6 @@ def open_checkpoint(
         model=model,
         drafter=drafter,
         stop_ids=tuple(stops),
-        suppressed_ids=read_suppressed_ids(folder),
         load_s=time.perf_counter() - began,
         drafter_folder=draft,
     )

@@ -30,7 +30,9 @@ def print_plan(model: str, draft: str | None, *, as_json: bool) -> None:
     for what, p in plans.items():
         _print(f"{found.name}, {what}", p)
     click.echo(f"Sequences of so many tokens that run at once, beside the weights and {RESERVE_BYTES / 1e9:.1f} GB for "
-               "CUDA, activations and graphs; - where none does. More wait for their turn.")  # fmt: skip
+               "CUDA, activations and graphs; - where none does. More wait for their turn. head: what the output heads "
+               "take in eight bits beside the weights, from which greedy tokens are chosen; - where memory is short."
+               )  # fmt: skip
 
 
 def _print(title: str, plan: Plan) -> None:
@@ -46,15 +48,19 @@ def _print(title: str, plan: Plan) -> None:
     for context in contexts:
         table.add_column(f"{context:,}", justify="right")
     table.add_column("longest", justify="right")
+    table.add_column("head, GB", justify="right")
     for gb, row in plan.sequences.items():
         longest = plan.longest[gb]
-        table.add_row(str(gb), *(f"{n:,}" if n else "-" for n in row.values()), f"{longest:,}" if longest else "-")
+        head = f"{plan.screen_bytes[gb] / 1e9:.1f}" if plan.screen_bytes[gb] else "-"
+        table.add_row(
+            str(gb), *(f"{n:,}" if n else "-" for n in row.values()), f"{longest:,}" if longest else "-", head
+        )
     Console(soft_wrap=True).print(table)
 
 
 def size_row(name: str, packed: Plan, dense: Plan) -> str:
     """A model's row of the first table in docs/models.md."""
-    gb = (packed.weight_bytes, dense.weight_bytes, packed.drafter_bytes)
+    gb = (packed.weight_bytes, dense.weight_bytes, packed.drafter_bytes, max(packed.screen_bytes.values()))
     cache = f"{packed.token_bytes / 1e3:.1f} | {packed.window_bytes / 1e6:.0f}"
     return f"| {name} | {' | '.join(f'{size / 1e9:.1f}' for size in gb)} | {cache} |"
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kerngen.ops import library
 from kerngen.ops.devices import use_stores
 from kerngen.ops.w4 import W4Weights, pack_w4, w4a16_gemm
+from kerngen.templates.common.int8_screen import int8_screen
 
 if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are found in the folders
     from typing import ParamSpec, TypeVar
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.dense_gemv import op as _dense_gemv
     from kerngen.templates.embed import op as _embed
     from kerngen.templates.gelu_gate import op as _gelu_gate
+    from kerngen.templates.greedy_head import op as _greedy_head
     from kerngen.templates.moe_combine import op as _moe_combine
     from kerngen.templates.moe_route import op as _moe_route
     from kerngen.templates.moe_router import op as _moe_router
@@ -60,6 +62,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     embed = _run(_embed.embed)
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
+    greedy_head = _run(_greedy_head.greedy_head)
     moe_combine = _run(_moe_combine.moe_combine)
     moe_route = _run(_moe_route.moe_route)
     moe_w4a16 = _run(_moe_w4a16.moe_w4a16)
@@ -91,6 +94,8 @@ __all__ = [
     "embed",
     "gelu_gate",
     "gelu_mul",
+    "greedy_head",
+    "int8_screen",
     "moe_combine",
     "moe_route",
     "moe_router",

@@ -73,7 +73,6 @@ class Engine:
         prefill_chunk: int = PREFILL_CHUNK,
         page_size: int = PAGE_SIZE,
         num_pages: Mapping[str, int] | None = None,
-        suppressed_ids: Sequence[int] = (),
         prefix_caching: bool = True,
         reproducible: bool = False,
         buckets: Sequence[int] | None = None,
@@ -91,11 +90,6 @@ class Engine:
                              hint="fix num_draft_tokens")  # fmt: skip
         if max_batch < 1:
             raise UsageError(f"a batch of {max_batch} sequences runs none")
-        if bad := [i for i in suppressed_ids if not 0 <= i < config.vocab_size]:
-            raise UsageError(f"suppressed token {bad[0]} is outside the vocabulary of {config.vocab_size}")
-        self._suppressed = frozenset(suppressed_ids)
-        if len(self._suppressed) == config.vocab_size:
-            raise UsageError(f"all {config.vocab_size} tokens are suppressed; none is left to generate")
         self.max_len, self.max_batch, self.prefill_chunk = max_len, max_batch, prefill_chunk
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
@@ -107,7 +101,7 @@ class Engine:
         room = max_len + most + 1  # a step begins at the last token at the latest
         self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size)
         self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
-                             suppressed_ids=suppressed_ids, one_kv_len=reproducible,
+                             one_kv_len=reproducible,
                              buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
         self.pools = {kind: PagePool(pages[kind]) for kind in KINDS}
         self.scheduler = Scheduler(
@@ -388,7 +382,7 @@ class Engine:
             raise UsageError(f"token {bad[0]} of the prompt is outside the vocabulary of {vocab}")
         if bad := [i for i in request.suppressed_ids if not 0 <= i < vocab]:
             raise UsageError(f"suppressed token {bad[0]} is outside the vocabulary of {vocab}")
-        if len(self._suppressed | set(request.suppressed_ids)) == vocab:
+        if len(self.model.suppressed_ids | set(request.suppressed_ids)) == vocab:
             raise UsageError(f"all {vocab} tokens are suppressed; none is left to generate")
         if request.max_new_tokens < 1:
             raise UsageError(f"{request.max_new_tokens} new tokens were asked for; at least 1 is made")

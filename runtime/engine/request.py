@@ -16,7 +16,7 @@ GREEDY = Sampling()
 @dataclass(frozen=True, slots=True)
 class Request:
     """prompt: token ids. The answer ends after max_new_tokens, after one of stop_ids, or after the token at which
-    `stops` returns True; it is told each token once, in order. suppressed_ids: never chosen, beside the engine's.
+    `stops` returns True; it is told each token once, in order. suppressed_ids: never chosen, beside the model's.
     """
 
     prompt: Sequence[int]

@@ -74,7 +74,6 @@ class Runner:
         *,
         max_batch: int,
         max_kv_len: int,
-        suppressed_ids: Sequence[int],
         buckets: Sequence[int] | None,
         one_kv_len: bool = False,
     ) -> None:
@@ -93,7 +92,6 @@ class Runner:
         self.hidden = torch.zeros(max_batch, config.hidden_size, dtype=ops.dtype, device=device)
         experts = any(w.moe is not None and isinstance(w.moe.gate_up, DenseExperts) for w in model.weights.layers)
         self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
-        self._suppressed = torch.tensor(list(suppressed_ids), dtype=torch.int64, device=device)
         self._mask: Tensor | None = None  # [max_batch, vocab] of what a row suppresses, once one does
         self._graphs: dict[tuple[int, int, Way, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory: Any = None  # the pool that all graphs share
@@ -247,11 +245,9 @@ class Runner:
 
     def _choose(self, hidden: Tensor, positions: Tensor, rows: slice, q_len: int, way: Way) -> Tensor:
         """The tokens [n] that follow the ones at positions [n], which gave hidden [n, H]; q_len a row."""
-        if not way.sampled and not way.masked and not len(self._suppressed):
+        if not way.sampled and not way.masked:
             return self.model.greedy(hidden)
         logits = self.model.logits(hidden)
-        if len(self._suppressed):
-            logits = logits.index_fill(1, self._suppressed, float("-inf"))
         if way.masked and self._mask is not None:
             mask = self._mask[rows]
             logits = logits.masked_fill(mask if q_len == 1 else mask.repeat_interleave(q_len, 0), float("-inf"))

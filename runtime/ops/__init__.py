@@ -65,6 +65,24 @@ Linear = DenseLinear | W4Linear
 
 
 @dataclass(frozen=True, slots=True)
+class HeadScreen:
+    """A head in eight bits, with bounds of what that may be wrong by (templates/common/int8_screen.py).
+
+    `Ops.greedy` reads it in place of most of the head, for up to max_tokens rows. Tokens that it excludes are never
+    chosen.
+    """
+
+    codes: Tensor
+    bounds: Tensor
+    max_tokens: int
+
+
+def fitting(screen: HeadScreen | None, h: Tensor) -> HeadScreen | None:
+    """`screen`, if there is one for as many rows as h [n, H] has."""
+    return screen if screen is not None and len(h) <= screen.max_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
 class DenseExperts:
     """One matrix an expert: y = x W[e]^T. weight: [E, out_features, in_features] in `ops.dtype`."""
 
@@ -365,10 +383,17 @@ class Ops(Protocol):
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""
 
-    def greedy(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
+    def screen(self, head: Linear, excluded: Sequence[int] = ()) -> HeadScreen | None:
+        """What `greedy` may read in place of `head`, where the backend has a kernel for that and the device room.
+
+        excluded: tokens that are never to be chosen.
+        """
+
+    def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
         """The index of the largest logit, the lowest one on a tie. Returns [n] int64.
 
-        A row with a NaN, or without a finite logit, gives -1 on the torch backend, on the cuda one some token.
+        screen: of this head; n is at most its max_tokens. The result is the same but for what it excludes. A row with a
+        NaN, or without a finite logit, gives -1 on the torch backend, on the cuda one some token.
         """
 
     def ple_inputs(

@@ -16,6 +16,7 @@ from kerngen.runtime.ops import (
     DenseExperts,
     DenseLinear,
     Experts,
+    HeadScreen,
     KVPages,
     LayerInStep,
     Linear,
@@ -240,7 +241,10 @@ class TorchOps:
         out = self.linear(h, head).float()
         return logit_cap * torch.tanh(out / logit_cap) if logit_cap > 0 else out
 
-    def greedy(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
+    def screen(self, head: Linear, excluded: Sequence[int] = ()) -> HeadScreen | None:
+        return None
+
+    def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
         return likeliest(self.logits(h, head, logit_cap))
 
     def ple_inputs(

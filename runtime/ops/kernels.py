@@ -18,6 +18,7 @@ from kerngen.runtime.ops import (
     DenseExperts,
     DenseLinear,
     Experts,
+    HeadScreen,
     KVPages,
     LayerInStep,
     Linear,
@@ -34,6 +35,7 @@ from kerngen.templates.attn_decode.op import attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
+from kerngen.templates.common.int8_screen import int8_screen, screen_bytes
 from kerngen.templates.common.row_spec import VEC
 from kerngen.templates.common.w4_pack import interleave, pack
 from kerngen.templates.decode_advance.op import decode_advance
@@ -44,6 +46,8 @@ from kerngen.templates.dense_gemv.op import dense_gemv
 from kerngen.templates.dense_gemv.spec import MAX_TOKENS
 from kerngen.templates.embed.op import embed
 from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
+from kerngen.templates.greedy_head import spec as head_spec
+from kerngen.templates.greedy_head.op import greedy_head
 from kerngen.templates.moe_combine.op import moe_combine
 from kerngen.templates.moe_router.op import moe_router
 from kerngen.templates.moe_w4a16.op import moe_w4a16
@@ -54,6 +58,16 @@ from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
+
+# A head is kept in eight bits too where so many times what that takes is free: the cache loses a sixteenth at most.
+SCREEN_ROOM = 16
+
+
+def screen_of(head: Linear) -> int:
+    """Bytes that `KernelOps.screen` takes for `head`, 0 where it makes none of it."""
+    if not isinstance(head, DenseLinear) or head.in_features % VEC or head.in_features > head_spec.MAX_HIDDEN:
+        return 0
+    return screen_bytes(head.out_features, head.in_features)
 
 
 class KernelOps:
@@ -281,7 +295,20 @@ class KernelOps:
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         return self.executor.run(softcap(self.linear(h, head), logit_cap), self._at("logits"))
 
-    def greedy(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
+    def screen(self, head: Linear, excluded: Sequence[int] = ()) -> HeadScreen | None:
+        size = screen_of(head)
+        if not isinstance(head, DenseLinear) or not size:
+            return None
+        if self.device.type == "cuda":
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            if torch.cuda.mem_get_info(self.device)[0] + unused < SCREEN_ROOM * size:
+                return None
+        return HeadScreen(*int8_screen(head.weight, excluded), head_spec.MAX_TOKENS)
+
+    def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
+        if screen is not None and isinstance(head, DenseLinear):
+            call = greedy_head(h, head.weight, screen.codes, screen.bounds)
+            return self.executor.run(call, self._at("greedy token"))
         return self.executor.run(argmax(self.linear(h, head), logit_cap), self._at("greedy token"))
 
     def ple_inputs(

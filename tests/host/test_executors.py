@@ -152,9 +152,8 @@ def _run_all(model: Gemma4, drafter: Drafter | None) -> None:
         if drafts and drafter is None:
             break
         for suppressed, sampling in WAYS if drafts in (0, 3) else WAYS[:1]:
-            engine = Engine(
-                model, drafter, max_len=300, max_batch=5, num_draft_tokens=drafts, suppressed_ids=suppressed
-            )
+            target = Gemma4(model.config, model.weights, ops, suppressed_ids=suppressed)
+            engine = Engine(target, drafter, max_len=300, max_batch=5, num_draft_tokens=drafts)
             for batch in (1, 2, 5):
                 engine.runner.step(batch, drafts, Way.of([_handle(sampling, 1)]), 512)
     for pieces in ([(1, 0)], [(5, 0)], [(63, 64)], [(77, 200)], [(7, 0), (1, 3), (70, 129)]):

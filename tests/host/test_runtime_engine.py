@@ -158,8 +158,9 @@ def test_a_stream_that_is_closed_frees_its_pages(model: Gemma4) -> None:
 def test_suppressed_tokens_are_never_chosen(model: Gemma4) -> None:
     plain = generate(model).tokens
     banned = sorted(set(plain))[:3]
+    other = Gemma4(model.config, model.weights, model.ops, suppressed_ids=banned)
     for sampling in (None, Sampling(temperature=1.0)):
-        assert not set(generate(model, suppressed_ids=banned, sampling=sampling).tokens) & set(banned)
+        assert not set(generate(other, sampling=sampling).tokens) & set(banned)
 
 
 def test_sampling_repeats_with_its_seed_and_varies_without(
@@ -256,10 +257,11 @@ def test_a_model_that_breaks_while_it_generates_is_an_error(
     folders: dict[str, tuple[Path, Path]], drafts: bool, sampling: Sampling | None, suppressed: tuple[int, ...]
 ) -> None:
     target, assistant = folders["shared_ple"]  # its drafter has a centroid head, which asks for no logits
-    model = load(target)
+    loaded = load(target)
+    model = Gemma4(loaded.config, loaded.weights, loaded.ops, suppressed_ids=suppressed)
     drafter = load_assistant(assistant, model) if drafts else None
-    plain = generate(model, drafter, sampling=sampling, suppressed_ids=suppressed).tokens
-    engine = Engine(model, drafter, max_len=len(PROMPT) + COUNT, page_size=4, suppressed_ids=suppressed)
+    plain = generate(model, drafter, sampling=sampling).tokens
+    engine = Engine(model, drafter, max_len=len(PROMPT) + COUNT, page_size=4)
     model.ops = Breaking(CPU, torch.float32)
     steps: list[list[int]] = []
     with pytest.raises(NumericsError, match=r"NaN or infinity \(float32\)") as caught:
@@ -276,7 +278,9 @@ def test_a_model_that_breaks_while_it_generates_is_an_error(
 
 def test_suppressing_every_token_is_refused(model: Gemma4) -> None:
     with pytest.raises(UsageError, match="all 96 tokens are suppressed"):
-        Engine(model, max_len=30, suppressed_ids=range(96))
+        Gemma4(model.config, model.weights, model.ops, suppressed_ids=range(96))
+    with pytest.raises(UsageError, match="suppressed token 96 is outside the vocabulary of 96"):
+        Gemma4(model.config, model.weights, model.ops, suppressed_ids=[96])
 
 
 def test_samples_follow_the_distribution() -> None:

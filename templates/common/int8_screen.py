@@ -1,0 +1,68 @@
+"""A dense matrix's rows in eight bits, with what that may be wrong by: enough to tell which rows cannot be an arg-max.
+
+Row r of W is scale[r] * q[r] + e[r], q whole numbers within 127. So W[r] x lies within |e[r]| |x| of scale[r] (q[r] x),
+by Cauchy and Schwarz. greedy_head reads q alone, and of W only the rows whose interval reaches as high as the highest
+lower end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ROWS, COLUMNS = 16, 64  # of a tile of codes
+MOST_CODE = 127
+# x is fixed-point too, see kernel.cu.jinja: of its largest element's size there are this many steps.
+TOKEN_STEPS = 32512
+_AT_ONCE = 1 << 22  # elements of W that are converted at once: 16 MiB in fp32
+
+
+def padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def screen_bytes(rows: int, columns: int) -> int:
+    """Of codes and bounds."""
+    return padded(rows, ROWS) * (padded(columns, COLUMNS) + 8)
+
+
+def int8_screen(weight: Tensor, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """Codes and bounds of weight [V, K], V and K padded to whole tiles.
+
+    codes: [V / 16, K / 64, 2, 32, 4] int32 of four bytes each. Tile by tile, lane 4 g + t of a warp has columns 16 t to
+    16 t + 15 of row g, and of row g + 8 behind it. bounds: [V, 2] fp32: a row's scale, and b: what is computed with
+    the row's codes is at most b |x| off W[r] x, roundings of x and of all sums included. NaN for rows that are never
+    wanted: those in `excluded`, and what pads V.
+    """
+    v, k = weight.shape
+    rows, columns = padded(v, ROWS), padded(k, COLUMNS)
+    codes = torch.empty(rows // ROWS, columns // COLUMNS, 2, 32, 4, dtype=torch.int32, device=weight.device)
+    bounds = torch.full((rows, 2), float("nan"), dtype=torch.float32, device=weight.device)
+    step = max(_AT_ONCE // columns // ROWS, 1) * ROWS
+    for first in range(0, v, step):
+        part = weight[first : first + step].float()
+        tiles, scale, bound = _coded(part)
+        at = first // ROWS
+        codes[at : at + len(tiles)] = tiles
+        bounds[first : first + len(part), 0], bounds[first : first + len(part), 1] = scale, bound
+    if excluded:
+        bounds[torch.tensor(list(excluded), dtype=torch.int64, device=weight.device)] = float("nan")
+    return codes, bounds
+
+
+def _coded(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows w [n, K] fp32: their tiles of codes, scales [n] and bounds [n]."""
+    n, k = w.shape
+    scale = w.abs().amax(-1) / MOST_CODE
+    q = torch.where(scale[:, None] > 0, w / scale[:, None], 0.0).round_().clamp_(-MOST_CODE, MOST_CODE)
+    kept = scale[:, None] * q
+    size, kept_size, error = w.norm(dim=-1), kept.norm(dim=-1), (w - kept).norm(dim=-1)
+    # Of x, half a step of its largest element in each of K; 2^-18 and 2^-16 for sums in fp32, of codes and of the row
+    # itself; and a thousandth for the norms.
+    bound = (error + kept_size * (k**0.5 / (2 * TOKEN_STEPS) + 2.0**-18) + size * 2.0**-16) * (1 + 2.0**-10)
+    whole = torch.zeros(padded(n, ROWS), padded(k, COLUMNS), dtype=torch.int8, device=w.device)
+    whole[:n, :k] = q.to(torch.int8)
+    tiles = whole.view(len(whole) // ROWS, 2, 8, -1, 4, 16).permute(0, 3, 1, 2, 4, 5)  # [strip, tile, half, g, t, byte]
+    return tiles.contiguous().view(torch.int32).view(len(tiles), -1, 2, 32, 4), scale, bound

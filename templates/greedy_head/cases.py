@@ -1,0 +1,99 @@
+"""Shapes that tests, bench and tuner share: edges first, then the models' own.
+
+All floats are small multiples of 1/8, whose products fp32 sums exactly in any order: no rounding can be taken for a
+mistake, and rounded to 16 bits many logits are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.templates.call import Op
+from kerngen.templates.common.int8_screen import int8_screen
+from kerngen.templates.common.row_torch import Draw
+from kerngen.templates.greedy_head.op import greedy_head
+from kerngen.templates.greedy_head.spec import Problem
+from kerngen.templates.kernel import Case
+
+
+def case_for(problem: Problem, **options: Any) -> Case:
+    p = problem
+    name = "_".join([f"v{p.vocab_size}x{p.hidden}", p.dtype, *options.values(), f"t{p.num_tokens}"])
+    return Case(name, p, p.vocab_size + p.hidden + p.num_tokens, options)
+
+
+def _cases(vocab: int, hidden: int, *tokens: int, kinds: tuple[str, ...] = ("normal",)) -> tuple[Case, ...]:
+    return tuple(
+        case_for(Problem(vocab, hidden, d, t), kind=k) for d in ("bf16", "fp16") for k in kinds for t in tokens
+    )
+
+
+CASES = (
+    *_cases(1, 8, 1, 8),
+    *_cases(17, 72, 2, 5, kinds=("normal", "equal")),  # one row in the second strip, one vector in the second tile
+    *_cases(1000, 200, *range(1, 9)),
+    *_cases(3000, 320, 1, 4, 7, kinds=("ties", "equal", "excluded", "outliers", "zero_rows", "sizes", "nan")),
+    *_cases(5000, 1536, 1, 3, kinds=("normal", "first", "last", "infinite")),
+    *_cases(2056, 5376, 1, 8),
+    *_cases(40000, 256, 1, 6, kinds=("normal", "ties", "excluded")),
+    case_for(Problem(262144, 256, num_tokens=2), kind="normal"),
+)
+
+
+def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Every argument but the workspace. weight and x normal, in eighths, and by options["kind"]:
+
+    ties: rows that are each a copy of some others; equal: all of x is zero; first, last: there is the greatest;
+    excluded: what would be chosen is not to be, nor is a third of the rest; outliers: rows with one large element, so
+    that their other codes are coarse; zero_rows: every other row is zero; sizes: rows of very different size; nan: one
+    in the first token; infinite: one in the last token. ids are poison.
+    """
+    p: Problem = case.problem
+    draw = Draw(case.seed, device)
+
+    def eighths(*shape: int) -> Tensor:
+        return draw.normal(*shape, dtype=p.dtype, std=4.0).clamp_(-8, 8).round_().div_(8)
+
+    x, weight = eighths(p.num_tokens, p.hidden), eighths(p.vocab_size, p.hidden)
+    rows = torch.arange(p.vocab_size, device=device)
+    excluded: list[int] = []
+    match case.options.get("kind", "normal"):
+        case "ties":
+            weight = weight[rows % 100 * 7 % p.vocab_size]
+        case "equal":
+            x[:] = 0.0
+        case "first":
+            weight[0] = x[0].sign()
+        case "last":
+            weight[-1] = x[0].sign()
+        case "excluded":
+            best = (x.float() @ weight.float().T).argmax(-1).tolist()
+            excluded = sorted({*best, *rows[::3].tolist()})
+        case "outliers":
+            weight[::4, 5] = 60.0
+            x[:, 5] = 0.0
+        case "zero_rows":
+            weight[::2] = 0.0
+        case "sizes":
+            weight *= (2.0 ** (rows % 9 - 6))[:, None].to(weight.dtype)
+        case "nan":
+            x[0, 3] = float("nan")
+        case "infinite":
+            x[-1, 3] = -float("inf")
+    codes, bounds = int8_screen(weight, excluded)
+    return {
+        "ids": torch.full((p.num_tokens,), -(2**62), dtype=torch.int64, device=device),
+        "x": x,
+        "weight": weight,
+        "codes": codes,
+        "bounds": bounds,
+        "num_tokens": p.num_tokens,
+    }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    return greedy_head, {name: inputs[name] for name in ("x", "weight", "codes", "bounds")}

@@ -1,0 +1,33 @@
+"""Tensors to calls of greedy_head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
+from kerngen.templates.greedy_head.spec import Problem
+
+_TAKES = {
+    "x": "D[M, K]",
+    "weight": "D[V, K]",
+    "codes": "int32[(V + 15) // 16, (K + 63) // 64, 2, 32, 4]",
+    "bounds": "fp32[(V + 15) // 16 * 16, 2]",
+}
+
+
+@op(takes=_TAKES)
+def greedy_head(x: Tensor, weight: Tensor, codes: Tensor, bounds: Tensor) -> Call[Tensor]:
+    """The row of weight [V, K] whose product with x is the greatest, the lowest one on a tie: [M] int64 of x [M, K].
+
+    codes, bounds: of weight, as int8_screen makes them. The products are rounded to x's dtype, as those of a dense
+    matrix are. A row whose bounds are NaN is never chosen. M <= 8; K a multiple of 8.
+    """
+    (tokens, hidden), vocab = x.shape, weight.shape[0]
+    ids = empty(x, tokens, dtype=torch.int64)
+    problem = Problem(vocab, hidden, DTYPE_NAME[x.dtype], tokens) if tokens else None
+    arguments = {
+        "ids": ids, "x": x.contiguous(), "weight": weight, "codes": codes, "bounds": bounds, "num_tokens": tokens,
+    }  # fmt: skip
+    return Call("greedy_head", problem, arguments, ids)

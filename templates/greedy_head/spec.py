@@ -1,0 +1,200 @@
+"""greedy_head: the likeliest token of an output head, exactly, from half of its bytes, in two launches.
+
+greedy_screen multiplies the table in eight bits (common/int8_screen.py) and leaves in the workspace how high each row's
+logit may be, and the highest that one is at least. greedy_choose multiplies the few rows of the table itself that may
+be the greatest, each rounded as a dense product is; the last block to finish writes the id. However many rows those
+are, the answer is the same: a bound decides what is left out, never a guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, ClassVar
+
+from kerngen.arch import Arch, Target
+from kerngen.templates.common.int8_screen import COLUMNS, ROWS, TOKEN_STEPS, padded, screen_bytes
+from kerngen.templates.common.row_spec import (
+    ELEMENT_BYTES,
+    INT32_MAX,
+    require,
+    require_dtypes,
+    require_tokens,
+    require_vectors,
+    why_block_too_large,
+    why_no_dtype,
+)
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+
+MAX_TOKENS = 8
+MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architecture's shared memory
+TILE_BYTES = ROWS * COLUMNS
+PROGRESS_BYTES = 16  # of a token in the workspace
+OTHER_REGISTERS = 56  # of a thread, beside tiles under way
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """x [num_tokens, hidden] and weight [vocab_size, hidden] in dtype; codes and bounds of weight (int8_screen) -> ids
+    [num_tokens] int64, the row with the greatest product x . weight[row] rounded to dtype, the lowest one on a tie.
+
+    Rows whose bounds are NaN are never chosen. A token with a NaN, or an infinity, gives 0.
+    """
+
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
+
+    vocab_size: int = 262144
+    hidden: int = 5376
+    dtype: str = "bf16"
+    num_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_dtypes(self.dtype)
+        require(self.dtype != "fp32", "dtype=fp32: a table of 16-bit floats is what eight bits stand for")
+        require_vectors(hidden=self.hidden)
+        require(
+            0 < self.vocab_size <= INT32_MAX - ROWS, f"vocab_size={self.vocab_size} is not in 1..{INT32_MAX - ROWS}"
+        )
+        require(self.hidden <= MAX_HIDDEN, f"hidden={self.hidden} is more than {MAX_HIDDEN}")
+        require_tokens(self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    block_tokens: int = 4  # that share a read of the codes
+    num_warps: int = 16  # of a block of greedy_screen, each with a strip of 16 rows at a time
+    steps: int = 4  # tiles of 1 KiB that a warp has under way
+    blocks_per_sm: int = 1  # of greedy_screen; they go through all strips
+    choose_warps: int = 8  # of a block of greedy_choose, which looks at 128 rows a warp
+
+
+SPACE = {
+    "block_tokens": (4, 8),
+    "num_warps": (4, 8, 16),
+    "steps": (1, 2, 3, 4, 5, 6, 8),
+    "blocks_per_sm": (1, 2, 3, 4),
+    "choose_warps": (4, 8, 16),
+}
+ARGS = {
+    "greedy_screen": (
+        Arg("x", "ptr"),
+        Arg("codes", "ptr"),
+        Arg("bounds", "ptr"),
+        Arg("workspace", "ptr"),
+        Arg("num_tokens", "i32"),
+    ),
+    "greedy_choose": (
+        Arg("ids", "ptr", align=8),
+        Arg("x", "ptr"),
+        Arg("weight", "ptr"),
+        Arg("workspace", "ptr"),
+    ),
+}
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
+OUTPUTS = ("ids",)
+
+
+def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
+    return {"TOKEN_STEPS": f"{TOKEN_STEPS}.0f", "MAX_TOKENS": MAX_TOKENS}
+
+
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    if problem.num_tokens > MAX_TOKENS:
+        return f"num_tokens={problem.num_tokens}: at most {MAX_TOKENS}; a dense product and softcap_argmax serve more"
+    return why_no_dtype(target.arch, problem.dtype)
+
+
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    p, c, arch = problem, config, target.arch
+    threads = 32 * max(c.num_warps, c.choose_warps)
+    if why := why_block_too_large(threads, f"{threads // 32} warps"):
+        return why
+    if c.steps > (tiles := ceil(p.hidden / COLUMNS)):
+        return f"steps={c.steps}, and a row has {tiles} tiles"
+    warps = c.num_warps * c.blocks_per_sm
+    if warps > arch.max_warps_per_sm:
+        return f"{warps} warps in {c.blocks_per_sm} blocks; {arch} holds {arch.max_warps_per_sm} an SM"
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps) // 8 * 8)
+    if (need := registers(c, arch)) > available:
+        return f"about {need} registers a thread; {warps} warps an SM leave {available}"
+    smem = smem_bytes(p, c, target)
+    if smem > arch.max_smem_bytes:
+        return f"needs {smem:,} B of shared memory; {arch} has {arch.max_smem_bytes:,} B a block"
+    if (together := c.blocks_per_sm * (smem + arch.reserved_smem_bytes)) > arch.smem_per_sm:
+        return f"{c.blocks_per_sm} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
+    return None
+
+
+def registers(config: Config, arch: Arch) -> int:
+    """A thread's of greedy_screen, about: tiles under way, sums, and the rest."""
+    sums = 4 if arch.has_mma16816 else 16
+    return 8 * config.steps + (sums + 4) * config.block_tokens // 4 + OTHER_REGISTERS
+
+
+def default_config(problem: Problem, target: Target) -> Config:
+    """As many tiles under way an SM as memory's latency takes, about 64 KiB where it is fast, in one block."""
+    tiles = ceil(problem.hidden / COLUMNS)
+    widths = (8, 4) if problem.num_tokens > 4 else (4,)
+    candidates = [Config(n, warps, min(4, tiles)) for n in widths for warps in (16, 8, 4)]
+    return next(c for c in candidates if why_invalid(problem, c, target) is None)
+
+
+def smem_of(p: Problem, c: Config) -> int:
+    """The tokens' digits, 128 B a tile of columns and token; of greedy_screen what its warps exchange."""
+    tiles = ceil(ceil(p.hidden / COLUMNS) / c.steps) * c.steps
+    screen = 128 * c.block_tokens * tiles + c.block_tokens * (8 * c.num_warps + 12)
+    choose = 4 * 128 * c.choose_warps + 16
+    return max(screen, choose)
+
+
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
+    return smem_of(problem, config)
+
+
+def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
+    p, c, pdl = problem, config, target.arch.has_pdl
+    tiles = ceil(ceil(p.hidden / COLUMNS) / c.steps) * c.steps
+    blocks = min(ceil(_rows(p) / ROWS / c.num_warps), c.blocks_per_sm * target.device.num_sms)
+    reads = ceil(p.num_tokens / c.block_tokens)
+    parts = ceil(_rows(p) / (128 * c.choose_warps))
+    return (
+        Launch("greedy_screen", (blocks, reads, 1), (32 * c.num_warps, 1, 1), 128 * c.block_tokens * tiles, pdl=pdl),
+        Launch("greedy_choose", (p.num_tokens * parts, 1, 1), (32 * c.choose_warps, 1, 1), 0, pdl=pdl),
+    )
+
+
+def _rows(p: Problem) -> int:
+    return padded(p.vocab_size, ROWS)
+
+
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """Of each token what blocks leave for each other, zero between launches, and for each row how high it may be."""
+    return PROGRESS_BYTES * MAX_TOKENS + 4 * problem.num_tokens * _rows(problem)
+
+
+def cost(problem: Problem) -> Cost:
+    """Codes and bounds once, and one row of the table."""
+    p, size = problem, ELEMENT_BYTES[problem.dtype]
+    moved = screen_bytes(p.vocab_size, p.hidden) + size * p.hidden * 2 * p.num_tokens + 8 * p.num_tokens
+    return Cost(moved, 2 * p.num_tokens * p.vocab_size * p.hidden)
+
+
+def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
+    """cuda_ops: a tile takes about 12 instructions a lane, without the tensor core 40 more a token; a row's end 10."""
+    p, c = problem, config
+    tiles = _rows(p) // ROWS * ceil(p.hidden / COLUMNS)
+    uppers = 4 * p.num_tokens * _rows(p)
+    codes = screen_bytes(p.vocab_size, p.hidden) * ceil(p.num_tokens / c.block_tokens)
+    each = 12 + (0 if target.arch.has_mma16816 else 40 * p.num_tokens)
+    screen = Traffic(
+        codes, 0,
+        l2_bytes=codes + uppers,
+        cuda_ops=32 * tiles * each + 10 * p.num_tokens * _rows(p),
+        bytes_in_flight=c.num_warps * c.steps * TILE_BYTES,
+    )  # fmt: skip
+    row = 2 * p.hidden
+    choose = Traffic(
+        row * p.num_tokens, 0, l2_bytes=uppers + 2 * row * p.num_tokens, cuda_ops=8 * p.num_tokens * _rows(p)
+    )
+    return [screen, choose]

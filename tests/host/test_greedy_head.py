@@ -1,0 +1,174 @@
+"""greedy_head without a GPU: what eight bits of a head are and how far off they may be, and who is given them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kerngen.arch import Target, find_arch
+from kerngen.errors import ProblemError
+from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.footprint import Footprint, screened
+from kerngen.runtime.ops import DenseLinear, W4Linear, fitting
+from kerngen.runtime.ops.kernels import SCREEN_ROOM, KernelOps, screen_of
+from kerngen.templates import find_kernel
+from kerngen.templates.common.int8_screen import int8_screen, screen_bytes
+from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem
+
+KERNEL = find_kernel("greedy_head")
+STEPS = 32512  # of a token's largest element
+
+
+def _rows(codes: Tensor) -> Tensor:
+    """The bytes of codes as a matrix [rows, columns], element by element as common/int8_screen.cuh has them."""
+    strips, tiles = codes.shape[:2]
+    flat = codes.view(torch.int8).flatten()
+    row, column = torch.meshgrid(torch.arange(16 * strips), torch.arange(64 * tiles), indexing="ij")
+    lane = row % 8 * 4 + column % 64 // 16
+    tile = row // 16 * tiles + column // 64
+    return flat[((tile * 2 + row % 16 // 8) * 32 + lane) * 16 + column % 16]
+
+
+def _screened(codes: Tensor, bounds: Tensor, x: Tensor) -> Tensor:
+    """What greedy_screen computes of x [K] in place of the logits [rows], in fp64."""
+    most = float(x.abs().max())
+    fixed = (x.double() * (STEPS / most)).round()
+    k = len(x)
+    return bounds[:, 0].double() * (_rows(codes)[:, :k].double() @ fixed) * (most / STEPS)
+
+
+def _heavy(x: Tensor) -> Tensor:
+    return x.sign() * x.abs() ** 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_rows", [lambda w: w, _heavy, lambda w: w * torch.logspace(-6, 0, len(w))[:, None]])
+@pytest.mark.parametrize("of_x", [lambda x: x, _heavy, lambda x: x.abs(), lambda x: 1e-3 * x])
+def test_no_logit_is_further_off_than_its_bound(
+    dtype: torch.dtype, of_rows: Callable[[Tensor], Tensor], of_x: Callable[[Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    weight = of_rows(torch.randn(300, 200)).to(dtype)
+    weight[7], weight[8, :-1], weight[9] = 0.0, 0.0, weight[9].abs().max()
+    codes, bounds = int8_screen(weight)
+    for _ in range(20):
+        x = of_x(torch.randn(200)).to(dtype)
+        off = (_screened(codes, bounds, x)[:300] - weight.double() @ x.double()).abs()
+        assert bool((off <= bounds[:300, 1].double() * x.double().norm()).all())
+    # x along a row's own error is where the bound is reached
+    error = weight.double() - bounds[:300, :1].double() * _rows(codes)[:300, :200].double()
+    row = int(error.norm(dim=-1).argmax())
+    x = error[row] / error[row].abs().max()
+    off = (_screened(codes, bounds, x)[row] - weight[row].double() @ x).abs()
+    assert 0.9 < float(off / (bounds[row, 1].double() * x.norm())) <= 1.0
+
+
+def test_codes_are_the_rows_in_the_order_of_lanes() -> None:
+    weight = torch.randint(-127, 128, (21, 72)).float()
+    weight[:, 0] = 127.0  # so that every row's scale is 1
+    codes, bounds = int8_screen(weight.to(torch.bfloat16))
+    assert codes.shape == (2, 2, 2, 32, 4)
+    assert bounds.shape == (32, 2)
+    rows = _rows(codes).float()
+    assert torch.equal(rows[:21, :72], weight)
+    assert not rows[21:].any()
+    assert not rows[:, 72:].any()
+    assert torch.equal(bounds[:21, 0], torch.ones(21))
+    assert bool(bounds[21:].isnan().all())
+    assert codes.nbytes + bounds.nbytes == screen_bytes(21, 72)
+
+
+def test_parts_of_a_table_are_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(133, 40)
+    whole = int8_screen(weight)
+    monkeypatch.setattr("kerngen.templates.common.int8_screen._AT_ONCE", 1)
+    assert all(torch.equal(a, b) for a, b in zip(whole, int8_screen(weight), strict=True) if not a.is_floating_point())
+    assert torch.equal(whole[1].nan_to_num(), int8_screen(weight)[1].nan_to_num())
+
+
+def test_excluded_rows_have_no_bounds() -> None:
+    bounds = int8_screen(torch.randn(40, 16), [3, 39])[1]
+    assert bounds[[3, 39]].isnan().all()
+    assert int(bounds[:40].isnan().any(-1).sum()) == 2
+
+
+def test_few_rows_of_a_random_head_are_left() -> None:
+    """Of a head without any likelier token, which is the worst there is."""
+    torch.manual_seed(1)
+    weight, x = torch.randn(20000, 1536).to(torch.bfloat16), torch.randn(1536).to(torch.bfloat16)
+    codes, bounds = int8_screen(weight)
+    middle, off = _screened(codes, bounds, x), bounds[:, 1].double() * x.double().norm()
+    left = middle + off >= (middle - off).max() * (1 - 1 / 64)
+    assert bool(left[(weight.float() @ x.float()).argmax()])
+    assert int(left.sum()) < 20
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "excluded"])
+def test_the_answer_is_that_of_the_whole_head(kind: str) -> None:
+    case = next(c for c in KERNEL.cases.CASES if c.options["kind"] == kind and c.problem.vocab_size in (1000, 3000))
+    inputs = KERNEL.cases.inputs(case, "cpu")
+    ops = KernelOps(Reference(), inputs["x"].dtype)
+    excluded = inputs["bounds"][: case.problem.vocab_size, 0].isnan().nonzero().flatten().tolist()
+    head = DenseLinear(inputs["weight"])
+    screen = ops.screen(head, excluded)
+    assert fitting(screen, inputs["x"]) is screen is not None
+    logits = ops.logits(inputs["x"], head, 30.0)
+    logits[:, excluded] = -math.inf
+    assert torch.equal(ops.greedy(inputs["x"], head, 30.0, screen), logits.argmax(-1))
+
+
+def test_who_has_no_screen() -> None:
+    ops = KernelOps(Reference(), torch.bfloat16)
+    empty = torch.empty(0)
+    assert ops.screen(W4Linear(empty, empty, 64, 64, 32)) is None
+    assert ops.screen(DenseLinear(torch.zeros(16, 12, dtype=torch.bfloat16))) is None
+    assert screen_of(DenseLinear(torch.empty(16, MAX_HIDDEN + 8, device="meta"))) == 0
+    assert fitting(ops.screen(DenseLinear(torch.zeros(16, 16))), torch.empty(MAX_TOKENS + 1, 16)) is None
+    assert fitting(None, torch.empty(1, 16)) is None
+
+
+def test_a_screen_is_made_where_there_is_room() -> None:
+    takes = Footprint(weight_bytes=1000, drafter_bytes=500, cache_bytes=0, context=1, screen_bytes=(100, 10))
+    assert screened(takes, 1000 + 100 * SCREEN_ROOM + 500) == 110
+    assert screened(takes, 1000 + 100 * SCREEN_ROOM - 1) == 10, "the drafter's is looked at by itself"
+    assert screened(takes, 1500 + 10 * SCREEN_ROOM - 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"dtype": "fp32"}, "fp32"),
+        ({"hidden": MAX_HIDDEN + 8}, f"hidden={MAX_HIDDEN + 8} is more than {MAX_HIDDEN}"),
+        ({"hidden": 12}, "multiple of 8"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"num_tokens": 0}, "num_tokens"),
+    ],
+)
+def test_refused(changed: dict[str, object], why: str) -> None:
+    with pytest.raises(ProblemError, match=why):
+        Problem(**{"vocab_size": 64, "hidden": 64, **changed})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (Config(steps=8), "steps=8, and a row has 3 tiles"),
+        (Config(num_warps=16, steps=1, blocks_per_sm=4), "registers"),
+        (Config(block_tokens=8, num_warps=16, steps=3), None),
+    ],
+)
+def test_configurations(config: Config, why: str | None) -> None:
+    found = KERNEL.why_invalid(Problem(1000, 192), config, Target.of(find_arch("sm90")))
+    assert found is None if why is None else found is not None and why in found
+
+
+def test_more_tokens_than_share_a_read_read_again() -> None:
+    target = Target.of(find_arch("sm90"))
+    problem = Problem(262144, 1536, num_tokens=7)
+    screen, choose = KERNEL.launches(problem, Config(block_tokens=4), target)
+    assert screen.grid[1] == 2
+    assert choose.grid[0] == 7 * 256

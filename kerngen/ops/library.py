@@ -141,6 +141,6 @@ def _may_lie_apart(kernel: str) -> frozenset[str]:
 
 def _require_contiguous(call: Call[Any]) -> None:
     """As the launcher asks it of tensors on a GPU, so that what runs here runs there."""
-    for _, name, value in spread(call.arguments):
+    for name, shown, value in spread(call.arguments):
         if isinstance(value, Tensor) and not value.is_contiguous() and name not in _may_lie_apart(call.kernel):
-            raise not_contiguous(call.kernel, name, value)
+            raise not_contiguous(call.kernel, shown, value)

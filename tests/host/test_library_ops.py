@@ -226,6 +226,14 @@ def test_tensors_that_are_not_contiguous_are_refused_or_copied() -> None:
         ops.add_norm(view, X, W, None, W, 1e-6)
 
 
+def test_each_of_several_tensors_may_lie_apart_where_their_argument_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_may_lie_apart", lambda kernel: frozenset({"apart"}))
+    view = torch.rand(4, 128)[:, ::2]
+    library._require_contiguous(Call("lists", None, {"apart": (X, view), "rows": (X,)}, None))
+    with pytest.raises(LaunchError, match=r"lists: rows\[1\] \(4, 64\) is not contiguous"):
+        library._require_contiguous(Call("lists", None, {"apart": (X,), "rows": (X, view)}, None))
+
+
 def test_other_devices_are_refused() -> None:
     from kerngen.ops.devices import executor
 

@@ -145,6 +145,11 @@ class Config:
     slots: int = 3  # for partial sums of a strip: blocks that meet in one at most
     split_tiles: int = 1  # of keys, in a block, before more blocks take some
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Of each of Problem.matrices: into how many parts its strips are cut."""
+        return 1, self.out_parts, 1, self.down_parts
+
 
 SPACE = {
     "num_warps": (8, 12, 16),
@@ -190,13 +195,12 @@ OUTPUTS = ("out", "k_caches", "v_caches")
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
-    p = problem
+    p, c = problem, config
     kinds = _kinds(p)
-    parts = (1, config.out_parts, 1, config.down_parts)
     return {
         "KINDS": [
             {
-                "shapes": [(n // STRIP, k // STRIP, of) for (n, k), of in zip(p.matrices(kind), parts, strict=True)],
+                "shapes": [(n // STRIP, k // STRIP, of) for (n, k), of in zip(p.matrices(kind), c.parts, strict=True)],
                 "is_full": str(kind in "fF").lower(),
                 "owns_kv": str(kind in "sf").lower(),
                 "attended": p.matrices(kind)[1][1],
@@ -210,7 +214,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "MAX_INNER": _most(p, 3, 1),
         "UNIT_ELEMENTS": _unit_elements(p),
         "WORK_BYTES": _work_bytes(p),
-        "SHARED_BYTES": _shared_bytes(p, config),
+        "SHARED_BYTES": _shared_bytes(p, c),
         "COPIES": GATED_COPIES,
         "TILE_KEYS": TILE_KEYS,
         "KEY_BATCH": KEY_BATCH,
@@ -248,6 +252,11 @@ def _slot_bytes(p: Problem, c: Config) -> int:
     return matrix_bytes(STRIP, STRIP * c.stage_tiles, p.group_size)
 
 
+def _least_slot_bytes(p: Problem) -> int:
+    """Keys, and a row of the per-layer gate, are fetched into a slot whole."""
+    return max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
+
+
 def _work_bytes(p: Problem) -> int:
     return max(_max_tiles(p) * 96, ATTENTION_BYTES)
 
@@ -264,7 +273,7 @@ def _shared_bytes(p: Problem, c: Config) -> int:
 
 def _units(p: Problem, c: Config, matrix: int) -> int:
     """What is dealt to the blocks of a product, at least: parts of strips."""
-    return min(p.matrices(kind)[matrix][0] for kind in _kinds(p)) // STRIP * (1, c.out_parts, 1, c.down_parts)[matrix]
+    return min(p.matrices(kind)[matrix][0] for kind in _kinds(p)) // STRIP * c.parts[matrix]
 
 
 def _most_that_meet(strips: int, parts: int, blocks: int) -> int:
@@ -284,9 +293,7 @@ def num_blocks(problem: Problem, config: Config, target: Target) -> int:
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
     strips = [
-        (n // STRIP, parts)
-        for kind in _kinds(p)
-        for (n, _), parts in zip(p.matrices(kind), (1, c.out_parts, 1, c.down_parts), strict=True)
+        (n // STRIP, parts) for kind in _kinds(p) for (n, _), parts in zip(p.matrices(kind), c.parts, strict=True)
     ]
     pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in strips)
     return _shared_bytes(p, c) + max(
@@ -337,8 +344,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"stage_tiles={c.stage_tiles} is no multiple of {2 * group}, two groups of group_size={p.group_size}"
     if c.in_flight > c.num_stages:
         return f"in_flight={c.in_flight} is more than num_stages={c.num_stages}"
-    least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
-    if (slot := _slot_bytes(p, c)) < least:
+    if (slot := _slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no row of the gate: {least:,} B"
     for name, parts, matrix in (("out_parts", c.out_parts, 1), ("down_parts", c.down_parts, 3)):
         if parts > (groups := _least_columns(p, matrix) // p.group_size):
@@ -369,9 +375,8 @@ def default_config(problem: Problem, target: Target) -> Config:
     out = _parts(p.hidden, _least_columns(p, 1), p.group_size, blocks, most, everywhere=False)
     down = _parts(p.hidden, _least_columns(p, 3), p.group_size, blocks, most, everywhere=True)
     slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
-    least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
     sizes = [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0]
-    sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= least] or sizes[-1:]
+    sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= _least_slot_bytes(p)] or sizes[-1:]
     sizes = [t for t in sizes if t <= 48] or sizes[:1]
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
     for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):

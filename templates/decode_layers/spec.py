@@ -26,6 +26,7 @@ from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, requi
 from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
+MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" and "NAME_scales" are its tensors
 HEAD_DIMS = (256, 512)
 MAX_PLE_WIDTH = 256  # a vector a lane
 TILE_KEYS = 16  # of one page: keys that are fetched and multiplied together
@@ -123,7 +124,7 @@ class Problem:
         return (self.num_kv_heads, self.head_dim) if letter in "sS" else (self.num_full_kv_heads, self.full_head_dim)
 
     def matrices(self, letter: str) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of a layer's projections, its output projection, of gate and up together, and of down."""
+        """Rows and columns of a layer's MATRICES."""
         num_kv_heads, dim = self.heads_of(letter)
         own = 0 if letter.isupper() else 1 if letter == "f" and self.k_eq_v else 2
         attended, inner = self.num_q_heads * dim, self.inner_of(letter)
@@ -147,7 +148,7 @@ class Config:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Of each of Problem.matrices: into how many parts its strips are cut."""
+        """Of each of MATRICES: into how many parts its strips are cut."""
         return 1, self.out_parts, 1, self.down_parts
 
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, require_dtypes, require_vectors, why_no_dtype
 from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matrix
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" and "NAME_scales" are its tensors
 HEAD_DIMS = (256, 512)
@@ -249,8 +249,9 @@ def _unit_elements(p: Problem) -> int:
     return max(_unit_heads(p, kind) * p.heads_of(kind)[1] for kind in "sf")
 
 
-def _slot_bytes(p: Problem, c: Config) -> int:
-    return matrix_bytes(STRIP, STRIP * c.stage_tiles, p.group_size)
+def slot_bytes(problem: Problem, config: Config) -> int:
+    """Of the ring, a slot: `stage_tiles` of a strip, with their scales."""
+    return matrix_bytes(STRIP, STRIP * config.stage_tiles, problem.group_size)
 
 
 def _least_slot_bytes(p: Problem) -> int:
@@ -266,7 +267,7 @@ def _shared_bytes(p: Problem, c: Config) -> int:
     """Of a block without the sums: the ring and its barriers, x by tiles or what attention works with, the token's own
     keys and turns, what x's tiles count for, the gated row, sums of a row, addresses, shares and sights.
     """
-    ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
+    ring = ceil((c.num_stages * (slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
     keys = 2 * 2048 + 2 * 32 * 32 + 512
     rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + 8 * c.num_warps + 16
     return ceil((ring + keys + rows + 2 * 8 * 20 + len(_kinds(p)) * 4 * 24 + 2 * 48) / 128) * 128
@@ -345,7 +346,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"stage_tiles={c.stage_tiles} is no multiple of {2 * group}, two groups of group_size={p.group_size}"
     if c.in_flight > c.num_stages:
         return f"in_flight={c.in_flight} is more than num_stages={c.num_stages}"
-    if (slot := _slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
+    if (slot := slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no row of the gate: {least:,} B"
     for name, parts, matrix in (("out_parts", c.out_parts, 1), ("down_parts", c.down_parts, 3)):
         if parts > (groups := _least_columns(p, matrix) // p.group_size):
@@ -440,18 +441,3 @@ def cost(problem: Problem) -> Cost:
         flops += 2 * (sum(n * k for n, k in matrices) + 2 * p.ple_width * p.hidden) + 4 * seen * p.num_q_heads * dim
     rows = (ELEMENT_BYTES[p.residual_dtype] + 2 * size) * p.hidden + size * len(p.layers) * p.ple_width
     return Cost(weights + keys + rows, flops)
-
-
-def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
-    """Every block reads every row through L2. cuda_ops: about 44 instructions a tile of 32 x 32 weights and lane.
-    steps: of a layer two for each product and each of four norms, and four of attention.
-    """
-    p, c, blocks = problem, config, num_blocks(problem, config, target)
-    least, weights, rows = cost(problem).bytes, 0, 0
-    for letter in p.layers:
-        weights += sum(n * k for n, k in p.matrices(letter))
-        rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.slots
-    return Traffic(
-        least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
-        bytes_in_flight=c.in_flight * _slot_bytes(p, c), steps=20 * len(p.layers),
-    )  # fmt: skip

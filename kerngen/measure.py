@@ -112,9 +112,9 @@ def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[
     tolerance = kernel.reference.tolerance(case.problem)
     worst_abs = worst_rel = 0.0
     message = ""
-    given = dict(spread(outputs))
-    for name, want in spread(expected):
-        got = given[name].reshape(want.shape).double()
+    given = {shown: value for _, shown, value in spread(outputs)}
+    for _, shown, want in spread(expected):
+        got = given[shown].reshape(want.shape).double()
         want = want.to(got.device).double()
         if want.numel() == 0:
             continue
@@ -130,7 +130,7 @@ def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[
         if bool(bad.any()) and not message:
             index = tuple(int(i) for i in bad.nonzero()[0])
             message = (
-                f"{kernel.name} {case.name} seed={case.seed}: {name}{list(index)} is {float(got[index]):.6g}, "
+                f"{kernel.name} {case.name} seed={case.seed}: {shown}{list(index)} is {float(got[index]):.6g}, "
                 f"reference {float(want[index]):.6g}; {int(bad.sum())} of {bad.numel()} outside "
                 f"{tolerance.atol:g} + {tolerance.rtol:g} |ref|; largest error {largest:.4g}"
             )
@@ -138,7 +138,7 @@ def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[
 
 
 def _copies(inputs: dict[str, Any], working_set: int, most: int) -> list[dict[str, Any]]:
-    distinct = {id(v): v for _, v in spread(inputs) if isinstance(v, torch.Tensor)}
+    distinct = {id(v): v for *_, v in spread(inputs) if isinstance(v, torch.Tensor)}
     size = sum(v.numel() * v.element_size() for v in distinct.values())
     count = min(most, max(2, math.ceil(working_set / max(size, 1))))
     free = torch.cuda.mem_get_info()[0]

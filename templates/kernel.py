@@ -361,13 +361,16 @@ def load_part(kernel: str, part: str, folder: Path) -> ModuleType:
         raise TemplateError(f"kernel {kernel}: {place}: {reason_of(e)}") from e
 
 
-def spread(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and value of each argument or output; of a tuple or list each element, as name[0], name[1]."""
+def spread(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(name, shown, value) of each argument or output; of a tuple or list each element, shown as name[0], name[1].
+
+    `shown` tells all of them apart; `name` is what a spec or an op says something of.
+    """
     for name, value in arguments.items():
         if isinstance(value, tuple | list):
-            yield from ((f"{name}[{i}]", element) for i, element in enumerate(value))
+            yield from ((name, f"{name}[{i}]", element) for i, element in enumerate(value))
         else:
-            yield name, value
+            yield name, name, value
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _signature(op: Op[..., Any]) -> inspect.Signature:
 def _device(name: str, tensors: Mapping[str, Tensor | list[Tensor] | None]) -> torch.device:
     """Where all of a call's tensors are. Raises LaunchError where they are apart."""
     first: dict[torch.device, str] = {}
-    for shown, tensor in spread(tensors):
+    for _, shown, tensor in spread(tensors):
         if tensor is not None:
             first.setdefault(tensor.device, shown)
     if len(first) > 1:
@@ -141,6 +141,6 @@ def _may_lie_apart(kernel: str) -> frozenset[str]:
 
 def _require_contiguous(call: Call[Any]) -> None:
     """As the launcher asks it of tensors on a GPU, so that what runs here runs there."""
-    for name, value in spread(call.arguments):
+    for name, shown, value in spread(call.arguments):
         if isinstance(value, Tensor) and not value.is_contiguous() and name not in _may_lie_apart(call.kernel):
-            raise not_contiguous(call.kernel, name, value)
+            raise not_contiguous(call.kernel, shown, value)

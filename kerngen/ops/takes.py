@@ -67,16 +67,16 @@ class Takes:
     def check_anew(self, arguments: Mapping[str, Any]) -> None:
         """As `check`, for sizes that may be symbols."""
         asked = {n: arguments[n] for n in self.tensors if arguments[n] is not None}
-        given = [(shown, t, self.tensors[shown.split("[")[0]]) for shown, t in spread(asked)]
+        given = [(shown, tensor, self.tensors[name]) for name, shown, tensor in spread(asked)]
         sizes: dict[str, Any] = {n: arguments[n] for n in self.numbers}
         dtypes: dict[str, Any] = {**DTYPES, **sizes}
-        for name, tensor, wants in given:
-            self._require_rank(name, tensor, wants)
+        for shown, tensor, wants in given:
+            self._require_rank(shown, tensor, wants)
             dtypes.setdefault(wants.dtype, tensor.dtype)
             for dim, size in zip(wants.dims, _last(tensor, len(wants.dims)), strict=True):
                 if dim.is_name and dim.text != _ANY:
                     sizes.setdefault(dim.text, size)
-        for name, tensor, wants in given:
+        for shown, tensor, wants in given:
             last = _last(tensor, len(wants.dims))
             shape = tuple(
                 size if dim.text == _ANY else eval(dim.code, {"__builtins__": {}}, sizes)
@@ -86,15 +86,15 @@ class Takes:
                 names = sorted({n for d in wants.dims for n in d.code.co_names} - {_ANY})
                 known = {wants.dtype: dtypes[wants.dtype]} | {n: sizes[n] for n in names}
                 terms = ", ".join(f"{n} = {v}" for n, v in known.items() if n not in DTYPES)
-                raise ProblemError(self._says(name, tensor, wants) + (f" with {terms}" if terms else ""))
+                raise ProblemError(self._says(shown, tensor, wants) + (f" with {terms}" if terms else ""))
 
-    def _require_rank(self, name: str, tensor: Tensor, wants: _Tensor) -> None:
+    def _require_rank(self, shown: str, tensor: Tensor, wants: _Tensor) -> None:
         if not (tensor.ndim >= len(wants.dims) if wants.leading else tensor.ndim == len(wants.dims)):
-            raise ProblemError(self._says(name, tensor, wants))
+            raise ProblemError(self._says(shown, tensor, wants))
 
-    def _says(self, name: str, tensor: Tensor, wants: _Tensor) -> str:
+    def _says(self, shown: str, tensor: Tensor, wants: _Tensor) -> str:
         shape = ", ".join(map(str, tensor.shape))
-        return f"{self.name}: {name} is {tensor.dtype} [{shape}]; it takes {wants.text}"
+        return f"{self.name}: {shown} is {tensor.dtype} [{shape}]; it takes {wants.text}"
 
 
 def _key(value: Any) -> Any:

@@ -31,9 +31,9 @@ class Reference:
         if call.problem is not None:
             kernel = find_kernel(call.kernel)
             kernel.require_arguments(call.arguments)
-            given = dict(spread(call.arguments))
-            for name, value in spread(kernel.reference.expected(call.problem, dict(call.arguments))):
-                given[name].copy_(value.view(given[name].shape))
+            given = {shown: value for _, shown, value in spread(call.arguments)}
+            for _, shown, value in spread(kernel.reference.expected(call.problem, dict(call.arguments))):
+                given[shown].copy_(value.view(given[shown].shape))
         return call.result
 
     def outside(self, name: str) -> None:

@@ -30,6 +30,7 @@ from kerngen.runtime.ops import (
 from kerngen.runtime.sampling import accepted, likeliest
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.heads_torch import slots_of
 from kerngen.templates.common.row_torch import DTYPE_NAME, gelu_gated, rms_norm
 from kerngen.templates.common.row_torch import rope as turned
 from kerngen.templates.common.w4_pack import dequantize
@@ -67,8 +68,7 @@ class TorchOps:
         self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         positions = lengths[:, None] + torch.arange(q_len, device=lengths.device)  # [B, q_len]
-        pages = tables.gather(2, (positions // page_size).expand(2, -1, -1))
-        slots = torch.add(positions % page_size, pages, alpha=page_size)  # [2, B, q_len] int64
+        slots = slots_of(positions, tables, page_size)  # [2, B, q_len]
         return positions.flatten(), (lengths + q_len).to(torch.int32), slots.flatten(1)
 
     def decode_advance(

@@ -401,7 +401,7 @@ def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str,
     for w in (layer.weights for layer in layers):
         if w.moe is not None or (w.ple is None) != (ple is None):
             return None
-        for name, matrix in (("qkv", w.qkv), ("out", w.out), ("gate_up", w.gate_up), ("down", w.down)):
+        for name, matrix in zip(layers_spec.MATRICES, (w.qkv, w.out, w.gate_up, w.down), strict=True):
             if not isinstance(matrix, W4Linear):
                 return None
             group_sizes.add(matrix.group_size)

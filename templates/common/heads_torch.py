@@ -49,6 +49,14 @@ def written(cache: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     return cache
 
 
+def slots_of(positions: Tensor, tables: Tensor, page_size: int) -> Tensor:
+    """The rows of paged caches that positions [B, n] int64 of B sequences lie in, by each of tables [C, B, max_pages]
+    int32: page * page_size + row in the page. Returns [C, B, n] int64. Positions must lie within the tables.
+    """
+    pages = tables.gather(2, (positions // page_size).expand(len(tables), -1, -1))
+    return torch.add(positions % page_size, pages, alpha=page_size)
+
+
 def inverse_frequencies(head_dim: int, num_rotated_pairs: int, device: torch.device | str) -> torch.Tensor:
     """theta^(-2 j / head_dim) for the pairs that turn, then zeros: [head_dim / 2] fp32."""
     theta = 1e4 if num_rotated_pairs == head_dim // 2 else 1e6

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kerngen.templates.common.heads_torch import slots_of
 from kerngen.templates.decode_inputs.cases import case_for
 from kerngen.templates.decode_inputs.spec import Problem
 from kerngen.templates.kernel import Case
@@ -23,8 +24,6 @@ def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], obje
     steps = torch.arange(q_len, device=lengths.device)
 
     def eager() -> tuple[torch.Tensor, torch.Tensor]:
-        positions = lengths[:, None] + steps
-        pages = tables.gather(2, (positions // page_size).expand(2, -1, -1))
-        return torch.add(positions % page_size, pages, alpha=page_size), (lengths + q_len).to(torch.int32)
+        return slots_of(lengths[:, None] + steps, tables, page_size), (lengths + q_len).to(torch.int32)
 
     return {"eager": eager}

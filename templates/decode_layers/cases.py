@@ -15,7 +15,7 @@ from kerngen.templates.common.heads_torch import inverse_frequencies
 from kerngen.templates.common.row_torch import Draw, poisoned
 from kerngen.templates.common.w4_pack import drawn, pack
 from kerngen.templates.decode_layers.op import decode_layers
-from kerngen.templates.decode_layers.spec import LAYER_TENSORS, Problem
+from kerngen.templates.decode_layers.spec import LAYER_TENSORS, MATRICES, Problem
 from kerngen.templates.kernel import Case
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
@@ -164,7 +164,7 @@ def _layer(p: Problem, letter: str, draw: Draw, zeros: bool) -> dict[str, Tensor
     """What layer `letter` brings along. zeros: every third strip of a product is zero."""
     _, dim = p.heads_of(letter)
     made: dict[str, Tensor | None] = {}
-    for name, (n, k) in zip(("qkv", "out", "gate_up", "down"), p.matrices(letter), strict=True):
+    for name, (n, k) in zip(MATRICES, p.matrices(letter), strict=True):
         packed, scales = pack(*drawn(draw, n, k, p.group_size, p.dtype))
         if zeros:
             scales[::3] = 0.0

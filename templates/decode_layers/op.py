@@ -10,9 +10,7 @@ from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import keys_that_matter, require
 from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 from kerngen.templates.common.w4_tiling import STRIP
-from kerngen.templates.decode_layers.spec import LAYER_TENSORS, Problem
-
-_W4 = ("qkv", "out", "gate_up", "down")  # in the order of Problem.matrices
+from kerngen.templates.decode_layers.spec import LAYER_TENSORS, MATRICES, Problem
 
 
 @op(
@@ -29,8 +27,8 @@ _W4 = ("qkv", "out", "gate_up", "down")  # in the order of Problem.matrices
         "inv_freq": "fp32[HALF]",
         "full_inv_freq": "fp32[FHALF]",
         "input_norms": "each D[H]",
-        **{f"{name}_packed": "each int32[_, _, 32, 4]" for name in _W4},
-        **{f"{name}_scales": "each D[_, _, 32]" for name in _W4},
+        **{f"{name}_packed": "each int32[_, _, 32, 4]" for name in MATRICES},
+        **{f"{name}_scales": "each D[_, _, 32]" for name in MATRICES},
         "q_norms": "each D[_]",
         "k_norms": "each D[_]",
         "k_caches": "each D[_, _, _, _]",
@@ -169,7 +167,7 @@ def _require_shapes(p: Problem, where: str, letter: str, tensors: Mapping[str, T
     """Raises ProblemError unless what differs from layer to layer is as the problem has it."""
     num_kv_heads, dim = p.heads_of(letter)
     wanted: dict[str, tuple[int, ...]] = {"q_norm": (dim,), "k_norm": (dim,)}
-    for name, (n, k) in zip(_W4, p.matrices(letter), strict=True):
+    for name, (n, k) in zip(MATRICES, p.matrices(letter), strict=True):
         wanted[f"{name}_packed"] = n // STRIP, k // STRIP, 32, 4
         wanted[f"{name}_scales"] = n // STRIP, k // p.group_size, STRIP
     if (cache := tensors["k_cache"]) is not None:

@@ -24,8 +24,9 @@ from typing import Any, ClassVar
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, require_dtypes, require_vectors, why_no_dtype
 from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matrix
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
+MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" and "NAME_scales" are its tensors
 HEAD_DIMS = (256, 512)
 MAX_PLE_WIDTH = 256  # a vector a lane
 TILE_KEYS = 16  # of one page: keys that are fetched and multiplied together
@@ -123,7 +124,7 @@ class Problem:
         return (self.num_kv_heads, self.head_dim) if letter in "sS" else (self.num_full_kv_heads, self.full_head_dim)
 
     def matrices(self, letter: str) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of a layer's projections, its output projection, of gate and up together, and of down."""
+        """Rows and columns of a layer's MATRICES."""
         num_kv_heads, dim = self.heads_of(letter)
         own = 0 if letter.isupper() else 1 if letter == "f" and self.k_eq_v else 2
         attended, inner = self.num_q_heads * dim, self.inner_of(letter)
@@ -144,6 +145,11 @@ class Config:
     down_parts: int = 3  # the same of down
     slots: int = 3  # for partial sums of a strip: blocks that meet in one at most
     split_tiles: int = 1  # of keys, in a block, before more blocks take some
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Of each of MATRICES: into how many parts its strips are cut."""
+        return 1, self.out_parts, 1, self.down_parts
 
 
 SPACE = {
@@ -190,13 +196,12 @@ OUTPUTS = ("out", "k_caches", "v_caches")
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
-    p = problem
+    p, c = problem, config
     kinds = _kinds(p)
-    parts = (1, config.out_parts, 1, config.down_parts)
     return {
         "KINDS": [
             {
-                "shapes": [(n // STRIP, k // STRIP, of) for (n, k), of in zip(p.matrices(kind), parts, strict=True)],
+                "shapes": [(n // STRIP, k // STRIP, of) for (n, k), of in zip(p.matrices(kind), c.parts, strict=True)],
                 "is_full": str(kind in "fF").lower(),
                 "owns_kv": str(kind in "sf").lower(),
                 "attended": p.matrices(kind)[1][1],
@@ -210,7 +215,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "MAX_INNER": _most(p, 3, 1),
         "UNIT_ELEMENTS": _unit_elements(p),
         "WORK_BYTES": _work_bytes(p),
-        "SHARED_BYTES": _shared_bytes(p, config),
+        "SHARED_BYTES": _shared_bytes(p, c),
         "COPIES": GATED_COPIES,
         "TILE_KEYS": TILE_KEYS,
         "KEY_BATCH": KEY_BATCH,
@@ -244,8 +249,14 @@ def _unit_elements(p: Problem) -> int:
     return max(_unit_heads(p, kind) * p.heads_of(kind)[1] for kind in "sf")
 
 
-def _slot_bytes(p: Problem, c: Config) -> int:
-    return matrix_bytes(STRIP, STRIP * c.stage_tiles, p.group_size)
+def slot_bytes(problem: Problem, config: Config) -> int:
+    """Of the ring, a slot: `stage_tiles` of a strip, with their scales."""
+    return matrix_bytes(STRIP, STRIP * config.stage_tiles, problem.group_size)
+
+
+def _least_slot_bytes(p: Problem) -> int:
+    """Keys, and a row of the per-layer gate, are fetched into a slot whole."""
+    return max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
 
 
 def _work_bytes(p: Problem) -> int:
@@ -256,7 +267,7 @@ def _shared_bytes(p: Problem, c: Config) -> int:
     """Of a block without the sums: the ring and its barriers, x by tiles or what attention works with, the token's own
     keys and turns, what x's tiles count for, the gated row, sums of a row, addresses, shares and sights.
     """
-    ring = ceil((c.num_stages * (_slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
+    ring = ceil((c.num_stages * (slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
     keys = 2 * 2048 + 2 * 32 * 32 + 512
     rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + 8 * c.num_warps + 16
     return ceil((ring + keys + rows + 2 * 8 * 20 + len(_kinds(p)) * 4 * 24 + 2 * 48) / 128) * 128
@@ -264,7 +275,7 @@ def _shared_bytes(p: Problem, c: Config) -> int:
 
 def _units(p: Problem, c: Config, matrix: int) -> int:
     """What is dealt to the blocks of a product, at least: parts of strips."""
-    return min(p.matrices(kind)[matrix][0] for kind in _kinds(p)) // STRIP * (1, c.out_parts, 1, c.down_parts)[matrix]
+    return min(p.matrices(kind)[matrix][0] for kind in _kinds(p)) // STRIP * c.parts[matrix]
 
 
 def _most_that_meet(strips: int, parts: int, blocks: int) -> int:
@@ -284,9 +295,7 @@ def num_blocks(problem: Problem, config: Config, target: Target) -> int:
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
     strips = [
-        (n // STRIP, parts)
-        for kind in _kinds(p)
-        for (n, _), parts in zip(p.matrices(kind), (1, c.out_parts, 1, c.down_parts), strict=True)
+        (n // STRIP, parts) for kind in _kinds(p) for (n, _), parts in zip(p.matrices(kind), c.parts, strict=True)
     ]
     pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in strips)
     return _shared_bytes(p, c) + max(
@@ -337,8 +346,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"stage_tiles={c.stage_tiles} is no multiple of {2 * group}, two groups of group_size={p.group_size}"
     if c.in_flight > c.num_stages:
         return f"in_flight={c.in_flight} is more than num_stages={c.num_stages}"
-    least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
-    if (slot := _slot_bytes(p, c)) < least:
+    if (slot := slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no row of the gate: {least:,} B"
     for name, parts, matrix in (("out_parts", c.out_parts, 1), ("down_parts", c.down_parts, 3)):
         if parts > (groups := _least_columns(p, matrix) // p.group_size):
@@ -369,9 +377,8 @@ def default_config(problem: Problem, target: Target) -> Config:
     out = _parts(p.hidden, _least_columns(p, 1), p.group_size, blocks, most, everywhere=False)
     down = _parts(p.hidden, _least_columns(p, 3), p.group_size, blocks, most, everywhere=True)
     slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
-    least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
     sizes = [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0]
-    sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= least] or sizes[-1:]
+    sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= _least_slot_bytes(p)] or sizes[-1:]
     sizes = [t for t in sizes if t <= 48] or sizes[:1]
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
     for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
@@ -434,18 +441,3 @@ def cost(problem: Problem) -> Cost:
         flops += 2 * (sum(n * k for n, k in matrices) + 2 * p.ple_width * p.hidden) + 4 * seen * p.num_q_heads * dim
     rows = (ELEMENT_BYTES[p.residual_dtype] + 2 * size) * p.hidden + size * len(p.layers) * p.ple_width
     return Cost(weights + keys + rows, flops)
-
-
-def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
-    """Every block reads every row through L2. cuda_ops: about 44 instructions a tile of 32 x 32 weights and lane.
-    steps: of a layer two for each product and each of four norms, and four of attention.
-    """
-    p, c, blocks = problem, config, num_blocks(problem, config, target)
-    least, weights, rows = cost(problem).bytes, 0, 0
-    for letter in p.layers:
-        weights += sum(n * k for n, k in p.matrices(letter))
-        rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.slots
-    return Traffic(
-        least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
-        bytes_in_flight=c.in_flight * _slot_bytes(p, c), steps=20 * len(p.layers),
-    )  # fmt: skip

@@ -32,14 +32,16 @@ def test_an_op_against_the_reference(name: str, case: Case) -> None:
         pytest.skip(why)
     expected = kernel.reference.expected(case.problem, inputs)
     results = getattr(torch.ops.kerngen, op.name)(**arguments)
-    names = {id(v): n for n, v in reversed(list(spread(call.arguments))) if isinstance(v, Tensor)}
+    names = {  # the reference's, of what is written in place too
+        id(v): shown if name in kernel.outputs else f"{shown}_out"
+        for name, shown, v in reversed(list(spread(call.arguments)))
+        if isinstance(v, Tensor)
+    }
     told, made = (r if isinstance(r, tuple) else () if r is None else (r,) for r in (call.result, results))
     got = {names[id(t)]: r for t, r in zip(told, made, strict=True)}
-    for name, tensor in spread({m: arguments[m] for m in op.mutates}):
-        argument = names[id(tensor)] if "[" in name else name
-        got[argument if argument.split("[")[0] in kernel.outputs else f"{argument}_out"] = tensor
+    got |= {names[id(t)]: t for *_, t in spread({m: arguments[m] for m in op.mutates})}
     assert got
-    wanted = dict(spread(expected))
+    wanted = {shown: right for _, shown, right in spread(expected)}
     checked = compare(kernel, case, got, {n: wanted[n] for n in got})
     assert checked.ok, checked.message
 

@@ -44,10 +44,12 @@ def equal(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 16, 48, 64])
 @pytest.mark.parametrize("q_len", [1, 2, 5, 8])
 def test_inputs_are_what_each_token_has(ops: Ops, page_size: int, q_len: int) -> None:
-    """Of the first rows of larger tables: rows lie together, the two tables apart."""
+    """In Python's integers, of the first rows of larger tables: rows lie together, the two tables apart. Pages are so
+    many that int32 could not hold their slots.
+    """
     generator = torch.Generator().manual_seed(page_size * 10 + q_len)
     for batch in (1, 2, 7, 33):
-        tables = torch.randint(0, 1000, (2, batch + 3, 40), generator=generator).int()
+        tables = torch.randint(0, 2**30, (2, batch + 3, 40), generator=generator).int()
         lengths = torch.randint(0, 40 * page_size - q_len + 1, (batch,), generator=generator)
         lengths[0] = 0 if batch > 1 else 40 * page_size - q_len  # the first and the last place there is
         positions, kv_lens, slots = ops.decode_inputs(lengths, tables[:, :batch], q_len, page_size)

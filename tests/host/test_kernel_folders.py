@@ -300,23 +300,23 @@ def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> N
         for name, kind in kinds.items():
             if name != "workspace":
                 assert isinstance(inputs[name], tuple) == (kind == "ptrs"), f"{case}: {name} is declared {kind}"
-        for name, value in spread(inputs):
-            is_tensor, kind = value is None or isinstance(value, torch.Tensor), kinds[name.split("[")[0]]
-            assert is_tensor == (kind in POINTERS), f"{case}: {name} is {type(value)}, declared {kind}"
-            assert not isinstance(value, torch.Tensor) or value.is_contiguous(), f"{case}: {name} is not contiguous"
+        for name, shown, value in spread(inputs):
+            is_tensor, kind = value is None or isinstance(value, torch.Tensor), kinds[name]
+            assert is_tensor == (kind in POINTERS), f"{case}: {shown} is {type(value)}, declared {kind}"
+            assert not isinstance(value, torch.Tensor) or value.is_contiguous(), f"{case}: {shown} is not contiguous"
         expected = kernel.reference.expected(case.problem, inputs)
         assert set(expected) == {n for n in kernel.outputs_of(case.problem) if inputs[n] is not None}, case.name
         written |= set(expected)
-        tensors = dict(spread(inputs))
-        for name, right in spread(expected):
-            exact = torch.float32 if tensors[name].is_floating_point() else torch.float64
-            assert right.dtype in (torch.float32, exact), f"{case}: {name} is {right.dtype}"
-            assert right.shape == tensors[name].shape, f"{case}: {name}"
-            held = tensors[name].to(right.dtype)
+        tensors = {shown: value for _, shown, value in spread(inputs)}
+        for output, shown, right in spread(expected):
+            given = tensors[shown]
+            exact = torch.float32 if given.is_floating_point() else torch.float64
+            assert right.dtype in (torch.float32, exact), f"{case}: {shown} is {right.dtype}"
+            assert right.shape == given.shape, f"{case}: {shown}"
+            held = given.to(right.dtype)
             same = (held == right) | (held.isnan() & right.isnan())
-            output = name.split("[")[0]
-            in_place = any(t is tensors[name] for n, t in tensors.items() if n.split("[")[0] != output)
-            assert right.numel() == 0 or in_place or not bool(same.all()), f"{case}: {name} is right before the launch"
+            in_place = any(value is given for name, _, value in spread(inputs) if name != output)
+            assert right.numel() == 0 or in_place or not bool(same.all()), f"{case}: {shown} is right before the launch"
         tolerance = kernel.reference.tolerance(case.problem)
         assert tolerance.why
         assert 0 <= tolerance.rtol < 1

@@ -80,14 +80,18 @@ def test_an_op_gives_what_the_reference_says(kernel: Kernel, case: Case) -> None
     expected = kernel.reference.expected(case.problem, inputs)
     call = op(**arguments)
     results = getattr(kerngen.ops, op.name)(**arguments)
-    names = {id(v): name for name, v in reversed(list(spread(call.arguments))) if isinstance(v, Tensor)}
+    names = {  # the reference's, of what is written in place too
+        id(v): shown if name in kernel.outputs else f"{shown}_out"
+        for name, shown, v in reversed(list(spread(call.arguments)))
+        if isinstance(v, Tensor)
+    }
     made = call.result if isinstance(call.result, tuple) else (call.result,) if call.result is not None else ()
     got = {names[id(t)]: r for t, r in zip(made, results if isinstance(results, tuple) else (results,), strict=False)}
-    got |= {names[id(t)]: t for _, t in spread({m: arguments[m] for m in op.mutates})}
+    got |= {names[id(t)]: t for *_, t in spread({m: arguments[m] for m in op.mutates})}
     assert got
-    wanted = dict(spread(expected))
+    wanted = {shown: right for _, shown, right in spread(expected)}
     for name, value in got.items():
-        torch.testing.assert_close(value, wanted[_output(kernel, name)].to(value.dtype), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(value, wanted[name].to(value.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def _each(arguments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -99,11 +103,6 @@ def _each(arguments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict
         return change(value) if isinstance(value, Tensor) else value
 
     return {name: changed(value) for name, value in arguments.items()}
-
-
-def _output(kernel: Kernel, name: str) -> str:
-    """The reference's name of an argument that is written in place."""
-    return name if name.split("[")[0] in kernel.outputs else f"{name}_out"
 
 
 @FEW
@@ -225,6 +224,14 @@ def test_tensors_that_are_not_contiguous_are_refused_or_copied() -> None:
         ops.gelu_gate(view)
     with pytest.raises(LaunchError, match=r"residual.* is not contiguous"):
         ops.add_norm(view, X, W, None, W, 1e-6)
+
+
+def test_each_of_several_tensors_may_lie_apart_where_their_argument_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_may_lie_apart", lambda kernel: frozenset({"apart"}))
+    view = torch.rand(4, 128)[:, ::2]
+    library._require_contiguous(Call("lists", None, {"apart": (X, view), "rows": (X,)}, None))
+    with pytest.raises(LaunchError, match=r"lists: rows\[1\] \(4, 64\) is not contiguous"):
+        library._require_contiguous(Call("lists", None, {"apart": (X,), "rows": (X, view)}, None))
 
 
 def test_other_devices_are_refused() -> None:

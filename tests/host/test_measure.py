@@ -39,4 +39,4 @@ def test_copies_share_nothing_with_what_they_copy_but_what_was_one_stays_one() -
     assert (made["caches"][1], made["eps"]) == (None, 1e-6)
     assert not cache.any()
     assert not x.any()
-    assert [name for name, _ in spread(made)] == ["out", "x", "caches[0]", "caches[1]", "caches[2]", "eps"]
+    assert [shown for _, shown, _ in spread(made)] == ["out", "x", "caches[0]", "caches[1]", "caches[2]", "eps"]

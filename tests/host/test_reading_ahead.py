@@ -99,7 +99,7 @@ class Watched(Reference):
             if call.kernel == "embed":
                 self.chain.finish()
             outputs = {name: call.arguments[name] for name in find_kernel(call.kernel).outputs}
-            for tensor in (t for _, t in spread(outputs) if isinstance(t, Tensor)):
+            for tensor in (t for *_, t in spread(outputs) if isinstance(t, Tensor)):
                 self.chain.young[_storage(tensor)] = tensor
             for given in (given for given, *_ in attending) if attending else (call.arguments,):
                 if (cache := given.get("k_cache")) is not None and given.get("slot_mapping") is not None:

@@ -1,0 +1,22 @@
+"""What one configuration of decode_layers moves and executes, for the cost model."""
+
+from __future__ import annotations
+
+from kerngen.arch import Target
+from kerngen.templates.decode_layers.spec import Config, Problem, cost, num_blocks, slot_bytes
+from kerngen.templates.kernel import Traffic
+
+
+def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
+    """Every block reads every row through L2. cuda_ops: about 44 instructions a tile of 32 x 32 weights and lane.
+    steps: of a layer two for each product and each of four norms, and four of attention.
+    """
+    p, c, blocks = problem, config, num_blocks(problem, config, target)
+    least, weights, rows = cost(problem).bytes, 0, 0
+    for letter in p.layers:
+        weights += sum(n * k for n, k in p.matrices(letter))
+        rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.slots
+    return Traffic(
+        least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
+        bytes_in_flight=c.in_flight * slot_bytes(p, c), steps=20 * len(p.layers),
+    )  # fmt: skip

@@ -30,7 +30,6 @@ HEAD_DIMS = (256, 512)
 MAX_PLE_WIDTH = 256  # a vector a lane
 TILE_KEYS = 16  # of one page: keys that are fetched and multiplied together
 KEY_BATCH = 2  # tiles of K that are multiplied before their V
-ITEM_BYTES = TILE_KEYS * (2 * 256 + 16)  # 256 dims of a tile, padded: what a slot of the ring must hold
 UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = KEY_BATCH * 4096 + 2 * 8 * 520  # of shared memory: scores by warps, and Q
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
@@ -213,6 +212,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "SHARED_BYTES": _shared_bytes(p, config),
         "COPIES": GATED_COPIES,
         "TILE_KEYS": TILE_KEYS,
+        "TILE_BYTES": _tile_bytes(p),
         "KEY_BATCH": KEY_BATCH,
     }
 
@@ -242,6 +242,11 @@ def _unit_heads(p: Problem, kind: str) -> int:
 def _unit_elements(p: Problem) -> int:
     """Of attention's output, that a block makes."""
     return max(_unit_heads(p, kind) * p.heads_of(kind)[1] for kind in "sf")
+
+
+def _tile_bytes(p: Problem) -> int:
+    """Of a tile's keys or values, the longest of the layers', by pairs and padded: a slot of the ring must hold it."""
+    return TILE_KEYS // 2 * max(4 * p.heads_of(kind)[1] + 16 for kind in _kinds(p))
 
 
 def _slot_bytes(p: Problem, c: Config) -> int:
@@ -337,7 +342,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"stage_tiles={c.stage_tiles} is no multiple of {2 * group}, two groups of group_size={p.group_size}"
     if c.in_flight > c.num_stages:
         return f"in_flight={c.in_flight} is more than num_stages={c.num_stages}"
-    least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
+    least = max(_tile_bytes(p), 2 * p.hidden if p.ple_width else 0)
     if (slot := _slot_bytes(p, c)) < least:
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no row of the gate: {least:,} B"
     for name, parts, matrix in (("out_parts", c.out_parts, 1), ("down_parts", c.down_parts, 3)):
@@ -369,7 +374,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     out = _parts(p.hidden, _least_columns(p, 1), p.group_size, blocks, most, everywhere=False)
     down = _parts(p.hidden, _least_columns(p, 3), p.group_size, blocks, most, everywhere=True)
     slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
-    least = max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
+    least = max(_tile_bytes(p), 2 * p.hidden if p.ple_width else 0)
     sizes = [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0]
     sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= least] or sizes[-1:]
     sizes = [t for t in sizes if t <= 48] or sizes[:1]

@@ -29,7 +29,7 @@ from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 HEAD_DIMS = (256, 512)
 MAX_PLE_WIDTH = 256  # a vector a lane
 TILE_KEYS = 16  # of one page: keys that are fetched and multiplied together
-KEY_BATCH = 2  # tiles of K that are multiplied before their V
+KEY_BATCH = 4  # tiles of K that are multiplied before their V
 UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = 2 * 8 * 640 + 2 * 8 * 520  # of shared memory: scores by warps, of two batches, and Q
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn

@@ -423,7 +423,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
     rows = (_most(p, 0, 0) + _most(p, 1, 1) + _most(p, 3, 1)) // 8 + 2 * 2 * c.slots * p.hidden // 8
     per_layer = GATED_COPIES * p.ple_width // 4 + p.hidden // 8 if p.ple_width else 0
-    return 16 + 3 * 16 * (rows + per_layer + blocks * (4 + _unit_elements(p) // 4))
+    return 16 + 3 * 16 * (rows + per_layer + blocks * (_unit_elements(p) // 32 * 9))
 
 
 def cost(problem: Problem) -> Cost:

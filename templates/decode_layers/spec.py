@@ -30,10 +30,9 @@ MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" 
 HEAD_DIMS = (256, 512)
 MAX_PLE_WIDTH = 256  # a vector a lane
 TILE_KEYS = 16  # of one page: keys that are fetched and multiplied together
-KEY_BATCH = 2  # tiles of K that are multiplied before their V
-ITEM_BYTES = TILE_KEYS * (2 * 256 + 16)  # 256 dims of a tile, padded: what a slot of the ring must hold
+KEY_BATCH = 4  # tiles of K that are multiplied before their V
 UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
-ATTENTION_BYTES = KEY_BATCH * 4096 + 2 * 8 * 520  # of shared memory: scores by warps, and Q
+ATTENTION_BYTES = 2 * 8 * 640 + 2 * 8 * 520  # of shared memory: scores by warps, of two batches, and Q
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 # By measurement on an H200
@@ -218,6 +217,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "SHARED_BYTES": _shared_bytes(p, c),
         "COPIES": GATED_COPIES,
         "TILE_KEYS": TILE_KEYS,
+        "TILE_BYTES": _tile_bytes(p),
         "KEY_BATCH": KEY_BATCH,
     }
 
@@ -254,9 +254,14 @@ def slot_bytes(problem: Problem, config: Config) -> int:
     return matrix_bytes(STRIP, STRIP * config.stage_tiles, problem.group_size)
 
 
+def _tile_bytes(p: Problem) -> int:
+    """Of a tile's keys or values, the longest of the layers', by pairs and padded."""
+    return TILE_KEYS // 2 * max(4 * p.heads_of(kind)[1] + 16 for kind in _kinds(p))
+
+
 def _least_slot_bytes(p: Problem) -> int:
-    """Keys, and a row of the per-layer gate, are fetched into a slot whole."""
-    return max(ITEM_BYTES, 2 * p.hidden if p.ple_width else 0)
+    """A tile of keys, and a row of the per-layer gate, are fetched into a slot whole."""
+    return max(_tile_bytes(p), 2 * p.hidden if p.ple_width else 0)
 
 
 def _work_bytes(p: Problem) -> int:
@@ -425,7 +430,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
     rows = (_most(p, 0, 0) + _most(p, 1, 1) + _most(p, 3, 1)) // 8 + 2 * 2 * c.slots * p.hidden // 8
     per_layer = GATED_COPIES * p.ple_width // 4 + p.hidden // 8 if p.ple_width else 0
-    return 16 + 3 * 16 * (rows + per_layer + blocks * (4 + _unit_elements(p) // 4))
+    return 16 + 3 * 16 * (rows + per_layer + blocks * (_unit_elements(p) // 32 * 9))
 
 
 def cost(problem: Problem) -> Cost:

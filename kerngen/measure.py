@@ -149,17 +149,18 @@ def _copies(inputs: dict[str, Any], working_set: int, most: int) -> list[dict[st
 def fresh(inputs: dict[str, Any]) -> dict[str, Any]:
     """Copies of the tensors; what was one tensor under two names, as an output in place, is one again."""
     copies: dict[int, torch.Tensor] = {}
+    return {name: _copied(value, copies) for name, value in inputs.items()}
 
-    def copy(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return tuple(map(copy, value))
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value.clone()
-        return copies[id(value)]
 
-    return {name: copy(value) for name, value in inputs.items()}
+def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    # No function within `fresh`: one that calls itself is a cycle, which keeps the copies until Python looks for such.
+    if isinstance(value, tuple | list):
+        return tuple(_copied(v, copies) for v in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if id(value) not in copies:
+        copies[id(value)] = value.clone()
+    return copies[id(value)]
 
 
 def time_function(

@@ -180,10 +180,16 @@ def _time(function: Any, problem: Any, samples: int) -> Any:
 
 
 def _measure(kernel_name: str, problem: Any, config: Any, image: bytes) -> Observed:
+    import torch
+
     function, seen = _check(kernel_name, problem, config, image)
     if function is None:
         return seen
-    t = _time(function, problem, samples=15)
+    try:
+        t = _time(function, problem, samples=15)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
     return Observed("ok", "", t.p50_us, t.p10_us, t.p90_us, t.min_us, t.samples, seen.error_abs, seen.error_rel)
 
 

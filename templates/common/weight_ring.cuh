@@ -1,6 +1,7 @@
-// A block's stream of weights, and of what else it needs in order: one warp fetches them in order, far ahead, into slots of shared memory; WARPS warps use
-// them. Of the slots at most IN_FLIGHT are on their way at a time: bytes beyond the memory's rate times its latency wait
-// in its queues, where they delay what every SM needs next, while slots that are full carry an SM over its waits.
+// A block's stream of weights, and of what else it needs in order: one warp fetches them in order, far ahead, into slots
+// of shared memory; WARPS warps use them. Of the slots at most IN_FLIGHT are on their way at a time: bytes beyond the
+// memory's rate times its latency wait in its queues, where they delay what every SM needs next, while slots that are
+// full carry an SM over its waits.
 #pragma once
 #include "common/bulk.cuh"
 
@@ -16,7 +17,8 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
 #pragma unroll
             for (int i = 0; i < STAGES; i++) {
                 barrier_init(&full[i]);
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(&empty[i])), "n"(WARPS)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(&empty[i])),
+                             "n"(32 * WARPS)
                              : "memory");
             }
             barrier_init_fence();
@@ -68,12 +70,11 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
             barrier_wait(&ring.full[at.slot], at.parity);
             return ring.slots[at.slot];
         }
-        // By all lanes of a warp, once it has read what it needs: __syncwarp puts the other lanes' reads before the arrival.
+        // By each lane of a warp, once it has read what it needs. One arrival for all of them behind __syncwarp is no
+        // faster, and compute-sanitizer's racecheck, which does not follow that order, takes the next copy for a race.
         DEVICE void release() {
-            __syncwarp();
-            if (threadIdx.x % 32 == 0)
-                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&ring.empty[at.slot]))
-                             : "memory");
+            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&ring.empty[at.slot]))
+                         : "memory");
             at.next();
         }
     };

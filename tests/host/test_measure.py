@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,3 +42,15 @@ def test_copies_share_nothing_with_what_they_copy_but_what_was_one_stays_one() -
     assert not cache.any()
     assert not x.any()
     assert [shown for _, shown, _ in spread(made)] == ["out", "x", "caches[0]", "caches[1]", "caches[2]", "eps"]
+
+
+def test_copies_go_with_the_last_name_for_them() -> None:
+    """On a GPU, what waits for Python to look for cycles is memory that the next copy does not get."""
+    gc.disable()
+    try:
+        made = fresh({"caches": (torch.zeros(2),), "x": torch.zeros(1)})
+        seen = [weakref.ref(made["x"]), weakref.ref(made["caches"][0])]
+        del made
+        assert [r() for r in seen] == [None, None]
+    finally:
+        gc.enable()

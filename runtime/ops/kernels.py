@@ -303,7 +303,7 @@ class KernelOps:
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             if torch.cuda.mem_get_info(self.device)[0] + unused < SCREEN_ROOM * size:
                 return None
-        return HeadScreen(*int8_screen(head.weight, excluded), head_spec.MAX_TOKENS)
+        return HeadScreen(*int8_screen(head.weight, excluded), head_spec.most_tokens(self.executor.target))
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
         if screen is not None and isinstance(head, DenseLinear):

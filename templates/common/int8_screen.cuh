@@ -4,7 +4,8 @@
 #include "common/types.cuh"
 
 // Lane 4 g + t holds 16 bytes of row g (`low`) and of row g + 8 (`high`), columns 16 t and on. digits: of four tokens and
-// those 64 columns, 16 bytes for each [column of the operand: 2 token + digit][t]. num_columns: of them that there are.
+// those 64 columns, 16 bytes for each [column of the operand: 2 token + digit][t]; what there is no token for may be
+// anything, and so are its sums. num_tokens: of the four that there are.
 // finish: d[0] and d[1] are row g's sums with digits 0 and 1 of token t, d[2] and d[3] row g + 8's; by a whole warp.
 template <bool TENSOR_CORE> struct TileSums;
 
@@ -13,9 +14,8 @@ template <bool TENSOR_CORE> struct TileSums;
 template <> struct TileSums<true> {
     int d[4] = {};
 
-    DEVICE void add(const uint4& low, const uint4& high, const uint4* digits, int num_columns) {
-        const int lane = threadIdx.x % 32;
-        const uint4 b = lane / 4 < num_columns ? digits[lane] : make_uint4(0, 0, 0, 0);
+    DEVICE void add(const uint4& low, const uint4& high, const uint4* digits, int) {
+        const uint4 b = digits[threadIdx.x % 32];
         product(low.x, high.x, low.y, high.y, b.x, b.y);
         product(low.z, high.z, low.w, high.w, b.z, b.w);
     }
@@ -35,10 +35,10 @@ private:
 template <> struct TileSums<false> {
     int own[4][4] = {};  // of each token, over the lane's own columns
 
-    DEVICE void add(const uint4& low, const uint4& high, const uint4* digits, int num_columns) {
+    DEVICE void add(const uint4& low, const uint4& high, const uint4* digits, int num_tokens) {
 #pragma unroll
         for (int token = 0; token < 4; token++) {
-            if (2 * token >= num_columns) break;
+            if (token >= num_tokens) break;
 #pragma unroll
             for (int digit = 0; digit < 2; digit++) {
                 const uint4 b = digits[(2 * token + digit) * 4 + threadIdx.x % 4];

@@ -15,7 +15,7 @@ from kerngen.templates.kernel import Case
 BENCH_CASES = tuple(
     case_for(Problem(262144, hidden, num_tokens=t))
     for hidden in (1536, 2560, 2816, 3840, 5376, 1024)
-    for t in (1, 4, 8)
+    for t in (1, 4, 8, 32)
 )
 
 

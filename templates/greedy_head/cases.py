@@ -37,7 +37,8 @@ CASES = (
     *_cases(1000, 200, *range(1, 9)),
     *_cases(3000, 320, 1, 4, 7, kinds=("ties", "equal", "excluded", "outliers", "zero_rows", "sizes", "nan")),
     *_cases(5000, 1536, 1, 3, kinds=("normal", "first", "last", "infinite")),
-    *_cases(2056, 5376, 1, 8),
+    *_cases(2056, 5376, 1, 8, 9, 31, 32),  # columns in parts
+    *_cases(1500, 1000, 15, 17, 20, 32, kinds=("normal", "excluded")),
     *_cases(40000, 256, 1, 6, kinds=("normal", "ties", "excluded")),
     case_for(Problem(262144, 256, num_tokens=2), kind="normal"),
 )

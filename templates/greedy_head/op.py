@@ -22,7 +22,7 @@ def greedy_head(x: Tensor, weight: Tensor, codes: Tensor, bounds: Tensor) -> Cal
     """The row of weight [V, K] whose product with x is the greatest, the lowest one on a tie: [M] int64 of x [M, K].
 
     codes, bounds: of weight, as int8_screen makes them. The products are rounded to x's dtype, as those of a dense
-    matrix are. A row whose bounds are NaN is never chosen. M <= 8; K a multiple of 8.
+    matrix are. A row whose bounds are NaN is never chosen. M <= 32; K a multiple of 8, at most 7680.
     """
     (tokens, hidden), vocab = x.shape, weight.shape[0]
     ids = empty(x, tokens, dtype=torch.int64)

@@ -26,10 +26,12 @@ from kerngen.templates.common.row_spec import (
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
-MAX_TOKENS = 8
+MAX_TOKENS = 32
 MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architecture's shared memory
 TILE_BYTES = ROWS * COLUMNS
 PROGRESS_BYTES = 16  # of a token in the workspace
+MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes
+MAX_SPILL_BYTES = 24  # a thread's, of 16 warps with the sums of 32 tokens: still faster than fewer warps without
 OTHER_REGISTERS = 56  # of a thread, beside tiles under way
 
 
@@ -63,6 +65,7 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Config:
     block_tokens: int = 4  # that share a read of the codes
+    column_parts: int = 1  # whose digits are in shared memory one after the other
     num_warps: int = 16  # of a block of greedy_screen, each with a strip of 16 rows at a time
     steps: int = 4  # tiles of 1 KiB that a warp has under way
     blocks_per_sm: int = 1  # of greedy_screen; they go through all strips
@@ -70,7 +73,8 @@ class Config:
 
 
 SPACE = {
-    "block_tokens": (4, 8),
+    "block_tokens": (4, 8, 16, 32),
+    "column_parts": (1, 2, 3, 4, 6),
     "num_warps": (4, 8, 16),
     "steps": (1, 2, 3, 4, 5, 6, 8),
     "blocks_per_sm": (1, 2, 3, 4),
@@ -95,6 +99,15 @@ BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("ids",)
 
 
+def most_tokens(target: Target | None) -> int:
+    """Up to how many tokens this is the way to choose on `target`; None for an architecture without bulk copies.
+
+    Where 32 tokens share a read of the codes, that many. Elsewhere more than eight read them again and again, as long
+    as the dense product takes.
+    """
+    return MAX_TOKENS if target is not None and target.arch.has_tma else MOST_BY_DOT
+
+
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
     return {"TOKEN_STEPS": f"{TOKEN_STEPS}.0f", "MAX_TOKENS": MAX_TOKENS}
 
@@ -110,8 +123,12 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     threads = 32 * max(c.num_warps, c.choose_warps)
     if why := why_block_too_large(threads, f"{threads // 32} warps"):
         return why
-    if c.steps > (tiles := ceil(p.hidden / COLUMNS)):
-        return f"steps={c.steps}, and a row has {tiles} tiles"
+    if c.steps * c.column_parts > (tiles := ceil(p.hidden / COLUMNS)):
+        return f"steps={c.steps} in column_parts={c.column_parts}, and a row has {tiles} tiles"
+    if c.block_tokens > MOST_BY_DOT and not arch.has_mma16816:
+        return f"block_tokens={c.block_tokens}: {arch} has sums of at most {MOST_BY_DOT} tokens in registers"
+    if c.column_parts > 1 and _part_tiles(p, c) * (c.column_parts - 1) >= tiles:
+        return f"column_parts={c.column_parts} of {_part_tiles(p, c)} tiles are more than the {tiles} of a row"
     warps = c.num_warps * c.blocks_per_sm
     if warps > arch.max_warps_per_sm:
         return f"{warps} warps in {c.blocks_per_sm} blocks; {arch} holds {arch.max_warps_per_sm} an SM"
@@ -129,21 +146,42 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 def registers(config: Config, arch: Arch) -> int:
     """A thread's of greedy_screen, about: tiles under way, sums, and the rest."""
     sums = 4 if arch.has_mma16816 else 16
-    return 8 * config.steps + (sums + 4) * config.block_tokens // 4 + OTHER_REGISTERS
+    return 8 * config.steps + (sums + 2) * config.block_tokens // 4 + OTHER_REGISTERS
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """As many tiles under way an SM as memory's latency takes, about 64 KiB where it is fast, in one block."""
+    """Tiles under way of about 64 KiB an SM, less where sums take the registers. Sweeps on an H200."""
     tiles = ceil(problem.hidden / COLUMNS)
-    widths = (8, 4) if problem.num_tokens > 4 else (4,)
-    candidates = [Config(n, warps, min(4, tiles)) for n in widths for warps in (16, 8, 4)]
+    widest = next(n for n in SPACE["block_tokens"] if n >= problem.num_tokens)
+    widths = [n for n in reversed(SPACE["block_tokens"]) if n <= widest]
+    cuts = {
+        4: ((16, 4), (8, 4), (4, 4)),
+        8: ((16, 4), (8, 4), (4, 4)),
+        16: ((8, 6), (8, 4), (4, 4)),
+        32: ((16, 3), (8, 6), (4, 4)),
+    }
+    candidates = (
+        Config(n, parts, warps, min(steps, tiles))
+        for n in widths
+        for parts in SPACE["column_parts"]
+        for warps, steps in cuts[n]
+    )
     return next(c for c in candidates if why_invalid(problem, c, target) is None)
 
 
+def _part_tiles(p: Problem, c: Config) -> int:
+    """Tiles of a part of the columns, in whole steps."""
+    return ceil(ceil(ceil(p.hidden / COLUMNS) / c.column_parts) / c.steps) * c.steps
+
+
+def _digit_bytes(p: Problem, c: Config) -> int:
+    """128 a tile of columns and token."""
+    return 128 * c.block_tokens * _part_tiles(p, c)
+
+
 def smem_of(p: Problem, c: Config) -> int:
-    """The tokens' digits, 128 B a tile of columns and token; of greedy_screen what its warps exchange."""
-    tiles = ceil(ceil(p.hidden / COLUMNS) / c.steps) * c.steps
-    screen = 128 * c.block_tokens * tiles + c.block_tokens * (8 * c.num_warps + 12)
+    """The tokens' digits; of greedy_screen what its warps exchange."""
+    screen = _digit_bytes(p, c) + c.block_tokens * (8 * c.num_warps + 16)
     choose = 4 * 128 * c.choose_warps + 16
     return max(screen, choose)
 
@@ -154,12 +192,11 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     p, c, pdl = problem, config, target.arch.has_pdl
-    tiles = ceil(ceil(p.hidden / COLUMNS) / c.steps) * c.steps
     blocks = min(ceil(_rows(p) / ROWS / c.num_warps), c.blocks_per_sm * target.device.num_sms)
     reads = ceil(p.num_tokens / c.block_tokens)
     parts = ceil(_rows(p) / (128 * c.choose_warps))
     return (
-        Launch("greedy_screen", (blocks, reads, 1), (32 * c.num_warps, 1, 1), 128 * c.block_tokens * tiles, pdl=pdl),
+        Launch("greedy_screen", (blocks, reads, 1), (32 * c.num_warps, 1, 1), _digit_bytes(p, c), pdl=pdl),
         Launch("greedy_choose", (p.num_tokens * parts, 1, 1), (32 * c.choose_warps, 1, 1), 0, pdl=pdl),
     )
 
@@ -189,7 +226,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
     each = 12 + (0 if target.arch.has_mma16816 else 40 * p.num_tokens)
     screen = Traffic(
         codes, 0,
-        l2_bytes=codes + uppers,
+        l2_bytes=codes + uppers * (2 * c.column_parts - 1),
         cuda_ops=32 * tiles * each + 10 * p.num_tokens * _rows(p),
         bytes_in_flight=c.num_warps * c.steps * TILE_BYTES,
     )  # fmt: skip

@@ -160,7 +160,7 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("batch", [1, 5, 9])
+@pytest.mark.parametrize("batch", [1, 5, 32])
 def test_torch_launches_nothing_in_a_greedy_step(batch: int) -> None:
     if not TINY.is_dir():
         pytest.skip("examples/tiny holds no checkpoint")
@@ -168,13 +168,12 @@ def test_torch_launches_nothing_in_a_greedy_step(batch: int) -> None:
     record = Record(lambda kernel, problem, where: asked.append(kernel), asked.append, Target.of(find_arch("sm90")))
     config, ops = find_model(str(TINY)).target, KernelOps(record, torch.bfloat16)
     model = Gemma4(config, synthetic_model(config, ops, 0), ops)
-    cache = KVCache.whole(config, ops, batch=9, max_len=256)
-    runner = Runner(model, None, cache, max_batch=9, max_kv_len=256, buckets=None)
+    cache = KVCache.whole(config, ops, batch=32, max_len=256)
+    runner = Runner(model, None, cache, max_batch=32, max_kv_len=256, buckets=None)
     with torch.inference_mode(), Kernels() as kernels:
         result = runner.step(batch, 0, Way(), 256)
     assert kernels.launched == []
     assert result.shape == (batch, 3), "what the host reads is one small tensor"
     assert asked[:2] == ["decode_inputs", "embed"], "what is read ahead is complete before embed lets others start"
-    head = ["greedy_head"] if batch <= 8 else ["dense_gemv", "softcap_argmax"]
-    assert asked[-1 - len(head) :] == [*head, "decode_advance"]
+    assert asked[-2:] == ["greedy_head", "decode_advance"]
     assert asked.count("decode_inputs") == asked.count("decode_advance") == 1

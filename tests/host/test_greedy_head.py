@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kerngen.arch import Target, find_arch
+from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import ProblemError
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import Footprint, screened
@@ -17,7 +17,7 @@ from kerngen.runtime.ops import DenseLinear, W4Linear, fitting
 from kerngen.runtime.ops.kernels import SCREEN_ROOM, KernelOps, screen_of
 from kerngen.templates import find_kernel
 from kerngen.templates.common.int8_screen import int8_screen, screen_bytes
-from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem
+from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem, most_tokens
 
 KERNEL = find_kernel("greedy_head")
 STEPS = 32512  # of a token's largest element
@@ -127,7 +127,8 @@ def test_who_has_no_screen() -> None:
     assert ops.screen(W4Linear(empty, empty, 64, 64, 32)) is None
     assert ops.screen(DenseLinear(torch.zeros(16, 12, dtype=torch.bfloat16))) is None
     assert screen_of(DenseLinear(torch.empty(16, MAX_HIDDEN + 8, device="meta"))) == 0
-    assert fitting(ops.screen(DenseLinear(torch.zeros(16, 16))), torch.empty(MAX_TOKENS + 1, 16)) is None
+    assert fitting(ops.screen(DenseLinear(torch.zeros(16, 16))), torch.empty(9, 16)) is None
+    assert [most_tokens(t) for t in (None, Target.of(find_arch("sm80")), Target.of(find_arch("sm90")))] == [8, 8, 32]
     assert fitting(None, torch.empty(1, 16)) is None
 
 
@@ -145,7 +146,7 @@ def test_a_screen_is_made_where_there_is_room() -> None:
         ({"hidden": MAX_HIDDEN + 8}, f"hidden={MAX_HIDDEN + 8} is more than {MAX_HIDDEN}"),
         ({"hidden": 12}, "multiple of 8"),
         ({"vocab_size": 0}, "vocab_size=0"),
-        ({"num_tokens": 0}, "num_tokens"),
+        ({"num_tokens": 0}, "num_tokens=0"),
     ],
 )
 def test_refused(changed: dict[str, object], why: str) -> None:
@@ -156,9 +157,12 @@ def test_refused(changed: dict[str, object], why: str) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (Config(steps=8), "steps=8, and a row has 3 tiles"),
+        (Config(steps=8), "steps=8 in column_parts=1, and a row has 3 tiles"),
         (Config(num_warps=16, steps=1, blocks_per_sm=4), "registers"),
         (Config(block_tokens=8, num_warps=16, steps=3), None),
+        (Config(steps=2, column_parts=2), "steps=2 in column_parts=2, and a row has 3 tiles"),
+        (Config(steps=1, column_parts=2), None),
+        (Config(block_tokens=32, num_warps=16, steps=3, blocks_per_sm=2), "registers"),
     ],
 )
 def test_configurations(config: Config, why: str | None) -> None:
@@ -172,3 +176,22 @@ def test_more_tokens_than_share_a_read_read_again() -> None:
     screen, choose = KERNEL.launches(problem, Config(block_tokens=4), target)
     assert screen.grid[1] == 2
     assert choose.grid[0] == 7 * 256
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, MAX_TOKENS])
+@pytest.mark.parametrize("hidden", [8, 72, 1536, 5376, MAX_HIDDEN])
+def test_a_default_serves_every_size_everywhere(arch: str, num_tokens: int, hidden: int) -> None:
+    target = Target.of(find_arch(arch))
+    problem = Problem(1000, hidden, target.arch.dtype, num_tokens)
+    config = KERNEL.default_config(problem, target)
+    KERNEL.require_valid(problem, config, target)
+    tiles = -(-hidden // 64)
+    parts = KERNEL.launches(problem, config, target)[0].smem_bytes // (128 * config.block_tokens)
+    assert parts * config.column_parts >= tiles, "all columns have digits"
+
+
+def test_more_than_a_row_of_tokens_is_refused() -> None:
+    why = KERNEL.why_unsupported(Problem(64, 64, num_tokens=MAX_TOKENS + 1), Target.of(find_arch("sm90")))
+    assert why is not None
+    assert "num_tokens=33: at most 32" in why

@@ -139,7 +139,7 @@ class Gemma4:
         if len(self.suppressed_ids) == config.vocab_size:
             raise UsageError(f"all {config.vocab_size} tokens are suppressed; none is left to generate")
         self._suppressed = torch.tensor(sorted(self.suppressed_ids), dtype=torch.int64, device=ops.device)
-        self._screen = ops.screen(weights.head, sorted(self.suppressed_ids))
+        self.screen = ops.screen(weights.head, sorted(self.suppressed_ids))
         self.stack = DecoderStack(config, weights.layers, weights.norm, ops)
         self.embed_scale = rounded_scale(config.embed_scale, ops.dtype)
         self._ple_scale = rounded_scale(config.ple_size**0.5, ops.dtype)
@@ -202,7 +202,7 @@ class Gemma4:
     def greedy(self, hidden: Tensor) -> Tensor:
         """The likeliest token [n] int64 of each hidden state [n, H] that is not suppressed."""
         self.ops.place = ""
-        screen = fitting(self._screen, hidden)
+        screen = fitting(self.screen, hidden)
         if screen is None and self.suppressed_ids:
             return likeliest(self.logits(hidden))
         return self.ops.greedy(hidden, self.weights.head, self.config.logit_cap, screen)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kerngen.errors import KerngenError
@@ -46,10 +48,34 @@ class Check:
     stopped: bool = False
 
 
+PREFILLED = 256  # tokens of a prompt that take as long as one of an answer, about
+
+
 def in_order(answers: list[Answer]) -> list[Answer]:
-    """Those that have tokens: greedy before sampled ones, then preempted ones first, then the longest."""
-    some = [a for a in answers if a.tokens]
-    return sorted(some, key=lambda a: (not a.is_greedy, -min(a.num_preemptions, 1), -a.num_all_tokens, a.number))
+    """Those that have tokens: greedy before sampled ones, then preempted ones first. Of such alike the longest get half
+    of the time, and the shortest the other half: when it is up, long contexts were compared, and many answers.
+    """
+    order: list[Answer] = []
+    for is_greedy in (True, False):
+        for preempted in (True, False):
+            alike = [a for a in answers if a.tokens and (a.is_greedy, a.num_preemptions > 0) == (is_greedy, preempted)]
+            order += _from_both_ends(alike)
+    return order
+
+
+def _from_both_ends(answers: list[Answer]) -> Iterator[Answer]:
+    left = deque(sorted(answers, key=lambda a: (_work(a), a.number)))
+    longest = shortest = 0.0  # work of those that came from either end
+    while left:
+        if longest <= shortest:
+            longest += _work(answer := left.pop())
+        else:
+            shortest += _work(answer := left.popleft())
+        yield answer
+
+
+def _work(answer: Answer) -> float:
+    return len(answer.tokens) + answer.num_prompt_tokens / PREFILLED
 
 
 def check_phase(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -176,9 +177,18 @@ def test_answers_are_asked_again_in_order_of_what_they_tell_until_time_is_up(ope
     assert compared.preempted_equal == compared.equal
     order = check.in_order(phase.answers)
     assert compared.unchecked == sum(a.is_greedy for a in order) - compared.equal
-    keys = [(not a.is_greedy, a.num_preemptions == 0, -a.num_all_tokens) for a in order]
+    keys = [(not a.is_greedy, a.num_preemptions == 0) for a in order]
     assert keys == sorted(keys)
     assert report.failures == []
+
+
+def test_half_of_the_time_goes_to_long_answers_and_half_to_short_ones() -> None:
+    def answer(number: int, prompt: int, tokens: int) -> drive.Answer:
+        return drive.Answer(number, array("q", range(tokens)), "stop", True, prompt, 0, 0)
+
+    sizes = [(0, 10), (25600, 5), (0, 40), (0, 1), (0, 0), (0, 60)]  # tokens of prompt and answer
+    answers = [answer(i, *size) for i, size in enumerate(sizes)]
+    assert [a.number for a in check.in_order(answers)] == [1, 3, 0, 2, 5]
 
 
 # -- what is not

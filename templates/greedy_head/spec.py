@@ -53,7 +53,6 @@ class Problem:
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
-        require(self.dtype != "fp32", "dtype=fp32: a table of 16-bit floats is what eight bits stand for")
         require_vectors(hidden=self.hidden)
         require(
             0 < self.vocab_size <= INT32_MAX - ROWS, f"vocab_size={self.vocab_size} is not in 1..{INT32_MAX - ROWS}"

@@ -142,7 +142,6 @@ def test_a_screen_is_made_where_there_is_room() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"dtype": "fp32"}, "fp32"),
         ({"hidden": MAX_HIDDEN + 8}, f"hidden={MAX_HIDDEN + 8} is more than {MAX_HIDDEN}"),
         ({"hidden": 12}, "multiple of 8"),
         ({"vocab_size": 0}, "vocab_size=0"),
@@ -195,3 +194,9 @@ def test_more_than_a_row_of_tokens_is_refused() -> None:
     why = KERNEL.why_unsupported(Problem(64, 64, num_tokens=MAX_TOKENS + 1), Target.of(find_arch("sm90")))
     assert why is not None
     assert "num_tokens=33: at most 32" in why
+
+
+def test_no_body_computes_in_fp32() -> None:
+    why = KERNEL.why_unsupported(Problem(64, 64, "fp32"), Target.of(find_arch("sm90")))
+    assert why is not None
+    assert "fp32" in why

@@ -28,7 +28,7 @@ class Drafter:
         self.target = target
         self.ops: Ops = target.ops
         self.stack = DecoderStack(config.text, weights.layers, weights.norm, self.ops, "drafter")
-        self._screen = None if weights.centroids is not None else self.ops.screen(weights.head)
+        self.screen = None if weights.centroids is not None else self.ops.screen(weights.head)
         self._donors = {layer.kind: target.config.donor(layer.kind) for layer in config.text.layers}
 
     def step(
@@ -74,7 +74,7 @@ class Drafter:
         """The drafted token [B] of each y [B, d]."""
         self.ops.place = self.stack.name
         if (centroids := self.weights.centroids) is None:
-            return self.ops.greedy(y, self.weights.head, 0.0, fitting(self._screen, y))
+            return self.ops.greedy(y, self.weights.head, 0.0, fitting(self.screen, y))
         return self.ops.centroid_greedy(
             y, centroids.centroids, self.config.centroid_top_k, centroids.token_ids, self.weights.head.weight
         )

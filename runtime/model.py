@@ -199,10 +199,14 @@ class Gemma4:
         logits = self.ops.logits(hidden, self.weights.head, self.config.logit_cap)
         return logits.index_fill(1, self._suppressed, float("-inf")) if self.suppressed_ids else logits
 
-    def greedy(self, hidden: Tensor) -> Tensor:
-        """The likeliest token [n] int64 of each hidden state [n, H] that is not suppressed."""
+    def greedy(self, hidden: Tensor, *, screened: bool = True) -> Tensor:
+        """The likeliest token [n] int64 of each hidden state [n, H] that is not suppressed.
+
+        screened: the head may be read in eight bits first. Sums of a logit have another order then, which may decide
+        between two that are all but equal.
+        """
         self.ops.place = ""
-        screen = fitting(self.screen, hidden)
+        screen = fitting(self.screen, hidden) if screened else None
         if screen is None and self.suppressed_ids:
             return likeliest(self.logits(hidden))
         return self.ops.greedy(hidden, self.weights.head, self.config.logit_cap, screen)

@@ -173,23 +173,30 @@ def _die_if_broken(error: RuntimeError) -> None:
 
 
 def _time(function: Any, problem: Any, samples: int) -> Any:
+    """A Timing, or None where the copies that it takes do not fit in memory."""
+    import torch
+
     from kerngen.measure import fresh, time_function
 
     case, inputs, _ = _prepared(function.kernel.name, problem)
-    return time_function(function, case, inputs=fresh(inputs), samples=samples)
+    try:
+        return time_function(function, case, inputs=fresh(inputs), samples=samples)
+    except torch.OutOfMemoryError:
+        pass  # only now, without its traceback, do the copies go
+    torch.cuda.empty_cache()
+    return None
+
+
+_NO_ROOM = Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
 
 
 def _measure(kernel_name: str, problem: Any, config: Any, image: bytes) -> Observed:
-    import torch
-
     function, seen = _check(kernel_name, problem, config, image)
     if function is None:
         return seen
-    try:
-        t = _time(function, problem, samples=15)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
+    t = _time(function, problem, samples=15)
+    if t is None:
+        return _NO_ROOM
     return Observed("ok", "", t.p50_us, t.p10_us, t.p90_us, t.min_us, t.samples, seen.error_abs, seen.error_rel)
 
 
@@ -199,14 +206,15 @@ def _finals(kernel_name: str, problem: Any, configs: list[tuple[Any, bytes]]) ->
     order = [i for i, (function, _) in enumerate(checked) if function is not None]
     for _ in range(FINAL_ROUNDS):
         for i in order:
-            times[i].append(_time(checked[i][0], problem, samples=10))
+            if (t := _time(checked[i][0], problem, samples=10)) is not None:
+                times[i].append(t)
         order = order[1:] + order[:1]
     return [
         Observed(
             "ok", "", median(t.p50_us for t in ts), min(t.p10_us for t in ts), max(t.p90_us for t in ts),
             min(t.min_us for t in ts), sum(t.samples for t in ts), seen.error_abs, seen.error_rel,
-        ) if ts else seen
-        for (_, seen), ts in zip(checked, times, strict=True)
+        ) if ts else seen if function is None else _NO_ROOM
+        for (function, seen), ts in zip(checked, times, strict=True)
     ]  # fmt: skip
 
 

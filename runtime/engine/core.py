@@ -101,7 +101,7 @@ class Engine:
         room = max_len + most + 1  # a step begins at the last token at the latest
         self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size)
         self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
-                             one_kv_len=reproducible,
+                             reproducible=reproducible,
                              buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
         self.pools = {kind: PagePool(pages[kind]) for kind in KINDS}
         self.scheduler = Scheduler(

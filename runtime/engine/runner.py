@@ -75,16 +75,18 @@ class Runner:
         max_batch: int,
         max_kv_len: int,
         buckets: Sequence[int] | None,
-        one_kv_len: bool = False,
+        reproducible: bool = False,
     ) -> None:
         """max_kv_len: tokens that the tables have room for. buckets: of the batch; None for those of the backend.
 
-        one_kv_len: every step is captured for max_kv_len, however long its sequences may get.
+        reproducible: every step is captured for max_kv_len, however long its sequences may get, and a greedy token is
+        chosen from all logits, as it is beside a row that is sampled.
         """
         ops, config = model.ops, model.config
         self.model, self.drafter, self.cache = model, drafter, cache
         self.max_kv_len = max_kv_len
-        self.least_kv_len = max_kv_len if one_kv_len else LEAST_KV_LEN
+        self.reproducible = reproducible
+        self.least_kv_len = max_kv_len if reproducible else LEAST_KV_LEN
         self.buckets = buckets or (BUCKETS if ops.supports_graphs else ())
         device = ops.device
         self.ints = torch.zeros(5, max_batch, dtype=torch.int64, device=device)
@@ -246,7 +248,7 @@ class Runner:
     def _choose(self, hidden: Tensor, positions: Tensor, rows: slice, q_len: int, way: Way) -> Tensor:
         """The tokens [n] that follow the ones at positions [n], which gave hidden [n, H]; q_len a row."""
         if not way.sampled and not way.masked:
-            return self.model.greedy(hidden)
+            return self.model.greedy(hidden, screened=not self.reproducible)
         logits = self.model.logits(hidden)
         if way.masked and self._mask is not None:
             mask = self._mask[rows]

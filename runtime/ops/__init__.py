@@ -68,8 +68,8 @@ Linear = DenseLinear | W4Linear
 class HeadScreen:
     """A head in eight bits, with bounds of what that may be wrong by (templates/common/int8_screen.py).
 
-    `Ops.greedy` reads it in place of most of the head, for up to max_tokens rows. Tokens that it excludes are never
-    chosen.
+    `Ops.greedy` reads it in place of most of the head [V, K], for up to max_tokens rows. codes: int32 [V / 16, K / 64,
+    2, 32, 4]; bounds: fp32 [V, 2], NaN for tokens that are never chosen; V and K padded to whole tiles.
     """
 
     codes: Tensor

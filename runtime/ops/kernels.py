@@ -59,7 +59,8 @@ from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 
-# A head is kept in eight bits too where so many times what that takes is free: the cache loses a sixteenth at most.
+# A head is kept in eight bits too where so many times what that takes is free: the cache loses a sixteenth at most, and
+# another one to the drafter's.
 SCREEN_ROOM = 16
 
 

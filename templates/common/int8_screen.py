@@ -24,12 +24,12 @@ def padded(size: int, multiple: int) -> int:
 
 
 def screen_bytes(rows: int, columns: int) -> int:
-    """Of codes and bounds."""
+    """Of codes and bounds of a matrix [rows, columns]."""
     return padded(rows, ROWS) * (padded(columns, COLUMNS) + 8)
 
 
 def int8_screen(weight: Tensor, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Codes and bounds of weight [V, K], V and K padded to whole tiles.
+    """Codes and bounds of weight [V, K], in any float, V and K padded to whole tiles. excluded: rows never wanted.
 
     codes: [V / 16, K / 64, 2, 32, 4] int32 of four bytes each. Tile by tile, lane 4 g + t of a warp has columns 16 t to
     16 t + 15 of row g, and of row g + 8 behind it. bounds: [V, 2] fp32: a row's scale, and b: what is computed with
@@ -58,7 +58,8 @@ def _coded(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = w.abs().amax(-1) / MOST_CODE
     q = torch.where(scale[:, None] > 0, w / scale[:, None], 0.0).round_().clamp_(-MOST_CODE, MOST_CODE)
     kept = scale[:, None] * q
-    size, kept_size, error = w.norm(dim=-1), kept.norm(dim=-1), (w - kept).norm(dim=-1)
+    # in fp64: squares of what is small leave fp32's range
+    size, kept_size, error = (torch.linalg.vector_norm(m, dim=-1, dtype=torch.float64) for m in (w, kept, w - kept))
     # Of x, half a step of its largest element in each of K; 2^-18 and 2^-16 for sums in fp32, of codes and of the row
     # itself; and a thousandth for the norms.
     bound = (error + kept_size * (k**0.5 / (2 * TOKEN_STEPS) + 2.0**-18) + size * 2.0**-16) * (1 + 2.0**-10)

@@ -36,6 +36,7 @@ CASES = (
     *_cases(17, 72, 2, 5, kinds=("normal", "equal")),  # one row in the second strip, one vector in the second tile
     *_cases(1000, 200, *range(1, 9)),
     *_cases(3000, 320, 1, 4, 7, kinds=("ties", "equal", "excluded", "outliers", "zero_rows", "sizes", "nan")),
+    *_cases(3000, 320, 2, kinds=("negative", "tiny", "huge")),
     *_cases(5000, 1536, 1, 3, kinds=("normal", "first", "last", "infinite")),
     *_cases(2056, 5376, 1, 8, 9, 31, 32),  # columns in parts
     *_cases(1500, 1000, 15, 17, 20, 32, kinds=("normal", "excluded")),
@@ -49,8 +50,9 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
     ties: rows that are each a copy of some others; equal: all of x is zero; first, last: there is the greatest;
     excluded: what would be chosen is not to be, nor is a third of the rest; outliers: rows with one large element, so
-    that their other codes are coarse; zero_rows: every other row is zero; sizes: rows of very different size; nan: one
-    in the first token; infinite: one in the last token. ids are poison.
+    that their other codes are coarse; zero_rows: every other row is zero; sizes: rows of very different size; negative:
+    all logits are; tiny, huge: x so small that its squares vanish in fp32, or so large that they, or logits in fp16,
+    are infinite; nan: one in the first token; infinite: one in the last token. ids are poison.
     """
     p: Problem = case.problem
     draw = Draw(case.seed, device)
@@ -80,6 +82,12 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
             weight[::2] = 0.0
         case "sizes":
             weight *= (2.0 ** (rows % 9 - 6))[:, None].to(weight.dtype)
+        case "negative":
+            x[:, 0], weight[:, 0] = 128.0, -1.0
+        case "tiny":
+            x *= 2.0**-100 if p.dtype == "bf16" else 2.0**-20
+        case "huge":
+            x *= 2.0**70 if p.dtype == "bf16" else 2.0**12
         case "nan":
             x[0, 3] = float("nan")
         case "infinite":

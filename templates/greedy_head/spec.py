@@ -99,10 +99,10 @@ OUTPUTS = ("ids",)
 
 
 def most_tokens(target: Target | None) -> int:
-    """Up to how many tokens this is the way to choose on `target`; None for an architecture without bulk copies.
+    """Up to how many tokens this is the way to choose on `target`; None for any architecture without bulk copies.
 
-    Where 32 tokens share a read of the codes, that many. Elsewhere more than eight read them again and again, as long
-    as the dense product takes.
+    Those are recorded as one (workload.py), sm70 and sm75 among them, where more than eight tokens read the codes again
+    and again, as long as the dense product takes.
     """
     return MAX_TOKENS if target is not None and target.arch.has_tma else MOST_BY_DOT
 

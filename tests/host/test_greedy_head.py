@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from tiny_gemma import make_target
 from torch import Tensor
 
 from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import ProblemError
+from kerngen.runtime.config import read_model_config
+from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import Footprint, screened
-from kerngen.runtime.ops import DenseLinear, W4Linear, fitting
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import DenseLinear, HeadScreen, Linear, W4Linear, fitting
+from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import SCREEN_ROOM, KernelOps, screen_of
+from kerngen.runtime.weights.loader import load_model
 from kerngen.templates import find_kernel
 from kerngen.templates.common.int8_screen import int8_screen, screen_bytes
 from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem, most_tokens
@@ -67,6 +74,12 @@ def test_no_logit_is_further_off_than_its_bound(
     assert 0.9 < float(off / (bounds[row, 1].double() * x.norm())) <= 1.0
 
 
+def test_bounds_of_small_rows_are_as_large_as_those_of_large_ones() -> None:
+    weight = torch.randn(50, 320).to(torch.bfloat16)
+    small = int8_screen(weight * 2.0**-90)[1] * 2.0**90
+    assert torch.equal(small.nan_to_num(), int8_screen(weight)[1].nan_to_num())
+
+
 def test_codes_are_the_rows_in_the_order_of_lanes() -> None:
     weight = torch.randint(-127, 128, (21, 72)).float()
     weight[:, 0] = 127.0  # so that every row's scale is 1
@@ -102,7 +115,8 @@ def test_few_rows_of_a_random_head_are_left() -> None:
     weight, x = torch.randn(20000, 1536).to(torch.bfloat16), torch.randn(1536).to(torch.bfloat16)
     codes, bounds = int8_screen(weight)
     middle, off = _screened(codes, bounds, x), bounds[:, 1].double() * x.double().norm()
-    left = middle + off >= (middle - off).max() * (1 - 1 / 64)
+    lower = (middle - off).max()
+    left = middle + off >= lower - lower.abs() / 64
     assert bool(left[(weight.float() @ x.float()).argmax()])
     assert int(left.sum()) < 20
 
@@ -119,6 +133,46 @@ def test_the_answer_is_that_of_the_whole_head(kind: str) -> None:
     logits = ops.logits(inputs["x"], head, 30.0)
     logits[:, excluded] = -math.inf
     assert torch.equal(ops.greedy(inputs["x"], head, 30.0, screen), logits.argmax(-1))
+
+
+def test_suppressed_tokens_are_excluded_by_the_model(tmp_path: Path) -> None:
+    make_target(tmp_path, "dense")
+    config = read_model_config(tmp_path)
+    ops = KernelOps(Reference(), torch.float32)
+    weights = load_model(tmp_path, config, ops)
+    hidden = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    chosen = [set(Gemma4(config, weights, ops).greedy(hidden).tolist())]
+    for _ in range(3):
+        model = Gemma4(config, weights, ops, suppressed_ids=sorted(set.union(*chosen)))
+        assert model.screen is not None
+        tokens = model.greedy(hidden)
+        assert torch.equal(tokens, model.greedy(hidden, screened=False))
+        chosen.append(set(tokens.tolist()))
+    assert len(set.union(*chosen)) == sum(map(len, chosen)), "none comes again"
+
+
+def test_what_is_reproducible_does_not_look_at_the_screen(tmp_path: Path) -> None:
+    """Beside a row that is sampled a greedy one is chosen from all logits: so it is beside none."""
+
+    class Screened(TorchOps):
+        def screen(self, head: Linear, excluded: Sequence[int] = ()) -> HeadScreen:
+            return HeadScreen(torch.empty(0), torch.empty(0), MAX_TOKENS)
+
+        def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
+            found = super().greedy(h, head, logit_cap)
+            return found if screen is None else torch.full_like(found, 7)
+
+    make_target(tmp_path, "dense")
+    config = read_model_config(tmp_path)
+    ops = Screened(torch.device("cpu"), torch.float32)
+    model = Gemma4(config, load_model(tmp_path, config, ops), ops)
+
+    def tokens(*, reproducible: bool) -> list[int]:
+        engine = Engine(model, max_len=30, page_size=4, reproducible=reproducible)
+        return engine.generate([3, 5, 9], max_new_tokens=6).tokens
+
+    assert tokens(reproducible=False) == [7] * 6
+    assert tokens(reproducible=True) != [7] * 6
 
 
 def test_who_has_no_screen() -> None:

@@ -35,7 +35,8 @@ from kerngen.templates.attn_decode.op import attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
-from kerngen.templates.common.int8_screen import int8_screen, screen_bytes
+from kerngen.templates.common.int8_screen import int8_screen
+from kerngen.templates.common.int8_spec import screen_bytes
 from kerngen.templates.common.row_spec import VEC
 from kerngen.templates.common.w4_pack import interleave, pack
 from kerngen.templates.decode_advance.op import decode_advance

@@ -12,20 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ROWS, COLUMNS = 16, 64  # of a tile of codes
+from kerngen.templates.common.int8_spec import COLUMNS, ROWS, TOKEN_STEPS, padded
+
 MOST_CODE = 127
-# x is fixed-point too, see kernel.cu.jinja: of its largest element's size there are this many steps.
-TOKEN_STEPS = 32512
 _AT_ONCE = 1 << 22  # elements of W that are converted at once: 16 MiB in fp32
-
-
-def padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def screen_bytes(rows: int, columns: int) -> int:
-    """Of codes and bounds of a matrix [rows, columns]."""
-    return padded(rows, ROWS) * (padded(columns, COLUMNS) + 8)
 
 
 def int8_screen(weight: Tensor, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.int8_screen import COLUMNS, ROWS, TOKEN_STEPS, padded, screen_bytes
+from kerngen.templates.common.int8_spec import COLUMNS, ROWS, TOKEN_STEPS, padded, screen_bytes
 from kerngen.templates.common.row_spec import (
     ELEMENT_BYTES,
     INT32_MAX,
@@ -31,7 +31,7 @@ MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architectur
 TILE_BYTES = ROWS * COLUMNS
 PROGRESS_BYTES = 16  # of a token in the workspace
 MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes
-MAX_SPILL_BYTES = 24  # a thread's, of 16 warps with the sums of 32 tokens: still faster than fewer warps without
+MAX_SPILL_BYTES = 36  # a thread's, of 16 warps with the sums of 32 tokens: still faster than fewer warps without
 OTHER_REGISTERS = 56  # of a thread, beside tiles under way
 
 

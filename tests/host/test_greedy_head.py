@@ -23,7 +23,8 @@ from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import SCREEN_ROOM, KernelOps, screen_of
 from kerngen.runtime.weights.loader import load_model
 from kerngen.templates import find_kernel
-from kerngen.templates.common.int8_screen import int8_screen, screen_bytes
+from kerngen.templates.common.int8_screen import int8_screen
+from kerngen.templates.common.int8_spec import screen_bytes
 from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem, most_tokens
 
 KERNEL = find_kernel("greedy_head")

@@ -30,6 +30,8 @@ def int8_screen(weight: Tensor, excluded: Sequence[int] = ()) -> tuple[Tensor, T
     rows, columns = padded(v, ROWS), padded(k, COLUMNS)
     codes = torch.empty(rows // ROWS, columns // COLUMNS, 2, 32, 4, dtype=torch.int32, device=weight.device)
     bounds = torch.full((rows, 2), float("nan"), dtype=torch.float32, device=weight.device)
+    if weight.is_meta:  # a record of shapes alone
+        return codes, bounds
     step = max(_AT_ONCE // columns // ROWS, 1) * ROWS
     for first in range(0, v, step):
         part = weight[first : first + step].float()

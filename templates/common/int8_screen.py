@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kerngen.errors import ProblemError
 from kerngen.templates.common.int8_spec import COLUMNS, ROWS, TOKEN_STEPS, padded
+from kerngen.templates.common.row_spec import require
 
 MOST_CODE = 127
 _AT_ONCE = 1 << 22  # elements of W that are converted at once: 16 MiB in fp32
@@ -21,12 +23,18 @@ _AT_ONCE = 1 << 22  # elements of W that are converted at once: 16 MiB in fp32
 def int8_screen(weight: Tensor, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
     """Codes and bounds of weight [V, K], in any float, V and K padded to whole tiles. excluded: rows never wanted.
 
+    Raises ProblemError for what is no matrix of floats, and for excluded rows that there are not.
+
     codes: [V / 16, K / 64, 2, 32, 4] int32 of four bytes each. Tile by tile, lane 4 g + t of a warp has columns 16 t to
     16 t + 15 of row g, and of row g + 8 behind it. bounds: [V, 2] fp32: a row's scale, and b: what is computed with
     the row's codes is at most b |x| off W[r] x, roundings of x and of all sums included. NaN for rows that are never
     wanted: those in `excluded`, and what pads V.
     """
+    shown = f"{weight.dtype} {list(weight.shape)}"
+    require(weight.ndim == 2 and weight.is_floating_point(), f"int8_screen: {shown} is no matrix of floats")
     v, k = weight.shape
+    if bad := [i for i in excluded if not 0 <= i < v]:
+        raise ProblemError(f"int8_screen: excluded row {bad[0]} is not in 0..{v - 1}")
     rows, columns = padded(v, ROWS), padded(k, COLUMNS)
     codes = torch.empty(rows // ROWS, columns // COLUMNS, 2, 32, 4, dtype=torch.int32, device=weight.device)
     bounds = torch.full((rows, 2), float("nan"), dtype=torch.float32, device=weight.device)

@@ -110,6 +110,18 @@ def test_excluded_rows_have_no_bounds() -> None:
     assert int(bounds[:40].isnan().any(-1).sum()) == 2
 
 
+@pytest.mark.parametrize(("excluded", "row"), [([40], 40), ([3, -1], -1)])
+def test_only_rows_that_there_are_can_be_excluded(excluded: list[int], row: int) -> None:
+    with pytest.raises(ProblemError, match=f"excluded row {row} is not in 0..39"):
+        int8_screen(torch.randn(40, 16), excluded)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(5), torch.zeros(4, 8, dtype=torch.int32)], ids=["vector", "integers"])
+def test_only_matrices_of_floats_have_a_screen(weight: Tensor) -> None:
+    with pytest.raises(ProblemError, match="is no matrix of floats"):
+        int8_screen(weight)
+
+
 def test_few_rows_of_a_random_head_are_left() -> None:
     """Of a head without any likelier token, which is the worst there is."""
     torch.manual_seed(1)

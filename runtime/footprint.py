@@ -12,7 +12,7 @@ from torch import Tensor
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.engine.sizing import CacheShape
 from kerngen.runtime.executors.record import Record
-from kerngen.runtime.ops.kernels import SCREEN_ROOM, KernelOps, screen_of
+from kerngen.runtime.ops.kernels import KernelOps, has_room, screen_of
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
 
 GPU_GB = (16, 24, 32, 80, 141)
@@ -27,7 +27,7 @@ class Footprint:
     """Bytes on the device while one sequence runs; activations, workspaces and CUDA's own come on top.
 
     cache_bytes: of `context` tokens. screen_bytes: of the heads in eight bits, the model's and the drafter's, each of
-    which is made where SCREEN_ROOM times as much is free; not in the total.
+    which is made where there is room (ops/kernels.py); not in the total.
     """
 
     weight_bytes: int
@@ -103,7 +103,7 @@ def screened(takes: Footprint, free_bytes: int) -> int:
     free, made = free_bytes, 0
     for weight_bytes, screen_bytes in zip((takes.weight_bytes, takes.drafter_bytes), takes.screen_bytes, strict=True):
         free -= weight_bytes
-        if screen_bytes and free >= SCREEN_ROOM * screen_bytes:
+        if screen_bytes and has_room(screen_bytes, free):
             free, made = free - screen_bytes, made + screen_bytes
     return made
 

@@ -65,6 +65,11 @@ from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 SCREEN_ROOM = 16
 
 
+def has_room(size: int, free_bytes: int) -> bool:
+    """Whether a head in eight bits, of `size` bytes, is made where `free_bytes` are free."""
+    return free_bytes >= SCREEN_ROOM * size
+
+
 def screen_of(head: Linear) -> int:
     """Bytes that `KernelOps.screen` takes for `head`, 0 where it makes none of it."""
     if not isinstance(head, DenseLinear) or head.in_features % VEC or head.in_features > head_spec.MAX_HIDDEN:
@@ -303,7 +308,7 @@ class KernelOps:
             return None
         if self.device.type == "cuda":
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            if torch.cuda.mem_get_info(self.device)[0] + unused < SCREEN_ROOM * size:
+            if not has_room(size, torch.cuda.mem_get_info(self.device)[0] + unused):
                 return None
         return HeadScreen(*int8_screen(head.weight, excluded), head_spec.most_tokens(self.executor.target))
 

@@ -1,7 +1,7 @@
 // A tile of a matrix in eight bits, 16 rows by 64 columns as common/int8_screen.py has them, times four tokens of two
 // signed bytes an element.
 #pragma once
-#include "common/types.cuh"
+#include "common/w4_digits.cuh"
 
 // Lane 4 g + t holds 16 bytes of row g (`low`) and of row g + 8 (`high`), columns 16 t and on. digits: of four tokens and
 // those 64 columns, 16 bytes for each [column of the operand: 2 token + digit][t]; what there is no token for may be
@@ -16,19 +16,12 @@ template <> struct TileSums<true> {
 
     DEVICE void add(const uint4& low, const uint4& high, const uint4* digits, int) {
         const uint4 b = digits[threadIdx.x % 32];
-        product(low.x, high.x, low.y, high.y, b.x, b.y);
-        product(low.z, high.z, low.w, high.w, b.z, b.w);
+        mma_s8s8(d, {low.x, high.x, low.y, high.y}, {b.x, b.y});
+        mma_s8s8(d, {low.z, high.z, low.w, high.w}, {b.z, b.w});
     }
     DEVICE void finish(int (&sums)[4]) const {
 #pragma unroll
         for (int i = 0; i < 4; i++) sums[i] = d[i];
-    }
-
-private:
-    DEVICE void product(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     }
 };
 

@@ -178,15 +178,12 @@ def _digit_bytes(p: Problem, c: Config) -> int:
     return 128 * c.block_tokens * _part_tiles(p, c)
 
 
-def smem_of(p: Problem, c: Config) -> int:
+def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """The tokens' digits; of greedy_screen what its warps exchange."""
+    p, c = problem, config
     screen = _digit_bytes(p, c) + c.block_tokens * (8 * c.num_warps + 16)
     choose = 4 * 128 * c.choose_warps + 16
     return max(screen, choose)
-
-
-def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    return smem_of(problem, config)
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

@@ -63,14 +63,19 @@ def pack_w4(weight_packed: Tensor, weight_scale: Tensor) -> W4Weights:
 
 
 @overload
-def w4a16_gemm(x: Tensor, w_packed: W4Weights) -> Tensor: ...
+def w4a16_gemm(x: Tensor, w_packed: W4Weights, *, row_invariant: bool = False) -> Tensor: ...
 @overload
-def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor) -> Tensor: ...
-def w4a16_gemm(x: Tensor, w_packed: Tensor | W4Weights, scales: Tensor | None = None) -> Tensor:
-    """x [M, K] times W^T: [M, N] in x's dtype, summed in fp32. W: `W4Weights`, or its two tensors."""
+def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor, row_invariant: bool = False) -> Tensor: ...
+def w4a16_gemm(
+    x: Tensor, w_packed: Tensor | W4Weights, scales: Tensor | None = None, row_invariant: bool = False
+) -> Tensor:
+    """x [M, K] times W^T: [M, N] in x's dtype, summed in fp32. W: `W4Weights`, or its two tensors.
+
+    row_invariant: a row's result has the same bits in whichever of the M rows it stands, in the same number of rows.
+    """
     if isinstance(w_packed, W4Weights):
         w_packed, scales = w_packed
     if scales is None:
         raise UsageError("w4a16_gemm needs scales", hint="give a W4Weights (pack_w4 makes one), or both of its tensors")
-    result: Tensor = torch.ops.kerngen.w4a16_gemm(x, w_packed, scales)
+    result: Tensor = torch.ops.kerngen.w4a16_gemm(x, w_packed, scales, row_invariant)
     return result

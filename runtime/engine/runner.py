@@ -175,6 +175,7 @@ class Runner:
 
         Returns what waits for their first tokens, or None where no chunk is a last one.
         """
+        self.model.ops.row_invariant = False  # where that counts, a chunk is a forward of its own: its rows are the same
         starts, sizes = [c.start for c in chunks], [len(c.tokens) for c in chunks]
         tokens = [
             [t for c in chunks for t in c.tokens],
@@ -227,6 +228,7 @@ class Runner:
         running behind goes on from token 0. max_kv_len: no context is longer, nor will be when a captured step is
         replayed.
         """
+        self.model.ops.row_invariant = self.reproducible
         cache, rows = self.cache.rows(batch), slice(0, batch)
         token, lengths = self.ints[TOKEN, rows], self.ints[LENGTH, rows]
         ids, drafts = token[:, None], None

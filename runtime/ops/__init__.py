@@ -190,6 +190,9 @@ class Ops(Protocol):
     supports_graphs: bool  # the engine captures the decode step in a CUDA graph
     max_decode_len: int  # the longest q_len that attend_decode takes; more goes to attn_prefill
     place: str  # where in the model the next ops are ("sliding"): set by the model, read by records and profiles
+    # Set by the engine for each step: a token's results need the same bits in whichever row of the batch it stands. On
+    # a GPU kernels are chosen by it; eager torch takes what its library gives.
+    row_invariant: bool
 
     def sources(self) -> dict[str, int]:
         """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""

@@ -48,6 +48,7 @@ class TorchOps:
         self.dtype = dtype
         self.residual_dtype = residual_dtype(dtype)
         self.place = ""
+        self.row_invariant = False
 
     def sources(self) -> dict[str, int]:
         return {}

@@ -6,7 +6,7 @@ recording and the reference executor run the very same code with no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,6 +34,7 @@ from kerngen.templates.add_norm.op import add_norm, add_post_norm
 from kerngen.templates.attn_decode.op import attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.attn_prefill.op import attn_prefill
+from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.common.int8_screen import int8_screen
 from kerngen.templates.common.int8_spec import screen_bytes
@@ -90,6 +91,7 @@ class KernelOps:
         self.residual_dtype = residual_dtype(dtype)
         self.supports_graphs = executor.supports_graphs
         self.place = ""
+        self.row_invariant = False
         self._met: dict[str, None] = {}  # of OUTSIDE, in the order of the model
 
     def sources(self) -> dict[str, int]:
@@ -161,11 +163,15 @@ class KernelOps:
         if isinstance(weights, W4Linear):
             if weights.gated:
                 raise TypeError(f"{weights.name} holds gate and up, interleaved: Ops.gated multiplies with it")
-            return self.executor.run(w4a16_gemm(x, weights.packed, weights.scales), self._at(weights.name))
+            return self._w4(w4a16_gemm, x, weights)
         if len(x) <= MAX_TOKENS and weights.out_features % VEC == 0 and weights.in_features % VEC == 0:
             return self.executor.run(dense_gemv(x, weights.weight), self._at("dense matrix"))
         self._outside("dense matrices")
         return outside.dense(x, weights.weight)
+
+    def _w4(self, op: Callable[[Tensor, Tensor, Tensor, bool], Call[Tensor]], x: Tensor, weights: W4Linear) -> Tensor:
+        call = op(x, weights.packed, weights.scales, self.row_invariant)
+        return self.executor.run(call, self._at(weights.name))
 
     def qkv_norm_rope(
         self,
@@ -237,7 +243,7 @@ class KernelOps:
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
         if isinstance(gate_up, W4Linear):
-            return self.executor.run(w4a16_gated(x, gate_up.packed, gate_up.scales), self._at(gate_up.name))
+            return self._w4(w4a16_gated, x, gate_up)
         return self.executor.run(gelu_gate(self.linear(x, gate_up)), self._at("GELU gate"))
 
     def ple_block(

@@ -12,9 +12,9 @@ from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 from kerngen.templates.w4a16_gemm.spec import Problem
 
 
-def _case(n: int, k: int, group: int, dtype: str, m: int, gated: bool = False) -> Case:
-    name = f"{n}x{k}_g{group}_{dtype}_m{m}" + ("_gated" if gated else "")
-    return Case(name, Problem(n, k, group, dtype, m, gated), seed=n + k + m)
+def _case(n: int, k: int, group: int, dtype: str, m: int, gated: bool = False, row_invariant: bool = False) -> Case:
+    name = f"{n}x{k}_g{group}_{dtype}_m{m}" + ("_gated" if gated else "") + ("_invariant" if row_invariant else "")
+    return Case(name, Problem(n, k, group, dtype, m, gated, row_invariant), seed=n + k + m)
 
 
 _TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200)
@@ -35,6 +35,9 @@ CASES = (
     # gate and up: whole tiles and shared ones, strips that no tile divides
     *(_case(512, 384, 32, dtype, m, True) for dtype in ("fp16", "bf16") for m in (1, 9, 33, 130)),
     *(_case(96, 1536, 64, dtype, m, True) for dtype in ("fp16", "bf16") for m in (3, 70)),
+    # tokens in several tiles, none of them shared
+    *(_case(704, 2112, 64, dtype, 40, row_invariant=True) for dtype in ("fp16", "bf16")),
+    *(_case(704, 2112, 64, dtype, 260, True, row_invariant=True) for dtype in ("fp16", "bf16")),
 )
 
 
@@ -57,10 +60,11 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 
 def case_for(problem: Problem) -> Case:
     p = problem
-    return _case(p.n, p.k, p.group_size, p.dtype, p.num_tokens, p.gated)
+    return _case(p.n, p.k, p.group_size, p.dtype, p.num_tokens, p.gated, p.row_invariant)
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
     op = w4a16_gated if case.problem.gated else w4a16_gemm
-    return op, {n: inputs[n] for n in ("x", "w_packed", "scales")}
+    arguments = {n: inputs[n] for n in ("x", "w_packed", "scales")}
+    return op, arguments | {"row_invariant": case.problem.row_invariant}

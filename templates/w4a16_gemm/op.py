@@ -12,29 +12,31 @@ from kerngen.templates.w4a16_gemm.spec import Problem
 
 
 @op(takes={"x": "D[M, 32 * U]", "w_packed": "int32[S, U, 32, 4]", "scales": "D[S, G, 32]"})
-def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor) -> Call[Tensor]:
+def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor, row_invariant: bool = False) -> Call[Tensor]:
     """x [M, K] times W^T, W [N, K] int4 in the order that `pack` gives: [M, N] in x's dtype, fp32 sums.
 
-    w_packed [N / 32, K / 32, 32, 4] int32; scales [N / 32, K / group_size, 32] in x's dtype.
+    w_packed [N / 32, K / 32, 32, 4] int32; scales [N / 32, K / group_size, 32] in x's dtype. row_invariant: a row's
+    result has the same bits in whichever of the M rows it stands, in the same number of rows.
     """
-    return _call(x, w_packed, scales, gated=False)
+    return _call(x, w_packed, scales, False, row_invariant)
 
 
 @op(takes={"x": "D[M, 32 * U]", "w_packed": "int32[S, U, 32, 4]", "scales": "D[S, G, 32]"})
-def w4a16_gated(x: Tensor, w_packed: Tensor, scales: Tensor) -> Call[Tensor]:
+def w4a16_gated(x: Tensor, w_packed: Tensor, scales: Tensor, row_invariant: bool = False) -> Call[Tensor]:
     """gelu_tanh(gate) * up [M, N / 2], gate | up = x [M, K] times W^T, W as w4a16_gemm's of gate and up interleaved.
 
     w_packed, scales: `pack(*interleave(gate | up))`. Each factor is rounded to x's dtype, as the model's tensors are.
+    row_invariant: see w4a16_gemm.
     """
-    return _call(x, w_packed, scales, gated=True)
+    return _call(x, w_packed, scales, True, row_invariant)
 
 
-def _call(x: Tensor, w_packed: Tensor, scales: Tensor, *, gated: bool) -> Call[Tensor]:
+def _call(x: Tensor, w_packed: Tensor, scales: Tensor, gated: bool, row_invariant: bool) -> Call[Tensor]:
     tokens, k = x.shape
     n = w_packed.shape[0] * STRIP
     groups = scales.shape[1]
     require(groups > 0 and k % groups == 0, f"K = {k} is not a multiple of {groups} groups")
     out = empty(x, tokens, n // 2 if gated else n)
-    problem = Problem(n, k, k // groups, DTYPE_NAME[x.dtype], tokens, gated) if tokens else None
+    problem = Problem(n, k, k // groups, DTYPE_NAME[x.dtype], tokens, gated, row_invariant) if tokens else None
     arguments = {"out": out, "x": x.contiguous(), "w_packed": w_packed, "scales": scales, "num_tokens": tokens}
     return Call("w4a16_gemm", problem, arguments, out)

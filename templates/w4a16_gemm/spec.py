@@ -10,7 +10,7 @@ token's x makes all of its outputs NaN there).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import ClassVar
 
@@ -42,7 +42,9 @@ class Config(Tiling):
 class Problem:
     """n, k: rows of W and their length. group_size: weights along K that share a scale. dtype: of x, scales and out.
 
-    gated: W is gate and up, and out has n / 2 columns.
+    gated: W is gate and up, and out has n / 2 columns. row_invariant: a token's output has the same bits in whichever
+    of the num_tokens rows it stands. Tiles that blocks share do not give that where tokens fill several: each tile is
+    cut at columns of its own.
     """
 
     n: int
@@ -51,6 +53,7 @@ class Problem:
     dtype: str = "bf16"
     num_tokens: int = 1
     gated: bool = False
+    row_invariant: bool = False
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
     DYNAMIC: ClassVar[str] = "num_tokens"
@@ -115,6 +118,11 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return None
     if config.gemv:
         return w4_tiling.why_not_gemv(config, problem.num_tokens, problem.k, target.arch)
+    if problem.row_invariant and config.blocks_per_sm and problem.num_tokens > config.block_m:
+        return (
+            f"row_invariant: {problem.num_tokens} tokens fill several tiles of block_m={config.block_m}, and with "
+            f"blocks_per_sm={config.blocks_per_sm} blocks share tiles; with 0 none does"
+        )
     return w4_tiling.why_invalid(config, problem.group_size, target.arch)
 
 
@@ -150,6 +158,8 @@ def cost(problem: Problem) -> Cost:
 
 def default_config(problem: Problem, target: Target) -> Config:
     for config in _preferred(problem, target):
+        if problem.row_invariant and problem.num_tokens > config.block_m:
+            config = replace(config, blocks_per_sm=0)
         if why_invalid(problem, config, target) is None:
             return config
     raise ProblemError(f"no default configuration of w4a16_gemm serves {problem} on {target.arch}")

@@ -561,10 +561,15 @@ def test_steps_that_are_captured_when_first_needed(
 
 
 class Fickle(TorchOps):
-    """Rounds otherwise for every number of tokens and of sequences, and for every limit of context, as kernels may."""
+    """Rounds otherwise for every number of tokens and of sequences, for every limit of context and, unless told not to,
+    in every row, as kernels may.
+    """
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
-        return super().linear(x, weights) * (1 + 0.01 * (len(x) % 7))
+        out = super().linear(x, weights) * (1 + 0.01 * (len(x) % 7))
+        if not self.row_invariant:
+            out[:, ::2] *= 1 + 0.01 * (torch.arange(len(x)) % 3)[:, None]
+        return out
 
     def attn_decode(self, q: Tensor, cache: KVPages, table: Tensor, kv_lens: Tensor, *args: Any) -> Tensor:
         return super().attn_decode(q, cache, table, kv_lens, *args) * (1 + 0.01 * (len(kv_lens) % 5))

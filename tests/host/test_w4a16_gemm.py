@@ -141,8 +141,9 @@ def test_refusals_hold_the_numbers(arch: str, config: Config, needles: tuple[str
 
 
 @pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
+@pytest.mark.parametrize("row_invariant", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 17, 33, 64, 65, 4096])
-def test_every_shape_has_a_default(arch: object, num_tokens: int) -> None:
+def test_every_shape_has_a_default(arch: object, num_tokens: int, row_invariant: bool) -> None:
     for n, k, group in [
         (32, 32, 32),
         (128, 128, 128),
@@ -150,11 +151,27 @@ def test_every_shape_has_a_default(arch: object, num_tokens: int) -> None:
         (2816, 704, 64),
         (43008, 5376, 128),
     ]:
-        problem = Problem(n, k, group, "fp16", num_tokens)
+        problem = Problem(n, k, group, "fp16", num_tokens, row_invariant=row_invariant)
         config = spec.default_config(problem, Target.of(arch))  # type: ignore[arg-type]
         assert spec.why_invalid(problem, config, Target.of(arch)) is None  # type: ignore[arg-type]
         (launch,) = spec.launches(problem, config, Target.of(arch))  # type: ignore[arg-type]
         assert launch.grid[0] >= 1
+
+
+def test_what_is_row_invariant_shares_no_tile_where_tokens_fill_several() -> None:
+    target = Target.of(find_arch("sm90"))
+    shared = Config(128, 256, 128, 32, 1, 1, 4, 1, wgmma=True)
+    free = Problem(5376, 8192, 32, "bf16", 256)
+    bound = dataclasses.replace(free, row_invariant=True)
+    assert spec.why_invalid(free, shared, target) is None
+    why = spec.why_invalid(bound, shared, target)
+    assert why is not None
+    assert "256 tokens" in why
+    assert "block_m=128" in why
+    assert spec.why_invalid(dataclasses.replace(bound, num_tokens=128), shared, target) is None
+    assert spec.why_invalid(bound, dataclasses.replace(shared, blocks_per_sm=0), target) is None
+    assert spec.default_config(free, target).blocks_per_sm, "else the next line says nothing"
+    assert spec.default_config(bound, target).blocks_per_sm == 0
 
 
 @pytest.mark.parametrize(("units", "blocks"), [(1, 1), (7, 3), (132, 132), (28224, 264), (1000, 999)])

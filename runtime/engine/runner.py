@@ -175,7 +175,7 @@ class Runner:
 
         Returns what waits for their first tokens, or None where no chunk is a last one.
         """
-        self.model.ops.row_invariant = False  # where that counts, a chunk is a forward of its own: its rows are the same
+        self.model.ops.row_invariant = False  # where it counts, a chunk is a forward by itself: its rows are the same
         starts, sizes = [c.start for c in chunks], [len(c.tokens) for c in chunks]
         tokens = [
             [t for c in chunks for t in c.tokens],

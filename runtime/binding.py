@@ -2,7 +2,8 @@
 
 `Bindings` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
 compiled-in fields) is bound once: its tuned points are read from the stores, or, where there are none, defaults are
-made at powers of two of the dynamic field. From then on a problem never seen before costs a bisection.
+made at powers of two of the dynamic field. From then on a problem never seen before costs a bisection, and one that was
+a look into a dict: a prompt's forward asks hundreds of times.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kerngen.tuning_db import Store, Winner
 
 DEFAULT = "default configuration"
+CHOICES_KEPT = 8192  # a dozen kernels' for several hundred lengths of context
 
 
 @dataclass(eq=False, slots=True)
@@ -111,13 +113,22 @@ class Bindings:
         self.target = target
         self._stores = tuple(stores)
         self._bindings: dict[tuple[Any, ...], Binding] = {}
+        self._known: dict[tuple[str, Any], Choice] = {}  # of problems met; forgotten together where they are too many
 
     def choice(self, kernel: Kernel, problem: Any) -> Choice:
         """What serves `problem`: the launcher's answer, and `kerngen compile`'s. Raises ConfigRefused."""
+        asked = kernel.name, problem
+        if (found := self._known.get(asked)) is None:
+            if len(self._known) >= CHOICES_KEPT:
+                self._known.clear()
+            found = self._known[asked] = self._binding(kernel, problem).choice(problem)
+        return found
+
+    def _binding(self, kernel: Kernel, problem: Any) -> Binding:
         key = (kernel.name, *_static(kernel)(problem))
         if (binding := self._bindings.get(key)) is None:
             binding = self._bindings[key] = Binding(self._stores, kernel, problem, self.target)
-        return binding.choice(problem)
+        return binding
 
 
 @cache

@@ -89,6 +89,22 @@ def test_a_length_never_seen_costs_a_bisection(
     assert statistics.median(times) < MOST_US, f"{statistics.median(times):.1f} us"
 
 
+def test_what_was_asked_before_is_looked_up_once_and_not_for_ever(
+    stores: list[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding_module, "CHOICES_KEPT", 5)
+    bindings = Bindings(stores, H200)
+    problems = [replace(DOWN, num_tokens=t) for t in (1, 2, 4)] + [replace(GLOBAL, kv_len=512)]
+    first = [bindings.choice(GEMM if isinstance(p, type(DOWN)) else DECODE, p) for p in problems]
+    with monkeypatch.context() as patch:
+        patch.setattr(binding_module.Binding, "choice", _no)
+        assert [bindings.choice(c.kernel, p) for c, p in zip(first, problems, strict=True)] == first
+    for tokens in range(8, 40):
+        bindings.choice(GEMM, replace(DOWN, num_tokens=tokens))
+        assert len(bindings._known) <= 5
+    assert [bindings.choice(c.kernel, p) for c, p in zip(first, problems, strict=True)] == first
+
+
 def test_where_the_buckets_default_cannot_run_a_length_its_own_default_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is one choice for all lengths that share it: memory stays bounded."""
     wide = GEMM.default_config(DOWN, H200)

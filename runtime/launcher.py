@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import torch
 
@@ -64,6 +65,18 @@ def probe_device(index: int | None = None) -> Device:
     if not torch.cuda.is_available():
         raise DeviceError("torch sees no CUDA device", hint="kerngen doctor says what this machine can do")
     return _probed(torch.cuda.current_device() if index is None else index)
+
+
+@cache
+def gpu_uuid(index: int | None = None) -> str:
+    """The identity of that GPU, or of that slice of one, as NVML writes it: "GPU-...", "MIG-..."."""
+    kind = "MIG" if " MIG " in probe_device(index).name else "GPU"
+    device = torch.cuda.current_device() if index is None else index
+    driver = _driver()
+    _check(driver.cuInit(0), "cuInit")
+    get = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # CUDA 13 has one name for it
+    identity = _check(get(device), "cuDeviceGetUuid")
+    return f"{kind}-{UUID(bytes=bytes(identity.bytes))}"
 
 
 @cache

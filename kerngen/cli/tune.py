@@ -120,6 +120,7 @@ def _objective(stack: ExitStack, wanted: str, arch: Arch, device_name: str | Non
 
     Raises DeviceError or UsageError where `measured` cannot be had.
     """
+    from kerngen.gpu import GpuLock
     from kerngen.tuning.objective import Measured, Predicted
     from kerngen.tuning.worker import GpuWorker, present_arch
 
@@ -138,7 +139,10 @@ def _objective(stack: ExitStack, wanted: str, arch: Arch, device_name: str | Non
         raise UsageError(f"device {device} is {device.arch}, not {arch}")
     elif wanted == "predicted" or device is not None or present_arch() != arch:
         return Predicted(Target.of(device or arch))
-    return Measured(stack.enter_context(GpuWorker()))
+    worker = stack.enter_context(GpuWorker())
+    lock = GpuLock(worker.uuid())
+    stack.callback(lock.release)
+    return Measured(worker, lock)
 
 
 def _run(

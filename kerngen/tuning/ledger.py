@@ -132,7 +132,7 @@ class Ledger:
         tags: dict[str, Any] | None = None,
     ) -> None:
         """One row. build_id: None where nothing was compiled. The tag `closed` holds a summary: the search is over."""
-        tags = {"search": entry.fingerprint} | (tags or {})
+        tags = {"search": entry.fingerprint, **outcome.tags, **(tags or {})}
         if "closed" in tags:
             self._closing[entry.fingerprint, entry.key.id] = entry.key, tags.pop("closed")
         row = Measurement(

@@ -19,7 +19,7 @@ to its successor counts too. So it judges sets:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +29,7 @@ from kerngen.templates.kernel import Kernel
 from kerngen.tuning.plan import lower_bound_us
 
 if TYPE_CHECKING:
+    from kerngen.gpu import GpuLock
     from kerngen.tuning.study import Search
     from kerngen.tuning.task import Trial
     from kerngen.tuning.worker import GpuWorker, Observed
@@ -44,7 +45,8 @@ class Outcome:
     """What became of one configuration. `kind` is one of tuning_db's outcomes.
 
     latency_us: set if kind is "ok". excess: how far over a limit it was, as Optuna's constraint; 0 if it was
-    not. registers: per thread, of the compiled kernel; 0 if there is none. figures: further fields of its row.
+    not. registers: per thread, of the compiled kernel; 0 if there is none. figures, tags: further fields and tags of
+    its row.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class Outcome:
     spill_bytes: int = 0
     excess: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
+    tags: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -70,7 +73,8 @@ class Objective(Protocol):
     sampler_share: the part of a search's trials that are Optuna's to propose where the space was enumerated; 0 makes
     the search exact: it ends when no ranked candidate can win. needs_image: judging launches the kernel; otherwise the
     figures of a build are enough, and a known one is not compiled. takes_time: judging does, beyond the compile, so
-    that nothing is judged once the time is over. final_stage: of the rows that end a search.
+    that nothing is judged once the time is over. final_stage: of the rows that end a search. waited_s: what judging has
+    spent so far waiting for others, which is not on the run's time; `say` is told meanwhile, the tuner sets it.
     """
 
     name: str
@@ -84,6 +88,8 @@ class Objective(Protocol):
     needs_image: bool
     takes_time: bool
     final_stage: str
+    waited_s: float
+    say: Callable[[str], None]
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
         """Whether `config` is worth a compile where another takes `best_us`."""
@@ -110,9 +116,11 @@ class Predicted:
     sampler_share = 0.0
     needs_image = takes_time = False
     final_stage = "trial"
+    waited_s = 0.0
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.say: Callable[[str], None] = _unsaid
         self.row: Mapping[str, Any] = {"model": MODEL}
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
@@ -144,7 +152,11 @@ class Predicted:
 
 
 class Measured:
-    """By the clock of the GPU that `worker` holds, after a check against the reference."""
+    """By the clock of the GPU that `worker` holds, after a check against the reference.
+
+    lock: taken before the first measurement, waiting for whoever has it, and left to the caller to release: two that
+    measured on one GPU would time each other.
+    """
 
     name = provenance = how = "measured"
     trials, batch = 24, 6
@@ -152,8 +164,10 @@ class Measured:
     needs_image = takes_time = True
     final_stage = "final"
 
-    def __init__(self, worker: GpuWorker) -> None:
-        self._worker = worker
+    def __init__(self, worker: GpuWorker, lock: GpuLock | None = None) -> None:
+        self._worker, self._lock = worker, lock
+        self.waited_s = 0.0
+        self.say: Callable[[str], None] = _unsaid
         self.target = Target.of(worker.device())
         self.row: Mapping[str, Any] = {"environment": worker.environment()}
 
@@ -168,6 +182,7 @@ class Measured:
 
     def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         for trial in trials:
+            self._take_gpu()
             seen = self._worker.measure(trial.kernel, trial.problem, trial.config, trial.image())
             yield trial, _observed(seen, trial.build)
 
@@ -184,13 +199,23 @@ class Measured:
     def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
         """Those of a search are timed again together, in rotated order."""
         for trials in finalists:
+            self._take_gpu()
             first = trials[0]
             seen = self._worker.finals(first.kernel, first.problem, [(t.config, t.image()) for t in trials])
             yield from ((t, _observed(s, t.build)) for t, s in zip(trials, seen, strict=True))
 
+    def _take_gpu(self) -> None:
+        if self._lock is not None:
+            self.waited_s += self._lock.acquire(self.say)
+
+
+def _unsaid(text: str) -> None:
+    """Nobody listens."""
+
 
 def _observed(seen: Observed, build: Build) -> Outcome:
-    return replace(_outcome(seen.outcome, seen.p50_us, seen.reason, build), figures=seen.figures())
+    tags = {"gpu": seen.gpu} if seen.gpu else {}
+    return replace(_outcome(seen.outcome, seen.p50_us, seen.reason, build), figures=seen.figures(), tags=tags)
 
 
 def _outcome(kind: str, p50_us: float | None, reason: str, build: Build) -> Outcome:

@@ -82,6 +82,7 @@ class Tuner:
         self._deadline = None if time_budget_s is None else self._start + time_budget_s
         self._left = 0
         self._compiled: set[str] = set()  # sources that were not in the cache
+        objective.say = self._tick
 
     # -- the run
 
@@ -240,7 +241,7 @@ class Tuner:
             self._progress.update(self.report.num_trials, self.report.num_trials + self._left, text)
 
     def _is_late(self) -> bool:
-        return self._deadline is not None and self._clock() >= self._deadline
+        return self._deadline is not None and self._clock() - self.objective.waited_s >= self._deadline
 
     def _share_winners(self, opened: list[Task]) -> None:
         """Put each search's best before its neighbours: the same compiled-in fields, other tokens or batch."""

@@ -6,10 +6,12 @@ and goes on with a fresh one. The worker keeps one problem's inputs and referenc
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -17,15 +19,19 @@ from typing import Any
 from kerngen.arch import Arch, Device, arch_of_capability
 from kerngen.compile import end_with_parent
 from kerngen.errors import KerngenError, UnknownName
+from kerngen.gpu import Seen, Watch
 from kerngen.templates.kernel import Kernel
 
 TIMEOUT_S = 120.0  # for the inputs and reference of a large problem; a configuration takes well under a second
 FINAL_ROUNDS = 5
+LOOKS, PAUSE_S = 3, 2.0  # at most so many while the GPU is throttled, so far apart
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What came of one configuration. outcome: one of the database's; times in microseconds."""
+    """What came of one configuration. outcome: one of the database's; times in microseconds. gpu: what the GPU said of
+    its clocks meanwhile, see Seen.noted.
+    """
 
     outcome: str
     reason: str = ""
@@ -36,6 +42,7 @@ class Observed:
     samples: int = 0
     error_abs: float | None = None
     error_rel: float | None = None
+    gpu: Mapping[str, Any] = field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
         """What else a Measurement of it holds, by field."""
@@ -52,6 +59,11 @@ class GpuWorker:
     def device(self) -> Device:
         """The GPU at hand. Raises DeviceError where there is none."""
         found: Device = self._call(_probe)
+        return found
+
+    def uuid(self) -> str:
+        """Its identity, as NVML writes it."""
+        found: str = self._call(_uuid)
         return found
 
     def environment(self) -> dict[str, Any]:
@@ -106,6 +118,12 @@ def _probe() -> Device:
     from kerngen.runtime.launcher import probe_device
 
     return probe_device()
+
+
+def _uuid() -> str:
+    from kerngen.runtime.launcher import gpu_uuid
+
+    return gpu_uuid()
 
 
 def _environment() -> dict[str, Any]:
@@ -190,18 +208,45 @@ def _time(function: Any, problem: Any, samples: int) -> Any:
 _NO_ROOM = Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
 
 
+@cache
+def _watch() -> Watch:
+    return Watch(_uuid())
+
+
+def _watched(measure: Callable[[], list[Observed]]) -> list[Observed]:
+    """What `measure` gives, with what the GPU said of itself; again where heat or its power supply held it back. Where
+    that does not end, the last look counts, and its rows say so.
+    """
+    for looks in range(LOOKS, 0, -1):
+        before = _watch().sample()
+        found = measure()
+        seen = Seen(before, _watch().sample())
+        if not seen.is_throttled or looks == 1:
+            break
+        time.sleep(PAUSE_S)
+    return [replace(o, gpu=seen.noted()) for o in found]
+
+
 def _measure(kernel_name: str, problem: Any, config: Any, image: bytes) -> Observed:
     function, seen = _check(kernel_name, problem, config, image)
     if function is None:
         return seen
-    t = _time(function, problem, samples=15)
-    if t is None:
-        return _NO_ROOM
-    return Observed("ok", "", t.p50_us, t.p10_us, t.p90_us, t.min_us, t.samples, seen.error_abs, seen.error_rel)
+
+    def timed() -> list[Observed]:
+        t = _time(function, problem, samples=15)
+        if t is None:
+            return [_NO_ROOM]
+        return [Observed("ok", "", t.p50_us, t.p10_us, t.p90_us, t.min_us, t.samples, seen.error_abs, seen.error_rel)]
+
+    return _watched(timed)[0]
 
 
 def _finals(kernel_name: str, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
     checked = [_check(kernel_name, problem, config, image) for config, image in configs]
+    return _watched(lambda: _together(problem, checked))
+
+
+def _together(problem: Any, checked: list[tuple[Any, Observed]]) -> list[Observed]:
     times: list[list[Any]] = [[] for _ in checked]
     order = [i for i, (function, _) in enumerate(checked) if function is not None]
     for _ in range(FINAL_ROUNDS):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import kerngen.tuning.plan
 from kerngen.arch import Arch, Device, Target, default_device, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.compile import Cubin, compile_cubin
+from kerngen.gpu import GpuLock
 from kerngen.predict import MODEL, predict
 from kerngen.render import render
 from kerngen.templates.kernel import Kernel, fields_of
@@ -271,6 +274,45 @@ def test_measuring_checks_times_and_retimes_the_finalists(tune: Callable[..., Re
     again = FakeGpu()
     tune((512,), trials=12, objective=Measured(again))
     assert again.calls == [], "a finished search is not measured again"
+
+
+def test_one_tune_at_a_time_has_the_gpu_and_waiting_is_not_on_the_budget(
+    tune: Callable[..., Report], tmp_path: Path
+) -> None:
+    """Another has it for as long as the whole budget is. What is compiled meanwhile is compiled."""
+    other, ours, now = GpuLock("GPU-1", tmp_path), GpuLock("GPU-1", tmp_path), [0.0]
+    said: list[str] = []
+    assert other.try_acquire()
+
+    class Slow(FakeGpu):
+        def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
+            assert not GpuLock("GPU-1", tmp_path).try_acquire()
+            now[0] += 1.0
+            return replace(super().measure(kernel, problem, config, image), gpu={"sm_mhz": 1980})
+
+    class Told:
+        def update(self, done: int, total: int, text: str) -> None:
+            said.append(text)
+
+    def acquire(say: Callable[[str], None], poll_s: float = 0.5) -> float:
+        if ours._file is not None:
+            return 0.0
+        say(f"waiting for the GPU: {ours.holder()} measures on it")
+        other.release()
+        assert ours.try_acquire()
+        now[0] += 100.0
+        return 100.0
+
+    ours.acquire = acquire  # type: ignore[method-assign]
+    report = tune((512,), trials=12, objective=Measured(Slow(), ours), time_budget_s=50, clock=lambda: now[0],
+                  progress=Told())  # fmt: skip
+    assert not report.out_of_time
+    assert report.results[0].winner is not None
+    assert any(f"pid {os.getpid()}" in text for text in said)
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        rows = [o.measurement for o in store.measurements("scale", provenance="measured")]
+    assert {m.tags["gpu"]["sm_mhz"] for m in rows if m.outcome == "ok"} == {1980}
+    ours.release()
 
 
 def test_a_measured_winner_outranks_a_predicted_one(tune: Callable[..., Report]) -> None:

@@ -1,7 +1,7 @@
 """A bundle: one folder with everything that a model's kernels need on a host that must not, or cannot, compile.
 
     bundle.json      who made it, for which model and boards, and the NVRTC that its cubins are filed under
-    tuning.sqlite    the winners that were chosen, with their machine code (see tuning_db/extract.py)
+    tuning.sqlite    the winners that were chosen, with their machine code (see tuning_db/ship/extract.py)
     v1/…             a compile cache (cache.py) with whatever that database keeps no machine code of
 
 `kerngen compile --model NAME -o FOLDER` makes one. `--bundle FOLDER`, or $KERNGEN_BUNDLE, has it answer in place of the
@@ -130,7 +130,7 @@ def write_database(folder: Path, stores: Sequence[Store], winners: Iterable[Winn
 
     Raises UsageError where a database is in the way that is not a bundle's, OSError.
     """
-    from kerngen.tuning_db.extract import extract
+    from kerngen.tuning_db.ship.extract import extract
 
     if (folder / DATABASE).exists() and not (folder / FACTS).exists():
         raise UsageError(f"{folder / DATABASE} is there, and belongs to no bundle", hint="name another folder with -o")

@@ -33,7 +33,7 @@ Store, in full:
     store.close_search(search, problem: ProblemKey, summary)      a search that need not be done again
     store.closed_searches(search) -> {problem id: summary}
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
-Lookup (bound.py, resolve.py):
+Lookup (serve/bound.py, serve/lookup.py, serve/places.py, keep/stores.py):
     Bound(stores, kernel, problem, target)            the tuned points of one static problem, read once;
                                                       .answer(problem) -> Winner | None touches no database
     default_path() -> str                             $KERNGEN_DB, or the user's tuning.db
@@ -52,8 +52,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db.bound import Bound
-    from kerngen.tuning_db.records import (
+    from kerngen.tuning_db.keep.store import Store
+    from kerngen.tuning_db.keep.stores import default_stores, stores_for
+    from kerngen.tuning_db.serve.bound import Bound
+    from kerngen.tuning_db.serve.lookup import lookup, miss_report
+    from kerngen.tuning_db.serve.places import default_path
+    from kerngen.tuning_db.serve.records import (
         Build,
         Measurement,
         Observation,
@@ -62,24 +66,22 @@ if TYPE_CHECKING:
         problem_key,
         static_key,
     )
-    from kerngen.tuning_db.resolve import default_stores, lookup, miss_report, stores_for
-    from kerngen.tuning_db.store import Store, default_path
 
 _HOME = {
-    "Bound": "bound",
-    "Build": "records",
-    "Measurement": "records",
-    "Observation": "records",
-    "ProblemKey": "records",
-    "Winner": "records",
-    "problem_key": "records",
-    "static_key": "records",
-    "Store": "store",
-    "default_path": "store",
-    "lookup": "resolve",
-    "default_stores": "resolve",
-    "miss_report": "resolve",
-    "stores_for": "resolve",
+    "Bound": "serve.bound",
+    "Build": "serve.records",
+    "Measurement": "serve.records",
+    "Observation": "serve.records",
+    "ProblemKey": "serve.records",
+    "Winner": "serve.records",
+    "problem_key": "serve.records",
+    "static_key": "serve.records",
+    "Store": "keep.store",
+    "default_path": "serve.places",
+    "lookup": "serve.lookup",
+    "default_stores": "keep.stores",
+    "miss_report": "serve.lookup",
+    "stores_for": "keep.stores",
 }
 __all__ = [
     "Bound",

@@ -150,7 +150,7 @@ def explain(
 
     Example: kerngen db explain w4a16_gemm --problem n=5376,k=8192 --arch sm90
     """
-    from kerngen.tuning_db.winners import rank
+    from kerngen.tuning_db.keep.winners import rank
 
     with _stores(url) as stores:
         store, winner = _find(stores, subject, fields, arch_name, device_name)

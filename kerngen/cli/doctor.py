@@ -88,7 +88,7 @@ def _cache() -> Finding:
 
 
 def _database() -> Finding:
-    from kerngen.tuning_db.store import Store, default_path
+    from kerngen.tuning_db import Store, default_path
 
     path = default_path()
     if "://" not in path and not os.path.exists(path):

@@ -15,7 +15,7 @@ from kerngen.compile import Cubin, nvrtc_version
 from kerngen.errors import CompileError
 from kerngen.predict import MODEL
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
-from kerngen.tuning_db.records import (
+from kerngen.tuning_db.serve.records import (
     Build,
     Measurement,
     ProblemKey,

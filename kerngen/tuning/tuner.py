@@ -30,7 +30,7 @@ from kerngen.tuning.plan import candidates, urgency
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning.study import Search
 from kerngen.tuning.task import Task, Trial
-from kerngen.tuning_db.records import Build, digest
+from kerngen.tuning_db.serve.records import Build, digest
 from kerngen.workload import Item
 
 if TYPE_CHECKING:

@@ -110,6 +110,8 @@ _TUNES = ("kerngen.tuning", "kerngen.predict", "kerngen.measure", "kerngen.stept
     [
         ("runtime", _TUNES),
         ("tuning_db", (*_TUNES, "kerngen.runtime", "kerngen.workload")),
+        ("tuning_db/keep", ("kerngen.tuning_db.ship", "optuna")),
+        ("tuning_db/serve", ("kerngen.tuning_db.keep", "kerngen.tuning_db.ship", "sqlalchemy", "alembic", "optuna")),
         ("templates", (*_TUNES, "kerngen.runtime", "kerngen.workload", "kerngen.tuning_db", "kerngen.compile")),
     ],
 )
@@ -118,6 +120,20 @@ def test_no_layer_imports_what_lies_above_it(layer: str, above: tuple[str, ...])
     assert any(name.startswith("kerngen.") for _, name in found), "nothing was read"
     wrong = [f"{where} {name}" for where, name in found if f"{name}.".startswith(tuple(f"{a}." for a in above))]
     assert wrong == []
+
+
+def test_what_a_run_reads_loads_where_there_is_no_sqlalchemy() -> None:
+    """Nor alembic nor Optuna: to import any of them is an error here, as where they are not installed."""
+    code = (
+        "import sys; from importlib import import_module; from pathlib import Path;"
+        "sys.modules.update(dict.fromkeys(('sqlalchemy', 'alembic', 'optuna')));"
+        "import kerngen.tuning_db.serve as serve;"
+        "names = sorted(p.stem for p in Path(serve.__file__).parent.glob('*.py') if p.stem != '__init__');"
+        "[import_module(f'{serve.__name__}.{n}') for n in names]; print(*names)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    assert {"bound", "lookup"} <= set(out.stdout.split())
 
 
 def test_specs_load_without_torch_or_cupy() -> None:

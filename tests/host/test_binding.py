@@ -14,7 +14,8 @@ from kerngen.arch import Target, find_arch, find_device
 from kerngen.runtime import binding as binding_module
 from kerngen.runtime.binding import DEFAULT, Bindings
 from kerngen.templates import find_kernel
-from kerngen.tuning_db import Store, bound, default_stores, lookup
+from kerngen.tuning_db import Store, default_stores, lookup
+from kerngen.tuning_db.serve import bound
 
 H200 = Target.of(find_device("H200"))
 GEMM = find_kernel("w4a16_gemm")

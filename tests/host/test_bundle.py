@@ -22,7 +22,7 @@ from kerngen.errors import CacheError, TuningMiss, UsageError
 from kerngen.runtime.binding import Bindings, Choice
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, default_stores, lookup
-from kerngen.tuning_db.extract import extract
+from kerngen.tuning_db.ship.extract import extract
 from kerngen.workload import Workload, find_model, workload
 
 TINY = ROOT / "examples" / "tiny"
@@ -40,7 +40,7 @@ def _alone(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(kerngen.folder / "cache", ignore_errors=True)
     for path in kerngen.folder.glob("tuning.db*"):
         path.unlink()
-    monkeypatch.setattr("kerngen.tuning_db.resolve.PREBUILT", kerngen.folder / "none")
+    monkeypatch.setattr("kerngen.tuning_db.keep.stores.PREBUILT", kerngen.folder / "none")
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
     for module in (compile_module, cache_module):
         monkeypatch.setattr(module, "nvrtc_version", lambda: pytest.fail("NVRTC was asked for"))

@@ -12,7 +12,7 @@ from kerngen.compile import elf_resources
 from kerngen.errors import UsageError
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, default_stores, lookup
-from kerngen.tuning_db.resolve import PREBUILT
+from kerngen.tuning_db.serve.places import PREBUILT
 
 FILES = sorted(PREBUILT.glob("*.sqlite"))
 

@@ -27,9 +27,10 @@ from sqlalchemy.schema import CreateTable
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.compile import Cubin, Ptx, Resources, cache_key, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, SchemaTooNew, UsageError
-from kerngen.tuning_db import Measurement, ProblemKey, Store, migrate, schema
-from kerngen.tuning_db import engine as engines
-from kerngen.tuning_db.records import canonical, digest
+from kerngen.tuning_db import Measurement, ProblemKey, Store
+from kerngen.tuning_db.keep import engine as engines
+from kerngen.tuning_db.keep import migrate, schema
+from kerngen.tuning_db.serve.records import canonical, digest
 
 SM90, H200, H100 = find_arch("sm90"), find_device("H200"), find_device("H100")
 OPTIONS = ("-std=c++17",)
@@ -467,7 +468,7 @@ def test_a_read_only_disk_is_one_clear_line(store: Store, path: Path, monkeypatc
     store.close()
     real = sqlite3.connect
     monkeypatch.setattr(
-        "kerngen.tuning_db.engine.sqlite3.connect",
+        "kerngen.tuning_db.keep.engine.sqlite3.connect",
         lambda name, **options: real(name.replace("mode=rwc", "mode=ro&immutable=1"), **options),
     )  # what the file system's refusal looks like to SQLite; root may write anywhere
     with Store.open(path) as there, pytest.raises(DatabaseError, match=r"tuning\.db is read-only") as caught:

@@ -19,7 +19,7 @@ from kerngen.arch import Target
 from kerngen.errors import DatabaseError
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, lookup, static_key
-from kerngen.tuning_db import schema as t
+from kerngen.tuning_db.keep import schema as t
 
 TEXTS = [
     (table.name, c.name)

@@ -16,7 +16,7 @@ from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, defaults_of, filled, trimmed
 from kerngen.tuning_db import Store, Winner, lookup, miss_report, problem_key, static_key
-from kerngen.tuning_db.engine import PREBUILT
+from kerngen.tuning_db.serve.places import PREBUILT
 
 REQUIRED = "(required)"
 H200 = Target.of(find_device("H200"))
@@ -277,6 +277,6 @@ def test_a_bucket_of_ones_own_is_filed_as_it_is(monkeypatch: pytest.MonkeyPatch)
     spec.Problem = spec.Config = Problem  # type: ignore[attr-defined]
     spec.bucket = lambda problem: {"batch": min(problem.batch, 4)}  # type: ignore[attr-defined]
     kernel = Kernel("own", spec)
-    monkeypatch.setattr("kerngen.tuning_db.filing.find_kernel", lambda name: kernel)
+    monkeypatch.setattr("kerngen.tuning_db.serve.filing.find_kernel", lambda name: kernel)
     key = problem_key(kernel, Problem())
     assert key.filed().runtime == key.runtime == {"batch": 1}

@@ -58,7 +58,7 @@ def fake_render(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> str:
 
 @pytest.fixture(autouse=True)
 def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.tuning_db.freshness.source_of", fake_render)
+    monkeypatch.setattr("kerngen.tuning_db.serve.freshness.source_of", fake_render)
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_a_miss_names_the_nearest_and_what_differs(stores: list[Store], kernel: 
 
 def test_the_default_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "user.db"))
-    monkeypatch.setattr("kerngen.tuning_db.resolve.PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr("kerngen.tuning_db.keep.stores.PREBUILT", tmp_path / "prebuilt")
     assert default_stores() == []
     (tmp_path / "prebuilt").mkdir()
     Store.open(tmp_path / "user.db").close()

@@ -11,7 +11,7 @@ from test_tuning_db import STATIC, measured, predicted
 
 from kerngen.compile import Resources
 from kerngen.tuning_db import Build, Measurement, Observation
-from kerngen.tuning_db.winners import Choice, choose, noise_of
+from kerngen.tuning_db.keep.winners import Choice, choose, noise_of
 
 
 def build(n: int, spill: int = 0) -> Build:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
@@ -22,20 +21,10 @@ from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, nvrtc_version
 from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
-from kerngen.tuning_db import engine as engines
-from kerngen.tuning_db import migrate
-from kerngen.tuning_db import schema as t
-from kerngen.tuning_db.freshness import is_current, source_sha
-from kerngen.tuning_db.records import (
-    Build,
-    Measurement,
-    Observation,
-    ProblemKey,
-    Winner,
-    digest,
-    ids_as_filed,
-)
-from kerngen.tuning_db.rows import (
+from kerngen.tuning_db.keep import engine as engines
+from kerngen.tuning_db.keep import migrate
+from kerngen.tuning_db.keep import schema as t
+from kerngen.tuning_db.keep.rows import (
     ZSTD_LEVEL,
     as_filed,
     build_id_of,
@@ -53,18 +42,20 @@ from kerngen.tuning_db.rows import (
     to_json,
     winner_id_of,
 )
-from kerngen.tuning_db.winners import choose
+from kerngen.tuning_db.keep.winners import choose
+from kerngen.tuning_db.serve.freshness import is_current, source_sha
+from kerngen.tuning_db.serve.places import default_path
+from kerngen.tuning_db.serve.records import (
+    Build,
+    Measurement,
+    Observation,
+    ProblemKey,
+    Winner,
+    digest,
+    ids_as_filed,
+)
 
 log = logging.getLogger(__name__)
-
-
-def default_path() -> str:
-    """$KERNGEN_DB (a path or a URL), or tuning.db in the user's data folder."""
-    if chosen := os.environ.get("KERNGEN_DB"):
-        return chosen
-    import platformdirs
-
-    return str(Path(platformdirs.user_data_dir("kerngen", appauthor=False)) / "tuning.db")
 
 
 class Store:

@@ -1,52 +1,20 @@
-"""Where winners come from, one answer to one problem, and on a miss what came closest. bound.py has the order."""
+"""One answer to one problem, and on a miss what came closest. bound.py has the order."""
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kerngen.arch import Target
 from kerngen.errors import DatabaseError, TuningMiss
 from kerngen.templates.kernel import Kernel, describe
-from kerngen.tuning_db.bound import Bound
-from kerngen.tuning_db.engine import PREBUILT, is_absent
-from kerngen.tuning_db.records import ProblemKey, Winner, problem_key
-from kerngen.tuning_db.store import Store, default_path
-
-log = logging.getLogger(__name__)
-
-
-def default_stores() -> list[Store]:
-    """What a run looks in: $KERNGEN_DB_OVERRIDE, the user's database, then the prebuilt ones. All read-only.
-
-    One that is not there is left out; one that cannot be opened is left out with a warning.
-    """
-    stores: list[Store] = []
-    places: list[tuple[str, dict[str, Any]]] = []
-    if override := os.environ.get("KERNGEN_DB_OVERRIDE"):
-        places.append((override, {"name": "override", "override": True}))
-    user = default_path()
-    if "://" in user or not is_absent(Path(user)):
-        places.append((user, {"name": "user"}))
-    places += [(str(p), {"name": f"prebuilt {p.stem}", "sealed": True}) for p in sorted(PREBUILT.glob("*.sqlite"))]
-    for place, options in places:
-        try:
-            stores.append(Store.open(place, read_only=True, **options))
-        except DatabaseError as e:
-            log.warning("%s; looking on without it", e.message)
-    return stores
-
-
-def stores_for(url: str | None) -> list[Store]:
-    """What `--db` names, read-only, or `default_stores()` where it names nothing. Raises DatabaseError."""
-    return default_stores() if url is None else [Store.open(url, read_only=True)]
+from kerngen.tuning_db.serve.bound import Bound
+from kerngen.tuning_db.serve.records import ProblemKey, Winner, problem_key
+from kerngen.tuning_db.serve.source import Source
 
 
 def lookup(
-    stores: Sequence[Store],
+    stores: Sequence[Source],
     kernel: Kernel,
     problem: Any,
     target: Target,
@@ -68,7 +36,7 @@ def _fill(kernel: Kernel, target: Target) -> str:
     return f"fill it: kerngen tune --arch {target.arch} --model NAME --kernel {kernel.name}"
 
 
-def miss_report(stores: Sequence[Store], kernel: Kernel, problem: Any, target: Target, *, nearest: int = 3) -> str:
+def miss_report(stores: Sequence[Source], kernel: Kernel, problem: Any, target: Target, *, nearest: int = 3) -> str:
     """Why nothing serves `problem`: where it was looked for, and the nearest entries with the fields that differ."""
     key = problem_key(kernel, problem)
     wanted = _flat(key, kernel) | {"arch": target.arch.name, "device": target.device.name}

@@ -9,10 +9,10 @@ from typing import Any
 from sqlalchemy import Connection, Table, select
 from sqlalchemy.dialects.sqlite import insert
 
-from kerngen.tuning_db import engine as engines
-from kerngen.tuning_db import schema as t
-from kerngen.tuning_db.records import Winner
-from kerngen.tuning_db.store import Store
+from kerngen.tuning_db.keep import engine as engines
+from kerngen.tuning_db.keep import schema as t
+from kerngen.tuning_db.keep.store import Store
+from kerngen.tuning_db.serve.records import Winner
 
 _AT_ONCE = 500  # ids in one query
 

@@ -28,7 +28,7 @@ from sqlalchemy import (
     Text,
 )
 
-from kerngen.tuning_db.records import OUTCOMES, PROVENANCES, STAGES
+from kerngen.tuning_db.serve.records import OUTCOMES, PROVENANCES, STAGES
 
 SCHEMA = "0002"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database

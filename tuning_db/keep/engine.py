@@ -19,8 +19,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.pool import QueuePool
 
 from kerngen.errors import DatabaseError, UsageError
+from kerngen.tuning_db.serve.places import PREBUILT
 
-PREBUILT = Path(__file__).resolve().parent / "prebuilt"  # shipped, and never written to
 BUSY_S = 60.0  # how long a writer waits for its turn
 CONNECT_S = 10  # how long a server may take to answer, unless the URL has ?connect_timeout=
 _ADVISORY_LOCK = 0x6B65726E67656E  # "kerngen"

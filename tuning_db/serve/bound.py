@@ -25,9 +25,9 @@ from kerngen.arch import Target
 from kerngen.compile import Cubin
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.templates.kernel import Kernel, describe
-from kerngen.tuning_db.freshness import is_current
-from kerngen.tuning_db.records import Winner, bucketed, coordinates, problem_key
-from kerngen.tuning_db.store import Store
+from kerngen.tuning_db.serve.freshness import is_current
+from kerngen.tuning_db.serve.records import Winner, bucketed, coordinates, problem_key
+from kerngen.tuning_db.serve.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class _Point:
     """A stored winner, and what verifying it gave once it was first asked for."""
 
-    store: Store
+    store: Source
     winner: Winner
     how: str
     config: Any = None
@@ -66,7 +66,7 @@ class Bound:
     a database. Threads may share one.
     """
 
-    def __init__(self, stores: Sequence[Store], kernel: Kernel, problem: Any, target: Target) -> None:
+    def __init__(self, stores: Sequence[Source], kernel: Kernel, problem: Any, target: Target) -> None:
         self.kernel, self.target = kernel, target
         self._cells: dict[tuple[Any, ...], list[_Line]] = {}
         self._current: dict[tuple[str, ...], bool] = {}
@@ -142,8 +142,8 @@ def _here(point: _Point, kernel: Kernel) -> str:
 
 
 def _read(
-    stores: Sequence[Store], kernel: Kernel, problem: Any, target: Target
-) -> Iterator[tuple[Store, list[Winner]]]:
+    stores: Sequence[Source], kernel: Kernel, problem: Any, target: Target
+) -> Iterator[tuple[Source, list[Winner]]]:
     static_key = problem_key(kernel, problem).static_key
     for store in stores:
         try:
@@ -155,7 +155,7 @@ def _read(
             yield store, here
 
 
-def _revoked(stores: Sequence[Store]) -> set[str]:
+def _revoked(stores: Sequence[Source]) -> set[str]:
     revoked: set[str] = set()
     for store in stores:
         try:
@@ -168,7 +168,7 @@ def _revoked(stores: Sequence[Store]) -> set[str]:
 
 
 def _ordered(
-    found: list[tuple[Store, list[Winner]]], kernel: Kernel, target: Target
+    found: list[tuple[Source, list[Winner]]], kernel: Kernel, target: Target
 ) -> Iterator[tuple[tuple[Any, ...], _Line]]:
     """(cell, line) in the order of the module's docstring."""
 

@@ -17,7 +17,7 @@ from kerngen.arch import Arch, Device
 from kerngen.compile import Cubin, Resources
 from kerngen.errors import DatabaseError
 from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
-from kerngen.tuning_db.filing import filing_of, round_up
+from kerngen.tuning_db.serve.filing import filing_of, round_up
 
 OUTCOMES = ("ok", "invalid", "compile_failed", "wrong_result", "launch_failed", "timed_out")
 PROVENANCES = ("measured", "predicted")

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, Engine, inspect, text
 
 from kerngen.errors import DatabaseError, SchemaTooNew
-from kerngen.tuning_db import engine as engines
-from kerngen.tuning_db import schema
-from kerngen.tuning_db.schema import VERSION_TABLE
+from kerngen.tuning_db.keep import engine as engines
+from kerngen.tuning_db.keep import schema
+from kerngen.tuning_db.keep.schema import VERSION_TABLE
 
 if TYPE_CHECKING:
     from alembic.script import ScriptDirectory
 
 log = logging.getLogger(__name__)
 
-MIGRATIONS = Path(__file__).resolve().parent / "migrations"
+MIGRATIONS = Path(__file__).resolve().parents[1] / "migrations"
 
 
 def settle(engine: Engine, where: str, *, read_only: bool) -> Engine:

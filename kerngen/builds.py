@@ -16,7 +16,7 @@ from kerngen.render import render
 from kerngen.runtime.binding import DEFAULT, Bindings, Choice
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
-from kerngen.tuning_db.serve.records import bucketed, coordinates
+from kerngen.tuning_db.serve.canonical import bucketed, coordinates
 from kerngen.workload import Workload
 
 if TYPE_CHECKING:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
-from multiprocessing import get_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Arch
 from kerngen.errors import CompileError, ToolchainError
 from kerngen.files import make_room_for_cupy
 from kerngen.source import NAME, located
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 DEFAULT_OPTIONS: tuple[str, ...] = ("-std=c++17", "--extra-device-vectorization")
 KEY_VERSION = 1
@@ -286,6 +287,9 @@ class CompilePool:
     """Compiles in `jobs` processes. Each worker is fresh (spawned), so nothing of the parent leaks into a build."""
 
     def __init__(self, jobs: int) -> None:
+        from concurrent.futures import ProcessPoolExecutor  # whoever serves compiled code needs no processes
+        from multiprocessing import get_context
+
         self._pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=end_with_parent)
 
     def submit(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Future[Cubin]:

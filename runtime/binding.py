@@ -18,8 +18,8 @@ from kerngen.arch import Target
 from kerngen.errors import ProblemError
 from kerngen.render import render
 from kerngen.templates.kernel import Kernel
+from kerngen.tuning_db.serve.canonical import bucketed, coordinates
 from kerngen.tuning_db.serve.filing import round_up
-from kerngen.tuning_db.serve.records import bucketed, coordinates
 
 if TYPE_CHECKING:
     from kerngen.compile import Cubin

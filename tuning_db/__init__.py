@@ -55,27 +55,20 @@ if TYPE_CHECKING:
     from kerngen.tuning_db.keep.store import Store
     from kerngen.tuning_db.keep.stores import default_stores, stores_for
     from kerngen.tuning_db.serve.bound import Bound
+    from kerngen.tuning_db.serve.canonical import ProblemKey, problem_key, static_key
     from kerngen.tuning_db.serve.lookup import lookup, miss_report
     from kerngen.tuning_db.serve.places import default_path
-    from kerngen.tuning_db.serve.records import (
-        Build,
-        Measurement,
-        Observation,
-        ProblemKey,
-        Winner,
-        problem_key,
-        static_key,
-    )
+    from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
 
 _HOME = {
     "Bound": "serve.bound",
-    "Build": "serve.records",
-    "Measurement": "serve.records",
-    "Observation": "serve.records",
-    "ProblemKey": "serve.records",
-    "Winner": "serve.records",
-    "problem_key": "serve.records",
-    "static_key": "serve.records",
+    "Build": "serve.values",
+    "Measurement": "serve.values",
+    "Observation": "serve.values",
+    "ProblemKey": "serve.canonical",
+    "Winner": "serve.values",
+    "problem_key": "serve.canonical",
+    "static_key": "serve.canonical",
     "Store": "keep.store",
     "default_path": "serve.places",
     "lookup": "serve.lookup",

@@ -9,7 +9,7 @@ from typing import Any
 from kerngen.arch import Arch, Target
 from kerngen.predict import occupancy
 from kerngen.templates.kernel import Kernel
-from kerngen.tuning_db.serve.records import Build
+from kerngen.tuning_db.serve.values import Build
 
 _EM_CUDA = 190
 

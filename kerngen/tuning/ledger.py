@@ -15,15 +15,8 @@ from kerngen.compile import Cubin, nvrtc_version
 from kerngen.errors import CompileError
 from kerngen.predict import MODEL
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
-from kerngen.tuning_db.serve.records import (
-    Build,
-    Measurement,
-    ProblemKey,
-    Winner,
-    canonical,
-    digest,
-    problem_key,
-)
+from kerngen.tuning_db.serve.canonical import ProblemKey, canonical, digest, problem_key
+from kerngen.tuning_db.serve.values import Build, Measurement, Winner
 
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective, Outcome

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kerngen.tuning.study import Search
     from kerngen.tuning.task import Trial
     from kerngen.tuning.worker import GpuWorker, Observed
-    from kerngen.tuning_db.serve.records import Build, Measurement
+    from kerngen.tuning_db.serve.values import Build, Measurement
 
 FINALISTS = 4
 FINAL_BAND = 1.10  # what takes longer than this times the best is no finalist

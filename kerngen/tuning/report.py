@@ -8,7 +8,7 @@ from typing import Any
 
 from kerngen.arch import Target
 from kerngen.templates.kernel import fields_of, static_fields
-from kerngen.tuning_db.serve.records import Winner
+from kerngen.tuning_db.serve.values import Winner
 from kerngen.workload import Item, Workload
 
 STEP_BATCHES, STEP_CONTEXT = (1, 32), 512  # of the decode steps that a report adds up

@@ -9,7 +9,7 @@ from typing import Any
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.ledger import Entry
 from kerngen.tuning.study import Search
-from kerngen.tuning_db.serve.records import Build
+from kerngen.tuning_db.serve.values import Build
 from kerngen.workload import Item
 
 

@@ -30,7 +30,8 @@ from kerngen.tuning.plan import candidates, urgency
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning.study import Search
 from kerngen.tuning.task import Task, Trial
-from kerngen.tuning_db.serve.records import Build, digest
+from kerngen.tuning_db.serve.canonical import digest
+from kerngen.tuning_db.serve.values import Build
 from kerngen.workload import Item
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import static_fields
-from kerngen.tuning_db.serve.records import canonical
+from kerngen.tuning_db.serve.canonical import canonical
 from kerngen.workload import MODELS, Model, find_model, workload
 
 # Ways to choose a token: forbidden tokens, and how.

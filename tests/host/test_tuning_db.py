@@ -30,7 +30,7 @@ from kerngen.errors import CorruptRecord, DatabaseError, SchemaTooNew, UsageErro
 from kerngen.tuning_db import Measurement, ProblemKey, Store
 from kerngen.tuning_db.keep import engine as engines
 from kerngen.tuning_db.keep import migrate, schema
-from kerngen.tuning_db.serve.records import canonical, digest
+from kerngen.tuning_db.serve.canonical import canonical, digest
 
 SM90, H200, H100 = find_arch("sm90"), find_device("H200"), find_device("H100")
 OPTIONS = ("-std=c++17",)

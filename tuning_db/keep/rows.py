@@ -22,19 +22,10 @@ from kerngen.arch import Arch, Device, find_arch
 from kerngen.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, UsageError
 from kerngen.templates.kernel import filled, trimmed
+from kerngen.tuning_db.serve.canonical import ID_VERSION, ProblemKey, digest, ids_as_filed, static_key
 from kerngen.tuning_db.serve.filing import filing_of
 from kerngen.tuning_db.serve.freshness import source_sha
-from kerngen.tuning_db.serve.records import (
-    ID_VERSION,
-    Build,
-    Measurement,
-    Observation,
-    ProblemKey,
-    Winner,
-    digest,
-    ids_as_filed,
-    static_key,
-)
+from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@
                               (derived: deleted and computed anew)
     revocation: what must not count any more     former: what builds and measurements were called in older schemas
 
-Ids are sha256 of canonical JSON (records.digest) of what a row states, so a union of two databases is a merge.
+Ids are sha256 of canonical JSON (canonical.digest) of what a row states, so a union of two databases is a merge.
 `build.seal` is the digest of the facts that its id does not cover. JSON columns hold canonical text; those of problems
 and configurations leave out the fields that have their default (filing.py).
 Changing a table means a new file in migrations/versions; a test compares the two.
@@ -28,7 +28,7 @@ from sqlalchemy import (
     Text,
 )
 
-from kerngen.tuning_db.serve.records import OUTCOMES, PROVENANCES, STAGES
+from kerngen.tuning_db.serve.values import OUTCOMES, PROVENANCES, STAGES
 
 SCHEMA = "0002"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database

@@ -43,17 +43,10 @@ from kerngen.tuning_db.keep.rows import (
     winner_id_of,
 )
 from kerngen.tuning_db.keep.winners import choose
+from kerngen.tuning_db.serve.canonical import ProblemKey, digest, ids_as_filed
 from kerngen.tuning_db.serve.freshness import is_current, source_sha
 from kerngen.tuning_db.serve.places import default_path
-from kerngen.tuning_db.serve.records import (
-    Build,
-    Measurement,
-    Observation,
-    ProblemKey,
-    Winner,
-    digest,
-    ids_as_filed,
-)
+from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
 
 log = logging.getLogger(__name__)
 

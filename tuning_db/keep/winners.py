@@ -19,7 +19,8 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from kerngen.tuning_db.serve.records import Build, Measurement, Observation, canonical
+from kerngen.tuning_db.serve.canonical import canonical
+from kerngen.tuning_db.serve.values import Build, Measurement, Observation
 
 NOISE_LEAST = 0.01  # two runs of one cubin on one device differ by this much
 NOISE_MOST = 0.05

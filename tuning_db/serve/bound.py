@@ -25,9 +25,10 @@ from kerngen.arch import Target
 from kerngen.compile import Cubin
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.templates.kernel import Kernel, describe
+from kerngen.tuning_db.serve.canonical import bucketed, coordinates, problem_key
 from kerngen.tuning_db.serve.freshness import is_current
-from kerngen.tuning_db.serve.records import Winner, bucketed, coordinates, problem_key
 from kerngen.tuning_db.serve.source import Source
+from kerngen.tuning_db.serve.values import Winner
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from kerngen.arch import find_arch
 from kerngen.errors import KerngenError
 from kerngen.render import source_of
 from kerngen.templates.kernel import Kernel
-from kerngen.tuning_db.serve.records import Build
+from kerngen.tuning_db.serve.values import Build
 
 
 def source_sha(source: str) -> str:

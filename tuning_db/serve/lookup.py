@@ -9,8 +9,9 @@ from kerngen.arch import Target
 from kerngen.errors import DatabaseError, TuningMiss
 from kerngen.templates.kernel import Kernel, describe
 from kerngen.tuning_db.serve.bound import Bound
-from kerngen.tuning_db.serve.records import ProblemKey, Winner, problem_key
+from kerngen.tuning_db.serve.canonical import ProblemKey, problem_key
 from kerngen.tuning_db.serve.source import Source
+from kerngen.tuning_db.serve.values import Winner
 
 
 def lookup(

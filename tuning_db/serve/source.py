@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kerngen.arch import Arch
 from kerngen.compile import Cubin, Ptx
-from kerngen.tuning_db.serve.records import Build, Winner
+from kerngen.tuning_db.serve.values import Build, Winner
 
 
 class Source(Protocol):

@@ -12,7 +12,7 @@ from sqlalchemy.dialects.sqlite import insert
 from kerngen.tuning_db.keep import engine as engines
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.store import Store
-from kerngen.tuning_db.serve.records import Winner
+from kerngen.tuning_db.serve.values import Winner
 
 _AT_ONCE = 500  # ids in one query
 

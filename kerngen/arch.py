@@ -1,11 +1,10 @@
-"""Where a kernel runs: GPU architectures, and profiles of real devices.
+"""Where a kernel runs: GPU architectures, and targets, which are an architecture and a board of it (boards.py).
 
-`Arch` holds what the compiler needs; it is the same for every GPU of a kind. `Device` is a board: SM count, memory,
-clocks, tensor rate. `Target` is both: what a configuration is chosen for, where a cubin depends on the arch alone.
+`Arch` holds what the compiler needs; it is the same for every GPU of a kind. `Target` is both: what a configuration is
+chosen for, where a cubin depends on the arch alone.
 
-Architecture limits: CUDA C++ Programming Guide 12.9, "Compute Capabilities", tables "Feature Support per Compute
-Capability" and "Technical Specifications per Compute Capability". Device figures: the vendor's datasheet or
-architecture whitepaper named in each profile's `source`.
+Limits: CUDA C++ Programming Guide 12.9, "Compute Capabilities", tables "Feature Support per Compute Capability" and
+"Technical Specifications per Compute Capability".
 """
 
 from __future__ import annotations
@@ -13,7 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kerngen.boards import DEFAULT_DEVICE, DEVICES, Device, find_device
 from kerngen.errors import UnknownName, UsageError
+
+__all__ = [
+    "ARCHES", "DEFAULT_DEVICE", "DEVICES", "Arch", "Device", "Target", "arch_of_capability", "default_device",
+    "find_arch", "find_device", "parse_arches",
+]  # fmt: skip
 
 KIB = 1024
 
@@ -97,7 +102,7 @@ ARCHES: dict[str, Arch] = {a.name: a for a in _ARCHES}
 def find_arch(name: str) -> Arch:
     """The arch called `name` ("sm70"). Raises UnknownName, listing the known ones, or naming the arch of a board."""
     if name not in ARCHES:
-        boards = [d for d in _DEVICES if len(name) > 1 and name.lower() in d.name.lower()]
+        boards = [d for d in DEVICES.values() if len(name) > 1 and name.lower() in d.name.lower()]
         guess = f"{boards[0]} is {boards[0].arch}; " if len({d.arch for d in boards}) == 1 else ""
         raise UnknownName("arch", name, ARCHES, guess=guess)
     return ARCHES[name]
@@ -127,66 +132,6 @@ def arch_of_capability(major: int, minor: int) -> Arch:
     if not fits:
         raise UnknownName("compute capability", f"{major}.{minor}", ARCHES)
     return max(fits, key=lambda a: a.cc)
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One board: what a prediction is made for, or what a measurement was made on.
-
-    mem_gbps: memory bandwidth, GB/s (10^9). tensor_tflops: dense fp16/bf16 tensor rate with fp32 accumulation.
-    l2_bytes: L2 size. clock_mhz: boost SM clock. source: where the figures come from; "probed" for a GPU at hand.
-    """
-
-    name: str
-    arch: str
-    num_sms: int
-    mem_gbps: float
-    mem_gib: float
-    l2_bytes: int
-    clock_mhz: int
-    tensor_tflops: float
-    source: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-MIB = 1024 * KIB
-_DEVICES = (
-    Device("V100", "sm70", 80, 900, 32, 6 * MIB, 1530, 125,
-           "NVIDIA V100 datasheet (SXM2, Jan 2020); SMs, L2, clock: Volta whitepaper WP-08608"),
-    Device("T4", "sm75", 40, 320, 16, 4 * MIB, 1590, 65,
-           "NVIDIA T4 datasheet; SMs, L2: Turing whitepaper WP-09183"),
-    Device("A100", "sm80", 108, 2039, 80, 40 * MIB, 1410, 312,
-           "NVIDIA A100 80GB SXM datasheet; SMs, L2: Ampere whitepaper (GA100) v1.0"),
-    Device("RTX3090", "sm86", 82, 936, 24, 6 * MIB, 1695, 71,
-           "NVIDIA Ampere GA102 whitepaper v2.1, table 'RTX 3090'"),
-    Device("L4", "sm89", 58, 300, 24, 48 * MIB, 2040, 121,
-           "NVIDIA L4 datasheet (dense, half of the sparse figure); SMs, L2: Ada whitepaper v2.1"),
-    Device("RTX4090", "sm89", 128, 1008, 24, 72 * MIB, 2520, 165,
-           "NVIDIA Ada GPU architecture whitepaper v2.1, table 'RTX 4090'"),
-    Device("H100", "sm90", 132, 3350, 80, 50 * MIB, 1830, 989,
-           "NVIDIA H100 SXM5 datasheet; SMs, L2: Hopper whitepaper v1.04"),
-    Device("H200", "sm90", 132, 4800, 141, 50 * MIB, 1830, 989,
-           "NVIDIA H200 SXM datasheet; SMs, L2: as H100 (Hopper whitepaper v1.04)"),
-    Device("B200", "sm100", 148, 8000, 180, 126 * MIB, 1965, 2250,
-           "NVIDIA Blackwell datasheet (HGX B200, dense); SMs, L2: as the CUDA device query reports"),
-    Device("RTX5090", "sm120", 170, 1792, 32, 96 * MIB, 2407, 209,
-           "NVIDIA RTX Blackwell GPU architecture whitepaper v1.1, table 'RTX 5090'"),
-)  # fmt: skip
-DEVICES: dict[str, Device] = {d.name: d for d in _DEVICES}
-DEFAULT_DEVICE: dict[str, str] = {
-    "sm70": "V100", "sm75": "T4", "sm80": "A100", "sm86": "RTX3090",
-    "sm89": "RTX4090", "sm90": "H200", "sm100": "B200", "sm120": "RTX5090",
-}  # fmt: skip
-
-
-def find_device(name: str) -> Device:
-    """The profile called `name`, ignoring case. Raises UnknownName."""
-    by_lower = {n.lower(): d for n, d in DEVICES.items()}
-    if name.lower() not in by_lower:
-        raise UnknownName("device", name, DEVICES)
-    return by_lower[name.lower()]
 
 
 def default_device(arch: Arch) -> Device:

@@ -20,6 +20,7 @@ from uuid import UUID
 import torch
 
 from kerngen.arch import Device, Target, arch_of_capability
+from kerngen.boards import identify, plain_name
 from kerngen.cache import CompileCache
 from kerngen.errors import DeviceError, LaunchError, ToolchainError
 from kerngen.files import make_room_for_cupy
@@ -58,7 +59,9 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
 
 
 def probe_device(index: int | None = None) -> Device:
-    """The GPU at hand as a Device. mem_gbps is what its clocks and bus promise; measure.ceilings says what it gives.
+    """The GPU at hand as a Device, named as its profile (boards.py) or, where it has none, as its driver names it.
+
+    mem_gbps is what its clocks and bus promise; measure.ceilings says what it gives.
 
     index: None for torch's current one. Raises DeviceError where torch sees no GPU.
     """
@@ -96,12 +99,14 @@ def _probed(index: int) -> Device:
         read("CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH"),
     )
     arch = arch_of_capability(p.major, p.minor)
+    mem_gib = round(p.total_memory / 2**30, 1)
+    profile = identify(p.name, p.multi_processor_count, mem_gib)
     return Device(
-        name=p.name.removeprefix("NVIDIA ").strip(),
+        name=profile.name if profile is not None else plain_name(p.name),
         arch=arch.name,
         num_sms=p.multi_processor_count,
         mem_gbps=2 * mem_khz * bits / 8 / 1e6,
-        mem_gib=round(p.total_memory / 2**30, 1),
+        mem_gib=mem_gib,
         l2_bytes=p.L2_cache_size,
         clock_mhz=khz // 1000,
         tensor_tflops=round(2 * arch.tensor_fmas * p.multi_processor_count * khz / 1e9, 1),

@@ -1,13 +1,16 @@
-"""`kerngen arch`: what can be compiled for, and the device profiles that predictions are made for."""
+"""`kerngen arch`: what can be compiled for, and the boards that predictions are made for."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 import click
 
-from kerngen.arch import ARCHES, DEFAULT_DEVICE, DEVICES, find_arch
+from kerngen.arch import ARCHES, DEFAULT_DEVICE, DEVICES, find_arch, find_device
+from kerngen.boards import REPORTED
+from kerngen.errors import UnknownName
 
 
 @click.group()
@@ -23,7 +26,8 @@ def ls(as_json: bool) -> None:
     Example: kerngen arch ls
     """
     if as_json:
-        arches, devices = [asdict(a) for a in ARCHES.values()], [asdict(d) for d in DEVICES.values()]
+        arches = [asdict(a) for a in ARCHES.values()]
+        devices = [asdict(d) | {"reported": REPORTED[d.name]} for d in DEVICES.values()]
         click.echo(json.dumps({"arches": arches, "devices": devices}))
         return
     from rich.console import Console
@@ -49,13 +53,22 @@ def ls(as_json: bool) -> None:
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(name: str, as_json: bool) -> None:
-    """Everything kerngen knows about one architecture.
+    """Everything kerngen knows about one architecture, or about one board and what drivers call it.
 
     Example: kerngen arch show sm70
     """
-    found = asdict(find_arch(name))
+    found = _facts(name)
     if as_json:
         click.echo(json.dumps(found))
         return
     for key, value in found.items():
-        click.echo(f"{key:22} {value}")
+        click.echo(f"{key:22} {', '.join(value) if key == 'reported' else value}")
+
+
+def _facts(name: str) -> dict[str, Any]:
+    """The fields of the arch or the board called `name`. Raises UnknownName."""
+    try:
+        board = find_device(name)
+    except UnknownName:
+        return asdict(find_arch(name))
+    return asdict(board) | {"reported": REPORTED[board.name]}

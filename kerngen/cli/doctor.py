@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from kerngen.arch import ARCHES
+from kerngen.boards import DEVICES, NEAR, Device, distance, is_slice, nearest
 from kerngen.cli.doctor_model import examine, print_model, target_of
 from kerngen.errors import KerngenError, UsageError
 
@@ -69,7 +70,20 @@ def _gpu() -> Finding:
         return Finding("gpu", False, e.message, e.hint or "")
     except ImportError as e:
         return Finding("gpu", False, str(e), "pip install kerngen")
-    return Finding("gpu", True, f"{d.name} ({d.arch}), {d.num_sms} SMs, {d.mem_gib:g} GiB: runs and measures")
+    figures = f"{d.name} ({d.arch}), {d.num_sms} SMs, {d.mem_gib:g} GiB{_kin(d)}"
+    return Finding("gpu", True, f"{figures}: runs and measures")
+
+
+def _kin(device: Device) -> str:
+    """What a board without a profile is near to, for the report: nothing for one that has one."""
+    if device.name in DEVICES:
+        return ""
+    if is_slice(device.name):
+        return ", a slice, tuned for by itself"
+    if (kin := nearest(device)) is None:
+        return ", a board without a profile"
+    how = "near to" if distance(device, kin) <= NEAR else "far from"
+    return f", a board without a profile, {how} {kin}"
 
 
 def _folder(subject: str, path: Path, fix: str) -> Finding:

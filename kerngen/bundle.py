@@ -23,7 +23,7 @@ from kerngen.arch import Arch, Target
 from kerngen.cache import CompileCache, compiling_is_forbidden
 from kerngen.compile import DEFAULT_OPTIONS, Cubin, cache_key
 from kerngen.errors import CacheError, TuningMiss, UsageError
-from kerngen.files import publish
+from kerngen.files import open_regular, publish
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Store, Winner
@@ -47,13 +47,14 @@ class Bundle:
         """The bundle in `folder`. Raises UsageError where there is none, CacheError where it cannot be read."""
         path = Path(folder) / FACTS
         try:
-            facts: dict[str, Any] = json.loads(path.read_bytes())
+            with open_regular(path) as f:
+                facts: dict[str, Any] = json.loads(f.read())
             version = facts["bundle"]
         except (FileNotFoundError, NotADirectoryError):
             raise UsageError(f"{folder} is no bundle: there is no {FACTS} in it", hint=_MADE_BY) from None
         except OSError as e:
             raise CacheError(f"{path}: {e.strerror or e}") from e
-        except (ValueError, TypeError, KeyError) as e:
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise CacheError(f"{path} is damaged: {type(e).__name__}: {e}", hint=_MADE_BY) from e
         if version != VERSION:
             raise CacheError(f"{path} is a bundle of version {version}; this kerngen reads {VERSION}", hint=_MADE_BY)

@@ -8,7 +8,8 @@ One file a key, DIR/v1/<key[:2]>/<key>.cubin (or .ptx):
 
 The key is `compile.cache_key` (cubins) or `compile.source_key` (PTX), so a file is never stale: it is
 right or it is torn. Files are published whole (files.py): readers see all of one or none. Two processes that make
-the same key write the same image: the later one wins, and both are right.
+the same key write the same image: the later one wins, and both are right. What another user may have written is not
+read (owner.py): a digest says that a file is whole, not who made it.
 
 A cache never stops a compile: a disk that is read-only or full costs one warning, and kerngen compiles
 without it.
@@ -17,6 +18,7 @@ without it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -43,7 +45,8 @@ from kerngen.compile import (
     source_key,
 )
 from kerngen.errors import CacheError, CompileError, TuningMiss
-from kerngen.files import cache_dir, publish
+from kerngen.files import cache_dir, open_regular, publish
+from kerngen.owner import TRUST_HINT, why_distrusted
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class CompileCache:
         self.dir = Path(dir) if dir is not None else cache_dir()
         self.sealed = sealed
         self.failed = False  # the disk did not give or take a file, which was said once
+        self.distrusted = False  # what others may have written was passed over, which was said once
 
     def path(self, key: str, kind: str = "cubin") -> Path:
         return self.dir / _LAYOUT / key[:2] / f"{key}.{kind}"
@@ -140,22 +144,36 @@ class CompileCache:
     def _read(self, key: str, kind: str) -> Cubin | Ptx | None:
         path = self.path(key, kind)
         try:
-            data = path.read_bytes()
+            with open_regular(path) as f:
+                why = why_distrusted(f.fileno()) or why_distrusted(path)
+                data = f.read() if why is None else b""
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as e:
-            self._warn("read", e)
+            if e.errno == errno.EINVAL:  # a pipe or a folder: of this key alone, the disk is well
+                self._drop(path, str(e.strerror))
+            else:
+                self._warn("read", e)
+            return None
+        if why is not None:
+            if not self.distrusted:
+                self.distrusted = True
+                log.warning("%s %s: it and what is like it is not used; %s", path, why, TRUST_HINT)
             return None
         try:
             return decode(data, key, kind)
         except CacheError as e:
-            if self.sealed:
-                log.warning("%s: %s; it is not used", path, e)
-                return None
-            log.warning("%s: %s; removed, and compiled anew", path, e)
-            with contextlib.suppress(OSError):
-                path.unlink()
+            self._drop(path, e.message)
             return None
+
+    def _drop(self, path: Path, why: str) -> None:
+        """Say why `path` is not used, and make room for what will be compiled; a sealed folder stays as it is."""
+        gone = False
+        with contextlib.suppress(OSError):
+            if not self.sealed:
+                path.unlink()
+                gone = True
+        log.warning("%s: %s; %s", path, why, "removed, and compiled anew" if gone else "it is not used")
 
     def _warn(self, verb: str, e: OSError) -> None:
         if not self.failed:
@@ -194,18 +212,35 @@ def decode(data: bytes, key: str, kind: str) -> Cubin | Ptx:
         raise CacheError("not a compile cache file, or cut short")
     if magic.split(b" ")[-1] != hashlib.sha256(header).hexdigest().encode():
         raise CacheError("its header does not match its digest")
-    h = json.loads(header)
-    if h["key"] != key or h["kind"] != kind:
-        raise CacheError(f"it holds {h['kind']} {h['key'][:16]}")
-    if len(image) != h["image_bytes"]:
-        raise CacheError(f"holds {len(image):,} of {h['image_bytes']:,} bytes of its image")
-    if hashlib.sha256(image).hexdigest() != h["image_sha256"]:
-        raise CacheError("its image does not match its digest")
-    nvrtc = (h["nvrtc"][0], h["nvrtc"][1])
-    if kind == "ptx":
-        return Ptx(key, h["arch"], nvrtc, image)
-    entries = {name: Resources(**r) for name, r in h["entries"].items()}
-    return Cubin(key, h["arch"], nvrtc, image, entries, h["log"], h["compile_ms"])
+    try:
+        h = json.loads(header)
+        if h["key"] != key or h["kind"] != kind:
+            raise CacheError(f"it holds {h['kind']} {str(h['key'])[:16]}")
+        if len(image) != h["image_bytes"]:
+            raise CacheError(f"holds {len(image):,} of {int(h['image_bytes']):,} bytes of its image")
+        if hashlib.sha256(image).hexdigest() != h["image_sha256"]:
+            raise CacheError("its image does not match its digest")
+        major, minor = map(_whole, h["nvrtc"])
+        arch = _text(h["arch"])
+        if kind == "ptx":
+            return Ptx(key, arch, (major, minor), image)
+        entries = {name: Resources(**{n: _whole(v) for n, v in r.items()}) for name, r in h["entries"].items()}
+        return Cubin(key, arch, (major, minor), image, entries, _text(h["log"]), float(h["compile_ms"]))
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as e:
+        # A header that is whole, and not ours: another version wrote it, or somebody did by hand.
+        raise CacheError(f"its header is not as this kerngen writes it ({type(e).__name__}: {e})") from e
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.40} is no whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value
 
 
 class CachedCompiler:

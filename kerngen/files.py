@@ -1,4 +1,4 @@
-"""Where kerngen keeps files of its own, and how a file is published: whole or not at all."""
+"""Where kerngen keeps files of its own, how one is published, whole or not at all, and how one is opened."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -78,6 +79,18 @@ def publish_with(write: Callable[[BinaryIO], object], target: Path) -> None:
         raise
     _sync_folder(folder)
     _sweep(folder)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """A regular file, to read. Raises OSError, also for a folder, and for a pipe, at which a plain `open` waits."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+        return open(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 from collections import Counter
@@ -227,12 +228,17 @@ def test_a_database_that_belongs_to_nobodys_bundle_is_not_overwritten(kerngen: K
 
 
 def test_what_is_no_bundle_is_said(kerngen: Kerngen) -> None:
+    os.makedirs("piped")
+    os.mkfifo("piped/bundle.json")
+    with pytest.raises(CacheError, match=r"bundle\.json: is no regular file"):
+        Bundle.open("piped")
     with pytest.raises(UsageError, match=r"nowhere is no bundle: there is no bundle\.json in it"):
         Bundle.open("nowhere")
     (kerngen.folder / "b").mkdir()
     path = kerngen.folder / "b" / "bundle.json"
     for text, says in (
-        ("[]", "is damaged"), ("{", "is damaged"), ('{"bundle": 2}', "version 2; this kerngen reads 1"),
+        ("[]", "is damaged"), ("{", "is damaged"), ("[" * 100_000, "is damaged"),
+        ('{"bundle": 2}', "version 2; this kerngen reads 1"),
         ('{"bundle": 1, "model": "m", "nvrtc": [12], "targets": []}', "is damaged"),
     ):  # fmt: skip
         path.write_text(text)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kerngen import cache as cache_module
 from kerngen.arch import find_arch
-from kerngen.cache import CachedCompiler, CompileCache, decode, encode
+from kerngen.cache import MAGIC, CachedCompiler, CompileCache, decode, encode
 from kerngen.compile import Cubin, Ptx, Resources
 from kerngen.errors import CacheError, CompileError, TuningMiss
 
@@ -76,6 +81,90 @@ def test_every_cut_and_every_flip_is_noticed() -> None:
             decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], key, "cubin")
     with pytest.raises(CacheError, match="bytes of its image"):
         decode(data + b"x", key, "cubin")
+
+
+def _rehashed(fields: Any, image: bytes) -> bytes:
+    """A cache file with any header, whose digest is right."""
+    header = json.dumps(fields).encode()
+    return f"{MAGIC} {hashlib.sha256(header).hexdigest()}\n".encode() + header + b"\n" + image
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = json.loads(encode(make_cubin(size=200)).split(b"\n")[1])
+
+
+@given(st.binary() | st.builds(_rehashed, ANY_JSON, st.binary(max_size=9)), st.sampled_from(["cubin", "ptx"]))
+def test_whatever_the_bytes_are_they_are_refused(data: bytes, kind: str) -> None:
+    with pytest.raises(CacheError):
+        decode(data, make_cubin().key, kind)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(FIELDS)), ANY_JSON, min_size=1), st.sets(st.sampled_from(sorted(FIELDS))))
+def test_a_header_of_another_version_is_read_or_refused(changed: dict[str, Any], dropped: set[str]) -> None:
+    cubin = make_cubin(size=200)
+    fields = {k: v for k, v in {**FIELDS, **changed}.items() if k not in dropped}
+    try:
+        found = decode(_rehashed(fields, cubin.image), cubin.key, "cubin")
+    except CacheError:
+        return
+    assert isinstance(found, Cubin)
+    assert (found.key, found.image) == (cubin.key, cubin.image)
+    assert isinstance(found.arch, str)
+    assert isinstance(found.log, str)
+    assert all(isinstance(n, int) for r in found.entries.values() for n in astuple(r))
+    assert decode(encode(found), cubin.key, "cubin") == found or found.compile_ms != found.compile_ms
+
+
+def test_a_deep_header_is_refused() -> None:
+    header = b"[" * 100_000
+    data = f"{MAGIC} {hashlib.sha256(header).hexdigest()}\n".encode() + header + b"\n"
+    with pytest.raises(CacheError, match="not as this kerngen writes it"):
+        decode(data, make_cubin().key, "cubin")
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_a_miss(
+    cache: CompileCache, caplog: pytest.LogCaptureFixture, sealed: bool
+) -> None:
+    pipe, folder, whole = (cache.path(make_cubin(n).key) for n in (1, 2, 3))
+    cache.put(make_cubin(3))
+    for path in (pipe, folder):
+        path.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    folder.mkdir()
+    seen = CompileCache(cache.dir, sealed=sealed)
+    assert seen.get(make_cubin(1).key) is None
+    assert seen.get(make_cubin(2).key) is None
+    assert seen.get(make_cubin(3).key) == make_cubin(3)
+    assert [r.message.endswith("it is not used") for r in caplog.records] == [sealed, True]
+    assert all("is no regular file" in r.message for r in caplog.records)
+    assert (pipe.exists(), folder.exists(), whole.exists()) == (sealed, True, True)
+    assert not seen.failed
+
+
+def test_what_others_may_write_is_not_served_and_said_once(
+    cache: CompileCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A digest does not say who made a file: this one has the right one."""
+    for n in range(3):
+        cache.put(make_cubin(n))
+        cache.path(make_cubin(n).key).chmod(0o666)
+    assert [cache.get(make_cubin(n).key) for n in range(3)] == [None] * 3
+    (said,) = caplog.records
+    assert f"{cache.path(make_cubin(0).key)} can be written by everyone" in said.message
+    assert "chmod go-w it, or export KERNGEN_TRUST_FILES=1" in said.message
+    cache.put(make_cubin(0))
+    assert cache.get(make_cubin(0).key) == make_cubin(0), "what was compiled anew is ours"
+    cache.path(make_cubin(0).key).parent.chmod(0o777)
+    assert cache.get(make_cubin(0).key) is None
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    monkeypatch.setenv("KERNGEN_TRUST_FILES", "1")
+    assert [cache.get(make_cubin(n).key) for n in range(3)] == [make_cubin(n) for n in range(3)]
+    assert len(caplog.records) == 1
 
 
 def test_a_torn_file_is_named_removed_and_made_again(cache: CompileCache, caplog: pytest.LogCaptureFixture) -> None:

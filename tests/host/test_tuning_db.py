@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 import shutil
 import socket
 import sqlite3
@@ -12,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,32 +77,10 @@ def store(path: Path) -> Any:
         yield s
 
 
-@contextmanager
-def postgresql_url() -> Iterator[str]:
-    """An empty schema on the server that KERNGEN_TEST_PG names, as a URL; skips where it names none."""
-    url = os.environ.get("KERNGEN_TEST_PG")
-    if not url:
-        pytest.skip("KERNGEN_TEST_PG names no PostgreSQL server (postgresql+psycopg://USER@HOST/NAME)")
-    server = create_engine(url)
-    name = f"kerngen_test_{secrets.token_hex(6)}"
-    with server.begin() as c:
-        c.execute(text(f"CREATE SCHEMA {name}"))
-    try:
-        yield f"{url}?options=-csearch_path%3D{name}"
-    finally:
-        with server.begin() as c:
-            c.execute(text(f"DROP SCHEMA {name} CASCADE"))
-        server.dispose()
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def any_store(request: pytest.FixtureRequest, path: Path) -> Iterator[Store]:
     """The tests that take this are the contract of every kind of database."""
-    if request.param == "postgresql":
-        with postgresql_url() as url, Store.open(url) as s:
-            yield s
-        return
-    with Store.open(path) as s:
+    with Store.open(path if request.param == "sqlite" else request.getfixturevalue("postgresql_url")) as s:
         yield s
 
 
@@ -553,7 +529,6 @@ def test_a_server_has_a_time_to_answer_in(monkeypatch: pytest.MonkeyPatch, query
 
 def test_a_silent_server_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts connections and never says a word."""
-    pytest.importorskip("psycopg", reason="needs the extra kerngen[pg]")
     monkeypatch.setattr(engines, "CONNECT_S", 2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         start = time.monotonic()

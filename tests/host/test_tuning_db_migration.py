@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import zstandard
 from sqlalchemy import MetaData, create_engine, inspect, select
-from test_tuning_db import H200, postgresql_url
+from test_tuning_db import H200
 from test_tuning_db_identity import FILED, REQUIRED
 
 from kerngen.arch import Target
@@ -47,20 +47,19 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server(postgresql_url: str) -> str:
     """The same rows on a PostgreSQL server, in its schema 1."""
-    with postgresql_url() as url:
-        source, target = create_engine(f"sqlite:///{SCHEMA_1}"), create_engine(url)
-        with source.connect() as old, target.begin() as new:
-            migrate.upgrade(new, to="0001")
-            tables = MetaData()
-            tables.reflect(old, only=TABLES)
-            for table in tables.sorted_tables:
-                if rows := [dict(r._mapping) for r in old.execute(select(table))]:
-                    new.execute(table.insert(), rows)
-        source.dispose()
-        target.dispose()
-        yield url
+    source, target = create_engine(f"sqlite:///{SCHEMA_1}"), create_engine(postgresql_url)
+    with source.connect() as old, target.begin() as new:
+        migrate.upgrade(new, to="0001")
+        tables = MetaData()
+        tables.reflect(old, only=TABLES)
+        for table in tables.sorted_tables:
+            if rows := [dict(r._mapping) for r in old.execute(select(table))]:
+                new.execute(table.insert(), rows)
+    source.dispose()
+    target.dispose()
+    return postgresql_url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import URL, CheckConstraint, Engine, create_engine, event, inspect, text
+from sqlalchemy import CheckConstraint, event, inspect, make_url, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
@@ -513,18 +513,52 @@ def test_urls(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- schema
 
 
-@pytest.mark.parametrize(("query", "given"), [("", {"connect_timeout": engines.CONNECT_S}), ("?connect_timeout=3", {})])
-def test_a_server_has_a_time_to_answer_in(monkeypatch: pytest.MonkeyPatch, query: str, given: dict[str, int]) -> None:
-    seen: dict[str, Any] = {}
+@pytest.mark.parametrize(
+    ("query", "timeouts"),
+    [
+        ({}, {"connect_timeout": "10", "keepalives_idle": "30", "tcp_user_timeout": "60000"}),
+        ({"connect_timeout": "3", "keepalives_idle": "7"}, {"connect_timeout": "3", "keepalives_idle": "7"}),
+    ],
+)
+def test_a_server_has_a_time_to_answer_in(postgresql_url: str, query: dict[str, str], timeouts: dict[str, str]) -> None:
+    engine = engines.open_server(make_url(postgresql_url).update_query_dict(query).render_as_string(False))
+    with engine.connect() as c:
+        told = cast(Any, c.connection.driver_connection).info.get_parameters()
+    engine.dispose()
+    assert timeouts.items() <= told.items()
 
-    def create(url: URL, **options: Any) -> Engine:
-        seen.update(options, url=url)
-        return create_engine("sqlite://")
 
-    monkeypatch.setattr(engines, "create_engine", create)
-    engines.open_server(f"postgresql+psycopg://me@host/name{query}")
-    assert seen["connect_args"] == given
-    assert 0 < engines.CONNECT_S <= 10
+def test_a_session_does_not_wait_for_ever(postgresql_url: str) -> None:
+    def shown(url: str, *names: str) -> list[str]:
+        engine = engines.open_server(url)
+        with engine.connect() as c:
+            c.rollback()  # as a pool does with each connection that comes back
+            found = [c.execute(text(f"SHOW {name}")).scalar_one() for name in names]
+        engine.dispose()
+        return found
+
+    names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout", "search_path")
+    (schema_name,) = shown(postgresql_url, "search_path")
+    assert shown(postgresql_url, *names) == ["5min", "1min", "5min", schema_name]
+    told = make_url(postgresql_url).update_query_dict({"options": "-cstatement_timeout=7s"})
+    assert shown(told.render_as_string(False), *names[:3]) == ["7s", "1min", "5min"]
+
+
+def test_what_a_server_gives_up_is_one_clear_line(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines._SESSION, "lock_timeout", "50ms")
+    monkeypatch.setitem(engines._SESSION, "statement_timeout", "100ms")
+    engine = engines.open_server(postgresql_url)
+    with (
+        engines.writing(engine),
+        pytest.raises(DatabaseError, match="there has been locked by another process for 60 s"),
+        engines.clear_errors("there"),
+        engines.writing(engine),
+    ):
+        pass
+    with pytest.raises(DatabaseError, match="there has taken more than 300 s over one statement"):  # noqa: SIM117
+        with engines.clear_errors("there"), engine.connect() as c:
+            c.execute(text("SELECT pg_sleep(5)"))
+    engine.dispose()
 
 
 def test_a_silent_server_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,14 @@ from kerngen.tuning_db.serve.places import PREBUILT
 
 BUSY_S = 60.0  # how long a writer waits for its turn
 CONNECT_S = 10  # how long a server may take to answer, unless the URL has ?connect_timeout=
+STATEMENT_S = 300  # how long a server may take for one statement, and a session may sit in a transaction
+# Each end notices within a minute that the other is gone; a lost network would otherwise hold the lock for two hours.
+_KEEPALIVE = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
+_SESSION = {
+    "statement_timeout": f"{STATEMENT_S}s", "idle_in_transaction_session_timeout": f"{STATEMENT_S}s",
+    "lock_timeout": f"{BUSY_S:.0f}s", "tcp_keepalives_idle": "30", "tcp_keepalives_interval": "10",
+    "tcp_keepalives_count": "3",
+}  # fmt: skip
 _ADVISORY_LOCK = 0x6B65726E67656E  # "kerngen"
 _IMMEDIATE = "kerngen_immediate"
 _NETWORK = {
@@ -52,6 +60,8 @@ _MEANINGS = (
         "cannot be opened",
         "its folder must be there and not read-only",
     ),
+    ("lock timeout", f"has been locked by another process for {BUSY_S:.0f} s", None),
+    ("statement timeout", f"has taken more than {STATEMENT_S} s over one statement", None),
     ("locked", f"has been locked by another process for {BUSY_S:.0f} s", None),
     ("no such table", "is not a tuning database", None),
 )
@@ -135,14 +145,21 @@ def fold_log(engine: Engine) -> bool:
 
 
 def open_server(url: str) -> Engine:
-    """A PostgreSQL server by URL (postgresql+psycopg://...). Raises UsageError; DatabaseError where none answers."""
+    """A PostgreSQL server by URL (postgresql+psycopg://...). Raises UsageError; DatabaseError where none answers.
+
+    Nothing waits for ever: what _KEEPALIVE and _SESSION say holds unless the URL says otherwise, in its parameters
+    (?keepalives_idle=) or its options (?options=-cstatement_timeout%3D0).
+    """
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "postgresql":
             raise UsageError(f"{parsed.render_as_string()}: neither SQLite nor PostgreSQL",
                              hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")  # fmt: skip
-        waiting = {} if "connect_timeout" in parsed.query else {"connect_timeout": CONNECT_S}
+        waiting = {k: v for k, v in {"connect_timeout": CONNECT_S, **_KEEPALIVE}.items() if k not in parsed.query}
         engine = create_engine(parsed, pool_pre_ping=True, connect_args=waiting)
+        event.listen(
+            engine, "connect", lambda connection, _: _set_session(connection, str(parsed.query.get("options")))
+        )
     except (exc.ArgumentError, ValueError) as e:  # ValueError: a port that is no number
         hidden = re.sub(r"(?<=://)[^/]*@", "***@", url)
         raise UsageError(f"{hidden!r} is not a database URL",
@@ -151,6 +168,13 @@ def open_server(url: str) -> Engine:
         raise DatabaseError(f"{e.name} is not installed", hint="pip install 'kerngen[pg]'") from e
     with clear_errors(parsed.render_as_string()), engine.connect():
         return engine
+
+
+def _set_session(connection: Any, told: str) -> None:
+    """Not by `options` as one connects: connection poolers refuse those."""
+    with connection.cursor() as cursor:
+        cursor.execute("; ".join(f"SET {name} = '{value}'" for name, value in _SESSION.items() if name not in told))
+    connection.commit()
 
 
 def _uri(path: Path) -> str:

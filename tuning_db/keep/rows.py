@@ -16,13 +16,22 @@ from functools import lru_cache
 from typing import Any
 
 import zstandard
-from sqlalchemy import Row
+from sqlalchemy import Row, Table
 
 from kerngen.arch import Arch, Device, find_arch
 from kerngen.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, UsageError
 from kerngen.templates.kernel import filled, trimmed
-from kerngen.tuning_db.serve.canonical import ID_VERSION, ProblemKey, digest, ids_as_filed, static_key
+from kerngen.tuning_db.keep import schema as t
+from kerngen.tuning_db.serve.canonical import (
+    ID_VERSION,
+    MEASUREMENT_VERSION,
+    ProblemKey,
+    digest,
+    ids_as_filed,
+    seal_of,
+    static_key,
+)
 from kerngen.tuning_db.serve.filing import filing_of
 from kerngen.tuning_db.serve.freshness import source_sha
 from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
@@ -133,15 +142,40 @@ def as_filed(m: Measurement) -> Measurement:
 def measurement_id_of(m: Measurement, problem_id: str, device: dict[str, Any]) -> str:
     """The id of a measurement as filed. device: the fields of m.device, as its row has them."""
     stated: dict[str, Any] = {
-        "v": ID_VERSION, "problem": problem_id, "fields": m.problem.fields, "arch": m.arch, "device": device,
+        "v": MEASUREMENT_VERSION, "problem": problem_id, "fields": m.problem.fields, "arch": m.arch, "device": device,
         "config": m.config, "build": m.build_id, "outcome": m.outcome,
         "provenance": m.provenance, "stage": m.stage, "model": m.model, "p50": m.p50_us, "p10": m.p10_us,
         "p90": m.p90_us, "min": m.min_us, "samples": m.samples, "error_abs": m.error_abs,
         "error_rel": m.error_rel,
     }  # fmt: skip
     if m.provenance == "measured":
-        stated |= {"environment": m.environment, "run": m.run, "at": m.at, "reason": m.reason, "tags": m.tags}
+        stated |= {"environment": m.environment, "run": m.run, "at": m.at}
     return digest(stated)
+
+
+def measurement_row(given: Measurement, problem_id: str) -> dict[str, Any]:
+    """The row of `given`, which is as filed."""
+    m, device = given, asdict(given.device)
+    return sealed(t.measurement, {
+        "id": measurement_id_of(m, problem_id, device), "build_id": m.build_id, "problem_id": problem_id,
+        "device_id": digest(device), "environment_id": digest(m.environment), "arch": m.arch,
+        "config": to_json(m.config), "fields": to_json(m.problem.fields), "outcome": m.outcome,
+        "reason": m.reason, "provenance": m.provenance, "stage": m.stage, "model": m.model,
+        "p50_us": m.p50_us, "p10_us": m.p10_us, "p90_us": m.p90_us, "min_us": m.min_us,
+        "samples": m.samples, "error_abs": m.error_abs, "error_rel": m.error_rel, "run": m.run,
+        "at": m.at, "tags": to_json(m.tags),
+    })  # fmt: skip
+
+
+def sealed(table: Table, row: dict[str, Any], **beside: Any) -> dict[str, Any]:
+    """`row` with its seal. beside: what that covers but another table keeps."""
+    return row | {"seal": seal_of(table.name, row | beside)}
+
+
+def is_sealed(table: Table, row: Row[Any], **beside: Any) -> bool:
+    """Whether a row is what was written."""
+    stated = {c.name: row._mapping[c.name] for c in table.columns}
+    return bool(seal_of(table.name, stated | beside) == row.seal)
 
 
 def search_id_of(search: str, problem_id: str) -> str:
@@ -231,7 +265,8 @@ def read_measurement(row: Row[Any], where: str) -> Observation | None:
             row.at, json.loads(row.tags),
         )  # fmt: skip
         problem_id = ids_as_filed(m.problem).problem
-        if measurement_id_of(m, problem_id, json.loads(row.device_props)) == row.id:
+        named = measurement_id_of(m, problem_id, json.loads(row.device_props)) == row.id
+        if named and is_sealed(t.measurement, row):
             config = filled(m.config, filing_of(row.kernel).config)
             return Observation(row.id, replace(m, problem=m.problem.filled(), config=config))
     except Exception as e:
@@ -242,12 +277,14 @@ def read_measurement(row: Row[Any], where: str) -> Observation | None:
 
 
 def read_winner(row: Row[Any], where: str) -> Winner | None:
-    """None, with a warning that names it, unless its problem and device match their digests and its time is a time.
+    """None, with a warning that names it, unless it is as it was chosen, and its problem and device as they were named.
 
     Its configuration is the build's: whoever serves it asks `read_build` first.
     """
     try:
         require_utf8(row)
+        if not is_sealed(t.winner, row, fields=row.fields):
+            raise ValueError("it does not match its own seal")
         key = _key_as_filed(row)
         ids = ids_as_filed(key)
         if (ids.problem, ids.cell) != (row.problem_id, row.cell):
@@ -265,6 +302,18 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
         )  # fmt: skip
     except Exception as e:
         log.warning("%s: winner %s cannot be read (%s); skipped", where, row.id, e)
+        return None
+
+
+def read_search(row: Row[Any], where: str) -> dict[str, Any] | None:
+    """The summary; None, with a warning that names the row, unless it is what was written."""
+    try:
+        require_utf8(row)
+        if not is_sealed(t.search, row):
+            raise ValueError("it does not match its own seal")
+        return dict(json.loads(row.summary))
+    except Exception as e:
+        log.warning("%s: search %s cannot be read (%s); skipped", where, row.id, e)
         return None
 
 

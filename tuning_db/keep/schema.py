@@ -7,8 +7,10 @@
     revocation: what must not count any more     former: what builds and measurements were called in older schemas
 
 Ids are sha256 of canonical JSON (canonical.digest) of what a row states, so a union of two databases is a merge.
-`build.seal` is the digest of the facts that its id does not cover. JSON columns hold canonical text; those of problems
-and configurations leave out the fields that have their default (filing.py).
+`build.seal` is the digest of the facts that its id does not cover. Other seals are digests of the whole row
+(canonical.seal_of); a winner's covers the problem as it was asked for, too, which its measurement has.
+JSON columns hold canonical text; those of problems and configurations leave out the fields that have their default
+(filing.py).
 Changing a table means a new file in migrations/versions; a test compares the two.
 """
 
@@ -30,7 +32,7 @@ from sqlalchemy import (
 
 from kerngen.tuning_db.serve.values import OUTCOMES, PROVENANCES, STAGES
 
-SCHEMA = "0002"  # the newest revision in migrations/versions
+SCHEMA = "0003"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database
 
 metadata = MetaData()
@@ -42,6 +44,10 @@ def _id() -> Column[str]:
 
 def _text(name: str) -> Column[str]:
     return Column(name, Text, nullable=False)
+
+
+def _seal() -> Column[str]:
+    return Column("seal", Text, nullable=False, server_default="")  # a row that nobody sealed matches nothing
 
 
 def _one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
@@ -139,6 +145,7 @@ measurement = Table(
     _text("run"),
     _text("at"),
     _text("tags"),
+    _seal(),
     _one_of("outcome", OUTCOMES),
     _one_of("provenance", PROVENANCES),
     _one_of("stage", STAGES),
@@ -158,6 +165,7 @@ search = Table(
     _text("search"),  # digest of everything that decides how it goes
     Column("problem_id", Text, ForeignKey("problem.id"), nullable=False),
     _text("summary"),
+    _seal(),
     Index("search_by_search", "search"),
 )
 
@@ -166,6 +174,7 @@ former = Table(
     metadata,
     Column("was", Text, primary_key=True),  # a revocation in another database may still call it so
     _text("id"),
+    _seal(),
 )
 
 revocation = Table(
@@ -175,6 +184,7 @@ revocation = Table(
     _text("subject_id"),  # of a build or of a measurement; it may live in another database
     _text("reason"),
     _text("at"),
+    _seal(),
     Index("revocation_by_subject", "subject_id"),
 )
 
@@ -195,6 +205,7 @@ winner = Table(
     Column("margin", Double),
     _text("reason"),
     _text("why"),
+    _seal(),
     _one_of("provenance", PROVENANCES),
     Index("winner_by_cell", "cell", "arch"),
     Index("winner_by_static", "static_key", "arch"),

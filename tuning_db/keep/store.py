@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -31,12 +30,15 @@ from kerngen.tuning_db.keep.rows import (
     build_row,
     decompress,
     describe_build,
-    measurement_id_of,
+    is_sealed,
+    measurement_row,
     now,
     read_build,
     read_measurement,
+    read_search,
     read_winner,
     revocation_id_of,
+    sealed,
     search_id_of,
     settled,
     to_json,
@@ -61,6 +63,7 @@ class Store:
         self.read_only = read_only
         self.override = override
         self._local = threading.local()
+        self._warned: set[str] = set()
         self._is_closed = False
 
     @classmethod
@@ -162,6 +165,18 @@ class Store:
             from sqlalchemy.dialects.sqlite import insert as upsert  # type: ignore[assignment]
         done = connection.execute(upsert(table).values(row).on_conflict_do_nothing())
         return done.rowcount == 1
+
+    def _add_sealed(self, connection: Connection, table: Table, row: dict[str, Any]) -> None:
+        """Insert `row` unless it is there as it was once written: what was altered since is put right."""
+        if not self._add(connection, table, row):
+            there = connection.execute(select(table).where(table.c.id == row["id"])).one()
+            if not is_sealed(table, there):
+                connection.execute(table.update().where(table.c.id == row["id"]).values(row))
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning("%s: %s", self.where, message)
 
     # ---- builds
 
@@ -282,22 +297,13 @@ class Store:
             for given in measurements:
                 m = as_filed(settled(given))
                 d, device = m.device, asdict(m.device)
-                problem_id = self._add_problem(connection, m.problem)
                 device_row = {"id": digest(device), "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
                               "props": to_json(device)}  # fmt: skip
                 environment_row = {"id": digest(m.environment), "props": to_json(m.environment)}
                 self._add(connection, t.device, device_row)
                 self._add(connection, t.environment, environment_row)
-                row = {
-                    "id": measurement_id_of(m, problem_id, device), "build_id": m.build_id, "problem_id": problem_id,
-                    "device_id": device_row["id"], "environment_id": environment_row["id"], "arch": m.arch,
-                    "config": to_json(m.config), "fields": to_json(m.problem.fields), "outcome": m.outcome,
-                    "reason": m.reason, "provenance": m.provenance, "stage": m.stage, "model": m.model,
-                    "p50_us": m.p50_us, "p10_us": m.p10_us, "p90_us": m.p90_us, "min_us": m.min_us,
-                    "samples": m.samples, "error_abs": m.error_abs, "error_rel": m.error_rel, "run": m.run,
-                    "at": m.at, "tags": to_json(m.tags),
-                }  # fmt: skip
-                self._add(connection, t.measurement, row)
+                row = measurement_row(m, self._add_problem(connection, m.problem))
+                self._add_sealed(connection, t.measurement, row)
                 ids.append(str(row["id"]))
         return ids
 
@@ -369,14 +375,17 @@ class Store:
             problem_id = self._add_problem(connection, problem)
             row = {"id": search_id_of(search, problem_id), "search": search, "problem_id": problem_id,
                    "summary": to_json(summary)}  # fmt: skip
-            self._add(connection, t.search, row)
+            self._add_sealed(connection, t.search, sealed(t.search, row))
 
     def closed_searches(self, search: str) -> dict[str, dict[str, Any]]:
-        """The problems, by id, whose search of this digest was finished, each with its summary."""
-        wanted = select(t.search.c.problem_id, t.search.c.summary).where(t.search.c.search == search)
+        """The problems, by id, whose search of this digest was finished, each with its summary.
+
+        A row that was altered is skipped with a warning that names it: its search is done again.
+        """
         with self._reading() as connection:
-            rows = connection.execute(wanted).all()
-        return {row.problem_id: json.loads(row.summary) for row in rows}
+            rows = connection.execute(select(t.search).where(t.search.c.search == search)).all()
+        read = {row.problem_id: read_search(row, self.where) for row in rows}
+        return {id: summary for id, summary in read.items() if summary is not None}
 
     # ---- revocation
 
@@ -387,12 +396,19 @@ class Store:
         """
         row = {"id": revocation_id_of(subject_id, reason), "subject_id": subject_id, "reason": reason, "at": now()}
         with self._writing() as connection:
-            self._add(connection, t.revocation, row)
+            self._add_sealed(connection, t.revocation, sealed(t.revocation, row))
 
     def revoked(self) -> dict[str, str]:
-        """Ids that were revoked, each with the reason."""
+        """Ids that were revoked, each with the reason.
+
+        One that was altered is named in a warning, and what it names counts as revoked all the same: that is the safe
+        side, for the next candidate is asked.
+        """
         with self._reading() as connection:
-            rows = connection.execute(select(t.revocation.c.subject_id, t.revocation.c.reason))
+            rows = connection.execute(select(t.revocation)).all()
+            for row in rows:
+                if not is_sealed(t.revocation, row):
+                    self._warn_once(f"revocation {row.id} does not match its own seal; it counts all the same")
             found = {r.subject_id: r.reason for r in rows}
             names = self._former(connection, found)
         return found | {id: found[was] for was, id in names.items()}
@@ -405,8 +421,13 @@ class Store:
     def _former(self, connection: Connection, ids: Collection[str]) -> dict[str, str]:
         if not ids:
             return {}
-        wanted = select(t.former.c.was, t.former.c.id).where(t.former.c.was.in_(list(ids)))
-        return {r.was: r.id for r in connection.execute(wanted)}
+        names = {}
+        for row in connection.execute(select(t.former).where(t.former.c.was.in_(list(ids)))):
+            if is_sealed(t.former, row):
+                names[row.was] = row.id
+            else:
+                self._warn_once(f"what {row.was} is called now does not match its own seal; skipped")
+        return names
 
     # ---- winners
 
@@ -449,11 +470,17 @@ class Store:
                         "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
                         "why": to_json(choice.why),
                     })  # fmt: skip
+            chosen = self._sealed_winners(connection, chosen)
             ids = [row["id"] for row in chosen]
             connection.execute(delete(t.winner).where(or_(where, t.winner.c.id.in_(ids))))
             if chosen:
                 connection.execute(t.winner.insert(), chosen)
             return [w for w in self.winners(name, arch=arch, static_key=static_key) if w.id in ids]
+
+    def _sealed_winners(self, connection: Connection, chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        m, ids = t.measurement.c, [row["measurement_id"] for row in chosen]
+        fields = {r.id: r.fields for r in connection.execute(select(m.id, m.fields).where(m.id.in_(ids)))}
+        return [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in chosen]
 
     def winners(
         self,

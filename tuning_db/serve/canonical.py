@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
 from kerngen.tuning_db.serve.filing import filing_of, round_up
 
-ID_VERSION = 2  # of the recipe, in every digest that names a row; another one needs a migration
+# Of the recipes, in every digest that names a row or seals one; another one needs a migration.
+ID_VERSION = 2
+MEASUREMENT_VERSION = 3  # of a measurement's id
+SEAL_VERSION = 1
 
 
 def canonical(value: Any) -> str:
@@ -36,6 +39,12 @@ def _exact(value: Any) -> Any:
 def digest(value: Any) -> str:
     """sha256 of `canonical(value)`, in hexadecimal."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def seal_of(table: str, row: Mapping[str, Any]) -> str:
+    """What a row's `seal` must be: the digest of all its other columns, as they are stored."""
+    content = {name: value for name, value in row.items() if name != "seal"}
+    return digest({"v": SEAL_VERSION, "table": table, "row": content})
 
 
 @dataclass(frozen=True, slots=True)

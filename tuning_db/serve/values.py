@@ -65,8 +65,9 @@ class Measurement:
     build_id: None only where nothing was compiled (`invalid`).
     outcome: one of OUTCOMES, with `reason` in words unless it is `ok`.
     provenance: `measured` on `device`, or `predicted` for it by the cost model that `model` names and versions.
-    A prediction, and any trial aimed at one, is the same fact whoever asks: neither its time and run nor its reason and
-    tags are part of its identity, and repeating it adds no row.
+    Neither the reason nor the tags, which are words about a trial, are part of its identity. A prediction, and any
+    trial aimed at one, is the same fact whoever asks: its time and run are no part of it either, and repeating it adds
+    no row.
     stage: `final` for finalists that were timed again together: where a problem has any, only they can win.
     Times in microseconds for all launches of the kernel together; a prediction sets p50_us alone.
     error_abs, error_rel: largest difference from the fp32 reference; required of a measured `ok`.

@@ -11,7 +11,8 @@ KerngenError                 exit 1
 ├── CacheError                        the compile cache cannot be read or written
 ├── DatabaseError                     the tuning database cannot be used as asked
 │   ├── SchemaTooNew                  written by a newer kerngen
-│   └── CorruptRecord                 a stored row or blob does not match its own digest
+│   ├── CorruptRecord                 a stored row or blob does not match its own digest
+│   └── TrustError                    a bundle that nobody answers for who is trusted here; a key file that is not safe
 ├── RecordingError                    recorded measurements, or the plan of them, are not what they should be
 ├── TuningMiss                        no record serves this problem
 ├── LaunchError                       a kernel could not be loaded or launched
@@ -89,6 +90,10 @@ class SchemaTooNew(DatabaseError):
 
 
 class CorruptRecord(DatabaseError):
+    pass
+
+
+class TrustError(DatabaseError):
     pass
 
 

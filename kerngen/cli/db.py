@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.db_keys import keygen, trust
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -33,6 +35,10 @@ def db() -> None:
     Example:
       kerngen db ls --arch sm90
     """
+
+
+db.add_command(keygen)
+db.add_command(trust)
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:

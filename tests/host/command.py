@@ -24,6 +24,7 @@ class Kerngen:
         monkeypatch.setenv("KERNGEN_CACHE_DIR", str(folder / "cache"))
         monkeypatch.setenv("KERNGEN_DB", str(folder / "tuning.db"))
         monkeypatch.setenv("HOME", str(folder))
+        monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
         monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         monkeypatch.chdir(folder)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command import Kerngen
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,6 +77,15 @@ def test_a_key_comes_back_from_its_files(tmp_path: Path) -> None:
     with pytest.raises(TrustError, match="never written over"):
         SecretKey.generate().write(tmp_path / "keys" / "k")
     assert SecretKey.read(tmp_path / "keys" / "k") == key
+    (tmp_path / "l.pub").write_text("somebody's")
+    with pytest.raises(TrustError, match=r"l\.pub is there already"):
+        key.write(tmp_path / "l")
+    assert not (tmp_path / "l").exists()
+    long = SecretKey.generate("x" * 500)
+    long.write(tmp_path / "long")
+    assert SecretKey.read(tmp_path / "long") == long
+    with pytest.raises(TrustError, match="up to 500 bytes"):
+        SecretKey.generate("x" * 501)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666, 0o610, 0o677])
@@ -259,6 +270,65 @@ def test_the_users_own_key_is_made_once_and_trusted() -> None:
     distrust(key.public.id)
     assert user_key() == key
     assert why_untrusted(DIGEST, sign(key)) is not None, "what was distrusted stays so"
+
+
+# ---- the commands
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def test_a_key_is_made_trusted_listed_and_removed(kerngen: Kerngen) -> None:
+    code, out, _ = kerngen("db", "keygen", "release.key", "--comment", "ours", "--json")
+    made = json.loads(out)
+    assert code == 0
+    key = SecretKey.read("release.key")
+    assert (made["key"], made["comment"], made["line"]) == (key.public.id, "ours", key.public.line.strip())
+    assert "nobody is trusted" in kerngen("db", "trust")[1]
+    code, out, _ = kerngen("db", "trust", made["public"], "--digest", DIGEST)
+    assert code == 0
+    assert f"trusts {key.public.id} (ours): {user_folder() / 'trusted'}" in out
+    code, out, _ = kerngen("db", "trust", "--list", "--json")
+    assert json.loads(out)["keys"] == [{"key": made["key"], "comment": "ours", "line": made["line"]}]
+    assert json.loads(out)["digests"] == [DIGEST]
+    assert why_untrusted(DIGEST, {}) is None
+    assert why_untrusted("cd" * 32, sign(key, digest="cd" * 32)) is None
+    code, out, _ = kerngen("db", "trust", "--remove", made["key"], "--remove", DIGEST)
+    assert (code, out.count("does not trust")) == (0, 2)
+    assert (trusted_keys(), trusted_digests()) == ({}, set())
+
+
+def test_the_users_key_is_made_where_no_file_is_named(kerngen: Kerngen) -> None:
+    code, out, _ = kerngen("db", "keygen")
+    assert code == 0
+    assert f"secret  {user_key_path()} " in out
+    assert user_key() == SecretKey.read(user_key_path())
+    code, _, err = kerngen("db", "keygen")
+    assert (code, "a key is never written over" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("trust", "nothing.pub"), 1, "nothing.pub: No such file or directory"),
+        (("trust", "."), 1, ".: is no regular file"),
+        (("trust", "k"), 1, "k is no public key: it does not begin with 'kerngen-ed25519'"),
+        (("trust", "--digest", "abc"), 1, "'abc' is no SHA-256"),
+        (("trust", "--remove", "0123456789abcdef"), 2, "0123456789abcdef is not trusted"),
+        (("keygen", "k"), 1, "k is there already"),
+        (("keygen", "k/l"), 1, "k/l: File exists"),
+        (("keygen", "other", "--comment", "two\nlines"), 1, "one printable line"),
+    ],
+)
+def test_mistakes_are_one_clear_line(kerngen: Kerngen, args: tuple[str, ...], code: int, says: str) -> None:
+    SecretKey.generate().write("k")
+    got, _, err = kerngen("db", *args)
+    assert got == code
+    assert says in err
+    assert "Traceback" not in err
+    assert (trusted_keys(), trusted_digests()) == ({}, set())
 
 
 def test_cryptography_is_loaded_where_a_signature_is_made_or_checked() -> None:

@@ -36,9 +36,9 @@ class SecretKey:
 
     @classmethod
     def generate(cls, comment: str = "") -> SecretKey:
-        """A new one. Raises TrustError for a comment that is not one printable line."""
-        if not comment.isprintable():
-            raise TrustError(f"{comment!r}: a key's comment is one printable line")
+        """A new one. Raises TrustError for a comment that is not one printable line of up to 500 bytes."""
+        if not comment.isprintable() or len(comment.encode()) > 500:
+            raise TrustError(f"{comment!r:.80}: a key's comment is one printable line of up to 500 bytes")
         return cls(secrets.token_bytes(32), comment.strip())
 
     @classmethod
@@ -64,17 +64,22 @@ class SecretKey:
         """Its file, mode 0600, and the public half beside it. Raises TrustError where a file is there already."""
         target, public = Path(path), Path(f"{os.fspath(path)}.pub")
         line = f"{MAGIC} {base64.b64encode(self._seed).decode()} {self.comment}".rstrip() + "\n"
+        shown = self.public.line.encode()
+        taken = "is there already; a key is never written over"
         try:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if there := [p for p in (target, public) if os.path.lexists(p)]:
+                raise TrustError(f"{there[0]} {taken}", hint="name another")
             # Not `publish`, which would put it in place of a key that is there, and is read by others meanwhile.
-            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except FileExistsError:
+                raise TrustError(f"{target} {taken}", hint="name another") from None
             with open(fd, "wb") as f:
                 f.write(line.encode())
                 f.flush()
                 os.fsync(f.fileno())
-            publish(self.public.line.encode(), public)
-        except FileExistsError:
-            raise TrustError(f"{target} is there already; a key is never written over", hint="name another") from None
+            publish(shown, public)
         except OSError as e:
             raise TrustError(f"{target}: {e.strerror or e}") from e
 
@@ -92,7 +97,18 @@ class SecretKey:
         return Ed25519PrivateKey.from_private_bytes(self._seed)
 
 
+def read_public(path: str | os.PathLike[str]) -> PublicKey:
+    """The public key that a user names by its file. Raises TrustError, naming the file."""
+    try:
+        return PublicKey.read(path)
+    except OSError as e:
+        raise TrustError(f"{os.fspath(path)}: {e.strerror or e}", hint=_KEYGEN) from e
+    except TrustError as e:
+        raise TrustError(f"{os.fspath(path)} is no public key: {e.message}", hint=f"{_KEYGEN}, and FILE.pub") from e
+
+
 def user_key_path() -> Path:
+    """Where the user's own secret key lies, or would."""
     return user_folder() / "signing.key"
 
 
@@ -100,7 +116,7 @@ def user_key() -> SecretKey:
     """The user's own key, which is made where there is none, and trusted then. Raises TrustError, OSError."""
     path = user_key_path()
     if not os.path.lexists(path):
-        made = SecretKey.generate(_whose())
+        made = SecretKey.generate(whose())
         try:
             made.write(path)
         except TrustError:  # another process was faster, or the disk does not take it: reading says which
@@ -110,7 +126,7 @@ def user_key() -> SecretKey:
     return SecretKey.read(path)
 
 
-def _whose() -> str:
+def whose() -> str:
     """user@host, as far as they are known."""
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"

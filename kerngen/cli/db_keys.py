@@ -1,0 +1,83 @@
+"""`kerngen db keygen` and `kerngen db trust`: who signs databases, and whose signatures count here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from kerngen.errors import TrustError, UsageError
+
+
+@click.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--comment", default=None, help="Whose key it is, for those who are to trust it. Default: user@host.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def keygen(file: Path | None, comment: str | None, as_json: bool) -> None:
+    """Make a key to sign databases with: FILE, which stays secret, and FILE.pub, which others are to trust.
+
+    Without FILE, the user's own, with which exports are signed where no other key is named. A key that is there is
+    never written over. The new key is not trusted by itself: `kerngen db trust FILE.pub`.
+
+    Example: kerngen db keygen release.key --comment "release key of our cluster"
+    """
+    from kerngen.tuning_db.ship.keys import SecretKey, user_key_path, whose
+
+    path = user_key_path() if file is None else file
+    key = SecretKey.generate(whose() if comment is None else comment)
+    key.write(path)
+    if as_json:
+        click.echo(json.dumps({"key": key.public.id, "comment": key.comment, "secret": str(path),
+                               "public": f"{path}.pub", "line": key.public.line.strip()}))  # fmt: skip
+        return
+    click.echo(f"{key.public}\n  secret  {path}      keep it, and show it to nobody\n  public  {path}.pub")
+    click.echo(f"whoever is to run what it signs: kerngen db trust {path}.pub")
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--digest", "digests", multiple=True, metavar="HEX",
+              help="One sealed database, by its digest, whoever signed it or nobody.")  # fmt: skip
+@click.option("--remove", "ids", multiple=True, metavar="ID", help="Trust this key, or digest, no longer.")
+@click.option("--list", "listed", is_flag=True, help="List what is trusted. As without any argument.")
+@click.option("--json", "as_json", is_flag=True, help="Print what is trusted, as JSON.")
+def trust(files: tuple[Path, ...], digests: tuple[str, ...], ids: tuple[str, ...], listed: bool, as_json: bool) -> None:
+    """Trust what the keys in FILES sign, as this user: a database is a program, and trusted ones are run.
+
+    Compare the id with what its owner says it is, by another way than the file came.
+
+    Example: kerngen db trust --list
+    """
+    from kerngen.tuning_db.serve import trust as trusted
+    from kerngen.tuning_db.ship.keys import read_public
+
+    keys = [read_public(path) for path in files]
+    said = []
+    try:
+        for key in keys:
+            said.append(f"trusts {key}: {trusted.trust(key)}")
+        said += [f"trusts the database {digest}: {trusted.trust_digest(digest)}" for digest in digests]
+        for id in ids:
+            removed = trusted.distrust(id)
+            if not removed:
+                raise UsageError(f"{id} is not trusted", hint="kerngen db trust --list")
+            said += [f"does not trust {id} any more: {path} is gone" for path in removed]
+    except OSError as e:
+        raise TrustError(f"{e.filename}: {e.strerror or e}") from e
+    found, bundles = trusted.trusted_keys(), sorted(trusted.trusted_digests())
+    places = [str(p) for p in trusted.trusted_places()]
+    if as_json:
+        rows = [{"key": k.id, "comment": k.comment, "line": k.line.strip()} for k in found.values()]
+        click.echo(json.dumps({"keys": rows, "digests": bundles, "places": places}))
+        return
+    for line in said:
+        click.echo(line)
+    if listed or not said:
+        for key in found.values():
+            click.echo(f"key     {key}")
+        for digest in bundles:
+            click.echo(f"digest  {digest}")
+        if not found and not bundles:
+            click.echo("nobody is trusted: what others signed is not run")
+        click.echo(f"looked in {', '.join(places)}")

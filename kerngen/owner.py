@@ -32,11 +32,12 @@ def why_distrusted(place: str | os.PathLike[str] | int) -> str | None:
         return None
     if isinstance(place, int):
         return _why(os.fstat(place))
-    path = Path(place)
-    if (why := _why(path.stat())) is not None:
+    path = str(Path(place).absolute())
+    if (why := _why(os.stat(path))) is not None:
         return why
-    for folder in dict.fromkeys((path.absolute().parent, Path(os.path.realpath(path)).parent)):
-        if (why := _why(folder.stat())) is not None:
+    for name in (path, os.path.realpath(path)) if os.path.islink(path) else (path,):
+        folder = os.path.dirname(name)
+        if (why := _why(os.stat(folder))) is not None:
             return f"lies in {folder}, which {why}"
     return None
 

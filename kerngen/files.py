@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
+from kerngen.owner import trusts_all
+
 _SCRATCH = ".kerngen-scratch-"
 _SCRATCH_LIFE_S = 3600.0  # a scratch file older than this was left by a process that was killed
 
@@ -50,6 +52,19 @@ def make_room_for_cupy() -> None:
     os.environ["CUPY_CACHE_DIR"] = str(own)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those that it lies in, if need be. Raises OSError.
+
+    Whatever the umask, no other user can write to one that is made: what lies there would not be read (owner.py), but
+    where KERNGEN_TRUST_FILES shares it.
+    """
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_folder(path.parent)
+    path.mkdir(mode=0o777 if trusts_all() else 0o755, exist_ok=True)
+
+
 def publish(data: bytes, target: Path) -> None:
     """Make `target` hold `data`, whole or not at all, whatever others do and whenever this is killed; synced to disk.
 
@@ -63,10 +78,10 @@ def publish(data: bytes, target: Path) -> None:
 def publish_with(write: Callable[[BinaryIO], object], target: Path) -> None:
     """As `publish`, of what `write` writes to the file that it is given."""
     folder = target.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     scratch = folder / f"{_SCRATCH}{secrets.token_hex(16)}"
-    # Not tempfile: its mode 0600 would shut others out of what is published.
-    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    # Not tempfile: its mode 0600 would shut others out of what is published. Nobody writes into it again.
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         with open(fd, "wb") as f:
             write(f)

@@ -167,6 +167,20 @@ def test_what_others_may_write_is_not_served_and_said_once(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o077])
+def test_what_was_cached_is_served_whatever_the_umask(cache: CompileCache, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        assert cache.put(make_cubin())
+    finally:
+        os.umask(before)
+    path = cache.path(make_cubin().key)
+    assert cache.get(make_cubin().key) == make_cubin()
+    assert [oct(p.stat().st_mode & 0o777) for p in (path, path.parent, cache.dir)] == [
+        oct(mode & ~mask) for mode in (0o644, 0o755, 0o755)
+    ]
+
+
 def test_a_torn_file_is_named_removed_and_made_again(cache: CompileCache, caplog: pytest.LogCaptureFixture) -> None:
     cubin = cache.get_or_compile(SOURCE, SM70)
     path = cache.path(cubin.key)

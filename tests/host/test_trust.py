@@ -265,7 +265,7 @@ def test_the_users_own_key_is_made_once_and_trusted() -> None:
     key = user_key()
     assert user_key() == key
     assert user_key_path().stat().st_mode & 0o777 == 0o600
-    assert user_folder().stat().st_mode & 0o077 == 0
+    assert user_folder().stat().st_mode & 0o022 == 0
     assert why_untrusted(DIGEST, sign(key)) is None
     distrust(key.public.id)
     assert user_key() == key

@@ -203,7 +203,7 @@ def why_untrusted(digest: str, signatures: Mapping[str, bytes]) -> str | None:
 def trust(key: PublicKey) -> Path:
     """Trust what `key` signs, as this user: the file that says so. Raises OSError."""
     path = user_folder() / "trusted" / f"{key.id}.pub"
-    _publish(key.line, path)
+    publish(key.line.encode(), path)
     return path
 
 
@@ -212,7 +212,7 @@ def trust_digest(digest: str) -> Path:
     if _DIGEST.fullmatch(digest) is None:
         raise TrustError(f"{digest!r:.80} is no SHA-256: it has 64 hex digits", hint="kerngen db verify FILE says it")
     path = user_folder() / "trusted" / f"{digest}.digest"
-    _publish("", path)
+    publish(b"", path)
     return path
 
 
@@ -232,8 +232,3 @@ def distrust(id: str) -> list[Path]:
         places = ", ".join(map(str, trusted_places()))
         raise TrustError(f"{id} is still trusted by a file in {places}", hint="remove that one")
     return removed
-
-
-def _publish(text: str, path: Path) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    publish(text.encode(), path)

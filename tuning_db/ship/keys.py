@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kerngen.errors import TrustError
-from kerngen.files import open_regular, publish
+from kerngen.files import make_folder, open_regular, publish
 from kerngen.tuning_db.serve.trust import PublicKey, decode_line, parse_line, trust, user_folder
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class SecretKey:
         shown = self.public.line.encode()
         taken = "is there already; a key is never written over"
         try:
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(target.parent)
             if there := [p for p in (target, public) if os.path.lexists(p)]:
                 raise TrustError(f"{there[0]} {taken}", hint="name another")
             # Not `publish`, which would put it in place of a key that is there, and is read by others meanwhile.

@@ -259,6 +259,7 @@ def test_damage_costs_its_own_key_alone(caplog: pytest.LogCaptureFixture) -> Non
         "a.pub", "b.pub", "c.pub", "d.pub", "e.digest",
     ]  # fmt: skip
     assert all(r.message.endswith("; it is not trusted") for r in caplog.records)
+    assert distrust(key.public.id) == [folder / f"{key.public.id}.pub"]
 
 
 def test_the_users_own_key_is_made_once_and_trusted() -> None:

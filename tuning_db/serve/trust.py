@@ -15,7 +15,6 @@ KERNGEN_TRUST_UNSIGNED=1 trusts every bundle.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import logging
 import os
@@ -223,11 +222,13 @@ def distrust(id: str) -> list[Path]:
     """
     removed = []
     for path in (user_folder() / "trusted").glob("*"):
-        with contextlib.suppress(TrustError, FileNotFoundError):
+        try:
             named = PublicKey.read(path).id if path.suffix == ".pub" else path.stem
-            if named == id:
-                path.unlink()
-                removed.append(path)
+        except (TrustError, OSError):  # no key, so not this one
+            continue
+        if named == id:
+            path.unlink()
+            removed.append(path)
     if id in trusted_keys() or id in trusted_digests():
         places = ", ".join(map(str, trusted_places()))
         raise TrustError(f"{id} is still trusted by a file in {places}", hint="remove that one")

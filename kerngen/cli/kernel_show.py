@@ -13,7 +13,7 @@ from kerngen.errors import ProblemError, UsageError
 
 if TYPE_CHECKING:
     from kerngen.templates.kernel import Kernel
-    from kerngen.tuning.plan import Candidates
+    from kerngen.tuning.space import Candidates
     from kerngen.tuning_db import Winner
 
 
@@ -41,7 +41,7 @@ def show(
     from kerngen.render import render
     from kerngen.templates import find_kernel
     from kerngen.templates.kernel import describe, fields_of
-    from kerngen.tuning.plan import candidates
+    from kerngen.tuning.space import candidates
 
     arch, k = find_arch(arch_name), find_kernel(name)
     problem = problem_of(k, problem_text, arch)
@@ -90,7 +90,9 @@ def show(
     click.echo(f"  cubin {len(cubin.image):,} B, workspace {k.workspace_bytes(problem, config, target):,} B")
     click.echo(f"  predicted for {target.device}: {guess.latency_us:.1f} us; {guess.explain()}")
     refused = "; refused, with one example each:" if found.refusals else ", none is refused"
-    click.echo(f"{len(found.valid):,} of {found.space_size:,} configurations can run{refused}")
+    whole = f"{found.space_size:,} configurations"
+    sample = f"a sample of {len(found.valid) + found.points.num_refused:,} of {whole}, too irregular to be known whole,"
+    click.echo(f"{len(found.valid):,} of {whole if found.complete else sample} can run{refused}")
     for refusal in found.refusals:
         click.echo(f"  {refusal.count:7,}  {refusal.reason}")
 

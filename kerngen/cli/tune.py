@@ -100,7 +100,7 @@ def tune(
     with ExitStack() as stack:
         chosen = _objective(stack, objective, arch, device_name)
         if dry_run:
-            _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, seed, as_json)
+            _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
             return
         report, where = _run(stack, load, chosen, trials, jobs, time_budget, seed, db_url, as_json)
     for process in multiprocessing.active_children():  # compiles that nobody waits for any more
@@ -168,11 +168,11 @@ def _run(
     return tuner.run(load.items), store.where
 
 
-def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int, seed: int, as_json: bool) -> None:
+def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int, as_json: bool) -> None:
     from kerngen.tuning.plan import dry_run
 
     target = objective.target
-    plan = dry_run(load.items, target, trials or objective.trials, jobs, seed)
+    plan = dry_run(load.items, target, trials or objective.trials, jobs)
     if as_json:
         where = {"model": load.model, "arch": target.arch.name, "device": target.device.name}
         click.echo(json.dumps(where | {"objective": objective.name, "missing": load.missing} | asdict(plan)))
@@ -194,6 +194,9 @@ def _print_plan(plan: DryRun, title: str) -> None:
         "Problems that agree in what decides validity share a space. A search ends early where the cost model shows\n"
         "that nothing left can win; measuring takes longer."
     )
+    for row in plan.kernels:
+        if not row.complete:
+            click.echo(f"{row.kernel}: a space is too irregular to be known whole; a sample stands for it")
     for kernel, reason in plan.unsupported:
         click.echo(f"not tuned: {kernel}: {reason}")
 

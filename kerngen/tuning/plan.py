@@ -1,19 +1,10 @@
-"""What tuning would try for one problem, before any compile: the valid configurations, why others are not.
-
-A space that is small enough is enumerated whole, so the answer does not depend on a sampler's luck; a larger
-one is represented by a seeded sample. Candidates are ranked by the cost model without a compiled kernel to
-look at.
-"""
+"""In which order problems and configurations are worth trying, by the cost model, and what a whole run would be."""
 
 from __future__ import annotations
 
-import random
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
-from math import prod
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -23,184 +14,16 @@ from kerngen.errors import ConfigRefused
 from kerngen.predict import predict
 from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
+from kerngen.templates.kernel import Kernel, static_fields
+from kerngen.tuning.space import Candidates, candidates
 
 if TYPE_CHECKING:
     from kerngen.workload import Item
 
-ENUMERATE_LIMIT = 1 << 17  # points of SPACE; a check takes microseconds
-RANK_LIMIT = 512  # configurations of a problem that are ranked; of more, a seeded sample
 ROW_BYTES, IMAGE_BYTES = 2_000, 12_000  # of a database: a trial's row and build, a winner's compressed cubin
 RANKED_OF_A_LINE = 3  # problems that differ in tokens or batch alone try much the same: a plan ranks a few of them
 PHASES = ("decode", "verify", "draft", "prefill")  # of a workload, the one that a model spends its time in first
 GUESSED_REGISTERS = 96  # per thread, before any kernel of the problem was compiled
-
-
-Part = dict[str, tuple[Any, ...]]  # one body's: Config field -> its candidate values
-Space = tuple[Part, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Configurations that why_invalid refused for one reason; reasons that differ only in numbers are one."""
-
-    count: int
-    reason: str  # of `config`, the first one refused
-    config: Any
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Enumeration:
-    """The points of a space, sorted out; `valid` in the space's order.
-
-    Problems that agree in all that why_invalid reads share one, the very object: who adds up over problems counts
-    each once.
-    """
-
-    space: Space
-    valid: tuple[Any, ...]
-    refusals: tuple[Refusal, ...]
-    complete: bool  # every point was looked at
-
-    @property
-    def size(self) -> int:
-        return space_size(self.space)
-
-    @property
-    def num_refused(self) -> int:
-        return sum(r.count for r in self.refusals)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The configurations of one problem. `default` may lie off the grid."""
-
-    default: Any
-    points: Enumeration
-
-    @property
-    def valid(self) -> tuple[Any, ...]:
-        return self.points.valid
-
-    @property
-    def refusals(self) -> tuple[Refusal, ...]:
-        return self.points.refusals
-
-    @property
-    def space(self) -> Space:
-        return self.points.space
-
-    @property
-    def complete(self) -> bool:
-        return self.points.complete
-
-    @property
-    def space_size(self) -> int:
-        return self.points.size
-
-
-def space_of(kernel: Kernel, problem: Any, target: Target) -> Space:
-    """The spaces of the bodies that serve on `target`, one after the other."""
-    return tuple(body.choices(problem, target) for body in kernel.bodies(target.arch))
-
-
-def space_size(space: Space) -> int:
-    return sum(prod(len(values) for values in part.values()) for part in space)
-
-
-def _points(kernel: Kernel, space: Part, seed: int) -> Iterator[Any]:
-    """The points of one body's `space`, in order; of more than ENUMERATE_LIMIT a seeded sample of that many."""
-    size = prod(len(values) for values in space.values())
-    if size <= ENUMERATE_LIMIT:
-        for values in product(*space.values()):
-            yield kernel.config_type(**dict(zip(space, values, strict=True)))
-        return
-    for index in sorted(random.Random(seed).sample(range(size), ENUMERATE_LIMIT)):
-        chosen = {}
-        for name, values in reversed(space.items()):
-            index, at = divmod(index, len(values))
-            chosen[name] = values[at]
-        yield kernel.config_type(**chosen)
-
-
-def candidates(kernel: Kernel, problem: Any, target: Target, seed: int = 0) -> Candidates:
-    """What can run `problem` on `arch`, and why the rest cannot. Asks why_invalid only; nothing is compiled.
-
-    Raises ConfigRefused if the kernel does not support the problem there at all, or refuses its own default.
-    """
-    if (why := kernel.why_unsupported(problem, target)) is not None:
-        raise ConfigRefused(f"{kernel.name}{describe(problem)} on {target.arch}: {why}")
-    default = kernel.default_config(problem, target)
-    kernel.require_valid(problem, default, target)
-    return Candidates(default, _sorted_out(kernel, problem, target, seed))
-
-
-class _Watched:
-    """Stands for a problem and notes which of its fields are read, by its properties too."""
-
-    def __init__(self, problem: Any) -> None:
-        self._problem, self._read = problem, set[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        if isinstance(member := getattr(type(self._problem), name, None), property) and member.fget:
-            return member.fget(self)
-        self._read.add(name)
-        return getattr(self._problem, name)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sorted:
-    """One body's points. refused: a reason without its figures -> how often, the first in full, and of what."""
-
-    valid: list[Any]
-    refused: dict[str, tuple[int, str, Any]]
-
-
-_known: dict[tuple[Any, ...], list[tuple[dict[str, Any], _Sorted]]] = {}
-_together: dict[tuple[_Sorted, ...], Enumeration] = {}
-
-
-def _sorted_out(kernel: Kernel, problem: Any, target: Target, seed: int) -> Enumeration:
-    """The grid's valid configurations, and the refusals."""
-    space = space_of(kernel, problem, target)
-    parts = tuple(_sorted_out_part(kernel, part, problem, target, seed) for part in space)
-    if parts in _together:
-        return _together[parts]
-    refused: dict[str, tuple[int, str, Any]] = {}
-    for part in parts:
-        for shape, (count, first, example) in part.refused.items():
-            before = refused.get(shape, (0, first, example))
-            refused[shape] = (before[0] + count, before[1], before[2])
-    in_order = sorted(refused.values(), key=lambda r: (-r[0], r[1]))
-    valid = tuple(config for part in parts for config in part.valid)
-    complete = all(space_size((part,)) <= ENUMERATE_LIMIT for part in space)
-    _together[parts] = Enumeration(space, valid, tuple(Refusal(*r) for r in in_order), complete)
-    return _together[parts]
-
-
-def _sorted_out_part(kernel: Kernel, part: Part, problem: Any, target: Target, seed: int) -> _Sorted:
-    """As _sorted_out, of one body.
-
-    why_invalid is a function of its arguments, so two problems that agree in the fields it read of them get one answer:
-    the many problems of a workload that differ only in tokens cost one enumeration of most bodies.
-    """
-    seen = _known.setdefault((kernel.name, target, tuple(part.items()), seed), [])
-    for read, answer in seen:
-        if all(getattr(problem, k) == v for k, v in read.items()):
-            return answer
-    watched: Any = _Watched(problem)
-    found = _Sorted([], {})
-    for config in _points(kernel, part, seed):
-        if (reason := kernel.spec.why_invalid(watched, config, target)) is None:
-            found.valid.append(config)
-        else:
-            shape = re.sub(r"\d[\d,.]*", "#", reason)
-            count, first, example = found.refused.get(shape, (0, reason, config))
-            found.refused[shape] = (count + 1, first, example)
-    fields = fields_of(problem)
-    if watched._read <= set(fields):  # a method would hide what it reads
-        seen.append(({k: fields[k] for k in watched._read}, found))
-    return found
 
 
 def rank(
@@ -209,16 +32,8 @@ def rank(
     target: Target,
     configs: Iterable[Any],
     registers: int = GUESSED_REGISTERS,
-    seed: int = 0,
 ) -> list[tuple[float, Any]]:
-    """(pre-predicted microseconds, config), fastest first; equals stay in the order given.
-
-    Of more than RANK_LIMIT configurations a sample is ranked. Problems differ in `seed`, so that neighbours, which
-    try each other's winners, look at different parts of the space.
-    """
-    configs = list(configs)
-    if len(configs) > RANK_LIMIT:
-        configs = [configs[i] for i in sorted(random.Random(seed).sample(range(len(configs)), RANK_LIMIT))]
+    """(pre-predicted microseconds, config), fastest first; equals stay in the order given."""
     timed = [(predict(kernel, problem, c, target, registers=registers).latency_us, i, c) for i, c in enumerate(configs)]
     timed.sort(key=lambda t: t[:2])
     return [(us, c) for us, _, c in timed]
@@ -244,16 +59,6 @@ def urgency(item: Item, kernel: Kernel, default: Any, target: Target) -> tuple[i
     return batch, phase, -count * lower_bound_us(kernel, item.problem, default, target)
 
 
-def on_grid(space: Space, config: Any) -> int | None:
-    """Which part of `space` has `config` among its points, None where none does."""
-    fields = fields_of(config)
-    defaults = fields_of(type(config)())
-    for index, part in enumerate(space):
-        if all(v in part.get(k, (defaults[k],)) for k, v in fields.items()):
-            return index
-    return None
-
-
 # -- what a whole run would be
 
 
@@ -263,7 +68,7 @@ class KernelPlan:
 
     num_spaces: the enumerations that its problems share; space_size, num_valid and num_refused add those up. num_trials
     is an upper bound. num_compiles is an estimate, on the high side: searches prune, and try each other's winners.
-    seconds: of compiling, with all jobs busy.
+    seconds: of compiling, with all jobs busy. complete: False where a sample stands for one of the spaces.
     """
 
     kernel: str
@@ -275,6 +80,7 @@ class KernelPlan:
     num_trials: int
     num_compiles: int
     seconds: float
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,13 +112,13 @@ class DryRun:
         return self.num_trials * ROW_BYTES + self.num_problems * IMAGE_BYTES
 
 
-def dry_run(items: Iterable[Item], target: Target, trials: int, jobs: int, seed: int = 0) -> DryRun:
+def dry_run(items: Iterable[Item], target: Target, trials: int, jobs: int) -> DryRun:
     """What tuning `items` would try. Asks why_invalid, ranks and renders; compiles one source a kernel, to time it."""
     unsupported: dict[tuple[str, str], None] = {}
     found: dict[str, list[tuple[Any, Candidates]]] = {}
     for item in items:
         try:
-            c = candidates(find_kernel(item.kernel), item.problem, target, seed)
+            c = candidates(find_kernel(item.kernel), item.problem, target)
         except ConfigRefused as e:
             unsupported[item.kernel, e.message] = None
         else:
@@ -326,12 +132,12 @@ def dry_run(items: Iterable[Item], target: Target, trials: int, jobs: int, seed:
         plans = []
         for name, rows in found.items():
             spaces = list(dict.fromkeys(c.points for _, c in rows))
-            num_compiles = len(_likely_sources(find_kernel(name), rows, target, trials, seed))
+            num_compiles = len(_likely_sources(find_kernel(name), rows, target, trials))
             plans.append(
                 KernelPlan(
                     name, len(rows), len(spaces), sum(s.size for s in spaces), sum(len(s.valid) for s in spaces),
                     sum(s.num_refused for s in spaces), sum(_num_trials(c, trials) for _, c in rows), num_compiles,
-                    each_s[name].result() * num_compiles / jobs,
+                    each_s[name].result() * num_compiles / jobs, all(s.complete for s in spaces),
                 )
             )  # fmt: skip
     return DryRun(tuple(plans), tuple(unsupported), jobs)
@@ -341,9 +147,7 @@ def _num_trials(c: Candidates, trials: int) -> int:
     return min(trials, len(c.valid) + (c.default not in c.valid))
 
 
-def _likely_sources(
-    kernel: Kernel, rows: list[tuple[Any, Candidates]], target: Target, trials: int, seed: int
-) -> set[str]:
+def _likely_sources(kernel: Kernel, rows: list[tuple[Any, Candidates]], target: Target, trials: int) -> set[str]:
     """What would be compiled: of problems with the same compiled-in fields RANKED_OF_A_LINE stand for all."""
     lines: dict[str, list[tuple[Any, Candidates]]] = {}
     for problem, c in rows:
@@ -353,7 +157,7 @@ def _likely_sources(
         last = len(line) - 1
         for i in sorted({round(last * k / (RANKED_OF_A_LINE - 1)) for k in range(RANKED_OF_A_LINE)}):
             problem, c = line[i]
-            likely = dict.fromkeys([c.default, *(x for _, x in rank(kernel, problem, target, c.valid, seed=seed))])
+            likely = dict.fromkeys([c.default, *(x for _, x in rank(kernel, problem, target, c.valid))])
             sources |= {render(kernel, problem, x, target) for x in list(likely)[:trials]}
     return sources
 

@@ -55,7 +55,8 @@ class Report:
     """A whole run. objective, how: its objective's name, and the same in words.
 
     failures: kernel, configuration and reason of each compile that failed or result that was wrong. num_refused:
-    points of `num_spaces` spaces that why_invalid refused, those of a space that several problems share counted once.
+    points of `num_spaces` spaces that why_invalid refused, those of a space that several problems share counted once;
+    spaces that were not looked at before the time was over are not among them.
     """
 
     target: Target

@@ -2,8 +2,8 @@
 
 First come the configurations that knowledge proposes (the default, winners of neighbouring problems, the best
 by pre-prediction), then Optuna's own proposals. How many are left to Optuna, and which configurations cannot
-win and need no compile, the objective says. Where it leaves none and the space was enumerated, the search is
-exact.
+win and need no compile, the objective says. Where it leaves none and the space is known whole, the search is
+exact. What else is valid is not asked before the default has been tried.
 
 The study lives in memory. Every outcome is in the tuning database, so a search that was killed is asked again
 from the start, with the same seed, and answered from there: the same trials, without the work.
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.objective import Objective, Outcome
-from kerngen.tuning.plan import Candidates, on_grid, rank
+from kerngen.tuning.plan import rank
+from kerngen.tuning.space import Candidates, on_grid
 
 if TYPE_CHECKING:
     import optuna
@@ -68,7 +69,7 @@ class Search:
         if self._closed:
             return len(self._open)
         left = self.trials - len(self.outcomes)
-        if self.candidates.complete:
+        if self._ranked is not None and self.candidates.complete:
             left = min(left, len(self.candidates.valid) + 1 - len(self.outcomes))
         return max(left, 0)
 
@@ -134,7 +135,7 @@ class Search:
         """The candidates, best by pre-prediction last, as many as leave the sampler its share of the trials."""
         registers = max((o.registers for o in self.outcomes.values()), default=0)
         given = {"registers": registers} if registers else {}
-        order = rank(self.kernel, self.problem, self.target, self.candidates.valid, seed=self._seed, **given)
+        order = rank(self.kernel, self.problem, self.target, self.candidates.valid, **given)
         ranked = [c for _, c in order]
         share = self.objective.sampler_share
         if share and len(self.candidates.valid) > self.trials:

@@ -26,8 +26,9 @@ from kerngen.templates.kernel import describe, fields_of
 from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
 from kerngen.tuning.ledger import Ledger
 from kerngen.tuning.objective import Objective, Outcome
-from kerngen.tuning.plan import candidates, urgency
+from kerngen.tuning.plan import urgency
 from kerngen.tuning.report import Report, Result
+from kerngen.tuning.space import candidates
 from kerngen.tuning.study import Search
 from kerngen.tuning.task import Task, Trial
 from kerngen.tuning_db.serve.canonical import digest
@@ -109,7 +110,7 @@ class Tuner:
     def _task(self, item: Item) -> Task | None:
         kernel = find_kernel(item.kernel)
         try:
-            found = candidates(kernel, item.problem, self.target, self.seed)
+            found = candidates(kernel, item.problem, self.target)
         except ConfigRefused as e:
             self.report.results.append(Result(item, note=e.message))
             return None
@@ -283,16 +284,20 @@ class Tuner:
     def _conclude(self, tasks: list[Task]) -> None:
         """Derive the winners, check and keep their cubins, and fill the report in the workload's order."""
         winners = self.ledger.winners([t.entry for t in tasks])
-        spaces = dict.fromkeys(t.search.candidates.points for t in tasks)
+        ended = not self.report.out_of_time and not self.report.interrupted
+        # a space that nobody has looked at by the end of the time is not looked at now
+        looked_at = {t for t in tasks if ended or t.search.candidates.are_known}
+        spaces = dict.fromkeys(t.search.candidates.points for t in tasks if t in looked_at)
         self.report.num_spaces, self.report.num_refused = len(spaces), sum(s.num_refused for s in spaces)
         for t in tasks:
             found = t.search.candidates
             summary = t.entry.closed or self._summary(t)
             result = Result(
                 t.item, winners.get(t.entry.key.id), fields_of(found.default), summary["default_us"],
-                num_valid=len(found.valid), num_refused=found.points.num_refused, num_tried=summary["tried"],
-                num_failed=summary["failed"],
+                num_tried=summary["tried"], num_failed=summary["failed"],
             )  # fmt: skip
+            if t in looked_at:
+                result.num_valid, result.num_refused = len(found.valid), found.points.num_refused
             self.report.results.append(result)
             if t.entry.closed is not None:
                 self.report.num_from_database += summary["tried"]

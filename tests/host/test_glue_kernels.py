@@ -21,7 +21,7 @@ from kerngen.errors import ConfigRefused, ProblemError
 from kerngen.render import render
 from kerngen.templates import Kernel, find_kernel
 from kerngen.templates.kernel import Case
-from kerngen.tuning.plan import space_of
+from kerngen.tuning.space import space_of
 
 NAMES = ("add_norm", "embed", "gelu_gate", "moe_route", "ple_inputs", "qkv_norm_rope", "rmsnorm", "softcap_argmax")
 NAMES = ("add_norm", "embed", "gelu_gate", "moe_combine", "moe_route", "qkv_norm_rope", "rmsnorm", "softcap_argmax")

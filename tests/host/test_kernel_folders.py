@@ -33,7 +33,7 @@ from kerngen.render import render
 from kerngen.templates import Case, Kernel, find_kernel, kernel_names
 from kerngen.templates.contract import ARG_KINDS
 from kerngen.templates.kernel import POINTERS, Arg, describe, fields_of, spread, static_fields
-from kerngen.tuning.plan import space_of, space_size
+from kerngen.tuning.space import space_of, space_size
 
 KERNELS = tuple(find_kernel(name) for name in kernel_names())
 EACH_KERNEL = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)

@@ -24,8 +24,9 @@ from kerngen.render import render
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
-from kerngen.tuning.plan import candidates, dry_run, rank
+from kerngen.tuning.plan import dry_run, rank
 from kerngen.tuning.report import Report, Result, groups, notes, step_us
+from kerngen.tuning.space import candidates
 from kerngen.tuning.study import Search
 from kerngen.tuning.task import Trial
 from kerngen.tuning.tuner import Tuner

@@ -1,0 +1,262 @@
+"""What may be tried for one problem, before any compile: the valid configurations, and why others are not.
+
+A space is known whole, so that the answer does not depend on a sampler's luck, and by far fewer questions than it has
+points: why_invalid is a function, and what it answered holds for all configurations that agree in the fields that it
+read (`kerngen.tuning.watched`). Nothing is asked before it is needed: the default configuration is at hand at once, and
+`walk` gives valid ones as they are found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from random import Random
+from typing import Any
+
+from kerngen.arch import Target
+from kerngen.errors import ConfigRefused
+from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.tuning.watched import leaves, watched
+
+MOST_CALLS = 1 << 19  # of why_invalid for one body: seconds. Today's largest space takes 114,432 for 1,935,360 points
+SAMPLE = 1 << 16  # points that stand for a body's space that takes more
+
+Part = dict[str, tuple[Any, ...]]  # one body's: Config field -> its candidate values
+Space = tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Configurations that why_invalid refused for one reason; reasons that differ only in numbers are one."""
+
+    count: int
+    reason: str  # of `config`, the first one refused
+    config: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Enumeration:
+    """The points of a space, sorted out; `valid` in the space's order.
+
+    Problems that agree in all that why_invalid reads share one, the very object: who adds up over problems counts
+    each once. complete: False where a body's space is so irregular that a seeded sample of SAMPLE points stands for it.
+    """
+
+    space: Space
+    valid: tuple[Any, ...]
+    refusals: tuple[Refusal, ...]
+    complete: bool
+
+    @property
+    def size(self) -> int:
+        return space_size(self.space)
+
+    @property
+    def num_refused(self) -> int:
+        """Of the points that were looked at."""
+        return sum(r.count for r in self.refusals)
+
+
+class Candidates:
+    """The configurations of one problem. The default, which may lie off the grid, is known at once; what else is valid
+    when first asked for.
+    """
+
+    def __init__(self, kernel: Kernel, problem: Any, target: Target, default: Any) -> None:
+        self.kernel, self.problem, self.target, self.default = kernel, problem, target, default
+
+    @property
+    def are_known(self) -> bool:
+        """Whether asking costs nothing any more."""
+        return "points" in self.__dict__
+
+    @cached_property
+    def space(self) -> Space:
+        return space_of(self.kernel, self.problem, self.target)
+
+    @property
+    def space_size(self) -> int:
+        return space_size(self.space)
+
+    @cached_property
+    def points(self) -> Enumeration:
+        return enumerated(self.kernel, self.problem, self.target)
+
+    @property
+    def valid(self) -> tuple[Any, ...]:
+        return self.points.valid
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        return self.points.refusals
+
+    @property
+    def complete(self) -> bool:
+        return self.points.complete
+
+
+def candidates(kernel: Kernel, problem: Any, target: Target) -> Candidates:
+    """What can run `problem` on `target`. Asks why_invalid only; nothing is compiled.
+
+    Raises ConfigRefused if the kernel does not support the problem there at all, or refuses its own default.
+    """
+    if (why := kernel.why_unsupported(problem, target)) is not None:
+        raise ConfigRefused(f"{kernel.name}{describe(problem)} on {target.arch}: {why}")
+    default = kernel.default_config(problem, target)
+    kernel.require_valid(problem, default, target)
+    return Candidates(kernel, problem, target, default)
+
+
+def space_of(kernel: Kernel, problem: Any, target: Target) -> Space:
+    """The spaces of the bodies that serve on `target`, one after the other."""
+    return tuple(body.choices(problem, target) for body in kernel.bodies(target.arch))
+
+
+def space_size(space: Space) -> int:
+    return sum(prod(len(values) for values in part.values()) for part in space)
+
+
+def on_grid(space: Space, config: Any) -> int | None:
+    """Which part of `space` has `config` among its points, None where none does."""
+    fields = fields_of(config)
+    defaults = fields_of(type(config)())
+    for index, part in enumerate(space):
+        if all(v in part.get(k, (defaults[k],)) for k, v in fields.items()):
+            return index
+    return None
+
+
+def walk(kernel: Kernel, problem: Any, target: Target) -> Iterator[Any]:
+    """The valid configurations as they are found, in no order that means anything: the first one at once."""
+    for part in space_of(kernel, problem, target):
+        for read, reason in leaves(kernel.config_type, part, lambda c: kernel.spec.why_invalid(problem, c, target)):
+            if reason is None:
+                chosen = {k: v for k, v in read.items() if k in part}
+                yield from (config for _, config in _Places(part).points(kernel.config_type, chosen))
+
+
+# -- sorted out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sorted:
+    """One body's points. refused: a reason without its figures -> how often, the first in full, and of what."""
+
+    valid: tuple[Any, ...]
+    refused: dict[str, tuple[int, str, Any]]
+    complete: bool
+
+
+_known: dict[tuple[Any, ...], list[tuple[dict[str, Any], _Sorted]]] = {}
+_together: dict[tuple[_Sorted, ...], Enumeration] = {}
+
+
+def enumerated(kernel: Kernel, problem: Any, target: Target) -> Enumeration:
+    """The grid's valid configurations, and the refusals."""
+    space = space_of(kernel, problem, target)
+    parts = tuple(_sorted_out(kernel, part, problem, target) for part in space)
+    if parts in _together:
+        return _together[parts]
+    refused: dict[str, tuple[int, str, Any]] = {}
+    for part in parts:
+        for shape, (count, first, example) in part.refused.items():
+            before = refused.get(shape, (0, first, example))
+            refused[shape] = (before[0] + count, before[1], before[2])
+    in_order = sorted(refused.values(), key=lambda r: (-r[0], r[1]))
+    valid = tuple(config for part in parts for config in part.valid)
+    complete = all(part.complete for part in parts)
+    _together[parts] = Enumeration(space, valid, tuple(Refusal(*r) for r in in_order), complete)
+    return _together[parts]
+
+
+def _sorted_out(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted:
+    """One body's points, kept by its sources and by the fields of the problem that decided.
+
+    Two problems that agree in those get one answer: the many of a workload that differ only in tokens cost one
+    enumeration of most bodies.
+    """
+    seen = _known.setdefault((kernel.folder_digest, target, tuple(part.items())), [])
+    for read, answer in seen:
+        if all(getattr(problem, k) == v for k, v in read.items()):
+            return answer
+    asked, read = watched(type(problem), lambda name: getattr(problem, name))
+    found = _whole(kernel, part, asked, target) or _sample(kernel, part, asked, target)
+    seen.append((read, found))
+    return found
+
+
+def _whole(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted | None:
+    """Every point of `part`; None where that takes more than MOST_CALLS."""
+    cases = leaves(kernel.config_type, part, lambda c: kernel.spec.why_invalid(problem, c, target))
+    valid: list[tuple[int, Any]] = []
+    refused: dict[str, tuple[int, int, str, dict[str, Any]]] = {}  # how often, where first, the first in full, of what
+    size, places = space_size((part,)), _Places(part)
+    for calls, (read, reason) in enumerate(cases):
+        if calls == MOST_CALLS:
+            return None
+        decided = {k: v for k, v in read.items() if k in part}
+        if reason is None:
+            valid.extend(places.points(kernel.config_type, decided))
+            continue
+        shape, at = _shape(reason), places.first(decided)
+        covered = size // prod(len(part[k]) for k in decided)
+        count, first, of, example = refused.get(shape, (0, at, reason, decided))
+        if at < first:
+            first, of, example = at, reason, decided
+        refused[shape] = count + covered, first, of, example
+    valid.sort(key=lambda point: point[0])
+    first_of = {k: values[0] for k, values in part.items()}
+    return _Sorted(
+        tuple(config for _, config in valid),
+        {s: (n, why, kernel.config_type(**first_of | example)) for s, (n, _, why, example) in refused.items()},
+        complete=True,
+    )
+
+
+def _sample(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted:
+    """As _whole, of SAMPLE points that a fixed seed draws."""
+    size = space_size((part,))
+    valid, refused = list[Any](), dict[str, tuple[int, str, Any]]()
+    for index in sorted(Random(0).sample(range(size), min(SAMPLE, size))):
+        chosen, rest = dict[str, Any](), index
+        for name, values in reversed(part.items()):
+            rest, at = divmod(rest, len(values))
+            chosen[name] = values[at]
+        config = kernel.config_type(**chosen)
+        if (reason := kernel.spec.why_invalid(problem, config, target)) is None:
+            valid.append(config)
+        else:
+            count, first, example = refused.get(shape := _shape(reason), (0, reason, config))
+            refused[shape] = count + 1, first, example
+    return _Sorted(tuple(valid), refused, complete=False)
+
+
+def _shape(reason: str) -> str:
+    return re.sub(r"\d[\d,.]*", "#", reason)
+
+
+class _Places:
+    """Where points lie in a space's order: the last field runs fastest."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._of: dict[str, dict[Any, int]] = {}
+        stride = space_size((part,))
+        for name, values in part.items():
+            stride //= len(values)
+            self._of[name] = {value: i * stride for i, value in enumerate(values)}
+
+    def first(self, chosen: dict[str, Any]) -> int:
+        """The place of the first point that has the values `chosen`."""
+        return sum(self._of[name][value] for name, value in chosen.items())
+
+    def points(self, cls: type[Any], chosen: dict[str, Any]) -> Iterator[tuple[int, Any]]:
+        """All points that have the values `chosen`, as a `cls`, each with its place."""
+        first, free = self.first(chosen), [name for name in self._part if name not in chosen]
+        for values in product(*(self._part[name] for name in free)):
+            place = first + sum(self._of[name][value] for name, value in zip(free, values, strict=True))
+            yield place, cls(**chosen, **dict(zip(free, values, strict=True)))

@@ -110,12 +110,14 @@ def _user() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What NVML says of a GPU at one moment: MHz, degrees Celsius, watts, and why the clocks are not higher."""
+    """What NVML says of a GPU at one moment: MHz, degrees Celsius, watts, and why the clocks are not higher. None is
+    what it does not say: not every board tells all of it.
+    """
 
-    sm_mhz: int
-    mem_mhz: int
-    temperature_c: int
-    power_w: float
+    sm_mhz: int | None
+    mem_mhz: int | None
+    temperature_c: int | None
+    power_w: int | None
     reasons: tuple[str, ...]
 
     @property
@@ -134,7 +136,7 @@ _THROTTLES = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdo
 
 
 class Watch:
-    """Asks NVML about the GPU `uuid`. `why_not` says why it cannot, where it cannot: then every sample is None."""
+    """Asks NVML about the GPU `uuid`. why_not: why it cannot, where it cannot; then every sample is None."""
 
     def __init__(self, uuid: str) -> None:
         self.why_not: str | None = None
@@ -151,19 +153,21 @@ class Watch:
     def sample(self) -> Clocks | None:
         if (nvml := self._nvml) is None:
             return None
-        handle = self._handle
-        try:
-            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-            return Clocks(
-                nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-                nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
-                nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-                nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-                tuple(name for bit, name in _REASONS.items() if bits & bit),
-            )
-        except Exception as e:  # a MIG slice has no clocks of its own to tell
-            self.why_not = f"{type(e).__name__}: {e}"
-            return None
+
+        def ask(what: str, *about: Any) -> int | None:
+            try:
+                return int(getattr(nvml, what)(self._handle, *about))
+            except nvml.NVMLError:  # a slice of a GPU has no clocks of its own, say
+                return None
+
+        bits, milliwatts = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0, ask("nvmlDeviceGetPowerUsage")
+        return Clocks(
+            ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+            ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+            ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+            None if milliwatts is None else round(milliwatts / 1e3),
+            tuple(name for bit, name in _REASONS.items() if bits & bit),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +182,8 @@ class Seen:
         return any(c is not None and c.is_throttled for c in (self.before, self.after))
 
     def noted(self) -> dict[str, Any]:
-        """For a row: the figures after, with the reasons of both moments. Empty where nothing is known."""
+        """For a row: what is known of the moment after, with the reasons of both. Empty where nothing is."""
         if self.after is None:
             return {}
         reasons = {r for c in (self.before, self.after) if c is not None for r in c.reasons} - {"gpu_idle"}
-        return asdict(self.after) | {"power_w": round(self.after.power_w), "reasons": sorted(reasons)}
+        return {n: v for n, v in asdict(self.after).items() if v is not None} | {"reasons": sorted(reasons)}

@@ -137,6 +137,11 @@ def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[
     return CheckResult(not message, worst_abs, worst_rel, message)
 
 
+def timing_sets(inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """`inputs`, and as many copies of them as keep L2 from serving what a kernel reads; fewer where memory ends."""
+    return _copies(inputs, working_set=4 * max(probe_device().l2_bytes, 2**24), most=64)
+
+
 def _copies(inputs: dict[str, Any], working_set: int, most: int) -> list[dict[str, Any]]:
     distinct = {id(v): v for *_, v in spread(inputs) if isinstance(v, torch.Tensor)}
     size = sum(v.numel() * v.element_size() for v in distinct.values())
@@ -167,16 +172,16 @@ def time_function(
     function: Function,
     case: Case,
     *,
-    inputs: dict[str, Any] | None = None,
+    sets: Sequence[dict[str, Any]] | None = None,
     samples: int = 30,
     target_ms: float = 2.0,
 ) -> Timing:
     """Time `case` with inputs that come from memory: CUDA-graph replay over rotating copies, medians.
 
-    inputs: the case's, if they were made already.
+    sets: the case's inputs and their copies (`timing_sets`), if they were made already.
     """
-    inputs = inputs or function.kernel.cases.inputs(case, torch.device("cuda"))
-    sets = _copies(inputs, working_set=4 * max(probe_device().l2_bytes, 2**24), most=64)
+    if sets is None:
+        sets = timing_sets(function.kernel.cases.inputs(case, torch.device("cuda")))
     # Nothing writes the inputs in between, so that all launches may overlap as in a forward; and all are on one stream.
     alone = not shares_sms()
     calls = [lambda s=s: function.run(case.problem, s, in_forward=True, alone=alone) for s in sets]

@@ -1,17 +1,18 @@
 """Checks and times configurations on the GPU in a process of its own.
 
 A kernel that faults takes its CUDA context with it; here it takes the worker, and the tuner records `launch_failed`
-and goes on with a fresh one. The worker keeps one problem's inputs and reference between configurations.
+and goes on with a fresh one. The worker keeps one problem's inputs, the copies of them that timing takes, and the
+reference between configurations.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -19,8 +20,8 @@ from typing import Any
 from kerngen.arch import Arch, Device, arch_of_capability
 from kerngen.compile import end_with_parent
 from kerngen.errors import KerngenError, UnknownName
-from kerngen.gpu import Seen, Watch
-from kerngen.templates.kernel import Kernel
+from kerngen.gpu import Clocks, Seen, Watch
+from kerngen.templates.kernel import Kernel, spread
 
 TIMEOUT_S = 120.0  # for the inputs and reference of a large problem; a configuration takes well under a second
 FINAL_ROUNDS = 5
@@ -61,27 +62,43 @@ class GpuWorker:
         found: Device = self._call(_probe)
         return found
 
+    def environment(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._call(_environment)
+        return found
+
     def uuid(self) -> str:
         """Its identity, as NVML writes it."""
         found: str = self._call(_uuid)
         return found
 
-    def environment(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._call(_environment)
+    def clocks(self) -> Clocks | None:
+        """How it runs right now; None where NVML does not say."""
+        found: Clocks | None = self._call(_clocks)
         return found
 
-    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
-        """Check `config` against the reference on the problem's own inputs, then time it."""
+    def measure(
+        self, kernel: Kernel, problem: Any, config: Any, image: bytes, *, samples: int = 15, target_ms: float = 2.0
+    ) -> Observed:
+        """Check `config` against the reference on the problem's own inputs, then time it, as measure.time_function."""
         try:
-            seen: Observed = self._call(_measure, kernel.name, problem, config, image)
+            seen: Observed = self._call(_measure, kernel.name, problem, config, image, samples, target_ms)
         except (BrokenProcessPool, TimeoutError) as e:
             return self._lost(e)
         return seen
 
-    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+    def finals(
+        self,
+        kernel: Kernel,
+        problem: Any,
+        configs: list[tuple[Any, bytes]],
+        *,
+        rounds: int = FINAL_ROUNDS,
+        samples: int = 10,
+        target_ms: float = 2.0,
+    ) -> list[Observed]:
         """Check and time `configs` together, in rotated order, so that drifting clocks favour none."""
         try:
-            seen: list[Observed] = self._call(_finals, kernel.name, problem, configs)
+            seen: list[Observed] = self._call(_finals, kernel.name, problem, configs, rounds, samples, target_ms)
         except (BrokenProcessPool, TimeoutError) as e:
             return [self._lost(e)] * len(configs)
         return seen
@@ -120,47 +137,110 @@ def _probe() -> Device:
     return probe_device()
 
 
-def _uuid() -> str:
-    from kerngen.runtime.launcher import gpu_uuid
-
-    return gpu_uuid()
-
-
 def _environment() -> dict[str, Any]:
     from kerngen.measure import environment
 
     return environment()
 
 
-@lru_cache(maxsize=1)
-def _prepared(kernel_name: str, problem: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The problem's case, its inputs as made, and the reference's outputs."""
+def _uuid() -> str:
+    from kerngen.runtime.launcher import gpu_uuid
+
+    return gpu_uuid()
+
+
+@cache
+def _watch() -> Watch:
+    return Watch(_uuid())
+
+
+def _clocks() -> Clocks | None:
+    return _watch().sample()
+
+
+class _Prepared:
+    """One problem on the GPU: its inputs as made, the reference's outputs, and the copies that kernels run on.
+
+    All of it is made once for all configurations; between two of them only what was written is copied anew.
+    """
+
+    def __init__(self, kernel: Kernel, problem: Any) -> None:
+        import torch
+
+        from kerngen.measure import fresh
+
+        self.kernel, self.problem = kernel, problem
+        self.case = kernel.cases.case_for(problem)
+        torch.manual_seed(self.case.seed)
+        self.made: dict[str, Any] = kernel.cases.inputs(self.case, torch.device("cuda"))
+        # a kernel may write what it reads, and so may its reference
+        self.expected = kernel.reference.expected(self.case.problem, fresh(self.made))
+        self._sets: list[dict[str, Any]] = []
+        self._enough = False
+
+    def one(self) -> dict[str, Any]:
+        """Inputs to check a kernel on, all as made: whatever the one before wrote, and wherever."""
+        from kerngen.measure import fresh
+
+        if self._sets:
+            self._restore(self._sets[0], (name for name, _, _ in spread(self.made)))
+        else:
+            self._sets = [fresh(self.made)]
+        return self._sets[0]
+
+    def sets(self) -> list[dict[str, Any]]:
+        """Inputs to time a kernel on, with what it writes as made."""
+        from kerngen.measure import timing_sets
+
+        if not self._enough:
+            self._sets, self._enough = timing_sets(self.one()), True
+        for inputs in self._sets:
+            self._restore(inputs, self.kernel.outputs_of(self.case.problem))
+        return self._sets
+
+    def drop(self) -> None:
+        """Let go of the copies: memory is short."""
+        self._sets, self._enough = [], False
+
+    def _restore(self, inputs: dict[str, Any], names: Iterable[str]) -> None:
+        import torch
+
+        wanted = set(names)
+        for (name, _, mine), (_, _, made) in zip(spread(inputs), spread(self.made), strict=True):
+            if name in wanted and isinstance(mine, torch.Tensor):
+                mine.copy_(made)
+
+
+_held: list[_Prepared] = []  # the problem that was asked for last
+
+
+def _prepared(kernel_name: str, problem: Any) -> _Prepared:
     import torch
 
-    from kerngen.measure import fresh
     from kerngen.templates import find_kernel
 
-    kernel = find_kernel(kernel_name)
-    case = kernel.cases.case_for(problem)
-    torch.manual_seed(case.seed)
-    inputs = kernel.cases.inputs(case, torch.device("cuda"))
-    expected = kernel.reference.expected(case.problem, fresh(inputs))  # a kernel may write what it reads
-    return case, inputs, expected
+    if not _held or (_held[0].kernel.name, _held[0].problem) != (kernel_name, problem):
+        if _held:
+            _held.clear()  # first: the next may need the memory
+            torch.cuda.empty_cache()
+        _held.append(_Prepared(find_kernel(kernel_name), problem))
+    return _held[0]
 
 
 def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[Any, Observed]:
     """The loaded function and what the check said; a function only if it may be timed."""
     import torch
 
-    from kerngen.measure import compare, fresh, target_here
+    from kerngen.measure import compare, target_here
     from kerngen.runtime.launcher import Function
     from kerngen.templates import find_kernel
 
     kernel = find_kernel(kernel_name)
     try:
-        case, inputs, expected = _prepared(kernel_name, problem)
+        prepared = _prepared(kernel_name, problem)
+        case = prepared.case
         function = Function(kernel, config, target_here(), image, index=torch.cuda.current_device())
-        outputs = fresh(inputs)  # poisoned anew
+        outputs = prepared.one()  # poisoned anew
         function(case.problem, **outputs)
         torch.cuda.synchronize()
     except KerngenError as e:
@@ -172,7 +252,7 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
         # A fault is sticky: nothing that this process launches can succeed any more.
         _die_if_broken(e)
         return None, Observed("launch_failed", str(e).strip().splitlines()[0])
-    result = compare(kernel, case, outputs, expected)
+    result = compare(kernel, case, outputs, prepared.expected)
     if not result.ok:
         return None, Observed("wrong_result", result.message, error_abs=result.error_abs, error_rel=result.error_rel)
     return function, Observed("ok", error_abs=result.error_abs, error_rel=result.error_rel)
@@ -190,17 +270,18 @@ def _die_if_broken(error: RuntimeError) -> None:
         os._exit(1)
 
 
-def _time(function: Any, problem: Any, samples: int) -> Any:
+def _time(function: Any, problem: Any, samples: int, target_ms: float) -> Any:
     """A Timing, or None where the copies that it takes do not fit in memory."""
     import torch
 
-    from kerngen.measure import fresh, time_function
+    from kerngen.measure import time_function
 
-    case, inputs, _ = _prepared(function.kernel.name, problem)
+    prepared = _prepared(function.kernel.name, problem)
     try:
-        return time_function(function, case, inputs=fresh(inputs), samples=samples)
+        return time_function(function, prepared.case, sets=prepared.sets(), samples=samples, target_ms=target_ms)
     except torch.OutOfMemoryError:
         pass  # only now, without its traceback, do the copies go
+    prepared.drop()
     torch.cuda.empty_cache()
     return None
 
@@ -208,32 +289,27 @@ def _time(function: Any, problem: Any, samples: int) -> Any:
 _NO_ROOM = Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
 
 
-@cache
-def _watch() -> Watch:
-    return Watch(_uuid())
-
-
 def _watched(measure: Callable[[], list[Observed]]) -> list[Observed]:
     """What `measure` gives, with what the GPU said of itself; again where heat or its power supply held it back. Where
     that does not end, the last look counts, and its rows say so.
     """
     for looks in range(LOOKS, 0, -1):
-        before = _watch().sample()
+        before = _clocks()
         found = measure()
-        seen = Seen(before, _watch().sample())
+        seen = Seen(before, _clocks())
         if not seen.is_throttled or looks == 1:
             break
         time.sleep(PAUSE_S)
     return [replace(o, gpu=seen.noted()) for o in found]
 
 
-def _measure(kernel_name: str, problem: Any, config: Any, image: bytes) -> Observed:
+def _measure(kernel_name: str, problem: Any, config: Any, image: bytes, samples: int, target_ms: float) -> Observed:
     function, seen = _check(kernel_name, problem, config, image)
     if function is None:
         return seen
 
     def timed() -> list[Observed]:
-        t = _time(function, problem, samples=15)
+        t = _time(function, problem, samples, target_ms)
         if t is None:
             return [_NO_ROOM]
         return [Observed("ok", "", t.p50_us, t.p10_us, t.p90_us, t.min_us, t.samples, seen.error_abs, seen.error_rel)]
@@ -241,17 +317,21 @@ def _measure(kernel_name: str, problem: Any, config: Any, image: bytes) -> Obser
     return _watched(timed)[0]
 
 
-def _finals(kernel_name: str, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+def _finals(
+    kernel_name: str, problem: Any, configs: list[tuple[Any, bytes]], rounds: int, samples: int, target_ms: float
+) -> list[Observed]:
     checked = [_check(kernel_name, problem, config, image) for config, image in configs]
-    return _watched(lambda: _together(problem, checked))
+    return _watched(lambda: _together(problem, checked, rounds, samples, target_ms))
 
 
-def _together(problem: Any, checked: list[tuple[Any, Observed]]) -> list[Observed]:
+def _together(
+    problem: Any, checked: list[tuple[Any, Observed]], rounds: int, samples: int, target_ms: float
+) -> list[Observed]:
     times: list[list[Any]] = [[] for _ in checked]
     order = [i for i, (function, _) in enumerate(checked) if function is not None]
-    for _ in range(FINAL_ROUNDS):
+    for _ in range(rounds):
         for i in order:
-            if (t := _time(checked[i][0], problem, samples=10)) is not None:
+            if (t := _time(checked[i][0], problem, samples, target_ms)) is not None:
                 times[i].append(t)
         order = order[1:] + order[:1]
     return [

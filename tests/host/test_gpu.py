@@ -87,7 +87,7 @@ def test_whatever_a_locks_file_says(text: bytes, tmp_path: Path) -> None:
 
 
 def _clocks(*reasons: str) -> Clocks:
-    return Clocks(1980, 3201, 40, 350.4, reasons)
+    return Clocks(1980, 3201, 40, 350, reasons)
 
 
 def test_heat_throttles_and_a_power_cap_does_not() -> None:
@@ -121,14 +121,16 @@ def test_nvml_is_asked_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(UUID)
     assert watch.why_not is None
     reasons = ("gpu_idle", "sw_power_cap", "hw_thermal_slowdown")
-    assert watch.sample() == Clocks(1200, 3201, 91, 700.2, reasons)
+    assert watch.sample() == Clocks(1200, 3201, 91, 700, reasons)
 
     def broken(handle: Any) -> Any:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", broken)
-    assert watch.sample() is None
-    assert watch.why_not is not None
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", broken)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", broken)
+    partly = watch.sample()
+    assert partly == Clocks(1200, 3201, 91, None, ())
+    assert Seen(None, partly).noted() == {"sm_mhz": 1200, "mem_mhz": 3201, "temperature_c": 91, "reasons": []}
 
 
 def test_without_nvml_nothing_is_known_and_said_to_be() -> None:
@@ -144,7 +146,7 @@ def test_what_is_timed_while_throttled_is_timed_again(
     states: list[str], looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = iter(states)
-    monkeypatch.setattr(worker, "_watch", lambda: SimpleNamespace(sample=lambda: _clocks(*filter(None, [next(said)]))))
+    monkeypatch.setattr(worker, "_clocks", lambda: _clocks(*filter(None, [next(said)])))
     monkeypatch.setattr(time, "sleep", lambda s: None)
     timed: list[int] = []
 

@@ -9,5 +9,6 @@ ledger      what earlier runs know, and what this one adds
 worker      the process that holds the GPU
 checks      what a compiled kernel must be
 report      what came of a run
+record      measures all configurations of a grid, for recorded: its own program; record_plan: which ones
 recorded    what every configuration of a grid took on one board: files for replays and fits
 """

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from kerngen.arch import Arch, Target
+from kerngen.compile import Cubin
 from kerngen.predict import occupancy
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.serve.values import Build
@@ -14,7 +15,7 @@ from kerngen.tuning_db.serve.values import Build
 _EM_CUDA = 190
 
 
-def why_unlaunchable(kernel: Kernel, problem: Any, config: Any, target: Target, build: Build) -> str | None:
+def why_unlaunchable(kernel: Kernel, problem: Any, config: Any, target: Target, build: Build | Cubin) -> str | None:
     """Why the compiled kernel cannot be launched although why_invalid allowed it, with the numbers, or None."""
     arch = target.arch
     for launch in kernel.launches(problem, config, target):

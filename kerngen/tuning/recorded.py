@@ -375,7 +375,9 @@ def _head(line: str) -> Head:
     for name, kind in _KINDS.items():
         if not isinstance(given[name], kind) or (kind is int and isinstance(given[name], bool)):
             raise RecordingError(f"the head's {name} is {given[name]!r}")
-    if not all(isinstance(part, dict) and all(isinstance(v, list) for v in part.values()) for part in given["grid"]):
+    if not all(
+        isinstance(part, dict) and all(isinstance(v, list) and v for v in part.values()) for part in given["grid"]
+    ):
         raise RecordingError("the head's grid is not a list of fields with lists of values")
     grid = tuple({k: tuple(v) for k, v in part.items()} for part in given["grid"])
     head = Head(**(given | {"grid": grid, "entries": tuple(given["entries"]), "clocks": tuple(given["clocks"])}))

@@ -12,7 +12,7 @@ from the start, with the same seed, and answered from there: the same trials, wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kerngen.templates.kernel import Kernel, fields_of
@@ -38,12 +38,14 @@ class Search:
         *,
         trials: int,
         seed: int,
+        sampler: Callable[[Search, int], optuna.samplers.BaseSampler] | None = None,
     ) -> None:
+        """sampler: makes Optuna's, of this search and its seed, when the first proposal is due; None for TPE."""
         self.kernel, self.problem, self.target = kernel, problem, objective.target
         self.candidates, self.objective, self.trials = candidates, objective, trials
         self.outcomes: dict[Any, Outcome] = {}  # in the order asked
         self.refused: dict[Any, Outcome] = {}  # what the sampler proposed and why_invalid refused
-        self._seed = seed
+        self._seed, self._sampler = seed, sampler
         self._first: deque[Any] = deque([candidates.default])
         self._ranked: list[Any] | None = None
         self._study: optuna.Study | None = None
@@ -139,7 +141,7 @@ class Search:
         ranked = [c for _, c in order]
         share = self.objective.sampler_share
         if share and len(self.candidates.valid) > self.trials:
-            ranked = ranked[: max(int(self.trials * (1 - share)), 1)]
+            ranked = ranked[: int(self.trials * (1 - share))]
         return ranked[::-1]
 
     def _opened(self, config: Any) -> Any:
@@ -180,7 +182,8 @@ class Search:
             import optuna
 
             optuna.logging.set_verbosity(optuna.logging.WARNING)
-            self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self._seed))
+            make = self._sampler or (lambda search, seed: optuna.samplers.TPESampler(seed=seed))
+            self._study = optuna.create_study(sampler=make(self, self._seed))
         return self._study
 
     def _config_of(self, trial: optuna.trial.Trial) -> Any:

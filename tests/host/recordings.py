@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from kerngen.arch import Device, Target, default_device, find_arch
 from kerngen.compile import Resources
+from kerngen.predict import predict
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.recorded import Head, Recorded, Row, completed
 from kerngen.tuning.worker import Observed
@@ -28,10 +31,11 @@ def recording(
     fewer: tunables of which only these values are recorded.
     """
     default, kept = kernel.default_config(problem, target), fewer or {}
-    grid = tuple(
+    parts = (
         {k: tuple(v for v in vs if v in kept.get(k, vs)) for k, vs in body.choices(problem, target).items()}
         for body in kernel.bodies(target.arch)
     )
+    grid = tuple(part for part in parts if all(part.values()))
     points = [kernel.config_type(**dict(zip(p, v, strict=True))) for p in grid for v in product(*p.values())]
     valid = dict.fromkeys(c for c in [*points, default] if kernel.why_invalid(problem, c, target) is None)
     entries = tuple(kernel.bodies(target.arch)[0].args)
@@ -47,6 +51,36 @@ def recording(
         len(valid), entries, **head,
     )  # fmt: skip
     return completed(about, map(row, valid))
+
+
+def distorted(
+    kernel: Kernel, problem: Any, target: Target, *, strength: float = 0.4, noise: float = 0.01, seed: int = 0
+) -> Callable[[Any], float]:
+    """A truth that the cost model gets wrong as it does on a GPU: by a factor for each tunable's value and for some
+    pairs of them, of `strength` as a standard deviation of its logarithm, and by noise that nothing explains.
+    """
+    drawn: dict[Any, float] = {}
+
+    def normal(*key: Any) -> float:
+        if key not in drawn:
+            drawn[key] = random.Random(repr((seed, *key))).gauss(0.0, 1.0)
+        return drawn[key]
+
+    def us(config: Any) -> float:
+        chosen = fields_of(config)
+        numbers = {k: math.log2(1 + v) for k, v in chosen.items() if isinstance(v, int)}
+        names = sorted(numbers)
+        wrong = 0.0
+        for name in names:
+            wrong += (
+                0.5 * normal(name, "slope") * numbers[name] / 4 + 0.5 * normal(name, "bend") * (numbers[name] / 4) ** 2
+            )
+        for a, b in pairwise(names):
+            wrong += 0.5 * normal(a, b, "pair") * (numbers[a] * numbers[b]) / 16
+        model = predict(kernel, problem, config, target, registers=96).latency_us
+        return model * math.exp(strength * wrong + noise * normal(config, "noise"))
+
+    return us
 
 
 class FakeGpu:

@@ -35,6 +35,7 @@ from kerngen.arch import Device, Target, find_device
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin, compile_cubin, nvrtc_version
 from kerngen.errors import CompileError, KerngenError, RecordingError, UsageError
+from kerngen.gpu import Clocks, Seen
 from kerngen.predict import predict
 from kerngen.render import render
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
@@ -57,8 +58,8 @@ class Gpu(Protocol):
 
     def device(self) -> Device: ...
     def environment(self) -> dict[str, Any]: ...
-    def board(self) -> str: ...
-    def clocks(self) -> dict[str, Any]: ...
+    def uuid(self) -> str: ...
+    def clocks(self) -> Clocks | None: ...
 
     def measure(
         self, kernel: Kernel, problem: Any, config: Any, image: bytes, *, samples: int, target_ms: float
@@ -171,7 +172,7 @@ class _Recorder:
             "kerngen": __version__, "nvrtc": ".".join(map(str, nvrtc_version())),
             "samples": SAMPLES, "target_ms": TARGET_MS, "retimed": RETIMED, "rounds": ROUNDS,
         }  # fmt: skip
-        board = self.gpu.board()
+        board = self.gpu.uuid()
         return [self._job(w, about, board, anew, commit) for w in plan.problems]
 
     def _job(self, wanted: Wanted, about: Mapping[str, Any], board: str, anew: bool, commit: str) -> _Job:
@@ -231,7 +232,7 @@ class _Recorder:
         return True
 
     def _noted(self, job: _Job) -> None:
-        if clocks := self.gpu.clocks():
+        if clocks := Seen(None, self.gpu.clocks()).noted():
             job.head = replace(job.head, clocks=(*job.head.clocks, clocks))
 
     def _row(self, ahead: _Compiling) -> Row | None:
@@ -261,7 +262,7 @@ class _Recorder:
         seen = self.gpu.measure(p.kernel, p.problem, config, made.image, samples=SAMPLES, target_ms=TARGET_MS)
         if seen.outcome != "ok":
             return Row(config, seen.outcome, takes=made.entries, reason=seen.reason)
-        mhz = self.gpu.clocks().get("sm_mhz")
+        mhz = seen.gpu.get("sm_mhz")
         return Row(config, "ok", seen.p50_us, seen.p10_us, seen.p90_us, mhz=mhz, takes=made.entries)
 
     def _retime(self, job: _Job) -> bool:

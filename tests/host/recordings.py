@@ -11,6 +11,7 @@ from typing import Any
 
 from kerngen.arch import Device, Target, default_device, find_arch
 from kerngen.compile import Resources
+from kerngen.gpu import Clocks
 from kerngen.predict import predict
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.recorded import Head, Recorded, Row, completed
@@ -101,11 +102,11 @@ class FakeGpu:
     def environment(self) -> dict[str, Any]:
         return {"driver": "555.1", "gpu": "fake"}
 
-    def board(self) -> str:
+    def uuid(self) -> str:
         return self._board
 
-    def clocks(self) -> dict[str, Any]:
-        return {"sm_mhz": 1530, "celsius": 40}
+    def clocks(self) -> Clocks:
+        return Clocks(1530, None, 40, None, ())
 
     def measure(
         self, kernel: Kernel, problem: Any, config: Any, image: bytes, *, samples: int, target_ms: float
@@ -116,7 +117,7 @@ class FakeGpu:
         if config.flavour == "spilling":
             return Observed("wrong_result", "out[0] is 1,\nreference 2")
         us = self.us(problem, config)
-        return Observed("ok", "", us, us - 0.01, us + 0.01, us - 0.02, samples)
+        return Observed("ok", "", us, us - 0.01, us + 0.01, us - 0.02, samples, gpu={"sm_mhz": 1530})
 
     def finals(
         self,

@@ -79,7 +79,7 @@ def test_all_of_a_plan_is_recorded(tmp_path: Path, run: Callable[..., Recording]
         assert (head.held_out, head.exhaustive) == (wanted.held_out, not wanted.sample)
         assert (head.folder_digest, head.commit, head.board) == (scale.folder_digest, "abc", "GPU-1")
         assert head.environment["driver"] == "555.1"
-        assert [c["celsius"] for c in head.clocks] == [40, 40]
+        assert [c["temperature_c"] for c in head.clocks] == [40, 40]
         for r in rows:
             assert r.outcome == {"broken": "compile_failed", "spilling": "wrong_result"}.get(
                 r.config.flavour, "launch_failed" if r.final_us is None and r.us is None else "ok"

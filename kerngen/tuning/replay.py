@@ -25,16 +25,16 @@ import click
 from kerngen.errors import KerngenError, RecordingError, UnknownName, UsageError
 from kerngen.templates.kernel import Kernel, describe
 from kerngen.tuning.objective import FINAL_BAND, FINALISTS, Objective, Outcome
-from kerngen.tuning.plan import Candidates, Enumeration
 from kerngen.tuning.recorded import Recorded, read_folder
+from kerngen.tuning.space import Candidates, Enumeration
 from kerngen.tuning.study import Search
-from kerngen.tuning_db.records import digest
+from kerngen.tuning_db.serve.canonical import digest
 
 if TYPE_CHECKING:
     import optuna
 
     from kerngen.tuning.task import Trial
-    from kerngen.tuning_db.records import Measurement
+    from kerngen.tuning_db.serve.values import Measurement
 
 TRIALS = 40
 SEEDS = 5
@@ -49,10 +49,12 @@ class Recalled:
     trials = TRIALS
     needs_image = takes_time = False
     final_stage = "final"
+    waited_s = 0.0
 
     def __init__(self, recorded: Recorded, sampler_share: float = 0.5, batch: int = 6) -> None:
         self.recorded, self.sampler_share, self.batch = recorded, sampler_share, batch
         self.target = recorded.target
+        self.say: Callable[[str], None] = lambda text: None
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
         return True
@@ -179,8 +181,9 @@ def _search(recorded: Recorded, sampler: Sampler, trials: int, seed: int) -> tup
     objective = Recalled(recorded, sampler.share)
     found: Objective = objective
     kernel = _AsRecorded(recorded.kernel.name, recorded.kernel.spec, frozenset(recorded.by_config))
-    points = Enumeration(tuple(dict(part) for part in head.grid), tuple(recorded.by_config), (), complete=True)
-    candidates = Candidates(recorded.default, points)
+    candidates = Candidates(kernel, recorded.problem, recorded.target, recorded.default)
+    candidates.space = tuple(dict(part) for part in head.grid)
+    candidates.points = Enumeration(candidates.space, tuple(recorded.by_config), (), complete=True)
     own = int(digest([head.kernel, head.name, seed])[:8], 16)  # problems differ in luck, as in the tuner
     search = Search(kernel, recorded.problem, candidates, found, trials=trials, seed=own, sampler=sampler.make)
     return search, objective

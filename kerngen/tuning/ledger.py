@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kerngen import __version__
+from kerngen.closure import closure_of
 from kerngen.compile import Cubin, nvrtc_version
 from kerngen.errors import CompileError
 from kerngen.predict import MODEL
@@ -49,11 +50,15 @@ class Ledger:
         self._builds: dict[tuple[str, str], Build] = {}
         self._observed: dict[str, dict[str, list[Measurement]]] = {}
         self._closed: dict[str, dict[str, dict[str, Any]]] = {}  # fingerprint -> problem id -> summary
+        self._closures: dict[str, str] = {}  # of each kernel, before anything of it was rendered
+        self._rendered: dict[str, dict[str, None]] = {}  # closure -> builds that were there, found by their source
         self._closing: dict[tuple[str, str], tuple[ProblemKey, dict[str, Any]]] = {}
 
     def entry(self, kernel: Kernel, problem: Any) -> Entry:
         """What is known of `problem`; `closed` if a search with the same settings and sources was finished before."""
         key = problem_key(kernel, problem)
+        if kernel.name not in self._closures:
+            self._closures[kernel.name] = closure_of(kernel)
         entry = Entry(kernel, problem, key, self._fingerprint(kernel))
         for m in self._known(kernel).get(key.id, []):
             entry.known.setdefault(canonical(m.config), []).append(m)
@@ -94,13 +99,21 @@ class Ledger:
             if found is None:
                 return None
             self._builds[key] = found
+            if (closure := self._closure(kernel)) is not None:
+                self._rendered.setdefault(closure, {})[found.id] = None
         return self._builds[key]
+
+    def _closure(self, kernel: Kernel) -> str | None:
+        """What every source of this run was rendered by; None where the kernel's files changed under it."""
+        now = closure_of(kernel)
+        return now if self._closures.get(kernel.name) == now else None
 
     def add_build(self, kernel: Kernel, problem: Any, config: Any, source: str, made: Cubin | CompileError) -> Build:
         """Record what compiling `source` gave. Blobs are kept of winners only; the compile cache has the others."""
         fields, static = fields_of(config), static_fields(problem)
         if isinstance(made, Cubin):
-            build_id = self.store.add_build(made, kernel.name, source, fields, static, keep_image=False)
+            build_id = self.store.add_build(made, kernel.name, source, fields, static, keep_image=False,
+                                            closure=self._closure(kernel))  # fmt: skip
         else:
             log = f"{made.message}\n{made.log}".strip()
             build_id = self.store.add_build(None, kernel.name, source, fields, static, arch=self.target.arch,
@@ -140,20 +153,24 @@ class Ledger:
 
     def flush(self) -> None:
         """Write what is pending, in one transaction."""
-        if self._rows:
+        if self._rows or self._rendered:
             with self.store.transaction():
+                for closure, build_ids in self._rendered.items():
+                    self.store.note_rendered(build_ids, closure)
                 self.store.add_measurements(self._rows)
                 for (search, _), (key, summary) in self._closing.items():
                     self.store.close_search(search, key, summary)
-            self._rows, self._closing = [], {}
+            self._rows, self._closing, self._rendered = [], {}, {}
         self._flushed = time.monotonic()
 
     def winners(self, entries: list[Entry]) -> dict[str, Winner]:
-        """Derive the winners anew for the problems of `entries`. Problem id -> Winner."""
+        """Derive the winners anew for the problems of `entries`. Problem id -> Winner.
+
+        A transaction for each static problem: others that write to this database wait for none of the choosing.
+        """
         self.flush()
         found = {}
-        with self.store.transaction():
-            for kernel, static in dict.fromkeys((e.kernel.name, e.key.static_key) for e in entries):
-                for w in self.store.recompute_winners(kernel, static, self.target):
-                    found[w.problem.id] = w
+        for kernel, static in dict.fromkeys((e.kernel.name, e.key.static_key) for e in entries):
+            for w in self.store.recompute_winners(kernel, static, self.target):
+                found[w.problem.id] = w
         return found

@@ -15,7 +15,7 @@ from kerngen.runtime import binding as binding_module
 from kerngen.runtime.binding import DEFAULT, Bindings
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, default_stores, lookup
-from kerngen.tuning_db.serve import bound
+from kerngen.tuning_db.serve.freshness import Freshness
 
 H200 = Target.of(find_device("H200"))
 GEMM = find_kernel("w4a16_gemm")
@@ -78,9 +78,8 @@ def test_a_length_never_seen_costs_a_bisection(
     lengths = [n for n in range(1, 8192) if n & (n - 1)]
     for n in lengths:  # bind, and verify the points
         bindings.choice(kernel, replace(base, **{base.DYNAMIC: 1 << n.bit_length()}))
-    for module, name in ((bound, "is_current"), (binding_module, "render")):
-        monkeypatch.setattr(module, name, _no)
-    monkeypatch.setattr(Store, "_reading", _no)
+    for owner, name in ((Freshness, "is_current"), (binding_module, "render"), (Store, "reading")):
+        monkeypatch.setattr(owner, name, _no)
     times, chosen = [], set()
     for n in lengths[:3000]:
         began = time.perf_counter()

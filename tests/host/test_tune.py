@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy import toy_kernels
+from toy import TOYS, toy_kernels
 
 import kerngen.tuning.plan
 from kerngen.arch import Arch, Device, Target, default_device, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
+from kerngen.closure import closure_of
 from kerngen.compile import Cubin, compile_cubin
 from kerngen.gpu import GpuLock
 from kerngen.predict import MODEL, predict
 from kerngen.render import render
+from kerngen.templates import TEMPLATES_VARIABLE, find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
@@ -31,7 +34,7 @@ from kerngen.tuning.study import Search
 from kerngen.tuning.task import Trial
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning.worker import Observed
-from kerngen.tuning_db import Measurement, Store
+from kerngen.tuning_db import Measurement, Store, lookup, problem_key
 from kerngen.workload import Item, Use, Workload, find_workload
 
 SM70 = find_arch("sm70")
@@ -133,6 +136,39 @@ def test_two_seeds_predict_the_same_and_are_both_resumed(tune: Callable[..., Rep
     for seed in (1, 2):
         assert tune((1, 512), trials=6, seed=seed).num_trials == 0
     assert predictions() == found
+
+
+def test_a_comment_that_renders_nothing_costs_no_compile_and_no_cubin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was built is found by its source and noted under the new closure; then nobody has to render to serve it."""
+    shutil.copytree(TOYS / "scale", tmp_path / "toys" / "rescale")
+    monkeypatch.setenv(TEMPLATES_VARIABLE, f"{TOYS}{os.pathsep}{tmp_path / 'toys'}")
+    scale = find_kernel("rescale")
+    item = Item("rescale", scale.problem_type(num_tokens=1))
+
+    def tune() -> Report:
+        with Store.open(tmp_path / "a.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
+            return Tuner(Predicted(Target.of(SM70)), store, compiler, trials=4).run([item])
+
+    def known() -> set[str]:
+        with Store.open(tmp_path / "a.db", read_only=True) as store:
+            return store.rendered(problem_key(scale, item.problem).static_key, closure_of(scale))
+
+    assert tune().num_compiled == len(known()) > 0
+    before = known()
+    template = scale.folder / "kernel.cu.jinja"
+    template.write_text(template.read_text() + "{# nobody sees this #}")
+    vars(scale).pop("folder_digest")
+    assert known() == set()
+    assert tune().num_compiled == 0
+    assert known() == before
+    monkeypatch.setattr("kerngen.render.source_of", None)
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        (winner,) = store.winners("rescale")
+        found = lookup([store], scale, item.problem, Target(SM70, winner.device))
+    assert found is not None
+    assert found.cubin is not None
 
 
 def test_a_longer_search_continues_a_shorter_one(tune: Callable[..., Report]) -> None:

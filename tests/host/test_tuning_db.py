@@ -23,7 +23,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
 from kerngen.arch import Target, find_arch, find_device
-from kerngen.compile import Cubin, Ptx, Resources, cache_key, source_key
+from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, Resources, cache_key, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, SchemaTooNew, UsageError
 from kerngen.tuning_db import Measurement, ProblemKey, Store
 from kerngen.tuning_db.keep import engine as engines
@@ -31,7 +31,7 @@ from kerngen.tuning_db.keep import migrate, schema
 from kerngen.tuning_db.serve.canonical import canonical, digest
 
 SM90, H200, H100 = find_arch("sm90"), find_device("H200"), find_device("H100")
-OPTIONS = ("-std=c++17",)
+OPTIONS = DEFAULT_OPTIONS
 STATIC = {"head_dim": 128, "dtype": "bf16"}
 
 

@@ -58,7 +58,8 @@ def fake_render(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> str:
 
 @pytest.fixture(autouse=True)
 def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.tuning_db.serve.freshness.source_of", fake_render)
+    monkeypatch.setattr("kerngen.render.source_of", fake_render)
+    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
 
 
 @pytest.fixture
@@ -87,13 +88,14 @@ def record(
     provenance: str = "measured",
     arch: Arch = SM90,
     keep_image: bool = True,
+    options: tuple[str, ...] = OPTIONS,
 ) -> str:
     config = Config(block_n)
     source = fake_render(kernel, problem, config, arch)
-    key = cache_key(source, arch.nvrtc_target, OPTIONS, (12, 9))
+    key = cache_key(source, arch.nvrtc_target, options, (12, 9))
     cubin = Cubin(key, arch.name, (12, 9), f"code {block_n}".encode() * 99, {"toy": Resources(32, 0, 0, 0, 0)}, "")
     static = static_fields(problem)
-    build = store.add_build(cubin, "toy", source, fields_of(config), static, options=OPTIONS, keep_image=keep_image)
+    build = store.add_build(cubin, "toy", source, fields_of(config), static, options=options, keep_image=keep_image)
     said = {"error_abs": 0.0} if provenance == "measured" else {"model": "roofline-1"}
     filed = problem_key(kernel, problem)
     store.add_measurement(

@@ -23,7 +23,8 @@ KERNEL = make_kernel()
 
 @pytest.fixture(autouse=True)
 def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.tuning_db.serve.freshness.source_of", fake_render)
+    monkeypatch.setattr("kerngen.render.source_of", fake_render)
+    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@
     artifact            +---- winner             +--- search (a search of this problem that was finished)
                               (derived: deleted and computed anew)
     revocation: what must not count any more     former: what builds and measurements were called in older schemas
+    rendered: which kernel code has the very source of a build
 
 Ids are sha256 of canonical JSON (canonical.digest) of what a row states, so a union of two databases is a merge.
 `build.seal` is the digest of the facts that its id does not cover. Other seals are digests of the whole row
@@ -32,7 +33,7 @@ from sqlalchemy import (
 
 from kerngen.tuning_db.serve.values import OUTCOMES, PROVENANCES, STAGES
 
-SCHEMA = "0003"  # the newest revision in migrations/versions
+SCHEMA = "0004"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database
 
 metadata = MetaData()
@@ -91,6 +92,14 @@ build = Table(
     CheckConstraint("(status = 'ok') = (image_sha IS NOT NULL)", name="image_if_ok"),
     Index("build_by_static", "static_key", "arch"),
     Index("build_by_image", "image_sha"),
+)
+
+rendered = Table(
+    "rendered",
+    metadata,
+    Column("build_id", Text, ForeignKey("build.id"), primary_key=True),  # its source is what is rendered by
+    Column("closure", Text, primary_key=True),  # kernel code with this digest (kerngen/closure.py)
+    _seal(),
 )
 
 problem = Table(

@@ -6,23 +6,23 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import zstandard
-from sqlalchemy import Connection, Engine, Select, Table, and_, delete, exists, or_, select
+from sqlalchemy import Connection, Engine, Select, Table, and_, select
 
 from kerngen.arch import Arch, Device, Target
 from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, nvrtc_version
-from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
-from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.errors import CorruptRecord, DatabaseError, UsageError
+from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.keep import engine as engines
 from kerngen.tuning_db.keep import migrate
 from kerngen.tuning_db.keep import schema as t
+from kerngen.tuning_db.keep.derive import recompute_winners
 from kerngen.tuning_db.keep.rows import (
     ZSTD_LEVEL,
     as_filed,
@@ -42,11 +42,9 @@ from kerngen.tuning_db.keep.rows import (
     search_id_of,
     settled,
     to_json,
-    winner_id_of,
 )
-from kerngen.tuning_db.keep.winners import choose
 from kerngen.tuning_db.serve.canonical import ProblemKey, digest, ids_as_filed
-from kerngen.tuning_db.serve.freshness import is_current, source_sha
+from kerngen.tuning_db.serve.freshness import source_sha
 from kerngen.tuning_db.serve.places import default_path
 from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
 
@@ -132,11 +130,12 @@ class Store:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """All writes of this thread within the context land together, or none. Contexts nest."""
-        with self._writing():
+        with self.writing():
             yield
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[Connection]:
+    def writing(self) -> Iterator[Connection]:
+        """As `transaction`, with its connection."""
         if (connection := getattr(self._local, "connection", None)) is not None:
             yield connection
             return
@@ -150,7 +149,8 @@ class Store:
                 self._local.connection = None
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[Connection]:
+    def reading(self) -> Iterator[Connection]:
+        """A connection to read with: this thread's transaction, if it is in one."""
         if (connection := getattr(self._local, "connection", None)) is not None:
             yield connection
             return
@@ -169,9 +169,9 @@ class Store:
     def _add_sealed(self, connection: Connection, table: Table, row: dict[str, Any]) -> None:
         """Insert `row` unless it is there as it was once written: what was altered since is put right."""
         if not self._add(connection, table, row):
-            there = connection.execute(select(table).where(table.c.id == row["id"])).one()
-            if not is_sealed(table, there):
-                connection.execute(table.update().where(table.c.id == row["id"]).values(row))
+            here = and_(*(c == row[c.name] for c in table.primary_key.columns))
+            if not is_sealed(table, connection.execute(select(table).where(here)).one()):
+                connection.execute(table.update().where(here).values(row))
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -194,17 +194,19 @@ class Store:
         status: str = "ok",
         log: str = "",
         keep_image: bool = True,
+        closure: str | None = None,
     ) -> str:
         """Record one compile and return its id; the same compile again changes nothing.
 
         A failed one has no `image`, names its `arch`, and gives status "compile_failed" with NVRTC's `log`. It is
         replaced if the same build succeeds later. keep_image: store the machine code too, and not its digest alone.
+        closure: of the kernel that `source` was rendered from (`closure_of`), where it was.
         Raises CorruptRecord if the same build is there with another result, DatabaseError if `image` was made from
         another source.
         """
         made = describe_build(image, kernel, source, config, static, arch, options, nvrtc, status, log)
         row = build_row(made)
-        with self._writing() as connection:
+        with self.writing() as connection:
             if not self._add(connection, t.build, row):
                 there = connection.execute(select(t.build).where(t.build.c.id == made.id)).one()
                 if there.status == "compile_failed" and made.status == "ok":
@@ -214,11 +216,34 @@ class Store:
                                         "code from the same source and compiler")  # fmt: skip
             if image is not None and keep_image:
                 self._keep(connection, image)
+            if closure is not None:
+                self.note_rendered([made.id], closure)
         return made.id
+
+    def note_rendered(self, build_ids: Iterable[str], closure: str) -> None:
+        """Note that kernel code whose closure this is renders the very sources of these builds."""
+        with self.writing() as connection:
+            for id in build_ids:
+                row = sealed(t.rendered, {"build_id": id, "closure": closure})
+                self._add_sealed(connection, t.rendered, row)
+
+    def rendered(self, static_key: str, closure: str) -> set[str]:
+        """The builds of these compiled-in fields whose source is rendered by kernel code with this closure."""
+        wanted = (
+            select(t.rendered)
+            .join(t.build, t.rendered.c.build_id == t.build.c.id)
+            .where(t.build.c.static_key == static_key, t.rendered.c.closure == closure)
+        )
+        with self.reading() as connection:
+            rows = connection.execute(wanted).all()
+        for row in rows:
+            if not is_sealed(t.rendered, row):
+                self._warn_once(f"what renders build {row.build_id} does not match its own seal; skipped")
+        return {row.build_id for row in rows if is_sealed(t.rendered, row)}
 
     def keep_image(self, image: Cubin | Ptx) -> None:
         """Store the machine code of a build that is already here."""
-        with self._writing() as connection:
+        with self.writing() as connection:
             self._keep(connection, image)
 
     def _keep(self, connection: Connection, image: Cubin | Ptx) -> None:
@@ -244,13 +269,13 @@ class Store:
         """The cubin build of exactly this, by this machine's NVRTC unless `nvrtc` is given; None if never made."""
         version = nvrtc or nvrtc_version()
         wanted = build_id_of(kernel, arch.nvrtc_target, version, options, config, static, source_sha(source))
-        with self._reading() as connection:
+        with self.reading() as connection:
             row = connection.execute(select(t.build).where(t.build.c.id == wanted)).first()
         return None if row is None else read_build(row, self.where)
 
     def build(self, build_id: str) -> Build:
         """The build with this id. Raises UsageError if there is none, CorruptRecord if it was altered."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             row = connection.execute(select(t.build).where(t.build.c.id == build_id)).first()
         if row is None:
             raise UsageError(f"{self.where}: no build {build_id}")
@@ -259,7 +284,7 @@ class Store:
     def builds(self, static_key: str) -> dict[str, Build]:
         """Every build of these compiled-in fields by id; one that was altered is skipped with a warning."""
         builds: dict[str, Build] = {}
-        with self._reading() as connection:
+        with self.reading() as connection:
             rows = connection.execute(select(t.build).where(t.build.c.static_key == static_key)).all()
         for row in rows:
             try:
@@ -272,7 +297,7 @@ class Store:
         """The machine code of `build`, or None if it was not kept. Raises CorruptRecord if it was altered."""
         if build.image_sha is None:
             return None
-        with self._reading() as connection:
+        with self.reading() as connection:
             row = connection.execute(select(t.artifact).where(t.artifact.c.sha == build.image_sha)).first()
         if row is None:
             return None
@@ -293,7 +318,7 @@ class Store:
     def add_measurements(self, measurements: Sequence[Measurement]) -> list[str]:
         """Record trials in one transaction, in order; returns their ids."""
         ids = []
-        with self._writing() as connection:
+        with self.writing() as connection:
             for given in measurements:
                 m = as_filed(settled(given))
                 d, device = m.device, asdict(m.device)
@@ -352,13 +377,13 @@ class Store:
         ):
             if value is not None:
                 wanted = wanted.where(column == value)
-        with self._reading() as connection:
+        with self.reading() as connection:
             rows = connection.execute(wanted).all()
         return [o for o in (read_measurement(row, self.where) for row in rows) if o is not None]
 
     def wrong_sources(self, static_key: str) -> set[str]:
         """source_sha of the builds that ever gave a wrong result for these compiled-in fields, on any device."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             wrong = connection.execute(
                 select(t.build.c.source_sha, t.measurement.c.id)
                 .join(t.measurement, t.measurement.c.build_id == t.build.c.id)
@@ -371,7 +396,7 @@ class Store:
 
     def close_search(self, search: str, problem: ProblemKey, summary: dict[str, Any]) -> None:
         """Note that a search of `problem` was finished. search: digest of everything that decides how it goes."""
-        with self._writing() as connection:
+        with self.writing() as connection:
             problem_id = self._add_problem(connection, problem)
             row = {"id": search_id_of(search, problem_id), "search": search, "problem_id": problem_id,
                    "summary": to_json(summary)}  # fmt: skip
@@ -382,7 +407,7 @@ class Store:
 
         A row that was altered is skipped with a warning that names it: its search is done again.
         """
-        with self._reading() as connection:
+        with self.reading() as connection:
             rows = connection.execute(select(t.search).where(t.search.c.search == search)).all()
         read = {row.problem_id: read_search(row, self.where) for row in rows}
         return {id: summary for id, summary in read.items() if summary is not None}
@@ -395,7 +420,7 @@ class Store:
         Winners that rest on it are not served from now on; `recompute_winners` finds others.
         """
         row = {"id": revocation_id_of(subject_id, reason), "subject_id": subject_id, "reason": reason, "at": now()}
-        with self._writing() as connection:
+        with self.writing() as connection:
             self._add_sealed(connection, t.revocation, sealed(t.revocation, row))
 
     def revoked(self) -> dict[str, str]:
@@ -404,7 +429,7 @@ class Store:
         One that was altered is named in a warning, and what it names counts as revoked all the same: that is the safe
         side, for the next candidate is asked.
         """
-        with self._reading() as connection:
+        with self.reading() as connection:
             rows = connection.execute(select(t.revocation)).all()
             for row in rows:
                 if not is_sealed(t.revocation, row):
@@ -415,7 +440,7 @@ class Store:
 
     def renamed(self, ids: Collection[str]) -> set[str]:
         """What those of `ids` that are names of an older schema are called here now."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             return set(self._former(connection, ids).values())
 
     def _former(self, connection: Connection, ids: Collection[str]) -> dict[str, str]:
@@ -434,53 +459,10 @@ class Store:
     def recompute_winners(self, kernel: Kernel | str, static_key: str, target: Target) -> list[Winner]:
         """Choose anew, by the policy of winners.py, at every tuned point of these compiled-in fields on `target`.
 
-        Replaces what was chosen before, in one transaction. Returns the winners, without cubins.
+        Replaces what was chosen before, in one transaction. Returns the winners, without cubins. What must be rendered
+        is rendered before that transaction, unless this is called within one.
         """
-        loaded, arch, device = _load(kernel), target.arch.name, target.device
-        name = kernel if isinstance(kernel, str) else kernel.name
-        where = and_(t.winner.c.static_key == static_key, t.winner.c.arch == arch, _same_device(device))
-        with self._writing() as connection:
-            rows = self.measurements(name, static_key=static_key, arch=arch, device=device)
-            builds, wrong = self.builds(static_key), self.wrong_sources(static_key)
-            revoked = self.revoked().keys()
-            current: dict[str, bool] = {}
-            points: dict[str, list[Observation]] = {}
-            for o in rows:
-                points.setdefault(o.measurement.problem.id, []).append(o)
-            chosen = []
-            for observations in points.values():
-                problem = _problem(loaded, observations)
-
-                def fresh(build: Build, problem: Any = problem) -> bool:
-                    if build.id not in current:
-                        current[build.id] = loaded is None or problem is None or is_current(loaded, problem, build)
-                    return current[build.id]
-
-                default = _default_config(loaded, problem, target)
-                choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
-                                is_current=fresh)  # fmt: skip
-                if choice is not None:
-                    key = observations[0].measurement.problem
-                    typical = next(o for o in observations if o.id == choice.measurement_id)
-                    chosen.append({
-                        "id": winner_id_of(key, arch, device), "kernel": name, "static_key": static_key,
-                        "cell": key.cell, "problem_id": key.id, "arch": arch,
-                        "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
-                        "measurement_id": choice.measurement_id, "provenance": choice.provenance,
-                        "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
-                        "why": to_json(choice.why),
-                    })  # fmt: skip
-            chosen = self._sealed_winners(connection, chosen)
-            ids = [row["id"] for row in chosen]
-            connection.execute(delete(t.winner).where(or_(where, t.winner.c.id.in_(ids))))
-            if chosen:
-                connection.execute(t.winner.insert(), chosen)
-            return [w for w in self.winners(name, arch=arch, static_key=static_key) if w.id in ids]
-
-    def _sealed_winners(self, connection: Connection, chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        m, ids = t.measurement.c, [row["measurement_id"] for row in chosen]
-        fields = {r.id: r.fields for r in connection.execute(select(m.id, m.fields).where(m.id.in_(ids)))}
-        return [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in chosen]
+        return recompute_winners(self, kernel, static_key, target)
 
     def winners(
         self,
@@ -503,13 +485,13 @@ class Store:
         ):
             if value is not None:
                 wanted = wanted.where(column == value)
-        with self._reading() as connection:
+        with self.reading() as connection:
             rows = connection.execute(wanted).all()
         return sorted((w for w in (read_winner(row, self.where) for row in rows) if w is not None), key=_by_problem)
 
     def winner(self, id_or_prefix: str) -> Winner:
         """The winner whose id starts like this. Raises UsageError unless there is exactly one."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             like = t.winner.c.id.startswith(id_or_prefix, autoescape=True)
             rows = connection.execute(_WINNERS.where(like).limit(2)).all()
         found = [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
@@ -533,33 +515,3 @@ def _by_problem(w: Winner) -> tuple[Any, ...]:
     p, d = w.problem, w.device
     dynamic = -1 if p.dynamic is None else p.dynamic
     return (p.kernel, to_json(p.static), to_json(p.runtime), dynamic, w.arch.name, d.name, d.num_sms)
-
-
-def _same_device(device: Device) -> Any:
-    same = and_(t.device.c.name == device.name, t.device.c.num_sms == device.num_sms)
-    return exists().where(and_(t.device.c.id == t.winner.c.device_id, same))
-
-
-def _load(kernel: Kernel | str) -> Kernel | None:
-    if not isinstance(kernel, str):
-        return kernel
-    try:
-        return find_kernel(kernel)
-    except UnknownName:
-        return None  # another installation's kernel: its records are kept and ranked all the same
-
-
-def _problem(kernel: Kernel | None, observations: Sequence[Observation]) -> Any:
-    """The Problem that was tuned, or None where this kernel no longer has such a one."""
-    if kernel is None:
-        return None
-    try:
-        return kernel.problem_type(**observations[0].measurement.problem.fields)
-    except Exception:  # whatever an older Problem's fields do to the newer class
-        return None
-
-
-def _default_config(kernel: Kernel | None, problem: Any, target: Target) -> dict[str, Any] | None:
-    if kernel is None or problem is None or kernel.why_unsupported(problem, target) is not None:
-        return None
-    return fields_of(kernel.default_config(problem, target))

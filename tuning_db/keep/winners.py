@@ -2,7 +2,8 @@
 
 1. What never wins: a trial that did not end well; a build or measurement that was revoked; a build whose source
    ever gave a wrong result for these compiled-in fields, on any device; a build whose latest launch here failed.
-2. What is current beats what is stale: a build of a source that the kernel no longer renders wins only alone.
+2. What is current beats what is stale: a build of a source that the kernel no longer renders, or with options that
+   nobody compiles with any more, wins only alone.
 3. Measured beats predicted. Among predictions only the newest cost model's count.
 4. Finalists, timed again together, beat single trials.
 5. A build's time is the median of its medians. Builds within the noise of the fastest are equal, and the first of
@@ -64,7 +65,7 @@ def choose(
 
     builds: by id, of every observation that has one. wrong_sources: source_sha of builds found wrong anywhere.
     revoked: ids of builds and measurements. default: the default configuration's fields.
-    is_current: asked for the fastest builds only, since it renders.
+    is_current: asked for the fastest builds only, since it may render.
     """
     refused = Counter(o.measurement.outcome for o in observations if o.measurement.outcome != "ok")
     ranked = rank(observations, builds, wrong_sources=wrong_sources, revoked=revoked)

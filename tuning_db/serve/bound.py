@@ -21,14 +21,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kerngen import closure
 from kerngen.arch import Target
 from kerngen.compile import Cubin
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.templates.kernel import Kernel, describe
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates, problem_key
-from kerngen.tuning_db.serve.freshness import is_current
+from kerngen.tuning_db.serve.freshness import Freshness
 from kerngen.tuning_db.serve.source import Source
-from kerngen.tuning_db.serve.values import Winner
+from kerngen.tuning_db.serve.values import Build, Winner
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,9 @@ class Bound:
     def __init__(self, stores: Sequence[Source], kernel: Kernel, problem: Any, target: Target) -> None:
         self.kernel, self.target = kernel, target
         self._cells: dict[tuple[Any, ...], list[_Line]] = {}
-        self._current: dict[tuple[str, ...], bool] = {}
-        found = list(_read(stores, kernel, problem, target))
+        self._static_key = problem_key(kernel, problem).static_key
+        self._fresh: dict[str, Freshness] = {}  # by store, whose builds alone it knows
+        found = list(_read(stores, kernel, self._static_key, target))
         self._revoked = _revoked(stores) if found else set()
         for cell, line in _ordered(found, kernel, target):
             self._cells.setdefault(cell, []).append(line)
@@ -118,10 +120,7 @@ class Bound:
         try:
             build = point.store.build(w.build_id)
             point.config = self.kernel.config_type(**build.config)
-            key = (build.source_sha, describe(point.config))
-            if key not in self._current:
-                self._current[key] = is_current(self.kernel, problem, build)
-            stale = not self._current[key]
+            stale = not self._is_current(point.store, problem, build)
             if not stale:
                 image = point.store.image(build)
                 cubin = image if isinstance(image, Cubin) else None
@@ -137,15 +136,20 @@ class Bound:
             w, config=build.config, cubin=cubin, stale=stale, source=f"{point.store.name}: {how}"
         )  # fmt: skip
 
+    def _is_current(self, store: Source, problem: Any, build: Build) -> bool:
+        if (fresh := self._fresh.get(store.where)) is None:
+            known = store.rendered(self._static_key, closure.closure_of(self.kernel))
+            fresh = self._fresh[store.where] = Freshness(self.kernel, known)
+        return fresh.is_current(problem, build)
+
 
 def _here(point: _Point, kernel: Kernel) -> str:
     return f"{point.store.where}: winner {point.winner.id[:16]} for {kernel.name}"
 
 
 def _read(
-    stores: Sequence[Source], kernel: Kernel, problem: Any, target: Target
+    stores: Sequence[Source], kernel: Kernel, static_key: str, target: Target
 ) -> Iterator[tuple[Source, list[Winner]]]:
-    static_key = problem_key(kernel, problem).static_key
     for store in stores:
         try:
             winners = store.winners(kernel.name, arch=target.arch, static_key=static_key)

@@ -36,6 +36,9 @@ class Source(Protocol):
     def image(self, build: Build) -> Cubin | Ptx | None:
         """Its machine code, None if that was not kept. Raises CorruptRecord if it was altered."""
 
+    def rendered(self, static_key: str, closure: str) -> set[str]:
+        """The builds of these compiled-in fields whose source is rendered by kernel code with this closure."""
+
     def revoked(self) -> dict[str, str]:
         """Ids of builds and measurements that must not count, each with the reason."""
 

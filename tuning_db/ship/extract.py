@@ -82,11 +82,13 @@ def _rows(store: Store, table: Table, column: str, values: Sequence[str]) -> Ite
 
 
 def _copy_what_no_key_names(stores: Sequence[Store], to: Connection) -> None:
-    """Images, former ids and revocations: they may lie in any store, or in none."""
+    """Images, what renders a build, former ids and revocations: they may lie in any store, or in none."""
+    builds = [id for (id,) in to.execute(select(t.build.c.id))]
     images = [sha for (sha,) in to.execute(select(t.build.c.image_sha)) if sha is not None]
     subjects = [id for column in (t.build.c.id, t.measurement.c.id) for (id,) in to.execute(select(column))]
     for store in stores:
         _copy(store, to, t.artifact, images)
+        _insert(to, t.rendered, _rows(store, t.rendered, "build_id", builds))
         _insert(to, t.former, _rows(store, t.former, "id", subjects))
     subjects += [was for (was,) in to.execute(select(t.former.c.was))]
     for store in stores:

@@ -1,0 +1,143 @@
+"""Winners out of what a database holds. The policy is in winners.py; here is what it is asked about, and when.
+
+Whether a build is current may have to be rendered, and choosing reads all trials: neither is done while others wait for
+the write lock. What was chosen is written if nothing that it rests on has changed meanwhile, else it is chosen again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, and_, delete, exists, or_, select
+
+from kerngen import closure
+from kerngen.arch import Device, Target
+from kerngen.errors import UnknownName
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning_db.keep import schema as t
+from kerngen.tuning_db.keep.rows import sealed, to_json, winner_id_of
+from kerngen.tuning_db.keep.winners import choose
+from kerngen.tuning_db.serve.canonical import digest
+from kerngen.tuning_db.serve.freshness import Freshness
+from kerngen.tuning_db.serve.values import Build, Observation, Winner
+
+if TYPE_CHECKING:
+    from kerngen.tuning_db.keep.store import Store
+
+_PATIENCE = 3  # times that others may come in between, before they have to wait
+
+
+def recompute_winners(store: Store, kernel: Kernel | str, static_key: str, target: Target) -> list[Winner]:
+    """As Store.recompute_winners."""
+    derived = _Derivation(store, kernel, static_key, target)
+    for _ in range(_PATIENCE):
+        with store.reading() as connection:
+            seen = _state(connection, static_key)
+        derived.choose()
+        with store.writing() as connection:
+            if _state(connection, static_key) == seen:
+                return derived.write(connection)
+    with store.writing() as connection:
+        derived.choose()
+        return derived.write(connection)
+
+
+def _state(connection: Connection, static_key: str) -> tuple[set[Any], ...]:
+    """What choosing rests on, by name: another state may give another choice."""
+    m, b, p = t.measurement.c, t.build.c, t.problem.c
+    trials = select(m.id).join(t.problem, m.problem_id == p.id).where(p.static_key == static_key)
+    builds = select(b.id, b.status).where(b.static_key == static_key)
+    revocations = select(t.revocation.c.id)
+    return tuple({tuple(row) for row in connection.execute(wanted)} for wanted in (trials, builds, revocations))
+
+
+class _Derivation:
+    """The winners of one static problem on one board. `choose` may render; `write` does not."""
+
+    def __init__(self, store: Store, kernel: Kernel | str, static_key: str, target: Target) -> None:
+        self.store, self.static_key, self.target = store, static_key, target
+        self.kernel, self.name = _load(kernel), kernel if isinstance(kernel, str) else kernel.name
+        self.closure = "" if self.kernel is None else closure.closure_of(self.kernel)
+        self.freshness: Freshness | None = None
+        self.chosen: list[dict[str, Any]] = []
+
+    def choose(self) -> None:
+        store, target, arch = self.store, self.target, self.target.arch.name
+        rows = store.measurements(self.name, static_key=self.static_key, arch=arch, device=target.device)
+        builds, wrong = store.builds(self.static_key), store.wrong_sources(self.static_key)
+        revoked = store.revoked().keys()
+        if self.kernel is not None and self.freshness is None:
+            self.freshness = Freshness(self.kernel, store.rendered(self.static_key, self.closure), builds.values())
+        points: dict[str, list[Observation]] = {}
+        for o in rows:
+            points.setdefault(o.measurement.problem.id, []).append(o)
+        self.chosen = []
+        for observations in points.values():
+            problem = _problem(self.kernel, observations)
+
+            def current(build: Build, problem: Any = problem) -> bool:
+                return self.freshness is None or problem is None or self.freshness.is_current(problem, build)
+
+            default = _default_config(self.kernel, problem, target)
+            choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
+                            is_current=current)  # fmt: skip
+            if choice is not None:
+                key = observations[0].measurement.problem
+                typical = next(o for o in observations if o.id == choice.measurement_id)
+                self.chosen.append({
+                    "id": winner_id_of(key, arch, target.device), "kernel": self.name, "static_key": self.static_key,
+                    "cell": key.cell, "problem_id": key.id, "arch": arch,
+                    "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
+                    "measurement_id": choice.measurement_id, "provenance": choice.provenance,
+                    "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
+                    "why": to_json(choice.why),
+                })  # fmt: skip
+
+    def write(self, connection: Connection) -> list[Winner]:
+        known = self.kernel is not None and closure.closure_of(self.kernel) == self.closure  # no file changed meanwhile
+        if known and self.freshness is not None and self.freshness.found:
+            self.store.note_rendered(self.freshness.found, self.closure)
+        arch, ids = self.target.arch.name, [row["id"] for row in self.chosen]
+        here = and_(t.winner.c.static_key == self.static_key, t.winner.c.arch == arch, _is_of(self.target.device))
+        connection.execute(delete(t.winner).where(or_(here, t.winner.c.id.in_(ids))))
+        if self.chosen:
+            m = t.measurement.c
+            wanted = select(m.id, m.fields).where(m.id.in_([row["measurement_id"] for row in self.chosen]))
+            fields = {row.id: row.fields for row in connection.execute(wanted)}
+            rows = [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in self.chosen]
+            connection.execute(t.winner.insert(), rows)
+        winners = self.store.winners(self.name, arch=arch, static_key=self.static_key)
+        return [w for w in winners if w.id in ids]
+
+
+def _is_of(device: Device) -> Any:
+    same = and_(t.device.c.name == device.name, t.device.c.num_sms == device.num_sms)
+    return exists().where(and_(t.device.c.id == t.winner.c.device_id, same))
+
+
+def _load(kernel: Kernel | str) -> Kernel | None:
+    if not isinstance(kernel, str):
+        return kernel
+    try:
+        return find_kernel(kernel)
+    except UnknownName:
+        return None  # another installation's kernel: its records are kept and ranked all the same
+
+
+def _problem(kernel: Kernel | None, observations: Sequence[Observation]) -> Any:
+    """The Problem that was tuned, or None where this kernel no longer has such a one."""
+    if kernel is None:
+        return None
+    try:
+        return kernel.problem_type(**observations[0].measurement.problem.fields)
+    except Exception:  # whatever an older Problem's fields do to the newer class
+        return None
+
+
+def _default_config(kernel: Kernel | None, problem: Any, target: Target) -> dict[str, Any] | None:
+    if kernel is None or problem is None or kernel.why_unsupported(problem, target) is not None:
+        return None
+    return fields_of(kernel.default_config(problem, target))

@@ -116,6 +116,7 @@ def test_a_row_without_a_seal_matches_nothing(store: Store, path: Path) -> None:
         "summary = '{'",
         "summary = '[[]]'",
         "summary = CAST(x'ff' AS TEXT)",
+        "summary = x'00'",
         "problem_id = (SELECT id FROM problem WHERE dynamic = 128)",
         "seal = ''",
     ],
@@ -144,12 +145,23 @@ def test_an_altered_revocation_counts_all_the_same(store: Store, path: Path, cap
     assert ask([store], KERNEL) is None
     assert "its own seal" not in caplog.text
     (id,) = rows(path, "SELECT id FROM revocation")[0]
-    for change in ("reason = 'never mind'", "at = ''"):
+    for change in ("reason = 'never mind'", "at = ''", "reason = x'00'", "seal = x'00'"):
         damage(path, f"UPDATE revocation SET {change}")
         assert ask([store], KERNEL) is None
     assert caplog.text.count(f"revocation {id} does not match its own seal") == 1
     store.revoke(found.build_id, "hangs")
     assert store.revoked() == {found.build_id: "hangs"}
+
+
+@pytest.mark.parametrize("value", ["CAST(x'ff' AS TEXT)", "x'00'", "7"])
+def test_a_revocation_of_what_is_no_name_does_not_raise(store: Store, path: Path, value: str) -> None:
+    found = ask([store], KERNEL)
+    assert found is not None
+    store.revoke("0" * 64, "hangs")
+    damage(path, f"UPDATE revocation SET subject_id = {value}")
+    assert ask([store], KERNEL) == found
+    store.revoke(found.build_id, "hangs")
+    assert ask([store], KERNEL) is None
 
 
 # ---- former names
@@ -163,9 +175,11 @@ def test_an_altered_former_name_leads_nowhere(store: Store, path: Path, caplog: 
         c.execute("INSERT INTO former VALUES (?, ?, ?)", (*row.values(), seal_of("former", row)))
     store.revoke(row["was"], "hangs")
     assert ask([store], KERNEL) is None
-    damage(path, "UPDATE former SET id = (SELECT id FROM build WHERE id <> former.id LIMIT 1)")
-    assert store.renamed([row["was"]]) == set()
-    assert store.revoked() == {row["was"]: "hangs"}
+    for other in ("(SELECT id FROM build WHERE id <> former.id LIMIT 1)", "x'00'"):
+        damage(path, f"UPDATE former SET id = {other}")
+        assert store.renamed([row["was"]]) == set()
+        assert store.revoked() == {row["was"]: "hangs"}
+        assert ask([store], KERNEL) == found
     assert caplog.text.count(f"what {row['was']} is called now does not match its own seal") == 1
 
 

@@ -444,10 +444,9 @@ class Store:
             return set(self._former(connection, ids).values())
 
     def _former(self, connection: Connection, ids: Collection[str]) -> dict[str, str]:
-        if not ids:
-            return {}
-        names = {}
-        for row in connection.execute(select(t.former).where(t.former.c.was.in_(list(ids)))):
+        names: dict[str, str] = {}
+        asked = [id for id in ids if isinstance(id, str) and id.isascii()]  # what else a damaged row may name
+        for row in connection.execute(select(t.former).where(t.former.c.was.in_(asked))) if asked else ():
             if is_sealed(t.former, row):
                 names[row.was] = row.id
             else:

@@ -168,7 +168,10 @@ def _revoked(stores: Sequence[Source]) -> set[str]:
         except DatabaseError as e:
             log.warning("%s; looking on without it", e)
     for store in stores if revoked else ():
-        revoked |= store.renamed(revoked)
+        try:
+            revoked |= store.renamed(revoked)
+        except DatabaseError as e:
+            log.warning("%s; looking on without it", e)
     return revoked
 
 

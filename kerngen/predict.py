@@ -117,6 +117,53 @@ class Prediction:
         )
 
 
+class Outlook:
+    """The cost model on one problem: what depends on that alone is asked once, and launches that are equal in all that
+    counts are timed once, whichever configurations they belong to.
+    """
+
+    def __init__(self, kernel: Kernel, problem: Any, target: Target) -> None:
+        self._kernel, self._problem, self._target = kernel, problem, target
+        self._cost = kernel.cost(problem)
+        self._timed: dict[tuple[Launch, Traffic, Resources | None, int | None], tuple[float, str, Occupancy]] = {}
+
+    def predict(
+        self, config: Any, resources: Mapping[str, Resources] | None = None, *, registers: int | None = None
+    ) -> Prediction:
+        """See `predict`."""
+        kernel, problem, target, cost = self._kernel, self._problem, self._target, self._cost
+        launches = kernel.launches(problem, config, target)
+        workspace = kernel.workspace_bytes(problem, config, target)
+        traffic = kernel.traffic(problem, config, target)
+        predictions = []
+        for i, launch in enumerate(launches):
+            given = resources.get(launch.entry) if resources is not None else None
+            moved = (
+                traffic[i] if traffic is not None and i < len(traffic) else
+                _main_traffic(config, target.arch, cost.bytes, cost.flops, launch) if i == 0 else Traffic(0, 0)
+            )  # fmt: skip
+            if traffic is None or i >= len(traffic):
+                moved = _with_workspace(moved, workspace, target.device.l2_bytes)
+            key = launch, moved, given, registers
+            if key not in self._timed:
+                self._timed[key] = _launch_us(launch, moved, target, given, registers)
+            us, bound, fit = self._timed[key]
+            if workspace and len(launches) == 1:
+                us += GRID_SYNC_US
+            threads, blocks = prod(launch.block), prod(launch.grid)
+            spill = given.spill_store_bytes + given.spill_load_bytes if given else 0
+            predictions.append(
+                LaunchPrediction(
+                    launch.entry, us, bound, blocks, fit.blocks_per_sm, fit.limit,
+                    blocks / (target.device.num_sms * max(fit.blocks_per_sm, 1)),
+                    given.registers if given else registers or REGISTERS_LEAST,
+                    launch.smem_bytes + (given.static_smem_bytes if given else 0),
+                    spill * threads * blocks,
+                )
+            )  # fmt: skip
+        return Prediction(sum(p.latency_us for p in predictions), tuple(predictions), cost.bytes, cost.flops)
+
+
 def predict(
     kernel: Kernel,
     problem: Any,
@@ -132,34 +179,7 @@ def predict(
     `registers` per thread are assumed, or, where that is None too, as few as there can be, which makes the
     answer a lower bound of the prediction that the compiled kernel will get.
     """
-    launches = kernel.launches(problem, config, target)
-    cost = kernel.cost(problem)
-    workspace = kernel.workspace_bytes(problem, config, target)
-    traffic = kernel.traffic(problem, config, target)
-    predictions = []
-    for i, launch in enumerate(launches):
-        given = resources.get(launch.entry) if resources is not None else None
-        moved = (
-            traffic[i] if traffic is not None and i < len(traffic) else
-            _main_traffic(config, target.arch, cost.bytes, cost.flops, launch) if i == 0 else Traffic(0, 0)
-        )  # fmt: skip
-        if traffic is None or i >= len(traffic):
-            moved = _with_workspace(moved, workspace, target.device.l2_bytes)
-        us, bound, fit = _launch_us(launch, moved, target, given, registers)
-        if workspace and len(launches) == 1:
-            us += GRID_SYNC_US
-        threads, blocks = prod(launch.block), prod(launch.grid)
-        spill = given.spill_store_bytes + given.spill_load_bytes if given else 0
-        predictions.append(
-            LaunchPrediction(
-                launch.entry, us, bound, blocks, fit.blocks_per_sm, fit.limit,
-                blocks / (target.device.num_sms * max(fit.blocks_per_sm, 1)),
-                given.registers if given else registers or REGISTERS_LEAST,
-                launch.smem_bytes + (given.static_smem_bytes if given else 0),
-                spill * threads * blocks,
-            )
-        )  # fmt: skip
-    return Prediction(sum(p.latency_us for p in predictions), tuple(predictions), cost.bytes, cost.flops)
+    return Outlook(kernel, problem, target).predict(config, resources, registers=registers)
 
 
 def _main_traffic(config: Any, arch: Arch, num_bytes: int, flops: int, launch: Launch) -> Traffic:

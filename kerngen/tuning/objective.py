@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kerngen.arch import Target
 from kerngen.predict import MODEL, predict
 from kerngen.templates.kernel import Kernel
-from kerngen.tuning.plan import lower_bound_us
+from kerngen.tuning.plan import lower_bounds
 
 if TYPE_CHECKING:
     from kerngen.gpu import GpuLock
@@ -122,9 +122,13 @@ class Predicted:
         self.target = target
         self.say: Callable[[str], None] = _unsaid
         self.row: Mapping[str, Any] = {"model": MODEL}
+        self._asked: tuple[Kernel, Any] | None = None  # whose bounds are at hand: a search asks about all it has left
+        self._bounds: Callable[[Any], float] = lambda config: 0.0
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
-        return lower_bound_us(kernel, problem, config, self.target) < best_us
+        if self._asked != (kernel, problem):
+            self._asked, self._bounds = (kernel, problem), lower_bounds(kernel, problem, self.target)
+        return self._bounds(config) < best_us
 
     def answer(self, trial: Trial, rows: Sequence[Measurement]) -> Outcome | None:
         """A row answers if it says what the model says today: that sees more than the build, and costs nothing."""

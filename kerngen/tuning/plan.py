@@ -11,37 +11,49 @@ from typing import TYPE_CHECKING, Any
 from kerngen.arch import Target
 from kerngen.compile import compile_cubin
 from kerngen.errors import ConfigRefused
-from kerngen.predict import predict
+from kerngen.predict import Outlook, predict
 from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, static_fields
 from kerngen.tuning.space import Candidates, candidates
+from kerngen.tuning.watched import Remembered
 
 if TYPE_CHECKING:
     from kerngen.workload import Item
 
 ROW_BYTES, IMAGE_BYTES = 2_000, 12_000  # of a database: a trial's row and build, a winner's compressed cubin
 RANKED_OF_A_LINE = 3  # problems that differ in tokens or batch alone try much the same: a plan ranks a few of them
+RANKED_OF_A_SPACE = 512  # configurations: enough for an estimate of how many of the best share a source
 PHASES = ("decode", "verify", "draft", "prefill")  # of a workload, the one that a model spends its time in first
 GUESSED_REGISTERS = 96  # per thread, before any kernel of the problem was compiled
 
 
 def rank(
-    kernel: Kernel,
-    problem: Any,
-    target: Target,
-    configs: Iterable[Any],
-    registers: int = GUESSED_REGISTERS,
+    kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any], registers: int = GUESSED_REGISTERS
 ) -> list[tuple[float, Any]]:
     """(pre-predicted microseconds, config), fastest first; equals stay in the order given."""
-    timed = [(predict(kernel, problem, c, target, registers=registers).latency_us, i, c) for i, c in enumerate(configs)]
+    us = _times(kernel, problem, target, registers)
+    timed = [(us(c), i, c) for i, c in enumerate(configs)]
     timed.sort(key=lambda t: t[:2])
     return [(us, c) for us, _, c in timed]
 
 
+def lower_bounds(kernel: Kernel, problem: Any, target: Target) -> Remembered[float]:
+    """What no compiled kernel of a configuration can be predicted to beat, by configuration: the fewest registers, no
+    spills.
+    """
+    return _times(kernel, problem, target, None)
+
+
 def lower_bound_us(kernel: Kernel, problem: Any, config: Any, target: Target) -> float:
-    """What no compiled kernel of `config` can be predicted to beat: the fewest registers, no spills."""
+    """The lower bound of one."""
     return predict(kernel, problem, config, target).latency_us
+
+
+def _times(kernel: Kernel, problem: Any, target: Target, registers: int | None) -> Remembered[float]:
+    """A problem's pre-predicted microseconds: configurations that differ in what the model does not see cost one."""
+    outlook = Outlook(kernel, problem, target)
+    return Remembered(kernel.config_type, lambda c: outlook.predict(c, registers=registers).latency_us)
 
 
 def urgency(item: Item, kernel: Kernel, default: Any, target: Target) -> tuple[int, int, float]:
@@ -157,7 +169,8 @@ def _likely_sources(kernel: Kernel, rows: list[tuple[Any, Candidates]], target: 
         last = len(line) - 1
         for i in sorted({round(last * k / (RANKED_OF_A_LINE - 1)) for k in range(RANKED_OF_A_LINE)}):
             problem, c = line[i]
-            likely = dict.fromkeys([c.default, *(x for _, x in rank(kernel, problem, target, c.valid))])
+            some = c.valid[:: -(-len(c.valid) // RANKED_OF_A_SPACE) or 1]
+            likely = dict.fromkeys([c.default, *(x for _, x in rank(kernel, problem, target, some))])
             sources |= {render(kernel, problem, x, target) for x in list(likely)[:trials]}
     return sources
 

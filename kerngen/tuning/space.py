@@ -174,12 +174,12 @@ def enumerated(kernel: Kernel, problem: Any, target: Target) -> Enumeration:
 
 
 def _sorted_out(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted:
-    """One body's points, kept by its sources and by the fields of the problem that decided.
+    """One body's points, kept by the kernel as it is loaded now and by the fields of the problem that decided.
 
     Two problems that agree in those get one answer: the many of a workload that differ only in tokens cost one
     enumeration of most bodies.
     """
-    seen = _known.setdefault((kernel.folder_digest, target, tuple(part.items())), [])
+    seen = _known.setdefault((kernel.name, kernel.config_type, target, tuple(part.items())), [])
     for read, answer in seen:
         if all(getattr(problem, k) == v for k, v in read.items()):
             return answer

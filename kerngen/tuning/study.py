@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.objective import Objective, Outcome
-from kerngen.tuning.plan import rank
+from kerngen.tuning.ranking import Ranked, Ranker, ranked
 from kerngen.tuning.space import Candidates, on_grid
 
 if TYPE_CHECKING:
@@ -38,16 +38,22 @@ class Search:
         *,
         trials: int,
         seed: int,
+        ranker: Ranker | None = None,
         sampler: Callable[[Search, int], optuna.samplers.BaseSampler] | None = None,
     ) -> None:
-        """sampler: makes Optuna's, of this search and its seed, when the first proposal is due; None for TPE."""
+        """ranker: ranks in a process of its own, from when the default is told; without it, here, when first needed.
+        sampler: makes Optuna's, of this search and its seed, when the first proposal is due; None for TPE.
+        """
         self.kernel, self.problem, self.target = kernel, problem, objective.target
         self.candidates, self.objective, self.trials = candidates, objective, trials
         self.outcomes: dict[Any, Outcome] = {}  # in the order asked
         self.refused: dict[Any, Outcome] = {}  # what the sampler proposed and why_invalid refused
         self._seed, self._sampler = seed, sampler
         self._first: deque[Any] = deque([candidates.default])
-        self._ranked: list[Any] | None = None
+        self._ranker = ranker
+        self._ranking: Callable[[], Ranked] | None = None  # under way
+        self._space: Ranked | None = None  # of the ranking: how many are valid
+        self._ranked: list[Any] = []  # what is left of it, the best last
         self._study: optuna.Study | None = None
         self._open: dict[Any, optuna.trial.Trial | None] = {}
         self._closed = False
@@ -71,8 +77,8 @@ class Search:
         if self._closed:
             return len(self._open)
         left = self.trials - len(self.outcomes)
-        if self._ranked is not None and self.candidates.complete:
-            left = min(left, len(self.candidates.valid) + 1 - len(self.outcomes))
+        if self._space is not None and self._space.complete:
+            left = min(left, self._space.num_valid + 1 - len(self.outcomes))
         return max(left, 0)
 
     def suggest(self, configs: Iterable[Any]) -> None:
@@ -98,6 +104,8 @@ class Search:
     def tell(self, config: Any, outcome: Outcome) -> None:
         """Record what became of a configuration that `ask` gave."""
         self.outcomes[config] = outcome
+        if self._ranker is not None and self._ranking is None and self.trials > 1:
+            self._ranking = self._ranker.submit(*self._to_rank())
         trial = self._open.pop(config, None)
         if trial is not None:
             self._tell_optuna(trial, outcome)
@@ -114,39 +122,30 @@ class Search:
             config = self._first.popleft()
             if config not in self.outcomes and config not in asked:
                 return self._opened(config)
-        if self._ranked is None:
-            self._ranked = self._rank()
+        if self._space is None:
+            self._space = ranked(*self._to_rank()) if self._ranking is None else self._ranking()
+            self._ranked = list(self._space.configs[::-1])
         while self._ranked:
             config = self._ranked.pop()
             if config in self.outcomes or config in asked:
                 continue
             if self.objective.can_win(self.kernel, self.problem, config, self.best_us):
                 return self._opened(config)
-        return None if self._is_exhausted(asked) else self._sampled(asked)
+        return None if self._is_exhausted(self._space, asked) else self._sampled(asked)
 
-    @property
-    def _is_exact(self) -> bool:
-        return self.candidates.complete and not self.objective.sampler_share
-
-    def _is_exhausted(self, asked: list[Any]) -> bool:
+    def _is_exhausted(self, space: Ranked, asked: list[Any]) -> bool:
         """With the ranked candidates gone: nothing is left, or nothing that is left can win."""
-        every = len(self.outcomes) + len(asked) >= len(self.candidates.valid)
-        return self._is_exact or (self.candidates.complete and every)
+        every = len(self.outcomes) + len(asked) >= space.num_valid
+        return space.complete and (every or not self.objective.sampler_share)
 
-    def _rank(self) -> list[Any]:
-        """The candidates, best by pre-prediction last, as many as leave the sampler its share of the trials."""
+    def _to_rank(self) -> tuple[Candidates, int, int, float]:
+        """What `ranked` is asked."""
         registers = max((o.registers for o in self.outcomes.values()), default=0)
-        given = {"registers": registers} if registers else {}
-        order = rank(self.kernel, self.problem, self.target, self.candidates.valid, **given)
-        ranked = [c for _, c in order]
-        share = self.objective.sampler_share
-        if share and len(self.candidates.valid) > self.trials:
-            ranked = ranked[: int(self.trials * (1 - share))]
-        return ranked[::-1]
+        return self.candidates, registers, self.trials, self.objective.sampler_share
 
     def _opened(self, config: Any) -> Any:
         """`config`, known to Optuna as a running trial if its values are on the grid."""
-        if self._is_exact:
+        if not self.objective.sampler_share and (self._space is None or self._space.complete):
             self._open[config] = None  # there is no sampler that could learn from it
         elif (part := on_grid(self.candidates.space, config)) is not None:
             self._optuna().enqueue_trial(self._indices(part, config))

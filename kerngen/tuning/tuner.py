@@ -27,6 +27,7 @@ from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
 from kerngen.tuning.ledger import Ledger
 from kerngen.tuning.objective import Objective, Outcome
 from kerngen.tuning.plan import urgency
+from kerngen.tuning.ranking import Ranker
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning.space import candidates
 from kerngen.tuning.study import Search
@@ -85,6 +86,7 @@ class Tuner:
         self._left = 0
         self._compiled: set[str] = set()  # sources that were not in the cache
         objective.say = self._tick
+        self._ranker = Ranker() if objective.takes_time else None  # whose GPU would wait
 
     # -- the run
 
@@ -101,6 +103,8 @@ class Tuner:
         except KeyboardInterrupt:  # what is known by now is worth its winners
             self.report.interrupted = True
         finally:
+            if self._ranker is not None:
+                self._ranker.close()
             self.ledger.flush()
         self._conclude(tasks)
         self.report.num_compiled = len(self._compiled)
@@ -116,7 +120,7 @@ class Tuner:
             return None
         entry = self.ledger.entry(kernel, item.problem)
         seed = int(digest([entry.key.id, self.seed])[:8], 16)
-        search = Search(kernel, item.problem, found, self.objective, trials=self.trials, seed=seed)
+        search = Search(kernel, item.problem, found, self.objective, trials=self.trials, seed=seed, ranker=self._ranker)
         about = f"search of {self.trials} trials at most, seed {self.seed} ({entry.fingerprint[:12]})"
         return Task(item, kernel, entry, search, about, urgency(item, kernel, found.default, self.target))
 

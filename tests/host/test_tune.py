@@ -27,7 +27,8 @@ from kerngen.templates import TEMPLATES_VARIABLE, find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
-from kerngen.tuning.plan import dry_run, rank
+from kerngen.tuning.plan import GUESSED_REGISTERS, dry_run, rank
+from kerngen.tuning.ranking import Ranker, ranked
 from kerngen.tuning.report import Report, Result, groups, notes, step_us
 from kerngen.tuning.space import candidates
 from kerngen.tuning.study import Search
@@ -447,6 +448,42 @@ def test_optuna_sees_failures_as_pruned_with_a_constraint(scale: Kernel) -> None
         infeasible = any(value > 0 for value in t.constraints.values())
         assert infeasible == (t.state == TrialState.PRUNED)
     assert search.best == min(asked, key=lambda c: _outcome(c).latency_us or 1e9)
+
+
+def test_a_search_ranks_the_whole_space_wherever_that_is_done(scale: Kernel) -> None:
+    """In another process the same as here, and here if that process dies."""
+    found = candidates(scale, scale.problem_type(num_tokens=4096), Target.of(V100))
+    every = ranked(found, 40, trials=100, sampler_share=0.5)
+    assert set(every.configs) == set(found.valid)
+    assert (every.num_valid, every.complete) == (len(found.valid), True)
+    few = ranked(found, 40, trials=6, sampler_share=0.5)
+    assert few.configs == every.configs[:3]
+    ranker = Ranker()
+    try:
+        assert ranker.submit(found, 40, 6, 0.5)() == few
+        (process,) = ranker._pool._processes.values()
+        process.kill()
+        process.join()
+        assert ranker.submit(found, 40, 6, 0.5)() == few
+        assert ranker.submit(found, 40, 6, 0.5)() == few
+    finally:
+        ranker.close()
+
+
+def test_the_best_by_the_model_is_found_in_a_space_of_any_size() -> None:
+    """Of ten thousand valid configurations, of which fewer than one in a hundred come near the best."""
+    sm90 = Target.of(find_arch("sm90"))
+    kernel = find_kernel("w4a16_gemm")
+    problem = kernel.problem_type(n=5376, k=21504, num_tokens=64)
+    valid = candidates(kernel, problem, sm90).valid
+    times = {c: predict(kernel, problem, c, sm90, registers=GUESSED_REGISTERS).latency_us for c in valid}
+    best = min(times.values())
+    assert len(valid) > 9_000
+    assert sum(us < 1.02 * best for us in times.values()) < len(valid) / 100
+    order = rank(kernel, problem, sm90, valid)
+    assert order[0][0] == best
+    assert [us for us, _ in order] == sorted(times.values())
+    assert {c: us for us, c in order} == times
 
 
 def test_the_same_seed_asks_the_same_questions(scale: Kernel) -> None:

@@ -1,12 +1,13 @@
-"""The ranking of a problem's whole valid space, where need be in a process of its own.
+"""The ranking of a problem's whole valid space, where need be in processes of its own.
 
 Pre-predicting ten thousand configurations takes half a second, for every problem of a model minutes. A GPU that waits
-for its next trial must not wait for that: a `Ranker` is asked as soon as a problem's default has its registers, and has
-the answer by the time that all the other defaults were tried.
+for its next trial must not wait for that: a `Ranker` is asked as soon as a problem's default has its registers, and
+with a few processes has the answer by the time that the other defaults were tried.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +22,9 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of
 from kerngen.tuning.plan import GUESSED_REGISTERS, rank
 from kerngen.tuning.space import Candidates, candidates
+
+# The 31B's 609 problems on sm90 take about 100 s of one core; to try their defaults takes an H200 about half of that.
+MOST_PROCESSES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,11 @@ def ranked(found: Candidates, registers: int, trials: int, sampler_share: float)
 
 
 class Ranker:
-    """Answers `ranked` in another process."""
+    """Answers `ranked` in other processes, which start as they are needed."""
 
-    def __init__(self) -> None:
-        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent)
+    def __init__(self, most_processes: int = MOST_PROCESSES) -> None:
+        processes = min(most_processes, os.cpu_count() or 1)
+        self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=end_with_parent)
 
     def submit(self, found: Candidates, registers: int, trials: int, sampler_share: float) -> Callable[[], Ranked]:
         """Start it. The function returned waits for the answer; should the process have died, it ranks by itself."""

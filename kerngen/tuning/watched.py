@@ -38,7 +38,7 @@ def _watching(cls: type[Any]) -> type[Any]:
     """A subclass of the dataclass `cls` that asks for its fields as they are read."""
     if cls not in _classes:
         members: dict[str, Any] = {f.name: _Field(f.name) for f in dataclasses.fields(cls)}
-        members["__slots__"] = ("__dict__", "_ask", "_seen") if "__slots__" in cls.__dict__ else ("_ask", "_seen")
+        members["__slots__"] = ("__dict__", "_ask", "_seen") if not cls.__dictoffset__ else ("_ask", "_seen")
         members["__class__"] = property(lambda self: cls)  # for ==, hash and dataclasses.replace, which ask for it
         _classes[cls] = type(f"Watched{cls.__name__}", (cls,), members)
     return _classes[cls]

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -180,6 +181,23 @@ def test_nothing_is_asked_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -
     first = list(islice(walk(kernel, problem, SM90), 3))
     assert asked < 2000
     assert all(refuse(problem, c, SM90) is None for c in first)
+
+
+@dataclass(frozen=True)
+class WithDict:
+    """A dataclass whose values have a __dict__, where a cached property leaves what it computed."""
+
+    width: int = 8
+
+    @cached_property
+    def halved(self) -> int:
+        return self.width // 2
+
+
+def test_what_is_not_a_field_is_not_read() -> None:
+    value, read = watched(WithDict, lambda name: 20)
+    assert (value.halved, value.halved, value.width) == (10, 10, 20)
+    assert read == {"width": 20}
 
 
 @dataclass(frozen=True, slots=True)

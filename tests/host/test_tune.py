@@ -458,7 +458,7 @@ def test_a_search_ranks_the_whole_space_wherever_that_is_done(scale: Kernel) -> 
     assert (every.num_valid, every.complete) == (len(found.valid), True)
     few = ranked(found, 40, trials=6, sampler_share=0.5)
     assert few.configs == every.configs[:3]
-    ranker = Ranker()
+    ranker = Ranker(1)
     try:
         assert ranker.submit(found, 40, 6, 0.5)() == few
         (process,) = ranker._pool._processes.values()

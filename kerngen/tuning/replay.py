@@ -115,6 +115,12 @@ def _optunas(name: str, search: Search, seed: int, **how: Any) -> optuna.sampler
     return sampler
 
 
+def _residual(search: Search, seed: int) -> optuna.samplers.BaseSampler:
+    from kerngen.tuning.sampler import ResidualSampler
+
+    return ResidualSampler(search, seed)
+
+
 SAMPLERS = {
     s.name: s
     for s in (
@@ -122,6 +128,7 @@ SAMPLERS = {
         Sampler("model", 0.0),  # the cost model's ranking, from the top
         Sampler("tpe", 1.0, partial(_optunas, "TPESampler")),
         Sampler("model+tpe", 0.5, partial(_optunas, "TPESampler")),  # what the tuner does
+        Sampler("residual", 1.0, _residual),  # the cost model, times what it is seen to get wrong
         Sampler("gp", 1.0, partial(_optunas, "GPSampler"), needs="scipy"),
     )
 }

@@ -72,6 +72,11 @@ class Search:
         return ok[0] if ok else None
 
     @property
+    def pending(self) -> tuple[Any, ...]:
+        """What was asked for and is not told yet, in that order."""
+        return tuple(self._open)
+
+    @property
     def num_left(self) -> int:
         """At most so many configurations are still to come, those asked and not yet told among them."""
         if self._closed:
@@ -193,15 +198,29 @@ class Search:
         part = trial.suggest_categorical("body", list(range(len(space))))
         chosen = {}
         for name, values in space[part].items():
-            ordered = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
             label, last = f"{part}.{name}", len(values) - 1
             at = (
                 trial.suggest_int(label, 0, last)
-                if ordered
+                if _is_ordered(values)
                 else trial.suggest_categorical(label, list(range(last + 1)))
             )
             chosen[name] = values[at]
         return self.kernel.config_type(**chosen)
+
+    def parameters(self, config: Any) -> dict[str, tuple[optuna.distributions.BaseDistribution, int]] | None:
+        """`config` as `_config_of` asks for it: parameter -> distribution and value. None where it is off the grid."""
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        space = self.candidates.space
+        if (part := on_grid(space, config)) is None:
+            return None
+        found: dict[str, tuple[optuna.distributions.BaseDistribution, int]] = {}
+        for name, at in self._indices(part, config).items():
+            values = range(len(space)) if name == "body" else space[part][name.partition(".")[2]]
+            ordered = name != "body" and _is_ordered(values)
+            last = len(values) - 1
+            found[name] = (IntDistribution(0, last) if ordered else CategoricalDistribution(range(last + 1))), at
+        return found
 
     def _indices(self, part: int, config: Any) -> dict[str, int]:
         fields = fields_of(config)
@@ -217,3 +236,7 @@ class Search:
             self._optuna().tell(trial, outcome.latency_us)
         else:  # never FAIL: samplers learn from pruned trials, and forget failed ones
             self._optuna().tell(trial, state=TrialState.PRUNED)
+
+
+def _is_ordered(values: Iterable[Any]) -> bool:
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)

@@ -69,15 +69,10 @@ def distorted(
 
     def us(config: Any) -> float:
         chosen = fields_of(config)
-        numbers = {k: math.log2(1 + v) for k, v in chosen.items() if isinstance(v, int)}
+        numbers = {k: math.log2(1 + v) / 8 for k, v in chosen.items() if isinstance(v, int)}
         names = sorted(numbers)
-        wrong = 0.0
-        for name in names:
-            wrong += (
-                0.5 * normal(name, "slope") * numbers[name] / 4 + 0.5 * normal(name, "bend") * (numbers[name] / 4) ** 2
-            )
-        for a, b in pairwise(names):
-            wrong += 0.5 * normal(a, b, "pair") * (numbers[a] * numbers[b]) / 16
+        wrong = sum(normal(n, "slope") * numbers[n] + normal(n, "bend") * numbers[n] ** 2 for n in names)
+        wrong += sum(2 * normal(a, b, "pair") * numbers[a] * numbers[b] for a, b in pairwise(names))
         model = predict(kernel, problem, config, target, registers=96).latency_us
         return model * math.exp(strength * wrong + noise * normal(config, "noise"))
 

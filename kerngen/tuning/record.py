@@ -46,7 +46,7 @@ from kerngen.tuning.worker import GpuWorker, Observed
 
 SAMPLES, TARGET_MS = 8, 1.0  # of each configuration: graph replays, and how long one of them is to take
 RETIMED, ROUNDS = 30, 3  # the fastest of a problem, the default among them, have a second look of so many rounds
-AHEAD = 2048  # configurations whose compiles may be under way or done before the GPU gets to them
+AHEAD = 4096  # configurations whose compiles may be under way or done before the GPU gets to them
 # What a dry run reckons with, seconds: a configuration beside its timing (load, check, capture); a problem (inputs and
 # reference, sources of a kernel).
 CHECK_S, PROBLEM_S = 0.010, 2.0
@@ -447,6 +447,8 @@ def main(
     if out is None:
         raise UsageError("-o FOLDER says where the recordings go", hint="or --dry-run, which writes none")
     out.mkdir(parents=True, exist_ok=True)
+    # The thread that renders must not keep the one waiting that feeds the GPU: four hand-overs a configuration.
+    sys.setswitchinterval(0.0005)
     with GpuWorker() as gpu, CachedCompiler(jobs) as compiler, Reporter("record") as progress:
         done = record(
             wanted, out, gpu, compiler, minutes=minutes, anew=anew, commit=commit or _commit(), progress=progress

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import optuna
 
 from kerngen.tuning.features import described
-from kerngen.tuning.plan import on_grid
 from kerngen.tuning.residual import Apart, Residual, apart, fit
+from kerngen.tuning.space import on_grid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import kerngen.measure
-from kerngen.measure import fresh
+from kerngen.errors import LaunchError
+from kerngen.gpu import Clocks
+from kerngen.measure import Timing, fresh
 from kerngen.templates import Case
+from kerngen.templates.kernel import Tolerance
 from kerngen.tuning import worker
 from kerngen.tuning.worker import _Prepared, _prepared
 
@@ -84,3 +87,72 @@ def test_only_the_last_problem_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker._held == [other]
     assert _prepared("b", 2) is not other
     assert made == ["a", "b", "b"]
+
+
+class _Function:
+    """Adds x to what it is given, or, of configuration "wrong", twice that; "faults" raises as the driver does."""
+
+    def __init__(self, kernel: Any, config: Any, target: Any, image: bytes, index: int) -> None:
+        self.kernel, self.config = kernel, config
+
+    def __call__(self, problem: Any, **inputs: Any) -> None:
+        if self.config == "faults":
+            raise LaunchError("no room")
+        inputs["out"].copy_(inputs["x"][0] * (4 if self.config == "wrong" else 2))
+        inputs["state"].add_(1)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was timed: configuration, number of sets, samples, milliseconds. Times are 1, 2, 3 and so on."""
+    seen: list[tuple[Any, ...]] = []
+
+    def time_function(function: Any, case: Case, *, sets: Any, samples: int, target_ms: float) -> Timing:
+        assert all(s["out"].isnan().all() and s["state"].tolist() == [0, 1, 2, 3] for s in sets)
+        for s in sets:
+            function(case.problem, **s)
+        seen.append((function.config, len(sets), samples, target_ms))
+        if function.config == "large" and len(seen) == 1:
+            raise torch.OutOfMemoryError
+        us = float(len(seen))
+        return Timing(us, us - 0.1, us + 0.1, us - 0.2, samples, 1)
+
+    made: list[str] = []
+    kernel = _kernel("adds", made)
+    kernel.reference.tolerance = lambda problem: Tolerance(0.0, 0.0, "exact")
+    monkeypatch.setattr("kerngen.templates.find_kernel", lambda name: kernel)
+    monkeypatch.setattr("kerngen.runtime.launcher.Function", _Function)
+    monkeypatch.setattr(kerngen.measure, "target_here", lambda: None)
+    monkeypatch.setattr(kerngen.measure, "time_function", time_function)
+    for name, does in (("synchronize", lambda: None), ("current_device", lambda: 0), ("empty_cache", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, does)
+    monkeypatch.setattr(worker, "_clocks", lambda: Clocks(1980, None, 40, None, ()))
+    return seen
+
+
+def test_a_configuration_is_checked_then_timed(timed: list[tuple[Any, ...]]) -> None:
+    seen = worker._measure("adds", 1, "right", b"", 8, 1.0)
+    assert (seen.outcome, seen.p50_us, seen.samples, seen.error_abs) == ("ok", 1.0, 8, 0.0)
+    assert seen.gpu == {"sm_mhz": 1980, "temperature_c": 40, "reasons": []}
+    assert timed == [("right", 3, 8, 1.0)]
+    wrong = worker._measure("adds", 1, "wrong", b"", 8, 1.0)
+    assert wrong.outcome == "wrong_result"
+    assert "out[0] is 4, reference 2" in wrong.reason
+    fault = worker._measure("adds", 1, "faults", b"", 8, 1.0)
+    assert (fault.outcome, fault.reason) == ("launch_failed", "no room")
+    assert len(timed) == 1
+    assert worker._measure("adds", 1, "right", b"", 8, 1.0).outcome == "ok", "what the wrong one wrote is gone"
+
+
+def test_where_the_copies_do_not_fit_that_is_what_came_of_it(timed: list[tuple[Any, ...]]) -> None:
+    seen = worker._measure("adds", 1, "large", b"", 8, 1.0)
+    assert (seen.outcome, seen.reason) == ("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
+    assert worker._measure("adds", 1, "large", b"", 8, 1.0).outcome == "ok", "with memory, it goes on"
+
+
+def test_the_finalists_take_turns(timed: list[tuple[Any, ...]]) -> None:
+    configs = [("a", b""), ("wrong", b""), ("b", b"")]
+    first, wrong, last = worker._finals("adds", 1, configs, 3, 8, 1.0)
+    assert [t[0] for t in timed] == ["a", "b", "b", "a", "a", "b"]
+    assert (first.p50_us, last.p50_us, first.samples) == (4.0, 3.0, 24)
+    assert wrong.outcome == "wrong_result"

@@ -76,11 +76,13 @@ class ResidualSampler(optuna.samplers.BaseSampler):
         """
         import numpy as np
 
-        known = [(self._place[c], o.latency_us) for c, o in self._search.outcomes.items() if c in self._place]
-        measured = [(i, log(us) - float(self._model[i])) for i, us in known if us is not None]
+        known = {self._place[c]: o.latency_us for c, o in self._search.outcomes.items() if c in self._place}
+        measured = {i: log(us) - float(self._model[i]) for i, us in known.items() if us is not None}
         if not measured:
             return None
-        places, wrong = [i for i, _ in measured], np.array([w for _, w in measured])
+        # What failed counts as slow as the model was ever too fast: what is like it waits.
+        worst = max(measured.values())
+        places, wrong = list(known), np.array([measured.get(i, worst) for i in known])
         if self._fitted is None or self._fitted[0] != places:
             self._fitted = places, fit(self._apart(places).rows(places), wrong)
         residual = self._fitted[1]

@@ -91,6 +91,12 @@ class FakeGpu:
         self.together: list[list[Any]] = []
         self._board, self._after = board, after
 
+    def __enter__(self) -> FakeGpu:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
     def device(self) -> Device:
         return default_device(find_arch("sm70"))
 

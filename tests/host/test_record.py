@@ -289,6 +289,27 @@ def test_a_dry_run_counts_and_estimates(scale: Kernel, plan: Path) -> None:
     assert all(e.compile_s > 0 and e.gpu_s > 2 for e in made)
 
 
+def test_the_command_says_what_is_done_and_what_is_left(
+    tmp_path: Path, scale: Kernel, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("kerngen.tuning.record.GpuWorker", FakeGpu)
+    switching = sys.getswitchinterval()
+    try:
+        command = [str(plan), "-o", str(tmp_path / "out"), "--jobs", "1", "--minutes"]
+        cut = CliRunner().invoke(main, [*command, "0.0001"])
+        whole = CliRunner().invoke(main, [*command, "5"])
+    finally:
+        sys.setswitchinterval(switching)
+    assert cut.exit_code == 1
+    assert "0 of 3 files complete" in cut.output
+    assert "left: scale-one.csv: 33 configurations" in cut.output
+    assert whole.exit_code == 0, whole.output
+    assert "recorded 18 compile_failed, " in whole.output
+    assert "3 of 3 files complete" in whole.output
+    assert len(read_folder(tmp_path / "out")) == 3
+
+
 def test_the_command_without_a_gpu_says_so(tmp_path: Path, scale: Kernel, plan: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "kerngen.tuning.record", str(plan)]

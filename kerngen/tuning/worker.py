@@ -73,7 +73,11 @@ class GpuWorker:
 
     def clocks(self) -> Clocks | None:
         """How it runs right now; None where NVML does not say."""
-        found: Clocks | None = self._call(_clocks)
+        try:
+            found: Clocks | None = self._call(_clocks)
+        except (BrokenProcessPool, TimeoutError) as e:
+            self._lost(e)
+            return None
         return found
 
     def measure(
@@ -271,7 +275,7 @@ def _die_if_broken(error: RuntimeError) -> None:
 
 
 def _time(function: Any, problem: Any, samples: int, target_ms: float) -> Any:
-    """A Timing, or None where the copies that it takes do not fit in memory."""
+    """A Timing, or an Observed that says why there is none."""
     import torch
 
     from kerngen.measure import time_function
@@ -281,12 +285,14 @@ def _time(function: Any, problem: Any, samples: int, target_ms: float) -> Any:
         return time_function(function, prepared.case, sets=prepared.sets(), samples=samples, target_ms=target_ms)
     except torch.OutOfMemoryError:
         pass  # only now, without its traceback, do the copies go
+    except KerngenError as e:
+        return Observed("launch_failed", e.message)
+    except RuntimeError as e:  # it ran once, for its check, and faults in a graph
+        _die_if_broken(e)
+        return Observed("launch_failed", str(e).strip().splitlines()[0])
     prepared.drop()
     torch.cuda.empty_cache()
-    return None
-
-
-_NO_ROOM = Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
+    return Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
 
 
 def _watched(measure: Callable[[], list[Observed]]) -> list[Observed]:
@@ -310,8 +316,8 @@ def _measure(kernel_name: str, problem: Any, config: Any, image: bytes, samples:
 
     def timed() -> list[Observed]:
         t = _time(function, problem, samples, target_ms)
-        if t is None:
-            return [_NO_ROOM]
+        if isinstance(t, Observed):
+            return [t]
         return [Observed("ok", "", t.p50_us, t.p10_us, t.p90_us, t.min_us, t.samples, seen.error_abs, seen.error_rel)]
 
     return _watched(timed)[0]
@@ -328,18 +334,22 @@ def _together(
     problem: Any, checked: list[tuple[Any, Observed]], rounds: int, samples: int, target_ms: float
 ) -> list[Observed]:
     times: list[list[Any]] = [[] for _ in checked]
-    order = [i for i, (function, _) in enumerate(checked) if function is not None]
+    failed: dict[int, Observed] = {i: seen for i, (function, seen) in enumerate(checked) if function is None}
+    order = [i for i in range(len(checked)) if i not in failed]
     for _ in range(rounds):
         for i in order:
-            if (t := _time(checked[i][0], problem, samples, target_ms)) is not None:
+            t = _time(checked[i][0], problem, samples, target_ms)
+            if isinstance(t, Observed):
+                failed[i] = t
+            else:
                 times[i].append(t)
         order = order[1:] + order[:1]
     return [
         Observed(
             "ok", "", median(t.p50_us for t in ts), min(t.p10_us for t in ts), max(t.p90_us for t in ts),
             min(t.min_us for t in ts), sum(t.samples for t in ts), seen.error_abs, seen.error_rel,
-        ) if ts else seen if function is None else _NO_ROOM
-        for (function, seen), ts in zip(checked, times, strict=True)
+        ) if ts else failed[i]
+        for i, ((_, seen), ts) in enumerate(zip(checked, times, strict=True))
     ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from kerngen.templates.kernel import Kernel
 from kerngen.tuning.record import RETIMED, Recording, estimates, main, record
 from kerngen.tuning.record_plan import Wanted, points, read_plan
 from kerngen.tuning.recorded import Recorded, read, read_folder
+from kerngen.tuning.worker import Observed
 
 ROOT = Path(__file__).resolve().parents[2]
 H200_PLAN = ROOT / "data" / "recorded" / "h200.plan.json"
@@ -112,6 +113,18 @@ def test_the_fastest_have_a_second_look_together_and_so_has_the_default(
         assert scale.config_type(32) in configs, "the default, which is the slowest"
         assert len(configs) == 4
         assert times[-1] == FakeGpu.us(scale.problem_type(), scale.config_type(32))
+
+
+def test_a_second_look_that_is_lost_loses_nothing(
+    tmp_path: Path, run: Callable[..., Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Observed("launch_failed", "the kernel took its process down")
+    monkeypatch.setattr(FakeGpu, "finals", lambda self, kernel, problem, configs, **how: [lost] * len(configs))
+    done = run("a", FakeGpu())
+    assert done.left == {}
+    for recorded in read_folder(tmp_path / "a"):
+        assert all(r.final_us is None and "second look" not in r.reason for r in recorded.rows)
+        assert recorded.best.us == min(r.us for r in recorded.rows if r.us is not None)
 
 
 def test_the_order_is_shuffled_with_the_default_first(run: Callable[..., Recording], scale: Kernel) -> None:

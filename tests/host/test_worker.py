@@ -114,6 +114,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         seen.append((function.config, len(sets), samples, target_ms))
         if function.config == "large" and len(seen) == 1:
             raise torch.OutOfMemoryError
+        if function.config == "late":
+            raise RuntimeError("CUDA error: an illegal memory access\nCompile with ...")
         us = float(len(seen))
         return Timing(us, us - 0.1, us + 0.1, us - 0.2, samples, 1)
 
@@ -148,6 +150,18 @@ def test_where_the_copies_do_not_fit_that_is_what_came_of_it(timed: list[tuple[A
     seen = worker._measure("adds", 1, "large", b"", 8, 1.0)
     assert (seen.outcome, seen.reason) == ("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
     assert worker._measure("adds", 1, "large", b"", 8, 1.0).outcome == "ok", "with memory, it goes on"
+
+
+def test_a_fault_in_the_timing_is_what_came_of_it(
+    timed: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[RuntimeError] = []
+    monkeypatch.setattr(worker, "_die_if_broken", broken.append)
+    seen = worker._measure("adds", 1, "late", b"", 8, 1.0)
+    assert (seen.outcome, seen.reason) == ("launch_failed", "CUDA error: an illegal memory access")
+    assert len(broken) == 1, "whether the process is of use any more was asked"
+    right, late = worker._finals("adds", 1, [("a", b""), ("late", b"")], 2, 8, 1.0)
+    assert (right.outcome, late.outcome) == ("ok", "launch_failed")
 
 
 def test_the_finalists_take_turns(timed: list[tuple[Any, ...]]) -> None:

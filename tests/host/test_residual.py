@@ -184,16 +184,19 @@ def test_all_is_asked_once_and_then_it_is_over(made: list[Recorded]) -> None:
 
 
 def test_what_failed_is_asked_once_and_the_rest_is_learned_from(made: list[Recorded]) -> None:
-    recorded = made[0]
-    rows = [
-        r if r.config == recorded.default or r.config.warps_k not in (4, 8) else
-        replace(r, outcome="wrong_result", us=None, p10_us=None, p90_us=None, reason="no")
-        for r in recorded.rows
-    ]  # fmt: skip
-    assert sum(r.us is None for r in rows) > 80
-    trace = replay(completed(recorded.head, rows), SAMPLERS["residual"])
-    assert len({c for c, _ in trace.tried}) == len(trace.tried) == 40
-    assert trace.regret() < 0.05
-    failing = sum(r.us is None for r in rows) / len(rows)
-    late = [us is None for _, us in trace.tried[20:]]
-    assert sum(late) / len(late) < failing / 2, "what failed tells of what is like it"
+    """Of the later trials far fewer fail than of the space: one search may be unlucky, four are not."""
+    failing, late = [], []
+    for recorded in made[:2]:
+        for name, wrong in (("warps_k", (4, 8)), ("blocks_per_sm", (1,))):
+            rows = [
+                r if r.config == recorded.default or getattr(r.config, name) not in wrong else
+                replace(r, outcome="wrong_result", us=None, p10_us=None, p90_us=None, reason="no")
+                for r in recorded.rows
+            ]  # fmt: skip
+            failing += [r.us is None for r in rows]
+            trace = replay(completed(recorded.head, rows), SAMPLERS["residual"])
+            assert len({c for c, _ in trace.tried}) == len(trace.tried) == 40
+            assert trace.regret() < 0.05
+            late += [us is None for _, us in trace.tried[20:]]
+    assert sum(failing) / len(failing) > 0.25
+    assert sum(late) / len(late) < sum(failing) / len(failing) / 2, "what failed tells of what is like it"

@@ -145,10 +145,9 @@ def test_a_cache_that_cannot_be_written_is_a_warning(kerngen: Kerngen, monkeypat
     assert kerngen.files() == ["notes.txt"]
 
 
-@pytest.mark.parametrize("home", ["/dev/null", "/proc/1/nowhere"])
-def test_a_home_that_cannot_be_written(kerngen: Kerngen, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     """What needs a place says which variable names one; what needs none works."""
-    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("HOME", "/dev/null")
     for name in ("KERNGEN_CACHE_DIR", "KERNGEN_DB", "CUPY_CACHE_DIR", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, "")  # so that whatever this process makes of it is undone
         monkeypatch.delenv(name)

@@ -41,8 +41,10 @@ EACH_ARCH = pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 SAMPLE = 1500  # configurations of a space that is too large to walk
 MOST_KEYS = 50_000  # inputs with more tokens of KV than this are made on GPUs: here they take seconds and gigabytes
 # Arches whose bodies are the same but for what fits: they share the cases of a kernel that has no body for one of them
-# alone, and each case is compiled for one of them.
-SHARING = (("sm80", "sm86", "sm89"), ("sm90", "sm100", "sm120"))
+# alone, and each case is compiled for one of them. The two oldest share them whatever their bodies are: all of their
+# cases are those of newer ones, too, and tests/gpu runs each on both.
+SHARING = (("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),)
+OLDEST = ("sm70", "sm75")
 # Names that hold digits and are no figures.
 NAMES = re.compile(r"\b(?:sm_?\d+|compute_\d+|bf16|fp(?:8|16|32)|int\d+|m\d+n\d+k\d+)\b")
 # How a refusal says what serves instead, where no figure decides.
@@ -89,6 +91,8 @@ def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
 
     group = next((names for names in SHARING if arch.name in names), (arch.name,))
     sharing = [name for name in group if _bodies(kernel, find_arch(name)) == _bodies(kernel, arch)]
+    if arch.name in OLDEST:
+        sharing = list(OLDEST)
     mine = []
     for turn, case in enumerate(kernel.cases.CASES):
         serving = [n for n in sharing if kernel.why_unsupported(case.problem, Target.of(find_arch(n))) is None]
@@ -129,9 +133,9 @@ def test_every_case_builds_within_the_limits(
 
 @EACH_KERNEL
 def test_every_case_is_compiled_for_an_arch_that_takes_its_dtype(kernel: Kernel) -> None:
-    """Turns must leave none out: each case for sm70, for sm75, and for one of those with bf16, which it may need."""
-    newer = tuple(a for a in ARCHES.values() if a.has_bf16)
-    for arches in ((find_arch("sm70"),), (find_arch("sm75"),), newer):
+    """Turns must leave none out: each case for one of those without bf16, and for one of those with it."""
+    newer, older = (tuple(a for a in ARCHES.values() if a.has_bf16 is has) for has in (True, False))
+    for arches in (older, newer):
 
         def served(cases: Iterable[Case], arch: Arch) -> set[str]:
             return {c.name for c in cases if kernel.why_unsupported(c.problem, Target.of(arch)) is None}

@@ -16,8 +16,7 @@ from kerngen.workload import MODELS, Item, Model, find_model, find_workload, wor
 SM90 = find_arch("sm90")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("arch", ["sm70", "sm90"])
+@pytest.mark.parametrize(("arch", "model"), [("sm70", "gemma-4-31b"), *(("sm90", model) for model in MODELS)])
 def test_a_step_launches_what_the_workload_counts(model: str, arch: str) -> None:
     a = find_arch(arch)
     load, found = find_workload(model, a), find_model(model)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 LINE_EVERY_S = 10.0
+
+
+class Progress(Protocol):
+    """What a long run reports to. `total` shrinks as parts of it end early."""
+
+    def update(self, done: int, total: int, text: str) -> None: ...
 
 
 class Reporter:

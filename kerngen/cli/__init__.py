@@ -83,14 +83,16 @@ def main() -> None:
     sys.exit(run_command())
 
 
-def run_command() -> int:
-    """Run the command that sys.argv names, and turn deliberate errors into one clear message. Returns the exit code."""
+def run_command(command: click.Command | None = None, name: str = "kerngen") -> int:
+    """Run what sys.argv asks of `command`, by default of kerngen's, and turn deliberate errors into one clear message.
+    Returns the exit code. name: as usage messages have it.
+    """
     debug = os.environ.get("KERNGEN_DEBUG", "") not in ("", "0")
     with stopped_by() as received:
         try:
             settle_streams()
             # Commands return None. Where one raises click's Exit, or --help does, click returns the code instead.
-            code: int | None = cli(prog_name="kerngen", standalone_mode=False)
+            code: int | None = (command or cli)(prog_name=name, standalone_mode=False)
             sys.stdout.flush()  # a pipe that is closed or a disk that is full is reported here, not as the program ends
             return code or 0
         except click.ClickException as e:

@@ -120,7 +120,7 @@ class Predicted:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.say: Callable[[str], None] = _unsaid
+        self.say: Callable[[str], None] = unsaid
         self.row: Mapping[str, Any] = {"model": MODEL}
         self._asked: tuple[Kernel, Any] | None = None  # whose bounds are at hand: a search asks about all it has left
         self._bounds: Callable[[Any], float] = lambda config: 0.0
@@ -171,7 +171,7 @@ class Measured:
     def __init__(self, worker: GpuWorker, lock: GpuLock | None = None) -> None:
         self._worker, self._lock = worker, lock
         self.waited_s = 0.0
-        self.say: Callable[[str], None] = _unsaid
+        self.say: Callable[[str], None] = unsaid
         self.target = Target.of(worker.device())
         self.row: Mapping[str, Any] = {"environment": worker.environment()}
 
@@ -192,13 +192,7 @@ class Measured:
 
     def finalists(self, search: Search) -> list[Any]:
         """The fastest, as far as a second look may turn them over, and the default."""
-        ok = [(o.latency_us, c) for c, o in search.outcomes.items() if o.latency_us is not None]
-        ok.sort(key=lambda pair: pair[0])
-        near = [c for us, c in ok if us <= ok[0][0] * FINAL_BAND][:FINALISTS]
-        default = search.candidates.default
-        if near and default not in near and search.outcomes[default].ok:
-            near.append(default)
-        return near
+        return finalists([(c, o.latency_us) for c, o in search.outcomes.items()], search.candidates.default)
 
     def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
         """Those of a search are timed again together, in rotated order."""
@@ -213,7 +207,16 @@ class Measured:
             self.waited_s += self._lock.acquire(self.say)
 
 
-def _unsaid(text: str) -> None:
+def finalists(tried: Iterable[tuple[Any, float | None]], default: Any) -> list[Any]:
+    """Of configurations with their times, None where one failed: the fastest, as far as a second look may turn them
+    over, and the default. Of equals the one that was tried first.
+    """
+    ok = sorted(((c, us) for c, us in tried if us is not None), key=lambda pair: pair[1])
+    near = [c for c, us in ok if us <= ok[0][1] * FINAL_BAND][:FINALISTS]
+    return near + [c for c, _ in ok if c == default and c not in near]
+
+
+def unsaid(text: str) -> None:
     """Nobody listens."""
 
 

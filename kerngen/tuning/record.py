@@ -34,13 +34,14 @@ from kerngen import __version__
 from kerngen.arch import Device, Target, find_device
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin, compile_cubin, nvrtc_version
-from kerngen.errors import CompileError, KerngenError, RecordingError, UsageError
+from kerngen.errors import CompileError, RecordingError, UsageError
 from kerngen.gpu import Clocks, Seen
-from kerngen.predict import predict
+from kerngen.progress import Progress, Reporter
 from kerngen.render import render
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
 from kerngen.tuning.checks import why_unlaunchable
-from kerngen.tuning.record_plan import GUESSED_REGISTERS, Points, RecordPlan, Wanted, points, read_plan
+from kerngen.tuning.plan import rank
+from kerngen.tuning.record_plan import Points, RecordPlan, Wanted, points, read_plan
 from kerngen.tuning.recorded import Head, Log, Recorded, Row, completed, read, write
 from kerngen.tuning.worker import GpuWorker, Observed
 
@@ -75,10 +76,6 @@ class Gpu(Protocol):
         samples: int,
         target_ms: float,
     ) -> list[Observed]: ...
-
-
-class Progress(Protocol):
-    def update(self, done: int, total: int, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,8 +401,8 @@ def estimates(plan: RecordPlan, target: Target) -> Iterator[Estimate]:
         compile_cubin(source, target.arch)
         each_s = time.perf_counter() - start
         sources = {(wanted.kernel, str(static_fields(p.problem)), c) for c in p.configs}
-        us = [predict(p.kernel, p.problem, c, target, registers=GUESSED_REGISTERS).latency_us for c in p.configs]
-        again = sorted(us)[:RETIMED] if not wanted.sample else []
+        us = [us for us, _ in rank(p.kernel, p.problem, target, p.configs)]
+        again = us[:RETIMED] if not wanted.sample else []
         gpu_s = PROBLEM_S + sum(map(_timing_s, us)) + ROUNDS * sum(map(_timing_s, again))
         yield Estimate(
             f"{wanted.kernel}-{wanted.name}.csv", p.size, len(p.configs), wanted.held_out, not wanted.sample,
@@ -439,8 +436,6 @@ def main(
     Example:
       python -m kerngen.tuning.record data/recorded/h200.plan.json --dry-run
     """
-    from kerngen.progress import Reporter
-
     wanted = read_plan(plan)
     jobs = jobs or max(1, (os.cpu_count() or 2) - 1)
     if dry_run:
@@ -496,8 +491,6 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KerngenError as e:
-        click.echo(f"{type(e).__name__}: {e}", err=True)
-        sys.exit(e.exit_code)
+    from kerngen.cli import run_command
+
+    sys.exit(run_command(main, "python -m kerngen.tuning.record"))

@@ -23,16 +23,15 @@ from typing import Any
 
 from kerngen.arch import Target, find_device
 from kerngen.errors import KerngenError, RecordingError
-from kerngen.predict import predict
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
+from kerngen.tuning.plan import rank
 from kerngen.tuning.recorded import Part
 
 VERSION = 1
 DRAWN_FROM = 32  # of a sample, times its size: so many valid points are ranked by the cost model
 MOST_DRAWS = 1 << 16  # of a space in which next to nothing is valid; of a small one REPEATS times its points
 REPEATS = 16
-GUESSED_REGISTERS = 96  # for ranking before anything is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +161,7 @@ def _sample(kernel: Kernel, problem: Any, target: Target, grid: tuple[Part, ...]
     drawn: list[Any] = []
     for part in grid:
         drawn += _spread(kernel, problem, target, part, count * DRAWN_FROM // len(grid))
-    us = {c: predict(kernel, problem, c, target, registers=GUESSED_REGISTERS).latency_us for c in drawn}
-    ranked = sorted(us, key=lambda c: us[c])
+    ranked = [c for _, c in rank(kernel, problem, target, dict.fromkeys(drawn))]
     if len(ranked) <= count:
         return ranked
     places: dict[int, None] = {}

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.errors import KerngenError, RecordingError, UnknownName, UsageError
+from kerngen.errors import RecordingError, UnknownName, UsageError
 from kerngen.templates.kernel import Kernel, describe
-from kerngen.tuning.objective import FINAL_BAND, FINALISTS, Objective, Outcome
+from kerngen.tuning.objective import Objective, Outcome, finalists, unsaid
 from kerngen.tuning.recorded import Recorded, read_folder
 from kerngen.tuning.space import Candidates, Enumeration
 from kerngen.tuning.study import Search
@@ -54,7 +54,7 @@ class Recalled:
     def __init__(self, recorded: Recorded, sampler_share: float = 0.5, batch: int = 6) -> None:
         self.recorded, self.sampler_share, self.batch = recorded, sampler_share, batch
         self.target = recorded.target
-        self.say: Callable[[str], None] = lambda text: None
+        self.say: Callable[[str], None] = unsaid
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
         return True
@@ -83,13 +83,6 @@ class Recalled:
             for trial in trials:
                 row, seen = self.recorded.by_config[trial.config], self.outcome(trial.config)
                 yield trial, Outcome(seen.kind, row.best_us, seen.reason, seen.registers, seen.spill_bytes, seen.excess)
-
-
-def finalists(tried: Sequence[tuple[Any, float | None]], default: Any) -> list[Any]:
-    """As Measured.finalists has them: the fastest, as far as a second look may turn them over, and the default."""
-    ok = sorted(((us, i, c) for i, (c, us) in enumerate(tried) if us is not None), key=lambda t: t[:2])
-    near = [c for us, _, c in ok if us <= ok[0][0] * FINAL_BAND][:FINALISTS]
-    return near + [c for _, _, c in ok if c == default and near and c not in near]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +265,6 @@ def main(folder: Path, names: tuple[str, ...], trials: int, seeds: int, held_out
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KerngenError as e:
-        click.echo(f"{type(e).__name__}: {e}", err=True)
-        sys.exit(e.exit_code)
+    from kerngen.cli import run_command
+
+    sys.exit(run_command(main, "python -m kerngen.tuning.replay"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 
 from kerngen.tuning.features import described
+from kerngen.tuning.plan import GUESSED_REGISTERS
 from kerngen.tuning.residual import Apart, Residual, apart, fit
 from kerngen.tuning.space import on_grid
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from kerngen.tuning.study import Search
 
 CONFIDENCE = 1.0  # standard deviations below what is expected
-GUESSED_REGISTERS = 96  # per thread, where no kernel of the problem was compiled
 
 
 class ResidualSampler(optuna.samplers.BaseSampler):

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, ConfigRefused, KerngenError
 from kerngen.predict import predict
+from kerngen.progress import Progress
 from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe, fields_of
@@ -38,12 +39,6 @@ from kerngen.workload import Item
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Store
-
-
-class Progress(Protocol):
-    """What a tuner reports to. `total` shrinks as searches end before their last trial."""
-
-    def update(self, done: int, total: int, text: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -95,8 +95,8 @@ class Head:
     grid: the parts of the space that were recorded, one or more for each body. default: the kernel's default
     configuration then, which is always among the rows and may lie off the grid. num_configs: rows that a complete file
     has. exhaustive: every valid configuration of the grid, not a sample of it. held_out: not for fitting. entries: the
-    kernel's. environment: driver, compiler, timing. board: the GPU's UUID. clocks: as each session on it began and
-    ended. folder_digest, commit: of the sources.
+    kernel's. environment: driver, compiler, timing. board: the GPU's UUID, empty once all is
+    recorded. clocks: as each session on it began and ended. folder_digest, commit: of the sources.
     """
 
     kernel: str
@@ -424,11 +424,11 @@ def _why_incomplete(recorded: Recorded) -> str | None:
 
 
 def completed(head: Head, rows: Iterable[Row]) -> Recorded:
-    """The finished recording: its rows in the order of their cells."""
+    """The finished recording: its rows in the order of their cells. Which board it was no longer matters to anybody."""
     values = _Cells(head).values
 
     def place(row: Row) -> Iterator[int]:
         chosen = fields_of(row.config)
         return (vs.index(chosen[n]) for n, vs in values.items())
 
-    return Recorded(replace(head, complete=True), tuple(sorted(rows, key=lambda r: tuple(place(r)))))
+    return Recorded(replace(head, complete=True, board=""), tuple(sorted(rows, key=lambda r: tuple(place(r)))))

@@ -174,6 +174,14 @@ def test_what_is_row_invariant_shares_no_tile_where_tokens_fill_several() -> Non
     assert spec.default_config(bound, target).blocks_per_sm == 0
 
 
+@pytest.mark.parametrize("block_m", [8, 16, 128])
+def test_wgmma_scales_weights_and_takes_no_tile_that_scales_products(block_m: int) -> None:
+    """Tiles of 8 tokens scale the products of mma.sync; with wgmma an H200 gave unscaled sums."""
+    config = Config(block_m, 128, 64, 32, 1, 1, 4, 0, wgmma=True)
+    why = spec.why_invalid(Problem(5376, 8192, 32, "bf16", 8), config, Target.of(find_arch("sm90")))
+    assert (why is not None and "block_m=8" in why) if block_m == 8 else why is None
+
+
 @pytest.mark.parametrize(("units", "blocks"), [(1, 1), (7, 3), (132, 132), (28224, 264), (1000, 999)])
 def test_pieces_cover_the_units_once_and_every_unit_knows_its_block(units: int, blocks: int) -> None:
     """The kernel's Pieces, restated."""

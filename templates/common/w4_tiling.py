@@ -153,7 +153,7 @@ def _why_not_wgmma(c: Tiling, arch: Arch) -> str | None:
         return (f"wgmma takes four warps of {STRIP} rows and all tokens: warp_n={c.warp_n} warps_m={c.warps_m} "
                 f"warps_k={c.warps_k} block_n={c.block_n} is not {STRIP}, 1, 1 and a multiple of 128")  # fmt: skip
     if c.block_m < 16:
-        return f"block_m={c.block_m}: tiles of 8 tokens scale mma.sync's products; wgmma scales weights, from 16 tokens on"
+        return f"block_m={c.block_m}: wgmma scales weights; tiles of 8 tokens scale mma.sync's products"
     if c.block_m > 128:
         return f"block_m={c.block_m}: a strip's two products of more than 128 tokens do not fit in registers"
     if c.block_k % 64 or c.num_stages < 3:

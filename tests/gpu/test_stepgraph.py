@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kerngen.cache import CompileCache
 from kerngen.measure import load, target_here
+from kerngen.render import render
 from kerngen.runtime.launcher import Function
-from kerngen.stepgraph import StepGraph
+from kerngen.stepgraph import Ratio, StepGraph
 from kerngen.steps import Step
 from kerngen.templates import find_kernel
 from kerngen.tuning.space import walk
+from kerngen.tuning.stepworker import Exchanged
+from kerngen.tuning.worker import GpuWorker, Observed
 from kerngen.workload import Model, find_model
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -56,6 +61,22 @@ def test_what_takes_longer_is_seen_to(tiny: Model, monkeypatch: pytest.MonkeyPat
     once = twice.replay
     monkeypatch.setattr(twice, "replay", lambda: (once(), once()))
     assert 1.5 < graph.compare(base, twice, pairs=20).median < 2.5
+
+
+def test_the_worker_compares_choices(tiny: Model) -> None:
+    step = Step.decode(3, 200)
+    function, problem = next((f, p) for name, p in StepGraph(tiny, step).calls if (f := _other(name, p)) is not None)
+    image = CompileCache().get_or_compile(
+        render(function.kernel, problem, function.config, target_here()), target_here().arch
+    ).image  # fmt: skip
+    other = [Exchanged(function.kernel.name, (problem,), function.config, image)]
+    with GpuWorker() as worker:
+        seen = worker.compare(tiny, step, [], other, pairs=10)
+        assert isinstance(seen, Ratio), seen
+        assert seen.us > 1
+        broken = worker.compare(tiny, step, [], [replace(other[0], image=b"no cubin")])
+        assert isinstance(broken, Observed)
+        assert "cannot load" in broken.reason
 
 
 def _other(name: str, problem: Any) -> Function | None:

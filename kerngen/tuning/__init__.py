@@ -10,6 +10,7 @@ worker      the process that holds the GPU
 checks      what a compiled kernel must be
 report      what came of a run
 sampler     Optuna's, that learns what the cost model gets wrong: features of configurations, residual their process
+describing  those features of whole spaces, made in other processes
 record      measures all configurations of a grid, for recorded: its own program; record_plan: which ones
 replay      searches on such recordings, without a GPU: how soon a sampler finds the best
 recorded    what every configuration of a grid took on one board: files for replays and fits

@@ -83,7 +83,7 @@ class Ledger:
 
     def _fingerprint(self, kernel: Kernel) -> str:
         """Of everything that decides how a search goes: the same fingerprint, the same search."""
-        settings = [self.objective.name, MODEL, __version__, *self._settings]
+        settings = [self.objective.name, self.objective.sampler, MODEL, __version__, *self._settings]
         where = [self.target.arch.name, fields_of(self.target.device)]
         return digest([kernel.folder_digest, nvrtc_version(), *where, *settings])
 

@@ -24,7 +24,6 @@ class Task:
     about: str
     urgency: tuple[int, int, float] = (0, 0, 0.0)
     builds: dict[Any, Build] = field(default_factory=dict)  # of the configurations tried
-    noted: set[Any] = field(default_factory=set)  # refused proposals that have their row
 
     @property
     def problem(self) -> Any:

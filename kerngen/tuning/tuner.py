@@ -25,10 +25,10 @@ from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe, fields_of
 from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
+from kerngen.tuning.describing import Describer
 from kerngen.tuning.ledger import Ledger
 from kerngen.tuning.objective import Objective, Outcome
 from kerngen.tuning.plan import urgency
-from kerngen.tuning.ranking import Ranker
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning.space import candidates
 from kerngen.tuning.study import Search
@@ -81,7 +81,7 @@ class Tuner:
         self._left = 0
         self._compiled: set[str] = set()  # sources that were not in the cache
         objective.say = self._tick
-        self._ranker = Ranker() if objective.takes_time else None  # whose GPU would wait
+        self._describer = Describer() if objective.takes_time else None  # whose GPU would wait
 
     # -- the run
 
@@ -98,8 +98,8 @@ class Tuner:
         except KeyboardInterrupt:  # what is known by now is worth its winners
             self.report.interrupted = True
         finally:
-            if self._ranker is not None:
-                self._ranker.close()
+            if self._describer is not None:
+                self._describer.close()
             self.ledger.flush()
         self._conclude(tasks)
         self.report.num_compiled = len(self._compiled)
@@ -115,7 +115,9 @@ class Tuner:
             return None
         entry = self.ledger.entry(kernel, item.problem)
         seed = int(digest([entry.key.id, self.seed])[:8], 16)
-        search = Search(kernel, item.problem, found, self.objective, trials=self.trials, seed=seed, ranker=self._ranker)
+        search = Search(
+            kernel, item.problem, found, self.objective, trials=self.trials, seed=seed, describer=self._describer
+        )
         about = f"search of {self.trials} trials at most, seed {self.seed} ({entry.fingerprint[:12]})"
         return Task(item, kernel, entry, search, about, urgency(item, kernel, found.default, self.target))
 
@@ -140,10 +142,6 @@ class Tuner:
             for config in t.search.ask(self.objective.batch):
                 source = render(t.kernel, t.problem, config, self.target)
                 round_.append(_Asked(t, config, source, self.ledger.build_of(t.kernel, t.problem, config, source)))
-            for config, outcome in t.search.refused.items():
-                if config not in t.noted:
-                    t.noted.add(config)
-                    self.ledger.add(t.entry, config, outcome, build_id=None)
         round_.sort(key=lambda a: a.task.urgency)
         for a in round_:
             if a.build is None or self.objective.needs_image:
@@ -257,6 +255,8 @@ class Tuner:
 
     def _close(self, ended: list[Task]) -> None:
         """Have the finalists decided, and write down that these searches are over."""
+        for t in ended:
+            t.search.let_go()
         for trial, outcome in self.objective.decide(self._finalists(ended)):
             self.ledger.add(trial.task.entry, trial.config, outcome, build_id=trial.build.id,
                             stage=self.objective.final_stage, tags={"closed": self._summary(trial.task)})  # fmt: skip

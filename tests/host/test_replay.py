@@ -73,7 +73,7 @@ def test_seeds_differ_where_there_is_chance(distorted_one: Recorded) -> None:
 
 def test_a_model_that_is_right_is_followed_at_once(right: Recorded) -> None:
     assert replay(right, SAMPLERS["model"]).regret(2) == 0
-    assert replay(right, SAMPLERS["model+tpe"]).regret(2) == 0
+    assert replay(right, SAMPLERS["residual"]).regret(2) < 0.005, "but for what it assumes of registers"
 
 
 def test_a_model_that_is_wrong_leads_astray(wrong: Recorded) -> None:
@@ -100,7 +100,7 @@ def test_a_space_that_is_small_is_searched_whole(right: Recorded) -> None:
     kept = random.Random(0).sample(right.rows, 25)
     rows = {r.config: r for r in [*kept, right.by_config[right.default]]}
     small = completed(replace(right.head, num_configs=len(rows)), rows.values())
-    for name in ("model", "model+tpe"):
+    for name in ("model", "residual"):
         trace = replay(small, SAMPLERS[name], trials=100)
         assert {c for c, _ in trace.tried} == set(rows)
         assert trace.regret(100) == 0

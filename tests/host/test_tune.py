@@ -26,9 +26,10 @@ from kerngen.render import render
 from kerngen.templates import TEMPLATES_VARIABLE, find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.checks import why_not_cubin
+from kerngen.tuning.describing import Describer
+from kerngen.tuning.features import described_space
 from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
 from kerngen.tuning.plan import GUESSED_REGISTERS, dry_run, rank
-from kerngen.tuning.ranking import Ranker, ranked
 from kerngen.tuning.report import Report, Result, groups, notes, step_us
 from kerngen.tuning.space import candidates
 from kerngen.tuning.study import Search
@@ -366,7 +367,7 @@ class FewestThreads:
 
     name, how, provenance = "fewest-threads", "counted by a test", "predicted"
     row: Mapping[str, Any] = {"model": "threads-1"}
-    trials, batch, sampler_share = 6, 3, 0.5
+    trials, batch, sampler = 6, 3, "model"
     needs_image, takes_time, final_stage = True, False, "final"
 
     def __init__(self) -> None:
@@ -430,44 +431,80 @@ def _outcome(config: Any) -> Outcome:
     return Outcome("ok", 50.0 + config.threads / config.vectors, registers=32)
 
 
-def test_optuna_sees_failures_as_pruned_with_a_constraint(scale: Kernel) -> None:
+def _asked(search: Search, batch: int) -> list[Any]:
+    """All that `search` asks for, answered."""
+    asked = []
+    while configs := search.ask(batch):
+        asked += configs
+        for config in configs:
+            search.tell(config, _outcome(config))
+    return asked
+
+
+@pytest.mark.parametrize("objective", [Measured(FakeGpu()), Predicted(Target.of(SM70))], ids=lambda o: o.name)
+def test_optuna_sees_failures_as_pruned_with_a_constraint(scale: Kernel, objective: Objective) -> None:
+    """Whoever proposed what was tried: a study can be looked at."""
     from optuna.trial import TrialState
 
-    search = _search(scale, trials=20)
-    asked: list[Any] = []
-    while batch := search.ask(4):
-        asked += batch
-        for config in batch:
-            search.tell(config, _outcome(config))
-    assert len(asked) == len(set(asked)) == 20
-    assert all("at most 1024" in o.reason for o in search.refused.values())
-    trials = search._optuna().get_trials()
-    states = {t.state for t in trials}
-    assert states == {TrialState.COMPLETE, TrialState.PRUNED}
+    problem = scale.problem_type(num_tokens=64)
+    search = Search(scale, problem, candidates(scale, problem, Target.of(SM70)), objective, trials=20, seed=1)
+    asked = _asked(search, 4)
+    assert len(asked) == len(set(asked)) == len(search.outcomes)
+    trials = search.study.get_trials()
+    assert len(trials) == len(asked)
+    assert {search._config_of(_Frozen(t)) for t in trials} == set(asked)
+    failed = [c for c in asked if c.flavour == "broken"]
+    assert sum(t.state == TrialState.PRUNED for t in trials) == len(failed)
+    assert sum(t.state == TrialState.COMPLETE for t in trials) == len(asked) - len(failed)
     for t in trials:
         infeasible = any(value > 0 for value in t.constraints.values())
         assert infeasible == (t.state == TrialState.PRUNED)
     assert search.best == min(asked, key=lambda c: _outcome(c).latency_us or 1e9)
+    assert search.study.best_value == search.best_us
 
 
-def test_a_search_ranks_the_whole_space_wherever_that_is_done(scale: Kernel) -> None:
+class _Frozen:
+    """Answers what is suggested from a trial that is over."""
+
+    def __init__(self, trial: Any) -> None:
+        self._params = trial.params
+
+    def suggest_int(self, name: str, low: int, high: int) -> Any:
+        return self._params[name]
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any:
+        return self._params[name]
+
+
+def test_what_is_measured_is_learned_from(scale: Kernel) -> None:
+    """The model knows nothing of what the clock shows here; twelve trials of 27 find the best all the same."""
+    search = _search(scale, trials=12)
+    _asked(search, 3)
+    best = min((_outcome(c).latency_us or 1e9) for c in search.candidates.valid)
+    assert search.best_us == best
+    assert sum(not o.ok for o in search.outcomes.values()) <= 4
+
+
+def test_a_space_is_described_alike_wherever_that_is_done(scale: Kernel) -> None:
     """In another process the same as here, and here if that process dies."""
     found = candidates(scale, scale.problem_type(num_tokens=4096), Target.of(V100))
-    every = ranked(found, 40, trials=100, sampler_share=0.5)
-    assert set(every.configs) == set(found.valid)
-    assert (every.num_valid, every.complete) == (len(found.valid), True)
-    few = ranked(found, 40, trials=6, sampler_share=0.5)
-    assert few.configs == every.configs[:3]
-    ranker = Ranker(1)
+    here = described_space(found, 40)
+    assert set(here.configs) == {*found.valid, found.default}
+
+    def same(there: Any) -> bool:
+        pairs = ((here.features, there.features), (here.model, there.model))
+        return here.configs == there.configs and all((a == b).all() for a, b in pairs)
+
+    describer = Describer(1)
     try:
-        assert ranker.submit(found, 40, 6, 0.5)() == few
-        (process,) = ranker._pool._processes.values()
+        assert same(describer.submit(found, 40)())
+        (process,) = describer._pool._processes.values()
         process.kill()
         process.join()
-        assert ranker.submit(found, 40, 6, 0.5)() == few
-        assert ranker.submit(found, 40, 6, 0.5)() == few
+        assert same(describer.submit(found, 40)())
+        assert same(describer.submit(found, 40)())
     finally:
-        ranker.close()
+        describer.close()
 
 
 def test_the_best_by_the_model_is_found_in_a_space_of_any_size() -> None:
@@ -487,25 +524,13 @@ def test_the_best_by_the_model_is_found_in_a_space_of_any_size() -> None:
 
 
 def test_the_same_seed_asks_the_same_questions(scale: Kernel) -> None:
-    def trace(seed: int) -> list[Any]:
-        search, asked = _search(scale, 18, seed), []
-        while batch := search.ask(3):
-            asked += batch
-            for config in batch:
-                search.tell(config, _outcome(config))
-        return asked
-
-    assert trace(5) == trace(5)
+    assert _asked(_search(scale, 18, 5), 3) == _asked(_search(scale, 18, 5), 3)
 
 
 def test_a_small_space_is_exhausted_not_sampled(scale: Kernel) -> None:
     search = _search(scale, trials=1000)
-    seen = []
-    while batch := search.ask(10):
-        seen += batch
-        for config in batch:
-            search.tell(config, _outcome(config))
-    assert set(seen) == set(search.candidates.valid)
+    assert set(_asked(search, 10)) == set(search.candidates.valid)
+    assert search.num_left == 0
 
 
 def test_neighbours_winners_come_first(scale: Kernel) -> None:

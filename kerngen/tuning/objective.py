@@ -164,7 +164,7 @@ class Measured:
     """
 
     name = provenance = how = "measured"
-    trials, batch = 24, 6
+    trials, batch = 40, 6
     sampler = "residual"
     needs_image = takes_time = True
     final_stage = "final"

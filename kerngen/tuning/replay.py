@@ -174,12 +174,12 @@ class Trace:
         return float("inf") if took is None or best is None else max(took / best - 1, 0.0)
 
 
-def replay(recorded: Recorded, sampler: Sampler, trials: int = TRIALS, seed: int = 0) -> Trace:
-    """Search `recorded` for its best. The same arguments, the same trace.
+def replay(recorded: Recorded, sampler: Sampler, trials: int = TRIALS, seed: int = 0, least_gain: float = 0.0) -> Trace:
+    """Search `recorded` for its best. The same arguments, the same trace. least_gain: as Search has it.
 
     Raises RecordingError for a recording that is not complete or holds a sample: it cannot answer every question.
     """
-    search, objective = _search(recorded, sampler, trials, seed)
+    search, objective = _search(recorded, sampler, trials, seed, least_gain)
     while asked := search.ask(objective.batch):
         for config in asked:
             search.tell(config, objective.outcome(config))
@@ -197,7 +197,9 @@ class _AsRecorded(Kernel):
         return None if config in self.known else "it was not recorded: it was invalid then"
 
 
-def _search(recorded: Recorded, sampler: Sampler, trials: int, seed: int) -> tuple[Search, Recalled]:
+def _search(
+    recorded: Recorded, sampler: Sampler, trials: int, seed: int, least_gain: float = 0.0
+) -> tuple[Search, Recalled]:
     head = recorded.head
     if not (head.complete and head.exhaustive):
         what = "a sample" if head.complete else "not complete"
@@ -210,13 +212,14 @@ def _search(recorded: Recorded, sampler: Sampler, trials: int, seed: int) -> tup
     candidates.points = Enumeration(candidates.space, tuple(recorded.by_config), (), complete=True)
     own = int(digest([head.kernel, head.name, seed])[:8], 16)  # problems differ in luck, as in the tuner
     make = Search if sampler.make is None else partial(_Drawn, sampler.make)
-    return make(kernel, recorded.problem, candidates, found, trials=trials, seed=own), objective
+    search = make(kernel, recorded.problem, candidates, found, trials=trials, seed=own, least_gain=least_gain)
+    return search, objective
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """How a sampler did on one kernel's problems, or on "all". share: of (problem, seed) within `WITHIN` of the best
-    known. worst, median: regret.
+    known. worst, median: regret. num_tried: configurations a problem, in the mean.
     """
 
     sampler: str
@@ -225,25 +228,33 @@ class Score:
     share: float
     median: float
     worst: float
+    num_tried: float
 
 
 def table(
-    recordings: Sequence[Recorded], samplers: Iterable[Sampler], trials: int = TRIALS, seeds: int = SEEDS
+    recordings: Sequence[Recorded],
+    samplers: Iterable[Sampler],
+    trials: int = TRIALS,
+    seeds: int = SEEDS,
+    least_gain: float = 0.0,
 ) -> list[Score]:
-    """Each sampler's scores, of all problems first and then by kernel; a sampler without chance is asked once."""
+    """Each sampler's scores, of all problems first and then by kernel."""
     kernels = sorted({r.head.kernel for r in recordings})
     scores = []
     for sampler in samplers:
-        regrets: dict[str, list[float]] = {k: [] for k in ("all", *kernels)}
+        traces: dict[str, list[Trace]] = {k: [] for k in ("all", *kernels)}
         for recorded in recordings:
             for seed in range(seeds):
-                regret = replay(recorded, sampler, trials, seed).regret(trials)
-                regrets["all"].append(regret)
-                regrets[recorded.head.kernel].append(regret)
-        for kernel, found in regrets.items():
-            within = sum(r <= WITHIN for r in found) / len(found)
-            count = len(found) // seeds
-            scores.append(Score(sampler.name, kernel, count, within, median(found), max(found)))
+                trace = replay(recorded, sampler, trials, seed, least_gain)
+                traces["all"].append(trace)
+                traces[recorded.head.kernel].append(trace)
+        for kernel, found in traces.items():
+            regrets = [t.regret(trials) for t in found]
+            within = sum(r <= WITHIN for r in regrets) / len(found)
+            tried = sum(len(t.tried) for t in found) / len(found)
+            scores.append(
+                Score(sampler.name, kernel, len(found) // seeds, within, median(regrets), max(regrets), tried)
+            )
     return scores
 
 
@@ -255,9 +266,19 @@ def table(
 @click.option("--sampler", "names", multiple=True, help="One or more of them; all that can run here by default.")
 @click.option("--trials", type=click.IntRange(min=1), default=TRIALS, show_default=True, help="A problem's.")
 @click.option("--seeds", type=click.IntRange(min=1), default=SEEDS, show_default=True, help="Replays of each problem.")
+@click.option("--least-gain", type=click.FloatRange(0, 1), default=0.0, show_default=True,
+              help="End a search where the sampler hopes for less, as the tuner does at 0.002.")  # fmt: skip
 @click.option("--held-out", is_flag=True, help="Only problems that nothing is fitted to.")
 @click.option("--json", "as_json", is_flag=True, help="The scores as JSON.")
-def main(folder: Path, names: tuple[str, ...], trials: int, seeds: int, held_out: bool, as_json: bool) -> None:
+def main(
+    folder: Path,
+    names: tuple[str, ...],
+    trials: int,
+    seeds: int,
+    least_gain: float,
+    held_out: bool,
+    as_json: bool,
+) -> None:
     """Compare samplers on the recordings in FOLDER.
 
     \b
@@ -278,14 +299,15 @@ def main(folder: Path, names: tuple[str, ...], trials: int, seeds: int, held_out
         raise RecordingError(f"{folder} has no complete recording of a whole grid")
     for name in left_out:
         click.echo(f"{name} is not complete: left out", err=True)
-    scores = table(found, chosen, trials, seeds)
+    scores = table(found, chosen, trials, seeds, least_gain)
     if as_json:
         print(json.dumps([asdict(s) for s in scores]))
         return
     print(f"{len(found)} problems, {seeds} seeds, {trials} trials each; within {WITHIN:.0%} of the best known")
-    print(f"{'sampler':12} {'kernel':14} {'problems':>8} {'within':>7} {'median':>7} {'worst':>7}")
+    print(f"{'sampler':12} {'kernel':14} {'problems':>8} {'within':>7} {'median':>7} {'worst':>7} {'tried':>6}")
     for s in scores:
-        print(f"{s.sampler:12} {s.kernel:14} {s.num_problems:8} {s.share:7.0%} {s.median:7.1%} {s.worst:7.0%}")
+        regrets = f"{s.median:7.1%} {s.worst:7.0%}"
+        print(f"{s.sampler:12} {s.kernel:14} {s.num_problems:8} {s.share:7.0%} {regrets} {s.num_tried:6.1f}")
 
 
 if __name__ == "__main__":

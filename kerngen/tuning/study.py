@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from kerngen.tuning.features import Described
     from kerngen.tuning.sampler import ResidualSampler
 
+GUESSED_GAIN = 0.04  # of a search whose sampler knows nothing yet: what 51 problems gained on an H200, in the mean
+GAIN_OF_AN_EXACT_SEARCH = 1e-6  # at least, until nothing is left that can win
+
 
 class Search:
     """One problem's study. `ask` never repeats a configuration; `tell` answers each before the next ask."""
@@ -42,21 +45,25 @@ class Search:
         trials: int,
         seed: int,
         describer: Describer | None = None,
+        least_gain: float = 0.0,
     ) -> None:
         """describer: describes the space in a process of its own, from when the default is told; without it that is
-        done here, when first needed.
+        done here, when first needed. least_gain: where the sampler hopes for less, as a part of the best time, the
+        search is over.
         """
         self.kernel, self.problem, self.target = kernel, problem, objective.target
         self.candidates, self.objective, self.trials = candidates, objective, trials
         self.outcomes: dict[Any, Outcome] = {}  # in the order asked
-        self._seed, self._describer = seed, describer
+        self._seed, self._describer, self._least_gain = seed, describer, least_gain
+        self._hinted = 0.0  # what neighbours gained by what stands in `_first`
+        self._gain = 0, GUESSED_GAIN  # that was hoped for after so many outcomes
         self._first: deque[Any] = deque([candidates.default])
-        self._ranked: list[Any] | None = None  # what is left of the model's ranking, the best last
+        self._ranked: list[tuple[float, Any]] | None = None  # what is left of the model's ranking, the best last
         self._describing: Callable[[], Described] | None = None  # under way
         self._sampler: ResidualSampler | None = None
         self._study: optuna.Study | None = None
         self._open: dict[Any, optuna.trial.Trial | None] = {}
-        self._closed = False
+        self._closed = self._is_cut_short = False
 
     # -- what others see
 
@@ -98,20 +105,59 @@ class Search:
                 self._add(config, outcome)
         return self._study
 
-    def suggest(self, configs: Iterable[Any]) -> None:
-        """Put `configs` (winners of neighbours) before all that is not yet asked, but for invalid ones."""
-        fresh = [c for c in configs if c not in self.outcomes and c not in self._first]
-        self._first.extend(c for c in fresh if self.kernel.why_invalid(self.problem, c, self.target) is None)
+    @property
+    def expected_gain(self) -> float:
+        """How much faster than the best so far the next trials are hoped to be, as a part of its time: 0 where nothing
+        is left. A guess before anything was learned.
+        """
+        if not self.num_left:
+            return 0.0
+        known = self._sampler is not None if self._learns else self._ranked is not None
+        if known and self._gain[0] != len(self.outcomes):
+            self._gain = len(self.outcomes), self._learned_gain()
+        return max(self._gain[1], self._hinted if self._first else 0.0)
 
-    def ask(self, count: int) -> list[Any]:
-        """Up to `count` configurations to evaluate next; none if the search is over."""
+    def _learned_gain(self) -> float:
+        if self._learns:
+            return self.sampler.expected_gain()
+        next_us = self._ranked[-1][0] if self._ranked else float("inf")
+        return max(1 - next_us / self.best_us, GAIN_OF_AN_EXACT_SEARCH)
+
+    @property
+    def num_suggested(self) -> int:
+        """What is still to be asked before any proposal."""
+        return min(len(self._first), self.num_left)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended by itself: not where time ran out."""
+        return not self.num_left and not self._is_cut_short
+
+    def suggest(self, configs: Iterable[Any], gain: float = 0.0) -> None:
+        """Put `configs` (winners of neighbours) before all that is not yet asked, but for invalid ones. gain: what
+        neighbours have of them, as a part of their time.
+        """
+        known = {*self.outcomes, *self._first, *self._open}
+        fresh = [c for c in configs if c not in known and self.kernel.why_invalid(self.problem, c, self.target) is None]
+        if fresh and not self._closed:
+            self._hinted = max(gain, self._hinted if self._first else 0.0)
+            self._first.extend(fresh)
+
+    def ask(self, count: int, *, suggested: bool = False) -> list[Any]:
+        """Up to `count` configurations to evaluate next; none if the search is over. suggested: of what was suggested
+        alone, and the search is not over if that is none.
+        """
         if not self.outcomes:
             count = 1  # the default's registers guide the ranking of the others
+        elif not self._first and self._is_hopeless():
+            self._closed = True
         asked: list[Any] = []
         while len(asked) < count and not self._closed and self.num_left > len(asked):
-            config = self._next(asked)
+            config = self._next_suggested(asked)
+            if config is None and not suggested:
+                config = self._sampled(asked) if self._learns else self._next_by_the_model(asked)
+                self._closed = config is None
             if config is None:
-                self._closed = True
                 break
             asked.append(config)
         if self.num_left == 0:
@@ -132,7 +178,7 @@ class Search:
     def abandon(self, config: Any) -> None:
         """`config` was asked and will not be evaluated (time ran out): the search ends here."""
         self._open.pop(config, None)
-        self._closed = True
+        self._closed = self._is_cut_short = True
 
     def let_go(self) -> None:
         """Of what the sampler holds: tens of megabytes, where nothing more is asked."""
@@ -140,6 +186,11 @@ class Search:
         self._closed = True
 
     # -- where configurations come from
+
+    def _is_hopeless(self) -> bool:
+        """Nothing to ask for any more: after a portion at least, the sampler has hardly any hope."""
+        known = self._sampler is not None and len(self.outcomes) > self.objective.batch
+        return known and self.best_us < float("inf") and self.expected_gain < self._least_gain
 
     @property
     def _learns(self) -> bool:
@@ -150,24 +201,27 @@ class Search:
         """A thread's, of the configurations that were compiled; 0 where there is none yet."""
         return max((o.registers for o in self.outcomes.values()), default=0)
 
-    def _next(self, asked: list[Any]) -> Any | None:
+    def _next_suggested(self, asked: list[Any]) -> Any | None:
         while self._first:
             config = self._first.popleft()
-            if config not in self.outcomes and config not in asked:
+            if config not in self.outcomes and config not in asked and (not self.outcomes or self._can_win(config)):
                 self._open[config] = None
                 return config
-        return self._sampled(asked) if self._learns else self._next_by_the_model(asked)
+        return None
+
+    def _can_win(self, config: Any) -> bool:
+        return self.objective.can_win(self.kernel, self.problem, config, self.best_us)
 
     def _next_by_the_model(self, asked: list[Any]) -> Any | None:
         if self._ranked is None:
             registers = self._registers or GUESSED_REGISTERS
             order = rank(self.kernel, self.problem, self.target, self.candidates.valid, registers)
-            self._ranked = [c for _, c in reversed(order)]
+            self._ranked = order[::-1]
         while self._ranked:
-            config = self._ranked.pop()
+            _, config = self._ranked.pop()
             if config in self.outcomes or config in asked:
                 continue
-            if self.objective.can_win(self.kernel, self.problem, config, self.best_us):
+            if self._can_win(config):
                 self._open[config] = None
                 return config
         return None

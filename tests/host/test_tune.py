@@ -258,7 +258,8 @@ def test_stopped_by_hand_it_does_not_blame_the_time(scale: Kernel, tmp_path: Pat
         report = Tuner(Stopped(Target.of(V100)), store, compiler).run(items)
     assert report.interrupted
     assert not report.out_of_time
-    assert sorted(r.note for r in report.results) == ["", "stopped before its default configuration was tried"]
+    by_model = "stopped before it was tried: the cost model chose among what was compiled"
+    assert sorted(r.note for r in report.results) == ["", by_model]
 
 
 def test_what_cannot_be_tuned_says_why(tune: Callable[..., Report], scale: Kernel, tmp_path: Path) -> None:
@@ -362,13 +363,91 @@ def test_a_measured_winner_outranks_a_predicted_one(tune: Callable[..., Report])
     assert report.results[0].winner.provenance == "measured"
 
 
+class TimedGpu(FakeGpu):
+    """Each measurement takes a second, and so does each configuration of a final. What happened is listed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.tried: list[tuple[int, Any]] = []
+        self.decided: list[int] = []
+
+    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
+        self.now += 1.0
+        self.tried.append((problem.num_tokens, config))
+        return super().measure(kernel, problem, config, image)
+
+    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+        self.decided.append(problem.num_tokens)
+        self.now += len(configs)
+        return [super(TimedGpu, self).measure(kernel, problem, c, image) for c, image in configs]
+
+
+def test_what_was_not_measured_in_time_is_predicted_and_says_so(tune: Callable[..., Report], tmp_path: Path) -> None:
+    """Five problems, time for two. All are answered; a later run measures the others, and that outranks."""
+    gpu = TimedGpu()
+    tokens = (1, 16, 64, 512, 4096)
+    report = tune(tokens, objective=Measured(gpu), time_budget_s=1.5, clock=lambda: gpu.now)
+    assert len(gpu.tried) == 2
+    assert report.out_of_time
+    assert all(r.winner is not None for r in report.results)
+    assert (report.num_of("measured"), report.num_of("predicted"), report.num_of("")) == (2, 3, 0)
+    for r in report.results:
+        assert ("the cost model chose" in r.note) == (r.provenance == "predicted")
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        rows = [o.measurement for o in store.measurements("scale", provenance="predicted")]
+    assert {m.model for m in rows} == {MODEL}
+    assert len(rows) == 3
+    later = tune(tokens, objective=Measured(TimedGpu()), trials=3)
+    assert later.num_of("measured") == 5
+    assert not later.out_of_time
+
+
+def test_tiers_follow_each_other_and_weight_decides(
+    scale: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def item(num_tokens: int, *uses: Use) -> Item:
+        return Item("scale", scale.problem_type(num_tokens=num_tokens), uses)
+
+    monkeypatch.setattr("kerngen.tuning.tuner.PORTIONS", 1)
+    light, heavy = Use("here", "decode", 1, 1, 1, 512), Use("here", "decode", 1, 1, 1000, 512)
+    items = [item(512, light), item(1, light), item(16, heavy), item(64, light)]
+    gpu = TimedGpu()
+    with Store.open(tmp_path / "a.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
+        tuner = Tuner(Measured(gpu), store, compiler, time_budget_s=40, clock=lambda: gpu.now)
+        report = tuner.run(items)
+    assert [tokens for tokens, _ in gpu.tried[:4]] == [16, 512, 64, 1], "every default first, in order of urgency"
+    assert {tokens for tokens, _ in gpu.tried[4:10]} == {16}, "then what takes most of the step"
+    found = [c for tokens, c in gpu.tried[4:] if tokens == 16]
+    first = [next(c for tokens, c in gpu.tried[4:] if tokens == t) for t in (1, 64)]
+    assert set(first) <= set(found), "and what was found there, its neighbours try before all else"
+    assert report.out_of_time
+    assert gpu.decided[0] == 16
+    assert gpu.now <= 40 + 5, "what had begun is finished"
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        finals = [o.measurement for o in store.measurements("scale") if o.measurement.stage == "final"]
+        closed = store.closed_searches(finals[0].tags["search"])
+    assert len(closed) < 4, "what time cut short is not over"
+    assert {r.provenance for r in report.results} == {"measured"}
+
+
+def test_what_the_database_has_is_tried_first(tune: Callable[..., Report], scale: Kernel) -> None:
+    first = tune((64,), objective=Measured(TimedGpu()))
+    (won,) = _configs(first)
+    gpu = TimedGpu()
+    tune((64, 128), objective=Measured(gpu), trials=3)
+    default, second = [c for tokens, c in gpu.tried if tokens == 128][:2]
+    assert default == scale.default_config(scale.problem_type(num_tokens=128), Target.of(SM70))
+    assert fields_of(second) == won != fields_of(default)
+
+
 class FewestThreads:
     """An objective of this test's own. It judges a round's trials as one set, the last first, and so its finalists."""
 
     name, how, provenance = "fewest-threads", "counted by a test", "predicted"
     row: Mapping[str, Any] = {"model": "threads-1"}
     trials, batch, sampler = 6, 3, "model"
-    needs_image, takes_time, final_stage = True, False, "final"
+    needs_image, takes_time, final_stage, waited_s = True, False, "final", 0.0
 
     def __init__(self) -> None:
         self.target = Target.of(V100)

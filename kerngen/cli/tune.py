@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective
     from kerngen.tuning.plan import DryRun
     from kerngen.tuning.report import Report
+    from kerngen.tuning.worker import GpuWorker
     from kerngen.workload import Workload
 
 
@@ -84,25 +85,30 @@ def tune(
     Example:
       kerngen tune --arch sm70 --model gemma-4-31b --time-budget 5m
     """
+    import time
+
     from kerngen.compile import require_target
     from kerngen.templates import find_kernel
     from kerngen.workload import find_model, workload
+
+    began = time.monotonic()  # recording a model takes seconds, which are the user's too
 
     arch = find_arch(arch_name)
     found = find_model(model, draft)
     names = [name for k in kernels for name in k.split(",")]
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
-    load = workload(found, arch)
-    if names:
-        load = load.only(names)
     require_target(arch)
     with ExitStack() as stack:
-        chosen = _objective(stack, objective, arch, device_name)
+        worker = _worker(stack, objective, arch, device_name)
+        load = workload(found, arch)
+        if names:
+            load = load.only(names)
+        chosen = _objective(stack, worker, arch, device_name)
         if dry_run:
             _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
             return
-        report, where = _run(stack, load, chosen, trials, jobs, time_budget, seed, db_url, as_json)
+        report, where = _run(stack, load, chosen, trials, jobs, time_budget, began, seed, db_url, as_json)
     for process in multiprocessing.active_children():  # compiles that nobody waits for any more
         process.terminate()
     if as_json:
@@ -115,13 +121,11 @@ def tune(
         raise click.exceptions.Exit(1)
 
 
-def _objective(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> Objective:
-    """The objective that --objective, --device and this machine's GPU call for; its worker ends with `stack`.
+def _worker(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> GpuWorker | None:
+    """The process that measures, where --objective, --device and this machine's GPU call for it; it ends with `stack`.
 
-    Raises DeviceError or UsageError where `measured` cannot be had.
+    It is on its way when this returns. Raises DeviceError or UsageError where `measured` cannot be had.
     """
-    from kerngen.gpu import GpuLock
-    from kerngen.tuning.objective import Measured, Predicted
     from kerngen.tuning.worker import GpuWorker, present_arch
 
     device = find_device(device_name) if device_name else None
@@ -138,8 +142,19 @@ def _objective(stack: ExitStack, wanted: str, arch: Arch, device_name: str | Non
     elif device is not None and device.arch != arch.name:
         raise UsageError(f"device {device} is {device.arch}, not {arch}")
     elif wanted == "predicted" or device is not None or present_arch() != arch:
-        return Predicted(Target.of(device or arch))
+        return None
     worker = stack.enter_context(GpuWorker())
+    worker.start()
+    return worker
+
+
+def _objective(stack: ExitStack, worker: GpuWorker | None, arch: Arch, device_name: str | None) -> Objective:
+    """What is judged by: the clock of the worker's GPU, whose lock is released with `stack`, or the cost model."""
+    from kerngen.gpu import GpuLock
+    from kerngen.tuning.objective import Measured, Predicted
+
+    if worker is None:
+        return Predicted(Target.of(find_device(device_name) if device_name else arch))
     lock = GpuLock(worker.uuid())
     stack.callback(lock.release)
     return Measured(worker, lock)
@@ -152,6 +167,7 @@ def _run(
     trials: int | None,
     jobs: int | None,
     time_budget: float | None,
+    began: float,
     seed: int,
     db_url: str | None,
     as_json: bool,
@@ -164,7 +180,10 @@ def _run(
     store = stack.enter_context(Store.open(db_url))
     compiler = stack.enter_context(CachedCompiler(jobs or os.cpu_count() or 1))
     progress = stack.enter_context(Reporter(f"tune {objective.target.arch}", quiet=as_json))
-    tuner = Tuner(objective, store, compiler, trials=trials, seed=seed, time_budget_s=time_budget, progress=progress)
+    tuner = Tuner(
+        objective, store, compiler,
+        trials=trials, seed=seed, time_budget_s=time_budget, progress=progress, began=began,
+    )  # fmt: skip
     return tuner.run(load.items), store.where
 
 
@@ -213,9 +232,10 @@ def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
     _print_groups(report, load)
     for line in _step_lines(report, load, whole=whole):
         console.print(line)
-    winners = [r for r in report.results if r.winner is not None]
+    how = ", ".join(f"{n} {p}" for p in ("measured", "predicted") if (n := report.num_of(p)))
     console.print(
-        f"{len(winners)} of {len(report.results)} problems have a winner; {report.num_trials:,} configurations tried "
+        f"{len(report.results) - report.num_of('')} of {len(report.results)} problems have a winner"
+        f"{f' ({how})' if how else ''}; {report.num_trials:,} configurations tried "
         f"in {report.seconds:.0f} s ({report.num_compiled:,} compiles,\n{report.num_from_database:,} answers from the "
         f"database), {sum(r.num_failed for r in report.results):,} failed; {report.num_refused:,} points of "
         f"{report.num_spaces} spaces refused before any compile"
@@ -303,6 +323,7 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
         "model": load.model, "arch": report.target.arch.name, "device": report.target.device.name,
         "objective": report.objective, "run": report.run, "seconds": report.seconds, "out_of_time": report.out_of_time,
         "interrupted": report.interrupted,
+        "num_measured": report.num_of("measured"), "num_predicted": report.num_of("predicted"),
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
         "num_from_database": report.num_from_database, "num_spaces": report.num_spaces,
         "num_refused": report.num_refused, "failures": report.failures, "missing": list(load.missing),

@@ -83,7 +83,7 @@ class Ledger:
 
     def _fingerprint(self, kernel: Kernel) -> str:
         """Of everything that decides how a search goes: the same fingerprint, the same search."""
-        settings = [self.objective.name, MODEL, __version__, *self._settings]
+        settings = [self.objective.name, self.objective.sampler, MODEL, __version__, *self._settings]
         where = [self.target.arch.name, fields_of(self.target.device)]
         return digest([kernel.folder_digest, nvrtc_version(), *where, *settings])
 
@@ -136,16 +136,20 @@ class Ledger:
         build_id: str | None,
         stage: str = "trial",
         tags: dict[str, Any] | None = None,
+        by: Objective | None = None,
     ) -> None:
-        """One row. build_id: None where nothing was compiled. The tag `closed` holds a summary: the search is over."""
+        """One row. build_id: None where nothing was compiled. The tag `closed` holds a summary: the search is over. by:
+        who judged, where that was not the run's objective.
+        """
+        by = by or self.objective
         tags = {"search": entry.fingerprint, **outcome.tags, **(tags or {})}
         if "closed" in tags:
             self._closing[entry.fingerprint, entry.key.id] = entry.key, tags.pop("closed")
         row = Measurement(
             problem=entry.key, arch=self.target.arch.name, device=self.target.device, config=fields_of(config),
             build_id=build_id, outcome=outcome.kind, reason=outcome.reason, p50_us=outcome.latency_us, stage=stage,
-            provenance=self.objective.provenance, run=self.run, tags=tags,
-            **self.objective.row, **outcome.figures,
+            provenance=by.provenance, run=self.run, tags=tags,
+            **by.row, **outcome.figures,
         )  # fmt: skip
         self._rows.append(row)
         if time.monotonic() - self._flushed > FLUSH_S:

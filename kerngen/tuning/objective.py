@@ -70,11 +70,12 @@ class Objective(Protocol):
     report's head. provenance, row: of the rows that it causes, and further fields of each (model, environment).
     target: what it judges on. trials: configurations a problem, the default included, unless the user says otherwise.
     batch: asked of each search in a round; a constant, since answers must not depend on the number of workers.
-    sampler_share: the part of a search's trials that are Optuna's to propose where the space was enumerated; 0 makes
-    the search exact: it ends when no ranked candidate can win. needs_image: judging launches the kernel; otherwise the
-    figures of a build are enough, and a known one is not compiled. takes_time: judging does, beyond the compile, so
-    that nothing is judged once the time is over. final_stage: of the rows that end a search. waited_s: what judging has
-    spent so far waiting for others, which is not on the run's time; `say` is told meanwhile, the tuner sets it.
+    sampler: what proposes configurations. "model" goes down the cost model's ranking, and the search is exact: it ends
+    when nothing that is left can win. "residual" learns what the model gets wrong (sampler.py). needs_image: judging
+    launches the kernel; otherwise the figures of a build are enough, and a known one is not compiled. takes_time:
+    judging does, beyond the compile, so that nothing is judged once the time is over. final_stage: of the rows that
+    end a search. waited_s: what judging has spent so far waiting for others, which is not on the run's time; `say` is
+    told meanwhile, the tuner sets it.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Objective(Protocol):
     target: Target
     trials: int
     batch: int
-    sampler_share: float
+    sampler: str
     needs_image: bool
     takes_time: bool
     final_stage: str
@@ -113,7 +114,7 @@ class Predicted:
     name = provenance = "predicted"
     how = f"predicted by {MODEL}, not measured"
     trials, batch = 12, 2
-    sampler_share = 0.0
+    sampler = "model"
     needs_image = takes_time = False
     final_stage = "trial"
     waited_s = 0.0
@@ -163,8 +164,8 @@ class Measured:
     """
 
     name = provenance = how = "measured"
-    trials, batch = 24, 6
-    sampler_share = 0.5
+    trials, batch = 40, 6
+    sampler = "residual"
     needs_image = takes_time = True
     final_stage = "final"
 

@@ -63,6 +63,10 @@ class GpuWorker:
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
 
+    def start(self) -> None:
+        """Have the process begin, which takes seconds, and do not wait for it."""
+        self._process().submit(_probe)
+
     def device(self) -> Device:
         """The GPU at hand. Raises DeviceError where there is none."""
         found: Device = self._call(_probe)
@@ -126,9 +130,12 @@ class GpuWorker:
         return Observed("launch_failed", seen) if isinstance(seen, str) else seen
 
     def _call(self, function: Any, *arguments: Any) -> Any:
+        return self._process().submit(function, *arguments).result(timeout=TIMEOUT_S)
+
+    def _process(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent)
-        return self._pool.submit(function, *arguments).result(timeout=TIMEOUT_S)
+        return self._pool
 
     def _lost(self, error: Exception) -> Observed:
         self.close()

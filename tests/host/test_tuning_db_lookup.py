@@ -89,11 +89,15 @@ def record(
     arch: Arch = SM90,
     keep_image: bool = True,
     options: tuple[str, ...] = OPTIONS,
+    image: bytes = b"",
 ) -> str:
+    """One trial, and the winners chosen anew: the id of its build. image: else one of configuration and version."""
     config = Config(block_n)
     source = fake_render(kernel, problem, config, arch)
     key = cache_key(source, arch.nvrtc_target, options, (12, 9))
-    cubin = Cubin(key, arch.name, (12, 9), f"code {block_n}".encode() * 99, {"toy": Resources(32, 0, 0, 0, 0)}, "")
+    version = kernel.spec.version  # type: ignore[attr-defined]
+    image = image or f"code {block_n}{'' if version == 1 else f' of {version}'}".encode() * 99
+    cubin = Cubin(key, arch.name, (12, 9), image, {"toy": Resources(32, 0, 0, 0, 0)}, "")
     static = static_fields(problem)
     build = store.add_build(cubin, "toy", source, fields_of(config), static, options=options, keep_image=keep_image)
     said = {"error_abs": 0.0} if provenance == "measured" else {"model": "roofline-1"}

@@ -189,8 +189,10 @@ def revocation_id_of(subject_id: str, reason: str) -> str:
     return digest({"v": ID_VERSION, "subject": subject_id, "reason": reason})
 
 
-def winner_id_of(key: ProblemKey, arch: str, device: Device) -> str:
-    return digest({"v": ID_VERSION, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms})
+def winner_id_of(key: ProblemKey, arch: str, device: Device, closure: str) -> str:
+    """closure: of the kernel code that it was chosen for; "" where that is not known."""
+    stated = {"v": ID_VERSION, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms}
+    return digest(stated | ({"closure": closure} if closure else {}))
 
 
 def decompress(blob: bytes, codec: str, raw_bytes: int) -> bytes | None:
@@ -301,7 +303,7 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
         return Winner(
             row.id, row.kernel, key.filled(), config, find_arch(row.arch), device,
             row.provenance, row.latency_us, row.build_id, None, row.reason, where, row.margin,
-            bool(why.get("stale")), why,
+            bool(why.get("stale")), why, row.closure,
         )  # fmt: skip
     except Exception as e:
         log.warning("%s: winner %s cannot be read (%s); skipped", where, row.id, e)

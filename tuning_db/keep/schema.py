@@ -33,7 +33,7 @@ from sqlalchemy import (
 
 from kerngen.tuning_db.serve.values import OUTCOMES, PROVENANCES, STAGES
 
-SCHEMA = "0004"  # the newest revision in migrations/versions
+SCHEMA = "0005"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database
 
 metadata = MetaData()
@@ -200,7 +200,7 @@ revocation = Table(
 winner = Table(
     "winner",
     metadata,
-    _id(),  # of (problem, arch, device name, SM count)
+    _id(),  # of (problem, arch, device name, SM count, closure)
     _text("kernel"),
     _text("static_key"),
     _text("cell"),
@@ -215,6 +215,7 @@ winner = Table(
     _text("reason"),
     _text("why"),
     _seal(),
+    Column("closure", Text, nullable=False, server_default=""),  # of the kernel code that it was chosen for
     _one_of("provenance", PROVENANCES),
     Index("winner_by_cell", "cell", "arch"),
     Index("winner_by_static", "static_key", "arch"),

@@ -15,9 +15,11 @@ from typing import Any
 import zstandard
 from sqlalchemy import Connection, Engine, Select, Table, and_, select
 
+from kerngen import closure as closures
 from kerngen.arch import Arch, Device, Target
 from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, nvrtc_version
-from kerngen.errors import CorruptRecord, DatabaseError, UsageError
+from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
+from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.keep import engine as engines
 from kerngen.tuning_db.keep import migrate
@@ -471,8 +473,14 @@ class Store:
         device: Device | str | None = None,
         static_key: str | None = None,
         cell: str | None = None,
+        closure: str | None = None,
+        every: bool = False,
     ) -> list[Winner]:
-        """The winners, sorted by kernel, problem, arch and device; without their cubins (see `image`)."""
+        """The winners, sorted by kernel, problem, arch and device; without their cubins (see `image`).
+
+        Of a problem on a board there is one for each version of the kernel's code that it was tuned for: listed is that
+        for the code that is installed, else the one measured last. closure: that for this code; every: all of them.
+        """
         wanted = _WINNERS
         for column, value in (
             (t.winner.c.kernel, kernel),
@@ -481,12 +489,14 @@ class Store:
             (t.device.c.num_sms, device.num_sms if isinstance(device, Device) else None),
             (t.winner.c.static_key, static_key),
             (t.winner.c.cell, cell),
+            (t.winner.c.closure, closure),
         ):
             if value is not None:
                 wanted = wanted.where(column == value)
         with self.reading() as connection:
-            rows = connection.execute(wanted).all()
-        return sorted((w for w in (read_winner(row, self.where) for row in rows) if w is not None), key=_by_problem)
+            rows = connection.execute(wanted.order_by(t.measurement.c.at.desc(), t.winner.c.id)).all()
+        found = [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
+        return sorted(found if every else _one_each(found), key=_by_problem)
 
     def winner(self, id_or_prefix: str) -> Winner:
         """The winner whose id starts like this. Raises UsageError unless there is exactly one."""
@@ -508,6 +518,23 @@ _WINNERS: Select[Any] = (
     .join(t.build, t.winner.c.build_id == t.build.c.id)
     .join(t.measurement, t.winner.c.measurement_id == t.measurement.c.id)
 )  # fmt: skip
+
+
+def _one_each(winners: Iterable[Winner]) -> Iterable[Winner]:
+    """Of each problem on each board the winner for the kernel code that is installed, else the first."""
+    found: dict[tuple[str, str, str, int], Winner] = {}
+    for w in winners:
+        key = w.problem.id, w.arch.name, w.device.name, w.device.num_sms
+        if key not in found or w.closure == _closure_here(w.kernel) != found[key].closure:
+            found[key] = w
+    return found.values()
+
+
+def _closure_here(kernel: str) -> str | None:
+    try:
+        return closures.closure_of(find_kernel(kernel))
+    except UnknownName:
+        return None
 
 
 def _by_problem(w: Winner) -> tuple[Any, ...]:

@@ -56,7 +56,7 @@ class _Cells:
         key = (winner.kernel, winner.arch, winner.device, winner.problem.cell)
         if key not in self._read:
             kernel, arch, device, cell = key
-            self._read[key] = self._store.winners(kernel, arch=arch, device=device, cell=cell)
+            self._read[key] = self._store.winners(kernel, arch=arch, device=device, cell=cell, every=True)
         return self._read[key]
 
     def has(self, winner: Winner) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -292,7 +292,8 @@ def _find(
         raise
     if winner is None:
         raise UsageError(f"no winner serves {subject}")
-    return next(s for s in stores if winner.source.startswith(f"{s.name}: ")), winner
+    store = next(s for s in stores if winner.source.startswith(f"{s.name}: "))
+    return store, replace(winner, why=store.winner(winner.id).why)
 
 
 def _observed(store: Store, winner: Winner) -> list[Observation]:

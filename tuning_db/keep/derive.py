@@ -20,6 +20,7 @@ from kerngen.arch import Device, Target
 from kerngen.errors import UnknownName
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning_db.keep import lines
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.rows import sealed, to_json, winner_id_of
 from kerngen.tuning_db.keep.winners import choose, may_win
@@ -116,6 +117,7 @@ class _Derivation:
             fields = {row.id: row.fields for row in connection.execute(wanted)}
             rows = [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in self.chosen]
             connection.execute(t.winner.insert(), rows)
+        lines.write(connection, self.static_key, arch, self.store.where)
         winners = self.store.winners(self.name, arch=arch, static_key=self.static_key, closure=self.closure)
         return [w for w in winners if w.id in ids]
 

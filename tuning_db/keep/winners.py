@@ -99,11 +99,16 @@ def choose(
     ranked = rank(observations, builds, wrong_sources=wrong_sources, revoked=revoked)
     if not ranked:
         return None
-    current = (c for c in (candidate.current(is_current) for candidate in ranked) if c is not None)
+    current = _current(ranked, is_current)
     first = next(current, None)
+    if first is None and ranked[0].typical.measurement.provenance == "measured":
+        predictions = [o for o in observations if o.measurement.provenance == "predicted"]
+        others = rank([*predictions, *_failures(observations)], builds, wrong_sources=wrong_sources, revoked=revoked)
+        if (found := next(predicted := _current(others, is_current), None)) is not None:
+            ranked, first, current = others, found, predicted
     stale = first is None
     if first is None:
-        first, current = ranked[0], (c for c in ranked[1:])
+        first, current = ranked[0], iter(ranked[1:])
     provenance = first.typical.measurement.provenance
     limit = first.p50_us * (1 + first.noise)
     near, after = [first], None
@@ -113,8 +118,8 @@ def choose(
             break
         near.append(c)
     winner = min(near, key=lambda c: _canonical_order(c, default))
-    others = [c for c in chain(near, [after] if after else []) if c is not winner]
-    following = min(others, key=lambda c: c.p50_us, default=None)
+    rivals = [c for c in chain(near, [after] if after else []) if c is not winner]
+    following = min(rivals, key=lambda c: c.p50_us, default=None)
     margin = None if following is None else (following.p50_us - winner.p50_us) / winner.p50_us
     why = {
         "candidates": len(ranked),
@@ -132,6 +137,14 @@ def choose(
         why["adopted"] = winner.typical.measurement.build_id
     reason = _words(winner, first, following, provenance, why)
     return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why)
+
+
+def _current(ranked: list[Candidate], is_current: Callable[[Build], bool]) -> Iterator[Candidate]:
+    return (c for c in (candidate.current(is_current) for candidate in ranked) if c is not None)
+
+
+def _failures(observations: Sequence[Observation]) -> list[Observation]:
+    return [o for o in observations if o.measurement.provenance == "measured" and o.measurement.outcome != "ok"]
 
 
 def rank(

@@ -39,6 +39,7 @@ def extract(stores: Sequence[Store], winners: Iterable[Winner], path: Path) -> i
             for index, ids in lines.items():
                 _copy(stores[index], to, t.winner, list(ids))
             _copy_what_no_key_names(stores, to)
+        made.rewrite_lines()
         count = len(made.winners())
     engines.leave_log(path)
     return count

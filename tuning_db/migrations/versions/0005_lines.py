@@ -28,7 +28,17 @@ _MEASUREMENT = sa.table("measurement", sa.column("id"), sa.column("fields"))
 
 
 def upgrade() -> None:
-    connection = op.get_bind()
+    op.create_table(
+        "line",
+        sa.Column("id", sa.Text, primary_key=True),
+        *(sa.Column(name, sa.Text, nullable=False) for name in ("kernel", "static_key", "arch", "body")),
+        sa.Column("seal", sa.Text, nullable=False, server_default=""),
+    )
+    op.create_index("line_by_kernel", "line", ["kernel", "arch"])
+    _seal_winners(op.get_bind())
+
+
+def _seal_winners(connection: sa.Connection) -> None:
     m = _MEASUREMENT.c
     rows = connection.execute(
         sa.select(_WINNER, m.fields).select_from(_WINNER.outerjoin(_MEASUREMENT, _WINNER.c.measurement_id == m.id))

@@ -26,7 +26,7 @@ from kerngen.errors import CacheError, TuningMiss, UsageError
 from kerngen.files import open_regular, publish
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db import Store, Winner
+    from kerngen.tuning_db import Source, Store, Winner
 
 DATABASE, FACTS = "tuning.sqlite", "bundle.json"
 VERSION = 1
@@ -65,11 +65,11 @@ class Bundle:
         except (ValueError, TypeError, KeyError) as e:
             raise CacheError(f"{path} is damaged: {type(e).__name__}: {e}", hint=_MADE_BY) from e
 
-    def stores(self) -> list[Store]:
-        """Its database, and no other. Raises DatabaseError where that is not whole."""
-        from kerngen.tuning_db import Store
+    def sources(self) -> list[Source]:
+        """Its database alone. Raises DatabaseError where that is not whole, or another user may have written it."""
+        from kerngen.tuning_db import open_source
 
-        return [Store.open(self.folder / DATABASE, sealed=True, name="bundle")]
+        return [open_source(self.folder / DATABASE, name="bundle")]
 
     def require(self, arch: Arch) -> None:
         """Raises UsageError unless it was made for `arch`."""
@@ -110,20 +110,20 @@ class BundleCache(CompileCache):
         return shipped if shipped is not None or compiling_is_forbidden() else super().find(source, arch, options)
 
 
-def sources_for(db_url: str | None, folder: str | None) -> tuple[list[Store], CompileCache, Bundle | None]:
-    """Where winners and machine code come from: (stores, cache, the bundle if it is one).
+def sources_for(db_url: str | None, folder: str | None) -> tuple[list[Source], CompileCache, Bundle | None]:
+    """Where winners and machine code come from: (databases, cache, the bundle if it is one).
 
-    db_url: --db. folder: --bundle. With neither, $KERNGEN_BUNDLE counts, and then what `default_stores` finds. Raises
-    UsageError where both are given, and as `Bundle.open` and `stores_for`.
+    db_url: --db. folder: --bundle. With neither, $KERNGEN_BUNDLE counts, and then what `default_sources` finds. Raises
+    UsageError where both are given, and as `Bundle.open` and `tuning_db.sources_for`.
     """
-    from kerngen.tuning_db import stores_for
+    from kerngen import tuning_db
 
     if db_url and folder:
         raise UsageError("--db and --bundle both say which configurations to run", hint="give one of them")
     if not db_url and (named := folder or os.environ.get("KERNGEN_BUNDLE")):
         bundle = Bundle.open(named)
-        return bundle.stores(), BundleCache(bundle), bundle
-    return stores_for(db_url or None), CompileCache(), None
+        return bundle.sources(), BundleCache(bundle), bundle
+    return tuning_db.sources_for(db_url or None), CompileCache(), None
 
 
 def write_database(folder: Path, stores: Sequence[Store], winners: Iterable[Winner]) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kerngen.cache import CompileCache
     from kerngen.progress import Reporter
     from kerngen.runtime.binding import Choice
-    from kerngen.tuning_db import Store
+    from kerngen.tuning_db import Source, Store
 
 
 @click.command("compile")
@@ -96,7 +97,7 @@ def compile(
                 _write_images(output, built)
                 if not cases and not ptx:
                     _write_bundle(output, str(model), targets, stores, chosen)
-                    again = _workload_builds(str(model), draft, targets, names, Bundle.open(output).stores(), [], [])
+                    again = _workload_builds(str(model), draft, targets, names, Bundle.open(output).sources(), [], [])
                     built += _complete(output, again, built, cache, jobs or os.cpu_count() or 1, bar)
             except OSError as e:
                 raise _unwritable(f"cannot write {output}", e) from e
@@ -138,7 +139,7 @@ def _workload_builds(
     draft: str | None,
     targets: list[Target],
     names: list[str],
-    stores: list[Store],
+    sources: Sequence[Source],
     notes: list[str],
     chosen: list[Choice],
 ) -> list[Build]:
@@ -154,7 +155,7 @@ def _workload_builds(
         notes += [f"outside our kernels: {name} ({OUTSIDE[name]})" for name in load.missing]
         if names:
             load = load.only(names)
-        builds += workload_builds(load, Bindings(stores, target), notes, chosen)
+        builds += workload_builds(load, Bindings(sources, target), notes, chosen)
     return builds
 
 

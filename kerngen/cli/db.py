@@ -9,13 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kerngen.cli.db_keys import keygen, trust
+from kerngen.cli.db_rebuild import rebuild
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +40,7 @@ def db() -> None:
 
 db.add_command(keygen)
 db.add_command(trust)
+db.add_command(rebuild)
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,7 +292,8 @@ def _find(
         raise
     if winner is None:
         raise UsageError(f"no winner serves {subject}")
-    return next(s for s in stores if winner.source.startswith(f"{s.name}: ")), winner
+    store = next(s for s in stores if winner.source.startswith(f"{s.name}: "))
+    return store, replace(winner, why=store.winner(winner.id).why)
 
 
 def _observed(store: Store, winner: Winner) -> list[Observation]:

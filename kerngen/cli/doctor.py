@@ -120,8 +120,8 @@ def _bundle(folder: str) -> Finding:
 
     try:
         bundle = Bundle.open(folder)
-        with bundle.stores()[0] as store:
-            count = len(store.winners())
+        with bundle.sources()[0] as source:
+            count = len(source.winners())
     except KerngenError as e:
         return Finding("bundle", False, e.message, e.hint or "")
     boards = ", ".join(f"{board} ({arch})" for arch, board in bundle.targets)

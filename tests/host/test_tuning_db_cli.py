@@ -41,7 +41,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         store.add_measurement(predicted(builds[2], 2, 7.0, problem=key_of(128)))
         store.recompute_winners("toy", key_of().static_key, Target.of(H200))
     monkeypatch.setenv("KERNGEN_DB", str(path))
-    monkeypatch.setattr("kerngen.tuning_db.keep.stores.PREBUILT", tmp_path / "none")
+    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")
     return path
 
 

@@ -94,8 +94,10 @@ def test_of_one_configuration_one_source_is_current(store: Store, renders: Rende
     winner = derive(store, newer)
     assert (winner.latency_us, winner.config, winner.stale) == (15.0, {"block_n": 2}, False)
     assert renders.count == 1, "of the other configuration, which nobody built since"
-    assert ask([store], KERNEL).latency_us == 15.0  # type: ignore[union-attr]
-    assert ask([store], KERNEL).stale  # type: ignore[union-attr]
+    for kernel, us in ((newer, 15.0), (KERNEL, 10.0)):
+        found = ask([store], kernel)
+        assert found is not None
+        assert (found.latency_us, found.stale) == (us, False), "each version of the kernel is served its own"
 
 
 def test_a_build_with_other_options_than_todays_is_stale(store: Store, renders: Renders) -> None:

@@ -116,6 +116,35 @@ def test_stale_wins_only_alone() -> None:
     assert choice.reason.endswith("older source of this kernel")
 
 
+def test_a_current_prediction_beats_a_stale_measurement() -> None:
+    rows = observed(measured("b1", 1, 10.0), predicted("b2", 2, 20.0), predicted("b3", 3, 5.0),
+                    measured("b3", 3, None, outcome="launch_failed", reason="illegal address"))  # fmt: skip
+    assert won(rows, is_current=lambda b: b.id != "b1") == "b2", "what failed here does not win by a prediction"
+    assert won(rows, is_current=lambda b: False) == "b1"
+
+
+def test_one_machine_code_is_one_candidate() -> None:
+    """Of two sources, one measured: with the same image, the current one has its time."""
+    builds = [build(1), replace(build(2), config={"block_n": 1}), build(3)]
+    choice = pick(observed(measured("b1", 1, 10.0), measured("b3", 3, 12.0)), builds, is_current=lambda b: b.id != "b1")
+    assert choice is not None
+    assert (choice.build_id, choice.latency_us, choice.why["stale"]) == ("b2", 10.0, False)
+    assert choice.why["adopted"] == "b1"
+    assert choice.reason.endswith("measured on a build of another source with the same machine code")
+    other = [build(1), replace(build(2), config={"block_n": 1}, image_sha="j"), build(3)]
+    choice = pick(observed(measured("b1", 1, 10.0), measured("b3", 3, 12.0)), other, is_current=lambda b: b.id != "b1")
+    assert choice is not None
+    assert (choice.build_id, choice.why.get("adopted")) == ("b3", None)
+
+
+def test_what_keeps_a_build_from_winning_keeps_its_like() -> None:
+    builds = [build(1), replace(build(2), config={"block_n": 1}), build(3)]
+    rows = observed(measured("b1", 1, 10.0), measured("b2", 1, 10.0), measured("b3", 3, 12.0))
+    assert won(rows, builds) == "b1"
+    assert won(rows, builds, revoked={"b2"}) == "b3"
+    assert won(rows, builds, wrong_sources={"src2"}) == "b3"
+
+
 def test_only_contenders_are_rendered() -> None:
     asked: list[str] = []
 

@@ -2,6 +2,9 @@
 
 Whether a build is current may have to be rendered, and choosing reads all trials: neither is done while others wait for
 the write lock. What was chosen is written if nothing that it rests on has changed meanwhile, else it is chosen again.
+
+A winner is of a closure: of the kernel code that it was chosen for. Those for other code stay beside it, as long as
+what they rest on may still win, so that two versions of kerngen share a database; of more than KEPT the oldest go.
 """
 
 from __future__ import annotations
@@ -10,16 +13,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, and_, delete, exists, or_, select
+from sqlalchemy import Connection, and_, delete, exists, select
 
 from kerngen import closure
 from kerngen.arch import Device, Target
 from kerngen.errors import UnknownName
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning_db.keep import lines
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.rows import sealed, to_json, winner_id_of
-from kerngen.tuning_db.keep.winners import choose
+from kerngen.tuning_db.keep.winners import choose, may_win
 from kerngen.tuning_db.serve.canonical import digest
 from kerngen.tuning_db.serve.freshness import Freshness
 from kerngen.tuning_db.serve.values import Build, Observation, Winner
@@ -27,6 +31,7 @@ from kerngen.tuning_db.serve.values import Build, Observation, Winner
 if TYPE_CHECKING:
     from kerngen.tuning_db.keep.store import Store
 
+KEPT = 3  # winners of one problem on one board, each for other kernel code
 _PATIENCE = 3  # times that others may come in between, before they have to wait
 
 
@@ -63,6 +68,7 @@ class _Derivation:
         self.closure = "" if self.kernel is None else closure.closure_of(self.kernel)
         self.freshness: Freshness | None = None
         self.chosen: list[dict[str, Any]] = []
+        self.may_win: dict[str, set[str]] = {}  # problem id -> builds: what winners for other kernel code may rest on
 
     def choose(self) -> None:
         store, target, arch = self.store, self.target, self.target.arch.name
@@ -74,8 +80,9 @@ class _Derivation:
         points: dict[str, list[Observation]] = {}
         for o in rows:
             points.setdefault(o.measurement.problem.id, []).append(o)
-        self.chosen = []
-        for observations in points.values():
+        self.chosen, self.may_win = [], {}
+        for problem_id, observations in points.items():
+            self.may_win[problem_id] = may_win(observations, builds, wrong_sources=wrong, revoked=revoked)
             problem = _problem(self.kernel, observations)
 
             def current(build: Build, problem: Any = problem) -> bool:
@@ -88,7 +95,8 @@ class _Derivation:
                 key = observations[0].measurement.problem
                 typical = next(o for o in observations if o.id == choice.measurement_id)
                 self.chosen.append({
-                    "id": winner_id_of(key, arch, target.device), "kernel": self.name, "static_key": self.static_key,
+                    "id": winner_id_of(key, arch, target.device, self.closure), "kernel": self.name,
+                    "static_key": self.static_key, "closure": self.closure,
                     "cell": key.cell, "problem_id": key.id, "arch": arch,
                     "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
                     "measurement_id": choice.measurement_id, "provenance": choice.provenance,
@@ -101,16 +109,38 @@ class _Derivation:
         if known and self.freshness is not None and self.freshness.found:
             self.store.note_rendered(self.freshness.found, self.closure)
         arch, ids = self.target.arch.name, [row["id"] for row in self.chosen]
-        here = and_(t.winner.c.static_key == self.static_key, t.winner.c.arch == arch, _is_of(self.target.device))
-        connection.execute(delete(t.winner).where(or_(here, t.winner.c.id.in_(ids))))
+        gone = self._others_gone(connection)
+        connection.execute(delete(t.winner).where(t.winner.c.id.in_([*gone, *ids])))
         if self.chosen:
             m = t.measurement.c
             wanted = select(m.id, m.fields).where(m.id.in_([row["measurement_id"] for row in self.chosen]))
             fields = {row.id: row.fields for row in connection.execute(wanted)}
             rows = [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in self.chosen]
             connection.execute(t.winner.insert(), rows)
-        winners = self.store.winners(self.name, arch=arch, static_key=self.static_key)
+        lines.write(connection, self.static_key, arch, self.store.where)
+        winners = self.store.winners(self.name, arch=arch, static_key=self.static_key, closure=self.closure)
         return [w for w in winners if w.id in ids]
+
+    def _others_gone(self, connection: Connection) -> list[str]:
+        """The ids of this board's winners that do not stay: those of this closure, and of others what must not win."""
+        w, m = t.winner.c, t.measurement.c
+        here = and_(w.static_key == self.static_key, w.arch == self.target.arch.name, _is_of(self.target.device))
+        wanted = (
+            select(w.id, w.problem_id, w.build_id, w.measurement_id, w.closure)
+            .join(t.measurement, w.measurement_id == m.id)
+            .where(here)
+            .order_by(m.at.desc(), w.id)
+        )
+        revoked = self.store.revoked()
+        gone, kept = [], dict[str, int]()
+        for row in connection.execute(wanted):
+            others = kept.get(row.problem_id, 0)
+            sound = row.build_id in self.may_win.get(row.problem_id, ()) and row.measurement_id not in revoked
+            if row.closure in ("", self.closure) or not sound or others >= KEPT - 1:
+                gone.append(row.id)
+            else:
+                kept[row.problem_id] = others + 1
+        return gone
 
 
 def _is_of(device: Device) -> Any:

@@ -15,8 +15,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-import zstandard
-from sqlalchemy import Row, Table
+from sqlalchemy import Row, Select, Table, select
 
 from kerngen.arch import Arch, Device, find_arch
 from kerngen.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
@@ -39,7 +38,15 @@ from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winn
 log = logging.getLogger(__name__)
 
 ZSTD_LEVEL = 12
-_IMAGE_BYTES_MOST = 1 << 28
+
+WINNERS: Select[Any] = (  # with all that `read_winner` asks of a row
+    select(t.winner, t.problem.c.static, t.problem.c.runtime, t.problem.c.dynamic,
+           t.device.c.props.label("device_props"), t.build.c.config, t.measurement.c.fields)
+    .join(t.problem, t.winner.c.problem_id == t.problem.c.id)
+    .join(t.device, t.winner.c.device_id == t.device.c.id)
+    .join(t.build, t.winner.c.build_id == t.build.c.id)
+    .join(t.measurement, t.winner.c.measurement_id == t.measurement.c.id)
+)  # fmt: skip
 
 
 def describe_build(
@@ -189,18 +196,10 @@ def revocation_id_of(subject_id: str, reason: str) -> str:
     return digest({"v": ID_VERSION, "subject": subject_id, "reason": reason})
 
 
-def winner_id_of(key: ProblemKey, arch: str, device: Device) -> str:
-    return digest({"v": ID_VERSION, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms})
-
-
-def decompress(blob: bytes, codec: str, raw_bytes: int) -> bytes | None:
-    """None unless `blob` holds exactly `raw_bytes`: a damaged header must not ask for all memory."""
-    try:
-        if codec != "zstd" or not 0 < raw_bytes < _IMAGE_BYTES_MOST or zstandard.frame_content_size(blob) != raw_bytes:
-            return None
-        return zstandard.ZstdDecompressor().decompress(blob)
-    except (zstandard.ZstdError, TypeError):
-        return None
+def winner_id_of(key: ProblemKey, arch: str, device: Device, closure: str) -> str:
+    """closure: of the kernel code that it was chosen for; "" where that is not known."""
+    stated = {"v": ID_VERSION, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms}
+    return digest(stated | ({"closure": closure} if closure else {}))
 
 
 @lru_cache(maxsize=64)
@@ -301,7 +300,7 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
         return Winner(
             row.id, row.kernel, key.filled(), config, find_arch(row.arch), device,
             row.provenance, row.latency_us, row.build_id, None, row.reason, where, row.margin,
-            bool(why.get("stale")), why,
+            bool(why.get("stale")), why, row.closure,
         )  # fmt: skip
     except Exception as e:
         log.warning("%s: winner %s cannot be read (%s); skipped", where, row.id, e)

@@ -6,6 +6,7 @@
                               (derived: deleted and computed anew)
     revocation: what must not count any more     former: what builds and measurements were called in older schemas
     rendered: which kernel code has the very source of a build
+    line: what a run reads of one kernel and its compiled-in fields on one arch (derived, as the winners are)
 
 Ids are sha256 of canonical JSON (canonical.digest) of what a row states, so a union of two databases is a merge.
 `build.seal` is the digest of the facts that its id does not cover. Other seals are digests of the whole row
@@ -33,7 +34,7 @@ from sqlalchemy import (
 
 from kerngen.tuning_db.serve.values import OUTCOMES, PROVENANCES, STAGES
 
-SCHEMA = "0004"  # the newest revision in migrations/versions
+SCHEMA = "0005"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database
 
 metadata = MetaData()
@@ -200,7 +201,7 @@ revocation = Table(
 winner = Table(
     "winner",
     metadata,
-    _id(),  # of (problem, arch, device name, SM count)
+    _id(),  # of (problem, arch, device name, SM count, closure)
     _text("kernel"),
     _text("static_key"),
     _text("cell"),
@@ -215,7 +216,20 @@ winner = Table(
     _text("reason"),
     _text("why"),
     _seal(),
+    Column("closure", Text, nullable=False, server_default=""),  # of the kernel code that it was chosen for
     _one_of("provenance", PROVENANCES),
     Index("winner_by_cell", "cell", "arch"),
     Index("winner_by_static", "static_key", "arch"),
+)
+
+line = Table(
+    "line",
+    metadata,
+    _id(),  # of (static key, arch)
+    _text("kernel"),
+    _text("static_key"),
+    _text("arch"),
+    _text("body"),  # serve/line.py
+    _seal(),
+    Index("line_by_kernel", "kernel", "arch"),
 )

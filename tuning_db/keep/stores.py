@@ -1,16 +1,12 @@
-"""The databases that a run asks, opened in their order."""
+"""The databases that a run asks, opened as Stores: to look at all that they hold. A run itself opens `sources`."""
 
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
-from typing import Any
 
 from kerngen.errors import DatabaseError
-from kerngen.tuning_db.keep.engine import is_absent
 from kerngen.tuning_db.keep.store import Store
-from kerngen.tuning_db.serve.places import PREBUILT, default_path
+from kerngen.tuning_db.serve import places
 
 log = logging.getLogger(__name__)
 
@@ -20,20 +16,13 @@ def default_stores() -> list[Store]:
 
     One that is not there is left out; one that cannot be opened is left out with a warning.
     """
-    stores: list[Store] = []
-    places: list[tuple[str, dict[str, Any]]] = []
-    if override := os.environ.get("KERNGEN_DB_OVERRIDE"):
-        places.append((override, {"name": "override", "override": True}))
-    user = default_path()
-    if "://" in user or not is_absent(Path(user)):
-        places.append((user, {"name": "user"}))
-    places += [(str(p), {"name": f"prebuilt {p.stem}", "sealed": True}) for p in sorted(PREBUILT.glob("*.sqlite"))]
-    for place, options in places:
+    found: list[Store] = []
+    for where, name, override, shipped in places.searched():
         try:
-            stores.append(Store.open(place, read_only=True, **options))
+            found.append(Store.open(where, read_only=True, name=name, override=override, sealed=shipped))
         except DatabaseError as e:
             log.warning("%s; looking on without it", e.message)
-    return stores
+    return found
 
 
 def stores_for(url: str | None) -> list[Store]:

@@ -110,6 +110,11 @@ def static_key(kernel: str, static: dict[str, Any]) -> str:
     return _static_key(kernel, trimmed(static, filing_of(kernel).static))
 
 
+def static_key_as_filed(kernel: str, static: dict[str, Any]) -> str:
+    """As `static_key`, of fields that are as filed."""
+    return _static_key(kernel, static)
+
+
 def _static_key(kernel: str, static: dict[str, Any]) -> str:
     return digest({"v": ID_VERSION, "kernel": kernel, "static": static})
 

@@ -24,10 +24,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import quote
 
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.files import open_regular
+from kerngen.tuning_db.serve.files import decode_text, uri_of
 from kerngen.tuning_db.serve.trust import why_untrusted
 
 MAGIC, VERSION = b"kgbundle", 1
@@ -62,11 +62,6 @@ def _encoded(value: Value) -> tuple[bytes, bytes]:
     if isinstance(value, str):
         return b"T", value.encode("utf-8", "surrogateescape")
     return b"B", hashlib.sha256(value).digest()
-
-
-def decode_text(data: bytes) -> str:
-    """SQLite's text, where bytes that are no UTF-8 become lone surrogates: one damaged row must not fail a query."""
-    return data.decode("utf-8", "surrogateescape")
 
 
 def digest_of(leaves: Iterable[bytes]) -> str:
@@ -179,7 +174,7 @@ class Sealed:
 
     def connect(self) -> sqlite3.Connection:
         """The image, to read: no locks, no side files, and nothing in its schema is run. Raises QUERY_ERRORS."""
-        uri = f"file:{quote(os.fsencode(self.path.absolute()))}?mode=ro&immutable=1"
+        uri = f"{uri_of(self.path)}?mode=ro&immutable=1"
         connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
         connection.text_factory = decode_text
         for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):

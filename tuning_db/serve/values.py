@@ -140,7 +140,7 @@ class Winner:
     margin: (next best - this) / this; below zero if it was chosen canonically within the noise; None if alone.
     reason: in words. source: which store spoke and how ("user: exact device"). why: the figures behind `reason`.
     stale: tuned on an older source of the kernel. Then, and where the image was not kept, `cubin` is None and has
-    to be compiled.
+    to be compiled. closure: of the kernel code that it was chosen for (kerngen/closure.py), "" where none is known.
     """
 
     id: str
@@ -158,3 +158,4 @@ class Winner:
     margin: float | None = None
     stale: bool = False
     why: dict[str, Any] = field(default_factory=dict)
+    closure: str = ""

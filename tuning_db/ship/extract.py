@@ -39,6 +39,7 @@ def extract(stores: Sequence[Store], winners: Iterable[Winner], path: Path) -> i
             for index, ids in lines.items():
                 _copy(stores[index], to, t.winner, list(ids))
             _copy_what_no_key_names(stores, to)
+        made.rewrite_lines()
         count = len(made.winners())
     engines.leave_log(path)
     return count
@@ -56,7 +57,7 @@ class _Cells:
         key = (winner.kernel, winner.arch, winner.device, winner.problem.cell)
         if key not in self._read:
             kernel, arch, device, cell = key
-            self._read[key] = self._store.winners(kernel, arch=arch, device=device, cell=cell)
+            self._read[key] = self._store.winners(kernel, arch=arch, device=device, cell=cell, every=True)
         return self._read[key]
 
     def has(self, winner: Winner) -> bool:

@@ -1,0 +1,21 @@
+"""`kerngen db`: what was tuned, looked into, moved about, kept in order, trusted and installed."""
+
+from __future__ import annotations
+
+import click
+
+from kerngen.cli.db import look, trust
+
+
+@click.group()
+def db() -> None:
+    """Look into the tuning database: what won, with what resources, and why.
+
+    \b
+    Example:
+      kerngen db ls --arch sm90
+    """
+
+
+for command in (look.ls, look.show, look.explain, trust.keygen, trust.trust):
+    db.add_command(command)

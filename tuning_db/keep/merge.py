@@ -7,38 +7,23 @@ times, give the same rows.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, Table, func, select
+from sqlalchemy import Connection, Row, Table, func, select
 
 from kerngen.arch import Target, find_arch
-from kerngen.errors import CorruptRecord, UnknownName
+from kerngen.errors import UnknownName
 from kerngen.tuning_db.keep import schema as t
-from kerngen.tuning_db.keep.rows import (
-    decompress,
-    device_of,
-    is_sealed,
-    read_build,
-    read_measurement,
-    read_search,
-    require_utf8,
-    revocation_id_of,
-    sealed,
-    search_id_of,
-)
+from kerngen.tuning_db.keep.facts import KINDS, Kind, batches, chunks, is_text, name_of
+from kerngen.tuning_db.keep.rows import device_of, revocation_id_of, sealed
 from kerngen.tuning_db.keep.store import Store
-from kerngen.tuning_db.serve.canonical import ProblemKey, digest, ids_as_filed
 
 log = logging.getLogger(__name__)
-
-_AT_ONCE = 500  # ids in one query
 
 
 @dataclass(slots=True)
@@ -57,9 +42,6 @@ class Merged:
     winners: int = 0
 
 
-_Check = Callable[[Row[Any], str], None]
-
-
 class _NotMeant(Exception):
     """Ends the transaction of a dry run."""
 
@@ -74,7 +56,7 @@ def merge(into: Store, others: Sequence[Store], *, dry_run: bool = False) -> Mer
         with into.writing() as connection:
             union = _Union(into, connection, done)
             for other in others:
-                for kind in _KINDS:
+                for kind in KINDS:
                     union.add(other, kind)
             union.derive()
             if dry_run:
@@ -84,117 +66,16 @@ def merge(into: Store, others: Sequence[Store], *, dry_run: bool = False) -> Mer
     return done
 
 
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(what)
+def add_facts(into: Store, other: Store, only: Mapping[str, Set[str]], done: Merged) -> None:
+    """Add some of `other`'s rows to `into`, and choose nothing.
 
-
-# ---- what each table's rows are, and what they must match: each check raises whatever a damaged row has it raise
-
-
-def _check_artifact(row: Row[Any], where: str) -> None:
-    raw = decompress(row.blob, row.codec, row.raw_bytes)
-    _require(raw is not None and hashlib.sha256(raw).hexdigest() == row.sha, "it does not match its own digest")
-
-
-def _check_build(row: Row[Any], where: str) -> None:
-    build = read_build(row, where)
-    columns = (row.registers, row.spill_bytes, row.static_smem_bytes)
-    _require(columns == (build.registers, build.spill_bytes, build.static_smem_bytes), "its resources contradict it")
-    key = ProblemKey(row.kernel, json.loads(row.static), {}, None)
-    _require(ids_as_filed(key).static_key == row.static_key, "its static_key is not that of its fields")
-
-
-def _check_seal(table: Table) -> _Check:
-    def check(row: Row[Any], where: str) -> None:
-        require_utf8(row)
-        _require(is_sealed(table, row), "it does not match its own seal")
-
-    return check
-
-
-def _check_problem(row: Row[Any], where: str) -> None:
-    require_utf8(row)
-    ids = ids_as_filed(ProblemKey(row.kernel, json.loads(row.static), json.loads(row.runtime), row.dynamic))
-    _require((ids.problem, ids.cell, ids.static_key) == (row.id, row.cell, row.static_key), "it does not match its id")
-
-
-def _check_device(row: Row[Any], where: str) -> None:
-    require_utf8(row)
-    device, id = device_of(row.props)
-    stated = (row.id, row.arch, row.name, row.num_sms)
-    _require(stated == (id, device.arch, device.name, device.num_sms), "it does not match its id")
-
-
-def _check_environment(row: Row[Any], where: str) -> None:
-    require_utf8(row)
-    _require(digest(json.loads(row.props)) == row.id, "it does not match its id")
-
-
-def _check_measurement(row: Row[Any], where: str) -> None:
-    _require(read_measurement(row, where) is not None, "it does not match its own digests")
-
-
-def _check_search(row: Row[Any], where: str) -> None:
-    _require(read_search(row, where) is not None, "it does not match its own seal")
-    _require(search_id_of(row.search, row.problem_id) == row.id, "it does not match its id")
-
-
-_MEASUREMENTS: Select[Any] = (
-    select(t.measurement, t.problem.c.kernel, t.problem.c.static_key, t.problem.c.static, t.problem.c.runtime,
-           t.problem.c.dynamic, t.device.c.props.label("device_props"),
-           t.environment.c.props.label("environment_props"))
-    .join(t.problem, t.measurement.c.problem_id == t.problem.c.id)
-    .join(t.device, t.measurement.c.device_id == t.device.c.id)
-    .join(t.environment, t.measurement.c.environment_id == t.environment.c.id)
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A table of facts. rows: its rows, with what checking them needs besides."""
-
-    table: Table
-    rows: Select[Any]
-    check: _Check
-
-    @classmethod
-    def of(cls, table: Table, check: _Check, rows: Select[Any] | None = None) -> _Kind:
-        return cls(table, select(table) if rows is None else rows, check)
-
-    @property
-    def first(self) -> Any:
-        """The first column of the primary key."""
-        return next(iter(self.table.primary_key.columns))
-
-    def key(self, row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[c.name] for c in self.table.primary_key.columns)
-
-    def stated(self, row: Row[Any]) -> dict[str, Any]:
-        return {c.name: row._mapping[c.name] for c in self.table.columns}
-
-    def why_unsound(self, row: Row[Any], where: str) -> str | None:
-        try:
-            self.check(row, where)
-        except CorruptRecord as e:
-            return e.message.removeprefix(f"{where}: ")
-        except Exception as e:  # there is no telling what parsing bytes that nobody wrote raises
-            return str(e) or type(e).__name__
-        return None
-
-
-_KINDS = (  # each after those that its foreign keys name
-    _Kind.of(t.artifact, _check_artifact),
-    _Kind.of(t.build, _check_build),
-    _Kind.of(t.rendered, _check_seal(t.rendered)),
-    _Kind.of(t.problem, _check_problem),
-    _Kind.of(t.device, _check_device),
-    _Kind.of(t.environment, _check_environment),
-    _Kind.of(t.measurement, _check_measurement, _MEASUREMENTS),
-    _Kind.of(t.search, _check_search),
-    _Kind.of(t.former, _check_seal(t.former)),
-    _Kind.of(t.revocation, _check_seal(t.revocation)),
-)
+    only: by table, the first column of the primary keys that are wanted. Rows that those name have to be among them.
+    """
+    with into.writing() as connection:
+        union = _Union(into, connection, done)
+        for kind in KINDS:
+            if wanted := only.get(kind.table.name):
+                union.add(other, kind, wanted)
 
 
 def _preferred(table: Table, row: dict[str, Any]) -> tuple[Any, ...]:
@@ -214,8 +95,8 @@ class _Union:
         self._touched: set[str] = set()  # static keys
         self._subjects: set[str] = set()  # builds and measurements of which something was said anew
 
-    def add(self, other: Store, kind: _Kind) -> None:
-        for rows in _chunks(other, kind):
+    def add(self, other: Store, kind: Kind, only: Set[str] | None = None) -> None:
+        for rows in chunks(other, kind, only):
             sound = [row for row in map(self._sound(other, kind), rows) if row is not None]
             there = {kind.key(kind.stated(row)): row for row in self._there(kind, [kind.key(r)[0] for r in sound])}
             lacking = self._lacking(kind, [row for row in sound if kind.key(row) not in there])
@@ -233,7 +114,7 @@ class _Union:
                 for row in new:
                     self._touch(kind, row)
 
-    def _sound(self, other: Store, kind: _Kind) -> Callable[[Row[Any]], dict[str, Any] | None]:
+    def _sound(self, other: Store, kind: Kind) -> Callable[[Row[Any]], dict[str, Any] | None]:
         def stated(row: Row[Any]) -> dict[str, Any] | None:
             if (why := kind.why_unsound(row, other.where)) is None:
                 return kind.stated(row)
@@ -242,13 +123,13 @@ class _Union:
 
         return stated
 
-    def _leave_out(self, other: Store, kind: _Kind, row: dict[str, Any], why: str) -> None:
-        self._done.damaged.append(f"{other.where}: {_name(kind, row)}: {why}")
+    def _leave_out(self, other: Store, kind: Kind, row: dict[str, Any], why: str) -> None:
+        self._done.damaged.append(f"{other.where}: {name_of(kind, row)}: {why}")
 
-    def _there(self, kind: _Kind, ids: Sequence[str]) -> list[Row[Any]]:
+    def _there(self, kind: Kind, ids: Sequence[str]) -> list[Row[Any]]:
         return list(self._connection.execute(kind.rows.where(kind.first.in_(ids)))) if ids else []
 
-    def _lacking(self, kind: _Kind, rows: Sequence[dict[str, Any]]) -> dict[str, set[str]]:
+    def _lacking(self, kind: Kind, rows: Sequence[dict[str, Any]]) -> dict[str, set[str]]:
         """By foreign key, the ids that `rows` name and this database has not: those rows were damaged."""
         lacking: dict[str, set[str]] = {}
         for foreign in kind.table.foreign_keys:
@@ -258,7 +139,7 @@ class _Union:
                 lacking[foreign.parent.name] = named - {id for (id,) in here}
         return lacking
 
-    def _settle(self, other: Store, kind: _Kind, old: Row[Any], new: dict[str, Any]) -> None:
+    def _settle(self, other: Store, kind: Kind, old: Row[Any], new: dict[str, Any]) -> None:
         """Two rows with one id: a damaged one is put right, and of two sound ones the preferred stays."""
         here = kind.stated(old)
         if here == new:
@@ -268,7 +149,7 @@ class _Union:
             if not _says_the_same(kind.table, here, new):
                 where = self._into.where if stays is here else other.where
                 self._done.conflicts.append(
-                    f"{_name(kind, new)} differs in {_differing(here, new)}; that of {where} stays"
+                    f"{name_of(kind, new)} differs in {_differing(here, new)}; that of {where} stays"
                 )
             if stays is here:
                 return
@@ -277,7 +158,7 @@ class _Union:
         self._done.mended[kind.table.name] += 1
         self._touch(kind, new)
 
-    def _touch(self, kind: _Kind, row: dict[str, Any]) -> None:
+    def _touch(self, kind: Kind, row: dict[str, Any]) -> None:
         """Note whose winners may be others now."""
         if kind.table is t.build:
             self._touched.add(row["static_key"])
@@ -296,7 +177,7 @@ class _Union:
         subjects = self._subjects | self._into.renamed(self._subjects)
         trials = select(p.static_key).join(t.measurement, m.problem_id == p.id)
         for wanted, id in ((select(b.static_key), b.id), (trials, m.id)):
-            for some in _batches(sorted(s for s in subjects if s.isascii())):
+            for some in batches(sorted(s for s in subjects if s.isascii())):
                 self._touched |= {key for (key,) in self._connection.execute(wanted.where(id.in_(some)).distinct())}
         boards = (
             select(p.kernel, p.static_key, m.arch, func.min(d.id).label("device_id"))
@@ -305,7 +186,7 @@ class _Union:
             .group_by(p.kernel, p.static_key, m.arch, d.name, d.num_sms)
             .order_by(p.kernel, p.static_key, m.arch, d.name, d.num_sms)
         )
-        for keys in _batches(sorted(self._touched)):
+        for keys in batches(sorted(self._touched)):
             for row in self._connection.execute(boards.where(p.static_key.in_(keys))).all():
                 self._choose(row.kernel, row.static_key, row.arch, row.device_id)
 
@@ -327,27 +208,9 @@ class _Union:
         return {id: tuple(rest) for id, *rest in self._connection.execute(wanted)}
 
 
-def _chunks(store: Store, kind: _Kind) -> Iterator[list[Row[Any]]]:
-    with store.reading() as connection:
-        ids = sorted({id for (id,) in connection.execute(select(kind.first)) if isinstance(id, str)})
-    for some in _batches([id for id in ids if _is_text(id)]):
-        with store.reading() as connection:
-            rows = connection.execute(kind.rows.where(kind.first.in_(some)).order_by(kind.first)).all()
-        yield list(rows)
-
-
-def _batches(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(ids), _AT_ONCE):
-        yield ids[start : start + _AT_ONCE]
-
-
-def _is_text(id: str) -> bool:
-    return not any("\ud800" <= c <= "\udfff" for c in id)
-
-
 def _resealed(row: Row[Any]) -> dict[str, Any] | None:
     """A revocation that was altered counts all the same, under the id of what it says now, where that is legible."""
-    if not all(isinstance(v, str) and _is_text(v) for v in (row.subject_id, row.reason, row.at)):
+    if not all(isinstance(v, str) and is_text(v) for v in (row.subject_id, row.reason, row.at)):
         return None
     stated = {"id": revocation_id_of(row.subject_id, row.reason), "subject_id": row.subject_id, "reason": row.reason,
               "at": row.at}  # fmt: skip
@@ -368,7 +231,3 @@ def _same(a: Any, b: Any) -> bool:
 
 def _differing(a: dict[str, Any], b: dict[str, Any]) -> str:
     return ", ".join(name for name in a if name != "seal" and not _same(a[name], b[name]))
-
-
-def _name(kind: _Kind, row: dict[str, Any]) -> str:
-    return f"{kind.table.name} {str(kind.key(row)[0])[:16]!r}".replace("'", "")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kerngen.errors import DatabaseError
+from kerngen.tuning_db.keep.bundles import open_any
 from kerngen.tuning_db.keep.engine import is_absent
 from kerngen.tuning_db.keep.store import Store
 from kerngen.tuning_db.serve.places import PREBUILT, default_path
@@ -38,4 +39,4 @@ def default_stores() -> list[Store]:
 
 def stores_for(url: str | None) -> list[Store]:
     """What `--db` names, read-only, or `default_stores()` where it names nothing. Raises DatabaseError."""
-    return default_stores() if url is None else [Store.open(url, read_only=True)]
+    return default_stores() if url is None else [open_any(url)]

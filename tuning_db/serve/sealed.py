@@ -31,6 +31,7 @@ from kerngen.files import open_regular
 from kerngen.tuning_db.serve.trust import why_untrusted
 
 MAGIC, VERSION = b"kgbundle", 1
+SUFFIX = ".kgdb"
 _LENGTHS = struct.Struct("<8sIQIII")  # magic, version, and the bytes of image, header, leaves, signatures
 FOOTER_BYTES = _LENGTHS.size + 32
 _LEAF = b"kerngen-leaf-1\0"
@@ -173,6 +174,14 @@ class Sealed:
             raise DatabaseError(f"{self.path}: {e.strerror or e}") from e
         return not left and h.hexdigest() == self.header["image"]["sha256"]
 
+    def image(self) -> bytes:
+        """The SQLite database, as it lies there. Raises DatabaseError."""
+        try:
+            with open_regular(self.path) as f:
+                return f.read(int(self.header["image"]["bytes"]))
+        except OSError as e:
+            raise DatabaseError(f"{self.path}: {e.strerror or e}") from e
+
     def why_untrusted(self) -> str | None:
         """As trust.why_untrusted, of this file."""
         return why_untrusted(self.digest, self.signatures)
@@ -185,6 +194,19 @@ class Sealed:
         for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):
             connection.execute(f"PRAGMA {pragma}")
         return connection
+
+
+def is_sealed_file(path: str | os.PathLike[str]) -> bool:
+    """True for what is, or says by its name that it should be, a sealed file; False for what cannot be read."""
+    if os.fspath(path).endswith(SUFFIX):
+        return True
+    try:
+        with open_regular(path) as f:
+            size = f.seek(0, os.SEEK_END)
+            f.seek(max(0, size - FOOTER_BYTES))
+            return f.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def _require_database(head: bytes, image_bytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kerngen.cli.db import look, trust
+from kerngen.cli.db import look, move, trust
 
 
 @click.group()
@@ -17,5 +17,8 @@ def db() -> None:
     """
 
 
-for command in (look.ls, look.show, look.explain, trust.keygen, trust.trust):
+for command in (
+    look.ls, look.show, look.explain, move.export, move.import_, move.merge, move.verify, trust.keygen, trust.sign,
+    trust.trust,
+):  # fmt: skip
     db.add_command(command)

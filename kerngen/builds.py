@@ -186,6 +186,6 @@ def require_allowed(builds: list[Build], cache: CompileCache, *, ptx: bool = Fal
     raise TuningMiss(
         f"{len(lacking)} of {len(builds)} builds for {arches} are in no database that was asked, and not in the "
         f"compile cache {cache.dir}, and KERNGEN_NO_COMPILE forbids compiling them: {named}",
-        hint=f"without KERNGEN_NO_COMPILE, here or elsewhere: kerngen compile --arch {arches} --model NAME -o FOLDER; "
-        "then export KERNGEN_BUNDLE=FOLDER",
+        hint=f"without KERNGEN_NO_COMPILE, here or elsewhere: kerngen compile --arch {arches} --model NAME -o FILE; "
+        "then export KERNGEN_BUNDLE=FILE",
     )

@@ -137,8 +137,8 @@ class CompileCache:
             raise TuningMiss(
                 f"{key[:16]} for {arch} is not in the compile cache {self.dir}, "
                 "and KERNGEN_NO_COMPILE forbids compiling it",
-                hint=f"where compiling is allowed: kerngen compile --arch {arch} --model NAME -o FOLDER; "
-                "then here: export KERNGEN_BUNDLE=FOLDER",
+                hint=f"where compiling is allowed: kerngen compile --arch {arch} --model NAME -o FILE; "
+                "then here: export KERNGEN_BUNDLE=FILE",
             )
 
     def _read(self, key: str, kind: str) -> Cubin | Ptx | None:

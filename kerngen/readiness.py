@@ -109,11 +109,11 @@ def advice(found: Readiness, model: str, here: Target | None, *, bundle: bool) -
             commands[f"kerngen tune {board}{_only(found, kernels)} --objective predicted"] = f"predicts for {device}"
         commands[f"kerngen tune {usual}{_only(found, below)}"] = f"measures, on a machine with {device}"
     if found.missing and found.blocked:
-        commands[f"kerngen compile {board} -o FOLDER"] = (
-            "makes a bundle, where compiling is possible; then export KERNGEN_BUNDLE=FOLDER"
+        commands[f"kerngen compile {board} -o FILE"] = (
+            "makes a bundle, where compiling is possible; then export KERNGEN_BUNDLE=FILE"
         )
     elif bundle and commands:
-        commands[f"kerngen compile {board} -o FOLDER"] = "makes a bundle of what that finds"
+        commands[f"kerngen compile {board} -o FILE"] = "makes a bundle of what that finds"
     elif found.missing:
         commands[f"kerngen compile {board}"] = "builds ahead what a run would compile"
     return commands

@@ -21,7 +21,7 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
 
     dtype: "fp32", "bf16", "fp16" or None for the device's own: fp32 on a CPU, bf16 from sm80 on, fp16 before. db_url:
     the tuning database (path or URL) that the cuda backend looks winners up in, None for the usual places. bundle: the
-    folder that answers in their place (bundle.py), None for $KERNGEN_BUNDLE.
+    file that answers in their place (bundle.py), None for $KERNGEN_BUNDLE.
     Raises DeviceError where there is no such GPU, UsageError on a combination that cannot run.
     """
     if name not in (*BACKENDS, "auto"):

@@ -231,7 +231,7 @@ def load(
     folder or name; True for the one that belongs to the model, if there is one (`find_drafter`), False for none.
     device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for
     fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any machine)
-    or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a folder that `kerngen compile -o`
+    or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a file that `kerngen compile -o`
     wrote. num_draft_tokens, max_len: see `Session`. advance: is told, while weights load, how many bytes of how many
     are there. keep_repacked: keep weights as the backend wants them in a file beside the model, which any later call
     with this backend and dtype reads in place of the checkpoint's.

@@ -14,21 +14,26 @@ log = logging.getLogger(__name__)
 
 
 def open_source(
-    place: str | os.PathLike[str], *, name: str = "", override: bool = False, shipped: bool = False
+    place: str | os.PathLike[str],
+    *,
+    name: str = "",
+    override: bool = False,
+    shipped: bool = False,
+    allow_unsigned: bool = False,
 ) -> Source:
-    """A file, sealed or not, or a server's URL, to be served from. shipped: as Reader.open.
+    """A file, sealed or not, or a server's URL, to be served from. shipped, allow_unsigned: as Reader.open.
 
     A file of an older schema is migrated in a copy in memory, as Store does. Raises TrustError where the file is not
     to be trusted, SchemaTooNew, DatabaseError.
     """
     chosen = os.fspath(place).removeprefix("sqlite:///")
     if "://" not in chosen:
-        found = Reader.open(chosen, name=name, override=override, shipped=shipped)
+        found = Reader.open(chosen, name=name, override=override, shipped=shipped, allow_unsigned=allow_unsigned)
         if found is not None:
             return found
-    from kerngen.tuning_db.keep.store import Store  # SQLAlchemy is for those who need it
+    from kerngen.tuning_db.keep.bundles import open_any  # SQLAlchemy is for those who need it
 
-    return Store.open(chosen, read_only=True, sealed=shipped, name=name, override=override)
+    return open_any(chosen, name=name, override=override, shipped=shipped, allow_unsigned=allow_unsigned)
 
 
 def default_sources() -> list[Source]:

@@ -8,20 +8,22 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kerngen.arch import Target, find_device, parse_arches
+from kerngen.cli.signing import signers, signing_options
+from kerngen.compile import Cubin
 from kerngen.errors import CacheError, KerngenError, UsageError
 
 if TYPE_CHECKING:
     from kerngen.builds import Build, Built
-    from kerngen.cache import CompileCache
-    from kerngen.progress import Reporter
     from kerngen.runtime.binding import Choice
     from kerngen.tuning_db import Source, Store
+    from kerngen.tuning_db.ship.keys import SecretKey
 
 
 @click.command("compile")
@@ -33,12 +35,13 @@ if TYPE_CHECKING:
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option("--cases", is_flag=True, help="Compile the kernels' test cases instead of a model's workload.")
 @click.option("--ptx", is_flag=True, help="Make PTX, which newer GPUs run through the driver, instead of cubins.")
-@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
-              help="Of a model: make this folder a bundle, which run, bench and doctor take with --bundle. Else: a "
-              "compile cache. Without it only the user's compile cache is filled.")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=None,
+              help="Of a model: the bundle to write, one sealed file, which run, bench and doctor take with --bundle. "
+              "Else: a folder, as a compile cache. Without it only the user's compile cache is filled.")  # fmt: skip
 @click.option("--db", "db_url", default=None, help="Tuning database whose winners to compile. Default: the user's.")
 @click.option("--untuned", is_flag=True, help="Compile the default configurations.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
+@signing_options
 @click.option("--json", "as_json", is_flag=True, help="Print what was made as JSON.")
 def compile(
     arch_names: str | None,
@@ -52,6 +55,8 @@ def compile(
     db_url: str | None,
     untuned: bool,
     jobs: int | None,
+    key_files: tuple[Path, ...],
+    unsigned: bool,
     as_json: bool,
 ) -> None:
     """Build every kernel of a model's workload, so that nothing is compiled when it runs. No GPU is needed.
@@ -61,10 +66,10 @@ def compile(
 
     \b
     Example:
-      kerngen compile --arch sm70,sm90 --model gemma-4-31b -o bundle
+      kerngen compile --arch sm70,sm90 --model gemma-4-31b -o bundle.kgdb
     """
     from kerngen.builds import build_all, case_builds, require_allowed
-    from kerngen.bundle import Bundle
+    from kerngen.bundling import require_free, write_bundle
     from kerngen.cache import CompileCache
     from kerngen.compile import nvrtc_version, require_target
     from kerngen.progress import Reporter
@@ -74,7 +79,10 @@ def compile(
         raise UsageError("--model and --cases are two things to compile", hint="give one of them")
     if model is None and not cases:
         raise UsageError("name what to compile: --model NAME for a workload, or --cases for the test cases")
-    targets = _targets(arch_names, device_names)
+    is_bundle = output is not None and model is not None and not ptx
+    if (key_files or unsigned) and not is_bundle:
+        raise UsageError("--key and --unsigned go with a bundle: --model NAME -o FILE")
+    targets = targets_of(arch_names, device_names)
     names = [n for k in kernels for n in k.split(",")]
     for target in targets:
         require_target(target.arch)
@@ -88,23 +96,29 @@ def compile(
         stores = [] if untuned else stores_for(db_url or None)
         builds = _workload_builds(str(model), draft, targets, names, stores, notes, chosen)
     require_allowed(builds, cache, ptx=ptx)
-    if output is not None:
+    keys: list[SecretKey] = []
+    if output is not None and is_bundle:
+        require_free(output)
+        keys = signers(key_files, unsigned)
+    elif output is not None:
         _make(output)
     with Reporter("compile", quiet=as_json) as bar:
         built = build_all(builds, cache, jobs or os.cpu_count() or 1, bar, ptx=ptx)
         if output is not None:
             try:
-                _write_images(output, built)
-                if not cases and not ptx:
-                    _write_bundle(output, str(model), targets, stores, chosen)
-                    again = _workload_builds(str(model), draft, targets, names, Bundle.open(output).sources(), [], [])
-                    built += _complete(output, again, built, cache, jobs or os.cpu_count() or 1, bar)
+                if not is_bundle:
+                    _write_images(output, built)
+                else:
+                    anew = partial(_workload_builds, str(model), draft, targets, names, notes=[], chosen=[])
+                    built += write_bundle(output, str(model), targets, (stores, chosen, built), anew,
+                                          partial(build_all, cache=cache, jobs=jobs or os.cpu_count() or 1, bar=bar),
+                                          keys)  # fmt: skip
             except OSError as e:
                 raise _unwritable(f"cannot write {output}", e) from e
     if output is None and cache.failed:
         raise CacheError(f"nothing was kept: the compile cache {cache.dir} does not take files",
                          hint="name a folder with -o, or another cache with KERNGEN_CACHE_DIR")  # fmt: skip
-    made = {
+    report = {
         "nvrtc": list(nvrtc_version()), "kind": "ptx" if ptx else "cubin", "model": model,
         "targets": [[t.arch.name, t.device.name] for t in targets],
         "builds": [_row(b) for b in built if b.image is not None], "notes": list(dict.fromkeys(notes)),
@@ -112,14 +126,14 @@ def compile(
                      for b in built if b.image is None],
     }  # fmt: skip
     if as_json:
-        click.echo(json.dumps(made))
+        click.echo(json.dumps(report))
     else:
-        _print(made, output, is_bundle=model is not None and not ptx)
-    if made["failures"]:
+        _print(report, output, is_bundle=is_bundle)
+    if report["failures"]:
         raise click.exceptions.Exit(1)
 
 
-def _targets(arch_names: str | None, device_names: str | None) -> list[Target]:
+def targets_of(arch_names: str | None, device_names: str | None) -> list[Target]:
     """The named boards, and the usual one of each arch that has no named one. Raises UsageError, UnknownName."""
     boards = [find_device(n.strip()) for n in (device_names or "").split(",") if n.strip()]
     if arch_names is None:
@@ -167,7 +181,7 @@ def _make(folder: Path) -> None:
 
 
 def _unwritable(what: str, e: OSError) -> KerngenError:
-    return KerngenError(f"{what}: {e.strerror or e}", hint="name another folder with -o")
+    return KerngenError(f"{what}: {e.strerror or e}", hint="name another place with -o")
 
 
 def _write_images(folder: Path, built: list[Built]) -> None:
@@ -180,35 +194,8 @@ def _write_images(folder: Path, built: list[Built]) -> None:
             cache.write(b.image)
 
 
-def _write_bundle(folder: Path, model: str, targets: list[Target], stores: list[Store], chosen: list[Choice]) -> None:
-    """Raises OSError."""
-    from kerngen.bundle import write_database, write_facts
-    from kerngen.compile import nvrtc_version
-
-    write_database(folder, stores, (c.winner for c in chosen if c.winner is not None))
-    write_facts(folder, model, nvrtc_version(), targets)
-
-
-def _complete(
-    folder: Path, again: list[Build], built: list[Built], cache: CompileCache, jobs: int, bar: Reporter
-) -> list[Built]:
-    """Build what the bundle's own database chooses and nobody has built: rare, and added to `folder`.
-
-    Where two databases have a winner for one board and problem, the bundle keeps one. again: what it chooses, all of
-    it. Raises OSError.
-    """
-    from kerngen.builds import build_all, missing
-    from kerngen.cache import CompileCache
-
-    failed = {b.build.source for b in built if b.image is None}
-    lacking = [b for b in missing(again, CompileCache(folder, sealed=True)) if b.source not in failed]
-    more = build_all(lacking, cache, jobs, bar)
-    _write_images(folder, more)
-    return more
-
-
 def _row(built: Built) -> dict[str, Any]:
-    from kerngen.compile import Cubin, source_key
+    from kerngen.compile import source_key
     from kerngen.templates.kernel import fields_of, static_fields
 
     b, image = built.build, built.image
@@ -251,7 +238,7 @@ def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool) -> Non
     code = Counter(r["code_from"] for r in made["builds"])
     click.echo(f"{len(made['builds'])} builds: " + ", ".join(f"{n} from: {where}" for where, n in code.most_common()))
     if output is None:
-        click.echo("in the compile cache only (-o FOLDER makes a bundle to take elsewhere)")
+        click.echo("in the compile cache only (-o FILE makes a bundle to take elsewhere)")
     elif is_bundle:
         click.echo(f"{output} is a bundle: kerngen run MODEL --bundle {output}, or export KERNGEN_BUNDLE={output}")
     else:

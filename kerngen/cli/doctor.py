@@ -137,7 +137,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _gpu, _cache, _d
 @click.option("--arch", "arch_name", default=None, help="With --model: for this arch. Default: the GPU that is here.")
 @click.option("--device", "device_name", default=None, help="With --model: for this board (kerngen arch ls).")
 @click.option("--db", "db_url", default=None, help="With --model: this tuning database. Default: as a run.")
-@click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
+@click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--context", type=click.IntRange(1), default=8192, show_default=True,
               help="With --model: tokens of a sequence, for its memory.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

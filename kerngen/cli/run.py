@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option("--keep-repacked", is_flag=True,
               help="Keep weights as the kernels want them beside MODEL; later starts read those.")  # fmt: skip
 @click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
-@click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
+@click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--plan", is_flag=True, help="Print what MODEL takes and what fits on GPUs of 16 to 141 GB, and no more.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 def run(

@@ -47,7 +47,7 @@ REPRODUCIBLE_DRAFTS = 3
               help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before.")  # fmt: skip
 @click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
 @click.option("--db", "db_url", default=None, help="Tuning database. Default: the user's.")
-@click.option("--bundle", default=None, help="Folder that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
+@click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--seed", default=0, show_default=True, help="Of weights, requests and when they come.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def soak(

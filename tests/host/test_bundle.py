@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,12 @@ import kerngen.compile as compile_module
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.builds import choices, lengths_between
 from kerngen.bundle import Bundle, BundleCache, sources_for
-from kerngen.errors import CacheError, TuningMiss, UsageError
+from kerngen.errors import DatabaseError, TrustError, TuningMiss, UsageError
 from kerngen.runtime.binding import Bindings, Choice
 from kerngen.templates import find_kernel
-from kerngen.tuning_db import Store, default_stores, lookup
-from kerngen.tuning_db.ship.extract import extract
+from kerngen.tuning_db import Store, default_stores, lookup, stores_for
+from kerngen.tuning_db.keep.bundles import open_bundle
+from kerngen.tuning_db.serve.sealed import Sealed
 from kerngen.workload import Workload, find_model, workload
 
 TINY = ROOT / "examples" / "tiny"
@@ -68,16 +70,19 @@ def test_a_host_with_a_bundle_alone_runs_every_problem_of_the_workload(
     which = ("--model", model, *(("--draft", draft) if draft else ()), "--jobs", "1")
     if tuned:
         assert kerngen("tune", "--arch", target.arch.name, *which, "--kernel", tuned, "--trials", "2")[0] == 0
-    code, out, err = kerngen("compile", "--device", target.device.name, *which, "--kernel", kernels, "-o", "bundle")
-    assert (code, err) == (0, "")
-    assert "bundle is a bundle: kerngen run MODEL --bundle bundle" in out
+    code, out, err = kerngen(
+        "compile", "--device", target.device.name, *which, "--kernel", kernels, "-o", "bundle.kgdb"
+    )
+    assert code == 0
+    assert all(line.startswith("compile: ") for line in err.splitlines()), "nothing but progress"
+    assert "bundle.kgdb is a bundle: kerngen run MODEL --bundle bundle.kgdb" in out
     load = workload(find_model(model, draft), target.arch).only(kernels.split(","))
     stores = default_stores()
     before = dict(_chosen(load, stores, target))
     for store in stores:
         store.close()
     _alone(kerngen, monkeypatch)
-    monkeypatch.setenv("KERNGEN_BUNDLE", "bundle")
+    monkeypatch.setenv("KERNGEN_BUNDLE", "bundle.kgdb")
     stores, cache, bundle = sources_for(None, None)
     assert bundle is not None
     assert {i.problem for i in load.items} <= set(before)
@@ -88,9 +93,8 @@ def test_a_host_with_a_bundle_alone_runs_every_problem_of_the_workload(
         assert (choice.config, choice.provenance) == (before[problem].config, before[problem].provenance)
         provenances[choice.provenance] += 1
     assert set(provenances) == ({"predicted", "default"} if tuned else {"measured"})
-    assert sorted(p.name for p in (kerngen.folder / "bundle").iterdir() if p.is_file()) == [
-        "bundle.json", "tuning.sqlite",
-    ], "reading a bundle leaves nothing in it"  # fmt: skip
+    assert [p.name for p in kerngen.folder.iterdir() if p.is_file()] == ["bundle.kgdb"], "reading leaves nothing"
+    assert (kerngen.folder / "bundle.kgdb").stat().st_mode & 0o777 == 0o444
 
 
 def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
@@ -108,51 +112,94 @@ def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
 def test_what_a_bundle_lacks_is_an_error_where_nothing_may_be_compiled(
     kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "bundle")[0] == 0
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "bundle.kgdb")[0] == 0
     _alone(kerngen, monkeypatch)
-    bundle = Bundle.open("bundle")
+    bundle = Bundle.open("bundle.kgdb")
     target = Target.of(find_arch("sm70"))
     choice = Bindings(bundle.sources(), target).choice(find_kernel("gelu_gate"), OTHER)
-    with pytest.raises(TuningMiss, match="is not in the bundle bundle, and KERNGEN_NO_COMPILE forbids") as caught:
+    with pytest.raises(TuningMiss, match=r"is not in the bundle bundle\.kgdb, and KERNGEN_NO_COMPILE") as caught:
         BundleCache(bundle).get_or_compile(choice.text, target.arch)
-    assert caught.value.hint == "say what it lacks: kerngen doctor --model gemma-4-31b --bundle bundle"
+    assert caught.value.hint == "say what it lacks: kerngen doctor --model gemma-4-31b --bundle bundle.kgdb"
 
 
 def test_without_that_the_users_cache_stands_behind_a_bundle(kerngen: Kerngen) -> None:
-    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "bundle")[0] == 0
-    _, cache, bundle = sources_for(None, "bundle")
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "bundle.kgdb")[0] == 0
+    _, cache, bundle = sources_for(None, "bundle.kgdb")
     assert bundle is not None
+    before = Path("bundle.kgdb").read_bytes()
     target = Target.of(find_arch("sm70"))
     choice = Bindings([], target).choice(find_kernel("gelu_gate"), OTHER)
     made = cache.get_or_compile(choice.text, target.arch)
     assert cache.path(made.key).is_relative_to(kerngen.folder / "cache")
-    assert not list((kerngen.folder / "bundle").rglob(made.key + "*")), "a bundle is not written to"
+    assert Path("bundle.kgdb").read_bytes() == before, "a bundle is not written to"
 
 
-def test_a_torn_file_of_a_bundle_is_named_and_left(
+def test_a_damaged_image_of_a_bundle_is_named_and_left(
     kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "bundle")[0] == 0
-    (*_, torn) = sorted((kerngen.folder / "bundle").rglob("*.cubin"))
-    torn.write_bytes(torn.read_bytes()[:-1])
+    """One flipped bit in the machine code of a default costs that default, and all else is served."""
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "bundle.kgdb")[0] == 0
+    with closing(sqlite3.connect("file:bundle.kgdb?mode=ro&immutable=1", uri=True)) as connection:
+        blob = connection.execute("SELECT blob FROM artifact ORDER BY sha").fetchone()[0]
+    data = bytearray(Path("bundle.kgdb").read_bytes())
+    data[data.index(blob[-64:]) + 20] ^= 1
+    os.chmod("bundle.kgdb", 0o644)
+    Path("bundle.kgdb").write_bytes(data)
     _alone(kerngen, monkeypatch)
-    bundle = Bundle.open("bundle")
+    bundle = Bundle.open("bundle.kgdb")
     target = Target.of(find_arch("sm70"))
     load = workload(find_model("gemma-4-31b"), target.arch).only(["gelu_gate", "rmsnorm"])
-    cache = BundleCache(bundle)
-    texts = {c.text for _, c in _chosen(load, bundle.sources(), target)}
-    lost = [t for t in texts if cache.find(t, target.arch) is None]
-    assert len(lost) == 1
-    assert torn.exists()
-    assert [torn.name in r.message and "it is not used" in r.message for r in caplog.records] == [True]
+    code = {c.text: c.cubin for _, c in _chosen(load, bundle.sources(), target)}
+    assert len(code) > 1
+    assert sum(cubin is None for cubin in code.values()) == 1
+    assert "does not match" in caplog.text
+
+
+def test_a_bundle_is_run_if_somebody_answers_for_it(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own maker's key is trusted; another user's, and nobody's, only where that is told."""
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "mine.kgdb")[0] == 0
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "none.kgdb", "--unsigned")[0] == 0
+    assert Bundle.open("mine.kgdb").targets == (("sm70", "V100"),)
+    with pytest.raises(TrustError, match=r"none\.kgdb is not signed: a database is a program"):
+        Bundle.open("none.kgdb")
+    code, out, _ = kerngen("doctor", "--bundle", "none.kgdb")
+    assert code == 1
+    assert "none.kgdb is not signed" in out
+    with monkeypatch.context() as context:
+        context.setenv("HOME", str(kerngen.folder / "elsewhere"))
+        with pytest.raises(
+            TrustError, match=r"is signed by no key that is trusted here, but by [0-9a-f]{16}"
+        ) as caught:
+            Bundle.open("mine.kgdb")
+        assert f"kerngen db trust --digest {Sealed.open('mine.kgdb').digest}" in str(caught.value.hint)
+        context.setenv("KERNGEN_TRUST_UNSIGNED", "1")
+        assert Bundle.open("none.kgdb").source.winners() == []
+
+
+def test_who_signs(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kerngen("db", "keygen", "release.key")[0] == 0
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "b.kgdb", "--key", "release.key")[0] == 0
+    with pytest.raises(TrustError, match="is signed by no key that is trusted here"):
+        Bundle.open("b.kgdb")
+    assert kerngen("db", "trust", "release.key.pub")[0] == 0
+    assert Bundle.open("b.kgdb").source.winners() == []
+    for args, says in (
+        (("--key", "release.key", "--unsigned", "-o", "c.kgdb"), "contradict each other"),
+        (("--key", "absent.key", "-o", "c.kgdb"), "absent.key: No such file"),
+        (("--unsigned",), "go with a bundle"),
+    ):
+        code, _, err = kerngen("compile", "--arch", "sm70", *SMALL, *args)
+        assert code != 0
+        assert says in err
+    assert not Path("c.kgdb").exists()
 
 
 def test_whole_lines_are_kept_and_rows_stay_as_they_are(kerngen: Kerngen) -> None:
     """A length between two tuned points is answered as before, and every id and reason is the one that was there."""
-    assert kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle")[0] == 0
+    assert kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb")[0] == 0
     here = Target.of(find_device("H200"))
     kernel = find_kernel("rmsnorm")
-    with Store.open("bundle/tuning.sqlite", sealed=True, name="bundle") as kept:
+    with open_bundle("bundle.kgdb", name="bundle") as kept:
         shipped = [s for s in default_stores() if s.name.startswith("prebuilt")]
         theirs = {w.id: w for s in shipped for w in s.winners()}
         assert {w.kernel for w in kept.winners()} == {"gelu_gate", "rmsnorm"}
@@ -166,8 +213,10 @@ def test_whole_lines_are_kept_and_rows_stay_as_they_are(kerngen: Kerngen) -> Non
             was, now = (lookup(stores, kernel, asked, here) for stores in (shipped, [kept]))
             assert (was and (was.config, was.build_id)) == (now and (now.config, now.build_id))
     one = next(w for w in theirs.values() if w.kernel == "rmsnorm" and w.problem.dynamic == 512)
-    assert extract(shipped, [one], Path("one.sqlite")) == 14, "its line has as many points"
-    connection = sqlite3.connect("file:bundle/tuning.sqlite?mode=ro&immutable=1", uri=True)
+    points = [w for w in theirs.values() if w.problem.cell == one.problem.cell]
+    assert len(points) == 14, "its line has as many points"
+    assert {w.id for w in points} <= {w.id for w in open_bundle("bundle.kgdb").winners()}
+    connection = sqlite3.connect("file:bundle.kgdb?mode=ro&immutable=1", uri=True)
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
     connection.close()
@@ -178,13 +227,13 @@ def test_two_databases_with_a_winner_for_one_point_make_a_bundle_that_is_complet
 ) -> None:
     """The user's prediction and the shipped measurement have one id; what was measured is chosen, and kept."""
     assert kerngen("tune", "--arch", "sm90", "--device", "H200", *SMALL, "--trials", "1")[0] == 0
-    code, out, _ = kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle", "--json")
+    code, out, _ = kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb", "--json")
     assert code == 0
     assert {s for b in json.loads(out)["builds"] for s in b["chosen_by"]} == {
         "prebuilt sm90-gemma-4-31b: exact device (measured)"
     }
     _alone(kerngen, monkeypatch)
-    bundle, target = Bundle.open("bundle"), Target.of(find_device("H200"))
+    bundle, target = Bundle.open("bundle.kgdb"), Target.of(find_device("H200"))
     load = workload(find_model("gemma-4-31b"), target.arch).only(["gelu_gate", "rmsnorm"])
     for _, choice in _chosen(load, bundle.sources(), target):
         assert choice.provenance == "measured"
@@ -211,51 +260,39 @@ def test_the_board_decides_what_is_chosen(
 
 
 def test_a_bundle_made_anew_forgets_what_was_chosen_before(kerngen: Kerngen) -> None:
-    assert kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle")[0] == 0
-    assert kerngen("compile", "--device", "H200", *SMALL, "--untuned", "-o", "bundle")[0] == 0
-    with Bundle.open("bundle").sources()[0] as store:
+    assert kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb")[0] == 0
+    assert kerngen("compile", "--device", "H200", *SMALL, "--untuned", "-o", "bundle.kgdb")[0] == 0
+    with Bundle.open("bundle.kgdb").sources()[0] as store:
         assert store.winners() == []
 
 
-def test_a_database_that_belongs_to_nobodys_bundle_is_not_overwritten(kerngen: Kerngen) -> None:
-    (kerngen.folder / "mine").mkdir()
-    Store.open("mine/tuning.sqlite").close()
-    before = (kerngen.folder / "mine" / "tuning.sqlite").read_bytes()
-    code, _, err = kerngen("compile", "--arch", "sm70", *SMALL, "-o", "mine")
-    assert code == 2
-    assert "mine/tuning.sqlite is there, and belongs to no bundle" in err
-    assert (kerngen.folder / "mine" / "tuning.sqlite").read_bytes() == before
+def test_a_file_that_is_no_bundle_is_not_overwritten(kerngen: Kerngen) -> None:
+    Store.open("mine.db").close()
+    os.mkdir("folder")
+    before = Path("mine.db").read_bytes()
+    for name, says in (
+        ("mine.db", "mine.db is there, and is no bundle"),
+        ("folder", "folder is a folder, and a bundle is"),
+    ):
+        code, _, err = kerngen("compile", "--arch", "sm70", *SMALL, "-o", name)
+        assert code == 2
+        assert says in err
+    assert Path("mine.db").read_bytes() == before
 
 
 def test_what_is_no_bundle_is_said(kerngen: Kerngen) -> None:
-    os.makedirs("piped")
-    os.mkfifo("piped/bundle.json")
-    with pytest.raises(CacheError, match=r"bundle\.json: is no regular file"):
-        Bundle.open("piped")
-    with pytest.raises(UsageError, match=r"nowhere is no bundle: there is no bundle\.json in it"):
-        Bundle.open("nowhere")
-    (kerngen.folder / "b").mkdir()
-    path = kerngen.folder / "b" / "bundle.json"
-    for text, says in (
-        ("[]", "is damaged"), ("{", "is damaged"), ("[" * 100_000, "is damaged"),
-        ('{"bundle": 2}', "version 2; this kerngen reads 1"),
-        ('{"bundle": 1, "model": "m", "nvrtc": [12], "targets": []}', "is damaged"),
-    ):  # fmt: skip
-        path.write_text(text)
-        with pytest.raises(CacheError, match=says):
-            Bundle.open("b")
-    path.write_text('{"bundle": 1, "model": "gemma-4-31b", "nvrtc": [12, 9], "targets": [["sm70", "V100"]]}')
-    Bundle.open("b").require(find_arch("sm70"))
-    with pytest.raises(UsageError, match="the bundle b was made for sm70, not for sm90") as caught:
-        Bundle.open("b").require(find_arch("sm90"))
-    assert caught.value.hint == "make one: kerngen compile --arch sm90 --model gemma-4-31b -o FOLDER"
-    with pytest.raises(UsageError, match="--db and --bundle both"):
-        sources_for("x.db", "b")
-
-
-def test_db_goes_before_a_bundle_of_the_environment(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
-    Store.open("own.db").close()
-    monkeypatch.setenv("KERNGEN_BUNDLE", "nowhere")
-    stores, _, bundle = sources_for("own.db", None)
-    assert bundle is None
-    assert [s.where for s in stores] == ["own.db"]
+    os.mkdir("folder")
+    Store.open("mine.db").close()
+    Path("torn.kgdb").write_bytes(Path("mine.db").read_bytes())
+    os.mkfifo("pipe.kgdb")
+    for name, error, says in (
+        ("nowhere", UsageError, "nowhere is no bundle: it is not there"),
+        ("folder", UsageError, "folder is no bundle: it is a folder"),
+        ("mine.db", UsageError, "mine.db is no bundle: it is no sealed file"),
+        ("pipe.kgdb", UsageError, "pipe.kgdb is no bundle"),
+        ("torn.kgdb", DatabaseError, "torn.kgdb is no sealed database, or was cut short"),
+    ):
+        with pytest.raises(error, match=says):
+            Bundle.open(name)
+    with pytest.raises(DatabaseError, match="was cut short"):  # not opened as any other database
+        stores_for("torn.kgdb")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from kerngen.runtime.binding import Bindings
 from kerngen.runtime.ops.outside import OUTSIDE
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_sources, lookup
+from kerngen.tuning_db.serve.reader import Reader
 from kerngen.workload import find_workload
 
 MODEL = "gemma-4-31b"
@@ -76,7 +79,7 @@ def test_what_may_not_be_compiled_and_is_missing_fails(kerngen: Kerngen, monkeyp
     assert code == 1
     assert "cannot run: KERNGEN_NO_COMPILE forbids compiling" in out
     assert "embed(hidden=" in out
-    assert "kerngen compile --arch sm89 --device L4 --model gemma-4-31b -o FOLDER" in out
+    assert "kerngen compile --arch sm89 --device L4 --model gemma-4-31b -o FILE" in out
     monkeypatch.delenv("KERNGEN_NO_COMPILE")
     code, out, _ = kerngen("doctor", "--model", MODEL, "--device", "L4")
     assert code == 0
@@ -84,27 +87,34 @@ def test_what_may_not_be_compiled_and_is_missing_fails(kerngen: Kerngen, monkeyp
 
 
 def test_a_bundle_is_shown_to_be_complete_or_not(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
-    which = ("--arch", "sm70", "--model", MODEL, "--kernel", "embed,rmsnorm", "--jobs", "1", "-o", "bundle")
+    which = ("--arch", "sm70", "--model", MODEL, "--kernel", "embed,rmsnorm", "--jobs", "1", "-o", "bundle.kgdb")
     assert kerngen("compile", *which)[0] == 0
     load = find_workload(MODEL, find_arch("sm70")).only(["embed", "rmsnorm"])
-    bundle, target = Bundle.open("bundle"), Target.of(find_arch("sm70"))
+    bundle, target = Bundle.open("bundle.kgdb"), Target.of(find_arch("sm70"))
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
     found = readiness(load, Bindings(bundle.sources(), target), BundleCache(bundle))
     assert found.works
     assert (found.builds, found.missing) == (5, [])
-    next((kerngen.folder / "bundle").rglob("*.cubin")).unlink()
-    found = readiness(load, Bindings(bundle.sources(), target), BundleCache(bundle))
+    with closing(sqlite3.connect("file:bundle.kgdb?mode=ro&immutable=1", uri=True)) as connection:
+        ((lost,),) = connection.execute("SELECT min(sha) FROM artifact").fetchall()
+    with monkeypatch.context() as context:
+        whole = Reader.image
+        context.setattr(Reader, "image", lambda self, b: None if b.image_sha == lost else whole(self, b))
+        found = readiness(load, Bindings(bundle.sources(), target), BundleCache(bundle))
     assert not found.works
     assert len(found.missing) == 1
-    assert kerngen("doctor", "--bundle", "bundle")[0] == 0
-    assert kerngen("doctor", "--model", MODEL, "--arch", "sm70", "--bundle", "bundle")[0] == 1, "the other kernels"
-    code, _, err = kerngen("doctor", "--model", MODEL, "--arch", "sm75", "--bundle", "bundle")
+    assert kerngen("doctor", "--bundle", "bundle.kgdb")[0] == 0
+    assert kerngen("doctor", "--model", MODEL, "--arch", "sm70", "--bundle", "bundle.kgdb")[0] == 1, "the other kernels"
+    code, _, err = kerngen("doctor", "--model", MODEL, "--arch", "sm75", "--bundle", "bundle.kgdb")
     assert code == 2
     assert "was made for sm70, not for sm75" in err
-    (kerngen.folder / "bundle" / "bundle.json").write_text("{")
-    code, out, _ = kerngen("doctor", "--bundle", "bundle")
+    (kerngen.folder / "bundle.kgdb").chmod(0o644)
+    with (kerngen.folder / "bundle.kgdb").open("r+b") as f:
+        f.seek(-100, 2)
+        f.write(b"damage")
+    code, out, _ = kerngen("doctor", "--bundle", "bundle.kgdb")
     assert code == 1
-    assert "bundle.json is damaged" in out
+    assert "bundle.kgdb is damaged" in out
 
 
 def test_without_a_model_it_lists_what_no_kernel_serves(kerngen: Kerngen) -> None:
@@ -146,9 +156,9 @@ def _ready(device: str, kinds: dict[str, dict[str, int]], missing: int = 0, bloc
         (_ready("L4", {"a": {"exact device": 3}}, 2), None, False,
          ["kerngen compile --arch sm89 --device L4 --model m"]),
         (_ready("V100", {"a": {"exact device": 3}}, 2, "no NVRTC"), None, True,
-         ["kerngen compile --arch sm70 --model m -o FOLDER"]),
+         ["kerngen compile --arch sm70 --model m -o FILE"]),
         (_ready("V100", {"a": {"default": 3}}), "V100", True,
-         ["kerngen tune --arch sm70 --model m", "kerngen compile --arch sm70 --model m -o FOLDER"]),
+         ["kerngen tune --arch sm70 --model m", "kerngen compile --arch sm70 --model m -o FILE"]),
     ],
 )  # fmt: skip
 def test_the_command_that_improves_it(found: Readiness, here: str | None, bundle: bool, commands: list[str]) -> None:

@@ -15,7 +15,8 @@ from test_tuning_db_lookup import Problem, ask, fake_render, make_kernel, record
 from kerngen.arch import Target
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db import Store, problem_key
-from kerngen.tuning_db.ship.extract import extract
+from kerngen.tuning_db.keep.bundles import open_bundle
+from kerngen.tuning_db.ship.export import Selection, export
 
 KERNEL = make_kernel()
 
@@ -131,8 +132,8 @@ def test_an_altered_note_is_not_believed(
 def test_what_is_taken_along_is_known_there_too(store: Store, renders: Renders, tmp_path: Path) -> None:
     found = ask([store], KERNEL)
     assert found is not None
-    extract([store], [found], tmp_path / "part.db")
-    with Store.open(tmp_path / "part.db", sealed=True) as part:
+    export([store], Selection(), tmp_path / "part.kgdb")
+    with open_bundle(tmp_path / "part.kgdb", allow_unsigned=True) as part:
         taken = ask([part], KERNEL)
     assert taken is not None
     assert taken.cubin is not None

@@ -121,10 +121,16 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
 
 def copy_to_memory(source: Engine) -> Engine:
     """What an SQLite database holds now, in memory: the copy may be changed, and is gone with its engine."""
+    with source.connect() as connection:
+        return in_memory(_raw(connection))
+
+
+def in_memory(source: sqlite3.Connection | None = None) -> Engine:
+    """A database in memory, of what `source` holds now or empty; it is gone with its engine."""
     uri = f"file:kerngen-{uuid4().hex}?mode=memory&cache=shared"
     keeper = sqlite3.connect(uri, uri=True, check_same_thread=False)  # it lives while a connection to it does
-    with source.connect() as connection:
-        _raw(connection).backup(keeper)
+    if source is not None:
+        source.backup(keeper)
     engine = _sqlite_engine(uri)
     event.listen(engine, "engine_disposed", lambda _: keeper.close())
     return engine

@@ -307,6 +307,21 @@ class Store:
             return None
         return image_of(build, row.blob, row.codec, row.raw_bytes, self.where)
 
+    def kept_builds(self) -> list[Build]:
+        """The builds whose machine code is here, by id. Raises CorruptRecord where one was altered."""
+        wanted = select(t.build).join(t.artifact, t.build.c.image_sha == t.artifact.c.sha).order_by(t.build.c.id)
+        with self.reading() as connection:
+            rows = connection.execute(wanted).all()
+        return [read_build(row, self.where) for row in rows]
+
+    def find_cubin(self, key: str) -> Cubin | None:
+        """The cubin that the compile cache would have under `key`, if it was kept. Raises CorruptRecord."""
+        wanted = select(t.build).where(t.build.c.cache_key == key, t.build.c.status == "ok").order_by(t.build.c.id)
+        with self.reading() as connection:
+            rows = connection.execute(wanted).all()
+        images = (self.image(read_build(row, self.where)) for row in rows)
+        return next((image for image in images if isinstance(image, Cubin)), None)
+
     # ---- measurements
 
     def add_measurement(self, m: Measurement) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from kerngen.errors import DatabaseError
+from kerngen.tuning_db.keep.bundles import open_any
 from kerngen.tuning_db.keep.store import Store
 from kerngen.tuning_db.serve import places
 
@@ -19,7 +20,7 @@ def default_stores() -> list[Store]:
     found: list[Store] = []
     for where, name, override, shipped in places.searched():
         try:
-            found.append(Store.open(where, read_only=True, name=name, override=override, sealed=shipped))
+            found.append(open_any(where, name=name, override=override, shipped=shipped))
         except DatabaseError as e:
             log.warning("%s; looking on without it", e.message)
     return found
@@ -27,4 +28,4 @@ def default_stores() -> list[Store]:
 
 def stores_for(url: str | None) -> list[Store]:
     """What `--db` names, read-only, or `default_stores()` where it names nothing. Raises DatabaseError."""
-    return default_stores() if url is None else [Store.open(url, read_only=True)]
+    return default_stores() if url is None else [open_any(url)]

@@ -25,12 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kerngen.errors import CorruptRecord, DatabaseError
+from kerngen.errors import CorruptRecord, DatabaseError, TrustError
 from kerngen.files import open_regular
 from kerngen.tuning_db.serve.files import decode_text, uri_of
 from kerngen.tuning_db.serve.trust import why_untrusted
 
 MAGIC, VERSION = b"kgbundle", 1
+SUFFIX = ".kgdb"
 _LENGTHS = struct.Struct("<8sIQIII")  # magic, version, and the bytes of image, header, leaves, signatures
 FOOTER_BYTES = _LENGTHS.size + 32
 _LEAF = b"kerngen-leaf-1\0"
@@ -168,9 +169,26 @@ class Sealed:
             raise DatabaseError(f"{self.path}: {e.strerror or e}") from e
         return not left and h.hexdigest() == self.header["image"]["sha256"]
 
+    def image(self) -> bytes:
+        """The SQLite database, as it lies there. Raises DatabaseError."""
+        try:
+            with open_regular(self.path) as f:
+                return f.read(int(self.header["image"]["bytes"]))
+        except OSError as e:
+            raise DatabaseError(f"{self.path}: {e.strerror or e}") from e
+
     def why_untrusted(self) -> str | None:
         """As trust.why_untrusted, of this file."""
         return why_untrusted(self.digest, self.signatures)
+
+    def require_trusted(self) -> None:
+        """Raises TrustError unless somebody signed it who is trusted here, or it is trusted by its digest."""
+        if (why := self.why_untrusted()) is not None:
+            raise TrustError(
+                f"{self.path} {why}: a database is a program, and this one is not run",
+                hint=f"what it is: kerngen db verify {self.path}; whom to trust: kerngen db trust KEY.pub, or this "
+                f"file alone: kerngen db trust --digest {self.digest}",
+            )
 
     def connect(self) -> sqlite3.Connection:
         """The image, to read: no locks, no side files, and nothing in its schema is run. Raises QUERY_ERRORS."""
@@ -180,6 +198,19 @@ class Sealed:
         for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):
             connection.execute(f"PRAGMA {pragma}")
         return connection
+
+
+def is_sealed_file(path: str | os.PathLike[str]) -> bool:
+    """True for what is, or says by its name that it should be, a sealed file; False for what cannot be read."""
+    if os.fspath(path).endswith(SUFFIX):
+        return True
+    try:
+        with open_regular(path) as f:
+            size = f.seek(0, os.SEEK_END)
+            f.seek(max(0, size - FOOTER_BYTES))
+            return f.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def _require_database(head: bytes, image_bytes: int) -> None:

@@ -81,3 +81,26 @@ def trust(files: tuple[Path, ...], digests: tuple[str, ...], ids: tuple[str, ...
         if not found and not bundles:
             click.echo("nobody is trusted: what others signed is not run")
         click.echo(f"looked in {', '.join(places)}")
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--key", "key_files", multiple=True, metavar="FILE", type=click.Path(path_type=Path),
+              help="The secret key; may be given several times. Default: the user's own.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print who signed it now as JSON.")
+def sign(file: Path, key_files: tuple[Path, ...], as_json: bool) -> None:
+    """Add a signature to a sealed FILE, that is as it was sealed: you answer for what it holds.
+
+    Example: kerngen db sign sm90.kgdb --key release.key
+    """
+    from kerngen.tuning_db.serve.sealed import Sealed
+    from kerngen.tuning_db.ship.keys import SecretKey, user_key
+    from kerngen.tuning_db.ship.seal import sign as add
+
+    for key in [SecretKey.read(path) for path in key_files] or [user_key()]:
+        add(file, key)
+    sealed = Sealed.open(file)
+    if as_json:
+        click.echo(json.dumps({"file": str(file), "digest": sealed.digest, "signed_by": list(sealed.signatures)}))
+        return
+    click.echo(f"{file} is signed by {', '.join(sealed.signatures)}\ndigest {sealed.digest}")

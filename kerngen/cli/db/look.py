@@ -1,52 +1,34 @@
-"""`kerngen db`: look into the tuning database."""
+"""What is in the tuning database: `kerngen db ls`, `show` and `explain`."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.db_keys import keygen, trust
-from kerngen.cli.db_rebuild import rebuild
+from kerngen.cli.db.common import (
+    ID_CHARS,
+    echo_json,
+    fields_as_filed,
+    interval,
+    micros,
+    new_console,
+    new_table,
+    pairs,
+    reading,
+    reading_options,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-    from kerngen.tuning_db import Build, Observation, ProblemKey, Store, Winner
-
-ID_CHARS = 12
-_PIPED_WIDTH = 200  # where there is no terminal to measure
-
-
-@click.group()
-def db() -> None:
-    """Look into the tuning database: what won, with what resources, and why.
-
-    \b
-    Example:
-      kerngen db ls --arch sm90
-    """
-
-
-db.add_command(keygen)
-db.add_command(trust)
-db.add_command(rebuild)
-
-
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
-    help = "The database to read. Default: all that a run looks in (override, user's, prebuilt)."
-    return click.option("--db", "url", default=None, metavar="FILE|URL", help=help)(command)
+    from kerngen.tuning_db import Build, Observation, Store, Winner
 
 
 def _one_winner(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,14 +41,14 @@ def _one_winner(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="With a KERNEL: the device profile. Default: the arch's usual one."),
     ):  # fmt: skip
         command = option(command)
-    return _options(command)
+    return reading_options(command)
 
 
-@db.command()
+@click.command()
 @click.option("--kernel", "kernel_name", default=None, help="Only this kernel.")
 @click.option("--arch", "arch_names", default=None, help="Only these arches: sm70,sm90.")
 @click.option("--device", "device_name", default=None, help="Only this device.")
-@_options
+@reading_options
 def ls(
     kernel_name: str | None, arch_names: str | None, device_name: str | None, url: str | None, as_json: bool
 ) -> None:
@@ -78,7 +60,7 @@ def ls(
     from kerngen.errors import UnknownName
 
     arches = None if arch_names is None else {a.name for a in parse_arches(arch_names)}
-    with _stores(url) as stores:
+    with reading(url) as stores:
         known = {w.kernel for store in stores for w in store.winners()}
         if kernel_name is not None and kernel_name not in known:
             from kerngen.templates import kernel_names
@@ -92,7 +74,7 @@ def ls(
             if arches is None or w.arch.name in arches
         ]
         if as_json:
-            _echo_json([_winner_json(store, w) for store, w in found])
+            echo_json([_winner_json(store, w) for store, w in found])
             return
         if not found:
             wanted = [f"of {kernel_name}"] if kernel_name else []
@@ -103,7 +85,7 @@ def ls(
         _print_winners(found)
 
 
-@db.command()
+@click.command()
 @_one_winner
 def show(
     subject: str,
@@ -117,30 +99,30 @@ def show(
 
     Example: kerngen db show w4a16_gemm --problem n=5376,k=21504,num_tokens=1 --arch sm90
     """
-    with _stores(url) as stores:
+    with reading(url) as stores:
         store, winner = _find(stores, subject, fields, arch_name, device_name)
         build = store.build(winner.build_id)
         rows = [o for o in _observed(store, winner) if o.measurement.build_id == build.id]
         if as_json:
             observed = [_observation_json(o) for o in rows]
-            _echo_json(_winner_json(store, winner) | {"build": asdict(build), "measurements": observed})
+            echo_json(_winner_json(store, winner) | {"build": asdict(build), "measurements": observed})
             return
-        console = _console()
+        console = new_console()
         _print_head(console, store, winner)
         _print_build(console, store, build)
-        table = _table(
+        table = new_table(
             "observed", "outcome", "how", ">p50 us", ">p10-p90", ">min", ">samples", ">error", "when", "reason"
         )
         for o in rows:
             m = o.measurement
             table.add_row(
-                m.outcome, _how(o), _us(m.p50_us), _range(m.p10_us, m.p90_us), _us(m.min_us), str(m.samples or ""),
-                "" if m.error_abs is None else f"{m.error_abs:.2e}", m.at[:19], m.reason,
+                m.outcome, _how(o), micros(m.p50_us), interval(m.p10_us, m.p90_us), micros(m.min_us),
+                str(m.samples or ""), "" if m.error_abs is None else f"{m.error_abs:.2e}", m.at[:19], m.reason,
             )  # fmt: skip
         console.print(table)
 
 
-@db.command()
+@click.command()
 @click.option(
     "--top", type=click.IntRange(min=1), default=8, show_default=True, help="How many of the configurations to list."
 )
@@ -160,7 +142,7 @@ def explain(
     """
     from kerngen.tuning_db.keep.winners import rank
 
-    with _stores(url) as stores:
+    with reading(url) as stores:
         store, winner = _find(stores, subject, fields, arch_name, device_name)
         rows = _observed(store, winner)
         key = winner.problem.static_key
@@ -181,42 +163,30 @@ def explain(
         ]
         refused = list(_refused(rows, wrong, revoked, builds))
         if as_json:
-            _echo_json(_winner_json(store, winner) | {"near": near, "refused": refused})
+            echo_json(_winner_json(store, winner) | {"near": near, "refused": refused})
             return
-        console = _console()
+        console = new_console()
         _print_head(console, store, winner)
         names = sorted({n for c in near for n in c["config"] if c["config"].get(n) != winner.config.get(n)})
         resources = (">registers", ">spills", ">static smem", "")
-        table = _table("what else was near", ">us", ">of the winner", *names, *resources)
+        table = new_table("what else was near", ">us", ">of the winner", *names, *resources)
         for c in near:
             mark = "winner" if c["is_winner"] else "default" if c["us"] == default_us else ""
             table.add_row(
-                _us(c["us"]), f"{c['relative']:.3f}", *(str(c["config"].get(n, "")) for n in names),
+                micros(c["us"]), f"{c['relative']:.3f}", *(str(c["config"].get(n, "")) for n in names),
                 str(c["registers"]), str(c["spill_bytes"] or ""), f"{c['static_smem_bytes']:,}", mark,
             )  # fmt: skip
         console.print(table)
         if len(ranked) > top:
             console.print(f"and {len(ranked) - top} slower")
         if refused:
-            table = _table("what was refused", ">times", "outcome", "for example")
+            table = new_table("what was refused", ">times", "outcome", "for example")
             for r in refused:
                 table.add_row(str(r["times"]), r["outcome"], r["example"])
             console.print(table)
 
 
 # ---- finding
-
-
-@contextmanager
-def _stores(url: str | None) -> Iterator[list[Store]]:
-    """What `--db` names, or all that a run looks in. Read-only."""
-    from kerngen.tuning_db import stores_for
-
-    with ExitStack() as stack:
-        stores = stores_for(url)
-        for store in stores:
-            stack.enter_context(store)
-        yield stores
 
 
 def _filling(kernel_name: str | None, arches: set[str] | None) -> str:
@@ -277,14 +247,13 @@ def _find(
             (s, w)
             for s in stores
             for w in s.winners(subject, arch=arch, device=device_name)
-            if named.items() <= _fields(w.problem).items()
+            if named.items() <= fields_as_filed(w.problem).items()
         ]
         if len(meant) == 1:
             return meant[0]
         if meant and len(named) < len(fields_of(problem)):
-            differing = {
-                n for _, w in meant for n, v in _fields(w.problem).items() if v != _fields(meant[0][1].problem)[n]
-            }
+            first, *others = [fields_as_filed(w.problem) for _, w in meant]
+            differing = {n for other in others for n, v in other.items() if v != first[n]}
             raise UsageError(
                 f"{len(meant)} winners of {subject} on {arch} fit, and none serves {describe(problem)}",
                 hint=f"name more of {', '.join(sorted(differing))} with --problem, or take an id from: kerngen db ls",
@@ -327,44 +296,23 @@ def _refused(
 # ---- printing
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH)
-    return console
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A column whose name begins with ">" is set to the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    return table
-
-
 def _print_winners(found: list[tuple[Store, Winner]]) -> None:
     """One table for each kernel, arch and device: what all its rows share is in the title."""
-    console = _console()
+    console = new_console()
 
     def group(row: tuple[Store, Winner]) -> tuple[str, str, str, str]:
         return (row[1].kernel, row[1].arch.name, row[1].device.name, row[0].name)
 
     for (kernel, arch, device, name), members in groupby(sorted(found, key=group), key=group):
         winners = [w for _, w in members]
-        flat = [_fields(w.problem) for w in winners]
+        flat = [fields_as_filed(w.problem) for w in winners]
         shared = {n: v for n, v in flat[0].items() if all(f.get(n, _ABSENT) == v for f in flat)}
         varying = [n for n in dict.fromkeys(n for f in flat for n in f) if n not in shared]
-        title = f"{kernel} on {arch} ({device}) in {name}" + (f": {_pairs(shared)}" if shared else "")
-        table = _table(title, "id", *varying, "configuration", ">us", "provenance", ">ahead by")
+        title = f"{kernel} on {arch} ({device}) in {name}" + (f": {pairs(shared)}" if shared else "")
+        table = new_table(title, "id", *varying, "configuration", ">us", "provenance", ">ahead by")
         for w, f in zip(winners, flat, strict=True):
             table.add_row(
-                w.id[:ID_CHARS], *(str(f.get(n, "")) for n in varying), _pairs(w.config), _us(w.latency_us),
+                w.id[:ID_CHARS], *(str(f.get(n, "")) for n in varying), pairs(w.config), micros(w.latency_us),
                 w.provenance + (" (stale)" if w.stale else ""), "" if w.margin is None else f"{w.margin:.1%}",
             )  # fmt: skip
         console.print(table)
@@ -374,11 +322,11 @@ _ABSENT = object()
 
 
 def _print_head(console: Console, store: Store, w: Winner) -> None:
-    console.print(f"{w.kernel}[{_pairs(_fields(w.problem))}] on {w.arch} ({w.device})", style="bold")
+    console.print(f"{w.kernel}[{pairs(fields_as_filed(w.problem))}] on {w.arch} ({w.device})", style="bold")
     console.print(f"  winner      {w.id[:ID_CHARS]} in {store.where}")
     if w.source != store.where:
         console.print(f"  answered    {w.source}")
-    console.print(f"  config      {_pairs(w.config)}")
+    console.print(f"  config      {pairs(w.config)}")
     where = "for" if w.provenance == "predicted" else "on"
     console.print(f"  latency     {w.latency_us:.2f} us, {w.provenance} {where} {w.device}")
     console.print(f"  why         {w.reason}")
@@ -392,37 +340,11 @@ def _print_build(console: Console, store: Store, build: Build) -> None:
     console.print(f"  build       {build.id[:ID_CHARS]}: NVRTC {major}.{minor} for {build.target}, {options}")
     console.print(f"  source      sha256 {build.source_sha[:ID_CHARS]}")
     console.print(f"  image       {size}")
-    table = _table("resources", "entry", ">registers", ">spill stores", ">spill loads", ">stack", ">static smem")
+    table = new_table("resources", "entry", ">registers", ">spill stores", ">spill loads", ">stack", ">static smem")
     for name, r in build.entries.items():
         table.add_row(name, str(r.registers), str(r.spill_store_bytes), str(r.spill_load_bytes), str(r.stack_bytes),
                       f"{r.static_smem_bytes:,}")  # fmt: skip
     console.print(table)
-
-
-def _fields(key: ProblemKey) -> dict[str, Any]:
-    """The problem as it is filed: compiled-in fields, bucketed fields, then the dynamic one under its own name."""
-    flat = {**key.static, **key.runtime}
-    if key.dynamic is not None:
-        flat[_dynamic_name(key.kernel)] = key.dynamic
-    return flat
-
-
-def _dynamic_name(kernel: str) -> str:
-    from kerngen.templates import find_kernel, kernel_names
-
-    return str(find_kernel(kernel).problem_type.DYNAMIC) if kernel in kernel_names() else "dynamic"
-
-
-def _pairs(values: dict[str, Any]) -> str:
-    return " ".join(f"{k}={v}" for k, v in values.items())
-
-
-def _us(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _range(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"{low:.2f}-{high:.2f}"
 
 
 def _how(o: Observation) -> str:
@@ -433,25 +355,12 @@ def _how(o: Observation) -> str:
 # ---- JSON
 
 
-def _echo_json(value: Any) -> None:
-    """JSON has no infinity and no NaN: they become null."""
-
-    def finite(v: Any) -> Any:
-        if isinstance(v, float) and not math.isfinite(v):
-            return None
-        if isinstance(v, dict):
-            return {k: finite(x) for k, x in v.items()}
-        return [finite(x) for x in v] if isinstance(v, (list, tuple)) else v
-
-    click.echo(json.dumps(finite(value), indent=1))
-
-
 def _winner_json(store: Store, w: Winner) -> dict[str, Any]:
     return {
         "id": w.id,
         "store": store.where,
         "kernel": w.kernel,
-        "problem": _fields(w.problem),
+        "problem": fields_as_filed(w.problem),
         "arch": w.arch.name,
         "device": w.device.name,
         "config": w.config,
@@ -467,4 +376,4 @@ def _winner_json(store: Store, w: Winner) -> dict[str, Any]:
 
 def _observation_json(o: Observation) -> dict[str, Any]:
     m = o.measurement
-    return {"id": o.id} | asdict(m) | {"problem": _fields(m.problem), "device": m.device.name}
+    return {"id": o.id} | asdict(m) | {"problem": fields_as_filed(m.problem), "device": m.device.name}

@@ -1,0 +1,24 @@
+"""`kerngen db`: what was tuned, looked into, moved about, kept in order, trusted and installed."""
+
+from __future__ import annotations
+
+import click
+
+from kerngen.cli.db import look, move, rebuild, trust
+
+
+@click.group()
+def db() -> None:
+    """Look into the tuning database: what won, with what resources, and why.
+
+    \b
+    Example:
+      kerngen db ls --arch sm90
+    """
+
+
+for command in (
+    look.ls, look.show, look.explain, move.export, move.import_, move.merge, move.verify, rebuild.rebuild, trust.keygen,
+    trust.sign, trust.trust,
+):  # fmt: skip
+    db.add_command(command)

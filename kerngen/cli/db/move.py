@@ -1,0 +1,227 @@
+"""Databases that leave, and those that come: `kerngen db export`, `import`, `merge` and `verify`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kerngen.cli.db.common import echo_json, reading
+from kerngen.cli.signing import signers, signing_options
+from kerngen.errors import UsageError
+
+if TYPE_CHECKING:
+    from kerngen.arch import Target
+    from kerngen.tuning_db.keep.merge import Merged
+    from kerngen.tuning_db.ship.verify import Verdict
+
+_LISTED = 20  # damaged rows and conflicts that are told one by one
+
+
+@click.command()
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.kgdb",
+              help="The file to write.")  # fmt: skip
+@click.option("--arch", "arch_names", default=None, help="Only these arches: sm70,sm90.")
+@click.option("--device", "device_names", multiple=True, help="Only this board's; may be given several times.")
+@click.option("--model", "models", multiple=True, help="Only what this model needs; may be given several times.")
+@click.option("--kernel", "kernels", multiple=True, help="Only this kernel's; may be given several times.")
+@click.option("--history", is_flag=True, help="All that was observed, and not only what decided.")
+@click.option("--no-images", is_flag=True, help="Without machine code: whoever runs it compiles.")
+@signing_options
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@click.option("--db", "url", default=None, metavar="FILE|URL", help="The database to export from. Default: all that a "
+              "run looks in (override, user's, installed, prebuilt).")  # fmt: skip
+def export(
+    output: Path, arch_names: str | None, device_names: tuple[str, ...], models: tuple[str, ...],
+    kernels: tuple[str, ...], history: bool, no_images: bool, key_files: tuple[Path, ...], unsigned: bool,
+    as_json: bool, url: str | None,
+) -> None:  # fmt: skip
+    """Write winners, with what they rest on and their machine code, as one sealed, signed file.
+
+    It has no default configurations: `kerngen compile --model NAME -o FILE` adds those, so that nothing is compiled.
+
+    Example: kerngen db export --arch sm90 --model gemma-4-31b -o sm90.kgdb
+    """
+    from kerngen.arch import find_device, parse_arches
+    from kerngen.bundling import require_free
+    from kerngen.templates import find_kernel
+    from kerngen.tuning_db.ship.export import Selection
+    from kerngen.tuning_db.ship.export import export as write
+
+    require_free(output)
+    keys = signers(key_files, unsigned)
+    arches = parse_arches(arch_names) if arch_names is not None else parse_arches("all")
+    names = [find_kernel(n).name for k in kernels for n in k.split(",")]
+    boards = [find_device(n).name for d in device_names for n in d.split(",")]
+    cells = {cell for model in models for arch in arches for cell in _cells(model, arch)} if models else None
+    selection = Selection(names or None, [a.name for a in arches] if arch_names else None, boards or None, cells)
+    with reading(url) as stores:
+        done = write(stores, selection, output, history=history, images=not no_images, keys=keys, models=models)
+    if as_json:
+        echo_json({"file": str(output), "digest": done.digest, "bytes": done.size, "contents": done.contents,
+                   "without_image": done.lacking, "signed_by": [k.public.id for k in keys],
+                   "damaged": done.merged.damaged, "conflicts": done.merged.conflicts})  # fmt: skip
+        return
+    winners = ", ".join(f"{count} {how}" for how, count in done.contents["winners"].items())
+    click.echo(f"{output}: {winners} winners of {len(done.contents['kernels'])} kernels for "
+               f"{', '.join(board for _, board, _ in done.contents['boards'])}, {done.size / 1e6:.2f} MB")  # fmt: skip
+    if done.lacking and not no_images:
+        click.echo(f"of {done.lacking} the machine code was not kept: it is compiled where it is run")
+    _tell(done.merged)
+    click.echo(f"digest {done.digest}\n" + ("\n".join(f"signed by {k.public}" for k in keys) or "not signed"))
+
+
+def _cells(model: str, arch: Any) -> set[str]:
+    from kerngen.templates import find_kernel
+    from kerngen.tuning_db import problem_key
+    from kerngen.workload import find_model, workload
+
+    load = workload(find_model(model, None), arch)
+    return {problem_key(find_kernel(item.kernel), item.problem).cell for item in load.items}
+
+
+@click.command("import")
+@click.argument("files", nargs=-1, required=True, metavar="FILE|URL...")
+@click.option("--db", "url", default=None, metavar="FILE|URL", help="Into this database. Default: the user's.")
+@click.option("--dry-run", is_flag=True, help="Say what would come in, and write nothing.")
+@click.option("--allow-unsigned", is_flag=True, help="Take sealed files that nobody signed who is trusted here.")
+@click.option("--json", "as_json", is_flag=True, help="Print what came in as JSON.")
+def import_(files: tuple[str, ...], url: str | None, dry_run: bool, allow_unsigned: bool, as_json: bool) -> None:
+    """Add what databases hold to the user's own, and choose its winners anew.
+
+    To serve a file as it is, without mixing it with what was tuned here: kerngen db install FILE.
+
+    Example: kerngen db import sm90.kgdb
+    """
+    from kerngen.tuning_db import default_path
+
+    _merge(url or default_path(), files, dry_run, allow_unsigned, as_json)
+
+
+@click.command()
+@click.argument("into", metavar="INTO")
+@click.argument("files", nargs=-1, required=True, metavar="FILE|URL...")
+@click.option("--dry-run", is_flag=True, help="Say what would come in, and write nothing.")
+@click.option("--allow-unsigned", is_flag=True, help="Take sealed files that nobody signed who is trusted here.")
+@click.option("--json", "as_json", is_flag=True, help="Print what came in as JSON.")
+def merge(into: str, files: tuple[str, ...], dry_run: bool, allow_unsigned: bool, as_json: bool) -> None:
+    """Unite databases in INTO, a file (made if need be) or a server: in any order, any number of times.
+
+    A row that does not match its digests is left out and named. The winners are those of all that was observed.
+
+    Example: kerngen db merge all.db sm90.kgdb
+    """
+    _merge(into, files, dry_run, allow_unsigned, as_json)
+
+
+def _merge(into: str, files: Sequence[str], dry_run: bool, allow_unsigned: bool, as_json: bool) -> None:
+    from kerngen.tuning_db import Store
+    from kerngen.tuning_db.keep.bundles import open_any
+    from kerngen.tuning_db.keep.merge import merge as unite
+    from kerngen.tuning_db.serve.sealed import is_sealed_file
+
+    if "://" not in into and os.path.exists(into) and is_sealed_file(into):
+        raise UsageError(f"{into} is sealed: nothing more is written to it", hint="name a database of your own")
+    with ExitStack() as stack:
+        others = [stack.enter_context(open_any(file, allow_unsigned=allow_unsigned)) for file in files]
+        done = unite(stack.enter_context(Store.open(into)), others, dry_run=dry_run)
+    if as_json:
+        echo_json({"into": into, "dry_run": dry_run, "added": dict(done.added), "mended": dict(done.mended),
+                   "winners": done.winners, "damaged": done.damaged, "conflicts": done.conflicts})  # fmt: skip
+        return
+    came = ", ".join(f"{count:,} of {table}" for table, count in done.added.items()) or "nothing that was not there"
+    click.echo(f"{into} {'would get' if dry_run else 'got'} {came}")
+    if done.mended:
+        click.echo("put right or replaced: " + ", ".join(f"{n:,} of {table}" for table, n in done.mended.items()))
+    click.echo(f"{done.winners:,} tuned points have another winner, or their first")
+    _tell(done)
+
+
+def _tell(done: Merged) -> None:
+    for what, lines in (("damaged, and left out", done.damaged), ("conflict", done.conflicts)):
+        for line in lines[:_LISTED]:
+            click.echo(f"{what}: {line}", err=True)
+        if len(lines) > _LISTED:
+            click.echo(f"{what}: {len(lines) - _LISTED:,} more (--json names all)", err=True)
+
+
+@click.command()
+@click.argument("file", metavar="FILE|URL")
+@click.option("--model", default=None, help="Prove too that nothing has to be compiled to run this model.")
+@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@click.option("--arch", "arch_names", default=None, help="With --model: on these arches. Default: the file's own.")
+@click.option("--device", "device_names", default=None, help="With --model: on these boards. Default: the file's own.")
+@click.option("--kernel", "kernels", multiple=True, help="With --model: only this kernel; may be given several times.")
+@click.option("--rebuild", is_flag=True, help="Prove too that its sources, compiled here, give its machine code.")
+@click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
+@click.option("--allow-unsigned", is_flag=True, help="Take it although nobody signed it who is trusted here.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
+def verify(
+    file: str, model: str | None, draft: str | None, arch_names: str | None, device_names: str | None,
+    kernels: tuple[str, ...], rebuild: bool, jobs: int | None, allow_unsigned: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Prove what a database is: its structure, the digest of each row, and who signed it. Exit 1 if a level fails.
+
+    With --model, that it is complete for that; with --rebuild, that its machine code is that of its sources.
+
+    Example: kerngen db verify sm90.kgdb
+    """
+    from kerngen.tuning_db.serve.sealed import Sealed, is_sealed_file
+    from kerngen.tuning_db.ship.verify import LEVELS
+    from kerngen.tuning_db.ship.verify import verify as examine
+
+    if model is None and (arch_names or device_names or draft or kernels):
+        raise UsageError("--arch, --device, --draft and --kernel go with a --model")
+    verdicts = examine(file, LEVELS[:2] if allow_unsigned else LEVELS[:3])
+    if (model or rebuild) and all(v.ok is not False for v in verdicts):
+        where = arch_names, device_names
+        verdicts += _prove(file, model, draft, where, kernels, rebuild, jobs, allow_unsigned, quiet=as_json)
+    sealed = Sealed.open(file) if verdicts[0].ok and "://" not in file and is_sealed_file(file) else None
+    failed = any(v.ok is False for v in verdicts)
+    if as_json:
+        about = {"digest": sealed.digest, "header": sealed.header} if sealed is not None else {}
+        echo_json({"file": file, "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
+    else:
+        for v in verdicts:
+            click.echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")
+            for fault in v.faults[:_LISTED]:
+                click.echo(f"      {fault}")
+            if len(v.faults) > _LISTED:
+                click.echo(f"      and {len(v.faults) - _LISTED:,} more (--json names all)")
+        if sealed is not None:
+            click.echo(f"digest {sealed.digest}")
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _prove(
+    file: str, model: str | None, draft: str | None, where: tuple[str | None, str | None], kernels: tuple[str, ...],
+    rebuild: bool, jobs: int | None, allow_unsigned: bool, *, quiet: bool,
+) -> list[Verdict]:  # fmt: skip
+    from kerngen import prove
+    from kerngen.bundle import Bundle
+    from kerngen.progress import Reporter
+
+    bundle = Bundle.open(file, allow_unsigned=allow_unsigned)
+    found: list[Verdict] = []
+    if model is not None:
+        names = [n for k in kernels for n in k.split(",")]
+        found.append(prove.complete(bundle, model, draft, _boards(bundle.targets, *where), names))
+    if rebuild:
+        with Reporter("rebuild", quiet=quiet) as bar:
+            found.append(prove.rebuilt(bundle, jobs or os.cpu_count() or 1, bar))
+    return found
+
+
+def _boards(own: Sequence[tuple[str, str]], arch_names: str | None, device_names: str | None) -> list[Target]:
+    from kerngen.arch import Target, find_device
+    from kerngen.cli.compile import targets_of
+
+    if arch_names or device_names:
+        return targets_of(arch_names, device_names)
+    return [Target.of(find_device(board)) for _, board in own]

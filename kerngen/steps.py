@@ -92,7 +92,9 @@ class Recorder:
 
         from kerngen.runtime.cache import KVCache
         from kerngen.runtime.drafting import Drafter
+        from kerngen.runtime.executors.alike import AlikeLayers
         from kerngen.runtime.executors.record import Record
+        from kerngen.runtime.executors.shapes import ShapesAlone
         from kerngen.runtime.model import Gemma4
         from kerngen.runtime.ops.kernels import KernelOps
         from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
@@ -100,13 +102,15 @@ class Recorder:
 
         self.outside: dict[str, None] = {}  # what went past the kernels, by its name in `runtime.ops.outside.OUTSIDE`
         self._note: Note = _unheard
-        with torch.inference_mode():
-            executor = Record(self._called, self._unserved, None if arch is None else Target.of(arch))
-            ops = KernelOps(executor, TORCH_DTYPE[dtype])
+        with torch.inference_mode(), ShapesAlone():
+            self._executor = Record(self._called, self._unserved, None if arch is None else Target.of(arch))
+            ops = KernelOps(self._executor, TORCH_DTYPE[dtype])
             self._model = Gemma4(target, synthetic_model(target, ops), ops)
+            self._model.stack = AlikeLayers(self._model.stack, self._executor)
             self._drafter: Drafter | None = None
             if drafter is not None:
                 self._drafter = Drafter(drafter, synthetic_drafter(drafter, ops), self._model)
+                self._drafter.stack = AlikeLayers(self._drafter.stack, self._executor)
             self._pool = KVCache.whole(target, ops, batch=1, max_len=1)  # of which problems show the tables alone
         self.config, self.has_drafter, self.max_decode_len = target, drafter is not None, ops.max_decode_len
 
@@ -117,10 +121,13 @@ class Recorder:
         """
         import torch
 
+        from kerngen.runtime.executors.shapes import ShapesAlone
+
         self._require(step)
         steps = {"prefill": self._prefill, "draft": self._draft}
         self._note = note
-        with torch.inference_mode():
+        self._executor.forget()
+        with torch.inference_mode(), ShapesAlone():
             choose = steps.get(step.phase, self._decode)(step)
             if beside is not None and choose is not None:
                 self._note = beside

@@ -174,9 +174,12 @@ class _Notes:
     step: Step | None = None
     met: dict[tuple[str, Any], dict[tuple[str, Kind], dict[int, int]]] = field(default_factory=dict)
     contexts: dict[Kind, set[int]] = field(default_factory=dict)
+    # of this step: a place and a problem, by identity, as often as its layers are alike; and its part of `met`
+    again: dict[tuple[int, str], tuple[Any, dict[int, int]]] = field(default_factory=dict)
 
     def begin(self, step: Step) -> None:
         self.step = step
+        self.again.clear()
         self.contexts.setdefault(step.kind, set()).add(step.context)
 
     def call(self, kernel: str, problem: Any, where: str) -> None:
@@ -189,7 +192,10 @@ class _Notes:
     def _met(self, kernel: str, problem: Any, where: str, count: int) -> None:
         if (step := self.step) is None:
             raise TypeError("a call was noted before any step began")
-        use = self.met.setdefault((kernel, _on_grid(problem)), {}).setdefault((where, step.kind), {})
+        if (known := self.again.get((id(problem), where))) is None:
+            use = self.met.setdefault((kernel, _on_grid(problem)), {}).setdefault((where, step.kind), {})
+            known = self.again[id(problem), where] = problem, use
+        use = known[1]
         use[step.context] = use.get(step.context, 0) + count
 
     def items(self) -> Iterator[Item]:

@@ -38,21 +38,24 @@ class Forwards:
             return self._prefill(step), None
         return self._draft(step) if step.phase == "draft" else self._decode(step)
 
+    def _new(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.model.ops.device)
+
     def _ids(self, *shape: int) -> Tensor:
-        device, vocab = self.model.ops.device, self.model.config.vocab_size
-        return torch.randint(0, vocab, shape, dtype=torch.int64, device=device)
+        ids = self._new(*shape)
+        return ids if ids.is_meta else ids.random_(0, self.model.config.vocab_size)
 
     def _lengths(self, step: Step, ahead: int) -> Tensor:
         """[batch] int64: keys of each sequence before the last `ahead` tokens of its context."""
-        return torch.full((step.batch,), step.context - ahead, dtype=torch.int64, device=self.model.ops.device)
+        lengths = self._new(step.batch)
+        return lengths if lengths.is_meta else lengths.fill_(step.context - ahead)
 
     def _decode(self, step: Step) -> tuple[Forward, Beside]:
         """A single token of each sequence, or the verification of drafts."""
         model, ops, cache = self.model, self.model.ops, self._cache_of(step)
         ids, drafts = self._ids(step.batch, step.q_len), self._ids(step.batch, step.q_len - 1)
-        lengths = self._lengths(step, step.q_len)
-        token, limits = self._ids(step.batch), lengths.clone()  # so that lengths stay
-        hidden = torch.empty(step.batch, model.config.hidden_size, dtype=ops.dtype, device=ops.device)
+        lengths, limits = self._lengths(step, step.q_len), self._lengths(step, step.q_len)  # beyond which none grows
+        token, hidden = self._ids(step.batch), self._new(step.batch, model.config.hidden_size, dtype=ops.dtype)
         states: list[Tensor] = []
 
         def run() -> Tensor:
@@ -77,7 +80,9 @@ class Forwards:
             raise TypeError(f"{step.name}: the model has no drafter")
         ops, cache = drafter.ops, self._cache_of(step)
         ids, lengths = self._ids(step.batch), self._lengths(step, 1)
-        hidden = torch.zeros(step.batch, self.model.config.hidden_size, dtype=ops.dtype, device=ops.device)
+        hidden = self._new(step.batch, self.model.config.hidden_size, dtype=ops.dtype)
+        if not hidden.is_meta:
+            hidden.normal_()
         states: list[Tensor] = []
 
         def run() -> Tensor:

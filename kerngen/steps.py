@@ -93,7 +93,9 @@ class Recorder:
         from kerngen.forwards import Forwards
         from kerngen.runtime.cache import KVCache
         from kerngen.runtime.drafting import Drafter
+        from kerngen.runtime.executors.alike import AlikeLayers
         from kerngen.runtime.executors.record import Record
+        from kerngen.runtime.executors.shapes import ShapesAlone
         from kerngen.runtime.model import Gemma4
         from kerngen.runtime.ops.kernels import KernelOps
         from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
@@ -101,11 +103,14 @@ class Recorder:
 
         self.outside: dict[str, None] = {}  # what went past the kernels, by its name in `runtime.ops.outside.OUTSIDE`
         self._note: Note = _unheard
-        with torch.inference_mode():
-            executor = Record(self._called, self._unserved, None if arch is None else Target.of(arch))
-            ops = KernelOps(executor, TORCH_DTYPE[dtype])
+        with torch.inference_mode(), ShapesAlone():
+            self._executor = Record(self._called, self._unserved, None if arch is None else Target.of(arch))
+            ops = KernelOps(self._executor, TORCH_DTYPE[dtype])
             model = Gemma4(target, synthetic_model(target, ops), ops)
+            model.stack = AlikeLayers(model.stack, self._executor)
             drafting = None if drafter is None else Drafter(drafter, synthetic_drafter(drafter, ops), model)
+            if drafting is not None:
+                drafting.stack = AlikeLayers(drafting.stack, self._executor)
             self._pool = KVCache.whole(target, ops, batch=1, max_len=1)  # of which problems show the tables alone
         self._forwards = Forwards(model, drafting, self._cache)
         self.config, self.has_drafter, self.max_decode_len = target, drafter is not None, ops.max_decode_len
@@ -117,8 +122,11 @@ class Recorder:
         """
         import torch
 
+        from kerngen.runtime.executors.shapes import ShapesAlone
+
         self._require(step)
-        with torch.inference_mode():
+        self._executor.forget()
+        with torch.inference_mode(), ShapesAlone():
             run, choose = self._forwards.prepare(step)
             self._note = note
             run()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.db_keys import keygen, trust
+from kerngen.cli.db_report import report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +40,7 @@ def db() -> None:
 
 db.add_command(keygen)
 db.add_command(trust)
+db.add_command(report)
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:

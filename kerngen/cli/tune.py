@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -58,6 +59,8 @@ class Duration(click.ParamType):
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--db", "db_url", default=None, help="Tuning database to write. Default: $KERNGEN_DB or the user's.")
 @click.option("--dry-run", is_flag=True, help="Say what would be tried, and how long it would take. Writes nothing.")
+@click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False), default=None,
+              help="Draw what the database then has for this device, as a page: see kerngen db report.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(
     arch_name: str,
@@ -72,6 +75,7 @@ def tune(
     seed: int,
     db_url: str | None,
     dry_run: bool,
+    page: Path | None,
     as_json: bool,
 ) -> None:
     """Find the best configuration of every kernel a model needs, and remember it.
@@ -103,6 +107,8 @@ def tune(
             _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
             return
         report, where = _run(stack, load, chosen, trials, jobs, time_budget, seed, db_url, as_json)
+        if page is not None:
+            _draw(page, report, db_url, model)
     for process in multiprocessing.active_children():  # compiles that nobody waits for any more
         process.terminate()
     if as_json:
@@ -166,6 +172,19 @@ def _run(
     progress = stack.enter_context(Reporter(f"tune {objective.target.arch}", quiet=as_json))
     tuner = Tuner(objective, store, compiler, trials=trials, seed=seed, time_budget_s=time_budget, progress=progress)
     return tuner.run(load.items), store.where
+
+
+def _draw(page: Path, report: Report, db_url: str | None, model: str) -> None:
+    """The page of what was tuned here: this device's part of the database that was written to."""
+    from kerngen.report.facts import Wanted
+    from kerngen.report.page import write_report
+    from kerngen.tuning_db import Store
+
+    kernels = frozenset(r.item.kernel for r in report.results)
+    wanted = Wanted(kernels, frozenset([report.target.arch.name]), report.target.device.name)
+    with Store.open(db_url, read_only=True) as store:
+        made = write_report(page, [store], wanted, models=[model], title=f"{model} on {report.target}")
+    click.echo(made.sentence(), err=True)
 
 
 def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int, as_json: bool) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Arch, Target, find_arch, find_device
+from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class Duration(click.ParamType):
 
 
 @click.command()
-@click.option("--arch", "arch_name", required=True, help="What to tune for, e.g. sm70.")
-@click.option("--model", required=True, help="A model's name, or a folder in Hugging Face format.")
+@click.option("--arch", "arch_name", cls=Needed, help="What to tune for, e.g. sm70.")
+@click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option(
@@ -61,6 +62,9 @@ class Duration(click.ParamType):
 @click.option("--dry-run", is_flag=True, help="Say what would be tried, and how long it would take. Writes nothing.")
 @click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False), default=None,
               help="Draw what the database then has for this device, as a page: see kerngen db report.")  # fmt: skip
+@click.option("--submit", is_flag=True, help="Have the workers of --db do it (kerngen worker), and wait for them.")
+@click.option("--status", is_flag=True, is_eager=True, help="Show the queue of --db, and its workers. Tunes nothing.")
+@click.option("--cancel", is_flag=True, is_eager=True, help="Take out of the queue of --db what is not over yet.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(
     arch_name: str,
@@ -76,6 +80,9 @@ def tune(
     db_url: str | None,
     dry_run: bool,
     page: Path | None,
+    submit: bool,
+    status: bool,
+    cancel: bool,
     as_json: bool,
 ) -> None:
     """Find the best configuration of every kernel a model needs, and remember it.
@@ -90,8 +97,12 @@ def tune(
     """
     from kerngen.compile import require_target
     from kerngen.templates import find_kernel
+    from kerngen.tuning.worker import present_arch
     from kerngen.workload import find_model, workload
 
+    if status or cancel:
+        show(db_url, arch_name, model, cancel=cancel, as_json=as_json)
+        return
     arch = find_arch(arch_name)
     found = find_model(model, draft)
     names = [name for k in kernels for name in k.split(",")]
@@ -100,6 +111,16 @@ def tune(
     load = workload(found, arch)
     if names:
         load = load.only(names)
+    if submit:
+        if dry_run or time_budget is not None or jobs is not None:
+            raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine")
+        device = find_device(device_name) if device_name else None
+        if device is not None and device.arch != arch.name:
+            raise UsageError(f"device {device} is {device.arch}, not {arch}")
+        kind = kind_for(objective, device is None and present_arch() == arch)
+        report, where = submitted(load, Target.of(device or arch), kind, trials, seed, db_url, as_json)
+        _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
+        return
     require_target(arch)
     with ExitStack() as stack:
         chosen = _objective(stack, objective, arch, device_name)
@@ -107,14 +128,29 @@ def tune(
             _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
             return
         report, where = _run(stack, load, chosen, trials, jobs, time_budget, seed, db_url, as_json)
-        if page is not None:
-            _draw(page, report, db_url, model)
     for process in multiprocessing.active_children():  # compiles that nobody waits for any more
         process.terminate()
+    _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
+
+
+def _end(
+    report: Report,
+    load: Workload,
+    where: str,
+    page: Path | None,
+    db_url: str | None,
+    model: str,
+    *,
+    whole: bool,
+    as_json: bool,
+) -> None:
+    """Say what came of it. Raises Exit where something failed, KeyboardInterrupt where it was stopped."""
+    if page is not None:
+        _draw(page, report, db_url, model)
     if as_json:
         click.echo(json.dumps(_as_json(report, load, where)))
     else:
-        _print(report, load, where, whole=not kernels)
+        _print(report, load, where, whole=whole)
     if report.interrupted:
         raise KeyboardInterrupt
     if any(r.winner is None and r.num_tried for r in report.results):

@@ -7,11 +7,13 @@ import multiprocessing
 import os
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kerngen.arch import Arch, Target, find_arch, find_device
+from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from kerngen.tuning.plan import DryRun
     from kerngen.tuning.report import Report
     from kerngen.tuning.worker import GpuWorker
-    from kerngen.workload import Workload
+    from kerngen.workload import Model, Workload
 
 
 class Duration(click.ParamType):
@@ -41,8 +43,8 @@ class Duration(click.ParamType):
 
 
 @click.command()
-@click.option("--arch", "arch_name", required=True, help="What to tune for, e.g. sm70.")
-@click.option("--model", required=True, help="A model's name, or a folder in Hugging Face format.")
+@click.option("--arch", "arch_name", cls=Needed, help="What to tune for, e.g. sm70.")
+@click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option(
@@ -59,6 +61,11 @@ class Duration(click.ParamType):
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--db", "db_url", default=None, help="Tuning database to write. Default: $KERNGEN_DB or the user's.")
 @click.option("--dry-run", is_flag=True, help="Say what would be tried, and how long it would take. Writes nothing.")
+@click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False), default=None,
+              help="Draw what the database then has for this device, as a page: see kerngen db report.")  # fmt: skip
+@click.option("--submit", is_flag=True, help="Have the workers of --db do it (kerngen worker), and wait for them.")
+@click.option("--status", is_flag=True, is_eager=True, help="Show the queue of --db, and its workers. Tunes nothing.")
+@click.option("--cancel", is_flag=True, is_eager=True, help="Take out of the queue of --db what is not over yet.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(
     arch_name: str,
@@ -73,6 +80,10 @@ def tune(
     seed: int,
     db_url: str | None,
     dry_run: bool,
+    page: Path | None,
+    submit: bool,
+    status: bool,
+    cancel: bool,
     as_json: bool,
 ) -> None:
     """Find the best configuration of every kernel a model needs, and remember it.
@@ -89,21 +100,33 @@ def tune(
 
     from kerngen.compile import require_target
     from kerngen.templates import find_kernel
-    from kerngen.workload import find_model, workload
+    from kerngen.tuning.worker import present_arch
+    from kerngen.workload import find_model
 
+    if status or cancel:
+        show(db_url, arch_name, model, cancel=cancel, as_json=as_json)
+        return
     began = time.monotonic()  # recording a model takes seconds, which are the user's too
-
     arch = find_arch(arch_name)
     found = find_model(model, draft)
     names = [name for k in kernels for name in k.split(",")]
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
+    if submit:
+        if dry_run or time_budget is not None or jobs is not None:
+            raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine")
+        device = find_device(device_name) if device_name else None
+        if device is not None and device.arch != arch.name:
+            raise UsageError(f"device {device} is {device.arch}, not {arch}")
+        kind = kind_for(objective, device is None and present_arch() == arch)
+        load = _workload(found, arch, names)
+        report, where = submitted(load, Target.of(device or arch), kind, trials, seed, db_url, as_json)
+        _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
+        return
     require_target(arch)
     with ExitStack() as stack:
         worker = _worker(stack, objective, arch, device_name)
-        load = workload(found, arch)
-        if names:
-            load = load.only(names)
+        load = _workload(found, arch, names)
         chosen = _objective(stack, worker, arch, device_name)
         if dry_run:
             _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
@@ -111,14 +134,39 @@ def tune(
         report, where = _run(stack, load, chosen, trials, jobs, time_budget, began, seed, db_url, as_json)
     for process in multiprocessing.active_children():  # compiles that nobody waits for any more
         process.terminate()
+    _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
+
+
+def _end(
+    report: Report,
+    load: Workload,
+    where: str,
+    page: Path | None,
+    db_url: str | None,
+    model: str,
+    *,
+    whole: bool,
+    as_json: bool,
+) -> None:
+    """Say what came of it. Raises Exit where something failed, KeyboardInterrupt where it was stopped."""
+    if page is not None:
+        _draw(page, report, db_url, model)
     if as_json:
         click.echo(json.dumps(_as_json(report, load, where)))
     else:
-        _print(report, load, where, whole=not kernels)
+        _print(report, load, where, whole=whole)
     if report.interrupted:
         raise KeyboardInterrupt
     if any(r.winner is None and r.num_tried for r in report.results):
         raise click.exceptions.Exit(1)
+
+
+def _workload(model: Model, arch: Arch, kernels: list[str]) -> Workload:
+    """The part that concerns `kernels`, or all of it. Raises UsageError as Workload.only."""
+    from kerngen.workload import workload
+
+    load = workload(model, arch)
+    return load.only(kernels) if kernels else load
 
 
 def _worker(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> GpuWorker | None:
@@ -185,6 +233,19 @@ def _run(
         trials=trials, seed=seed, time_budget_s=time_budget, progress=progress, began=began,
     )  # fmt: skip
     return tuner.run(load.items), store.where
+
+
+def _draw(page: Path, report: Report, db_url: str | None, model: str) -> None:
+    """The page of what was tuned here: this device's part of the database that was written to."""
+    from kerngen.report.facts import Wanted
+    from kerngen.report.page import write_report
+    from kerngen.tuning_db import Store
+
+    kernels = frozenset(r.item.kernel for r in report.results)
+    wanted = Wanted(kernels, frozenset([report.target.arch.name]), report.target.device.name)
+    with Store.open(db_url, read_only=True) as store:
+        made = write_report(page, [store], wanted, models=[model], title=f"{model} on {report.target}")
+    click.echo(made.sentence(), err=True)
 
 
 def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int, as_json: bool) -> None:

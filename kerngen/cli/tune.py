@@ -49,10 +49,10 @@ class Duration(click.ParamType):
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option(
     "--objective",
-    type=click.Choice(["auto", "predicted", "measured"]),
+    type=click.Choice(["auto", "predicted", "measured", "step"]),
     default="auto",
     show_default=True,
-    help="auto measures where this machine's GPU is of the arch.",
+    help="auto measures where this machine's GPU is of the arch; step has the model's steps choose beside.",
 )
 @click.option("--device", "device_name", default=None, help="The device profile to predict for (kerngen arch ls).")
 @click.option("--trials", type=click.IntRange(1), default=None, help="Configurations a problem, at most.")
@@ -127,7 +127,10 @@ def tune(
     with ExitStack() as stack:
         worker = _worker(stack, objective, arch, device_name)
         load = _workload(found, arch, names)
-        chosen = _objective(stack, worker, arch, device_name)
+        if objective == "step" and worker is not None:
+            chosen: Objective = _stepped(stack, worker, found, load)
+        else:
+            chosen = _objective(stack, worker, arch, device_name)
         if dry_run:
             _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
             return
@@ -177,7 +180,7 @@ def _worker(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) 
     from kerngen.tuning.worker import GpuWorker, present_arch
 
     device = find_device(device_name) if device_name else None
-    if wanted == "measured":
+    if wanted in ("measured", "step"):
         if device is not None:
             raise UsageError("--device names a profile to predict for; a measurement is of the GPU that is here")
         here = present_arch()
@@ -206,6 +209,25 @@ def _objective(stack: ExitStack, worker: GpuWorker | None, arch: Arch, device_na
     lock = GpuLock(worker.uuid())
     stack.callback(lock.release)
     return Measured(worker, lock)
+
+
+def _stepped(stack: ExitStack, worker: GpuWorker, model: Model, load: Workload) -> Objective:
+    """As measured, but that the model's steps choose between finalists; what times them ends with `stack`.
+
+    Raises DeviceError where nothing here can time a step.
+    """
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    from kerngen.gpu import GpuLock
+    from kerngen.tuning.step import Stepped
+
+    if find_spec("kerngen.stepgraph") is None:
+        raise DeviceError("this kerngen cannot time a model's steps", hint="measure kernels: --objective measured")
+    lock = GpuLock(worker.uuid())
+    stack.callback(lock.release)
+    steps = import_module("kerngen.stepgraph").open_steps(stack, worker, model, load)
+    return Stepped(worker, steps, load.serving, lock)
 
 
 def _run(
@@ -301,6 +323,8 @@ def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
         f"database), {sum(r.num_failed for r in report.results):,} failed; {report.num_refused:,} points of "
         f"{report.num_spaces} spaces refused before any compile"
     )
+    for remark in report.remarks:
+        console.print(remark)
     for note, kernels in notes(report.results).items():
         names = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
         console.print(f"note: {names}: {note}", style="yellow")
@@ -388,5 +412,5 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
         "num_from_database": report.num_from_database, "num_spaces": report.num_spaces,
         "num_refused": report.num_refused, "failures": report.failures, "missing": list(load.missing),
-        "step_ms": steps, "results": rows, "database": where,
+        "remarks": report.remarks, "step_ms": steps, "results": rows, "database": where,
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 plan        the configurations of a problem, why others are refused, how they rank before any compile
 objective   what a run is after: a Protocol, and its implementations `Predicted` and `Measured`
+step        a third, whose finalists whole steps of the model judge; descent: which to exchange there
 study       one problem's search, an Optuna study driven with ask and tell
 task        one problem of a run, one trial of it
 tuner       all problems together, in rounds; every outcome is a row of the tuning database

@@ -26,18 +26,19 @@ PORTIONS = 32  # a round: enough that compilers are ahead of the GPU, few enough
 # was found by then is within 2 % of the best of each (`kerngen.tuning.replay --least-gain 0.002`).
 LEAST_GAIN = 0.002
 JUDGED = 0.5  # of all weight, what the steps have by which a tuned model is judged; all others share the rest
-FINAL_S = 0.5  # to decide between a problem's finalists, before any was decided
 MOST_FOR_FINALS = 0.25  # of the whole time
 
 
 @dataclass(slots=True)
 class Budget:
-    """The time of one run. seconds: None for no limit. clock: in seconds. began: when the run did, by it."""
+    """The time of one run. seconds: None for no limit. clock: in seconds. began: when the run did, by it. final_s: to
+    decide between a problem's finalists, as far as is known.
+    """
 
     seconds: float | None
     clock: Callable[[], float]
     began: float
-    final_s: float = FINAL_S  # a problem's, as far as is known
+    final_s: float
 
     def left(self, waited_s: float = 0.0) -> float:
         """Seconds until the end, of which those spent waiting for others are no part."""

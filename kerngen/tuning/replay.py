@@ -24,7 +24,7 @@ import click
 
 from kerngen.errors import RecordingError, UnknownName, UsageError
 from kerngen.templates.kernel import Kernel, describe
-from kerngen.tuning.objective import Measured, Objective, Outcome, finalists, unsaid
+from kerngen.tuning.objective import Measured, Objective, Outcome, finalists, forever, unsaid
 from kerngen.tuning.recorded import Recorded, read_folder
 from kerngen.tuning.space import Candidates, Enumeration
 from kerngen.tuning.study import Search
@@ -50,12 +50,15 @@ class Recalled:
     trials = TRIALS
     needs_image = takes_time = False
     final_stage = "final"
-    waited_s = 0.0
+    final_s = waited_s = 0.0
+    settings: Sequence[Any] = ()
+    remarks: Sequence[str] = ()
 
     def __init__(self, recorded: Recorded, sampler: str = Measured.sampler, batch: int = Measured.batch) -> None:
         self.recorded, self.sampler, self.batch = recorded, sampler, batch
         self.target = recorded.target
         self.say: Callable[[str], None] = unsaid
+        self.left: Callable[[], float] = forever
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
         return True

@@ -78,6 +78,7 @@ class Report:
     seconds: float = 0.0
     out_of_time: bool = False
     interrupted: bool = False
+    remarks: list[str] = field(default_factory=list)
 
     def num_of(self, provenance: str) -> int:
         """Of how many problems the winner is known like that; "" of how many there is none."""

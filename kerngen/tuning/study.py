@@ -54,6 +54,7 @@ class Search:
         self.kernel, self.problem, self.target = kernel, problem, objective.target
         self.candidates, self.objective, self.trials = candidates, objective, trials
         self.outcomes: dict[Any, Outcome] = {}  # in the order asked
+        self.stored: Any | None = None  # what an earlier run chose for this very problem
         self._seed, self._describer, self._least_gain = seed, describer, least_gain
         self._hinted = 0.0  # what neighbours gained by what stands in `_first`
         self._gain = 0, GUESSED_GAIN  # that was hoped for after so many outcomes

@@ -80,7 +80,7 @@ class Tuner:
         self.report = Report(self.target, objective.name, objective.how, uuid4().hex[:12])
         self.ledger = Ledger(store, objective, self.report.run, [self.trials, seed])
         self._progress = progress
-        self._budget = Budget(time_budget_s, clock, clock() if began is None else began)
+        self._budget = Budget(time_budget_s, clock, clock() if began is None else began, objective.final_s)
         self._tasks: list[Task] = []
         self._weights, self._neighbours = Weights(()), Neighbours(())
         self._left = 0
@@ -88,6 +88,7 @@ class Tuner:
         self._sources: dict[tuple[str, Any], str] = {}  # by static key and configuration
         self._compiled: set[str] = set()  # those that were not in the cache
         objective.say = self._tick
+        objective.left = lambda: self._budget.left(objective.waited_s)
         self._describer = Describer() if objective.takes_time else None  # whose GPU would wait
 
     # -- the run
@@ -112,6 +113,7 @@ class Tuner:
                 self._describer.close()
             self.ledger.flush()
         Conclusion(self.ledger, self.compiler, self.report).of(tasks)
+        self.report.remarks = list(self.objective.remarks)
         self.report.num_compiled = len(self._compiled)
         self.report.seconds = self._budget.clock() - self._budget.began
         return self.report
@@ -165,6 +167,8 @@ class Tuner:
             found = self.store.winners(kernel, arch=self.target.arch)
             stored |= {w.problem.id: w for w in sorted(found, key=lambda w: w.device == self.target.device)}
         for place, t in enumerate(self._tasks):
+            if (own := stored.get(t.entry.key.id)) is not None:
+                t.search.stored = _as_config(t.kernel, own.config)
             near = [t, *(self._tasks[i] for i in self._neighbours.of(place))]
             known = [stored[n.entry.key.id] for n in near if n.entry.key.id in stored]
             configs = [_as_config(t.kernel, w.config) for w in known]

@@ -22,6 +22,7 @@ from kerngen.compile import end_with_parent
 from kerngen.errors import KerngenError, UnknownName
 from kerngen.gpu import Clocks, Seen, Watch
 from kerngen.templates.kernel import Kernel, spread
+from kerngen.tuning.objective import FIGURES
 
 if TYPE_CHECKING:
     from kerngen.stepgraph import Ratio
@@ -53,8 +54,7 @@ class Observed:
 
     def figures(self) -> dict[str, Any]:
         """What else a Measurement of it holds, by field."""
-        names = ("p10_us", "p90_us", "min_us", "samples", "error_abs", "error_rel")
-        return {n: getattr(self, n) for n in names}
+        return {n: getattr(self, n) for n in FIGURES}
 
 
 class GpuWorker:

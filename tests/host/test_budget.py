@@ -7,7 +7,7 @@ import pytest
 from kerngen.arch import Target, find_arch
 from kerngen.steps import STEPS
 from kerngen.templates import find_kernel
-from kerngen.tuning.budget import FINAL_S, JUDGED, MOST_FOR_FINALS, Budget, Weights, portions
+from kerngen.tuning.budget import JUDGED, MOST_FOR_FINALS, Budget, Weights, portions
 from kerngen.tuning.neighbours import OTHERWISE, Neighbours, distance, nearest
 from kerngen.tuning.plan import lower_bound_us
 from kerngen.tuning_db.serve.canonical import ProblemKey, problem_key
@@ -65,13 +65,13 @@ def test_portions_go_to_the_most_valuable_and_ties_to_the_first() -> None:
 
 def test_the_reserve_is_what_finals_need_and_no_more_than_a_quarter() -> None:
     now = [10.0]
-    budget = Budget(100.0, lambda: now[0], began=5.0)
+    budget = Budget(100.0, lambda: now[0], began=5.0, final_s=0.5)
     assert budget.left() == 95
     assert budget.left(waited_s=20) == 115, "waiting for others is not on it"
-    assert budget.reserve(10) == 10 * FINAL_S
+    assert budget.reserve(10) == 5
     assert budget.reserve(10_000) == 100 * MOST_FOR_FINALS
-    assert Budget(None, lambda: now[0], 0.0).left() == float("inf")
-    assert Budget(None, lambda: now[0], 0.0).reserve(100) == 0
+    assert Budget(None, lambda: now[0], 0.0, 0.5).left() == float("inf")
+    assert Budget(None, lambda: now[0], 0.0, 0.5).reserve(100) == 0
 
 
 def _attention(batch: int, kv_len: int, **more: int) -> ProblemKey:

@@ -75,6 +75,7 @@ class _Derivation:
         rows = store.measurements(self.name, static_key=self.static_key, arch=arch, device=target.device)
         builds, wrong = store.builds(self.static_key), store.wrong_sources(self.static_key)
         revoked = store.revoked().keys()
+        weights = {id: step.weight for id, step in store.steps().items()}
         if self.kernel is not None and self.freshness is None:
             self.freshness = Freshness(self.kernel, store.rendered(self.static_key, self.closure), builds.values())
         points: dict[str, list[Observation]] = {}
@@ -90,7 +91,7 @@ class _Derivation:
 
             default = _default_config(self.kernel, problem, target)
             choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
-                            is_current=current)  # fmt: skip
+                            is_current=current, weights=weights)  # fmt: skip
             if choice is not None:
                 key = observations[0].measurement.problem
                 typical = next(o for o in observations if o.id == choice.measurement_id)

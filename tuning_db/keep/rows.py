@@ -33,7 +33,7 @@ from kerngen.tuning_db.serve.canonical import (
 )
 from kerngen.tuning_db.serve.filing import filing_of
 from kerngen.tuning_db.serve.freshness import source_sha
-from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
+from kerngen.tuning_db.serve.values import Build, Measurement, Observation, StepKey, Winner
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +138,7 @@ def settled(m: Measurement) -> Measurement:
     return replace(
         m, p50_us=plain(m.p50_us), p10_us=plain(m.p10_us), p90_us=plain(m.p90_us), min_us=plain(m.min_us),
         samples=int(m.samples), error_abs=plain(m.error_abs), error_rel=plain(m.error_rel), at=m.at or now(),
+        step_us=plain(m.step_us), base_step_us=plain(m.base_step_us),
     )  # fmt: skip
 
 
@@ -155,6 +156,8 @@ def measurement_id_of(m: Measurement, problem_id: str, device: dict[str, Any]) -
         "p90": m.p90_us, "min": m.min_us, "samples": m.samples, "error_abs": m.error_abs,
         "error_rel": m.error_rel,
     }  # fmt: skip
+    in_step = {"step": m.step_id, "step_us": m.step_us, "base_step_us": m.base_step_us, "base": m.base_id}
+    stated |= {name: value for name, value in in_step.items() if value is not None}
     if m.provenance == "measured":
         stated |= {"environment": m.environment, "run": m.run, "at": m.at}
     return digest(stated)
@@ -170,7 +173,8 @@ def measurement_row(given: Measurement, problem_id: str) -> dict[str, Any]:
         "reason": m.reason, "provenance": m.provenance, "stage": m.stage, "model": m.model,
         "p50_us": m.p50_us, "p10_us": m.p10_us, "p90_us": m.p90_us, "min_us": m.min_us,
         "samples": m.samples, "error_abs": m.error_abs, "error_rel": m.error_rel, "run": m.run,
-        "at": m.at, "tags": to_json(m.tags),
+        "at": m.at, "tags": to_json(m.tags), "step_id": m.step_id, "step_us": m.step_us,
+        "base_step_us": m.base_step_us, "base_id": m.base_id,
     })  # fmt: skip
 
 
@@ -186,6 +190,33 @@ def is_sealed(table: Table, row: Row[Any], **beside: Any) -> bool:
         return bool(seal_of(table.name, stated | beside) == row.seal)
     except TypeError:  # SQLite keeps values of any type in any column, and nothing was written that is no JSON
         return False
+
+
+def step_row(s: StepKey) -> dict[str, Any]:
+    """A step's row; its id is the digest of what it states."""
+    row: dict[str, Any] = {
+        "model": s.model, "arch": s.arch, "phase": s.phase, "batch": s.batch, "q_len": s.q_len, "context": s.context,
+        "chunk": s.chunk, "layers": s.layers, "sequence": s.sequence,
+        "props": to_json(s.props | {"weight": float(s.weight)}),
+    }  # fmt: skip
+    return sealed(t.step, {"id": digest({"v": ID_VERSION, "step": row}), **row})
+
+
+def read_step(row: Row[Any], where: str) -> StepKey | None:
+    """None, with a warning that names the row, unless it is what was written."""
+    try:
+        require_utf8(row)
+        if not is_sealed(t.step, row):
+            raise ValueError("it does not match its own seal")
+        props = json.loads(row.props)
+        weight = float(props.pop("weight"))
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight={weight!r}")
+        return StepKey(row.model, row.arch, row.phase, row.batch, row.q_len, row.context, row.chunk, row.layers,
+                       row.sequence, weight, props)  # fmt: skip
+    except Exception as e:
+        log.warning("%s: step %s cannot be read (%s); skipped", where, row.id, e)
+        return None
 
 
 def search_id_of(search: str, problem_id: str) -> str:
@@ -264,7 +295,7 @@ def read_measurement(row: Row[Any], where: str) -> Observation | None:
             _key_as_filed(row), row.arch, device_of(row.device_props)[0], json.loads(row.config), row.build_id,
             row.outcome, row.provenance, row.reason, row.stage, row.model, row.p50_us, row.p10_us, row.p90_us,
             row.min_us, row.samples, row.error_abs, row.error_rel, json.loads(row.environment_props), row.run,
-            row.at, json.loads(row.tags),
+            row.at, json.loads(row.tags), row.step_id, row.step_us, row.base_step_us, row.base_id,
         )  # fmt: skip
         problem_id = ids_as_filed(m.problem).problem
         named = measurement_id_of(m, problem_id, json.loads(row.device_props)) == row.id

@@ -1,6 +1,6 @@
 """The tables, as SQLAlchemy Core describes them: the same for SQLite and PostgreSQL.
 
-    build <------- measurement -------> problem, device, environment      facts and observations: only ever added to
+    build <------- measurement -------> problem, device, environment, step    facts and observations: only ever added to
       | image_sha       |                        ^
     artifact            +---- winner             +--- search (a search of this problem that was finished)
                               (derived: deleted and computed anew)
@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 from kerngen.tuning_db.serve.values import OUTCOMES, PROVENANCES, STAGES
 
-SCHEMA = "0005"  # the newest revision in migrations/versions
+SCHEMA = "0006"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database
 
 metadata = MetaData()
@@ -129,6 +129,23 @@ device = Table(
 
 environment = Table("environment", metadata, _id(), _text("props"))
 
+step = Table(
+    "step",
+    metadata,
+    _id(),
+    _text("model"),
+    _text("arch"),
+    _text("phase"),
+    Column("batch", Integer, nullable=False),
+    Column("q_len", Integer, nullable=False),
+    Column("context", Integer, nullable=False),
+    Column("chunk", Integer, nullable=False),
+    Column("layers", Integer, nullable=False),  # that were run, which may stand for more
+    _text("sequence"),  # digest of its launches in order
+    _text("props"),
+    _seal(),
+)
+
 measurement = Table(
     "measurement",
     metadata,
@@ -155,6 +172,10 @@ measurement = Table(
     _text("run"),
     _text("at"),
     _text("tags"),
+    Column("step_id", Text, ForeignKey("step.id")),  # of stage "step"; its seal covers these four where they are there
+    Column("step_us", Double),
+    Column("base_step_us", Double),  # with the configurations that `base_id` is the digest of
+    Column("base_id", Text),
     _seal(),
     _one_of("outcome", OUTCOMES),
     _one_of("provenance", PROVENANCES),
@@ -164,8 +185,14 @@ measurement = Table(
         "outcome <> 'ok' OR provenance = 'predicted' OR error_abs IS NOT NULL", name="measured_ok_was_checked"
     ),
     CheckConstraint("outcome <> 'ok' OR provenance = 'measured' OR model <> ''", name="predicted_names_its_model"),
+    CheckConstraint(
+        "outcome <> 'ok' OR stage <> 'step' OR "
+        "(step_id IS NOT NULL AND step_us > 0 AND base_step_us > 0 AND base_id IS NOT NULL)",
+        name="step_is_whole",
+    ),
     Index("measurement_by_problem", "problem_id", "arch", "device_id"),
     Index("measurement_by_build", "build_id"),
+    Index("measurement_by_step", "step_id"),
 )
 
 search = Table(

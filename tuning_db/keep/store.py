@@ -38,11 +38,13 @@ from kerngen.tuning_db.keep.rows import (
     read_build,
     read_measurement,
     read_search,
+    read_step,
     read_winner,
     revocation_id_of,
     sealed,
     search_id_of,
     settled,
+    step_row,
     to_json,
 )
 from kerngen.tuning_db.serve.canonical import ProblemKey, digest, ids_as_filed
@@ -50,7 +52,7 @@ from kerngen.tuning_db.serve.freshness import source_sha
 from kerngen.tuning_db.serve.images import image_of
 from kerngen.tuning_db.serve.line import Line, named
 from kerngen.tuning_db.serve.places import default_path
-from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
+from kerngen.tuning_db.serve.values import Build, Measurement, Observation, StepKey, Winner
 
 log = logging.getLogger(__name__)
 
@@ -393,6 +395,20 @@ class Store:
         with self.reading() as connection:
             rows = connection.execute(wanted).all()
         return [o for o in (read_measurement(row, self.where) for row in rows) if o is not None]
+
+    def add_step(self, step: StepKey) -> str:
+        """Record a step that measurements are made in, and return its id; the same step again changes nothing."""
+        row = step_row(step)
+        with self.writing() as connection:
+            self._add_sealed(connection, t.step, row)
+        return str(row["id"])
+
+    def steps(self) -> dict[str, StepKey]:
+        """All that measurements were made in, by id. One that was altered is skipped with a warning."""
+        with self.reading() as connection:
+            rows = connection.execute(select(t.step).order_by(t.step.c.id)).all()
+        found = {row.id: read_step(row, self.where) for row in rows}
+        return {id: step for id, step in found.items() if step is not None}
 
     def wrong_sources(self, static_key: str) -> set[str]:
         """source_sha of the builds that ever gave a wrong result for these compiled-in fields, on any device."""

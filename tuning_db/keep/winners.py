@@ -5,7 +5,9 @@
 2. What is current beats what is stale: a build of a source that the kernel no longer renders, or with options that
    nobody compiles with any more, wins only alone.
 3. Measured beats predicted. Among predictions only the newest cost model's count.
-4. Finalists, timed again together, beat single trials.
+4. Finalists, timed again together, beat single trials. Where configurations were exchanged in steps of a model, the
+   step decides: what is slower there than the best, or was not tried there, wins only where nothing else may
+   (stepped.py).
 5. Builds of one configuration with the same machine code are one: what was measured of one holds for all, and what
    keeps one from winning keeps all. So a comment in a source costs nothing once it is built (`kerngen db rebuild`).
 6. Its time is the median of its medians. Those within the noise of the fastest are equal, and the first of them in
@@ -16,12 +18,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
 from typing import Any
 
+from kerngen.tuning_db.keep.stepped import judged
 from kerngen.tuning_db.serve.canonical import canonical
 from kerngen.tuning_db.serve.values import Build, Measurement, Observation
 
@@ -56,6 +59,8 @@ class Candidate:
     p50_us: float
     noise: float
     rows: tuple[Observation, ...]
+    step: float | None = None  # its steps' time over their time with what was chosen there; None if it was in none
+    has_lost: bool = False  # in the step
 
     @property
     def build(self) -> Build:
@@ -88,15 +93,16 @@ def choose(
     revoked: Set[str] = frozenset(),
     default: dict[str, Any] | None = None,
     is_current: Callable[[Build], bool] = lambda _: True,
+    weights: Mapping[str, float] | None = None,
 ) -> Choice | None:
     """The winner among `observations`, all of one tuned point on one device; None if nothing there may win.
 
     builds: by id, of every observation that has one. wrong_sources: source_sha of builds found wrong anywhere.
     revoked: ids of builds and measurements. default: the default configuration's fields.
-    is_current: asked for the fastest builds only, since it may render.
+    is_current: asked for the fastest builds only, since it may render. weights: of steps by id.
     """
     refused = Counter(o.measurement.outcome for o in observations if o.measurement.outcome != "ok")
-    ranked = rank(observations, builds, wrong_sources=wrong_sources, revoked=revoked)
+    ranked = rank(observations, builds, wrong_sources=wrong_sources, revoked=revoked, weights=weights)
     if not ranked:
         return None
     current = _current(ranked, is_current)
@@ -113,7 +119,7 @@ def choose(
     limit = first.p50_us * (1 + first.noise)
     near, after = [first], None
     for c in current:
-        if c.p50_us > limit:
+        if c.p50_us > limit or c.has_lost != first.has_lost:
             after = c
             break
         near.append(c)
@@ -135,6 +141,9 @@ def choose(
     }
     if winner.adopted:
         why["adopted"] = winner.typical.measurement.build_id
+    if winner.step is not None:
+        in_step = [c for c in ranked if c.step is not None]
+        why["step"] = {"judged": len(in_step), "lost": sum(c.has_lost for c in in_step), "ratio": winner.step}
     reason = _words(winner, first, following, provenance, why)
     return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why)
 
@@ -153,13 +162,21 @@ def rank(
     *,
     wrong_sources: Set[str] = frozenset(),
     revoked: Set[str] = frozenset(),
+    weights: Mapping[str, float] | None = None,
 ) -> list[Candidate]:
-    """Every machine code that may win, stale ones included, the fastest first. Arguments as `choose`."""
+    """Every machine code that may win, stale ones included, the fastest first, after which those that lost in a step of
+    a model. Arguments as `choose`.
+    """
     codes = _codes(builds)
     eligible = _eligible(observations, builds, codes, wrong_sources, revoked)
     measured = [o for o in eligible if o.measurement.provenance == "measured"]
-    pool = _finalists(measured or _newest_model(eligible))
-    return sorted(_candidates(pool, builds, codes), key=lambda c: (c.p50_us, canonical(c.build.config), c.build.id))
+    verdict = judged(measured, weights or {}, codes)
+    pool = _finalists(measured or _newest_model(eligible), codes, each=bool(verdict.ratios))
+    found = (
+        replace(c, step=verdict.ratios.get(codes[c.build.id]), has_lost=verdict.has_lost(codes[c.build.id]))
+        for c in _candidates(pool, builds, codes)
+    )
+    return sorted(found, key=lambda c: (c.has_lost, c.p50_us, canonical(c.build.config), c.build.id))
 
 
 def may_win(
@@ -229,9 +246,13 @@ def _eligible(
     return [o for o in counted if counts(o)]
 
 
-def _finalists(observations: list[Observation]) -> list[Observation]:
+def _finalists(observations: list[Observation], codes: dict[str, _Code], *, each: bool) -> list[Observation]:
+    """Rows of finals, where there are any. each: those of each code that has some, since more than finals decide."""
     finals = [o for o in observations if o.measurement.stage == "final"]
-    return finals or observations
+    if not each:
+        return finals or observations
+    retimed = {codes[o.measurement.build_id or ""] for o in finals}
+    return finals + [o for o in observations if codes[o.measurement.build_id or ""] not in retimed]
 
 
 def _newest_model(observations: list[Observation]) -> list[Observation]:
@@ -287,6 +308,8 @@ def _words(
             f"{which} of {why['within_noise']} that differ by less than {why['noise']:.1%}: "
             f"{winner.p50_us:.2f} us, the fastest {first.p50_us:.2f} us, of {count}"
         )
+    if winner.step is not None and not winner.has_lost:
+        text = f"of {why['step']['judged']} that were tried in the step, {why['step']['lost']} slower there: {text}"
     if why["default_us"] and not why["is_default"]:
         text += f"; the default takes {why['default_us']:.2f} us"
     if winner.adopted:

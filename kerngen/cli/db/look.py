@@ -147,13 +147,17 @@ def explain(
         rows = _observed(store, winner)
         key = winner.problem.static_key
         builds, wrong, revoked = store.builds(key), store.wrong_sources(key), store.revoked()
-        ranked = rank(rows, builds, wrong_sources=wrong, revoked=revoked.keys())
+        steps = store.steps()
+        weights = {id: step.weight for id, step in steps.items()}
+        ranked = rank(rows, builds, wrong_sources=wrong, revoked=revoked.keys(), weights=weights)
         default_us = winner.why.get("default_us")
         near: list[dict[str, Any]] = [
             {
                 "config": c.build.config,
                 "us": c.p50_us,
                 "relative": c.p50_us / winner.latency_us,
+                "step": c.step,
+                "lost_in_step": c.has_lost,
                 "registers": c.build.registers,
                 "spill_bytes": c.build.spill_bytes,
                 "static_smem_bytes": c.build.static_smem_bytes,
@@ -163,17 +167,29 @@ def explain(
         ]
         refused = list(_refused(rows, wrong, revoked, builds))
         if as_json:
-            echo_json(_winner_json(store, winner) | {"near": near, "refused": refused})
+            in_step = [
+                {
+                    "step": steps[m.step_id].name,
+                    "config": m.config,
+                    "step_us": m.step_us,
+                    "base_step_us": m.base_step_us,
+                }
+                for m in (o.measurement for o in rows)
+                if m.stage == "step" and m.step_id in steps
+            ]
+            echo_json(_winner_json(store, winner) | {"near": near, "in_step": in_step, "refused": refused})
             return
         console = new_console()
         _print_head(console, store, winner)
         names = sorted({n for c in near for n in c["config"] if c["config"].get(n) != winner.config.get(n)})
         resources = (">registers", ">spills", ">static smem", "")
-        table = new_table("what else was near", ">us", ">of the winner", *names, *resources)
+        both = [">us alone", ">the steps"] if any(c["step"] for c in near) else [">us"]
+        table = new_table("what else was near", *both, ">of the winner", *names, *resources)
         for c in near:
             mark = "winner" if c["is_winner"] else "default" if c["us"] == default_us else ""
+            step = [] if len(both) == 1 else ["not tried" if c["step"] is None else f"{c['step'] - 1:+.2%}"]
             table.add_row(
-                micros(c["us"]), f"{c['relative']:.3f}", *(str(c["config"].get(n, "")) for n in names),
+                micros(c["us"]), *step, f"{c['relative']:.3f}", *(str(c["config"].get(n, "")) for n in names),
                 str(c["registers"]), str(c["spill_bytes"] or ""), f"{c['static_smem_bytes']:,}", mark,
             )  # fmt: skip
         console.print(table)

@@ -1,10 +1,14 @@
-"""How right the cost model is, held against recordings.
+"""How right the cost model is, held against recordings, and which constants would make it less wrong.
 
     python -m kerngen.tuning.fit data/recorded/h200
+    python -m kerngen.tuning.fit data/recorded/h200 --refit
 
 A problem's score is what a tuner without a GPU would have got out of the model there: whether it has the configurations
 in the right order (Spearman), how much slower than the fastest the one is that it would have chosen (regret), and how
 far its microseconds are off. What was recorded as held out is scored apart: no constant is chosen by it.
+
+A fit goes down one constant after the other, in steps of a share, until none helps. It starts from what predict.py has,
+and asks above all for the order of a problem's fastest: see `loss`.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import fmean, median
@@ -20,8 +24,11 @@ from typing import Any
 
 import click
 
+from kerngen.arch import Target
+from kerngen.compile import Resources
 from kerngen.errors import RecordingError
-from kerngen.predict import MODEL, Outlook
+from kerngen.predict import CONSTANTS, MODEL, Constants, Outlook, launch_us
+from kerngen.templates.kernel import Launch, Traffic
 from kerngen.tuning.recorded import Recorded, Row, read_folder
 
 
@@ -68,12 +75,12 @@ class Summary:
     off: float  # mean
 
 
-def held_against(recorded: Recorded) -> tuple[Held, ...]:
+def held_against(recorded: Recorded, constants: Constants = CONSTANTS) -> tuple[Held, ...]:
     """What ran, in the order of the file, but the default first: of equal predictions the first is the choice.
 
     Raises RecordingError where nothing ran.
     """
-    outlook = Outlook(recorded.kernel, recorded.problem, recorded.target)
+    outlook = Outlook(recorded.kernel, recorded.problem, recorded.target, constants)
     drift = _drift(recorded)
     found = [
         Held(r, outlook.predict(r.config, r.takes).latency_us, r.us if r.final_us is None else r.final_us / drift)
@@ -93,9 +100,9 @@ def _drift(recorded: Recorded) -> float:
     return median(both) if both else 1.0
 
 
-def score(recorded: Recorded) -> Score:
+def score(recorded: Recorded, constants: Constants = CONSTANTS) -> Score:
     """Raises RecordingError where nothing ran."""
-    held, head = held_against(recorded), recorded.head
+    held, head = held_against(recorded, constants), recorded.head
     chosen = min(held, key=lambda h: h.predicted_us)
     best = next(h for h in held if h.row is recorded.best)
     logs = [log(h.predicted_us / h.measured_us) for h in held]
@@ -152,31 +159,122 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return ranks
 
 
+# -- the fit
+
+FITTED = tuple(f.name for f in fields(Constants) if f.name != "gap_us")
+MOST_ROWS = 60  # of a problem, the faster the more likely
+LEVEL_WEIGHT = 0.3  # of a problem's mean miss, beside what its configurations miss by apart from that
+FASTER_COUNTS = 1.0  # a configuration weighs as its best is to it, to this power
+TELLING = 0.3  # beyond a miss of e^0.3 its square counts no more, but its size: a kernel has faults of its own
+FIRST_STEP, LAST_STEP = 0.25, 0.01  # of a constant, as a share
+SWEEPS = 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some configurations of a problem, as the model sees them, apart from its constants."""
+
+    target: Target
+    work: tuple[tuple[tuple[Launch, Traffic, Resources | None], ...], ...]
+    measured_us: tuple[float, ...]
+
+    def predicted_us(self, constants: Constants) -> list[float]:
+        return [
+            sum(launch_us(launch, moved, self.target, given, None, constants)[0] for launch, moved, given in launches)
+            for launches in self.work
+        ]
+
+
+def sample(recorded: Recorded, most: int = MOST_ROWS) -> Sample:
+    """Up to `most` that ran, closer to each other towards the fastest. Raises RecordingError where nothing ran."""
+    held = sorted(held_against(recorded), key=lambda h: h.measured_us)
+    if len(held) > most:
+        held = [held[i] for i in sorted({int(len(held) * (j / most) ** 1.5) for j in range(most)})]
+    outlook = Outlook(recorded.kernel, recorded.problem, recorded.target)
+    work = tuple(
+        tuple((launch, moved, (h.row.takes or {}).get(launch.entry)) for launch, moved in outlook.work(h.row.config))
+        for h in held
+    )
+    return Sample(recorded.target, work, tuple(h.measured_us for h in held))
+
+
+def loss(samples: Sequence[Sample], constants: Constants) -> float:
+    """Mean over the problems, each counting the same, of what log(predicted / measured) scatters by around its mean in
+    the problem, which is its order, and, weighing less, of that mean, which is its level.
+    """
+    losses = []
+    for s in samples:
+        best = min(s.measured_us)
+        weights = [(best / us) ** FASTER_COUNTS for us in s.measured_us]
+        misses = [log(p / m) for p, m in zip(s.predicted_us(constants), s.measured_us, strict=True)]
+        level = sum(w * x for w, x in zip(weights, misses, strict=True)) / sum(weights)
+        scatter = sum(w * _huber(x - level) for w, x in zip(weights, misses, strict=True)) / sum(weights)
+        losses.append(scatter + LEVEL_WEIGHT * _huber(level))
+    return fmean(losses)
+
+
+def _huber(x: float) -> float:
+    return x * x if abs(x) < TELLING else TELLING * (2 * abs(x) - TELLING)
+
+
+def fit(recordings: Iterable[Recorded], start: Constants = CONSTANTS) -> Constants:
+    """The constants, to three digits, at which `loss` is least near `start`; of what is not held out.
+
+    Raises RecordingError where nothing is left to fit to.
+    """
+    samples = [sample(r) for r in recordings if not r.head.held_out]
+    if not samples:
+        raise RecordingError("every recording is held out: nothing to fit to")
+    best, least = start, loss(samples, start)
+    step = dict.fromkeys(FITTED, FIRST_STEP)
+    for _ in range(SWEEPS):
+        for name in FITTED:
+            for sign in (1, -1):
+                value = float(f"{getattr(best, name) * exp(sign * step[name]):.3g}")
+                tried = replace(best, **{name: value})
+                if (found := loss(samples, tried)) < least:
+                    best, least = tried, found
+                    break
+            else:
+                step[name] /= 2
+        if max(step.values()) < LAST_STEP:
+            break
+    return best
+
+
 # -- the command
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="The scores as JSON.")
-def main(folder: Path, as_json: bool) -> None:
+@click.option("--refit", is_flag=True, help="Choose the constants anew by what is not held out, and score those.")
+@click.option("--json", "as_json", is_flag=True, help="The scores, and the constants, as JSON.")
+def main(folder: Path, refit: bool, as_json: bool) -> None:
     """Hold the cost model against the recordings in FOLDER.
 
     \b
     Example:
       python -m kerngen.tuning.fit data/recorded/h200
     """
-    scores = [score(r) for r in read_folder(folder) if r.head.complete]
-    if not scores:
+    recordings = [r for r in read_folder(folder) if r.head.complete]
+    if not recordings:
         raise RecordingError(f"{folder} has no complete recording")
+    constants = fit(recordings) if refit else CONSTANTS
+    scores = [score(r, constants) for r in recordings]
     if as_json:
-        print(json.dumps(_as_json(scores)))
+        print(json.dumps(_as_json(scores, constants)))
         return
     _print(scores)
+    if refit:
+        print("\nfitted              was     now")
+        for name in FITTED:
+            print(f"{name:20}{getattr(CONSTANTS, name):<8g}{getattr(constants, name):<8g}")
 
 
-def _as_json(scores: Sequence[Score]) -> dict[str, Any]:
+def _as_json(scores: Sequence[Score], constants: Constants) -> dict[str, Any]:
     return {
         "model": MODEL,
+        "constants": asdict(constants),
         "summaries": [asdict(s) for s in summaries(scores)],
         "problems": [asdict(s) for s in scores],
     }

@@ -9,7 +9,7 @@ are, the answer is the same: a bound decides what is left out, never a guess.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
@@ -214,20 +214,30 @@ def cost(problem: Problem) -> Cost:
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """cuda_ops: a tile takes about 12 instructions a lane, without the tensor core 40 more a token; a row's end 10."""
+    """cuda_ops: a tile takes about 12 instructions a lane, and for each four tokens two products and a load of their
+    digits, without the tensor core 40 a token; a row's end 10 a token, and the digits about 16 an element and block.
+    """
     p, c = problem, config
-    tiles = _rows(p) // ROWS * ceil(p.hidden / COLUMNS)
+    reads, blocks = ceil(p.num_tokens / c.block_tokens), prod(launches(p, c, target)[0].grid)
+    strips, fours = _rows(p) // ROWS, c.block_tokens // 4
+    tiles = strips * ceil(p.hidden / COLUMNS) * reads
     uppers = 4 * p.num_tokens * _rows(p)
-    codes = screen_bytes(p.vocab_size, p.hidden) * ceil(p.num_tokens / c.block_tokens)
-    each = 12 + (0 if target.arch.has_mma16816 else 40 * p.num_tokens)
+    codes = screen_bytes(p.vocab_size, p.hidden) * reads
+    x_bytes = 2 * p.num_tokens * p.hidden
+    tensor = target.arch.has_mma16816
+    each = 12 + (5 * fours if tensor else 40 * min(p.num_tokens, c.block_tokens))
+    ends = p.num_tokens * (10 * c.column_parts * _rows(p) + 16 * blocks * p.hidden)
     screen = Traffic(
-        codes, 0,
-        l2_bytes=codes + uppers * (2 * c.column_parts - 1),
-        cuda_ops=32 * tiles * each + 10 * p.num_tokens * _rows(p),
+        codes,
+        tiles * fours * TILE_BYTES * 8 if tensor else 0,  # two of eight bits an element, at the rate of one of 16
+        l2_bytes=codes + uppers * (2 * c.column_parts - 1) + 2 * blocks * x_bytes,
+        smem_bytes=tiles * fours * 512,
+        cuda_ops=32 * tiles * each + ends,
         bytes_in_flight=c.num_warps * c.steps * TILE_BYTES,
-    )  # fmt: skip
-    row = 2 * p.hidden
-    choose = Traffic(
-        row * p.num_tokens, 0, l2_bytes=uppers + 2 * row * p.num_tokens, cuda_ops=8 * p.num_tokens * _rows(p)
+        units=ceil(strips / c.num_warps) * reads,
+        waits=2,
     )
+    choose = Traffic(
+        x_bytes, 0, l2_bytes=uppers + 2 * x_bytes, cuda_ops=8 * p.num_tokens * _rows(p), waits=4
+    )  # fmt: skip
     return [screen, choose]

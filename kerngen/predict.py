@@ -36,17 +36,17 @@ class Constants:
     launch, in a CUDA graph.
     """
 
-    block_tensor_share: float = 0.77  # of the tensor rate that wgmma, and what succeeds it, reaches
-    issue_share: float = 0.65  # of the schedulers' slots that instructions of every kind fill
-    warp_issue: float = 0.71  # instructions that a warp by itself issues a clock
-    exposed: float = 0.33  # of the shorter of moving and executing, the part that the longer does not hide
-    latency: float = 0.43  # of the arch's memory latency under load, what a load takes that waits for nobody
-    start_clocks: float = 620.0  # until a block in the place of one that ended is at work
-    join_clocks: float = 230.0  # until warps that split a tile have met
-    launch_us: float = 1.38  # from the end of a launch's predecessor to its first, and from its last store to its end
-    fill_us: float = 1.42  # more where all SMs take part: on a logarithmic scale of its blocks
+    block_tensor_share: float = 0.754  # of the tensor rate that wgmma, and what succeeds it, reaches
+    issue_share: float = 0.634  # of the schedulers' slots that instructions of every kind fill
+    warp_issue: float = 0.712  # instructions that a warp by itself issues a clock
+    exposed: float = 0.3  # of the shorter of moving and executing, the part that the longer does not hide
+    latency: float = 0.447  # of the arch's memory latency under load, what a load takes that waits for nobody
+    start_clocks: float = 518.0  # until a block in the place of one that ended is at work
+    join_clocks: float = 245.0  # until warps that split a tile have met
+    launch_us: float = 1.21  # from the end of a launch's predecessor to its first, and from its last store to its end
+    fill_us: float = 1.52  # more where all SMs take part: on a logarithmic scale of its blocks
     gap_us: float = 1.3  # more without programmatic dependent launch
-    spill: float = 0.87  # more time, as a share, where as much is spilled as the registers hold
+    spill: float = 0.824  # more time, as a share, where as much is spilled as the registers hold
 
 
 CONSTANTS = Constants()
@@ -269,7 +269,7 @@ def _times(launch: Launch, t: Traffic, target: Target, resident: int, k: Constan
     loop = _together(arriving, alone) if t.copies else arriving + alone
     waiting = t.waits * latency
     times = {
-        "memory": t.dram_bytes / (device.mem_gbps * 1e3 * arch.memory_share),
+        "memory": t.dram_bytes / (device.mem_gbps * 1e3 * (arch.copy_share if t.copies else arch.load_share)),
         "l2": max(on_sm * l2_bytes / units / L2_PORT_BYTES, l2_bytes / device.num_sms / arch.l2_bytes_per_clock)
         / clock,
         "smem": on_sm * (smem + joining),

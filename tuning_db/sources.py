@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db.serve import places
-from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.serve.reader import Reader, is_sealed_file
 from kerngen.tuning_db.serve.source import Source
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ def open_source(
         found = Reader.open(chosen, name=name, override=override, shipped=shipped)
         if found is not None:
             return found
+        shipped = shipped or is_sealed_file(Path(chosen))
     from kerngen.tuning_db.keep.store import Store  # SQLAlchemy is for those who need it
 
     return Store.open(chosen, read_only=True, sealed=shipped, name=name, override=override)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from test_tuning_db_lookup import KIN, Config, Problem, fake_render, make_kernel
 
 from kerngen import api
 from kerngen.arch import Target
-from kerngen.errors import CorruptRecord, TrustError
+from kerngen.errors import CorruptRecord, DatabaseError, TrustError
 from kerngen.tuning_db import Bound, Store, Winner, default_sources, lookup, open_source, problem_key
 from kerngen.tuning_db.keep import schema
 from kerngen.tuning_db.serve import reader as reading
@@ -345,3 +346,86 @@ def test_where_a_revocation_was_taken_out_nothing_is_served(
     with open_source(bundle(ANN, then="DELETE FROM revocation")) as changed:
         assert ask(changed) is None
     assert "0 of 1 revocations are there" in caplog.text
+
+
+def test_a_sealed_file_of_an_older_schema_is_served_whole_or_not(tmp_path: Path) -> None:
+    """A copy in memory is migrated, where nobody asks of each row whether it was sealed."""
+    trust.trust(ANN.public)
+    sealed = tmp_path / "old.kgdb"
+    seal(Path(__file__).parent / "schema1.sqlite", sealed, {"name": "old"}, keys=[ANN])
+    with open_source(sealed) as old:
+        assert isinstance(old, Store)
+        assert old.winners() != []
+    sealed.chmod(0o644)
+    changed = bytearray(sealed.read_bytes())
+    changed[4096 + 500] ^= 1
+    sealed.write_bytes(changed)
+    with pytest.raises(CorruptRecord, match="was changed since it was sealed"):
+        open_source(sealed)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
+def test_flipped_bits_give_the_winner_or_none(path: Path, bundle: Bundle, is_sealed: bool, tmp_path: Path) -> None:
+    """Anywhere in the file: opening it may be refused, and asking it never raises, nor answers anything else."""
+    trust.trust(ANN.public)
+    with closing(sqlite3.connect(path)) as c:
+        c.execute("PRAGMA journal_mode = delete")
+    whole = (bundle(ANN) if is_sealed else path).read_bytes()
+    right = {}
+    with open_source(bundle(ANN)) as source:
+        for tokens in (64, 128):
+            right[tokens] = ask(source, Problem(num_tokens=tokens))
+    random_bits, flipped = random.Random(11), tmp_path / "flipped.kgdb"
+    flipped = flipped if is_sealed else tmp_path / "flipped.db"
+    refused = missed = served = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(random_bits.choice((1, 8))):
+            data[random_bits.randrange(len(data))] ^= 1 << random_bits.randrange(8)
+        flipped.write_bytes(data)
+        try:
+            source = open_source(flipped)
+        except DatabaseError:
+            refused += 1
+            continue
+        with source:
+            for tokens, expected in right.items():
+                assert expected is not None
+                if (found := ask(source, Problem(num_tokens=tokens))) is None:
+                    missed += 1
+                    continue
+                served += 1
+                assert (found.config, found.build_id, found.latency_us) == (
+                    expected.config, expected.build_id, expected.latency_us)  # fmt: skip
+                assert found.cubin is None or found.cubin == expected.cubin
+    assert min(refused, missed, served) > 0, (refused, missed, served)
+
+
+def test_a_file_and_its_rows_say_the_same(tmp_path: Path) -> None:
+    """Of what 60 random trials of three versions on four boards left, asked for every size on every board."""
+    rng = random.Random(5)
+    boards = [H200, KIN, replace(H200, name="H200 MIG 1g.18gb", num_sms=16), replace(H200, name="twin", mem_gbps=4750)]
+    path = tmp_path / "random.db"
+    with Store.open(path, name="random") as store:
+        for _ in range(60):
+            problem = Problem(batch=rng.choice((1, 8)), num_tokens=rng.choice((1, 4, 16, 64)))
+            version, block_n = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 4))
+            how = rng.choice(("measured", "predicted"))
+            record(store, make_kernel(version), block_n, rng.uniform(1, 9), problem=problem, device=rng.choice(boards),
+                   provenance=how)  # fmt: skip
+        with open_source(path, name="random") as source:
+            answers = 0
+            for version in (1, 2, 4):
+                for board in boards:
+                    for batch in (1, 8):
+                        kernel, target = make_kernel(version), Target.of(board)
+                        one = Bound([source], kernel, Problem(), target)
+                        two = Bound([store], kernel, Problem(), target)
+                        for tokens in range(70):
+                            problem = Problem(batch=batch, num_tokens=tokens)
+                            a, b = one.answer(problem), two.answer(problem)
+                            assert (a is None) == (b is None)
+                            if a is not None and b is not None:
+                                assert a == replace(b, why={})
+                                answers += 1
+    assert answers > 500

@@ -12,6 +12,7 @@ from test_tuning_db import H200
 from test_tuning_db_lookup import Config, Problem, fake_render, make_kernel, record
 
 from kerngen.arch import Target, find_arch
+from kerngen.errors import TuningMiss
 from kerngen.judge import judge_of
 from kerngen.predict import predict
 from kerngen.templates import find_kernel
@@ -157,6 +158,13 @@ def test_a_run_takes_what_is_fastest_between_two_points(source: Any, kernel: Ker
     assert found[5] == found[14] == 4, "5.6 us at 14 tokens, and the default 5.8"
     assert found[20] is found[48] is None, "the default"
     assert found[53] == 64, "7.4 us, and two of the default's blocks 11.6"
+
+
+def test_a_command_says_that_the_default_serves(source: Any, kernel: Kernel) -> None:
+    with pytest.raises(TuningMiss, match="it was judged to be faster than their winners"):
+        lookup([source], kernel, Problem(num_tokens=20), TARGET, strict=True)
+    with pytest.raises(TuningMiss, match="no record for toy"):
+        lookup([source], kernel, Problem(num_tokens=65), TARGET, strict=True)
 
 
 def test_another_version_of_the_kernel_is_not_bound_by_it(source: Any) -> None:

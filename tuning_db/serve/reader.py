@@ -78,6 +78,8 @@ class Reader:
             found = []
         if len(found) != 1 or found[0][0] not in SCHEMAS:
             connection.close()
+            if sealed is not None and not sealed.is_whole():  # a Store does not ask row by row what was sealed
+                raise CorruptRecord(f"{file} was changed since it was sealed", hint="fetch or export it again")
             return None
         return cls(connection, file, name=name or file.stem, override=override, sealed=sealed)
 

@@ -236,6 +236,45 @@ def test_what_is_revoked_anywhere_is_not_served(path: Path, tmp_path: Path, revo
         assert found is None or found.id != point.winner.id
 
 
+def test_a_revocation_that_comes_in_meanwhile_counts(path: Path, reader: Reader) -> None:
+    found = ask(reader)
+    assert found is not None
+    with Store.open(path) as store:
+        store.revoke(found.build_id, "it hangs")
+    then = ask(reader)
+    assert then is None or then.build_id != found.build_id
+    assert reader.revoked() == {found.build_id: "it hangs"}
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("absent.db", "no such file"),
+        ("notes.txt", "is not an SQLite database"),
+        ("notes.kgdb", "is no sealed database"),
+        ("half.db", "is cut short"),
+        (".", "is a folder, not a database"),
+        ("fifo", "is no regular file"),
+        ("x" * 300, "File name too long"),
+        ("newer.db", "newer kerngen"),
+        ("other.db", "is an SQLite database, but not a tuning database"),
+    ],
+)
+def test_what_cannot_be_served_says_why(path: Path, place: str, says: str) -> None:
+    folder = path.parent
+    for name in ("notes.txt", "notes.kgdb"):
+        (folder / name).write_text("Not a database, and somebody's work. " * 9)
+    os.mkfifo(folder / "fifo")
+    (folder / "half.db").write_bytes(path.read_bytes()[:2048])
+    shutil.copy(path, folder / "newer.db")
+    alter(folder / "newer.db", "UPDATE kerngen_alembic SET version_num = '9999'")
+    with closing(sqlite3.connect(folder / "other.db")) as c:
+        c.execute("CREATE TABLE songs (name TEXT)")
+    with pytest.raises(DatabaseError, match=says) as caught:
+        open_source(folder / place)
+    assert str(folder / place) in str(caught.value)
+
+
 # ---- whose it is
 
 

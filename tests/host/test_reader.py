@@ -157,6 +157,25 @@ def test_a_migration_makes_the_lines(tmp_path: Path) -> None:
         assert {w.id for w in new.winners()} == before != set()
 
 
+def test_a_server_says_the_same(path: Path, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same trials; its lines are made of its rows."""
+    monkeypatch.setattr("kerngen.tuning_db.keep.rows.now", lambda: "2026-01-01T00:00:00+00:00")
+    monkeypatch.setattr("kerngen.tuning_db.keep.store.now", lambda: "2026-01-01T00:00:00+00:00")
+    file = path.with_name("file.db")
+    for place in (str(file), postgresql_url):
+        with Store.open(place) as store:
+            for version, block_n, us in ((1, 1, 20.0), (1, 2, 10.0), (2, 2, 9.0)):
+                record(store, make_kernel(version), block_n, us)
+    with open_source(file) as here, open_source(postgresql_url) as there:
+        assert isinstance(there, Store)
+        assert encode(line_in(there)) == encode(line_in(here))  # type: ignore[arg-type]
+        for version in (1, 2, 3):
+            a, b = ask(here, version=version), ask(there, version=version)
+            assert a is not None
+            assert b is not None
+            assert (a.id, a.config, a.cubin, a.stale) == (b.id, b.config, b.cubin, b.stale)
+
+
 def test_this_schema_is_read_here() -> None:
     """A migration that changes none of the tables that a run reads adds its number to SCHEMAS."""
     assert schema.SCHEMA in reading.SCHEMAS

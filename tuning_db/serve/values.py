@@ -141,7 +141,8 @@ class Winner:
     reason: in words. source: which store spoke and how ("user: exact device"). why: the figures behind `reason`;
     none where a run looked it up in a file, which asks for none.
     stale: tuned on an older source of the kernel; `cubin` is of today's source all the same, where `kerngen db rebuild`
-    made that. cubin: None where it was not kept, and has to be compiled. closure: of the kernel code that it was chosen for (kerngen/closure.py), "" where none is known.
+    made that. cubin: None where it was not kept, and has to be compiled. closure: of the kernel code that it was chosen
+    for (kerngen/closure.py), "" where none is known.
     """
 
     id: str

@@ -127,6 +127,21 @@ def test_each_version_of_the_kernel_is_served_its_own(reader: Reader) -> None:
     assert (third.config, third.stale, third.cubin) == ({"block_n": 2}, True, None)
 
 
+def test_its_own_comes_first_though_another_is_current_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two versions that render the same sources; each was tuned, one with more trials."""
+    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: "a comment was added")
+    with Store.open(path) as store:
+        record(store, KERNEL, 32, 1.0)
+    with opened(path) as r:
+        found = ask(r)
+        assert found is not None
+        assert (found.config, found.stale) == ({"block_n": 32}, False)
+        monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
+        found = ask(r)
+        assert found is not None
+        assert (found.config, found.stale) == ({"block_n": 2}, False)
+
+
 def test_the_machine_code_of_a_default_is_served_too(reader: Reader) -> None:
     bound = Bound([reader], KERNEL, Problem(), Target.of(H200))
     code = bound.code(Problem(), Config(1))

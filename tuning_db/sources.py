@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db.serve import places
-from kerngen.tuning_db.serve.reader import Reader, is_sealed_file
+from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.serve.sealed import is_sealed_file
 from kerngen.tuning_db.serve.source import Source
 
 log = logging.getLogger(__name__)
 
 
 def open_source(
-    place: str | os.PathLike[str], *, name: str = "", override: bool = False, shipped: bool = False
-) -> Source:
-    """A file, sealed or not, or a server's URL, to be served from. shipped: as Reader.open.
+    place: str | os.PathLike[str], *, name: str = "", override: bool = False, shipped: bool = False,
+    allow_unsigned: bool = False,
+) -> Source:  # fmt: skip
+    """A file, sealed or not, or a server's URL, to be served from. shipped, allow_unsigned: as Reader.open.
 
     A file of an older schema is migrated in a copy in memory, as Store does. Raises TrustError where the file is not
     to be trusted, SchemaTooNew, DatabaseError.
     """
     chosen = os.fspath(place).removeprefix("sqlite:///")
     if "://" not in chosen:
-        found = Reader.open(chosen, name=name, override=override, shipped=shipped)
+        found = Reader.open(chosen, name=name, override=override, shipped=shipped, allow_unsigned=allow_unsigned)
         if found is not None:
             return found
-        shipped = shipped or is_sealed_file(Path(chosen))
+        shipped = shipped or is_sealed_file(chosen)
     from kerngen.tuning_db.keep.store import Store  # SQLAlchemy is for those who need it
 
     return Store.open(chosen, read_only=True, sealed=shipped, name=name, override=override)

@@ -377,6 +377,8 @@ def test_a_sealed_file_is_served_if_who_signed_it_is_trusted(
         found = ask(signed)
         assert found is not None
         assert found.cubin is not None
+    with open_source(bundle(), allow_unsigned=True) as allowed:
+        assert ask(allowed) is not None
     monkeypatch.setenv("KERNGEN_TRUST_UNSIGNED", "1")
     with open_source(bundle()) as unsigned:
         assert ask(unsigned) is not None

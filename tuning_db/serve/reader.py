@@ -18,13 +18,12 @@ from typing import Any
 
 from kerngen.compile import Cubin, Ptx
 from kerngen.errors import CorruptRecord, DatabaseError, TrustError
-from kerngen.files import open_regular
 from kerngen.owner import TRUST_HINT, why_distrusted
 from kerngen.tuning_db.serve.canonical import seal_of
 from kerngen.tuning_db.serve.files import BUSY_S, decode_text, is_absent, require_whole, uri_of
 from kerngen.tuning_db.serve.images import image_of
 from kerngen.tuning_db.serve.line import COLUMNS, Line, decode, line_id_of, named
-from kerngen.tuning_db.serve.sealed import FOOTER_BYTES, MAGIC, QUERY_ERRORS, Sealed, Value
+from kerngen.tuning_db.serve.sealed import QUERY_ERRORS, Sealed, Value, is_sealed_file
 from kerngen.tuning_db.serve.values import Build, Winner
 
 log = logging.getLogger(__name__)
@@ -49,19 +48,21 @@ class Reader:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, name: str = "", override: bool = False, shipped: bool = False
-    ) -> Reader | None:
+        cls, path: str | os.PathLike[str], *, name: str = "", override: bool = False, shipped: bool = False,
+        allow_unsigned: bool = False,
+    ) -> Reader | None:  # fmt: skip
         """None where it takes a Store to read it: another schema, or a log that cannot be read along.
 
-        shipped: a part of kerngen's installation, as trusted as that and written to by nobody. Raises TrustError where
-        another user may have written the file, or nobody who is trusted signed a sealed one; DatabaseError.
+        shipped: a part of kerngen's installation, as trusted as that and written to by nobody. allow_unsigned: serve a
+        sealed file whoever made it. Raises TrustError where another user may have written the file, or nobody who is
+        trusted signed a sealed one; DatabaseError.
         """
         file = Path(path)
         if is_absent(file):
             raise DatabaseError(f"{file}: no such file", hint="kerngen tune --db FILE makes one")
         sealed = Sealed.open(file) if is_sealed_file(file) else None
         if sealed is not None:
-            if (why := sealed.why_untrusted()) is not None:
+            if not allow_unsigned and (why := sealed.why_untrusted()) is not None:
                 raise TrustError(f"{file} {why}", hint="kerngen db trust KEY.pub, or --digest HEX, has it served")
         else:
             require_whole(file)
@@ -216,18 +217,6 @@ def _connect(path: Path, *, immutable: bool) -> sqlite3.Connection:
     for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):
         connection.execute(f"PRAGMA {pragma}")
     return connection
-
-
-def is_sealed_file(path: Path) -> bool:
-    """True where a sealed file's footer ends it, or where its name says that one should."""
-    try:
-        with open_regular(path) as f:
-            if f.seek(0, os.SEEK_END) < FOOTER_BYTES:
-                return path.suffix == ".kgdb"
-            f.seek(-FOOTER_BYTES, os.SEEK_END)
-            return f.read(len(MAGIC)) == MAGIC or path.suffix == ".kgdb"
-    except OSError:  # whoever opens it next says why
-        return False
 
 
 def require_own(path: Path) -> None:

@@ -31,6 +31,7 @@ from kerngen.tuning_db.serve.files import decode_text, uri_of
 from kerngen.tuning_db.serve.trust import why_untrusted
 
 MAGIC, VERSION = b"kgbundle", 1
+SUFFIX = ".kgdb"
 _LENGTHS = struct.Struct("<8sIQIII")  # magic, version, and the bytes of image, header, leaves, signatures
 FOOTER_BYTES = _LENGTHS.size + 32
 _LEAF = b"kerngen-leaf-1\0"
@@ -180,6 +181,19 @@ class Sealed:
         for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):
             connection.execute(f"PRAGMA {pragma}")
         return connection
+
+
+def is_sealed_file(path: str | os.PathLike[str]) -> bool:
+    """True for what is, or says by its name that it should be, a sealed file; False for what cannot be read."""
+    if os.fspath(path).endswith(SUFFIX):
+        return True
+    try:
+        with open_regular(path) as f:
+            size = f.seek(0, os.SEEK_END)
+            f.seek(max(0, size - FOOTER_BYTES))
+            return f.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def _require_database(head: bytes, image_bytes: int) -> None:

@@ -16,6 +16,7 @@ from kerngen.arch import Target
 from kerngen.closure import closure_of
 from kerngen.compile import DEFAULT_OPTIONS, Cubin
 from kerngen.errors import CompileError, KerngenError, UnknownName
+from kerngen.judge import judge_of
 from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
@@ -75,7 +76,7 @@ def rebuild(store: Store, winners: list[Winner], compiler: CachedCompiler, bar: 
             _add(store, result, want, known[result.winner.problem.static_key])
         found.append(result)
     for kernel, static_key, target in _boards(found):
-        now = {w.problem.id: w for w in store.recompute_winners(kernel, static_key, target)}
+        now = {w.problem.id: w for w in _chosen(store, kernel, static_key, target)}
         for result in found:
             w = result.winner
             if (w.kernel, w.problem.static_key, w.arch, w.device) == (kernel, static_key, target.arch, target.device):
@@ -118,6 +119,10 @@ def _add(store: Store, result: Rebuilt, want: _Wanted, builds: dict[str, Build])
     was = builds.get(result.winner.build_id)
     if result.outcome == CHANGED and was is not None and store.build(id).image_sha == was.image_sha:
         result.outcome = ADOPTED
+
+
+def _chosen(store: Store, kernel: str, static_key: str, target: Target) -> list[Winner]:
+    return store.recompute_winners(kernel, static_key, target, judge=judge_of(find_kernel(kernel), target))
 
 
 def _boards(found: list[Rebuilt]) -> Iterator[tuple[str, str, Target]]:

@@ -28,7 +28,7 @@ Store, in full:
     store.add_measurement(m: Measurement) -> id       store.add_measurements([m, ...]) -> [id, ...]
     store.measurements(kernel=None, *, static_key=None, problem: ProblemKey=None, arch=None, device=None,
                        provenance=None, outcome=None, build_id=None, run=None) -> list[Observation]
-    store.recompute_winners(kernel: Kernel | str, static_key, target) -> list[Winner]
+    store.recompute_winners(kernel: Kernel | str, static_key, target, *, judge=None) -> list[Winner]
     store.winners(kernel=None, *, arch=None, device=None, static_key=None, every=False) -> list[Winner]
                     without cubins; every: those for other versions of the kernel's code too
     store.line(kernel, static_key, arch) -> Line | None           what a run reads of one static problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from test_tuning_db_lookup import KIN, Config, Problem, fake_render, make_kernel
 
 from kerngen import api
 from kerngen.arch import Target
-from kerngen.errors import CorruptRecord, TrustError
+from kerngen.errors import CorruptRecord, DatabaseError, TrustError
 from kerngen.tuning_db import Bound, Store, Winner, default_sources, lookup, open_source, problem_key
 from kerngen.tuning_db.keep import schema
 from kerngen.tuning_db.serve import reader as reading
@@ -126,6 +127,21 @@ def test_each_version_of_the_kernel_is_served_its_own(reader: Reader) -> None:
     assert (third.config, third.stale, third.cubin) == ({"block_n": 2}, True, None)
 
 
+def test_its_own_comes_first_though_another_is_current_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two versions that render the same sources; each was tuned, one with more trials."""
+    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: "a comment was added")
+    with Store.open(path) as store:
+        record(store, KERNEL, 32, 1.0)
+    with opened(path) as r:
+        found = ask(r)
+        assert found is not None
+        assert (found.config, found.stale) == ({"block_n": 32}, False)
+        monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
+        found = ask(r)
+        assert found is not None
+        assert (found.config, found.stale) == ({"block_n": 2}, False)
+
+
 def test_the_machine_code_of_a_default_is_served_too(reader: Reader) -> None:
     bound = Bound([reader], KERNEL, Problem(), Target.of(H200))
     code = bound.code(Problem(), Config(1))
@@ -154,6 +170,25 @@ def test_a_migration_makes_the_lines(tmp_path: Path) -> None:
     Store.open(path).close()
     with opened(path) as new:
         assert {w.id for w in new.winners()} == before != set()
+
+
+def test_a_server_says_the_same(path: Path, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same trials; its lines are made of its rows."""
+    monkeypatch.setattr("kerngen.tuning_db.keep.rows.now", lambda: "2026-01-01T00:00:00+00:00")
+    monkeypatch.setattr("kerngen.tuning_db.keep.store.now", lambda: "2026-01-01T00:00:00+00:00")
+    file = path.with_name("file.db")
+    for place in (str(file), postgresql_url):
+        with Store.open(place) as store:
+            for version, block_n, us in ((1, 1, 20.0), (1, 2, 10.0), (2, 2, 9.0)):
+                record(store, make_kernel(version), block_n, us)
+    with open_source(file) as here, open_source(postgresql_url) as there:
+        assert isinstance(there, Store)
+        assert encode(line_in(there)) == encode(line_in(here))  # type: ignore[arg-type]
+        for version in (1, 2, 3):
+            a, b = ask(here, version=version), ask(there, version=version)
+            assert a is not None
+            assert b is not None
+            assert (a.id, a.config, a.cubin, a.stale) == (b.id, b.config, b.cubin, b.stale)
 
 
 def test_this_schema_is_read_here() -> None:
@@ -235,6 +270,45 @@ def test_what_is_revoked_anywhere_is_not_served(path: Path, tmp_path: Path, revo
         assert found is None or found.id != point.winner.id
 
 
+def test_a_revocation_that_comes_in_meanwhile_counts(path: Path, reader: Reader) -> None:
+    found = ask(reader)
+    assert found is not None
+    with Store.open(path) as store:
+        store.revoke(found.build_id, "it hangs")
+    then = ask(reader)
+    assert then is None or then.build_id != found.build_id
+    assert reader.revoked() == {found.build_id: "it hangs"}
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("absent.db", "no such file"),
+        ("notes.txt", "is not an SQLite database"),
+        ("notes.kgdb", "is no sealed database"),
+        ("half.db", "is cut short"),
+        (".", "is a folder, not a database"),
+        ("fifo", "is no regular file"),
+        ("x" * 300, "File name too long"),
+        ("newer.db", "newer kerngen"),
+        ("other.db", "is an SQLite database, but not a tuning database"),
+    ],
+)
+def test_what_cannot_be_served_says_why(path: Path, place: str, says: str) -> None:
+    folder = path.parent
+    for name in ("notes.txt", "notes.kgdb"):
+        (folder / name).write_text("Not a database, and somebody's work. " * 9)
+    os.mkfifo(folder / "fifo")
+    (folder / "half.db").write_bytes(path.read_bytes()[:2048])
+    shutil.copy(path, folder / "newer.db")
+    alter(folder / "newer.db", "UPDATE kerngen_alembic SET version_num = '9999'")
+    with closing(sqlite3.connect(folder / "other.db")) as c:
+        c.execute("CREATE TABLE songs (name TEXT)")
+    with pytest.raises(DatabaseError, match=says) as caught:
+        open_source(folder / place)
+    assert str(folder / place) in str(caught.value)
+
+
 # ---- whose it is
 
 
@@ -303,6 +377,8 @@ def test_a_sealed_file_is_served_if_who_signed_it_is_trusted(
         found = ask(signed)
         assert found is not None
         assert found.cubin is not None
+    with open_source(bundle(), allow_unsigned=True) as allowed:
+        assert ask(allowed) is not None
     monkeypatch.setenv("KERNGEN_TRUST_UNSIGNED", "1")
     with open_source(bundle()) as unsigned:
         assert ask(unsigned) is not None
@@ -345,3 +421,86 @@ def test_where_a_revocation_was_taken_out_nothing_is_served(
     with open_source(bundle(ANN, then="DELETE FROM revocation")) as changed:
         assert ask(changed) is None
     assert "0 of 1 revocations are there" in caplog.text
+
+
+def test_a_sealed_file_of_an_older_schema_is_served_whole_or_not(tmp_path: Path) -> None:
+    """A copy in memory is migrated, where nobody asks of each row whether it was sealed."""
+    trust.trust(ANN.public)
+    sealed = tmp_path / "old.kgdb"
+    seal(Path(__file__).parent / "schema1.sqlite", sealed, {"name": "old"}, keys=[ANN])
+    with open_source(sealed) as old:
+        assert isinstance(old, Store)
+        assert old.winners() != []
+    sealed.chmod(0o644)
+    changed = bytearray(sealed.read_bytes())
+    changed[4096 + 500] ^= 1
+    sealed.write_bytes(changed)
+    with pytest.raises(CorruptRecord, match="was changed since it was sealed"):
+        open_source(sealed)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
+def test_flipped_bits_give_the_winner_or_none(path: Path, bundle: Bundle, is_sealed: bool, tmp_path: Path) -> None:
+    """Anywhere in the file: opening it may be refused, and asking it never raises, nor answers anything else."""
+    trust.trust(ANN.public)
+    with closing(sqlite3.connect(path)) as c:
+        c.execute("PRAGMA journal_mode = delete")
+    whole = (bundle(ANN) if is_sealed else path).read_bytes()
+    right = {}
+    with open_source(bundle(ANN)) as source:
+        for tokens in (64, 128):
+            right[tokens] = ask(source, Problem(num_tokens=tokens))
+    random_bits, flipped = random.Random(11), tmp_path / "flipped.kgdb"
+    flipped = flipped if is_sealed else tmp_path / "flipped.db"
+    refused = missed = served = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(random_bits.choice((1, 8))):
+            data[random_bits.randrange(len(data))] ^= 1 << random_bits.randrange(8)
+        flipped.write_bytes(data)
+        try:
+            source = open_source(flipped)
+        except DatabaseError:
+            refused += 1
+            continue
+        with source:
+            for tokens, expected in right.items():
+                assert expected is not None
+                if (found := ask(source, Problem(num_tokens=tokens))) is None:
+                    missed += 1
+                    continue
+                served += 1
+                assert (found.config, found.build_id, found.latency_us) == (
+                    expected.config, expected.build_id, expected.latency_us)  # fmt: skip
+                assert found.cubin is None or found.cubin == expected.cubin
+    assert min(refused, missed, served) > 0, (refused, missed, served)
+
+
+def test_a_file_and_its_rows_say_the_same(tmp_path: Path) -> None:
+    """Of what 60 random trials of three versions on four boards left, asked for every size on every board."""
+    rng = random.Random(5)
+    boards = [H200, KIN, replace(H200, name="H200 MIG 1g.18gb", num_sms=16), replace(H200, name="twin", mem_gbps=4750)]
+    path = tmp_path / "random.db"
+    with Store.open(path, name="random") as store:
+        for _ in range(60):
+            problem = Problem(batch=rng.choice((1, 8)), num_tokens=rng.choice((1, 4, 16, 64)))
+            version, block_n = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 4))
+            how = rng.choice(("measured", "predicted"))
+            record(store, make_kernel(version), block_n, rng.uniform(1, 9), problem=problem, device=rng.choice(boards),
+                   provenance=how)  # fmt: skip
+        with open_source(path, name="random") as source:
+            answers = 0
+            for version in (1, 2, 4):
+                for board in boards:
+                    for batch in (1, 8):
+                        kernel, target = make_kernel(version), Target.of(board)
+                        one = Bound([source], kernel, Problem(), target)
+                        two = Bound([store], kernel, Problem(), target)
+                        for tokens in range(70):
+                            problem = Problem(batch=batch, num_tokens=tokens)
+                            a, b = one.answer(problem), two.answer(problem)
+                            assert (a is None) == (b is None)
+                            if a is not None and b is not None:
+                                assert a == replace(b, why={})
+                                answers += 1
+    assert answers > 500

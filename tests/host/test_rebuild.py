@@ -103,6 +103,21 @@ def test_a_comment_costs_nothing(path: Path, kernel: Kernel, code: Code) -> None
     assert row["outcome"] == "current"
 
 
+def test_what_it_rests_on_is_shown(path: Path, kernel: Kernel, code: Code) -> None:
+    code.change("* 2.0f", "* /* twice */ 2.0f")
+    (row,) = rebuild(path)
+    for command in ("show", "explain"):
+        done = CliRunner().invoke(
+            db, [command, row["now"]["winner"], "--db", str(path), "--json"], catch_exceptions=False
+        )
+        assert done.exit_code == 0, done.output
+        told = json.loads(done.stdout)
+        if command == "show":
+            assert [m["p50_us"] for m in told["measurements"]] == [2.0]
+        else:
+            assert [(n["us"], n["is_winner"]) for n in told["near"]] == [(2.0, True), (4.0, False)]
+
+
 def test_both_versions_of_the_kernel_keep_their_winners(path: Path, kernel: Kernel, code: Code) -> None:
     before = served(path, kernel)
     code.change("* 2.0f", "* /* twice */ 2.0f")

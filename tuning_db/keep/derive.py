@@ -9,22 +9,25 @@ what they rest on may still win, so that two versions of kerngen share a databas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, and_, delete, exists, select
 
 from kerngen import closure
 from kerngen.arch import Device, Target
+from kerngen.compile import Resources
 from kerngen.errors import UnknownName
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning_db.keep import lines
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.rows import sealed, to_json, winner_id_of
-from kerngen.tuning_db.keep.winners import choose, may_win
-from kerngen.tuning_db.serve.canonical import digest
+from kerngen.tuning_db.keep.switches import Judge, TunedPoint, switches
+from kerngen.tuning_db.keep.winners import Choice, choose, may_win
+from kerngen.tuning_db.serve.canonical import canonical, digest
 from kerngen.tuning_db.serve.freshness import Freshness
 from kerngen.tuning_db.serve.values import Build, Observation, Winner
 
@@ -35,9 +38,11 @@ KEPT = 3  # winners of one problem on one board, each for other kernel code
 _PATIENCE = 3  # times that others may come in between, before they have to wait
 
 
-def recompute_winners(store: Store, kernel: Kernel | str, static_key: str, target: Target) -> list[Winner]:
+def recompute_winners(
+    store: Store, kernel: Kernel | str, static_key: str, target: Target, judge: Judge | None
+) -> list[Winner]:
     """As Store.recompute_winners."""
-    derived = _Derivation(store, kernel, static_key, target)
+    derived = _Derivation(store, kernel, static_key, target, judge)
     for _ in range(_PATIENCE):
         with store.reading() as connection:
             seen = _state(connection, static_key)
@@ -62,8 +67,10 @@ def _state(connection: Connection, static_key: str) -> tuple[set[Any], ...]:
 class _Derivation:
     """The winners of one static problem on one board. `choose` may render; `write` does not."""
 
-    def __init__(self, store: Store, kernel: Kernel | str, static_key: str, target: Target) -> None:
-        self.store, self.static_key, self.target = store, static_key, target
+    def __init__(
+        self, store: Store, kernel: Kernel | str, static_key: str, target: Target, judge: Judge | None
+    ) -> None:
+        self.store, self.static_key, self.target, self.judge = store, static_key, target, judge
         self.kernel, self.name = _load(kernel), kernel if isinstance(kernel, str) else kernel.name
         self.closure = "" if self.kernel is None else closure.closure_of(self.kernel)
         self.freshness: Freshness | None = None
@@ -82,6 +89,7 @@ class _Derivation:
         for o in rows:
             points.setdefault(o.measurement.problem.id, []).append(o)
         self.chosen, self.may_win = [], {}
+        cells: dict[str, list[tuple[TunedPoint, dict[str, Any]]]] = {}
         for problem_id, observations in points.items():
             self.may_win[problem_id] = may_win(observations, builds, wrong_sources=wrong, revoked=revoked)
             problem = _problem(self.kernel, observations)
@@ -102,8 +110,42 @@ class _Derivation:
                     "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
                     "measurement_id": choice.measurement_id, "provenance": choice.provenance,
                     "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
-                    "why": to_json(choice.why),
+                    "why": choice.why,
                 })  # fmt: skip
+                if (point := self._tuned(problem, builds[choice.build_id], choice)) is not None:
+                    cells.setdefault(key.cell, []).append((point, choice.why))
+        if self.judge is not None and self.kernel is not None:
+            self._judge_between(cells.values(), builds)
+
+    def _tuned(self, problem: Any, build: Build, choice: Choice) -> TunedPoint | None:
+        """None where nothing lies between points, or what lies there is not known any more."""
+        if self.kernel is None or problem is None or not problem.DYNAMIC or choice.why["stale"]:
+            return None
+        config = self.kernel.config_type(**build.config)
+        return TunedPoint(problem, config, choice.latency_us, choice.times)
+
+    def _judge_between(
+        self, cells: Iterable[list[tuple[TunedPoint, dict[str, Any]]]], builds: dict[str, Build]
+    ) -> None:
+        """Write into the `why` of each point what serves between it and the next lower one; see switches.py."""
+        kernel, judge = self.kernel, self.judge
+        if kernel is None or judge is None:
+            return
+        by_config: dict[str, list[Build]] = {}
+        for build in builds.values():
+            if build.status == "ok":
+                by_config.setdefault(canonical(build.config), []).append(build)
+        for points in cells:
+            points.sort(key=lambda p: p[0].at)
+            for (below, _), (above, why) in pairwise(points):
+
+                def entries(config: Any, problem: Any = above.problem) -> Mapping[str, Resources] | None:
+                    made = by_config.get(canonical(fields_of(config)), ())
+                    fresh = (b for b in made if self.freshness is None or self.freshness.is_current(problem, b))
+                    return next((b.entries for b in fresh), None)
+
+                if found := switches(kernel, self.target, below, above, entries, judge):
+                    why["switch"] = found
 
     def write(self, connection: Connection) -> list[Winner]:
         known = self.kernel is not None and closure.closure_of(self.kernel) == self.closure  # no file changed meanwhile
@@ -116,7 +158,8 @@ class _Derivation:
             m = t.measurement.c
             wanted = select(m.id, m.fields).where(m.id.in_([row["measurement_id"] for row in self.chosen]))
             fields = {row.id: row.fields for row in connection.execute(wanted)}
-            rows = [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in self.chosen]
+            chosen = [row | {"why": to_json(row["why"])} for row in self.chosen]
+            rows = [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in chosen]
             connection.execute(t.winner.insert(), rows)
         lines.write(connection, self.static_key, arch, self.store.where)
         winners = self.store.winners(self.name, arch=arch, static_key=self.static_key, closure=self.closure)

@@ -47,6 +47,7 @@ from kerngen.tuning_db.keep.rows import (
     step_row,
     to_json,
 )
+from kerngen.tuning_db.keep.switches import Judge
 from kerngen.tuning_db.serve.canonical import ProblemKey, digest, ids_as_filed
 from kerngen.tuning_db.serve.freshness import source_sha
 from kerngen.tuning_db.serve.images import image_of
@@ -484,13 +485,16 @@ class Store:
 
     # ---- winners
 
-    def recompute_winners(self, kernel: Kernel | str, static_key: str, target: Target) -> list[Winner]:
+    def recompute_winners(
+        self, kernel: Kernel | str, static_key: str, target: Target, *, judge: Judge | None = None
+    ) -> list[Winner]:
         """Choose anew, by the policy of winners.py, at every tuned point of these compiled-in fields on `target`.
 
         Replaces what was chosen before, in one transaction. Returns the winners, without cubins. What must be rendered
-        is rendered before that transaction, unless this is called within one.
+        is rendered before that transaction, unless this is called within one. judge: says what a configuration takes
+        where nobody measured (kerngen/judge.py); with it, what serves between two points is chosen too (switches.py).
         """
-        return recompute_winners(self, kernel, static_key, target)
+        return recompute_winners(self, kernel, static_key, target, judge)
 
     def winners(
         self,

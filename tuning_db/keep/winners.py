@@ -36,7 +36,7 @@ _SIGMAS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The winner of one tuned point, and why."""
+    """The winner of one tuned point, and why. times: us, of each configuration that might win, by canonical JSON."""
 
     build_id: str
     measurement_id: str
@@ -45,6 +45,7 @@ class Choice:
     margin: float | None
     reason: str
     why: dict[str, Any]
+    times: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,8 @@ def choose(
         in_step = [c for c in ranked if c.step is not None]
         why["step"] = {"judged": len(in_step), "lost": sum(c.has_lost for c in in_step), "ratio": winner.step}
     reason = _words(winner, first, following, provenance, why)
-    return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why)
+    times = {canonical(c.build.config): c.p50_us for c in (*reversed(ranked), winner)}
+    return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why, times)
 
 
 def _current(ranked: list[Candidate], is_current: Callable[[Build], bool]) -> Iterator[Candidate]:

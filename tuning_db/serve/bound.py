@@ -134,9 +134,18 @@ class Bound:
                 if not self._serves(choice, problem) or choice.answer is None:
                     continue
                 if not choice.answer.stale:
-                    return self._judged(row, choice, problem, dynamic)
+                    return self._judged(row, choice, problem, dynamic) if choice.point.switch else choice.answer
                 older = older or choice.answer
         return older
+
+    def passed_over(self, problem: Any) -> Winner | None:
+        """The winner that does not serve `problem` because the default was judged to be faster; None if none is."""
+        dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
+        for row in self._cells.get(coordinates(bucketed(self.kernel, problem)), ()):
+            for choice in row.serving(dynamic):
+                if self._serves(choice, problem) and choice.answer is not None and not choice.answer.stale:
+                    return choice.answer if self.answer(problem) is None else None
+        return None
 
     def code(self, problem: Any, config: Any) -> Cubin | None:
         """The machine code of a configuration that no winner has, a default's, where a source has it; else None."""
@@ -199,7 +208,7 @@ class Bound:
     def _judged(self, row: _Row, choice: _Choice, problem: Any, dynamic: int | None) -> Winner | None:
         """What serves a size between two points: the upper's winner, the lower's, or None for the default."""
         w, switch = choice.point.winner, choice.point.switch
-        if not switch or dynamic is None or dynamic == w.problem.dynamic or w.closure != self._closure:
+        if dynamic is None or dynamic == w.problem.dynamic or w.closure != self._closure:
             return choice.answer
         upto = bisect_left(switch, dynamic, key=lambda s: s[0])
         at = w.problem.dynamic if upto == len(switch) else switch[upto][1]

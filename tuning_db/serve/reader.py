@@ -43,7 +43,7 @@ class Reader:
     ) -> None:
         self.where, self.name, self.override, self.sealed = str(path), name, override, sealed
         self._connection, self._lock = connection, threading.Lock()
-        self._revoked: dict[str, str] | None = None  # of a sealed file, where nothing is added
+        self._revoked: tuple[int, dict[str, str]] | None = None  # and what others had committed when it was read
         self._warned: set[str] = set()
 
     @classmethod
@@ -84,6 +84,8 @@ class Reader:
             found = []
         if len(found) != 1 or found[0][0] not in SCHEMAS:
             connection.close()
+            if sealed is not None and not sealed.is_whole():  # a Store does not ask row by row what was sealed
+                raise CorruptRecord(f"{file} was changed since it was sealed", hint="fetch or export it again")
             return None
         return cls(connection, file, name=name or file.stem, override=override, sealed=sealed)
 
@@ -135,8 +137,10 @@ class Reader:
         return found
 
     def revoked(self) -> dict[str, str]:
-        if self._revoked is not None:
-            return self._revoked
+        with self._lock, self._clear_errors():
+            ((version,),) = self._connection.execute("PRAGMA data_version").fetchall()
+        if self._revoked is not None and self._revoked[0] == version:
+            return self._revoked[1]
         rows = self._rows("revocation", _REVOCATION)
         if self.sealed is not None and len(rows) != (count := self.sealed.rows("revocation")):
             raise CorruptRecord(f"{self.where}: {len(rows)} of {count} revocations are there; nothing of it is served",
@@ -147,8 +151,7 @@ class Reader:
         found = {str(subject): str(reason) for _, subject, reason, *_ in rows}
         for was, id in self._former(found).items():
             found.setdefault(id, found[was])
-        if self.sealed is not None:
-            self._revoked = found
+        self._revoked = version, found
         return found
 
     def renamed(self, ids: Collection[str]) -> set[str]:

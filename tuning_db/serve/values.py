@@ -175,9 +175,11 @@ class Winner:
     problem: the tuned point; its dynamic value may be above that of the problem that was asked for.
     arch, device: the device it was measured on, or predicted for. latency_us: at that tuned point.
     margin: (next best - this) / this; below zero if it was chosen canonically within the noise; None if alone.
-    reason: in words. source: which store spoke and how ("user: exact device"). why: the figures behind `reason`.
-    stale: tuned on an older source of the kernel. Then, and where the image was not kept, `cubin` is None and has
-    to be compiled. closure: of the kernel code that it was chosen for (kerngen/closure.py), "" where none is known.
+    reason: in words. source: which store spoke and how ("user: exact device"). why: the figures behind `reason`;
+    none where a run looked it up in a file, which asks for none.
+    stale: tuned on an older source of the kernel; `cubin` is of today's source all the same, where `kerngen db rebuild`
+    made that. cubin: None where it was not kept, and has to be compiled. closure: of the kernel code that it was chosen
+    for (kerngen/closure.py), "" where none is known.
     """
 
     id: str

@@ -102,7 +102,10 @@ def show(
     with reading(url) as stores:
         store, winner = _find(stores, subject, fields, arch_name, device_name)
         build = store.build(winner.build_id)
-        rows = [o for o in _observed(store, winner) if o.measurement.build_id == build.id]
+        code = build.config, build.target, build.image_sha
+        alike = store.builds(winner.problem.static_key).values()  # what was measured of one holds for all
+        same = {b.id for b in alike if (b.config, b.target, b.image_sha) == code}
+        rows = [o for o in _observed(store, winner) if o.measurement.build_id in same]
         if as_json:
             observed = [_observation_json(o) for o in rows]
             echo_json(_winner_json(store, winner) | {"build": asdict(build), "measurements": observed})
@@ -161,7 +164,7 @@ def explain(
                 "registers": c.build.registers,
                 "spill_bytes": c.build.spill_bytes,
                 "static_smem_bytes": c.build.static_smem_bytes,
-                "is_winner": c.build.id == winner.build_id,
+                "is_winner": any(b.id == winner.build_id for b in c.builds),
             }
             for c in ranked[:top]
         ]

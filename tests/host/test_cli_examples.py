@@ -40,6 +40,7 @@ def _examples(command: click.Command) -> list[list[str]]:
 # What has to be done first, so that the files that an example names are there.
 EXPORT = "db export --arch sm90 --kernel rmsnorm -o sm90.kgdb"
 FIRST = {
+    "db build": ("db dump --arch sm90 --kernel embed,gelu_gate -o text",),
     "db import": (EXPORT,),
     "db merge": (EXPORT,),
     "db verify": (EXPORT,),

@@ -18,7 +18,7 @@ def db() -> None:
 
 
 for command in (
-    look.ls, look.show, look.explain, move.export, move.import_, move.merge, move.verify, trust.keygen, trust.sign,
-    trust.trust,
+    look.ls, look.show, look.explain, move.export, move.import_, move.merge, move.dump, move.build, move.verify,
+    trust.keygen, trust.sign, trust.trust,
 ):  # fmt: skip
     db.add_command(command)

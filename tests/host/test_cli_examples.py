@@ -41,6 +41,9 @@ def _examples(command: click.Command) -> list[list[str]]:
 EXPORT = "db export --arch sm90 --kernel rmsnorm -o sm90.kgdb"
 FIRST = {
     "db build": ("db dump --arch sm90 --kernel embed,gelu_gate -o text",),
+    "db diff": (EXPORT, EXPORT.replace("sm90.kgdb", "old.kgdb").replace("rmsnorm", "rmsnorm,gelu_gate")),
+    "db gc": (EXPORT, "db import sm90.kgdb"),
+    "db rm": (EXPORT, "db import sm90.kgdb"),
     "db import": (EXPORT,),
     "db merge": (EXPORT,),
     "db verify": (EXPORT,),

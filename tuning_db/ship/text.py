@@ -58,9 +58,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One observation. won: of the build that won. run: its index in the sheet's, None for a prediction, which has a model instead.
+    """One observation. won: of the build that won. run: its index in the sheet's runs.
 
-    after: seconds since that run's `at`. Times in microseconds. p50_us None: it gave a wrong result, says `reason`.
+    run None: a prediction, which has a model instead. after: seconds since that run's `at`. Times in microseconds.
+    p50_us None: it gave a wrong result, says `reason`.
     """
 
     won: bool

@@ -1,11 +1,10 @@
-"""Databases that leave, and those that come: `kerngen db export`, `dump`, `build`, `import`, `merge` and `verify`."""
+"""Databases that leave, and those that come: `kerngen db export`, `dump`, `build`, `import` and `merge`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,8 @@ from kerngen.cli.signing import signers, signing_options
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
-    from kerngen.arch import Target
     from kerngen.tuning_db.keep.merge import Merged
     from kerngen.tuning_db.ship.export import Selection
-    from kerngen.tuning_db.ship.verify import Verdict
 
 _LISTED = 20  # damaged rows and conflicts that are told one by one
 
@@ -242,80 +239,3 @@ def _tell(done: Merged) -> None:
             click.echo(f"{what}: {line}", err=True)
         if len(lines) > _LISTED:
             click.echo(f"{what}: {len(lines) - _LISTED:,} more (--json names all)", err=True)
-
-
-@click.command()
-@click.argument("file", metavar="FILE|URL")
-@click.option("--model", default=None, help="Prove too that nothing has to be compiled to run this model.")
-@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
-@click.option("--arch", "arch_names", default=None, help="With --model: on these arches. Default: the file's own.")
-@click.option("--device", "device_names", default=None, help="With --model: on these boards. Default: the file's own.")
-@click.option("--kernel", "kernels", multiple=True, help="With --model: only this kernel; may be given several times.")
-@click.option("--rebuild", is_flag=True, help="Prove too that its sources, compiled here, give its machine code.")
-@click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
-@click.option("--allow-unsigned", is_flag=True, help="Take it although nobody signed it who is trusted here.")
-@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
-def verify(
-    file: str, model: str | None, draft: str | None, arch_names: str | None, device_names: str | None,
-    kernels: tuple[str, ...], rebuild: bool, jobs: int | None, allow_unsigned: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """Prove what a database is: its structure, the digest of each row, and who signed it. Exit 1 if a level fails.
-
-    With --model, that it is complete for that; with --rebuild, that its machine code is that of its sources.
-
-    Example: kerngen db verify sm90.kgdb
-    """
-    from kerngen.tuning_db.serve.sealed import Sealed, is_sealed_file
-    from kerngen.tuning_db.ship.verify import LEVELS
-    from kerngen.tuning_db.ship.verify import verify as examine
-
-    if model is None and (arch_names or device_names or draft or kernels):
-        raise UsageError("--arch, --device, --draft and --kernel go with a --model")
-    verdicts = examine(file, LEVELS[:2] if allow_unsigned else LEVELS[:3])
-    if (model or rebuild) and all(v.ok is not False for v in verdicts):
-        where = arch_names, device_names
-        verdicts += _prove(file, model, draft, where, kernels, rebuild, jobs, allow_unsigned, quiet=as_json)
-    sealed = Sealed.open(file) if verdicts[0].ok and "://" not in file and is_sealed_file(file) else None
-    failed = any(v.ok is False for v in verdicts)
-    if as_json:
-        about = {"digest": sealed.digest, "header": sealed.header} if sealed is not None else {}
-        echo_json({"file": file, "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
-    else:
-        for v in verdicts:
-            click.echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")
-            for fault in v.faults[:_LISTED]:
-                click.echo(f"      {fault}")
-            if len(v.faults) > _LISTED:
-                click.echo(f"      and {len(v.faults) - _LISTED:,} more (--json names all)")
-        if sealed is not None:
-            click.echo(f"digest {sealed.digest}")
-    if failed:
-        raise click.exceptions.Exit(1)
-
-
-def _prove(
-    file: str, model: str | None, draft: str | None, where: tuple[str | None, str | None], kernels: tuple[str, ...],
-    rebuild: bool, jobs: int | None, allow_unsigned: bool, *, quiet: bool,
-) -> list[Verdict]:  # fmt: skip
-    from kerngen import prove
-    from kerngen.bundle import Bundle
-    from kerngen.progress import Reporter
-
-    bundle = Bundle.open(file, allow_unsigned=allow_unsigned)
-    found: list[Verdict] = []
-    if model is not None:
-        names = [n for k in kernels for n in k.split(",")]
-        found.append(prove.complete(bundle, model, draft, _boards(bundle.targets, *where), names))
-    if rebuild:
-        with Reporter("rebuild", quiet=quiet) as bar:
-            found.append(prove.rebuilt(bundle, jobs or os.cpu_count() or 1, bar))
-    return found
-
-
-def _boards(own: Sequence[tuple[str, str]], arch_names: str | None, device_names: str | None) -> list[Target]:
-    from kerngen.arch import Target, find_device
-    from kerngen.cli.compile import targets_of
-
-    if arch_names or device_names:
-        return targets_of(arch_names, device_names)
-    return [Target.of(find_device(board)) for _, board in own]

@@ -42,6 +42,10 @@ def _examples(command: click.Command) -> list[list[str]]:
 # What has to be done first, so that the files that an example names are there.
 EXPORT = "db export --arch sm90 --kernel rmsnorm -o sm90.kgdb"
 FIRST = {
+    "db build": ("db dump --arch sm90 --kernel embed,gelu_gate -o text",),
+    "db diff": (EXPORT, EXPORT.replace("sm90.kgdb", "old.kgdb").replace("rmsnorm", "rmsnorm,gelu_gate")),
+    "db gc": (EXPORT, "db import sm90.kgdb"),
+    "db rm": (EXPORT, "db import sm90.kgdb"),
     "db import": (EXPORT,),
     "db merge": (EXPORT,),
     "db verify": (EXPORT,),

@@ -148,6 +148,12 @@ def fold_log(engine: Engine) -> bool:
     return not busy
 
 
+def vacuum(engine: Engine) -> None:
+    """Give an SQLite file's free pages back."""
+    with engine.connect() as connection:
+        _raw(connection).execute("VACUUM")
+
+
 def open_server(url: str) -> Engine:
     """A PostgreSQL server by URL (postgresql+psycopg://...). Raises UsageError; DatabaseError where none answers.
 

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, Table, func, select
+from sqlalchemy import Connection, Row, Table, select
 
-from kerngen.arch import Target, find_arch
-from kerngen.errors import UnknownName
 from kerngen.tuning_db.keep import schema as t
-from kerngen.tuning_db.keep.facts import KINDS, Kind, batches, chunks, is_text, name_of
-from kerngen.tuning_db.keep.rows import device_of, revocation_id_of, sealed
+from kerngen.tuning_db.keep.everywhere import choose_everywhere, static_keys_of
+from kerngen.tuning_db.keep.facts import KINDS, Kind, chunks, is_text, name_of
+from kerngen.tuning_db.keep.rows import revocation_id_of, sealed
 from kerngen.tuning_db.keep.store import Store
 
 log = logging.getLogger(__name__)
@@ -173,39 +172,8 @@ class _Union:
 
     def derive(self) -> None:
         """Choose anew wherever something came in that choosing rests on."""
-        b, m, p, d = t.build.c, t.measurement.c, t.problem.c, t.device.c
-        subjects = self._subjects | self._into.renamed(self._subjects)
-        trials = select(p.static_key).join(t.measurement, m.problem_id == p.id)
-        for wanted, id in ((select(b.static_key), b.id), (trials, m.id)):
-            for some in batches(sorted(s for s in subjects if s.isascii())):
-                self._touched |= {key for (key,) in self._connection.execute(wanted.where(id.in_(some)).distinct())}
-        boards = (
-            select(p.kernel, p.static_key, m.arch, func.min(d.id).label("device_id"))
-            .join(t.measurement, m.problem_id == p.id)
-            .join(t.device, m.device_id == d.id)
-            .group_by(p.kernel, p.static_key, m.arch, d.name, d.num_sms)
-            .order_by(p.kernel, p.static_key, m.arch, d.name, d.num_sms)
-        )
-        for keys in batches(sorted(self._touched)):
-            for row in self._connection.execute(boards.where(p.static_key.in_(keys))).all():
-                self._choose(row.kernel, row.static_key, row.arch, row.device_id)
-
-    def _choose(self, kernel: str, static_key: str, arch: str, device_id: str) -> None:
-        props = self._connection.execute(select(t.device.c.props).where(t.device.c.id == device_id)).scalar_one()
-        try:
-            target = Target(find_arch(arch), device_of(props)[0])
-        except UnknownName as e:  # of a newer kerngen: it chooses when it first tunes
-            log.warning("%s: no winners of %s: %s", self._into.where, kernel, e.message)
-            return
-        before = self._winners(static_key, arch)
-        self._into.recompute_winners(kernel, static_key, target)
-        after = self._winners(static_key, arch)
-        self._done.winners += sum(1 for id in before.keys() | after.keys() if before.get(id) != after.get(id))
-
-    def _winners(self, static_key: str, arch: str) -> dict[str, tuple[Any, ...]]:
-        w = t.winner.c
-        wanted = select(w.id, w.build_id, w.provenance).where(w.static_key == static_key, w.arch == arch)
-        return {id: tuple(rest) for id, *rest in self._connection.execute(wanted)}
+        touched = self._touched | static_keys_of(self._into, self._subjects)
+        self._done.winners = choose_everywhere(self._into, touched)
 
 
 def _resealed(row: Row[Any]) -> dict[str, Any] | None:

@@ -310,6 +310,15 @@ class Store:
             return None
         return image_of(build, row.blob, row.codec, row.raw_bytes, self.where)
 
+    def named(self, prefix: str) -> list[tuple[str, str]]:
+        """("build" or "trial", id) of what begins like this; two at most of each."""
+        found = []
+        with self.reading() as connection:
+            for kind, table in (("build", t.build), ("trial", t.measurement)):
+                like = table.c.id.startswith(prefix, autoescape=True)
+                found += [(kind, str(id)) for (id,) in connection.execute(select(table.c.id).where(like).limit(2))]
+        return found
+
     def kept_builds(self) -> list[Build]:
         """The builds whose machine code is here, by id. Raises CorruptRecord where one was altered."""
         wanted = select(t.build).join(t.artifact, t.build.c.image_sha == t.artifact.c.sha).order_by(t.build.c.id)

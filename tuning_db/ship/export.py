@@ -177,7 +177,7 @@ def _rested_on(source: Store, winners: Sequence[Winner], *, history: bool, image
         groups.setdefault((w.kernel, w.problem.static_key), []).append(w)
     trials: set[str] = set()
     for (kernel, static_key), members in groups.items():
-        trials |= _trials(source, kernel, static_key, members, history=history)
+        trials |= trials_of(source, kernel, static_key, members, history=history)
     rows = list(_rows(source, t.measurement, "id", sorted(trials)))
     builds = {w.build_id for w in winners} | {row["build_id"] for row in rows if row["build_id"] is not None}
     if history:
@@ -204,8 +204,10 @@ def _rested_on(source: Store, winners: Sequence[Winner], *, history: bool, image
     }
 
 
-def _trials(source: Store, kernel: str, static_key: str, winners: Sequence[Winner], *, history: bool) -> set[str]:
-    """The observations that the winners of one static problem rest on."""
+def trials_of(
+    source: Store, kernel: str, static_key: str, winners: Sequence[Winner], *, history: bool = False
+) -> set[str]:
+    """The ids of the observations that the winners of one static problem rest on; see the module's docstring."""
     builds, wrong, revoked = source.builds(static_key), source.wrong_sources(static_key), source.revoked().keys()
     everything = source.measurements(kernel, static_key=static_key)
     kept = {o.id for o in everything if o.measurement.outcome == "wrong_result"}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kerngen.tuning_db import Build, Observation, Store, Winner
 
 
-def _one_winner(command: Callable[..., Any]) -> Callable[..., Any]:
+def one_winner(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.argument("subject", metavar="ID|KERNEL"),
         click.option("--problem", "fields", default="", metavar="FIELD=VALUE,...",
@@ -86,7 +86,7 @@ def ls(
 
 
 @click.command()
-@_one_winner
+@one_winner
 def show(
     subject: str,
     fields: str,
@@ -100,7 +100,7 @@ def show(
     Example: kerngen db show w4a16_gemm --problem n=5376,k=21504,num_tokens=1 --arch sm90
     """
     with reading(url) as stores:
-        store, winner = _find(stores, subject, fields, arch_name, device_name)
+        store, winner = find(stores, subject, fields, arch_name, device_name)
         build = store.build(winner.build_id)
         code = build.config, build.target, build.image_sha
         alike = store.builds(winner.problem.static_key).values()  # what was measured of one holds for all
@@ -129,7 +129,7 @@ def show(
 @click.option(
     "--top", type=click.IntRange(min=1), default=8, show_default=True, help="How many of the configurations to list."
 )
-@_one_winner
+@one_winner
 def explain(
     subject: str,
     fields: str,
@@ -146,7 +146,7 @@ def explain(
     from kerngen.tuning_db.keep.winners import rank
 
     with reading(url) as stores:
-        store, winner = _find(stores, subject, fields, arch_name, device_name)
+        store, winner = find(stores, subject, fields, arch_name, device_name)
         rows = _observed(store, winner)
         key = winner.problem.static_key
         builds, wrong, revoked = store.builds(key), store.wrong_sources(key), store.revoked()
@@ -223,7 +223,7 @@ def _say_empty(stores: Sequence[Store], url: str | None, what: str, fix: str) ->
     click.echo(f"{what} in {where}\n  fill it: {fix}", err=True)
 
 
-def _find(
+def find(
     stores: Sequence[Store], subject: str, fields: str, arch_name: str | None, device_name: str | None
 ) -> tuple[Store, Winner]:
     """The winner that `subject` means: an id's beginning, or a kernel whose problem is looked up as a run would.

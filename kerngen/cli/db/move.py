@@ -1,11 +1,10 @@
-"""Databases that leave, and those that come: `kerngen db export`, `import`, `merge` and `verify`."""
+"""Databases that leave, and those that come: `kerngen db export`, `dump`, `build`, `import` and `merge`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +15,50 @@ from kerngen.cli.signing import signers, signing_options
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
-    from kerngen.arch import Target
     from kerngen.tuning_db.keep.merge import Merged
-    from kerngen.tuning_db.ship.verify import Verdict
+    from kerngen.tuning_db.ship.export import Selection
 
 _LISTED = 20  # damaged rows and conflicts that are told one by one
+
+
+def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--arch", "arch_names", default=None, help="Only these arches: sm70,sm90."),
+        click.option("--device", "devices", multiple=True, help="Only this board's; may be given several times."),
+        click.option("--model", "models", multiple=True, help="Only what it needs; may be given several times."),
+        click.option("--kernel", "kernels", multiple=True, help="Only this kernel's; may be given several times."),
+        click.option("--db", "url", default=None, metavar="FILE|URL", help="The database to take it from. Default: all "
+                     "that a run looks in (override, user's, installed, prebuilt)."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _selection(
+    arch_names: str | None, devices: Sequence[str], models: Sequence[str], kernels: Sequence[str]
+) -> Selection:
+    from kerngen.arch import find_device, parse_arches
+    from kerngen.templates import find_kernel
+    from kerngen.tuning_db.ship.export import Selection
+
+    arches = parse_arches(arch_names if arch_names is not None else "all")
+    names = [find_kernel(n).name for k in kernels for n in k.split(",")]
+    boards = [find_device(n).name for d in devices for n in d.split(",")]
+    cells = {cell for model in models for arch in arches for cell in _cells(model, arch)} if models else None
+    return Selection(names or None, [a.name for a in arches] if arch_names else None, boards or None, cells)
 
 
 @click.command()
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.kgdb",
               help="The file to write.")  # fmt: skip
-@click.option("--arch", "arch_names", default=None, help="Only these arches: sm70,sm90.")
-@click.option("--device", "device_names", multiple=True, help="Only this board's; may be given several times.")
-@click.option("--model", "models", multiple=True, help="Only what this model needs; may be given several times.")
-@click.option("--kernel", "kernels", multiple=True, help="Only this kernel's; may be given several times.")
+@_selecting
 @click.option("--history", is_flag=True, help="All that was observed, and not only what decided.")
 @click.option("--no-images", is_flag=True, help="Without machine code: whoever runs it compiles.")
 @signing_options
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
-@click.option("--db", "url", default=None, metavar="FILE|URL", help="The database to export from. Default: all that a "
-              "run looks in (override, user's, installed, prebuilt).")  # fmt: skip
 def export(
-    output: Path, arch_names: str | None, device_names: tuple[str, ...], models: tuple[str, ...],
-    kernels: tuple[str, ...], history: bool, no_images: bool, key_files: tuple[Path, ...], unsigned: bool,
-    as_json: bool, url: str | None,
+    output: Path, arch_names: str | None, devices: tuple[str, ...], models: tuple[str, ...], kernels: tuple[str, ...],
+    history: bool, no_images: bool, key_files: tuple[Path, ...], unsigned: bool, as_json: bool, url: str | None,
 ) -> None:  # fmt: skip
     """Write winners, with what they rest on and their machine code, as one sealed, signed file.
 
@@ -47,19 +66,12 @@ def export(
 
     Example: kerngen db export --arch sm90 --model gemma-4-31b -o sm90.kgdb
     """
-    from kerngen.arch import find_device, parse_arches
     from kerngen.bundling import require_free
-    from kerngen.templates import find_kernel
-    from kerngen.tuning_db.ship.export import Selection
     from kerngen.tuning_db.ship.export import export as write
 
     require_free(output)
+    selection = _selection(arch_names, devices, models, kernels)
     keys = signers(key_files, unsigned)
-    arches = parse_arches(arch_names) if arch_names is not None else parse_arches("all")
-    names = [find_kernel(n).name for k in kernels for n in k.split(",")]
-    boards = [find_device(n).name for d in device_names for n in d.split(",")]
-    cells = {cell for model in models for arch in arches for cell in _cells(model, arch)} if models else None
-    selection = Selection(names or None, [a.name for a in arches] if arch_names else None, boards or None, cells)
     with reading(url) as stores:
         done = write(stores, selection, output, history=history, images=not no_images, keys=keys, models=models)
     if as_json:
@@ -74,6 +86,85 @@ def export(
         click.echo(f"of {done.lacking} the machine code was not kept: it is compiled where it is run")
     _tell(done.merged)
     click.echo(f"digest {done.digest}\n" + ("\n".join(f"signed by {k.public}" for k in keys) or "not signed"))
+
+
+@click.command()
+@click.option("-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+              help="Where BOARD/KERNEL.txt go; what is there by these names is replaced.")  # fmt: skip
+@_selecting
+@click.option("--json", "as_json", is_flag=True, help="Print the files and their sizes as JSON.")
+def dump(
+    output: Path, arch_names: str | None, devices: tuple[str, ...], models: tuple[str, ...], kernels: tuple[str, ...],
+    url: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Write winners and their rivals as text, to be read and diffed. `kerngen db build` makes a database of it.
+
+    Example: kerngen db dump --arch sm90 --kernel rmsnorm -o text
+    """
+    from kerngen.files import publish
+    from kerngen.tuning_db.ship.review import dump as write
+
+    with reading(url) as stores:
+        files = write(stores, _selection(arch_names, devices, models, kernels))
+    if not files:
+        raise UsageError("no winners to write", hint="what there is: kerngen db ls")
+    for name, text in files.items():
+        publish(text.encode(), output / name)
+    sizes = {str(output / name): len(text.encode()) for name, text in files.items()}
+    if as_json:
+        echo_json({"files": sizes})
+        return
+    for path, size in sizes.items():
+        click.echo(f"{path}  {size / 1e3:.1f} kB")
+    click.echo(f"{len(sizes)} files, {sum(sizes.values()) / 1e3:.1f} kB")
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, metavar="FILE|FOLDER...",
+                type=click.Path(exists=True, path_type=Path))  # fmt: skip
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.kgdb",
+              help="The sealed file to write.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
+@signing_options
+@click.option("--json", "as_json", is_flag=True, help="Print what was built as JSON.")
+def build(
+    paths: tuple[Path, ...], output: Path, jobs: int | None, key_files: tuple[Path, ...], unsigned: bool, as_json: bool
+) -> None:
+    """Make a sealed file of reviewed text (kerngen db dump): its sources are compiled here, without a GPU.
+
+    Exit 1, and nothing is written, where the text contradicts itself: a point's winner has to be what its trials give.
+
+    Example: kerngen db build text -o built.kgdb
+    """
+    from kerngen.bundling import require_free
+    from kerngen.cache import CachedCompiler, CompileCache
+    from kerngen.errors import DatabaseError
+    from kerngen.progress import Reporter
+    from kerngen.tuning_db.ship.export import shipment
+    from kerngen.tuning_db.ship.review import build as rebuild
+    from kerngen.tuning_db.ship.review import read
+
+    require_free(output)
+    sheets = read(paths)
+    keys = signers(key_files, unsigned)
+    with shipment() as made, Reporter("build", quiet=as_json) as bar:
+        with CachedCompiler(jobs or os.cpu_count() or 1, CompileCache()) as compiler:
+            done = rebuild(sheets, made.store, compiler, bar.update)
+        if done.faults:
+            more = f"; and {len(done.faults) - 3} more" if len(done.faults) > 3 else ""
+            raise DatabaseError("the text contradicts itself: " + "; ".join(done.faults[:3]) + more,
+                                hint="write it anew: kerngen db dump")  # fmt: skip
+        digest = made.seal(output, {"contents": made.contents() | {"models": []}}, keys)
+    size = output.stat().st_size
+    if as_json:
+        echo_json({"file": str(output), "digest": digest, "bytes": size, "trials": done.trials,
+                   "winners": done.winners, "stale": done.stale})  # fmt: skip
+        return
+    for line in done.stale[:_LISTED]:
+        click.echo(f"left out, as its kernel renders another source today: {line}", err=True)
+    if len(done.stale) > _LISTED:
+        click.echo(f"left out: {len(done.stale) - _LISTED:,} more (--json names all)", err=True)
+    click.echo(f"{output}: {done.winners} winners of {done.trials} trials, {size / 1e6:.2f} MB\ndigest {digest}")
 
 
 def _cells(model: str, arch: Any) -> set[str]:
@@ -148,80 +239,3 @@ def _tell(done: Merged) -> None:
             click.echo(f"{what}: {line}", err=True)
         if len(lines) > _LISTED:
             click.echo(f"{what}: {len(lines) - _LISTED:,} more (--json names all)", err=True)
-
-
-@click.command()
-@click.argument("file", metavar="FILE|URL")
-@click.option("--model", default=None, help="Prove too that nothing has to be compiled to run this model.")
-@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
-@click.option("--arch", "arch_names", default=None, help="With --model: on these arches. Default: the file's own.")
-@click.option("--device", "device_names", default=None, help="With --model: on these boards. Default: the file's own.")
-@click.option("--kernel", "kernels", multiple=True, help="With --model: only this kernel; may be given several times.")
-@click.option("--rebuild", is_flag=True, help="Prove too that its sources, compiled here, give its machine code.")
-@click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
-@click.option("--allow-unsigned", is_flag=True, help="Take it although nobody signed it who is trusted here.")
-@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
-def verify(
-    file: str, model: str | None, draft: str | None, arch_names: str | None, device_names: str | None,
-    kernels: tuple[str, ...], rebuild: bool, jobs: int | None, allow_unsigned: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """Prove what a database is: its structure, the digest of each row, and who signed it. Exit 1 if a level fails.
-
-    With --model, that it is complete for that; with --rebuild, that its machine code is that of its sources.
-
-    Example: kerngen db verify sm90.kgdb
-    """
-    from kerngen.tuning_db.serve.sealed import Sealed, is_sealed_file
-    from kerngen.tuning_db.ship.verify import LEVELS
-    from kerngen.tuning_db.ship.verify import verify as examine
-
-    if model is None and (arch_names or device_names or draft or kernels):
-        raise UsageError("--arch, --device, --draft and --kernel go with a --model")
-    verdicts = examine(file, LEVELS[:2] if allow_unsigned else LEVELS[:3])
-    if (model or rebuild) and all(v.ok is not False for v in verdicts):
-        where = arch_names, device_names
-        verdicts += _prove(file, model, draft, where, kernels, rebuild, jobs, allow_unsigned, quiet=as_json)
-    sealed = Sealed.open(file) if verdicts[0].ok and "://" not in file and is_sealed_file(file) else None
-    failed = any(v.ok is False for v in verdicts)
-    if as_json:
-        about = {"digest": sealed.digest, "header": sealed.header} if sealed is not None else {}
-        echo_json({"file": file, "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
-    else:
-        for v in verdicts:
-            click.echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")
-            for fault in v.faults[:_LISTED]:
-                click.echo(f"      {fault}")
-            if len(v.faults) > _LISTED:
-                click.echo(f"      and {len(v.faults) - _LISTED:,} more (--json names all)")
-        if sealed is not None:
-            click.echo(f"digest {sealed.digest}")
-    if failed:
-        raise click.exceptions.Exit(1)
-
-
-def _prove(
-    file: str, model: str | None, draft: str | None, where: tuple[str | None, str | None], kernels: tuple[str, ...],
-    rebuild: bool, jobs: int | None, allow_unsigned: bool, *, quiet: bool,
-) -> list[Verdict]:  # fmt: skip
-    from kerngen import prove
-    from kerngen.bundle import Bundle
-    from kerngen.progress import Reporter
-
-    bundle = Bundle.open(file, allow_unsigned=allow_unsigned)
-    found: list[Verdict] = []
-    if model is not None:
-        names = [n for k in kernels for n in k.split(",")]
-        found.append(prove.complete(bundle, model, draft, _boards(bundle.targets, *where), names))
-    if rebuild:
-        with Reporter("rebuild", quiet=quiet) as bar:
-            found.append(prove.rebuilt(bundle, jobs or os.cpu_count() or 1, bar))
-    return found
-
-
-def _boards(own: Sequence[tuple[str, str]], arch_names: str | None, device_names: str | None) -> list[Target]:
-    from kerngen.arch import Target, find_device
-    from kerngen.cli.compile import targets_of
-
-    if arch_names or device_names:
-        return targets_of(arch_names, device_names)
-    return [Target.of(find_device(board)) for _, board in own]

@@ -1,0 +1,200 @@
+"""The text that is reviewed says all that a database of it holds, in one way, and nothing predicted as measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Kerngen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kerngen.errors import DatabaseError
+from kerngen.tuning_db.keep.bundles import open_bundle
+from kerngen.tuning_db.ship.text import Cell, Point, Run, Sheet, Trial, dump, parse, rounded
+
+NAMES = st.from_regex(r"[A-Za-z_]\w{0,8}", fullmatch=True).filter(str.isascii)
+WORDS = st.one_of(NAMES, st.text(max_size=6), st.sampled_from(["true", "NaN", "a b", "|", "@x", "=", "é", "1e5"]))
+VALUES = st.one_of(st.booleans(), st.integers(-(2**40), 2**40), st.none(), WORDS, st.floats(allow_nan=False, width=32))
+FIELDS = st.dictionaries(NAMES, VALUES, max_size=3)
+US = st.floats(1e-3, 1e6).map(rounded)
+ERRORS = st.one_of(st.floats(0, 10).map(rounded), st.just(float("inf")))
+SOURCES = st.from_regex(r"[0-9a-f]{12}", fullmatch=True)
+RUNS = st.builds(Run, WORDS, st.datetimes().map(lambda d: d.isoformat() + "+00:00"),
+                 st.tuples(st.integers(11, 14), st.integers(0, 9)), FIELDS)  # fmt: skip
+
+
+@st.composite
+def trials(draw: st.DrawFn, runs: int, winner: tuple[dict[str, Any], str]) -> Trial:
+    won = draw(st.booleans())
+    config, source = winner if won else (draw(FIELDS), draw(SOURCES))
+    known: dict[str, Any] = {"model": draw(WORDS.filter(bool))}
+    wrong = not won and draw(st.booleans())
+    if runs and draw(st.booleans()):
+        known = {"run": draw(st.integers(0, runs - 1)), "after": round(draw(st.floats(0, 1e5)), 2)}
+        if not wrong:
+            spread = draw(st.booleans())
+            known |= {"stage": draw(st.sampled_from(["trial", "final"])), "samples": draw(st.integers(1, 99)),
+                      "p10_us": draw(US) if spread else None, "p90_us": draw(US) if spread else None,
+                      "min_us": draw(st.none() | US), "error_abs": draw(ERRORS),
+                      "error_rel": draw(st.none() | ERRORS)}  # fmt: skip
+    if wrong:
+        return Trial(False, None, config, source, reason=draw(st.text(min_size=1, max_size=9)), **known)
+    return Trial(won, draw(US), config, source, **known)
+
+
+@st.composite
+def sheets(draw: st.DrawFn) -> Sheet:
+    runs = tuple(draw(st.lists(RUNS, max_size=2)))
+    dynamic = draw(st.none() | NAMES.filter(lambda n: n != "point"))
+    cells = []
+    for _ in range(draw(st.integers(0, 3))):
+        points = []
+        for _ in range(draw(st.integers(1, 3))):
+            winner = draw(FIELDS), draw(SOURCES)
+            told = draw(st.lists(trials(len(runs), winner), max_size=3))
+            refused = draw(st.dictionaries(st.sampled_from(["invalid", "timed_out"]), st.integers(1, 99)))
+            at = draw(st.integers(1, 9999)) if dynamic else None
+            points.append(Point(at, tuple(told), draw(st.none() | FIELDS), refused))
+        cells.append(Cell(draw(FIELDS), draw(FIELDS), tuple(points)))
+    named = dynamic if dynamic and cells else ""
+    return Sheet(draw(WORDS), draw(NAMES), draw(WORDS), draw(FIELDS), named, runs, tuple(cells))
+
+
+@given(sheets())
+@settings(max_examples=80, deadline=None)
+def test_what_is_written_is_read_back(sheet: Sheet) -> None:
+    text = dump(sheet)
+    assert parse(text) == sheet
+    assert dump(parse(text)) == text
+
+
+SAMPLE = """\
+kerngen-text 1 rmsnorm sm90 H200
+board {"arch":"sm90","name":"H200"}
+run r1 a1 2026-11-21T09:06:01+00:00 nvrtc 13.0 {"driver":"580"}
+
+problem dtype=fp16 hidden=5376 | batch=8
+ num_tokens=64
+  = 16.602 measured r1+53.77 final n=15 16.52..16.71 min 16.49 err 0.0039 0.01 | block_m=2 @a91f03c2b7d0
+  + 17.02 predicted roofline-3 | block_m=4 @0c3fb1a2d4e5
+  ! wrong_result measured r1+12.5 "[3, 4] is off by 0.5" | block_m=8 @77aa01c2b3d4
+  # 31 invalid, 2 launch_failed
+"""
+
+
+def test_the_sample() -> None:
+    sheet = parse(SAMPLE)
+    assert dump(sheet) == SAMPLE
+    (cell,) = sheet.cells
+    won, near, wrong = cell.points[0].trials
+    assert (won.run, won.samples, won.error_abs, won.p50_us) == (0, 15, 0.0039, 16.602)
+    assert (near.run, near.model, near.samples, near.error_abs) == (None, "roofline-3", 0, None)
+    assert (wrong.p50_us, wrong.reason) == (None, "[3, 4] is off by 0.5")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        # what was predicted cannot say that it was measured
+        ("17.02 predicted roofline-3", "17.02 measured roofline-3", 8),
+        ("17.02 predicted roofline-3", "17.02 measured", 8),
+        ("17.02 predicted roofline-3", "17.02 measured r1+1", 8),
+        ("17.02 predicted roofline-3", "17.02 measured r1+1 final n=0 err 0", 8),
+        ("17.02 predicted roofline-3", "17.02 measured r1+1 final n=5", 8),
+        ("17.02 predicted roofline-3", "17.02 measured r2+1 final n=5 err 0", 8),
+        ("17.02 predicted roofline-3", "17.02 predicted", 8),
+        (" err 0.0039 0.01", "", 7),
+        ("n=15", "n=-1", 7),
+        ("r1+53.77", "r0+53.77", 7),
+        # one way to say a thing
+        ("16.602", "16.6020", 7),
+        ("16.602", "-16.602", 7),
+        ("16.602", "nan", 7),
+        ("16.602", "1e999", 7),
+        ("block_m=2 @", "block_m=2  @", 7),
+        ("block_m=2", "block_m=2 block_m=2", 7),
+        ("dtype=fp16 hidden=5376", "hidden=5376 dtype=fp16", 5),
+        ('dtype=fp16', 'dtype="fp16"', 5),
+        ("@a91f03c2b7d0", "@a91f03c2b7d", 7),
+        ("  + 17.02", "  = 17.02", 8),
+        (" num_tokens=64", " num_tokens=64 ", 6),
+        ("31 invalid", "31 ok", 10),
+        ("31 invalid", "0 invalid", 10),
+        ("kerngen-text 1", "kerngen-text 2", 1),
+        ("kerngen-text 1", "kerngen", 1),
+        ('board {"arch":"sm90","name":"H200"}', "board []", 2),
+        ("nvrtc 13.0", "nvrtc 13", 3),
+        ("2026-11-21T09:06:01+00:00", "2026-11-21T09:06:01", 3),
+        ("2026-11-21T09:06:01+00:00", "yesterday", 3),
+        ("problem dtype", "problems dtype", 5),
+        (" num_tokens=64\n", "", 6),
+    ],
+)  # fmt: skip
+def test_what_is_not_so_written_is_refused(old: str, new: str, line: int) -> None:
+    assert old in SAMPLE
+    with pytest.raises(DatabaseError, match=rf"sheet, line {line}\b"):
+        parse(SAMPLE.replace(old, new, 1), "sheet")
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_garbage_is_refused_in_words(data: st.DataObject) -> None:
+    """A character changed, put in or taken away: it is refused in one line, or is another text that stands."""
+    at = data.draw(st.integers(0, len(SAMPLE) - 1))
+    put = data.draw(st.sampled_from(["", "\n", " ", "{", "9", "x", '"', "\ud800", "é", SAMPLE[at] * 2]))
+    text = SAMPLE[:at] + put + SAMPLE[at + 1 :]
+    try:
+        assert dump(parse(text)) == text
+    except DatabaseError as e:
+        assert e.message.startswith("text")  # noqa: PT017
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def test_from_a_database_to_text_and_back(kerngen: Kerngen) -> None:
+    """What is shipped, measured, and a prediction beside it: the same winners, and the same text again."""
+    small = ("--kernel", "gelu_gate", "--arch")
+    assert kerngen("tune", "--model", "gemma-4-31b", *small, "sm70", "--trials", "3", "--jobs", "1")[0] == 0
+    assert kerngen("db", "dump", *small, "sm70,sm90", "-o", "text")[0] == 0
+    measured, predicted = (kerngen.folder / "text" / board / "gelu_gate.txt" for board in ("H200", "V100"))
+    assert " predicted " not in measured.read_text()
+    assert " measured " not in predicted.read_text()
+    assert kerngen("db", "build", "text", "-o", "built.kgdb", "--jobs", "1")[0] == 0
+    with open_bundle("built.kgdb") as built:
+        assert {(w.arch.name, w.provenance) for w in built.winners()} == {("sm70", "predicted"), ("sm90", "measured")}
+        assert all(built.image(built.build(w.build_id)) is not None for w in built.winners())
+        there = {(w.id, json.dumps(w.config)) for w in built.winners()}
+    told = json.loads(kerngen("db", "ls", "--json", *small, "sm70,sm90")[1])
+    assert there == {(w["id"], json.dumps(w["config"])) for w in told}
+    assert kerngen("db", "verify", "built.kgdb")[0] == 0
+    assert kerngen("db", "dump", "--db", "built.kgdb", "-o", "again")[0] == 0
+    for file in (measured, predicted):
+        again = kerngen.folder / "again" / file.relative_to(kerngen.folder / "text")
+        assert again.read_text() == re.sub(r"  # .*\n", "", file.read_text())
+
+
+def test_text_that_contradicts_itself_builds_nothing(kerngen: Kerngen) -> None:
+    assert kerngen("db", "dump", "--arch", "sm90", "--kernel", "gelu_gate", "-o", "text")[0] == 0
+    file = kerngen.folder / "text" / "H200" / "gelu_gate.txt"
+    text = file.read_text()
+    file.write_text(
+        text.replace("  = ", "  + ", 1).replace("  + ", "  = ", 1).replace("@", "@0", 1).replace("@0", "@", 1)
+    )
+    assert file.read_text() == text
+    mark = re.search(r"@([0-9a-f]{12})", text)
+    assert mark is not None
+    file.write_text(text.replace(mark.group(), "@000000000000"))
+    _, _, err = kerngen("db", "build", "text", "-o", "built.kgdb", "--jobs", "1")
+    assert "left out, as its kernel renders another source today: gelu_gate on H200" in err
+    file.write_text(text.replace("problem ", "problem no_such=1 ", 1))
+    code, _, err = kerngen("db", "build", "text", "-o", "none.kgdb", "--jobs", "1")
+    assert code == 1
+    assert "the text contradicts itself: gelu_gate on H200: " in err
+    assert not (kerngen.folder / "none.kgdb").exists()

@@ -1,0 +1,306 @@
+"""From a database to the text that is reviewed (text.py), and from that to a database again.
+
+Text has no machine code: it is rendered and compiled anew, with the NVRTC that is here. A trial is taken over if
+today's kernel renders the source that was timed. Its figures are rounded, so it is an observation of its own beside the
+one that it was written from; winners are chosen from these, and have to be those that the text says won.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kerngen.arch import Device, Target, find_arch
+from kerngen.closure import closure_of
+from kerngen.compile import Cubin
+from kerngen.errors import DatabaseError, KerngenError
+from kerngen.render import source_of
+from kerngen.templates import find_kernel, kernel_names
+from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
+from kerngen.tuning_db.keep.rows import version_of
+from kerngen.tuning_db.keep.store import Store
+from kerngen.tuning_db.serve.canonical import ProblemKey, canonical, digest, problem_key
+from kerngen.tuning_db.serve.filing import filing_of
+from kerngen.tuning_db.serve.freshness import source_sha
+from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
+from kerngen.tuning_db.ship import text
+from kerngen.tuning_db.ship.export import Selection, trials_of
+from kerngen.tuning_db.ship.text import SOURCE_DIGITS, Cell, Point, Run, Sheet, Trial, rounded
+
+if TYPE_CHECKING:
+    from kerngen.cache import CachedCompiler
+
+SUFFIX = ".txt"
+
+
+def dump(sources: Sequence[Store], selection: Selection) -> dict[str, str]:
+    """The selected winners and their rivals as text, by path: BOARD/KERNEL.txt. The first source of a point counts."""
+    chosen: dict[tuple[str, Device], dict[str, tuple[Store, Winner]]] = {}
+    for source in sources:
+        for w in source.winners():
+            if selection.has(w):
+                chosen.setdefault((w.kernel, w.device), {}).setdefault(w.problem.id, (source, w))
+    files: dict[str, str] = {}
+    for (kernel, device), found in sorted(chosen.items(), key=lambda item: (item[0][0], canonical(asdict(item[0][1])))):
+        path = f"{_file_name(device.name)}/{kernel}{SUFFIX}"
+        if path in files:  # a profile and a probe of one board are two sheets
+            path = f"{_file_name(device.name)}/{kernel}-{digest(asdict(device))[:8]}{SUFFIX}"
+        files[path] = text.dump(_sheet(kernel, device, list(found.values())))
+    return files
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+
+
+def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -> Sheet:
+    dynamic = str(find_kernel(kernel).problem_type.DYNAMIC or "") if kernel in kernel_names() else "dynamic"
+    rows: dict[str, tuple[Winner, list[Observation], dict[str, Build]]] = {}
+    groups: dict[tuple[int, str], list[tuple[Store, Winner]]] = {}
+    for source, w in found:
+        groups.setdefault((id(source), w.problem.static_key), []).append((source, w))
+    for (_, static_key), members in groups.items():
+        source, winners = members[0][0], [w for _, w in members]
+        kept, builds = trials_of(source, kernel, static_key, winners), source.builds(static_key)
+        everything = source.measurements(kernel, static_key=static_key, arch=device.arch, device=device)
+        for w in winners:
+            here = [o for o in everything if o.measurement.problem.id == w.problem.id]
+            told = [o for o in here if o.id in kept and o.measurement.outcome in ("ok", "wrong_result")]
+            rows[w.problem.id] = w, _of_one_kind(told, w), builds
+    runs = _Runs(rows.values())
+    cells: dict[str, tuple[ProblemKey, list[Point]]] = {}
+    for w, observations, builds in rows.values():
+        key = w.problem.filed()
+        cells.setdefault(w.problem.cell, (key, []))[1].append(_point(w, observations, builds, runs, dynamic))
+    ordered = sorted(cells.values(), key=lambda c: (canonical(c[0].static), canonical(c[0].runtime)))
+    return Sheet(
+        kernel, device.arch, device.name, asdict(device), dynamic if _is_dynamic(ordered) else "", runs.sheets,
+        tuple(Cell(key.static, key.runtime, tuple(sorted(points, key=lambda p: p.dynamic or 0)))
+              for key, points in ordered),
+    )  # fmt: skip
+
+
+def _is_dynamic(cells: Sequence[tuple[ProblemKey, list[Point]]]) -> bool:
+    return any(p.dynamic is not None for _, points in cells for p in points)
+
+
+def _of_one_kind(observations: Sequence[Observation], w: Winner) -> list[Observation]:
+    """Where something was measured, predictions decide nothing, and would only be read as if they did."""
+    return [o for o in observations if o.measurement.provenance == w.provenance]
+
+
+class _Runs:
+    """The runs that a sheet names, in order of their first trial in it."""
+
+    def __init__(self, rows: Any) -> None:
+        first: dict[tuple[str, tuple[int, int], str], tuple[str, Mapping[str, Any]]] = {}
+        for _, observations, builds in rows:
+            for o in observations:
+                m = o.measurement
+                if m.provenance == "measured":
+                    key = self._key(m, builds)
+                    first[key] = min(first.get(key, (m.at, m.environment)), (m.at, m.environment), key=lambda v: v[0])
+        ordered = sorted(first, key=lambda key: (first[key][0], key))
+        self._index = {key: i for i, key in enumerate(ordered)}
+        self.sheets = tuple(Run(key[0], first[key][0], key[1], first[key][1]) for key in ordered)
+
+    @staticmethod
+    def _key(m: Measurement, builds: Mapping[str, Build]) -> tuple[str, tuple[int, int], str]:
+        told = m.tags.get("nvrtc")  # where it came out of text itself, and was compiled anew
+        version = version_of(told) if isinstance(told, str) else builds[m.build_id or ""].nvrtc
+        return m.run, version, canonical(m.environment)
+
+    def of(self, m: Measurement, builds: Mapping[str, Build]) -> tuple[int, float]:
+        index = self._index[self._key(m, builds)]
+        try:
+            after = (datetime.fromisoformat(m.at) - datetime.fromisoformat(self.sheets[index].at)).total_seconds()
+        except (ValueError, TypeError) as e:
+            raise DatabaseError(
+                f"a trial of run {m.run!r:.40} says when it was as {m.at!r:.40}, which is no time"
+            ) from e
+        return index, round(after, 2)
+
+
+def _point(
+    w: Winner, observations: Sequence[Observation], builds: Mapping[str, Build], runs: _Runs, dynamic: str
+) -> Point:
+    trials = []
+    key = w.problem.filed()
+    for o in observations:
+        if (build := builds.get(o.measurement.build_id or "")) is not None:
+            trials.append(_trial(w, o, build, runs, builds))
+    trials.sort(key=lambda t: (not t.won, t.p50_us is None, t.p50_us or 0.0, canonical(t.config), t.after))
+    stated = {**key.static, **key.runtime} | ({} if key.dynamic is None else {dynamic: key.dynamic})
+    refused = {outcome: count for outcome, count in w.why.get("refused", {}).items() if outcome != "wrong_result"}
+    defaults = filing_of(w.kernel).fields
+    is_said = filled(stated, defaults) == filled(key.fields, defaults)
+    return Point(key.dynamic, tuple(trials), None if is_said else key.fields, refused)
+
+
+def _trial(w: Winner, o: Observation, build: Build, runs: _Runs, builds: Mapping[str, Build]) -> Trial:
+    m = o.measurement
+    config = trimmed(build.config, filing_of(build.kernel).config)
+    known: dict[str, Any] = {"model": m.model}
+    if m.provenance == "measured":
+        run, after = runs.of(m, builds)
+        known = {"run": run, "after": after}
+    if m.outcome != "ok":
+        return Trial(False, None, config, build.source_sha[:SOURCE_DIGITS], reason=m.reason, **known)
+    if m.provenance == "measured":
+        known |= {
+            "stage": m.stage, "samples": m.samples, "p10_us": rounded(m.p10_us), "p90_us": rounded(m.p90_us),
+            "min_us": rounded(m.min_us), "error_abs": rounded(m.error_abs), "error_rel": rounded(m.error_rel),
+        }  # fmt: skip
+    return Trial(m.build_id == w.build_id, rounded(m.p50_us), config, build.source_sha[:SOURCE_DIGITS], **known)
+
+
+# ---- and back
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What became of text. stale: trials left out, as their kernel renders another source today. faults: in words."""
+
+    trials: int = 0
+    winners: int = 0
+    stale: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A trial of a sheet, as today's kernels understand it."""
+
+    sheet: Sheet
+    trial: Trial
+    key: ProblemKey
+    kernel: Kernel
+    config: Any
+    source: str
+    static: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        at = "" if self.key.dynamic is None else f" {self.sheet.dynamic}={self.key.dynamic}"
+        return f"{self.kernel.name} on {self.sheet.board}{at}: {fields_of(self.config)}"
+
+
+def build(
+    sheets: Sequence[Sheet], into: Store, compiler: CachedCompiler, say: Callable[[int, int, str], None]
+) -> Rebuilt:
+    """Fill `into` with what `sheets` state, compiled by `compiler`. say: is told (done, of how many, what).
+
+    Raises UnknownName for a kernel that is not installed, CompileError, DatabaseError.
+    """
+    done = Rebuilt()
+    cases = [case for sheet in sheets for case in _cases(sheet, done)]
+    images: dict[tuple[str, str], Future[Cubin]] = {}
+    for case in cases:
+        images.setdefault((case.source, case.sheet.arch), compiler.submit(case.source, find_arch(case.sheet.arch)))
+    with into.transaction():
+        for i, case in enumerate(cases):
+            say(i, len(cases), case.kernel.name)
+            _record(case, into, images[case.source, case.sheet.arch].result())
+            done.trials += 1
+        _choose(cases, into, done)
+    return done
+
+
+def _cases(sheet: Sheet, done: Rebuilt) -> list[_Case]:
+    kernel, arch = find_kernel(sheet.kernel), find_arch(sheet.arch)
+    of, found = filing_of(sheet.kernel), []
+    sources: dict[str, str | None] = {}
+    for cell in sheet.cells:
+        for point in cell.points:
+            stated = {**cell.static, **cell.runtime} | ({} if point.dynamic is None else {sheet.dynamic: point.dynamic})
+            try:
+                problem: Any = kernel.problem_type(**filled(point.fields or stated, of.fields))
+            except (KerngenError, TypeError) as e:
+                done.faults.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)} is no problem of it: {e}")
+                continue
+            key = problem_key(kernel, problem)
+            if (key.filed().static, key.filed().runtime, key.dynamic) != (cell.static, cell.runtime, point.dynamic):
+                done.faults.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)} is filed otherwise today")
+                continue
+            for trial in point.trials:
+                what = canonical([cell.static, trial.config])
+                try:
+                    config = kernel.config_type(**filled(trial.config, of.config))
+                    if what not in sources:
+                        sources[what] = source_of(kernel, problem, config, arch)
+                except (KerngenError, TypeError):
+                    sources[what] = None
+                source = sources[what]
+                if source is None or not source_sha(source).startswith(trial.source):
+                    done.stale.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)}: {dict(trial.config)}")
+                else:
+                    found.append(_Case(sheet, trial, key, kernel, config, source, static_fields(problem)))
+    return found
+
+
+def _device(sheet: Sheet) -> Device:
+    known = {f.name for f in fields(Device)}
+    try:
+        return Device(**{k: v for k, v in sheet.device.items() if k in known})
+    except TypeError as e:
+        raise DatabaseError(f"the board {sheet.board} of {sheet.kernel} lacks figures: {e}") from e
+
+
+def _record(case: _Case, into: Store, image: Cubin) -> None:
+    trial, sheet = case.trial, case.sheet
+    built = into.add_build(image, case.kernel.name, case.source, fields_of(case.config), dict(case.static),
+                           keep_image=trial.won, closure=closure_of(case.kernel))  # fmt: skip
+    run = None if trial.run is None else sheet.runs[trial.run]
+    known: dict[str, Any] = {}
+    if run is not None:
+        known = {"environment": dict(run.environment), "run": run.id, "at": text.moment(run, trial.after)}
+        if run.nvrtc != image.nvrtc:  # what was timed is the same source, compiled by another
+            known["tags"] = {"nvrtc": f"{run.nvrtc[0]}.{run.nvrtc[1]}"}
+    into.add_measurement(Measurement(
+        case.key, sheet.arch, _device(sheet), fields_of(case.config), built,
+        "ok" if trial.p50_us is not None else "wrong_result", "predicted" if run is None else "measured",
+        reason=trial.reason, stage=trial.stage, model=trial.model, p50_us=trial.p50_us, p10_us=trial.p10_us,
+        p90_us=trial.p90_us, min_us=trial.min_us, samples=trial.samples, error_abs=trial.error_abs,
+        error_rel=trial.error_rel, **known,
+    ))  # fmt: skip
+
+
+def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
+    """Winners, by the policy; what the text says won has to be what wins."""
+    chosen: dict[tuple[str, str, Device], dict[str, Winner]] = {}
+    for case in cases:
+        key = (case.kernel.name, case.key.static_key, _device(case.sheet))
+        if key not in chosen:
+            target = Target(find_arch(case.sheet.arch), key[2])
+            chosen[key] = {w.problem.id: w for w in into.recompute_winners(case.kernel, key[1], target)}
+            done.winners += len(chosen[key])
+    said: Counter[tuple[str, str]] = Counter()
+    for case in cases:
+        winner = chosen[case.kernel.name, case.key.static_key, _device(case.sheet)].get(case.key.id)
+        is_won = winner is not None and winner.config == fields_of(case.config)
+        if case.trial.won and not is_won:
+            said[case.key.id, case.sheet.board] += 1
+            if said[case.key.id, case.sheet.board] == 1:
+                what = "nothing" if winner is None else winner.config
+                done.faults.append(f"{case} is said to win, and {what} does")
+
+
+def read(paths: Sequence[Path]) -> list[Sheet]:
+    """The sheets in files, and in folders, of all that ends in .txt. Raises DatabaseError, OSError."""
+    files = [f for path in paths for f in (sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path])]
+    sheets = []
+    for file in files:
+        try:
+            sheets.append(text.parse(file.read_bytes().decode(), os.fspath(file)))
+        except UnicodeDecodeError as e:
+            raise DatabaseError(f"{file} is no text: {e}") from e
+    if not sheets:
+        raise DatabaseError(
+            f"there is no {SUFFIX} file in {', '.join(map(str, paths))}", hint="kerngen db dump -o FOLDER"
+        )
+    return sheets

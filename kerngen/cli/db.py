@@ -17,6 +17,7 @@ import click
 
 from kerngen.cli.db_keys import keygen, trust
 from kerngen.cli.db_report import report
+from kerngen.cli.db_studies import studies
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +42,7 @@ def db() -> None:
 db.add_command(keygen)
 db.add_command(trust)
 db.add_command(report)
+db.add_command(studies)
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:

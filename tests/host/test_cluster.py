@@ -315,6 +315,11 @@ def test_what_is_in_the_queue_is_not_put_there_again(url: str, plan: Plan) -> No
         assert queue.cancel(ids) == 0, "they are over"
         again = submit(queue, plan)
         assert not set(again) & set(ids)
+        foreign = (
+            """UPDATE procrastinate_jobs SET args = '{"job": {"kind": "predicted", "colour": "red"}}' WHERE id = %s"""
+        )
+        queue._connection.execute(foreign, again[:1])
+        assert [s.id for s in queue.states(again)] == again[1:], "another version's are its workers'"
 
 
 def test_the_queue_is_made_once_and_by_one_version(url: str) -> None:

@@ -18,6 +18,7 @@ from sqlalchemy import create_engine, text
 from test_docs import _why_wrong
 
 from kerngen.cluster.queue import Queue
+from kerngen.report.page import write_report
 from kerngen.tuning_db import Store
 
 __all__ = ["postgresql_server", "postgresql_url"]
@@ -88,6 +89,8 @@ def test_the_local_one_tunes(postgresql_url: str, tmp_path: Path) -> None:
         with Store.open(postgresql_url) as store:
             assert {w.kernel for w in store.winners()} == {"embed", "rmsnorm"}
             assert {w.provenance for w in store.winners()} == {"predicted"}
+            made = write_report(tmp_path / "report.html", [store])
+            assert (len(made.facts.points), len(made.facts.searches)) == (len(store.winners()),) * 2
         with Queue.open(postgresql_url) as queue:
             assert {s.job.model for s in queue.states()} == {"gemma-4-31b"}
     finally:

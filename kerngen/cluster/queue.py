@@ -238,7 +238,8 @@ class Queue:
             yield got
         finally:
             if got:
-                self._connection.execute("SELECT pg_advisory_unlock(%s)", [_LOCK])
+                with _clear("the queue"):
+                    self._connection.execute("SELECT pg_advisory_unlock(%s)", [_LOCK])
 
 
 def app_for_worker(conninfo: str) -> procrastinate.App:

@@ -26,7 +26,7 @@ from kerngen.arch import Target, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.cluster.compiling import compile_ahead, fetch_images, forget_images
 from kerngen.cluster.job import Job, code_digest, jobs_for
-from kerngen.cluster.queue import Queue, State, Worker
+from kerngen.cluster.queue import TUNE, Queue, State, Worker
 from kerngen.cluster.submit import Plan, collect, status_lines, submit, wait, why_idle
 from kerngen.cluster.worker import able_arches, measuring_lock
 from kerngen.errors import DatabaseError, UsageError
@@ -257,17 +257,27 @@ def test_cancelled_it_stops_and_is_not_done_again(url: str, plan: Plan, start: C
             assert collect(store, plan, states).interrupted
 
 
-def test_a_job_that_takes_workers_with_it_is_given_up(url: str, plan: Plan, start: Callable[..., Started]) -> None:
+def test_what_the_dead_leave_is_put_back_once_or_given_up(url: str, plan: Plan, start: Callable[..., Started]) -> None:
+    """One that took two workers with it takes no third; one that is in the queue again is done as that."""
     with Queue.open(url) as queue:
+        jobs = plan.jobs()
         ids = submit(queue, plan)
-        queue.cancel(ids[1:])
-        queue._connection.execute("UPDATE procrastinate_jobs SET status = 'doing', attempts = 2 WHERE id = %s", ids[:1])
+        deadly, twin = 0, min(range(1, len(jobs)), key=lambda i: len(jobs[i].problems))
+        queue.cancel(ids[i] for i in range(len(ids)) if i not in (deadly, twin))
+        died = "UPDATE procrastinate_jobs SET status = 'doing', attempts = %s WHERE id = %s"
+        queue._connection.execute(died, [2, ids[deadly]])
+        queue._connection.execute(died, [0, ids[twin]])
+        task = queue._app.configure_task(
+            TUNE, queue=jobs[twin].queue, lock=jobs[twin].lock, queueing_lock=jobs[twin].id
+        )
+        again = task.defer(job=jobs[twin].as_json())
         worker = start("--until-empty")
         assert worker.end() == 0
-        (state,) = queue.states(ids[:1])
-        assert state.status == "failed"
-        assert "died of it" in state.result["error"]
-        assert worker.done() == []
+        assert worker.done() == [again]
+        given_up = {s.id: s for s in queue.states(ids) if s.status == "failed"}
+        assert set(given_up) == {ids[deadly], ids[twin]}
+        assert "died of it" in given_up[ids[deadly]].result["error"]
+        assert "another job" in given_up[ids[twin]].result["error"]
         assert any("died of it" in line for line in status_lines(queue.states(), []))
 
 

@@ -13,14 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from command import ROOT, Kerngen
-from postgres import postgresql_server, postgresql_url
-from sqlalchemy import create_engine, text
+from postgres import postgresql_server, postgresql_url, queue_url
+from sqlalchemy import text
 
 from kerngen.arch import Target, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
@@ -35,7 +36,7 @@ from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
 from kerngen.workload import find_workload
 
-__all__ = ["postgresql_server", "postgresql_url"]
+__all__ = ["postgresql_server", "postgresql_url", "queue_url"]
 
 V100 = Target.of(find_arch("sm70"))
 # Of the 31B's set on sm70. KERNGEN_TEST_CLUSTER=all takes all of it, which two cores are some minutes at.
@@ -71,15 +72,9 @@ def found(store: Store) -> dict[str, Any]:
 
 
 @pytest.fixture
-def url(postgresql_url: str) -> Iterator[str]:
-    """A database without tables. Its queue's schema is gone with the test, too."""
-    pytest.importorskip("procrastinate", reason="procrastinate comes with the extra dev", exc_type=ImportError)
-    yield postgresql_url
-    name = re.findall(r"kerngen_test_\w+", postgresql_url)[-1]
-    engine = create_engine(postgresql_url)
-    with engine.begin() as c:
-        c.execute(text(f"DROP SCHEMA IF EXISTS {name}_queue CASCADE"))
-    engine.dispose()
+def url(queue_url: str) -> str:
+    """A database without tables."""
+    return queue_url
 
 
 class Started:
@@ -455,8 +450,8 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     assert e.value.hint == "pip install 'kerngen[pg]'"
 
 
+@pytest.mark.skipif(find_spec("procrastinate") is None, reason="what needs it fails above, and says so")
 def test_a_password_is_not_shown() -> None:
-    pytest.importorskip("procrastinate", reason="procrastinate comes with the extra dev", exc_type=ImportError)
     with pytest.raises(DatabaseError) as e:
         Queue.open("postgresql+psycopg://kerngen:secret@localhost:1/none")
     assert "secret" not in str(e.value)

@@ -13,20 +13,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from command import ROOT, Kerngen
-from postgres import postgresql_server, postgresql_url
-from sqlalchemy import create_engine, text
+from postgres import postgresql_server, postgresql_url, queue_url
+from sqlalchemy import text
 
 from kerngen.arch import Target, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.cluster.compiling import compile_ahead, fetch_images, forget_images
 from kerngen.cluster.job import Job, code_digest, jobs_for
-from kerngen.cluster.queue import Queue, State, Worker
+from kerngen.cluster.queue import TUNE, Queue, State, Worker
 from kerngen.cluster.submit import Plan, collect, status_lines, submit, wait, why_idle
 from kerngen.cluster.worker import able_arches, measuring_lock
 from kerngen.errors import DatabaseError, UsageError
@@ -35,7 +36,7 @@ from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
 from kerngen.workload import find_workload
 
-__all__ = ["postgresql_server", "postgresql_url"]
+__all__ = ["postgresql_server", "postgresql_url", "queue_url"]
 
 V100 = Target.of(find_arch("sm70"))
 # Of the 31B's set on sm70. KERNGEN_TEST_CLUSTER=all takes all of it, which two cores are some minutes at.
@@ -71,15 +72,9 @@ def found(store: Store) -> dict[str, Any]:
 
 
 @pytest.fixture
-def url(postgresql_url: str) -> Iterator[str]:
-    """A database without tables. Its queue's schema is gone with the test, too."""
-    pytest.importorskip("procrastinate", reason="procrastinate comes with the extra dev", exc_type=ImportError)
-    yield postgresql_url
-    name = re.findall(r"kerngen_test_\w+", postgresql_url)[-1]
-    engine = create_engine(postgresql_url)
-    with engine.begin() as c:
-        c.execute(text(f"DROP SCHEMA IF EXISTS {name}_queue CASCADE"))
-    engine.dispose()
+def url(queue_url: str) -> str:
+    """A database without tables."""
+    return queue_url
 
 
 class Started:
@@ -257,17 +252,27 @@ def test_cancelled_it_stops_and_is_not_done_again(url: str, plan: Plan, start: C
             assert collect(store, plan, states).interrupted
 
 
-def test_a_job_that_takes_workers_with_it_is_given_up(url: str, plan: Plan, start: Callable[..., Started]) -> None:
+def test_what_the_dead_leave_is_put_back_once_or_given_up(url: str, plan: Plan, start: Callable[..., Started]) -> None:
+    """One that took two workers with it takes no third; one that is in the queue again is done as that."""
     with Queue.open(url) as queue:
+        jobs = plan.jobs()
         ids = submit(queue, plan)
-        queue.cancel(ids[1:])
-        queue._connection.execute("UPDATE procrastinate_jobs SET status = 'doing', attempts = 2 WHERE id = %s", ids[:1])
+        deadly, twin = 0, min(range(1, len(jobs)), key=lambda i: len(jobs[i].problems))
+        queue.cancel(ids[i] for i in range(len(ids)) if i not in (deadly, twin))
+        died = "UPDATE procrastinate_jobs SET status = 'doing', attempts = %s WHERE id = %s"
+        queue._connection.execute(died, [2, ids[deadly]])
+        queue._connection.execute(died, [0, ids[twin]])
+        task = queue._app.configure_task(
+            TUNE, queue=jobs[twin].queue, lock=jobs[twin].lock, queueing_lock=jobs[twin].id
+        )
+        again = task.defer(job=jobs[twin].as_json())
         worker = start("--until-empty")
         assert worker.end() == 0
-        (state,) = queue.states(ids[:1])
-        assert state.status == "failed"
-        assert "died of it" in state.result["error"]
-        assert worker.done() == []
+        assert worker.done() == [again]
+        given_up = {s.id: s for s in queue.states(ids) if s.status == "failed"}
+        assert set(given_up) == {ids[deadly], ids[twin]}
+        assert "died of it" in given_up[ids[deadly]].result["error"]
+        assert "another job" in given_up[ids[twin]].result["error"]
         assert any("died of it" in line for line in status_lines(queue.states(), []))
 
 
@@ -315,6 +320,11 @@ def test_what_is_in_the_queue_is_not_put_there_again(url: str, plan: Plan) -> No
         assert queue.cancel(ids) == 0, "they are over"
         again = submit(queue, plan)
         assert not set(again) & set(ids)
+        foreign = (
+            """UPDATE procrastinate_jobs SET args = '{"job": {"kind": "predicted", "colour": "red"}}' WHERE id = %s"""
+        )
+        queue._connection.execute(foreign, again[:1])
+        assert [s.id for s in queue.states(again)] == again[1:], "another version's are its workers'"
 
 
 def test_the_queue_is_made_once_and_by_one_version(url: str) -> None:
@@ -440,8 +450,8 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     assert e.value.hint == "pip install 'kerngen[pg]'"
 
 
+@pytest.mark.skipif(find_spec("procrastinate") is None, reason="what needs it fails above, and says so")
 def test_a_password_is_not_shown() -> None:
-    pytest.importorskip("procrastinate", reason="procrastinate comes with the extra dev", exc_type=ImportError)
     with pytest.raises(DatabaseError) as e:
         Queue.open("postgresql+psycopg://kerngen:secret@localhost:1/none")
     assert "secret" not in str(e.value)

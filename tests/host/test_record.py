@@ -49,12 +49,18 @@ def plan(tmp_path: Path, scale: Kernel) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedCompiler]:
+    """The toy's 50 sources are the same in every test."""
+    with CachedCompiler(1, CompileCache(tmp_path_factory.mktemp("cache"))) as compiler:
+        yield compiler
+
+
 @pytest.fixture
-def run(tmp_path: Path, plan: Path) -> Callable[..., Recording]:
+def run(tmp_path: Path, plan: Path, compiler: CachedCompiler) -> Callable[..., Recording]:
     def run(folder: str, gpu: FakeGpu, **how: Any) -> Recording:
         (tmp_path / folder).mkdir(exist_ok=True)
-        with CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
-            return record(read_plan(plan), tmp_path / folder, gpu, compiler, **({"minutes": 5} | how))
+        return record(read_plan(plan), tmp_path / folder, gpu, compiler, **({"minutes": 5} | how))
 
     return run
 
@@ -140,7 +146,7 @@ def test_the_order_is_shuffled_with_the_default_first(run: Callable[..., Recordi
 
 @pytest.mark.parametrize("kill_after", [0, 7, 30])
 def test_killed_and_continued_it_is_as_if_nothing_had_been(
-    tmp_path: Path, plan: Path, run: Callable[..., Recording], kill_after: int
+    tmp_path: Path, plan: Path, run: Callable[..., Recording], compiler: CachedCompiler, kill_after: int
 ) -> None:
     folder = tmp_path / "killed"
     folder.mkdir()
@@ -148,7 +154,7 @@ def test_killed_and_continued_it_is_as_if_nothing_had_been(
         "KERNGEN_TEMPLATES": str(TOYS), "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     }  # fmt: skip
     command = [sys.executable, str(Path(__file__).parent / "record_fake.py"), str(plan), str(folder),
-               str(tmp_path / "cache"), str(kill_after)]  # fmt: skip
+               str(compiler.cache.dir), str(kill_after)]  # fmt: skip
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     growing = next(p for p in folder.glob("*.csv") if not read(p, torn=True).head.complete)

@@ -123,7 +123,8 @@ class Workload:
 
 def _line(kernel: str, problem: Any) -> tuple[Any, ...]:
     """What problems have in common that differ along their kernel's line alone."""
-    return kernel, *(getattr(problem, name) for name in _off_line(type(problem)))
+    cls: Any = type(problem)
+    return kernel, *(getattr(problem, name) for name in _off_line(cls))
 
 
 @cache

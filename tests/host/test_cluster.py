@@ -387,21 +387,37 @@ def test_what_others_compiled_is_taken_and_cleared_away(plan: Plan, tmp_path: Pa
         assert all(store.image(store.build(w.build_id)) is not None for w in store.winners())
 
 
-def test_a_worker_that_compiles_leaves_measuring_to_others(url: str, plan: Plan, start: Callable[..., Started]) -> None:
-    ahead = replace(plan, items=tuple(i for i in plan.items if i.kernel == "embed"), kind="measured")
+def test_one_compiles_and_another_measures(url: str, plan: Plan, start: Callable[..., Started], tmp_path: Path) -> None:
+    """With a GPU that times by a formula, and a compile cache each: machine code travels through the database."""
+    ahead = replace(plan, items=tuple(i for i in plan.items if i.kernel == "embed"), kind="measured", trials=4)
     with Queue.open(url) as queue, Store.open(url) as store:
         (id,) = submit(queue, ahead)
         assert start("--kind", "compile", "--until-empty").end() == 0
-        measured, compiled = sorted(queue.states(), key=lambda s: s.job.kind, reverse=True)
-        assert (measured.id, measured.status, measured.queue) == (id, "todo", f"measure-V100-{code_digest()}")
+        (measured,) = queue.states([id])
+        assert (measured.status, measured.queue) == ("todo", f"measure-V100-{code_digest()}")
+        (compiled,) = (s for s in queue.states() if s.job.kind == "compile")
         assert compiled.status == "succeeded"
         assert not store.measurements(), "what was compiled is not measured"
-        job = compiled.job
-        assert forget_images(store, job) == compiled.result["num_compiled"] > 0, "while it is wanted it is kept"
-        queue.cancel([id])
-        assert queue.submit([job]) != [compiled.id]
+        environment = os.environ | {"KERNGEN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+        command = [sys.executable, str(Path(__file__).parent / "worker_fake.py"), url]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        (measured,) = queue.states([id])
+        assert measured.status == "succeeded", done.stdout
+        assert measured.result["num_compiled"] < compiled.result["num_compiled"], "most of it was there"
+        winners = store.winners()
+        assert len(winners) == len(ahead.items)
+        assert {(w.provenance, w.device.name) for w in winners} == {("measured", "V100")}
+        report = collect(store, ahead, [measured])
+        assert {r.winner.latency_us for r in report.results if r.winner} == {w.latency_us for w in winners}
+        builds = [store.build(b) for b in {o.measurement.build_id or "" for o in store.measurements()}]
+        kept = {b.image_sha for b in builds if store.image(b) is not None}
+        assert kept == {store.build(w.build_id).image_sha for w in winners}, "and no more than what won"
+        (again,) = queue.submit([compiled.job])
         assert start("--kind", "compile", "--until-empty").end() == 0
-        assert forget_images(store, job) == 0, "and cleared away by whoever comes too late"
+        assert queue.states([again])[0].status == "succeeded"
+        assert forget_images(store, compiled.job) == 0, "who compiles too late clears away after itself"
 
 
 # ---- the commands

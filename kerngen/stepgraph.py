@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kerngen.cache import CompileCache
 from kerngen.forwards import Forwards
 from kerngen.generated import generated_model
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.executors.launch import Launch
-from kerngen.runtime.launcher import Function, Launcher
+from kerngen.runtime.launcher import Function, Launcher, shares_sms
 from kerngen.runtime.ops.kernels import KernelOps
-from kerngen.steps import Step, sequence
+from kerngen.steps import Ratio, Step, sequence
 from kerngen.templates.common.row_torch import TORCH_DTYPE
 from kerngen.templates.kernel import Kernel
 from kerngen.workload import Model
@@ -33,22 +31,11 @@ Called = tuple[str, Any]  # a kernel's name, and the problem that the step calls
 Chosen = Mapping[Called, Function]
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Of two steps' times, sample by sample. low, high: quartiles. us, base_us: medians of the steps themselves."""
-
-    median: float
-    low: float
-    high: float
-    us: float
-    base_us: float
-
-
 class Exchanging(Launcher):
-    """A launcher that runs `chosen` where it has something, and what it would run anyway for the rest."""
+    """A launcher that runs `chosen` where it has something, and default configurations for the rest."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, index: int) -> None:
+        super().__init__(index=index)
         self.chosen: Chosen = {}
 
     def function(self, kernel: Kernel, problem: Any) -> Function:
@@ -66,47 +53,53 @@ class Graph:
         self._graph.replay()
 
 
-class StepGraph:
-    """`step` of `model` on the current GPU. Weights and keys are made once, from `seed`.
+class Stage:
+    """A model with generated weights on the current GPU, for any number of steps of it. Made from `seed`."""
 
-    calls: (kernel, problem) -> launches in the step. A model may be a shortened one (steps.shortened). Raises
-    UsageError for a step that the model cannot take.
+    def __init__(self, model: Model, *, seed: int = 0) -> None:
+        self.model = model
+        self.launcher = Exchanging(index=torch.cuda.current_device())
+        self.target = self.launcher.target
+        executor = Launch(self.launcher, in_forwards=True)
+        executor.alone = not shares_sms()  # graphs are replayed on one stream, whichever stage they are of
+        ops = KernelOps(executor, TORCH_DTYPE[self.target.arch.dtype])
+        with torch.inference_mode():
+            self.made, self.drafter = generated_model(model.name, model.target, model.drafter, ops, seed)
+        self.pool: Any = None  # of memory that its graphs share
+
+
+class StepGraph:
+    """`step` of the model on `stage`, whose keys are random.
+
+    calls: (kernel, problem) -> launches in the step. Raises UsageError for a step that the model cannot take.
     """
 
-    def __init__(self, model: Model, step: Step, *, stores: Any = (), cache: CompileCache | None = None,
-                 seed: int = 0) -> None:  # fmt: skip
-        self.model, self.step = model, step
-        self._launcher = Exchanging(stores, cache, index=torch.cuda.current_device())
-        self.target = self._launcher.target
+    def __init__(self, stage: Stage, step: Step) -> None:
+        self.stage, self.step = stage, step
         self.calls: dict[Called, int] = {}
-        for launched in sequence(model, step, self.target.arch):
-            self.calls[launched.kernel, launched.problem] = self.calls.get((launched.kernel, launched.problem), 0) + 1
-        ops = KernelOps(Launch(self._launcher, in_forwards=True), TORCH_DTYPE[self.target.arch.dtype])
-        drafter = model.drafter if step.phase == "draft" else None
+        for launched in sequence(stage.model, step, stage.target.arch):
+            called = launched.kernel, launched.problem
+            self.calls[called] = self.calls.get(called, 0) + 1
         with torch.inference_mode():
-            made, drafting = generated_model(model.name, model.target, drafter, ops, seed)
-            self._run, _ = Forwards(made, drafting, self._cache_of(made)).prepare(step)
+            self._run, _ = Forwards(stage.made, stage.drafter, self._cache).prepare(step)
         self._warm: set[Function] = set()
-        self._pool: Any = None
+        self._is_warm = False
 
-    @staticmethod
-    def _cache_of(model: Any) -> Any:
-        def cache_of(step: Step) -> KVCache:
-            cache = KVCache.whole(model.config, model.ops, batch=step.batch, max_len=step.context)
-            for layer in model.config.layers:
-                if layer.owns_kv:
-                    cache.pages(layer).k.normal_()
-                    cache.pages(layer).v.normal_()
-            return cache
-
-        return cache_of
+    def _cache(self, step: Step) -> KVCache:
+        model = self.stage.made
+        cache = KVCache.whole(model.config, model.ops, batch=step.batch, max_len=step.context)
+        for layer in model.config.layers:
+            if layer.owns_kv:
+                cache.pages(layer).k.normal_()
+                cache.pages(layer).v.normal_()
+        return cache
 
     def capture(self, chosen: Chosen) -> Graph:
         """The step with `chosen` in place of what the launcher would run. Raises LaunchError, ConfigRefused."""
-        self._launcher.chosen = chosen
+        self.stage.launcher.chosen = chosen
         stream = torch.cuda.Stream()
         with torch.inference_mode():
-            if self._pool is None or not self._warm.issuperset(chosen.values()):
+            if not self._is_warm or not self._warm.issuperset(chosen.values()):
                 # workspaces and arrays of addresses are made before anything is captured
                 torch.cuda.synchronize()
                 with torch.cuda.stream(stream):
@@ -114,10 +107,11 @@ class StepGraph:
                     self._run()
                 torch.cuda.synchronize()
                 self._warm.update(chosen.values())
+                self._is_warm = True
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            with torch.cuda.graph(graph, pool=self.stage.pool, stream=stream):
                 self._run()
-        self._pool = graph.pool()
+        self.stage.pool = graph.pool()
         return Graph(graph, chosen)
 
     def compare(self, base: Graph, other: Graph, *, pairs: int = 12) -> Ratio:
@@ -136,10 +130,9 @@ class StepGraph:
         torch.cuda.synchronize()
         base_us, us = ([s.elapsed_time(e) * 1e3 / repeat for s, e in samples] for samples in timed)
         ratios = sorted(o / b for b, o in zip(base_us, us, strict=True))
-        return Ratio(
-            statistics.median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4],
-            statistics.median(us), statistics.median(base_us),
-        )  # fmt: skip
+        quartiles = ratios[-1 - len(ratios) // 4] - ratios[len(ratios) // 4]
+        spread = 1.253 * quartiles / 1.349 / len(ratios) ** 0.5  # as if they were normally distributed
+        return Ratio(statistics.median(ratios), spread, statistics.median(base_us))
 
     def _repeat(self, graph: Graph) -> int:
         self._sampled(graph, 1)

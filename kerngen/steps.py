@@ -70,6 +70,17 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Ratio:
+    """Of one step's time to another's, from runs in turn. median: of the pairs' ratios. spread: the standard error of
+    that. base_us: the base's step, in microseconds.
+    """
+
+    median: float
+    spread: float
+    base_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class Launched:
     """One call of a kernel within a step. where: its place in the model."""
 

@@ -212,22 +212,14 @@ def _objective(stack: ExitStack, worker: GpuWorker | None, arch: Arch, device_na
 
 
 def _stepped(stack: ExitStack, worker: GpuWorker, model: Model, load: Workload) -> Objective:
-    """As measured, but that the model's steps choose between finalists; what times them ends with `stack`.
-
-    Raises DeviceError where nothing here can time a step.
-    """
-    from importlib import import_module
-    from importlib.util import find_spec
-
+    """As measured, but that the model's steps choose between finalists."""
     from kerngen.gpu import GpuLock
     from kerngen.tuning.step import Stepped
+    from kerngen.tuning.steptimer import timed_steps
 
-    if find_spec("kerngen.stepgraph") is None:
-        raise DeviceError("this kerngen cannot time a model's steps", hint="measure kernels: --objective measured")
     lock = GpuLock(worker.uuid())
     stack.callback(lock.release)
-    steps = import_module("kerngen.stepgraph").open_steps(stack, worker, model, load)
-    return Stepped(worker, steps, load.serving, lock)
+    return Stepped(worker, timed_steps(worker, model, load), load.serving, lock)
 
 
 def _run(

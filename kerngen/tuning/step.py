@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kerngen.arch import Target
 from kerngen.errors import KerngenError
 from kerngen.predict import occupancy
+from kerngen.steps import Ratio
 from kerngen.templates.kernel import Kernel, describe, fields_of
 from kerngen.tuning.descent import Descent, Place, descend
 from kerngen.tuning.objective import Measured, Outcome
@@ -56,17 +57,6 @@ class StepPoint:
 
 
 Choice = Mapping[StepPoint, tuple[Any, bytes]]  # configuration and cubin image
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Of one step's time to another's, from runs in turn. median: of the pairs' ratios. spread: the standard error of
-    that. base_us: the base's step, in microseconds.
-    """
-
-    median: float
-    spread: float
-    base_us: float
 
 
 class StepTimer(Protocol):

@@ -12,8 +12,8 @@ import torch
 from kerngen.errors import KerngenError
 from kerngen.measure import target_here
 from kerngen.runtime.launcher import Function
-from kerngen.stepgraph import Graph, Ratio, StepGraph
-from kerngen.steps import Step
+from kerngen.stepgraph import Graph, Stage, StepGraph
+from kerngen.steps import Ratio, Step
 from kerngen.templates import find_kernel
 from kerngen.workload import Model
 
@@ -37,9 +37,8 @@ class Exchanged:
 class HeldStep:
     """A step on the GPU, with the functions that it was given and the graphs of the last few choices."""
 
-    def __init__(self, model: Model, step: Step) -> None:
-        self.model, self.step = model, step
-        self._graph = StepGraph(model, step)
+    def __init__(self, stage: Stage, step: Step) -> None:
+        self._graph = StepGraph(stage, step)
         self._functions: dict[Any, Function] = {}
         self._captured: dict[Any, Graph] = {}
 
@@ -64,28 +63,35 @@ class HeldStep:
         return found
 
 
-_held: list[HeldStep] = []  # the one that was asked for last: a step's weights may be most of the memory
+# Stages are most of the memory; the steps of one model share one.
+_stages: dict[Model, Stage] = {}
+_held: dict[tuple[Model, Step], HeldStep] = {}
 
 
 def compare(model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], pairs: int) -> Ratio | str:
     """The ratio, or why there is none. RuntimeError where a kernel faulted: nothing runs in this process any more."""
-    try:
-        if not _held or (_held[0].model, _held[0].step) != (model, step):
-            _held.clear()
-            torch.cuda.empty_cache()
-            _held.append(HeldStep(model, step))
-        return _held[0].compare(base, other, pairs)
-    except KerngenError as e:
-        return e.message
-    except torch.OutOfMemoryError:
-        pass  # only now, without its traceback, does what it was to hold go
-    _held.clear()
-    torch.cuda.empty_cache()
+    for _ in range(2):
+        try:
+            return _held_step(model, step).compare(base, other, pairs)
+        except KerngenError as e:
+            return e.message
+        except torch.OutOfMemoryError:
+            pass  # only now, without its traceback, does what it was to hold go
+        let_go()  # of other steps, for the second try
     return f"{step.name} of {model.name} does not fit in this GPU's memory"
 
 
+def _held_step(model: Model, step: Step) -> HeldStep:
+    if (model, step) not in _held:
+        if model not in _stages:
+            _stages[model] = Stage(model)
+        _held[model, step] = HeldStep(_stages[model], step)
+    return _held[model, step]
+
+
 def let_go() -> None:
-    """Free what a step holds: something else needs the memory."""
-    if _held:
+    """Free what steps hold: something else needs the memory."""
+    if _stages:
         _held.clear()
+        _stages.clear()
         torch.cuda.empty_cache()

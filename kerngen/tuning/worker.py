@@ -25,8 +25,7 @@ from kerngen.templates.kernel import Kernel, spread
 from kerngen.tuning.objective import FIGURES
 
 if TYPE_CHECKING:
-    from kerngen.stepgraph import Ratio
-    from kerngen.steps import Step
+    from kerngen.steps import Ratio, Step
     from kerngen.tuning.stepworker import Exchanged
     from kerngen.workload import Model
 

@@ -24,7 +24,8 @@ KERNEL = find_kernel("rmsnorm")
 class FakeGraph:
     """In place of StepGraph."""
 
-    def __init__(self, model: Any, step: Any) -> None:
+    def __init__(self, stage: Any, step: Any) -> None:
+        self.stage = stage
         self.captured: list[Any] = []
 
     def capture(self, chosen: Any) -> Any:
@@ -44,8 +45,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     def function(kernel: Any, config: Any, target: Any, image: bytes, *, index: int) -> Any:
         return SimpleNamespace(config=config, image=image)
 
-    monkeypatch.setattr(stepworker, "_held", [])
+    monkeypatch.setattr(stepworker, "_held", {})
+    monkeypatch.setattr(stepworker, "_stages", {})
     monkeypatch.setattr(stepworker, "StepGraph", FakeGraph)
+    monkeypatch.setattr(stepworker, "Stage", lambda model: SimpleNamespace(model=model))
     monkeypatch.setattr(stepworker, "Function", function)
     monkeypatch.setattr(stepworker, "target_here", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -73,19 +76,33 @@ def test_the_base_stays_while_others_come_and_go() -> None:
     for i in range(3 * GRAPHS_KEPT):
         later: Any = stepworker.compare(MODEL, STEP, base, [_exchanged(f"{i}".encode())], 1)
         assert later[0] is first[0]
-    captured = stepworker._held[0]._graph.captured  # type: ignore[attr-defined]
+    (held,) = stepworker._held.values()
+    captured = held._graph.captured  # type: ignore[attr-defined]
     assert len(captured) == 1 + 3 * GRAPHS_KEPT
 
 
-def test_one_step_is_held() -> None:
-    stepworker.compare(MODEL, STEP, [], [], 1)
-    (held,) = stepworker._held
-    stepworker.compare(MODEL, STEP, [], [], 1)
-    assert stepworker._held == [held]
-    stepworker.compare(MODEL, Step.decode(8, 512), [], [], 1)
-    assert stepworker._held != [held]
+def test_steps_of_one_model_share_its_weights() -> None:
+    for step in (STEP, Step.decode(8, 512), STEP):
+        stepworker.compare(MODEL, step, [], [], 1)
+    first, second = stepworker._held.values()
+    assert first._graph.stage is second._graph.stage
     stepworker.let_go()
-    assert stepworker._held == []
+    assert stepworker._held == stepworker._stages == {}
+
+
+def test_where_memory_is_short_other_steps_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepworker.compare(MODEL, STEP, [], [], 1)
+    capture = FakeGraph.capture
+
+    def alone(self: FakeGraph, chosen: Any) -> Any:
+        if len(stepworker._held) > 1:
+            raise torch.OutOfMemoryError("no room for two")
+        return capture(self, chosen)
+
+    monkeypatch.setattr(FakeGraph, "capture", alone)
+    seen = stepworker.compare(MODEL, Step.decode(8, 512), [], [], 1)
+    assert not isinstance(seen, str)
+    assert [step for _, step in stepworker._held] == [Step.decode(8, 512)]
 
 
 @pytest.mark.parametrize(("image", "why"), [(b"bad", "refused"), (b"huge", "decode, batch 1, context 512 of gemma-4-")])

@@ -273,6 +273,7 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
         outputs = prepared.one()  # poisoned anew
         function(case.problem, **outputs)
         torch.cuda.synchronize()
+        result = compare(kernel, case, outputs, prepared.expected)
     except KerngenError as e:
         return None, Observed("launch_failed", e.message)
     except torch.OutOfMemoryError:
@@ -282,7 +283,6 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
         # A fault is sticky: nothing that this process launches can succeed any more.
         _die_if_broken(e)
         return None, Observed("launch_failed", str(e).strip().splitlines()[0])
-    result = compare(kernel, case, outputs, prepared.expected)
     if not result.ok:
         return None, Observed("wrong_result", result.message, error_abs=result.error_abs, error_rel=result.error_rel)
     return function, Observed("ok", error_abs=result.error_abs, error_rel=result.error_rel)

@@ -7,8 +7,10 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from kerngen import measure
 from kerngen.measure import compare, fresh
 from kerngen.templates import Case, Tolerance
 from kerngen.templates.kernel import spread
@@ -28,6 +30,20 @@ def test_the_elements_of_an_output_are_compared_one_by_one() -> None:
     assert not said.ok
     assert said.error_abs == 4
     assert "caches[1][2] is 5, reference 1; 1 of 3" in said.message
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 7, 1 << 26])
+def test_parts_that_are_compared_add_up(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(measure, "COMPARED", at_once)
+    nan, inf = float("nan"), float("inf")
+    want = torch.tensor([[1.0, -8.0, nan, inf], [2.0, 0.0, -inf, 3.0]])
+    case, got = Case("case", None), want.clone()
+    assert compare(KERNEL, case, {"out": got}, {"out": want}).ok
+    for at, value in (((0, 2), 0.0), ((1, 1), 2.0), ((1, 3), nan), ((1, 2), inf)):
+        got[at] = value
+    said = compare(KERNEL, case, {"out": got}, {"out": want})
+    assert (said.ok, said.error_abs, said.error_rel) == (False, 2.0, 0.25)
+    assert "out[0, 2] is 0, reference nan; 4 of 8 outside" in said.message
 
 
 def test_copies_share_nothing_with_what_they_copy_but_what_was_one_stays_one() -> None:

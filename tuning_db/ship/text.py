@@ -103,7 +103,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """One kernel on one board. device: the fields of its Device. dynamic: the name of the dynamic field, "" for none."""
+    """One kernel on one board. device: the fields of its Device. dynamic: the dynamic field's name, "" for none."""
 
     kernel: str
     arch: str

@@ -12,9 +12,10 @@ demo: $(VENV)/.installed
 	$(BIN)/kerngen tune --arch sm70 --model gemma-4-31b --trials 6 --time-budget $(BUDGET)
 	$(BIN)/kerngen run $(MODEL) --draft examples/tiny/gemma-4-tiny-assistant --prompt "$$(cat examples/tiny/prompt.txt)"
 
-# One thread a worker: torch's threads of two workers would wait for each other on two cores.
+# One thread a worker: torch's threads of two workers would wait for each other on two cores. Hundreds of tests start a
+# process: none of them compiles kerngen's modules again, also where the environment asks Python to keep no bytecode.
 test: $(VENV)/.installed-dev lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/host -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/host -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

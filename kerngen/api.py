@@ -45,11 +45,11 @@ def find_winner(
     kernel, problem, target: as in compile_kernel. db: a path or URL; None for the usual ones (override, user,
     prebuilt). Raises UnknownName, ProblemError or UsageError for a request that cannot be right, DatabaseError.
     """
-    from kerngen.tuning_db import lookup, stores_for
+    from kerngen.tuning_db import lookup, sources_for
 
     found, place = find_kernel(kernel), _target(target)
     wanted = _made(found.problem_type, problem)
-    return lookup(stores_for(None if db is None else os.fspath(db)), found, wanted, place)
+    return lookup(sources_for(None if db is None else os.fspath(db)), found, wanted, place)
 
 
 def _target(place: str | Arch | Device | Target) -> Target:

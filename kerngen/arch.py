@@ -46,12 +46,17 @@ class Arch:
     has_wgmma: bool = False
     has_clusters: bool = False
     has_pdl: bool = False  # programmatic dependent launch
-    # What the cost model knows of the kind, not of a board: 16-bit FMAs with fp32 sums an SM and clock (whitepapers of
-    # each generation), the share of that which mma.sync reaches where only wgmma and its successors reach all of it,
-    # and the time from a load to its data while memory is busy (measured on sm90, taken over for its successors).
+    # What the cost model knows of the kind, not of a board; docs/prediction.md has the sources. 16-bit FMAs with fp32
+    # sums an SM and clock; the share of that which mma.sync reaches (on sm90 and sm100 wgmma and tcgen05 reach all of
+    # it, on sm70 nothing does); the time from a load to its data while memory is busy (measured on sm90, taken over for
+    # its successors); the share of a datasheet's bandwidth that loads to registers reach, and that asynchronous copies
+    # do; and what L2 gives an SM, bytes a clock, where all of them ask (as sm70, where no figure is public).
     tensor_fmas: int = 256
     mma_sync_share: float = 1.0
     memory_latency_us: float = 0.6
+    load_share: float = 0.92
+    copy_share: float = 0.92
+    l2_bytes_per_clock: float = 25.6
 
     def __str__(self) -> str:
         return self.name
@@ -74,6 +79,7 @@ class Arch:
 
 _VOLTA: dict[str, Any] = {
     "has_bf16": False, "has_cp_async": False, "has_ldmatrix": False, "has_mma16816": False, "tensor_fmas": 512,
+    "mma_sync_share": 0.78,
 }  # fmt: skip
 _TURING: dict[str, Any] = {"has_bf16": False, "has_cp_async": False, "has_mma16816": False, "tensor_fmas": 512}
 _BULK: dict[str, Any] = {
@@ -82,19 +88,22 @@ _BULK: dict[str, Any] = {
     "has_clusters": True,
     "has_pdl": True,
     "memory_latency_us": 0.8,
+    "l2_bytes_per_clock": 38.8,
 }
 
 _ARCHES = (
     Arch("sm70", (7, 0), "sm_70", 96 * KIB, 96 * KIB, 64, 32, **_VOLTA),
     Arch("sm75", (7, 5), "sm_75", 64 * KIB, 64 * KIB, 32, 16, **_TURING),
-    Arch("sm80", (8, 0), "sm_80", 163 * KIB, 164 * KIB, 64, 32, KIB, tensor_fmas=1024),
-    Arch("sm86", (8, 6), "sm_86", 99 * KIB, 100 * KIB, 48, 16, KIB),
+    Arch("sm80", (8, 0), "sm_80", 163 * KIB, 164 * KIB, 64, 32, KIB, tensor_fmas=1024,
+         l2_bytes_per_clock=47.4),
+    Arch("sm86", (8, 6), "sm_86", 99 * KIB, 100 * KIB, 48, 16, KIB, load_share=0.91, copy_share=0.91),
     Arch("sm89", (8, 9), "sm_89", 99 * KIB, 100 * KIB, 48, 24, KIB, has_fp8=True),
     Arch("sm90", (9, 0), "sm_90a", 227 * KIB, 228 * KIB, 64, 32, KIB, has_wgmma=True,
-         tensor_fmas=2048, mma_sync_share=0.62, **_BULK),
+         tensor_fmas=2048, mma_sync_share=0.62, copy_share=0.98, **_BULK),
     Arch("sm100", (10, 0), "sm_100a", 227 * KIB, 228 * KIB, 64, 32, KIB,
          tensor_fmas=4096, mma_sync_share=0.26, **_BULK),
-    Arch("sm120", (12, 0), "sm_120a", 99 * KIB, 100 * KIB, 48, 24, KIB, **_BULK),
+    Arch("sm120", (12, 0), "sm_120a", 99 * KIB, 100 * KIB, 48, 24, KIB, load_share=0.93, copy_share=0.93,
+         **(_BULK | {"l2_bytes_per_clock": 25.6})),
 )  # fmt: skip
 ARCHES: dict[str, Arch] = {a.name: a for a in _ARCHES}
 

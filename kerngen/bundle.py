@@ -9,38 +9,35 @@ is trusted here (tuning_db/serve/trust.py).
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Arch
 from kerngen.cache import CompileCache, compiling_is_forbidden
-from kerngen.compile import DEFAULT_OPTIONS, Cubin, cache_key
-from kerngen.errors import CorruptRecord, TuningMiss, UsageError
+from kerngen.compile import DEFAULT_OPTIONS, Cubin, source_key
+from kerngen.errors import TuningMiss, UsageError
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db import Store
-
-log = logging.getLogger(__name__)
+    from kerngen.tuning_db import Source
 
 _MADE_BY = "kerngen compile --arch ARCH --model NAME -o FILE makes one"
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One that was opened. nvrtc: of the keys that its cubins are filed under. targets: (arch, board), by name."""
+    """One that was opened. nvrtc: that made what no database had. targets: (arch, board), by name."""
 
     path: str
     model: str
     nvrtc: tuple[int, int]
     targets: tuple[tuple[str, str], ...]
-    store: Store
+    source: Source
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, allow_unsigned: bool = False) -> Bundle:
         """The bundle in a file. Raises UsageError where there is none, TrustError, DatabaseError."""
-        from kerngen.tuning_db.keep.bundles import open_bundle
+        from kerngen.tuning_db import open_source
         from kerngen.tuning_db.serve.sealed import Sealed, is_sealed_file
 
         name = os.fspath(path)
@@ -48,14 +45,14 @@ class Bundle:
             what = "a folder" if os.path.isdir(name) else "no sealed file" if os.path.exists(name) else "not there"
             raise UsageError(f"{name} is no bundle: it is {what}", hint=_MADE_BY)
         contents: dict[str, Any] = Sealed.open(name).header.get("contents", {})
-        store = open_bundle(name, name="bundle", allow_unsigned=allow_unsigned)
+        source = open_source(name, name="bundle", allow_unsigned=allow_unsigned)
         major, minor = contents.get("nvrtc", (0, 0))
         targets = tuple((str(arch), str(board)) for arch, board, *_ in contents.get("boards", ()))
-        return cls(name, ", ".join(contents.get("models", ())) or "NAME", (major, minor), targets, store)
+        return cls(name, ", ".join(contents.get("models", ())) or "NAME", (major, minor), targets, source)
 
-    def stores(self) -> list[Store]:
+    def sources(self) -> list[Source]:
         """Its database, and no other."""
-        return [self.store]
+        return [self.source]
 
     def require(self, arch: Arch) -> None:
         """Raises UsageError unless it was made for `arch`."""
@@ -68,9 +65,9 @@ class Bundle:
 
 
 class BundleCache(CompileCache):
-    """A bundle's cubins, whatever NVRTC is here or none; behind them the user's cache, unless compiling is forbidden.
+    """What stands behind a bundle, whose code comes with its answers: the user's cache, or nothing.
 
-    Where it is, only what the bundle holds is served: so it is shown to be complete.
+    Where compiling is forbidden, only what the bundle holds is served: so it is shown to be complete.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -78,39 +75,31 @@ class BundleCache(CompileCache):
         self._bundle = bundle
 
     def get_or_compile(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Cubin:
-        if (found := self.find(source, arch, options)) is not None:
-            return found
         if compiling_is_forbidden():
-            key = cache_key(source, arch.nvrtc_target, options, self._bundle.nvrtc)
+            key = source_key(source, arch.nvrtc_target)
             raise TuningMiss(
-                f"{key[:16]} for {arch} is not in the bundle {self._bundle.path}, and KERNGEN_NO_COMPILE forbids "
-                "compiling it",
+                f"source {key[:16]} for {arch} is not in the bundle {self._bundle.path}, and KERNGEN_NO_COMPILE "
+                "forbids compiling it",
                 hint=f"say what it lacks: kerngen doctor --model {self._bundle.model} --bundle {self._bundle.path}",
             )
         return super().get_or_compile(source, arch, options)
 
     def find(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Cubin | None:
-        """What the bundle holds; without KERNGEN_NO_COMPILE, or what the user's cache holds."""
-        key = cache_key(source, arch.nvrtc_target, options, self._bundle.nvrtc)
-        try:
-            shipped = self._bundle.store.find_cubin(key)
-        except CorruptRecord as e:
-            log.warning("%s; it is not used", e.message)
-            shipped = None
-        return shipped if shipped is not None or compiling_is_forbidden() else super().find(source, arch, options)
+        """What the user's cache holds; nothing under KERNGEN_NO_COMPILE."""
+        return None if compiling_is_forbidden() else super().find(source, arch, options)
 
 
-def sources_for(db_url: str | None, file: str | None) -> tuple[list[Store], CompileCache, Bundle | None]:
-    """Where winners and machine code come from: (stores, cache, the bundle if it is one).
+def sources_for(db_url: str | None, file: str | None) -> tuple[list[Source], CompileCache, Bundle | None]:
+    """Where winners and machine code come from: (databases, cache, the bundle if it is one).
 
-    db_url: --db. file: --bundle. With neither, $KERNGEN_BUNDLE counts, and then what `default_stores` finds. Raises
-    UsageError where both are given, and as `Bundle.open` and `stores_for`.
+    db_url: --db. file: --bundle. With neither, $KERNGEN_BUNDLE counts, and then what `default_sources` finds. Raises
+    UsageError where both are given, and as `Bundle.open` and `tuning_db.sources_for`.
     """
-    from kerngen.tuning_db import stores_for
+    from kerngen import tuning_db
 
     if db_url and file:
         raise UsageError("--db and --bundle both say which configurations to run", hint="give one of them")
     if not db_url and (named := file or os.environ.get("KERNGEN_BUNDLE")):
         bundle = Bundle.open(named)
-        return bundle.stores(), BundleCache(bundle), bundle
-    return stores_for(db_url or None), CompileCache(), None
+        return bundle.sources(), BundleCache(bundle), bundle
+    return tuning_db.sources_for(db_url or None), CompileCache(), None

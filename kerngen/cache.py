@@ -44,7 +44,7 @@ from kerngen.compile import (
     nvrtc_version,
     source_key,
 )
-from kerngen.errors import CacheError, CompileError, TuningMiss
+from kerngen.errors import CacheError, CompileError, ToolchainError, TuningMiss
 from kerngen.files import cache_dir, open_regular, publish
 from kerngen.owner import TRUST_HINT, why_distrusted
 
@@ -258,6 +258,7 @@ class CachedCompiler:
         self._lock = threading.Lock()
         self._in_flight: dict[str, Future[Cubin]] = {}
         self._closed = False
+        self._dead: ToolchainError | None = None  # why no process of ours can compile anything
 
     def submit(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Future[Cubin]:
         """A future of the cubin; one that is being compiled already is not compiled twice.
@@ -293,6 +294,8 @@ class CachedCompiler:
     def _submit_to_pool(self, source: str, arch: Arch, options: tuple[str, ...]) -> Future[Cubin]:
         if self._closed:
             raise RuntimeError("this CachedCompiler is closed")
+        if self._dead is not None:
+            raise self._dead
         for _ in range(2):
             if self._pool is None:
                 self._pool = CompilePool(self._jobs)
@@ -301,7 +304,7 @@ class CachedCompiler:
             except BrokenProcessPool:  # an earlier source killed a worker: start afresh
                 self._pool.close()
                 self._pool = None
-        raise CompileError("the compiler processes die as they start", hint="run: kerngen doctor")
+        raise _no_process()
 
     def _finish(
         self, done: Future[Cubin], answer: Future[Cubin], key: str, request: tuple[str, Arch, tuple[str, ...]]
@@ -323,7 +326,14 @@ class CachedCompiler:
             self._settle(answer, key, cubin=done.result())
 
     def _compile_alone(self, answer: Future[Cubin], key: str, request: tuple[str, Arch, tuple[str, ...]]) -> None:
+        if self._dead is not None:
+            self._settle(answer, key, error=self._dead)
+            return
         with CompilePool(1) as pool:
+            if not pool.starts():
+                self._dead = _no_process()
+                self._settle(answer, key, error=self._dead)
+                return
             try:
                 cubin = pool.submit(*request).result()
             except BrokenProcessPool:
@@ -367,3 +377,10 @@ class CachedCompiler:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _no_process() -> ToolchainError:
+    return ToolchainError(
+        "the compiler processes end as they start",
+        hint="a script of yours keeps what it runs under: if __name__ == '__main__':; otherwise see: kerngen doctor",
+    )

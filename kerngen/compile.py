@@ -292,6 +292,15 @@ class CompilePool:
 
         self._pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=end_with_parent)
 
+    def starts(self) -> bool:
+        """Whether its processes live until they are given work."""
+        from concurrent.futures.process import BrokenProcessPool
+
+        try:
+            return self._pool.submit(bool, True).result()
+        except BrokenProcessPool:
+            return False
+
     def submit(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Future[Cubin]:
         return self._pool.submit(compile_cubin, source, arch, options)
 

@@ -1,43 +1,55 @@
-"""How long a kernel will take on a GPU that is not here: a roofline with occupancy, latency and waves.
+"""How long a kernel will take on a GPU that is not here: rates, dependences, occupancy and waves.
 
 Input is what is known without running: the compiled kernel's registers, spills and shared memory, its
-launches, the bytes and FLOPs that the spec counts, and a Device profile. The answer is deterministic, and
+launches, what a configuration moves and executes (Traffic), and a Device profile. The answer is deterministic, and
 says what binds. It ranks configurations; it is no measurement, and every record made from it carries MODEL.
-docs/prediction.md has the formulas.
+docs/prediction.md has the formulas, and the origin of every constant; kerngen/tuning/fit.py fits and scores them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil, inf, log2, prod, sqrt
 from typing import Any
 
 from kerngen.arch import Arch, Target
 from kerngen.compile import Resources
 from kerngen.templates.kernel import Kernel, Launch, Traffic
 
-MODEL = "roofline-2"  # goes into every predicted record; raise it when a formula or a constant changes
+MODEL = "roofline-3"  # goes into every predicted record; raise it when a formula or a constant changes
 
-# Shares of a datasheet rate that good kernels reach. A plain read loop on an H200 reaches 4.44 of 4.8 TB/s.
-MEMORY_SHARE = 0.92
-TENSOR_SHARE = 0.95
-L2_SHARE = 0.45
-L2_BYTES_PER_CLOCK = 64.0  # per SM
+L2_PORT_BYTES = 64.0  # between an SM and L2, a clock
 SMEM_BYTES_PER_CLOCK = 128.0  # per SM: 32 banks of 4 bytes
 LANES_PER_CLOCK = 128  # four schedulers issue an instruction for 32 threads each
-# Of what does not bind, the part that is not hidden where one block has the SM to itself; n blocks hide n times more.
-EXPOSED_EXECUTION, EXPOSED_TRANSFER = 0.4, 0.25
-# A launch in a CUDA graph: an H200 streams 2.5 MB in 2.61 us plain and 1.29 us with programmatic dependent
-# launch, where the bytes alone take 0.56 us. The ramp, one memory latency, is counted beside these.
-LAUNCH_US = 1.4
-LAUNCH_PDL_US = 0.2
-SPILL_FACTOR = 2.0  # the report says how much is spilled, not how deep in which loop
-STEP_US = 0.2  # a barrier of the main loop: filling the pipes anew, waiting for the slowest warp
-GRID_SYNC_US = 1.0  # the last block of a split waits for the others' partial results
-SINGLE_PASS = 4  # a block that moves at most so many times what it has in flight, writes included
 BYTES_IN_FLIGHT_PER_THREAD = 32  # assumed where the spec does not say: two 16-byte loads
 REGISTERS_LEAST = 16
+LEAST_BUSY = 0.5  # of its time, a resource that is said to bind: else a block's own chain of waits does
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What no datasheet says. Shares are of a board's own rates, clocks are of its SMs: with those they carry over.
+
+    Fitted to what an H200 recorded and is not held out (kerngen/tuning/fit.py, FITTED), but for gap_us, measured there
+    apart: 2.5 MB stream in 2.61 us where launches follow each other plainly, in 1.29 us with programmatic dependent
+    launch, in a CUDA graph.
+    """
+
+    block_tensor_share: float = 0.754  # of the tensor rate that wgmma, and what succeeds it, reaches
+    issue_share: float = 0.634  # of the schedulers' slots that instructions of every kind fill
+    warp_issue: float = 0.712  # instructions that a warp by itself issues a clock
+    exposed: float = 0.3  # of the shorter of moving and executing, the part that the longer does not hide
+    latency: float = 0.447  # of the arch's memory latency under load, what a load takes that waits for nobody
+    start_clocks: float = 518.0  # until a block in the place of one that ended is at work
+    join_clocks: float = 245.0  # until warps that split a tile have met
+    launch_us: float = 1.21  # from the end of a launch's predecessor to its first, and from its last store to its end
+    fill_us: float = 1.52  # more where all SMs take part: on a logarithmic scale of its blocks
+    gap_us: float = 1.3  # more without programmatic dependent launch
+    spill: float = 0.824  # more time, as a share, where as much is spilled as the registers hold
+
+
+CONSTANTS = Constants()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +68,14 @@ def _round_up(value: int, multiple: int) -> int:
 def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occupancy:
     """Resident blocks per SM for a block of `threads` with `registers` each and `smem_bytes` in all.
 
-    The arithmetic of the CUDA occupancy calculator: registers are given to warps in units of 256 and warps to
-    four sub-partitions, shared memory in units of 256 bytes (128 since sm80) plus what the system reserves.
+    The arithmetic of CUDA's cuda_occupancy.h: registers are given to warps in units of 256 and warps to four
+    sub-partitions, shared memory in units of 256 bytes (128 since sm80) plus what the system reserves.
     """
     warps = ceil(threads / 32)
     limits = {"warps": arch.max_warps_per_sm // warps, "blocks": arch.max_blocks_per_sm}
     registers_per_warp = _round_up(max(registers, 1) * 32, 256)
     warps_by_registers = 4 * ((arch.regs_per_sm // 4) // registers_per_warp)
-    limits["registers"] = warps_by_registers // _round_up(warps, 4)
+    limits["registers"] = warps_by_registers // warps
     if smem := smem_bytes + arch.reserved_smem_bytes:
         limits["shared memory"] = arch.smem_per_sm // _round_up(smem, 128 if arch.number >= 80 else 256)
     limit = min(limits, key=lambda k: limits[k])
@@ -72,7 +84,9 @@ def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occu
 
 @dataclass(frozen=True, slots=True)
 class LaunchPrediction:
-    """One launch: its time, how it fills the GPU, what binds: memory, l2, smem, tensor, issue or launch."""
+    """One launch: its time, how it fills the GPU, what binds: memory, l2, smem, tensor, issue, latency (a block's chain
+    of waits) or launch.
+    """
 
     entry: str
     latency_us: float
@@ -122,34 +136,38 @@ class Outlook:
     counts are timed once, whichever configurations they belong to.
     """
 
-    def __init__(self, kernel: Kernel, problem: Any, target: Target) -> None:
-        self._kernel, self._problem, self._target = kernel, problem, target
+    def __init__(self, kernel: Kernel, problem: Any, target: Target, constants: Constants = CONSTANTS) -> None:
+        self._kernel, self._problem, self._target, self._constants = kernel, problem, target, constants
         self._cost = kernel.cost(problem)
         self._timed: dict[tuple[Launch, Traffic, Resources | None, int | None], tuple[float, str, Occupancy]] = {}
+
+    def work(self, config: Any) -> tuple[tuple[Launch, Traffic], ...]:
+        """The launches of `config`, and what each moves and executes."""
+        kernel, problem, target, cost = self._kernel, self._problem, self._target, self._cost
+        launches = kernel.launches(problem, config, target)
+        workspace = kernel.workspace_bytes(problem, config, target)
+        traffic = kernel.traffic(problem, config, target) or ()
+        found = []
+        for i, launch in enumerate(launches):
+            if i < len(traffic):
+                found.append((launch, traffic[i]))
+                continue
+            first = _main_traffic(config, target.arch, cost.bytes, cost.flops, launch) if i == 0 else Traffic(0, 0)
+            found.append((launch, _with_workspace(first, workspace, target.device.l2_bytes)))
+        return tuple(found)
 
     def predict(
         self, config: Any, resources: Mapping[str, Resources] | None = None, *, registers: int | None = None
     ) -> Prediction:
         """See `predict`."""
-        kernel, problem, target, cost = self._kernel, self._problem, self._target, self._cost
-        launches = kernel.launches(problem, config, target)
-        workspace = kernel.workspace_bytes(problem, config, target)
-        traffic = kernel.traffic(problem, config, target)
+        target = self._target
         predictions = []
-        for i, launch in enumerate(launches):
+        for launch, moved in self.work(config):
             given = resources.get(launch.entry) if resources is not None else None
-            moved = (
-                traffic[i] if traffic is not None and i < len(traffic) else
-                _main_traffic(config, target.arch, cost.bytes, cost.flops, launch) if i == 0 else Traffic(0, 0)
-            )  # fmt: skip
-            if traffic is None or i >= len(traffic):
-                moved = _with_workspace(moved, workspace, target.device.l2_bytes)
             key = launch, moved, given, registers
             if key not in self._timed:
-                self._timed[key] = _launch_us(launch, moved, target, given, registers)
+                self._timed[key] = launch_us(launch, moved, target, given, registers, self._constants)
             us, bound, fit = self._timed[key]
-            if workspace and len(launches) == 1:
-                us += GRID_SYNC_US
             threads, blocks = prod(launch.block), prod(launch.grid)
             spill = given.spill_store_bytes + given.spill_load_bytes if given else 0
             predictions.append(
@@ -161,7 +179,8 @@ class Outlook:
                     spill * threads * blocks,
                 )
             )  # fmt: skip
-        return Prediction(sum(p.latency_us for p in predictions), tuple(predictions), cost.bytes, cost.flops)
+        total = sum(p.latency_us for p in predictions)
+        return Prediction(total, tuple(predictions), self._cost.bytes, self._cost.flops)
 
 
 def predict(
@@ -198,74 +217,70 @@ def _with_workspace(t: Traffic, workspace: int, l2_bytes: int) -> Traffic:
     return replace(t, dram_bytes=t.dram_bytes + through_memory, l2_bytes=l2)
 
 
-def _launch_us(
-    launch: Launch, t: Traffic, target: Target, given: Resources | None, registers: int | None
+def launch_us(
+    launch: Launch, t: Traffic, target: Target, given: Resources | None, registers: int | None, k: Constants
 ) -> tuple[float, str, Occupancy]:
-    smem = launch.smem_bytes + (given.static_smem_bytes if given else 0)
+    """(microseconds of one launch, what binds, how it fills an SM). See `predict` for given and registers."""
     regs = given.registers if given else registers or REGISTERS_LEAST
+    smem = launch.smem_bytes + (given.static_smem_bytes if given else 0)
     fit = occupancy(target.arch, prod(launch.block), regs, smem)
-    overhead = LAUNCH_PDL_US if launch.pdl else LAUNCH_US
-    if given is not None:  # spilled bytes go out to L1 and back for every thread, at least once
-        t = _with_spills(t, given, prod(launch.block) * prod(launch.grid))
-    # A scheduler with room for n blocks can do what one with room for fewer does: more room never hurts.
-    most = max(1, min(fit.blocks_per_sm, ceil(prod(launch.grid) / target.device.num_sms)))
-    best, bound = min(_busy_us(launch, t, target, n) for n in range(1, most + 1))
-    if given is not None and given.spill_store_bytes + given.spill_load_bytes:
-        best *= SPILL_FACTOR
-    return overhead + best, bound if best > overhead else "launch", fit
+    times, between = _times(launch, t, target, max(fit.blocks_per_sm, 1), k)
+    moving = max(times["memory"], times["l2"])
+    executing = max(times["latency"], _together(times["smem"], times["tensor"], times["issue"]))
+    busy = max(moving, executing) + k.exposed * min(moving, executing)
+    if given is not None:
+        busy *= 1 + k.spill * min(1.0, (given.spill_store_bytes + given.spill_load_bytes) / (4 * regs))
+    filled = log2(1 + min(prod(launch.grid), t.units or inf)) / log2(1 + target.device.num_sms)
+    overhead = k.launch_us + k.fill_us * filled + (0.0 if launch.pdl else k.gap_us)
+    busiest = max((n for n in times if n != "latency"), key=lambda n: times[n])
+    bound = busiest if times[busiest] >= LEAST_BUSY * times["latency"] else "latency"
+    return overhead + busy + between, bound if busy + between > overhead else "launch", fit
 
 
-def _with_spills(t: Traffic, given: Resources, threads: int) -> Traffic:
-    spilled = (given.spill_store_bytes + given.spill_load_bytes) * threads
-    if not spilled:
-        return t
-    l2 = (t.dram_bytes if t.l2_bytes is None else t.l2_bytes) + spilled
-    return replace(t, l2_bytes=l2, smem_bytes=(t.smem_bytes or 0) + spilled)
+def _times(launch: Launch, t: Traffic, target: Target, resident: int, k: Constants) -> tuple[dict[str, float], float]:
+    """(what each resource would take by itself, what the ends of blocks take beside), microseconds.
 
-
-def _busy_us(launch: Launch, t: Traffic, target: Target, blocks_per_sm: int) -> tuple[float, str]:
-    """Time from the first block's start to the last one's end, in waves of up to blocks_per_sm on each SM."""
-    blocks = prod(launch.grid)
-    per_wave = target.device.num_sms * blocks_per_sm
-    full, rest = divmod(blocks, per_wave)
-    total, bound = 0.0, "memory"
-    for count, size in ((full, per_wave), (1, rest)):
-        if count and size:
-            us, bound_here = _wave_us(size, blocks, launch, t, target)
-            total, bound = total + count * us, bound_here if total == 0 else bound
-    return total, bound
-
-
-def _wave_us(size: int, blocks: int, launch: Launch, t: Traffic, target: Target) -> tuple[float, str]:
-    """Time of one wave of `size` of the grid's `blocks`; each block is taken to do the same work."""
+    A unit of work is taken to be like any other. The busiest SM has ceil(units / SMs) of them, and the busiest block
+    ceil(units / blocks), one after another, in as many rounds as `resident` blocks an SM make of the grid.
+    """
     arch, device = target.arch, target.device
-    share, per_sm = size / blocks, ceil(size / device.num_sms)
-    clock = device.clock_mhz  # cycles per us
-    in_flight = t.bytes_in_flight or prod(launch.block) * BYTES_IN_FLIGHT_PER_THREAD
-    each = max(1, ceil(max(t.dram_bytes, t.l2_bytes or 0) / blocks))
-    in_flight = each if each <= SINGLE_PASS * in_flight else in_flight  # no loop: all of it is under way at once
+    clock, warps = device.clock_mhz, ceil(prod(launch.block) / 32)  # clock: cycles a us
+    units = t.units or prod(launch.grid)
+    blocks = min(prod(launch.grid), units)
+    on_sm, in_block, rounds = (
+        ceil(units / device.num_sms),
+        ceil(units / blocks),
+        ceil(blocks / device.num_sms / resident),
+    )
     l2_bytes = t.dram_bytes if t.l2_bytes is None else t.l2_bytes
-    # Little's law: what is on its way at any moment, over how long it takes. Bytes per us.
-    latency = arch.memory_latency_us
-    memory_rate = min(device.mem_gbps * 1e3 * MEMORY_SHARE, size * in_flight / latency)
-    l2_rate = L2_BYTES_PER_CLOCK * L2_SHARE * clock  # per SM
-    warps = per_sm * ceil(prod(launch.block) / 32)
-    tensor_share = TENSOR_SHARE * arch.mma_sync_share
-    tensor_rate = device.tensor_tflops * 1e6 * tensor_share / device.num_sms
-    transfer = {
-        "memory": t.dram_bytes * share / memory_rate,
-        "l2": per_sm * l2_bytes / blocks / l2_rate,
+    in_flight = t.bytes_in_flight or prod(launch.block) * BYTES_IN_FLIGHT_PER_THREAD
+    latency = arch.memory_latency_us * k.latency
+    # Of a unit, on an SM of its own: by all its schedulers, and by the warps of a block, which may be too few for them.
+    tensor_share = arch.mma_sync_share if t.tensor == "mma" else k.block_tensor_share
+    tensor = t.flops / units / (device.tensor_tflops * 1e6 / device.num_sms * tensor_share)
+    issue = t.cuda_ops / units / (LANES_PER_CLOCK * clock * k.issue_share)
+    smem = (t.smem_bytes or 0) / units / (SMEM_BYTES_PER_CLOCK * clock)
+    joining = t.join_bytes / units / (SMEM_BYTES_PER_CLOCK * clock)
+    alone = _together(
+        smem, tensor * max(1.0, 4 / warps), issue * max(1.0, 4 / (warps * k.warp_issue)), t.clocks / clock
+    )
+    # Little's law: what is on its way at any moment, over how long it takes; all of it at once takes that long too.
+    arriving = max(1.0, max(t.dram_bytes, l2_bytes) / units / in_flight) * latency
+    loop = _together(arriving, alone) if t.copies else arriving + alone
+    waiting = t.waits * latency
+    times = {
+        "memory": t.dram_bytes / (device.mem_gbps * 1e3 * (arch.copy_share if t.copies else arch.load_share)),
+        "l2": max(on_sm * l2_bytes / units / L2_PORT_BYTES, l2_bytes / device.num_sms / arch.l2_bytes_per_clock)
+        / clock,
+        "smem": on_sm * (smem + joining),
+        "tensor": on_sm * tensor,
+        "issue": on_sm * issue,
+        "latency": rounds * in_block * (loop + t.joins * k.join_clocks / clock + joining),
     }
-    execution = {
-        "smem": per_sm * (t.smem_bytes or 0) / blocks / (SMEM_BYTES_PER_CLOCK * clock),
-        # Four sub-partitions have a tensor core and a scheduler each: fewer warps leave some idle.
-        "tensor": per_sm * t.flops / blocks / (tensor_rate * min(1.0, warps / 4)),
-        "issue": per_sm * t.cuda_ops / blocks / (LANES_PER_CLOCK * clock * min(1.0, warps / 4)),
-    }
-    moving = max(transfer.values())
-    busiest = max(execution.values())
-    executing = busiest + (sum(execution.values()) - busiest) * EXPOSED_EXECUTION / per_sm
-    total = max(moving, executing) + min(moving, executing) * EXPOSED_TRANSFER / per_sm + latency
-    total += t.steps * STEP_US
-    times = transfer if moving >= executing else execution
-    return total, max(times, key=lambda k: times[k])
+    # Where a block ends and another begins its SM has nothing to do, but for the blocks beside it.
+    return times, waiting + (rounds - 1) * (k.start_clocks / clock + waiting) / resident
+
+
+def _together(*times: float) -> float:
+    """What does not wait for each other but shares the schedulers' attention: more than the longest, less than all."""
+    return sqrt(sum(t * t for t in times))

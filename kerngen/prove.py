@@ -11,15 +11,17 @@ from concurrent.futures import Future
 from typing import Any
 
 from kerngen.arch import Arch, Target, find_arch
-from kerngen.bundle import Bundle, BundleCache
+from kerngen.bundle import Bundle
 from kerngen.cache import CachedCompiler, CompileCache
-from kerngen.compile import DEFAULT_OPTIONS, Cubin, cache_key, nvrtc_version
+from kerngen.compile import DEFAULT_OPTIONS, Cubin, nvrtc_version
 from kerngen.errors import CompileError, KerngenError
 from kerngen.progress import Reporter
 from kerngen.readiness import readiness
 from kerngen.render import source_of
 from kerngen.runtime.binding import Bindings
 from kerngen.templates import find_kernel, kernel_names
+from kerngen.tuning_db.keep.bundles import open_bundle
+from kerngen.tuning_db.keep.store import Store
 from kerngen.tuning_db.serve.freshness import source_sha
 from kerngen.tuning_db.serve.values import Build
 from kerngen.tuning_db.ship.verify import Verdict
@@ -28,11 +30,11 @@ from kerngen.workload import find_model, workload
 _NAMED = 20  # faults of one kind that are named one by one
 
 
-class _Alone(BundleCache):
-    """A bundle's cubins, and nothing behind them."""
+class _Nothing(CompileCache):
+    """What stands behind a bundle that is to be complete."""
 
     def find(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Cubin | None:
-        return self._bundle.store.find_cubin(cache_key(source, arch.nvrtc_target, options, self._bundle.nvrtc))
+        return None
 
 
 def complete(bundle: Bundle, model: str, draft: str | None, targets: list[Target], names: list[str]) -> Verdict:
@@ -42,7 +44,7 @@ def complete(bundle: Bundle, model: str, draft: str | None, targets: list[Target
     kinds: dict[str, int] = {}
     for target in targets:
         load = workload(find_model(model, draft), target.arch)
-        found = readiness(load.only(names) if names else load, Bindings(bundle.stores(), target), _Alone(bundle))
+        found = readiness(load.only(names) if names else load, Bindings(bundle.sources(), target), _Nothing())
         builds += found.builds
         faults += [f"lacks {b}" for b in found.missing[:_NAMED]]
         if len(found.missing) > _NAMED:
@@ -60,7 +62,12 @@ def rebuilt(bundle: Bundle, jobs: int, bar: Reporter) -> Verdict:
 
     Builds of another NVRTC cannot be compared here, and are counted as not proved.
     """
-    store, here = bundle.store, nvrtc_version()
+    here = nvrtc_version()
+    with open_bundle(bundle.path, allow_unsigned=True) as store:  # nothing of it is run
+        return _rebuilt(store, here, jobs, bar)
+
+
+def _rebuilt(store: Store, here: tuple[int, int], jobs: int, bar: Reporter) -> Verdict:
     fields = {w.build_id: w.problem.fields for w in store.winners()}
     kept = [b for b in store.kept_builds() if b.kernel in kernel_names()]
     faults, others, same = [], 0, 0

@@ -14,6 +14,7 @@ from kerngen.compile import require_target
 from kerngen.errors import KerngenError
 from kerngen.runtime.binding import Bindings, Choice
 from kerngen.templates import find_kernel
+from kerngen.tuning_db.serve.order import is_exact
 from kerngen.workload import Workload
 
 EXACT, SAME_ARCH, PREDICTED, DEFAULT = "exact device", "same arch", "predicted", "default"
@@ -50,8 +51,7 @@ def kind_of(choice: Choice, target: Target) -> str:
         return DEFAULT
     if choice.provenance != "measured":
         return PREDICTED
-    there, here = choice.winner.device, target.device
-    return EXACT if (there.name, there.num_sms) == (here.name, here.num_sms) else SAME_ARCH
+    return EXACT if is_exact(choice.winner.device, target.device) else SAME_ARCH
 
 
 def readiness(load: Workload, bindings: Bindings, cache: CompileCache) -> Readiness:

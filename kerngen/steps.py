@@ -90,9 +90,12 @@ class Recorder:
     def __init__(self, target: ModelConfig, drafter: DrafterConfig | None, dtype: str, arch: Arch | None) -> None:
         import torch
 
+        from kerngen.forwards import Forwards
         from kerngen.runtime.cache import KVCache
         from kerngen.runtime.drafting import Drafter
+        from kerngen.runtime.executors.alike import AlikeLayers
         from kerngen.runtime.executors.record import Record
+        from kerngen.runtime.executors.shapes import ShapesAlone
         from kerngen.runtime.model import Gemma4
         from kerngen.runtime.ops.kernels import KernelOps
         from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
@@ -100,14 +103,16 @@ class Recorder:
 
         self.outside: dict[str, None] = {}  # what went past the kernels, by its name in `runtime.ops.outside.OUTSIDE`
         self._note: Note = _unheard
-        with torch.inference_mode():
-            executor = Record(self._called, self._unserved, None if arch is None else Target.of(arch))
-            ops = KernelOps(executor, TORCH_DTYPE[dtype])
-            self._model = Gemma4(target, synthetic_model(target, ops), ops)
-            self._drafter: Drafter | None = None
-            if drafter is not None:
-                self._drafter = Drafter(drafter, synthetic_drafter(drafter, ops), self._model)
+        with torch.inference_mode(), ShapesAlone():
+            self._executor = Record(self._called, self._unserved, None if arch is None else Target.of(arch))
+            ops = KernelOps(self._executor, TORCH_DTYPE[dtype])
+            model = Gemma4(target, synthetic_model(target, ops), ops)
+            model.stack = AlikeLayers(model.stack, self._executor)
+            drafting = None if drafter is None else Drafter(drafter, synthetic_drafter(drafter, ops), model)
+            if drafting is not None:
+                drafting.stack = AlikeLayers(drafting.stack, self._executor)
             self._pool = KVCache.whole(target, ops, batch=1, max_len=1)  # of which problems show the tables alone
+        self._forwards = Forwards(model, drafting, self._cache)
         self.config, self.has_drafter, self.max_decode_len = target, drafter is not None, ops.max_decode_len
 
     def record(self, step: Step, note: Note, beside: Note | None = None) -> None:
@@ -117,18 +122,21 @@ class Recorder:
         """
         import torch
 
+        from kerngen.runtime.executors.shapes import ShapesAlone
+
         self._require(step)
-        steps = {"prefill": self._prefill, "draft": self._draft}
-        self._note = note
-        with torch.inference_mode():
-            choose = steps.get(step.phase, self._decode)(step)
+        self._executor.forget()
+        with torch.inference_mode(), ShapesAlone():
+            run, choose = self._forwards.prepare(step)
+            self._note = note
+            run()
             if beside is not None and choose is not None:
                 self._note = beside
                 choose()
         self._note = _unheard
 
     def _require(self, step: Step) -> None:
-        if step.phase == "draft" and self._drafter is None:
+        if step.phase == "draft" and not self.has_drafter:
             raise UsageError(f"{step.name}: the model has no drafter", hint="give its folder: --draft")
         if step.phase == "prefill":
             if not 1 <= step.chunk <= step.context:
@@ -149,49 +157,6 @@ class Recorder:
         pages = -(-step.context // self._pool.page_size)
         tables = self._pool.tables
         return self._pool.with_tables(torch.empty(2, step.batch, pages, dtype=tables.dtype, device=tables.device))
-
-    def _decode(self, step: Step) -> Callable[[], object]:
-        """A single token of each sequence, or the verification of drafts."""
-        import torch
-
-        from kerngen.runtime.batch import Batch
-
-        model, ops, cache = self._model, self._model.ops, self._cache(step)
-        ids = torch.empty(step.batch, step.q_len, dtype=torch.int64, device=ops.device)
-        lengths = torch.empty(step.batch, dtype=torch.int64, device=ops.device)
-        states = model.forward(Batch.decode(ids, lengths, cache, step.context, ops), cache)
-        tokens = model.greedy(states).view(step.batch, step.q_len)
-        drafts = torch.empty(step.batch, step.q_len - 1, dtype=torch.int64, device=ops.device)
-        token, limits = torch.empty_like(lengths), torch.empty_like(lengths)
-        ops.decode_advance(tokens, drafts, states, token, lengths, limits, states[: step.batch])
-
-        def choose() -> None:
-            model.logits(states)
-            ops.greedy(states, model.weights.head, model.config.logit_cap)  # where there is no room for a screen
-
-        return choose
-
-    def _prefill(self, step: Step) -> None:
-        """A chunk of one sequence: a whole prompt, or what follows keys that are in the cache already."""
-        import torch
-
-        from kerngen.runtime.batch import Batch
-
-        cache = self._cache(step)
-        ids = torch.empty(step.chunk, dtype=torch.int64, device=self._model.ops.device)
-        self._model.forward(Batch.prefill(ids, step.context - step.chunk, cache), cache, outputs="last")
-
-    def _draft(self, step: Step) -> Callable[[], object] | None:
-        import torch
-
-        if (drafter := self._drafter) is None:
-            raise TypeError("a step that the model cannot take was let through")
-        ops, width = drafter.ops, self._model.config.hidden_size
-        ids = torch.empty(step.batch, dtype=torch.int64, device=ops.device)
-        hidden = torch.empty(step.batch, width, dtype=ops.dtype, device=ops.device)
-        y = drafter.step(ids, hidden, ids, self._cache(step), step.context)[0]
-        drafter.greedy(y)
-        return None if drafter.weights.centroids is not None else lambda: ops.greedy(y, drafter.weights.head, 0.0)
 
 
 def _unheard(kernel: str, problem: Any, where: str) -> None:

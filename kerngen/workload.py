@@ -79,6 +79,7 @@ class Workload:
     items: tuple[Item, ...]
     missing: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
+    _lines: dict[tuple[Any, ...], list[Item]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def only(self, kernels: Iterable[str]) -> Workload:
         """The part that concerns `kernels`. Raises UnknownName for one that the workload does not have."""
@@ -101,26 +102,38 @@ class Workload:
         here = [(i, u) for i in self.items for u in i.uses if _kind(u) == wanted and u.count]
         recorded = {u.context for _, u in here}
         stands = min((c for c in recorded if c >= context), default=max(recorded, default=0))
-        for item in self.items:
-            count = sum(u.count for i, u in here if i is item and u.context in (0, stands))
-            if count:
-                yield item, count
+        counts: dict[int, tuple[Item, int]] = {}  # by identity: items are long to hash, and in their order here
+        for item, use in here:
+            if use.context in (0, stands):
+                counts[id(item)] = item, counts.get(id(item), (item, 0))[1] + use.count
+        yield from counts.values()
 
     def serving(self, kernel: str, problem: Any) -> Item | None:
         """The tuned problem whose winner serves a call: the nearest above along its kernel's line, as in the runtime.
 
         None where the grid has none: the runtime uses the default configuration then.
         """
-        along = problem.DYNAMIC
-        rest = [f.name for f in fields(problem) if f.name != along]
-        at, best, least = getattr(problem, along, 0), None, float("inf")
-        for item in self.items:
-            there = getattr(item.problem, along, 0)
-            if item.kernel != kernel or not at <= there < least:
-                continue
-            if all(getattr(item.problem, name) == getattr(problem, name) for name in rest):
-                best, least = item, there
-        return best
+        if not self._lines:
+            for item in self.items:
+                self._lines.setdefault(_line(item.kernel, item.problem), []).append(item)
+        at = _place(problem)
+        above = [item for item in self._lines.get(_line(kernel, problem), ()) if at <= _place(item.problem)]
+        return min(above, key=lambda item: _place(item.problem), default=None)
+
+
+def _line(kernel: str, problem: Any) -> tuple[Any, ...]:
+    """What problems have in common that differ along their kernel's line alone."""
+    cls: Any = type(problem)
+    return kernel, *(getattr(problem, name) for name in _off_line(cls))
+
+
+@cache
+def _off_line(problem_type: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(problem_type) if f.name != problem_type.DYNAMIC)
+
+
+def _place(problem: Any) -> int:
+    return getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else 0
 
 
 def _kind(use: Use) -> Kind:
@@ -174,9 +187,12 @@ class _Notes:
     step: Step | None = None
     met: dict[tuple[str, Any], dict[tuple[str, Kind], dict[int, int]]] = field(default_factory=dict)
     contexts: dict[Kind, set[int]] = field(default_factory=dict)
+    # of this step: a place and a problem, by identity, as often as its layers are alike; and its part of `met`
+    again: dict[tuple[int, str], tuple[Any, dict[int, int]]] = field(default_factory=dict)
 
     def begin(self, step: Step) -> None:
         self.step = step
+        self.again.clear()
         self.contexts.setdefault(step.kind, set()).add(step.context)
 
     def call(self, kernel: str, problem: Any, where: str) -> None:
@@ -189,7 +205,10 @@ class _Notes:
     def _met(self, kernel: str, problem: Any, where: str, count: int) -> None:
         if (step := self.step) is None:
             raise TypeError("a call was noted before any step began")
-        use = self.met.setdefault((kernel, _on_grid(problem)), {}).setdefault((where, step.kind), {})
+        if (known := self.again.get((id(problem), where))) is None:
+            use = self.met.setdefault((kernel, _on_grid(problem)), {}).setdefault((where, step.kind), {})
+            known = self.again[id(problem), where] = problem, use
+        use = known[1]
         use[step.context] = use.get(step.context, 0) + count
 
     def items(self) -> Iterator[Item]:

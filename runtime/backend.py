@@ -42,8 +42,8 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
         from kerngen.runtime.launcher import Launcher
         from kerngen.runtime.ops.kernels import KernelOps
 
-        stores, cache, shipped = sources_for(db_url, bundle)
-        launcher = Launcher(stores, cache, index=where.index or 0)
+        sources, cache, shipped = sources_for(db_url, bundle)
+        launcher = Launcher(sources, cache, index=where.index or 0)
         arch = launcher.target.arch
         if shipped is not None:
             shipped.require(arch)

@@ -1,7 +1,7 @@
 """What will run: the configuration and machine code of each problem, decided here for whoever asks.
 
 `Bindings` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
-compiled-in fields) is bound once: its tuned points are read from the stores, or, where there are none, defaults are
+compiled-in fields) is bound once: its tuned points are read from the databases, or, where there are none, defaults are
 made at powers of two of the dynamic field. From then on a problem never seen before costs a bisection, and one that was
 a look into a dict: a prompt's forward asks hundreds of times.
 """
@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
 from kerngen.errors import ProblemError
-from kerngen.render import render
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates
 from kerngen.tuning_db.serve.filing import round_up
 
 if TYPE_CHECKING:
     from kerngen.compile import Cubin
-    from kerngen.tuning_db import Store, Winner
+    from kerngen.tuning_db import Source, Winner
 
 DEFAULT = "default configuration"
 CHOICES_KEPT = 8192  # a dozen kernels' for several hundred lengths of context
@@ -33,8 +32,8 @@ CHOICES_KEPT = 8192  # a dozen kernels' for several hundred lengths of context
 class Choice:
     """What serves a problem: the same object for all problems that share it.
 
-    source: who chose the configuration. problem: one that it was chosen for. cubin: its machine code where the store
-    that answered keeps it and it is current; else it is compiled from `text`. winner: the record that it rests on,
+    source: who chose the configuration. problem: one that it was chosen for. cubin: its machine code where a database
+    that was asked keeps it and it is current; else it is compiled from `text`. winner: the record that it rests on,
     None for a default.
     """
 
@@ -50,19 +49,21 @@ class Choice:
     @property
     def text(self) -> str:
         """The source to compile. Raises ConfigRefused, KerngenError as `render`."""
+        from kerngen.render import render  # Jinja is for those that must render
+
         return render(self.kernel, self.problem, self.config, self.target)
 
 
 class Binding:
     """One kernel with one set of compiled-in fields on one target. `choice` is all that a request pays for."""
 
-    def __init__(self, stores: Sequence[Store], kernel: Kernel, problem: Any, target: Target) -> None:
+    def __init__(self, sources: Sequence[Source], kernel: Kernel, problem: Any, target: Target) -> None:
         self.kernel, self.target = kernel, target
         self._bound = None
-        if stores:
+        if sources:
             from kerngen.tuning_db import Bound
 
-            self._bound = Bound(stores, kernel, problem, target)
+            self._bound = Bound(sources, kernel, problem, target)
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
         self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
@@ -95,7 +96,8 @@ class Binding:
     def _default_for(self, problem: Any) -> Choice:
         config = self.kernel.default_config(problem, self.target)
         self.kernel.require_valid(problem, config, self.target)
-        return Choice(self.kernel, problem, config, self.target, DEFAULT, "default")
+        code = self._bound.code(problem, config) if self._bound is not None else None
+        return Choice(self.kernel, problem, config, self.target, DEFAULT, "default", code)
 
 
 def _moved(problem: Any, dynamic: int) -> Any:
@@ -107,11 +109,11 @@ def _moved(problem: Any, dynamic: int) -> Any:
 
 
 class Bindings:
-    """What will run on `target`. stores: tuning databases in lookup order; with none, defaults are chosen."""
+    """What will run on `target`. sources: tuning databases in lookup order; with none, defaults are chosen."""
 
-    def __init__(self, stores: Sequence[Store], target: Target) -> None:
+    def __init__(self, sources: Sequence[Source], target: Target) -> None:
         self.target = target
-        self._stores = tuple(stores)
+        self._sources = tuple(sources)
         self._bindings: dict[tuple[Any, ...], Binding] = {}
         self._known: dict[tuple[str, Any], Choice] = {}  # of problems met; forgotten together where they are too many
 
@@ -127,7 +129,7 @@ class Bindings:
     def _binding(self, kernel: Kernel, problem: Any) -> Binding:
         key = (kernel.name, *_static(kernel)(problem))
         if (binding := self._bindings.get(key)) is None:
-            binding = self._bindings[key] = Binding(self._stores, kernel, problem, self.target)
+            binding = self._bindings[key] = Binding(self._sources, kernel, problem, self.target)
         return binding
 
 

@@ -30,7 +30,7 @@ from kerngen.templates.call import Call
 from kerngen.templates.kernel import Arg, Kernel, Launch, describe
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db import Store
+    from kerngen.tuning_db import Source
 
 log = logging.getLogger(__name__)
 
@@ -306,13 +306,13 @@ def shares_sms() -> bool:
 class Launcher:
     """Runs calls on one GPU: what `Bindings` chooses, loaded once.
 
-    stores: tuning databases in lookup order; with none, every kernel runs its default configuration.
+    sources: tuning databases in lookup order; with none, every kernel runs its default configuration.
     """
 
-    def __init__(self, stores: Sequence[Store] = (), cache: CompileCache | None = None, index: int = 0) -> None:
+    def __init__(self, sources: Sequence[Source] = (), cache: CompileCache | None = None, index: int = 0) -> None:
         self.index = index
         self.target = Target.of(probe_device(index))
-        self._bindings = Bindings(stores, self.target)
+        self._bindings = Bindings(sources, self.target)
         self._cache = cache or CompileCache()
         self._by_choice: dict[Choice, Function] = {}
         self._by_image: dict[str, Function] = {}

@@ -162,15 +162,15 @@ class Gemma4:
         ple = self._ple(batch.ids, residual)
         if (done := self._decoded(batch, cache, residual, ple)) is not None:
             return done
-        row = self.stack.first(residual)
+        row, attend = self.stack.first(residual), self._attend(batch, cache)
         for index in range(len(self.stack.layers)):
             if index == self._first_shared and outputs != "all":
                 if outputs == "none":
                     break
                 rows, batch = batch.last_tokens()  # before the gathers: attention reads ahead what precedes those
                 residual, row = residual[rows], self.stack.project(index, row[rows])
-                ple = None if ple is None else ple[rows]
-            attend, part = self._attend(batch, cache), None if ple is None else ple[:, index]
+                ple, attend = None if ple is None else ple[rows], self._attend(batch, cache)
+            part = None if ple is None else ple[:, index]
             before_shared = index + 1 == self._first_shared and outputs != "all"  # few rows go on, or none
             row = self.stack.layer(index, residual, row, attend, part, projects=not before_shared)
         if outputs == "none":

@@ -121,19 +121,29 @@ class Cost:
 class Traffic:
     """What one configuration really moves and executes: what an optional `traffic(problem, config, target)` returns.
 
-    It refines `cost` for the prediction: re-reads, padding to tiles, loads in flight. A list of them gives one per
-    launch; a single one describes the first launch, and the others read and write the workspace. All counts are
-    totals over the grid but bytes_in_flight and steps, which are per block. None: the predictor estimates it from the
-    config.
+    It refines `cost` for the prediction: re-reads, padding to tiles, loads in flight, dependences. A list of them gives
+    one per launch; a single one describes the first launch, and the others read and write the workspace. Counts are
+    totals over the grid, where it is not said that they are of a block or a unit. None: the predictor estimates it from
+    the config.
     """
 
     dram_bytes: int  # through device memory
     flops: int  # on the tensor cores, tile padding included (an FMA is two)
     l2_bytes: int | None = None  # through L2, re-reads by other blocks included
-    smem_bytes: int | None = None  # through shared memory, reads and writes
+    smem_bytes: int | None = (
+        None  # through shared memory, reads and writes; 128 for each line of L1 that a load touches
+    )
     cuda_ops: int = 0  # instructions per thread summed over threads, outside the tensor cores (dequant, softmax)
     bytes_in_flight: int | None = None  # of loads that a block keeps outstanding in its main loop
-    steps: int = 0  # of a block's main loop: between two of them all its warps wait for each other
+    copies: bool = False  # what is in flight are asynchronous copies, and goes on while warps compute
+    tensor: str = "mma"  # what executes `flops`: mma (mma.sync), or what a block's warps issue together: wgmma, tcgen05
+    units: int | None = None  # pieces of work, dealt to the blocks, those beyond having none; None: each block is one
+    clocks: float = 0  # of a unit: what its instructions take because each waits for the one before
+    joins: float = 0  # of a unit: so often its warps add up through shared memory what they split
+    join_bytes: int = 0  # through shared memory, in all these
+    waits: float = (
+        0  # of a block: trips to L2, one after another, while it has nothing else to do: meeting other blocks
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ docs/tuning-database.md has the picture. In use:
         store.add_measurement(Measurement(key, arch.name, device, fields_of(config), build_id,
                                           "ok", "predicted", model="roofline-1", p50_us=12.5))
         store.recompute_winners(kernel, key.static_key, target)
-    winner = lookup(default_stores(), kernel, problem, target)    # None: use the default config
+    winner = lookup(default_sources(), kernel, problem, target)   # None: use the default config
 
 Store, in full:
     Store.open(url_or_path: str | Path | None = None, *, read_only=False, sealed=False, name="",
@@ -28,21 +28,25 @@ Store, in full:
     store.add_measurement(m: Measurement) -> id       store.add_measurements([m, ...]) -> [id, ...]
     store.measurements(kernel=None, *, static_key=None, problem: ProblemKey=None, arch=None, device=None,
                        provenance=None, outcome=None, build_id=None, run=None) -> list[Observation]
-    store.recompute_winners(kernel: Kernel | str, static_key, target) -> list[Winner]
-    store.winners(kernel=None, *, arch=None, device=None, static_key=None) -> list[Winner]  (without cubins)
-                    of a static_key on an arch: one query by index (Bound picks from them)
+    store.recompute_winners(kernel: Kernel | str, static_key, target, *, judge=None) -> list[Winner]
+    store.winners(kernel=None, *, arch=None, device=None, static_key=None, every=False) -> list[Winner]
+                    without cubins; every: those for other versions of the kernel's code too
+    store.line(kernel, static_key, arch) -> Line | None           what a run reads of one static problem
+    store.rewrite_lines()           where rows came in by another way than recompute_winners
     store.winner(id_or_prefix) -> Winner
     store.close_search(search, problem: ProblemKey, summary)      a search that need not be done again
     store.closed_searches(search) -> {problem id: summary}
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
-Lookup (serve/bound.py, serve/lookup.py, serve/places.py, keep/stores.py):
-    Bound(stores, kernel, problem, target)            the tuned points of one static problem, read once;
-                                                      .answer(problem) -> Winner | None touches no database
+Lookup (sources.py, serve/bound.py, serve/lookup.py, serve/places.py):
     default_path() -> str                             $KERNGEN_DB, or the user's tuning.db
-    default_stores() -> list[Store]                   override, user, prebuilt; all read-only
-    stores_for(url)                                   the one that --db names, or default_stores()
-    lookup(stores, kernel, problem, target, *, strict=False) -> Winner | None; strict raises TuningMiss
-    miss_report(stores, kernel, problem, target) -> str    the nearest entries and where they differ
+    default_sources() -> list[Source]                 override, user, prebuilt: what a run asks, read with sqlite3 alone
+    open_source(path_or_url) -> Source                one of them; a Store is a Source too
+    sources_for(url)                                  the one that --db names, or default_sources()
+    default_stores(), stores_for(url)                 the same as Stores, to look at all that they hold
+    Bound(sources, kernel, problem, target)           the tuned points of one static problem, read once;
+                                                      .answer(problem) -> Winner | None touches no database
+    lookup(sources, kernel, problem, target, *, strict=False) -> Winner | None; strict raises TuningMiss
+    miss_report(sources, kernel, problem, target) -> str    the nearest entries and where they differ
 
 Fields (config, static, a problem's) are given and read in full; what has its default is left out of rows and ids.
 A name is imported when it is first used: `import kerngen.tuning_db` loads no SQLAlchemy.
@@ -60,7 +64,9 @@ if TYPE_CHECKING:
     from kerngen.tuning_db.serve.canonical import ProblemKey, problem_key, static_key
     from kerngen.tuning_db.serve.lookup import lookup, miss_report
     from kerngen.tuning_db.serve.places import default_path
+    from kerngen.tuning_db.serve.source import Source
     from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
+    from kerngen.tuning_db.sources import default_sources, open_source, sources_for
 
 _HOME = {
     "Bound": "serve.bound",
@@ -71,7 +77,11 @@ _HOME = {
     "Winner": "serve.values",
     "problem_key": "serve.canonical",
     "static_key": "serve.canonical",
+    "Source": "serve.source",
     "Store": "keep.store",
+    "default_sources": "sources",
+    "open_source": "sources",
+    "sources_for": "sources",
     "default_path": "serve.places",
     "lookup": "serve.lookup",
     "default_stores": "keep.stores",
@@ -84,13 +94,17 @@ __all__ = [
     "Measurement",
     "Observation",
     "ProblemKey",
+    "Source",
     "Store",
     "Winner",
     "default_path",
+    "default_sources",
     "default_stores",
     "lookup",
     "miss_report",
+    "open_source",
     "problem_key",
+    "sources_for",
     "static_key",
     "stores_for",
 ]

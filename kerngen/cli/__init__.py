@@ -21,6 +21,7 @@ TEMPLATES_VARIABLE = "KERNGEN_TEMPLATES"  # of kerngen.templates, which --help d
 # command -> (module, what `kerngen --help` says of it); the attribute has the command's name
 COMMANDS = {
     "tune": ("kerngen.cli.tune", "Find the best configuration of every kernel a model needs."),
+    "worker": ("kerngen.cli.worker", "Take tuning jobs from a queue, on this machine."),
     "compile": ("kerngen.cli.compile", "Build every kernel of a model, into one folder if you like."),
     "run": ("kerngen.cli.run", "Generate text with a Gemma-4 checkpoint."),
     "bench": ("kerngen.cli.bench", "Time kernels, or a model's step, against this GPU's measured limits."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -67,8 +68,9 @@ def show(name: str, as_json: bool) -> None:
 
 def _facts(name: str) -> dict[str, Any]:
     """The fields of the arch or the board called `name`. Raises UnknownName."""
-    try:
+    with suppress(UnknownName):
         board = find_device(name)
-    except UnknownName:
+        return asdict(board) | {"reported": REPORTED[board.name]}
+    with suppress(UnknownName):
         return asdict(find_arch(name))
-    return asdict(board) | {"reported": REPORTED[board.name]}
+    raise UnknownName("arch or board", name, [*ARCHES, *DEVICES])

@@ -47,8 +47,8 @@ def kernel(
     if not cases:
         raise UsageError(f"no bench case contains {case_filter!r}")
     index = use_gpu(device)
-    stores, cache, shipped = ([], CompileCache(), None) if untuned else sources_for(db_url, bundle)
-    launcher = Launcher(stores, cache, index=index)
+    sources, cache, shipped = ([], CompileCache(), None) if untuned else sources_for(db_url, bundle)
+    launcher = Launcher(sources, cache, index=index)
     if shipped is not None:
         shipped.require(launcher.target.arch)
     rows = [bench_row(launcher, k, case) for k, case in cases]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from kerngen.errors import CacheError, KerngenError, UsageError
 if TYPE_CHECKING:
     from kerngen.builds import Build, Built
     from kerngen.runtime.binding import Choice
-    from kerngen.tuning_db import Store
+    from kerngen.tuning_db import Source, Store
     from kerngen.tuning_db.ship.keys import SecretKey
 
 
@@ -152,7 +153,7 @@ def _workload_builds(
     draft: str | None,
     targets: list[Target],
     names: list[str],
-    stores: list[Store],
+    sources: Sequence[Source],
     notes: list[str],
     chosen: list[Choice],
 ) -> list[Build]:
@@ -168,7 +169,7 @@ def _workload_builds(
         notes += [f"outside our kernels: {name} ({OUTSIDE[name]})" for name in load.missing]
         if names:
             load = load.only(names)
-        builds += workload_builds(load, Bindings(stores, target), notes, chosen)
+        builds += workload_builds(load, Bindings(sources, target), notes, chosen)
     return builds
 
 

@@ -103,12 +103,15 @@ def _cache() -> Finding:
 
 def _database() -> Finding:
     from kerngen.tuning_db import Store, default_path
+    from kerngen.tuning_db.serve.reader import require_own
 
-    path = default_path()
+    path = default_path().removeprefix("sqlite:///")
     if "://" not in path and not os.path.exists(path):
         place = _folder("database", Path(path).parent, "export KERNGEN_DB=FILE")
         return replace(place, text=path) if place.ok else place
     try:
+        if "://" not in path:
+            require_own(Path(path))
         with Store.open(path, read_only=True) as store:
             return Finding("database", True, f"{path}: {len(store.winners())} winners")
     except KerngenError as e:
@@ -120,8 +123,8 @@ def _bundle(folder: str) -> Finding:
 
     try:
         bundle = Bundle.open(folder)
-        with bundle.stores()[0] as store:
-            count = len(store.winners())
+        with bundle.sources()[0] as source:
+            count = len(source.winners())
     except KerngenError as e:
         return Finding("bundle", False, e.message, e.hint or "")
     boards = ", ".join(f"{board} ({arch})" for arch, board in bundle.targets)

@@ -47,10 +47,10 @@ def examine(
 
     found = find_model(model, draft)
     load = workload(found, target.arch)
-    stores, cache, shipped = sources_for(db_url, bundle)
+    sources, cache, shipped = sources_for(db_url, bundle)
     if shipped is not None:
         shipped.require(target.arch)
-    ready = readiness(load, Bindings(stores, target), cache)
+    ready = readiness(load, Bindings(sources, target), cache)
     dtype = TORCH_DTYPE[target.arch.dtype]
     sizes = {"as released": footprint(found.target, found.drafter, dtype, context)}
     if found.target.quant is not None:

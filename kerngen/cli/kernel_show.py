@@ -145,9 +145,9 @@ def _config(k: Kernel, text: str, found: Candidates) -> Any:
 
 def _winner(k: Kernel, problem: Any, target: Target) -> Winner | None:
     """What a run would take from the tuning databases that it looks in."""
-    from kerngen.tuning_db import lookup, stores_for
+    from kerngen.tuning_db import lookup, sources_for
 
-    return lookup(stores_for(None), k, problem, target)
+    return lookup(sources_for(None), k, problem, target)
 
 
 def _configurations(config: Any, default: Any, winner: Winner | None) -> list[str]:

@@ -7,18 +7,21 @@ import multiprocessing
 import os
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kerngen.arch import Arch, Target, find_arch, find_device
+from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective
     from kerngen.tuning.plan import DryRun
     from kerngen.tuning.report import Report
-    from kerngen.workload import Workload
+    from kerngen.tuning.worker import GpuWorker
+    from kerngen.workload import Model, Workload
 
 
 class Duration(click.ParamType):
@@ -40,16 +43,16 @@ class Duration(click.ParamType):
 
 
 @click.command()
-@click.option("--arch", "arch_name", required=True, help="What to tune for, e.g. sm70.")
-@click.option("--model", required=True, help="A model's name, or a folder in Hugging Face format.")
+@click.option("--arch", "arch_name", cls=Needed, help="What to tune for, e.g. sm70.")
+@click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option(
     "--objective",
-    type=click.Choice(["auto", "predicted", "measured"]),
+    type=click.Choice(["auto", "predicted", "measured", "step"]),
     default="auto",
     show_default=True,
-    help="auto measures where this machine's GPU is of the arch.",
+    help="auto measures where this machine's GPU is of the arch; step has the model's steps choose beside.",
 )
 @click.option("--device", "device_name", default=None, help="The device profile to predict for (kerngen arch ls).")
 @click.option("--trials", type=click.IntRange(1), default=None, help="Configurations a problem, at most.")
@@ -58,6 +61,11 @@ class Duration(click.ParamType):
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--db", "db_url", default=None, help="Tuning database to write. Default: $KERNGEN_DB or the user's.")
 @click.option("--dry-run", is_flag=True, help="Say what would be tried, and how long it would take. Writes nothing.")
+@click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False), default=None,
+              help="Draw what the database then has for this device, as a page: see kerngen db report.")  # fmt: skip
+@click.option("--submit", is_flag=True, help="Have the workers of --db do it (kerngen worker), and wait for them.")
+@click.option("--status", is_flag=True, is_eager=True, help="Show the queue of --db, and its workers. Tunes nothing.")
+@click.option("--cancel", is_flag=True, is_eager=True, help="Take out of the queue of --db what is not over yet.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(
     arch_name: str,
@@ -72,6 +80,10 @@ def tune(
     seed: int,
     db_url: str | None,
     dry_run: bool,
+    page: Path | None,
+    submit: bool,
+    status: bool,
+    cancel: bool,
     as_json: bool,
 ) -> None:
     """Find the best configuration of every kernel a model needs, and remember it.
@@ -84,48 +96,91 @@ def tune(
     Example:
       kerngen tune --arch sm70 --model gemma-4-31b --time-budget 5m
     """
+    import time
+
     from kerngen.compile import require_target
     from kerngen.templates import find_kernel
-    from kerngen.workload import find_model, workload
+    from kerngen.tuning.worker import present_arch
+    from kerngen.workload import find_model
 
+    if status or cancel:
+        show(db_url, arch_name, model, cancel=cancel, as_json=as_json)
+        return
+    began = time.monotonic()  # recording a model takes seconds, which are the user's too
     arch = find_arch(arch_name)
     found = find_model(model, draft)
     names = [name for k in kernels for name in k.split(",")]
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
-    load = workload(found, arch)
-    if names:
-        load = load.only(names)
+    if submit:
+        if dry_run or time_budget is not None or jobs is not None:
+            raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine")
+        device = find_device(device_name) if device_name else None
+        if device is not None and device.arch != arch.name:
+            raise UsageError(f"device {device} is {device.arch}, not {arch}")
+        kind = kind_for(objective, device is None and present_arch() == arch)
+        load = _workload(found, arch, names)
+        report, where = submitted(load, Target.of(device or arch), kind, trials, seed, db_url, as_json)
+        _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
+        return
     require_target(arch)
     with ExitStack() as stack:
-        chosen = _objective(stack, objective, arch, device_name)
+        worker = _worker(stack, objective, arch, device_name)
+        load = _workload(found, arch, names)
+        if objective == "step" and worker is not None:
+            chosen: Objective = _stepped(stack, worker, found, load)
+        else:
+            chosen = _objective(stack, worker, arch, device_name)
         if dry_run:
             _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
             return
-        report, where = _run(stack, load, chosen, trials, jobs, time_budget, seed, db_url, as_json)
+        report, where = _run(stack, load, chosen, trials, jobs, time_budget, began, seed, db_url, as_json)
     for process in multiprocessing.active_children():  # compiles that nobody waits for any more
         process.terminate()
+    _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
+
+
+def _end(
+    report: Report,
+    load: Workload,
+    where: str,
+    page: Path | None,
+    db_url: str | None,
+    model: str,
+    *,
+    whole: bool,
+    as_json: bool,
+) -> None:
+    """Say what came of it. Raises Exit where something failed, KeyboardInterrupt where it was stopped."""
+    if page is not None:
+        _draw(page, report, db_url, model)
     if as_json:
         click.echo(json.dumps(_as_json(report, load, where)))
     else:
-        _print(report, load, where, whole=not kernels)
+        _print(report, load, where, whole=whole)
     if report.interrupted:
         raise KeyboardInterrupt
     if any(r.winner is None and r.num_tried for r in report.results):
         raise click.exceptions.Exit(1)
 
 
-def _objective(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> Objective:
-    """The objective that --objective, --device and this machine's GPU call for; its worker ends with `stack`.
+def _workload(model: Model, arch: Arch, kernels: list[str]) -> Workload:
+    """The part that concerns `kernels`, or all of it. Raises UsageError as Workload.only."""
+    from kerngen.workload import workload
 
-    Raises DeviceError or UsageError where `measured` cannot be had.
+    load = workload(model, arch)
+    return load.only(kernels) if kernels else load
+
+
+def _worker(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> GpuWorker | None:
+    """The process that measures, where --objective, --device and this machine's GPU call for it; it ends with `stack`.
+
+    It is on its way when this returns. Raises DeviceError or UsageError where `measured` cannot be had.
     """
-    from kerngen.gpu import GpuLock
-    from kerngen.tuning.objective import Measured, Predicted
     from kerngen.tuning.worker import GpuWorker, present_arch
 
     device = find_device(device_name) if device_name else None
-    if wanted == "measured":
+    if wanted in ("measured", "step"):
         if device is not None:
             raise UsageError("--device names a profile to predict for; a measurement is of the GPU that is here")
         here = present_arch()
@@ -138,11 +193,41 @@ def _objective(stack: ExitStack, wanted: str, arch: Arch, device_name: str | Non
     elif device is not None and device.arch != arch.name:
         raise UsageError(f"device {device} is {device.arch}, not {arch}")
     elif wanted == "predicted" or device is not None or present_arch() != arch:
-        return Predicted(Target.of(device or arch))
+        return None
     worker = stack.enter_context(GpuWorker())
+    worker.start()
+    return worker
+
+
+def _objective(stack: ExitStack, worker: GpuWorker | None, arch: Arch, device_name: str | None) -> Objective:
+    """What is judged by: the clock of the worker's GPU, whose lock is released with `stack`, or the cost model."""
+    from kerngen.gpu import GpuLock
+    from kerngen.tuning.objective import Measured, Predicted
+
+    if worker is None:
+        return Predicted(Target.of(find_device(device_name) if device_name else arch))
     lock = GpuLock(worker.uuid())
     stack.callback(lock.release)
     return Measured(worker, lock)
+
+
+def _stepped(stack: ExitStack, worker: GpuWorker, model: Model, load: Workload) -> Objective:
+    """As measured, but that the model's steps choose between finalists; what times them ends with `stack`.
+
+    Raises DeviceError where nothing here can time a step.
+    """
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    from kerngen.gpu import GpuLock
+    from kerngen.tuning.step import Stepped
+
+    if find_spec("kerngen.stepgraph") is None:
+        raise DeviceError("this kerngen cannot time a model's steps", hint="measure kernels: --objective measured")
+    lock = GpuLock(worker.uuid())
+    stack.callback(lock.release)
+    steps = import_module("kerngen.stepgraph").open_steps(stack, worker, model, load)
+    return Stepped(worker, steps, load.serving, lock)
 
 
 def _run(
@@ -152,6 +237,7 @@ def _run(
     trials: int | None,
     jobs: int | None,
     time_budget: float | None,
+    began: float,
     seed: int,
     db_url: str | None,
     as_json: bool,
@@ -164,8 +250,24 @@ def _run(
     store = stack.enter_context(Store.open(db_url))
     compiler = stack.enter_context(CachedCompiler(jobs or os.cpu_count() or 1))
     progress = stack.enter_context(Reporter(f"tune {objective.target.arch}", quiet=as_json))
-    tuner = Tuner(objective, store, compiler, trials=trials, seed=seed, time_budget_s=time_budget, progress=progress)
+    tuner = Tuner(
+        objective, store, compiler,
+        trials=trials, seed=seed, time_budget_s=time_budget, progress=progress, began=began,
+    )  # fmt: skip
     return tuner.run(load.items), store.where
+
+
+def _draw(page: Path, report: Report, db_url: str | None, model: str) -> None:
+    """The page of what was tuned here: this device's part of the database that was written to."""
+    from kerngen.report.facts import Wanted
+    from kerngen.report.page import write_report
+    from kerngen.tuning_db import Store
+
+    kernels = frozenset(r.item.kernel for r in report.results)
+    wanted = Wanted(kernels, frozenset([report.target.arch.name]), report.target.device.name)
+    with Store.open(db_url, read_only=True) as store:
+        made = write_report(page, [store], wanted, models=[model], title=f"{model} on {report.target}")
+    click.echo(made.sentence(), err=True)
 
 
 def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int, as_json: bool) -> None:
@@ -213,13 +315,16 @@ def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
     _print_groups(report, load)
     for line in _step_lines(report, load, whole=whole):
         console.print(line)
-    winners = [r for r in report.results if r.winner is not None]
+    how = ", ".join(f"{n} {p}" for p in ("measured", "predicted") if (n := report.num_of(p)))
     console.print(
-        f"{len(winners)} of {len(report.results)} problems have a winner; {report.num_trials:,} configurations tried "
+        f"{len(report.results) - report.num_of('')} of {len(report.results)} problems have a winner"
+        f"{f' ({how})' if how else ''}; {report.num_trials:,} configurations tried "
         f"in {report.seconds:.0f} s ({report.num_compiled:,} compiles,\n{report.num_from_database:,} answers from the "
         f"database), {sum(r.num_failed for r in report.results):,} failed; {report.num_refused:,} points of "
         f"{report.num_spaces} spaces refused before any compile"
     )
+    for remark in report.remarks:
+        console.print(remark)
     for note, kernels in notes(report.results).items():
         names = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
         console.print(f"note: {names}: {note}", style="yellow")
@@ -303,8 +408,9 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
         "model": load.model, "arch": report.target.arch.name, "device": report.target.device.name,
         "objective": report.objective, "run": report.run, "seconds": report.seconds, "out_of_time": report.out_of_time,
         "interrupted": report.interrupted,
+        "num_measured": report.num_of("measured"), "num_predicted": report.num_of("predicted"),
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
         "num_from_database": report.num_from_database, "num_spaces": report.num_spaces,
         "num_refused": report.num_refused, "failures": report.failures, "missing": list(load.missing),
-        "step_ms": steps, "results": rows, "database": where,
+        "remarks": report.remarks, "step_ms": steps, "results": rows, "database": where,
     }  # fmt: skip

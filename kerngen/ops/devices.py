@@ -15,11 +15,11 @@ from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.launcher import Launcher
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db import Store
+    from kerngen.tuning_db import Source, Store
 
 CPU = Reference()
 _lock = Lock()
-_stores: tuple[Store, ...] | None = None  # None: the default ones, opened when the first kernel is asked for
+_sources: tuple[Source, ...] | None = None  # None: the default ones, opened when the first kernel is asked for
 _on_gpu: dict[int, Launch] = {}
 _replaced: list[Launch] = []  # CUDA graphs may hold their kernels
 
@@ -30,18 +30,18 @@ def use_stores(stores: Sequence[Store | str | os.PathLike[str]] | None = None) -
     A store may be given open, or as a path or URL, which is opened read-only. With none in the list every kernel runs
     its default configuration. What is captured in CUDA graphs stays as it is. Raises DatabaseError.
     """
-    global _stores
+    global _sources
     chosen = None if stores is None else tuple(_opened(s) for s in stores)
     with _lock:
-        _stores = chosen
+        _sources = chosen
         _replaced.extend(_on_gpu.values())
         _on_gpu.clear()
 
 
-def _opened(store: Store | str | os.PathLike[str]) -> Store:
-    from kerngen.tuning_db import Store
+def _opened(store: Store | str | os.PathLike[str]) -> Source:
+    from kerngen.tuning_db import open_source
 
-    return store if isinstance(store, Store) else Store.open(os.fspath(store), read_only=True)
+    return open_source(store) if isinstance(store, str | os.PathLike) else store
 
 
 def executor(device: torch.device) -> Launch | Reference:
@@ -55,12 +55,12 @@ def executor(device: torch.device) -> Launch | Reference:
 
 
 def _open(index: int) -> Launch:
-    global _stores
+    global _sources
     with _lock:
         if (found := _on_gpu.get(index)) is None:
-            if _stores is None:
-                from kerngen.tuning_db import default_stores
+            if _sources is None:
+                from kerngen.tuning_db import default_sources
 
-                _stores = tuple(default_stores())
-            found = _on_gpu[index] = Launch(Launcher(_stores, index=index))
+                _sources = tuple(default_sources())
+            found = _on_gpu[index] = Launch(Launcher(_sources, index=index))
     return found

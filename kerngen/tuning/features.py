@@ -7,29 +7,57 @@ configurations at hand, and those that say nothing there are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import log, log2, prod
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
-from kerngen.predict import Prediction, predict
+from kerngen.predict import Outlook, Prediction
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning.plan import GUESSED_REGISTERS
+from kerngen.tuning.space import Candidates
+from kerngen.tuning.watched import Remembered
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
 
-def described(
+@dataclass(frozen=True, eq=False)
+class Described:
+    """Configurations as a learner sees them. features [configs, columns] are 0..1; model [configs] is the logarithm of
+    the microseconds that the cost model says before any compile.
+    """
+
+    configs: tuple[Any, ...]
+    features: ndarray
+    model: ndarray
+
+
+def described(kernel: Kernel, problem: Any, target: Target, configs: Sequence[Any], registers: int = 0) -> Described:
+    """registers: a thread's, of a compiled kernel of this problem; 0 where there is none yet."""
+    return Described(tuple(configs), *_columns(kernel, problem, target, configs, registers or GUESSED_REGISTERS))
+
+
+def described_space(found: Candidates, registers: int = 0) -> Described:
+    """All that a search may ask for."""
+    return described(found.kernel, found.problem, found.target, found.askable, registers)
+
+
+def _columns(
     kernel: Kernel, problem: Any, target: Target, configs: Sequence[Any], registers: int
 ) -> tuple[ndarray, ndarray]:
-    """(features [configs, columns], log of the microseconds that the cost model says before any compile [configs])."""
     import numpy as np
 
-    predicted = [predict(kernel, problem, c, target, registers=registers) for c in configs]
-    columns = _tunables(configs)
-    columns += _derived(kernel, problem, target, configs, predicted)
-    model = np.array([log(p.latency_us) for p in predicted])
-    columns.append([float(m) for m in model])
-    table = np.array(columns, dtype=float).T  # [configs, columns]
+    outlook = Outlook(kernel, problem, target)
+
+    def derived(config: Any) -> tuple[float, ...]:
+        prediction = outlook.predict(config, registers=registers)
+        return log(prediction.latency_us), *_derived(kernel, problem, target, config, prediction)
+
+    of = Remembered(kernel.config_type, derived)  # much of a space differs in what neither sees
+    rows = np.array([of(c) for c in configs], dtype=float)
+    model = rows[:, 0]
+    table = np.hstack([np.array(_tunables(configs), dtype=float).T, rows])  # [configs, columns]
     low, high = table.min(0), table.max(0)
     table = (table - low)[:, high > low] / (high - low)[high > low]
     return table, model
@@ -47,22 +75,15 @@ def _tunables(configs: Sequence[Any]) -> list[list[float]]:
     return columns
 
 
-def _derived(
-    kernel: Kernel, problem: Any, target: Target, configs: Sequence[Any], predicted: Sequence[Prediction]
-) -> list[list[float]]:
+def _derived(kernel: Kernel, problem: Any, target: Target, config: Any, prediction: Prediction) -> tuple[float, ...]:
     """Of the launch that takes longest: how it fills the GPU, and how a wave ends."""
-    rows = []
-    for config, p in zip(configs, predicted, strict=True):
-        at, main = max(enumerate(p.launches), key=lambda x: x[1].latency_us)
-        launch = kernel.launches(problem, config, target)[at]
-        warps = prod(launch.block) / 32
-        resident = max(1.0, min(main.blocks_per_sm, main.blocks / target.device.num_sms))
-        rows.append(
-            [
-                log2(main.blocks), log2(warps), log2(1 + main.blocks_per_sm), log2(warps * resident),
-                log2(1024 + main.smem_bytes), log2(1024 + main.smem_bytes * resident),
-                min(main.waves, 8.0), -(-main.waves // 1) / main.waves,  # of its waves, whole ones to real ones
-                *(float(main.bound == b) for b in ("memory", "l2", "smem", "tensor", "issue", "launch")),
-            ]
-        )  # fmt: skip
-    return [list(column) for column in zip(*rows, strict=True)]
+    at, main = max(enumerate(prediction.launches), key=lambda x: x[1].latency_us)
+    launch = kernel.launches(problem, config, target)[at]
+    warps = prod(launch.block) / 32
+    resident = max(1.0, min(main.blocks_per_sm, main.blocks / target.device.num_sms))
+    return (
+        log2(main.blocks), log2(warps), log2(1 + main.blocks_per_sm), log2(warps * resident),
+        log2(1024 + main.smem_bytes), log2(1024 + main.smem_bytes * resident),
+        min(main.waves, 8.0), -(-main.waves // 1) / main.waves,  # of its waves, whole ones to real ones
+        *(float(main.bound == b) for b in ("memory", "l2", "smem", "tensor", "issue", "launch")),
+    )  # fmt: skip

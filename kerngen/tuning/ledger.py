@@ -17,7 +17,7 @@ from kerngen.errors import CompileError
 from kerngen.predict import MODEL
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
 from kerngen.tuning_db.serve.canonical import ProblemKey, canonical, digest, problem_key
-from kerngen.tuning_db.serve.values import Build, Measurement, Winner
+from kerngen.tuning_db.serve.values import Build, Measurement, StepKey, Winner
 
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective, Outcome
@@ -52,6 +52,7 @@ class Ledger:
         self._closed: dict[str, dict[str, dict[str, Any]]] = {}  # fingerprint -> problem id -> summary
         self._closures: dict[str, str] = {}  # of each kernel, before anything of it was rendered
         self._rendered: dict[str, dict[str, None]] = {}  # closure -> builds that were there, found by their source
+        self._steps: list[tuple[StepKey, str]] = []
         self._closing: dict[tuple[str, str], tuple[ProblemKey, dict[str, Any]]] = {}
 
     def entry(self, kernel: Kernel, problem: Any) -> Entry:
@@ -83,7 +84,8 @@ class Ledger:
 
     def _fingerprint(self, kernel: Kernel) -> str:
         """Of everything that decides how a search goes: the same fingerprint, the same search."""
-        settings = [self.objective.name, MODEL, __version__, *self._settings]
+        settings = [self.objective.name, self.objective.sampler, MODEL, __version__, *self._settings]
+        settings += self.objective.settings
         where = [self.target.arch.name, fields_of(self.target.device)]
         return digest([kernel.folder_digest, nvrtc_version(), *where, *settings])
 
@@ -136,20 +138,32 @@ class Ledger:
         build_id: str | None,
         stage: str = "trial",
         tags: dict[str, Any] | None = None,
+        by: Objective | None = None,
     ) -> None:
-        """One row. build_id: None where nothing was compiled. The tag `closed` holds a summary: the search is over."""
+        """One row. build_id: None where nothing was compiled. The tag `closed` holds a summary: the search is over. by:
+        who judged, where that was not the run's objective.
+        """
+        by = by or self.objective
         tags = {"search": entry.fingerprint, **outcome.tags, **(tags or {})}
         if "closed" in tags:
             self._closing[entry.fingerprint, entry.key.id] = entry.key, tags.pop("closed")
         row = Measurement(
             problem=entry.key, arch=self.target.arch.name, device=self.target.device, config=fields_of(config),
-            build_id=build_id, outcome=outcome.kind, reason=outcome.reason, p50_us=outcome.latency_us, stage=stage,
-            provenance=self.objective.provenance, run=self.run, tags=tags,
-            **self.objective.row, **outcome.figures,
+            build_id=build_id, outcome=outcome.kind, reason=outcome.reason, p50_us=outcome.latency_us,
+            stage=outcome.stage or stage, step_id=self._step_id(outcome.step),
+            provenance=by.provenance, run=self.run, tags=tags,
+            **by.row, **outcome.figures,
         )  # fmt: skip
         self._rows.append(row)
         if time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
+
+    def _step_id(self, step: StepKey | None) -> str | None:
+        if step is None:
+            return None
+        if not any(known == step for known, _ in self._steps):
+            self._steps.append((step, self.store.add_step(step)))
+        return next(id for known, id in self._steps if known == step)
 
     def flush(self) -> None:
         """Write what is pending, in one transaction."""

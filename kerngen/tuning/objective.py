@@ -4,17 +4,7 @@ The tuner asks searches for configurations, compiles them, tells the searches wh
 Whatever differs between a cost model and a GPU it asks of the objective: how deep a search goes, what may be skipped,
 what an earlier row is worth, how the finalists are told apart, what a row and a report say. `Predicted` and `Measured`
 are two answers. Tuner, Search and Ledger take any other that keeps the Protocol.
-
-One that times whole steps of a model fits the same way. Alone, a kernel is not what it is in the step: what it leaves
-to its successor counts too. So it judges sets:
-
-- `judge` takes its round's trials from the iterator before it yields anything. Each says by `trial.item.uses` where in
-  the step it stands. It composes steps out of them (one trial of a problem, beside the best known of the others),
-  captures each as a CUDA graph on the GPU that `Measured`'s worker holds, and yields each trial with the time of the
-  step. It may answer in any order.
-- `decide` is given the finalists of all searches that ended together, not of one, and may compare sets of them.
-- `answer` accepts rows of the same step only, which it names in `row`'s environment; `name` tells its searches from
-  others', `provenance` stays "measured", `batch` and `trials` are what a step costs it.
+A third, `Stepped` (step.py), measures as `Measured` does, and has the finalists of all problems decided together.
 """
 
 from __future__ import annotations
@@ -33,10 +23,11 @@ if TYPE_CHECKING:
     from kerngen.tuning.study import Search
     from kerngen.tuning.task import Trial
     from kerngen.tuning.worker import GpuWorker, Observed
-    from kerngen.tuning_db.serve.values import Build, Measurement
+    from kerngen.tuning_db.serve.values import Build, Measurement, StepKey
 
 FINALISTS = 4
 FINAL_BAND = 1.10  # what takes longer than this times the best is no finalist
+FIGURES = ("p10_us", "p90_us", "min_us", "samples", "error_abs", "error_rel")  # that a measurement has beside its time
 _NEVER_REUSED = ("launch_failed", "timed_out")  # the machine may have been at fault: try again
 
 
@@ -46,7 +37,7 @@ class Outcome:
 
     latency_us: set if kind is "ok". excess: how far over a limit it was, as Optuna's constraint; 0 if it was
     not. registers: per thread, of the compiled kernel; 0 if there is none. figures, tags: further fields and tags of
-    its row.
+    its row. stage: of its row, where that is not what it was asked for. step: that it was judged in.
     """
 
     kind: str
@@ -57,6 +48,8 @@ class Outcome:
     excess: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
     tags: Mapping[str, Any] = field(default_factory=dict)
+    stage: str = ""
+    step: StepKey | None = None
 
     @property
     def ok(self) -> bool:
@@ -70,11 +63,14 @@ class Objective(Protocol):
     report's head. provenance, row: of the rows that it causes, and further fields of each (model, environment).
     target: what it judges on. trials: configurations a problem, the default included, unless the user says otherwise.
     batch: asked of each search in a round; a constant, since answers must not depend on the number of workers.
-    sampler_share: the part of a search's trials that are Optuna's to propose where the space was enumerated; 0 makes
-    the search exact: it ends when no ranked candidate can win. needs_image: judging launches the kernel; otherwise the
-    figures of a build are enough, and a known one is not compiled. takes_time: judging does, beyond the compile, so
-    that nothing is judged once the time is over. final_stage: of the rows that end a search. waited_s: what judging has
-    spent so far waiting for others, which is not on the run's time; `say` is told meanwhile, the tuner sets it.
+    sampler: what proposes configurations. "model" goes down the cost model's ranking, and the search is exact: it ends
+    when nothing that is left can win. "residual" learns what the model gets wrong (sampler.py). settings: what else
+    decides how its searches go. needs_image: judging launches the kernel; otherwise the figures of a build are enough,
+    and a known one is not compiled. takes_time: judging does, beyond the compile, so that nothing is judged once the
+    time is over. final_stage: of the rows that end a search. final_s: seconds that deciding between a problem's
+    finalists takes, before any was decided. waited_s: what judging has spent so far waiting for others, which is not on
+    the run's time. remarks: on the whole run, for the report. The tuner sets `say`, which is told what is going on, and
+    `left`, which gives the seconds that are left of the run's time.
     """
 
     name: str
@@ -84,12 +80,16 @@ class Objective(Protocol):
     target: Target
     trials: int
     batch: int
-    sampler_share: float
+    sampler: str
     needs_image: bool
     takes_time: bool
     final_stage: str
+    final_s: float
+    settings: Sequence[Any]
+    remarks: Sequence[str]
     waited_s: float
     say: Callable[[str], None]
+    left: Callable[[], float]
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
         """Whether `config` is worth a compile where another takes `best_us`."""
@@ -113,14 +113,17 @@ class Predicted:
     name = provenance = "predicted"
     how = f"predicted by {MODEL}, not measured"
     trials, batch = 12, 2
-    sampler_share = 0.0
+    sampler = "model"
     needs_image = takes_time = False
     final_stage = "trial"
-    waited_s = 0.0
+    final_s = waited_s = 0.0
+    settings: Sequence[Any] = ()
+    remarks: Sequence[str] = ()
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.say: Callable[[str], None] = unsaid
+        self.left: Callable[[], float] = forever
         self.row: Mapping[str, Any] = {"model": MODEL}
         self._asked: tuple[Kernel, Any] | None = None  # whose bounds are at hand: a search asks about all it has left
         self._bounds: Callable[[Any], float] = lambda config: 0.0
@@ -162,16 +165,19 @@ class Measured:
     measured on one GPU would time each other.
     """
 
-    name = provenance = how = "measured"
-    trials, batch = 24, 6
-    sampler_share = 0.5
+    name = how = provenance = "measured"
+    trials, batch = 40, 6
+    sampler = "residual"
     needs_image = takes_time = True
-    final_stage = "final"
+    final_stage, final_s = "final", 0.5
 
     def __init__(self, worker: GpuWorker, lock: GpuLock | None = None) -> None:
         self._worker, self._lock = worker, lock
         self.waited_s = 0.0
+        self.settings: Sequence[Any] = ()
+        self.remarks: Sequence[str] = ()
         self.say: Callable[[str], None] = unsaid
+        self.left: Callable[[], float] = forever
         self.target = Target.of(worker.device())
         self.row: Mapping[str, Any] = {"environment": worker.environment()}
 
@@ -182,7 +188,8 @@ class Measured:
         usable = (r for r in rows if r.outcome not in _NEVER_REUSED)
         if (row := next(usable, None)) is None:
             return None
-        return _outcome(row.outcome, row.p50_us, row.reason, trial.build)
+        seen = {name: getattr(row, name) for name in FIGURES}
+        return replace(_outcome(row.outcome, row.p50_us, row.reason, trial.build), figures=seen)
 
     def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         for trial in trials:
@@ -218,6 +225,11 @@ def finalists(tried: Iterable[tuple[Any, float | None]], default: Any) -> list[A
 
 def unsaid(text: str) -> None:
     """Nobody listens."""
+
+
+def forever() -> float:
+    """Nobody counts."""
+    return float("inf")
 
 
 def _observed(seen: Observed, build: Build) -> Outcome:

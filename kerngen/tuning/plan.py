@@ -56,11 +56,11 @@ def _times(kernel: Kernel, problem: Any, target: Target, registers: int | None) 
     return Remembered(kernel.config_type, lambda c: outlook.predict(c, registers=registers).latency_us)
 
 
-def urgency(item: Item, kernel: Kernel, default: Any, target: Target) -> tuple[int, int, float]:
+def urgency(item: Item, us: float) -> tuple[int, int, float]:
     """Sorts problems by what is worth having first, where time is short.
 
     What a step of one sequence needs comes before what more of them need, and decoding before the other PHASES; within
-    such a step its weight decides: the time of its launches there, as the cost model has it for the default.
+    such a step its weight decides: the time of its launches there, of `us` each.
     """
     steps: dict[tuple[int, int, int, int, int], int] = {}  # whose launches it has in several places
     for u in item.uses:
@@ -68,7 +68,7 @@ def urgency(item: Item, kernel: Kernel, default: Any, target: Target) -> tuple[i
         steps[step] = steps.get(step, 0) + u.count
     batch, phase = min((s[:2] for s, n in steps.items() if n), default=(1 << 30, 0))
     count = max((n for s, n in steps.items() if s[:2] == (batch, phase)), default=1)
-    return batch, phase, -count * lower_bound_us(kernel, item.problem, default, target)
+    return batch, phase, -count * us
 
 
 # -- what a whole run would be

@@ -24,7 +24,7 @@ import click
 
 from kerngen.errors import RecordingError, UnknownName, UsageError
 from kerngen.templates.kernel import Kernel, describe
-from kerngen.tuning.objective import Objective, Outcome, finalists, unsaid
+from kerngen.tuning.objective import Measured, Objective, Outcome, finalists, forever, unsaid
 from kerngen.tuning.recorded import Recorded, read_folder
 from kerngen.tuning.space import Candidates, Enumeration
 from kerngen.tuning.study import Search
@@ -39,22 +39,26 @@ if TYPE_CHECKING:
 TRIALS = 40
 SEEDS = 5
 WITHIN = 0.05  # of the best known
+PATIENCE = 64  # proposals in a row that bring nothing new end the search of a sampler that does not know the space
 
 
 class Recalled:
-    """Judges as the GPU did when `recorded` was made. sampler_share, batch: as Objective has them."""
+    """Judges as the GPU did when `recorded` was made. sampler, batch: as Objective has them."""
 
     name, how, provenance = "recalled", "recalled from a recording", "measured"
     row: Mapping[str, Any] = {}
     trials = TRIALS
     needs_image = takes_time = False
     final_stage = "final"
-    waited_s = 0.0
+    final_s = waited_s = 0.0
+    settings: Sequence[Any] = ()
+    remarks: Sequence[str] = ()
 
-    def __init__(self, recorded: Recorded, sampler_share: float = 0.5, batch: int = 6) -> None:
-        self.recorded, self.sampler_share, self.batch = recorded, sampler_share, batch
+    def __init__(self, recorded: Recorded, sampler: str = Measured.sampler, batch: int = Measured.batch) -> None:
+        self.recorded, self.sampler, self.batch = recorded, sampler, batch
         self.target = recorded.target
         self.say: Callable[[str], None] = unsaid
+        self.left: Callable[[], float] = forever
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
         return True
@@ -87,13 +91,12 @@ class Recalled:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A way to search. share: of the trials after the default, what is left to Optuna's sampler; the cost model's
-    ranking has the rest. make: that sampler, of the search and its seed. needs: a package that is no dependency.
+    """A way to search. make: one of Optuna's own samplers, of a seed; None for those that the tuner has, which go by
+    the same name. needs: a package that is no dependency.
     """
 
     name: str
-    share: float
-    make: Callable[[Search, int], optuna.samplers.BaseSampler] | None = None
+    make: Callable[[int], optuna.samplers.BaseSampler] | None = None
     needs: str = ""
 
     @property
@@ -101,30 +104,54 @@ class Sampler:
         return not self.needs or find_spec(self.needs) is not None
 
 
-def _optunas(name: str, search: Search, seed: int, **how: Any) -> optuna.samplers.BaseSampler:
+def _optunas(name: str, seed: int) -> optuna.samplers.BaseSampler:
     import optuna
 
-    sampler: optuna.samplers.BaseSampler = getattr(optuna.samplers, name)(seed=seed, **how)
+    sampler: optuna.samplers.BaseSampler = getattr(optuna.samplers, name)(seed=seed)
     return sampler
-
-
-def _residual(search: Search, seed: int) -> optuna.samplers.BaseSampler:
-    from kerngen.tuning.sampler import ResidualSampler
-
-    return ResidualSampler(search, seed)
 
 
 SAMPLERS = {
     s.name: s
     for s in (
-        Sampler("random", 1.0, partial(_optunas, "RandomSampler")),
-        Sampler("model", 0.0),  # the cost model's ranking, from the top
-        Sampler("tpe", 1.0, partial(_optunas, "TPESampler")),
-        Sampler("model+tpe", 0.5, partial(_optunas, "TPESampler")),  # what the tuner does
-        Sampler("residual", 1.0, _residual),  # the cost model, times what it is seen to get wrong
-        Sampler("gp", 1.0, partial(_optunas, "GPSampler"), needs="scipy"),
+        Sampler("random", partial(_optunas, "RandomSampler")),
+        Sampler("model"),  # the cost model's ranking, from the top: what the tuner does where it predicts
+        Sampler("tpe", partial(_optunas, "TPESampler")),
+        Sampler(
+            "residual"
+        ),  # the cost model, times what it is seen to get wrong: what the tuner does where it measures
+        Sampler("gp", partial(_optunas, "GPSampler"), needs="scipy"),
     )
 }
+
+
+class _Drawn(Search):
+    """A search by a sampler that does not know what is valid: what it proposes in vain is told at once, and PATIENCE
+    such proposals in a row end it.
+    """
+
+    def __init__(self, make: Callable[[int], optuna.samplers.BaseSampler], *args: Any, seed: int, **how: Any) -> None:
+        super().__init__(*args, seed=seed, **how)
+        self._make: Callable[[], optuna.samplers.BaseSampler] | None = partial(make, seed)
+
+    def _sampled(self, asked: list[Any]) -> Any | None:
+        if len(self.outcomes) + len(asked) == len(self.candidates.askable):
+            return None
+        if self._make is not None:
+            self.study.sampler, self._make = self._make(), None
+        for _ in range(PATIENCE):
+            trial = self.study.ask()
+            config = self._config_of(trial)
+            if config in self.outcomes:
+                self._close(trial, self.outcomes[config])
+            elif config in asked:
+                self._close(trial, Outcome("invalid", reason="asked twice", excess=1.0))
+            elif (why := self.kernel.why_invalid(self.problem, config, self.target)) is not None:
+                self._close(trial, Outcome("invalid", reason=why, excess=1.0))
+            else:
+                self._open[config] = trial
+                return config
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +177,12 @@ class Trace:
         return float("inf") if took is None or best is None else max(took / best - 1, 0.0)
 
 
-def replay(recorded: Recorded, sampler: Sampler, trials: int = TRIALS, seed: int = 0) -> Trace:
-    """Search `recorded` for its best. The same arguments, the same trace.
+def replay(recorded: Recorded, sampler: Sampler, trials: int = TRIALS, seed: int = 0, least_gain: float = 0.0) -> Trace:
+    """Search `recorded` for its best. The same arguments, the same trace. least_gain: as Search has it.
 
     Raises RecordingError for a recording that is not complete or holds a sample: it cannot answer every question.
     """
-    search, objective = _search(recorded, sampler, trials, seed)
+    search, objective = _search(recorded, sampler, trials, seed, least_gain)
     while asked := search.ask(objective.batch):
         for config in asked:
             search.tell(config, objective.outcome(config))
@@ -173,26 +200,29 @@ class _AsRecorded(Kernel):
         return None if config in self.known else "it was not recorded: it was invalid then"
 
 
-def _search(recorded: Recorded, sampler: Sampler, trials: int, seed: int) -> tuple[Search, Recalled]:
+def _search(
+    recorded: Recorded, sampler: Sampler, trials: int, seed: int, least_gain: float = 0.0
+) -> tuple[Search, Recalled]:
     head = recorded.head
     if not (head.complete and head.exhaustive):
         what = "a sample" if head.complete else "not complete"
         raise RecordingError(f"{head.file_name} is {what}: only what was recorded whole can be searched again")
-    objective = Recalled(recorded, sampler.share)
+    objective = Recalled(recorded, sampler.name)
     found: Objective = objective
     kernel = _AsRecorded(recorded.kernel.name, recorded.kernel.spec, frozenset(recorded.by_config))
     candidates = Candidates(kernel, recorded.problem, recorded.target, recorded.default)
     candidates.space = tuple(dict(part) for part in head.grid)
     candidates.points = Enumeration(candidates.space, tuple(recorded.by_config), (), complete=True)
     own = int(digest([head.kernel, head.name, seed])[:8], 16)  # problems differ in luck, as in the tuner
-    search = Search(kernel, recorded.problem, candidates, found, trials=trials, seed=own, sampler=sampler.make)
+    make = Search if sampler.make is None else partial(_Drawn, sampler.make)
+    search = make(kernel, recorded.problem, candidates, found, trials=trials, seed=own, least_gain=least_gain)
     return search, objective
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """How a sampler did on one kernel's problems, or on "all". share: of (problem, seed) within `WITHIN` of the best
-    known. worst, median: regret.
+    known. worst, median: regret. num_tried: configurations a problem, in the mean.
     """
 
     sampler: str
@@ -201,25 +231,33 @@ class Score:
     share: float
     median: float
     worst: float
+    num_tried: float
 
 
 def table(
-    recordings: Sequence[Recorded], samplers: Iterable[Sampler], trials: int = TRIALS, seeds: int = SEEDS
+    recordings: Sequence[Recorded],
+    samplers: Iterable[Sampler],
+    trials: int = TRIALS,
+    seeds: int = SEEDS,
+    least_gain: float = 0.0,
 ) -> list[Score]:
-    """Each sampler's scores, of all problems first and then by kernel; a sampler without chance is asked once."""
+    """Each sampler's scores, of all problems first and then by kernel."""
     kernels = sorted({r.head.kernel for r in recordings})
     scores = []
     for sampler in samplers:
-        regrets: dict[str, list[float]] = {k: [] for k in ("all", *kernels)}
+        traces: dict[str, list[Trace]] = {k: [] for k in ("all", *kernels)}
         for recorded in recordings:
             for seed in range(seeds):
-                regret = replay(recorded, sampler, trials, seed).regret(trials)
-                regrets["all"].append(regret)
-                regrets[recorded.head.kernel].append(regret)
-        for kernel, found in regrets.items():
-            within = sum(r <= WITHIN for r in found) / len(found)
-            count = len(found) // seeds
-            scores.append(Score(sampler.name, kernel, count, within, median(found), max(found)))
+                trace = replay(recorded, sampler, trials, seed, least_gain)
+                traces["all"].append(trace)
+                traces[recorded.head.kernel].append(trace)
+        for kernel, found in traces.items():
+            regrets = [t.regret(trials) for t in found]
+            within = sum(r <= WITHIN for r in regrets) / len(found)
+            tried = sum(len(t.tried) for t in found) / len(found)
+            scores.append(
+                Score(sampler.name, kernel, len(found) // seeds, within, median(regrets), max(regrets), tried)
+            )
     return scores
 
 
@@ -231,9 +269,19 @@ def table(
 @click.option("--sampler", "names", multiple=True, help="One or more of them; all that can run here by default.")
 @click.option("--trials", type=click.IntRange(min=1), default=TRIALS, show_default=True, help="A problem's.")
 @click.option("--seeds", type=click.IntRange(min=1), default=SEEDS, show_default=True, help="Replays of each problem.")
+@click.option("--least-gain", type=click.FloatRange(0, 1), default=0.0, show_default=True,
+              help="End a search where the sampler hopes for less, as the tuner does at 0.002.")  # fmt: skip
 @click.option("--held-out", is_flag=True, help="Only problems that nothing is fitted to.")
 @click.option("--json", "as_json", is_flag=True, help="The scores as JSON.")
-def main(folder: Path, names: tuple[str, ...], trials: int, seeds: int, held_out: bool, as_json: bool) -> None:
+def main(
+    folder: Path,
+    names: tuple[str, ...],
+    trials: int,
+    seeds: int,
+    least_gain: float,
+    held_out: bool,
+    as_json: bool,
+) -> None:
     """Compare samplers on the recordings in FOLDER.
 
     \b
@@ -254,14 +302,15 @@ def main(folder: Path, names: tuple[str, ...], trials: int, seeds: int, held_out
         raise RecordingError(f"{folder} has no complete recording of a whole grid")
     for name in left_out:
         click.echo(f"{name} is not complete: left out", err=True)
-    scores = table(found, chosen, trials, seeds)
+    scores = table(found, chosen, trials, seeds, least_gain)
     if as_json:
         print(json.dumps([asdict(s) for s in scores]))
         return
     print(f"{len(found)} problems, {seeds} seeds, {trials} trials each; within {WITHIN:.0%} of the best known")
-    print(f"{'sampler':12} {'kernel':14} {'problems':>8} {'within':>7} {'median':>7} {'worst':>7}")
+    print(f"{'sampler':12} {'kernel':14} {'problems':>8} {'within':>7} {'median':>7} {'worst':>7} {'tried':>6}")
     for s in scores:
-        print(f"{s.sampler:12} {s.kernel:14} {s.num_problems:8} {s.share:7.0%} {s.median:7.1%} {s.worst:7.0%}")
+        regrets = f"{s.median:7.1%} {s.worst:7.0%}"
+        print(f"{s.sampler:12} {s.kernel:14} {s.num_problems:8} {s.share:7.0%} {regrets} {s.num_tried:6.1f}")
 
 
 if __name__ == "__main__":

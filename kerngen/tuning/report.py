@@ -38,6 +38,11 @@ class Result:
     num_failed: int = 0
 
     @property
+    def provenance(self) -> str:
+        """How its winner is known: "measured" or "predicted"; "" where there is none."""
+        return "" if self.winner is None else self.winner.provenance
+
+    @property
     def speedup(self) -> float | None:
         """Time of the default configuration over the winner's."""
         return None if self.winner is None or not self.default_us else self.default_us / self.winner.latency_us
@@ -73,6 +78,11 @@ class Report:
     seconds: float = 0.0
     out_of_time: bool = False
     interrupted: bool = False
+    remarks: list[str] = field(default_factory=list)
+
+    def num_of(self, provenance: str) -> int:
+        """Of how many problems the winner is known like that; "" of how many there is none."""
+        return sum(r.provenance == provenance for r in self.results)
 
 
 @dataclass(frozen=True, slots=True)

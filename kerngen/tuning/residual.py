@@ -10,7 +10,7 @@ Gaussian Processes for Machine Learning, 2.2 and 5.4; the additive part as in Du
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import log, sqrt
 from typing import TYPE_CHECKING
@@ -68,21 +68,49 @@ class Residual:
 
     def at(self, where: Apart) -> tuple[ndarray, ndarray]:
         """(mean, standard deviation) at each point of `where` [many, measured], without a measurement's own noise."""
+        found = self.over(where)
+        return found.mean, found.deviation
+
+    def over(self, where: Apart) -> Field:
+        """The same, of points that are to be believed in, one after the other."""
+        return Field(self, where)
+
+
+class Field:
+    """What a Residual says of many points at once, and how that narrows as some of them are asked for.
+
+    mean: log-residual at each point [many].
+    """
+
+    def __init__(self, residual: Residual, where: Apart) -> None:
         import numpy as np
 
-        across = _covariance(where, self.share, self.reach)
-        half = np.linalg.solve(self.factor, across.T)
-        left = np.maximum(CONSTANT + 1.0 - (half**2).sum(0), 0.0)
-        return across @ self.weights, np.sqrt(self.variance * left)
+        across = _covariance(where, residual.share, residual.reach)
+        self.mean = across @ residual.weights
+        self._residual = residual
+        self._half = np.linalg.solve(residual.factor, across.T)  # [measured, many]
+        self._left = CONSTANT + 1.0 - (self._half**2).sum(0)
 
-    def given(self, between: Apart, residual: ndarray) -> Residual:
-        """The same process, of other points: nothing is chosen anew."""
+    @property
+    def deviation(self) -> ndarray:
+        """Standard deviation at each point [many], without a measurement's own noise."""
         import numpy as np
 
-        covariance = _covariance(between, self.share, self.reach) + self.noise * np.eye(len(residual))
-        factor = np.linalg.cholesky(covariance)
-        weights = np.linalg.solve(factor.T, np.linalg.solve(factor, residual))
-        return replace(self, factor=factor, weights=weights)
+        found: ndarray = np.sqrt(self._residual.variance * np.maximum(self._left, 0.0))
+        return found
+
+    def believe(self, at: int, apart_from_it: Apart) -> None:
+        """Take point `at` for measured, and as expected: no mean moves, what is near it gets surer.
+
+        apart_from_it: how far all points lie from that one [many, 1].
+        """
+        import numpy as np
+
+        r = self._residual
+        row = _covariance(apart_from_it, r.share, r.reach)[:, 0] - self._half[:, at] @ self._half
+        row = row / sqrt(max(float(row[at]), 0.0) + r.noise)
+        self._half = np.vstack([self._half, row])
+        self._left = self._left - row**2
 
 
 def fit(between: Apart, residual: ndarray) -> Residual:

@@ -9,15 +9,13 @@ next is made (Ginsbourger et al., 2010), so that a batch spreads.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import erfc, log, pi, sqrt
 from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from kerngen.tuning.features import described
-from kerngen.tuning.plan import GUESSED_REGISTERS
-from kerngen.tuning.residual import Apart, Residual, apart, fit
-from kerngen.tuning.space import on_grid
+from kerngen.tuning.residual import Apart, Field, apart, fit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,80 +23,112 @@ if TYPE_CHECKING:
     from numpy import ndarray
     from optuna.distributions import BaseDistribution
 
+    from kerngen.tuning.features import Described
     from kerngen.tuning.study import Search
 
 CONFIDENCE = 1.0  # standard deviations below what is expected
 
 
-class ResidualSampler(optuna.samplers.BaseSampler):
-    """Of one `search`, whose outcomes it learns from. Deterministic, but for where everything is asked: there, as
-    Optuna's random sampler of `seed`.
+@dataclass(slots=True)
+class _Learned:
+    """What outcomes say. places: of the configurations that were measured or failed. best: log of the least time.
+    believed: places that are taken for measured beside.
     """
 
-    def __init__(self, search: Search, seed: int, confidence: float = CONFIDENCE) -> None:
-        self._search, self._confidence = search, confidence
+    places: list[int]
+    everywhere: Field
+    best: float
+    believed: list[int] = field(default_factory=list)
+
+
+class ResidualSampler(optuna.samplers.BaseSampler):
+    """Of one `search`, whose outcomes it learns from. known: what the search may ask for. Deterministic, but for where
+    everything is asked: there, as Optuna's random sampler of `seed`.
+    """
+
+    def __init__(self, search: Search, known: Described, seed: int, confidence: float = CONFIDENCE) -> None:
+        self._search, self._known, self._confidence = search, known, confidence
         self._random = optuna.samplers.RandomSampler(seed=seed)
-        self._configs = list(dict.fromkeys([*search.candidates.valid, search.candidates.default]))
-        self._place = {c: i for i, c in enumerate(self._configs)}
-        registers = max((o.registers for o in search.outcomes.values()), default=0) or GUESSED_REGISTERS
-        self._features, self._model = described(search.kernel, search.problem, search.target, self._configs, registers)
-        self._on_grid = [i for i, c in enumerate(self._configs) if on_grid(search.candidates.space, c) is not None]
+        self._place = {c: i for i, c in enumerate(known.configs)}
         self._columns: dict[int, Apart] = {}  # place -> all configurations' distance from it
-        self._fitted: tuple[list[int], Residual] | None = None
+        self._learned: _Learned | None = None
         self._proposed: dict[int, dict[str, Any]] = {}  # trial number -> values
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether all that may be asked for was."""
+        return not self._left().any()
 
     def propose(self) -> Any | None:
         """The next configuration; None if all that are valid were asked for."""
         import numpy as np
 
-        search = self._search
-        under_way = [self._place[c] for c in search.pending if c in self._place]
-        asked = {*under_way, *(self._place[c] for c in search.outcomes if c in self._place)}
-        left = [i for i in self._on_grid if i not in asked]
-        if not left:
+        left = np.flatnonzero(self._left())
+        if not len(left):
             return None
-        expected = self._model[left].copy()
-        if (learned := self._learned(under_way)) is None:
-            return self._configs[left[int(np.argmin(expected))]]
-        residual, places = learned
-        mean, deviation = residual.at(self._apart(places).rows(left))
-        expected += mean
-        best = log(min(o.latency_us for o in search.outcomes.values() if o.latency_us is not None))
+        expected = self._known.model[left]
+        if (learned := self._learn()) is None:
+            return self._known.configs[left[int(np.argmin(expected))]]
+        expected, deviation = expected + learned.everywhere.mean[left], learned.everywhere.deviation[left]
         hoped = expected - self._confidence * deviation
-        if hoped.min() < best:
-            return self._configs[left[int(np.argmin(hoped))]]
-        gain = log_expected_improvement(best - expected, deviation)
-        return self._configs[left[int(np.argmax(gain))]]
+        if hoped.min() < learned.best:
+            return self._known.configs[left[int(np.argmin(hoped))]]
+        gain = log_expected_improvement(learned.best - expected, deviation)
+        return self._known.configs[left[int(np.argmax(gain))]]
 
-    def _learned(self, under_way: list[int]) -> tuple[Residual, list[int]] | None:
-        """What the outcomes say, and the places of which: those that were measured, and, taken for measured as
-        expected, those that are under way. None if nothing was measured.
+    def expected_gain(self) -> float:
+        """How much faster than the best so far the next proposal is hoped to be, as a part of it, 0 at least: the
+        greatest expected improvement of what is left; 0 too where nothing was measured.
+        """
+        import numpy as np
+
+        left = np.flatnonzero(self._left())
+        if not len(left) or (learned := self._learn()) is None:
+            return 0.0
+        expected = self._known.model[left] + learned.everywhere.mean[left]
+        gain = log_expected_improvement(learned.best - expected, learned.everywhere.deviation[left])
+        return float(1 - np.exp(-np.exp(gain.max())))
+
+    def _left(self) -> ndarray:
+        """Of every place, whether it was not asked for yet."""
+        import numpy as np
+
+        left = np.ones(len(self._place), dtype=bool)
+        left[[self._place[c] for c in (*self._search.outcomes, *self._search.pending) if c in self._place]] = False
+        return left
+
+    def _learn(self) -> _Learned | None:
+        """What the outcomes say of all places, those that are under way taken for measured as expected. None if nothing
+        was measured.
         """
         import numpy as np
 
         known = {self._place[c]: o.latency_us for c, o in self._search.outcomes.items() if c in self._place}
-        measured = {i: log(us) - float(self._model[i]) for i, us in known.items() if us is not None}
+        under_way = [self._place[c] for c in self._search.pending if c in self._place]
+        measured = {i: log(us) - float(self._known.model[i]) for i, us in known.items() if us is not None}
         if not measured:
             return None
-        # What failed counts as slow as the model was ever too fast: what is like it waits.
-        worst = max(measured.values())
-        places, wrong = list(known), np.array([measured.get(i, worst) for i in known])
-        if self._fitted is None or self._fitted[0] != places:
-            self._fitted = places, fit(self._apart(places).rows(places), wrong)
-        residual = self._fitted[1]
-        if not under_way:
-            return residual, places
-        believed, _ = residual.at(self._apart(places).rows(under_way))
-        both = [*places, *under_way]
-        return residual.given(self._apart(both).rows(both), np.concatenate([wrong, believed])), both
+        learned, places = self._learned, list(known)
+        if learned is None or learned.places != places or learned.believed != under_way[: len(learned.believed)]:
+            # What failed counts as slow as the model was ever too fast: what is like it waits.
+            worst = max(measured.values())
+            where = self._apart(places)
+            residual = fit(where.rows(places), np.array([measured.get(i, worst) for i in known]))
+            best = log(min(o.latency_us for o in self._search.outcomes.values() if o.latency_us is not None))
+            learned = self._learned = _Learned(places, residual.over(where), best)
+        for place in under_way[len(learned.believed) :]:
+            learned.everywhere.believe(place, self._apart([place]))
+            learned.believed.append(place)
+        return learned
 
     def _apart(self, places: list[int]) -> Apart:
         """How far all configurations are from those at `places`; a column is worked out once."""
         import numpy as np
 
+        features = self._known.features
         for i in places:
             if i not in self._columns:
-                self._columns[i] = apart(self._features, self._features[i : i + 1])
+                self._columns[i] = apart(features, features[i : i + 1])
         found = [self._columns[i] for i in places]
         return Apart(np.hstack([a.single for a in found]), np.hstack([a.square for a in found]))
 

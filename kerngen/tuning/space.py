@@ -91,6 +91,11 @@ class Candidates:
         return self.points.valid
 
     @property
+    def askable(self) -> tuple[Any, ...]:
+        """What is valid, and the default, wherever that lies; in an order that is the same in every process."""
+        return tuple(dict.fromkeys([*self.valid, self.default]))
+
+    @property
     def refusals(self) -> tuple[Refusal, ...]:
         return self.points.refusals
 

@@ -1,9 +1,9 @@
 """The search for one problem's best configuration: an Optuna study that its caller drives with ask and tell.
 
-First come the configurations that knowledge proposes (the default, winners of neighbouring problems, the best
-by pre-prediction), then Optuna's own proposals. How many are left to Optuna, and which configurations cannot
-win and need no compile, the objective says. Where it leaves none and the space is known whole, the search is
-exact. What else is valid is not asked before the default has been tried.
+First come the configurations that knowledge proposes: the default, and winners of neighbouring problems. Where the
+objective says that the cost model is all there is to know (sampler "model") its ranking follows, down to where nothing
+that is left can win: such a search is exact. Else the sampler proposes, which learns what the model gets wrong
+(sampler.py). What else is valid is not asked before the default has been tried.
 
 The study lives in memory. Every outcome is in the tuning database, so a search that was killed is asked again
 from the start, with the same seed, and answered from there: the same trials, without the work.
@@ -15,15 +15,21 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.tuning.features import described_space
 from kerngen.tuning.objective import Objective, Outcome
-from kerngen.tuning.ranking import Ranked, Ranker, ranked
+from kerngen.tuning.plan import GUESSED_REGISTERS, rank
 from kerngen.tuning.space import Candidates, on_grid
 
 if TYPE_CHECKING:
     import optuna
 
-SAMPLER_PATIENCE = 64  # proposals in a row that bring nothing new end the search
+    from kerngen.tuning.describing import Describer
+    from kerngen.tuning.features import Described
+    from kerngen.tuning.sampler import ResidualSampler
+
+GUESSED_GAIN = 0.04  # of a search whose sampler knows nothing yet: what 51 problems gained on an H200, in the mean
+GAIN_OF_AN_EXACT_SEARCH = 1e-6  # at least, until nothing is left that can win
 
 
 class Search:
@@ -38,25 +44,27 @@ class Search:
         *,
         trials: int,
         seed: int,
-        ranker: Ranker | None = None,
-        sampler: Callable[[Search, int], optuna.samplers.BaseSampler] | None = None,
+        describer: Describer | None = None,
+        least_gain: float = 0.0,
     ) -> None:
-        """ranker: ranks in a process of its own, from when the default is told; without it, here, when first needed.
-        sampler: makes Optuna's, of this search and its seed, when the first proposal is due; None for TPE.
+        """describer: describes the space in a process of its own, from when the default is told; without it that is
+        done here, when first needed. least_gain: where the sampler hopes for less, as a part of the best time, the
+        search is over.
         """
         self.kernel, self.problem, self.target = kernel, problem, objective.target
         self.candidates, self.objective, self.trials = candidates, objective, trials
         self.outcomes: dict[Any, Outcome] = {}  # in the order asked
-        self.refused: dict[Any, Outcome] = {}  # what the sampler proposed and why_invalid refused
-        self._seed, self._sampler = seed, sampler
+        self.stored: Any | None = None  # what an earlier run chose for this very problem
+        self._seed, self._describer, self._least_gain = seed, describer, least_gain
+        self._hinted = 0.0  # what neighbours gained by what stands in `_first`
+        self._gain = 0, GUESSED_GAIN  # that was hoped for after so many outcomes
         self._first: deque[Any] = deque([candidates.default])
-        self._ranker = ranker
-        self._ranking: Callable[[], Ranked] | None = None  # under way
-        self._space: Ranked | None = None  # of the ranking: how many are valid
-        self._ranked: list[Any] = []  # what is left of it, the best last
+        self._ranked: list[tuple[float, Any]] | None = None  # what is left of the model's ranking, the best last
+        self._describing: Callable[[], Described] | None = None  # under way
+        self._sampler: ResidualSampler | None = None
         self._study: optuna.Study | None = None
         self._open: dict[Any, optuna.trial.Trial | None] = {}
-        self._closed = False
+        self._closed = self._is_cut_short = False
 
     # -- what others see
 
@@ -82,24 +90,75 @@ class Search:
         if self._closed:
             return len(self._open)
         left = self.trials - len(self.outcomes)
-        if self._space is not None and self._space.complete:
-            left = min(left, self._space.num_valid + 1 - len(self.outcomes))
+        if self._ranked is not None or self._sampler is not None:
+            left = min(left, len(self.candidates.valid) + 1 - len(self.outcomes))
         return max(left, 0)
 
-    def suggest(self, configs: Iterable[Any]) -> None:
-        """Put `configs` (winners of neighbours) before all that is not yet asked, but for invalid ones."""
-        fresh = [c for c in configs if c not in self.outcomes and c not in self._first]
-        self._first.extend(c for c in fresh if self.kernel.why_invalid(self.problem, c, self.target) is None)
+    @property
+    def study(self) -> optuna.Study:
+        """All that was told, as Optuna has it."""
+        if self._study is None:
+            import optuna
 
-    def ask(self, count: int) -> list[Any]:
-        """Up to `count` configurations to evaluate next; none if the search is over."""
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
+            self._study = optuna.create_study(study_name=f"{self.kernel.name}{describe(self.problem)}")
+            for config, outcome in self.outcomes.items():
+                self._add(config, outcome)
+        return self._study
+
+    @property
+    def expected_gain(self) -> float:
+        """How much faster than the best so far the next trials are hoped to be, as a part of its time: 0 where nothing
+        is left. A guess before anything was learned.
+        """
+        if not self.num_left:
+            return 0.0
+        known = self._sampler is not None if self._learns else self._ranked is not None
+        if known and self._gain[0] != len(self.outcomes):
+            self._gain = len(self.outcomes), self._learned_gain()
+        return max(self._gain[1], self._hinted if self._first else 0.0)
+
+    def _learned_gain(self) -> float:
+        if self._learns:
+            return self.sampler.expected_gain()
+        next_us = self._ranked[-1][0] if self._ranked else float("inf")
+        return max(1 - next_us / self.best_us, GAIN_OF_AN_EXACT_SEARCH)
+
+    @property
+    def num_suggested(self) -> int:
+        """What is still to be asked before any proposal."""
+        return min(len(self._first), self.num_left)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended by itself: not where time ran out."""
+        return not self.num_left and not self._is_cut_short
+
+    def suggest(self, configs: Iterable[Any], gain: float = 0.0) -> None:
+        """Put `configs` (winners of neighbours) before all that is not yet asked, but for invalid ones. gain: what
+        neighbours have of them, as a part of their time.
+        """
+        known = {*self.outcomes, *self._first, *self._open}
+        fresh = [c for c in configs if c not in known and self.kernel.why_invalid(self.problem, c, self.target) is None]
+        if fresh and not self._closed:
+            self._hinted = max(gain, self._hinted if self._first else 0.0)
+            self._first.extend(fresh)
+
+    def ask(self, count: int, *, suggested: bool = False) -> list[Any]:
+        """Up to `count` configurations to evaluate next; none if the search is over. suggested: of what was suggested
+        alone, and the search is not over if that is none.
+        """
         if not self.outcomes:
             count = 1  # the default's registers guide the ranking of the others
+        elif not self._first and self._is_hopeless():
+            self._closed = True
         asked: list[Any] = []
         while len(asked) < count and not self._closed and self.num_left > len(asked):
-            config = self._next(asked)
+            config = self._next_suggested(asked)
+            if config is None and not suggested:
+                config = self._sampled(asked) if self._learns else self._next_by_the_model(asked)
+                self._closed = config is None
             if config is None:
-                self._closed = True
                 break
             asked.append(config)
         if self.num_left == 0:
@@ -109,86 +168,85 @@ class Search:
     def tell(self, config: Any, outcome: Outcome) -> None:
         """Record what became of a configuration that `ask` gave."""
         self.outcomes[config] = outcome
-        if self._ranker is not None and self._ranking is None and self.trials > 1:
-            self._ranking = self._ranker.submit(*self._to_rank())
+        if self._describer is not None and self._describing is None and self._learns and self.trials > 1:
+            self._describing = self._describer.submit(self.candidates, self._registers)
         trial = self._open.pop(config, None)
         if trial is not None:
-            self._tell_optuna(trial, outcome)
+            self._close(trial, outcome)
+        elif self._study is not None:
+            self._add(config, outcome)
 
     def abandon(self, config: Any) -> None:
         """`config` was asked and will not be evaluated (time ran out): the search ends here."""
         self._open.pop(config, None)
+        self._closed = self._is_cut_short = True
+
+    def let_go(self) -> None:
+        """Of what the sampler holds: tens of megabytes, where nothing more is asked."""
+        self._sampler = self._describing = None
         self._closed = True
 
     # -- where configurations come from
 
-    def _next(self, asked: list[Any]) -> Any | None:
+    def _is_hopeless(self) -> bool:
+        """Nothing to ask for any more: after a portion at least, the sampler has hardly any hope."""
+        known = self._sampler is not None and len(self.outcomes) > self.objective.batch
+        return known and self.best_us < float("inf") and self.expected_gain < self._least_gain
+
+    @property
+    def _learns(self) -> bool:
+        return self.objective.sampler != "model"
+
+    @property
+    def _registers(self) -> int:
+        """A thread's, of the configurations that were compiled; 0 where there is none yet."""
+        return max((o.registers for o in self.outcomes.values()), default=0)
+
+    def _next_suggested(self, asked: list[Any]) -> Any | None:
         while self._first:
             config = self._first.popleft()
-            if config not in self.outcomes and config not in asked:
-                return self._opened(config)
-        if self._space is None:
-            self._space = ranked(*self._to_rank()) if self._ranking is None else self._ranking()
-            self._ranked = list(self._space.configs[::-1])
-        while self._ranked:
-            config = self._ranked.pop()
-            if config in self.outcomes or config in asked:
-                continue
-            if self.objective.can_win(self.kernel, self.problem, config, self.best_us):
-                return self._opened(config)
-        return None if self._is_exhausted(self._space, asked) else self._sampled(asked)
-
-    def _is_exhausted(self, space: Ranked, asked: list[Any]) -> bool:
-        """With the ranked candidates gone: nothing is left, or nothing that is left can win."""
-        every = len(self.outcomes) + len(asked) >= space.num_valid
-        return space.complete and (every or not self.objective.sampler_share)
-
-    def _to_rank(self) -> tuple[Candidates, int, int, float]:
-        """What `ranked` is asked."""
-        registers = max((o.registers for o in self.outcomes.values()), default=0)
-        return self.candidates, registers, self.trials, self.objective.sampler_share
-
-    def _opened(self, config: Any) -> Any:
-        """`config`, known to Optuna as a running trial if its values are on the grid."""
-        if not self.objective.sampler_share and (self._space is None or self._space.complete):
-            self._open[config] = None  # there is no sampler that could learn from it
-        elif (part := on_grid(self.candidates.space, config)) is not None:
-            self._optuna().enqueue_trial(self._indices(part, config))
-            trial = self._optuna().ask()
-            self._config_of(trial)
-            self._open[config] = trial
-        else:
-            self._open[config] = None
-        return config
-
-    def _sampled(self, asked: list[Any]) -> Any | None:
-        """Optuna's next proposal that is new and valid. Invalid and repeated ones are told at once."""
-        study = self._optuna()
-        for _ in range(SAMPLER_PATIENCE):
-            trial = study.ask()
-            config = self._config_of(trial)
-            if config in self.outcomes:
-                self._tell_optuna(trial, self.outcomes[config])
-            elif config in asked:
-                self._tell_optuna(trial, Outcome("invalid", reason="asked twice", excess=1.0))
-            elif (why := self.kernel.why_invalid(self.problem, config, self.target)) is not None:
-                self.refused[config] = Outcome("invalid", reason=why, excess=1.0)
-                self._tell_optuna(trial, self.refused[config])
-            else:
-                self._open[config] = trial
+            if config not in self.outcomes and config not in asked and (not self.outcomes or self._can_win(config)):
+                self._open[config] = None
                 return config
         return None
 
+    def _can_win(self, config: Any) -> bool:
+        return self.objective.can_win(self.kernel, self.problem, config, self.best_us)
+
+    def _next_by_the_model(self, asked: list[Any]) -> Any | None:
+        if self._ranked is None:
+            registers = self._registers or GUESSED_REGISTERS
+            order = rank(self.kernel, self.problem, self.target, self.candidates.valid, registers)
+            self._ranked = order[::-1]
+        while self._ranked:
+            _, config = self._ranked.pop()
+            if config in self.outcomes or config in asked:
+                continue
+            if self._can_win(config):
+                self._open[config] = None
+                return config
+        return None
+
+    def _sampled(self, asked: list[Any]) -> Any | None:
+        """What the sampler proposes."""
+        if self.sampler.is_exhausted:
+            return None
+        trial = self.study.ask()
+        config = self._config_of(trial)
+        self._open[config] = trial
+        return config
+
+    @property
+    def sampler(self) -> ResidualSampler:
+        """Made when first needed: by then the default was told."""
+        if self._sampler is None:
+            from kerngen.tuning.sampler import ResidualSampler
+
+            known = self._describing() if self._describing else described_space(self.candidates, self._registers)
+            self._sampler = self.study.sampler = ResidualSampler(self, known, self._seed)
+        return self._sampler
+
     # -- Optuna
-
-    def _optuna(self) -> optuna.Study:
-        if self._study is None:
-            import optuna
-
-            optuna.logging.set_verbosity(optuna.logging.WARNING)
-            make = self._sampler or (lambda search, seed: optuna.samplers.TPESampler(seed=seed))
-            self._study = optuna.create_study(sampler=make(self, self._seed))
-        return self._study
 
     def _config_of(self, trial: optuna.trial.Trial) -> Any:
         """What `trial` proposes: first a body, then its tunables. Numbers are searched by their index, others as
@@ -227,15 +285,40 @@ class Search:
         indices = {f"{part}.{k}": values.index(fields[k]) for k, values in self.candidates.space[part].items()}
         return {"body": part} | indices
 
-    def _tell_optuna(self, trial: optuna.trial.Trial, outcome: Outcome) -> None:
+    def _close(self, trial: optuna.trial.Trial, outcome: Outcome) -> None:
         from optuna.trial import TrialState
 
         trial.set_user_attr("outcome", outcome.kind)
-        trial.set_constraint("excess", outcome.excess if outcome.excess else -1.0)
-        if outcome.ok and not outcome.excess:
-            self._optuna().tell(trial, outcome.latency_us)
+        trial.set_constraint("excess", _constraint(outcome))
+        if _is_complete(outcome):
+            self.study.tell(trial, outcome.latency_us)
         else:  # never FAIL: samplers learn from pruned trials, and forget failed ones
-            self._optuna().tell(trial, state=TrialState.PRUNED)
+            self.study.tell(trial, state=TrialState.PRUNED)
+
+    def _add(self, config: Any, outcome: Outcome) -> None:
+        """As `_close`, of a configuration that the sampler did not propose; one that is off the grid cannot be told."""
+        from optuna.trial import TrialState, create_trial
+
+        if (found := self.parameters(config)) is None:
+            return
+        complete = _is_complete(outcome)
+        trial = create_trial(
+            state=TrialState.COMPLETE if complete else TrialState.PRUNED,
+            value=outcome.latency_us if complete else None,
+            params={name: value for name, (_, value) in found.items()},
+            distributions={name: where for name, (where, _) in found.items()},
+            user_attrs={"outcome": outcome.kind},
+            constraints={"excess": _constraint(outcome)},
+        )
+        self.study.add_trial(trial)
+
+
+def _constraint(outcome: Outcome) -> float:
+    return outcome.excess if outcome.excess else -1.0
+
+
+def _is_complete(outcome: Outcome) -> bool:
+    return outcome.ok and not outcome.excess
 
 
 def _is_ordered(values: Iterable[Any]) -> bool:

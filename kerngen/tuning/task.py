@@ -15,16 +15,19 @@ from kerngen.workload import Item
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One problem of the run. about: its search in words, for the row that ends it. urgency: see plan.py."""
+    """One problem of the run. about: its search in words, for the row that ends it. guessed_us: what it takes at least,
+    by the cost model. urgency: see plan.py.
+    """
 
     item: Item
     kernel: Kernel
     entry: Entry
     search: Search
+    static_key: str
     about: str
+    guessed_us: float = 0.0
     urgency: tuple[int, int, float] = (0, 0, 0.0)
     builds: dict[Any, Build] = field(default_factory=dict)  # of the configurations tried
-    noted: set[Any] = field(default_factory=set)  # refused proposals that have their row
 
     @property
     def problem(self) -> Any:

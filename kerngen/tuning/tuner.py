@@ -1,10 +1,10 @@
 """Finds the best configuration of every problem of a workload, and writes down everything that it tried.
 
-All problems are searched together, in rounds. A round asks every open search for its next configurations, compiles
-what is new (identical sources once, in worker processes), has the objective judge them, and tells the searches. So
-every problem has its default before any has its second try, and the answer does not depend on how many workers there
-were or which was first. Within a round the most urgent problems come first, and a time budget ends the run wherever it
-is: what is compiled by then and costs nothing to judge still is, and the report names what was not reached.
+All problems are searched together, in rounds: each of some searches is asked for its next configurations, what is new
+is compiled (identical sources once, in worker processes), the objective judges, the searches are told. Which searches
+those are, the tiers of budget.py say; the answer does not depend on how many workers there were or which was first. A
+time budget ends the run wherever it is: what is compiled by then and costs nothing to judge still is, and what was not
+reached is left to the cost model (conclude.py).
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from uuid import uuid4
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, ConfigRefused, KerngenError
-from kerngen.predict import predict
 from kerngen.progress import Progress
 from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import describe, fields_of
-from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
+from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.tuning.budget import LEAST_GAIN, PORTIONS, Budget, Weights, portions
+from kerngen.tuning.checks import why_unlaunchable
+from kerngen.tuning.conclude import Conclusion, summary_of
+from kerngen.tuning.describing import Describer
 from kerngen.tuning.ledger import Ledger
+from kerngen.tuning.neighbours import Neighbours
 from kerngen.tuning.objective import Objective, Outcome
-from kerngen.tuning.plan import urgency
-from kerngen.tuning.ranking import Ranker
+from kerngen.tuning.plan import lower_bound_us, urgency
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning.space import candidates
-from kerngen.tuning.study import Search
+from kerngen.tuning.study import GUESSED_GAIN, Search
 from kerngen.tuning.task import Task, Trial
 from kerngen.tuning_db.serve.canonical import digest
-from kerngen.tuning_db.serve.values import Build
+from kerngen.tuning_db.serve.values import Build, Winner
 from kerngen.workload import Item
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ class _Asked:
 class Tuner:
     """Tunes problems for one objective, on its target. Its caller owns store, compiler and objective, and closes them.
 
-    trials: configurations a problem; by default the objective's. time_budget_s: None for no limit.
+    trials: configurations a problem; by default the objective's. time_budget_s: None for no limit. began: when the time
+    began to run, by `clock`; None for now.
     """
 
     def __init__(
@@ -69,19 +72,24 @@ class Tuner:
         time_budget_s: float | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
+        began: float | None = None,
     ) -> None:
         self.objective, self.target = objective, objective.target
         self.store, self.compiler = store, compiler
         self.trials, self.seed = trials or objective.trials, seed
         self.report = Report(self.target, objective.name, objective.how, uuid4().hex[:12])
         self.ledger = Ledger(store, objective, self.report.run, [self.trials, seed])
-        self._progress, self._clock = progress, clock
-        self._start = clock()
-        self._deadline = None if time_budget_s is None else self._start + time_budget_s
+        self._progress = progress
+        self._budget = Budget(time_budget_s, clock, clock() if began is None else began, objective.final_s)
+        self._tasks: list[Task] = []
+        self._weights, self._neighbours = Weights(()), Neighbours(())
         self._left = 0
-        self._compiled: set[str] = set()  # sources that were not in the cache
+        self._contested: set[int] = set()  # searches, by id, that have more than their default to decide between
+        self._sources: dict[tuple[str, Any], str] = {}  # by static key and configuration
+        self._compiled: set[str] = set()  # those that were not in the cache
         objective.say = self._tick
-        self._ranker = Ranker() if objective.takes_time else None  # whose GPU would wait
+        objective.left = lambda: self._budget.left(objective.waited_s)
+        self._describer = Describer() if objective.takes_time else None  # whose GPU would wait
 
     # -- the run
 
@@ -90,20 +98,24 @@ class Tuner:
 
         Raises DatabaseError if the store takes no more rows, ToolchainError if NVRTC cannot target the arch.
         """
-        tasks = [t for t in map(self._task, items) if t is not None]
+        tasks = self._tasks = [t for t in map(self._task, items) if t is not None]
+        self._weights = Weights([t.item for t in tasks])
+        self._neighbours = Neighbours([t.entry.key for t in tasks])
         try:
-            opened = [t for t in tasks if t.entry.closed is None]
-            while opened and not self.report.out_of_time:
-                opened = self._round(opened)
+            self._try_defaults()
+            self._try_neighbours()
+            self._search()
+            self._decide()
         except KeyboardInterrupt:  # what is known by now is worth its winners
             self.report.interrupted = True
         finally:
-            if self._ranker is not None:
-                self._ranker.close()
+            if self._describer is not None:
+                self._describer.close()
             self.ledger.flush()
-        self._conclude(tasks)
+        Conclusion(self.ledger, self.compiler, self.report).of(tasks)
+        self.report.remarks = list(self.objective.remarks)
         self.report.num_compiled = len(self._compiled)
-        self.report.seconds = self._clock() - self._start
+        self.report.seconds = self._budget.clock() - self._budget.began
         return self.report
 
     def _task(self, item: Item) -> Task | None:
@@ -115,43 +127,114 @@ class Tuner:
             return None
         entry = self.ledger.entry(kernel, item.problem)
         seed = int(digest([entry.key.id, self.seed])[:8], 16)
-        search = Search(kernel, item.problem, found, self.objective, trials=self.trials, seed=seed, ranker=self._ranker)
+        search = Search(
+            kernel, item.problem, found, self.objective,
+            trials=self.trials, seed=seed, describer=self._describer, least_gain=LEAST_GAIN,
+        )  # fmt: skip
+        if entry.closed is not None:
+            search.let_go()
         about = f"search of {self.trials} trials at most, seed {self.seed} ({entry.fingerprint[:12]})"
-        return Task(item, kernel, entry, search, about, urgency(item, kernel, found.default, self.target))
+        us = lower_bound_us(kernel, item.problem, found.default, self.target)
+        return Task(item, kernel, entry, search, entry.key.static_key, about, us, urgency(item, us))
+
+    # -- the tiers
+
+    def _try_defaults(self) -> None:
+        """One problem of each static key comes first: what is compiled for it may serve the others."""
+        rest: list[Task] = []
+        first: dict[str, Task] = {}
+        for t in sorted((t for t in self._tasks if t.search.num_left), key=lambda t: t.urgency):
+            if first.setdefault(t.static_key, t) is not t:
+                rest.append(t)
+        self._round([*first.values(), *rest])
+
+    def _try_neighbours(self) -> None:
+        """What is best for a problem's neighbours, and what the database has for it and for them."""
+        if not self.report.out_of_time:
+            self._suggest_stored()
+            self._share_winners(range(len(self._tasks)))
+        weights = self._weigh()
+        while not self.report.out_of_time:
+            asked = [i for i, t in enumerate(self._tasks) if t.search.num_suggested]
+            if not asked:
+                return
+            self._round([self._tasks[i] for i in sorted(asked, key=lambda i: -weights[i])], suggested=True)
+
+    def _suggest_stored(self) -> None:
+        """What earlier runs chose for a problem and its neighbours, on this board if it was there, else on another."""
+        stored: dict[str, Winner] = {}
+        for kernel in {t.kernel.name: None for t in self._tasks}:
+            found = self.store.winners(kernel, arch=self.target.arch)
+            stored |= {w.problem.id: w for w in sorted(found, key=lambda w: w.device == self.target.device)}
+        for place, t in enumerate(self._tasks):
+            if (own := stored.get(t.entry.key.id)) is not None:
+                t.search.stored = _as_config(t.kernel, own.config)
+            near = [t, *(self._tasks[i] for i in self._neighbours.of(place))]
+            known = [stored[n.entry.key.id] for n in near if n.entry.key.id in stored]
+            configs = [_as_config(t.kernel, w.config) for w in known]
+            t.search.suggest([c for c in configs if c is not None], GUESSED_GAIN)
+
+    def _search(self) -> None:
+        """Portions for those that weigh most for what is hoped of them, until nothing is hoped for."""
+        while not self.report.out_of_time:
+            weights, searches = self._weigh(), [t.search for t in self._tasks]
+            values = {i: weights[i] * s.expected_gain for i, s in enumerate(searches) if s.num_left}
+            most = PORTIONS if self.objective.takes_time else len(values)  # compilers wait at the end of a round
+            chosen = portions(values, most)
+            if not chosen:
+                return
+            before = {i: searches[i].best for i in chosen}
+            self._round([self._tasks[i] for i in chosen])
+            for i in chosen:
+                if not searches[i].num_left:
+                    searches[i].let_go()
+            self._share_winners([i for i in chosen if searches[i].best != before[i]])
+
+    def _weigh(self) -> list[float]:
+        """What each problem counts, by the best time that is known of it."""
+        return self._weights.of([t.guessed_us if t.search.best is None else t.search.best_us for t in self._tasks])
+
+    def _share_winners(self, changed: Iterable[int]) -> None:
+        """Put the best of these searches before their neighbours."""
+        for i in changed:
+            search = self._tasks[i].search
+            if search.best is None:
+                continue
+            for other in (self._tasks[j].search for j in self._neighbours.of(i)):
+                there = search.outcomes.get(other.best)
+                beaten_us = None if there is None else there.latency_us
+                other.suggest([search.best], max(1 - search.best_us / beaten_us, 0.0) if beaten_us else GUESSED_GAIN)
 
     # -- a round
 
-    def _round(self, opened: list[Task]) -> list[Task]:
-        """One round of these searches. Returns those that go on; none that the time cut short is closed."""
-        self._evaluate(self._ask(opened))
-        if self.report.out_of_time:
-            return opened
-        self._close([t for t in opened if not t.search.num_left])
-        opened = [t for t in opened if t.search.num_left]
-        self._share_winners(opened)
-        if opened and self._is_late():
+    def _round(self, tasks: Sequence[Task], *, suggested: bool = False) -> None:
+        """What these ask for next, judged in this order. suggested: only what was suggested to them."""
+        self._evaluate(self._ask(tasks, suggested))
+        if tasks and self._is_late():
             self.report.out_of_time = True
-        return opened
 
-    def _ask(self, opened: list[Task]) -> list[_Asked]:
-        """What every open search asks for next, the most urgent first. What must be compiled is under way then."""
+    def _ask(self, tasks: Sequence[Task], suggested: bool) -> list[_Asked]:
+        """What each search asks for next. What must be compiled is under way then."""
         round_ = []
-        for t in opened:
-            for config in t.search.ask(self.objective.batch):
-                source = render(t.kernel, t.problem, config, self.target)
-                round_.append(_Asked(t, config, source, self.ledger.build_of(t.kernel, t.problem, config, source)))
-            for config, outcome in t.search.refused.items():
-                if config not in t.noted:
-                    t.noted.add(config)
-                    self.ledger.add(t.entry, config, outcome, build_id=None)
-        round_.sort(key=lambda a: a.task.urgency)
-        for a in round_:
-            if a.build is None or self.objective.needs_image:
-                a.cubin = self.compiler.submit(a.source, self.target.arch)
-                if not a.cubin.done():
-                    self._compiled.add(a.source)
-        self._left = sum(t.search.num_left for t in opened)
+        for t in tasks:
+            for config in t.search.ask(self.objective.batch, suggested=suggested):
+                source = self._source(t, config)
+                build = self.ledger.build_of(t.kernel, t.problem, config, source)
+                asked = _Asked(t, config, source, build)
+                if build is None or self.objective.needs_image:
+                    asked.cubin = self.compiler.submit(source, self.target.arch)
+                    if not asked.cubin.done():
+                        self._compiled.add(source)
+                round_.append(asked)
+        self._left = sum(t.search.num_left for t in self._tasks)
         return round_
+
+    def _source(self, t: Task, config: Any) -> str:
+        """Rendered once for all problems that share what is compiled in."""
+        key = t.static_key, config
+        if key not in self._sources:
+            self._sources[key] = render(t.kernel, t.problem, config, self.target)
+        return self._sources[key]
 
     def _evaluate(self, asked: Iterable[_Asked]) -> None:
         for trial, outcome in self.objective.judge(self._to_judge(asked)):
@@ -181,8 +264,7 @@ class Tuner:
         def image() -> bytes:
             if cubin is not None:
                 return cubin.result().image
-            source = render(task.kernel, task.problem, config, self.target)
-            return self.compiler.submit(source, self.target.arch).result().image
+            return self.compiler.submit(self._source(task, config), self.target.arch).result().image
 
         return Trial(task, config, task.builds[config], image)
 
@@ -225,7 +307,10 @@ class Tuner:
         return None if why is None else Outcome("invalid", reason=why, excess=1.0)
 
     def _tell(self, trial: Trial, outcome: Outcome) -> None:
-        trial.task.search.tell(trial.config, outcome)
+        search = trial.task.search
+        search.tell(trial.config, outcome)
+        if outcome.ok and self.objective.takes_time and trial.config != search.candidates.default:
+            self._contested.add(id(search))
         self.report.num_trials += 1
         self._left -= 1
         if outcome.kind in ("compile_failed", "wrong_result", "launch_failed", "timed_out"):
@@ -242,94 +327,37 @@ class Tuner:
             self._progress.update(self.report.num_trials, self.report.num_trials + self._left, text)
 
     def _is_late(self) -> bool:
-        return self._deadline is not None and self._clock() - self.objective.waited_s >= self._deadline
+        """Whether the time for trials is over: what is left of it, the finals need."""
+        return self._budget.left(self.objective.waited_s) <= self._budget.reserve(len(self._contested))
 
-    def _share_winners(self, opened: list[Task]) -> None:
-        """Put each search's best before its neighbours: the same compiled-in fields, other tokens or batch."""
-        best: dict[str, list[Any]] = {}
-        for t in opened:
-            if t.search.best is not None:
-                best.setdefault(t.entry.key.static_key, []).append(t.search.best)
-        for t in opened:
-            t.search.suggest(dict.fromkeys(best.get(t.entry.key.static_key, [])))
+    # -- the finals
 
-    # -- the end of a search
+    def _decide(self) -> None:
+        """Have the finalists of every search decided, and write down which searches are over."""
+        for trial, outcome in self.objective.decide(self._finalists()):
+            tags = {"closed": summary_of(trial.task)} if trial.task.search.is_over else {}
+            stage = self.objective.final_stage
+            self.ledger.add(trial.task.entry, trial.config, outcome, build_id=trial.build.id, stage=stage, tags=tags)
 
-    def _close(self, ended: list[Task]) -> None:
-        """Have the finalists decided, and write down that these searches are over."""
-        for trial, outcome in self.objective.decide(self._finalists(ended)):
-            self.ledger.add(trial.task.entry, trial.config, outcome, build_id=trial.build.id,
-                            stage=self.objective.final_stage, tags={"closed": self._summary(trial.task)})  # fmt: skip
-
-    def _finalists(self, ended: list[Task]) -> Iterator[list[Trial]]:
-        for t in ended:
-            if self.objective.takes_time and self._is_late():
+    def _finalists(self) -> Iterator[list[Trial]]:
+        """Of each search, those that weigh most first. One that has only its default and was cut short is no matter."""
+        weights = self._weigh()
+        for i in sorted(range(len(self._tasks)), key=lambda i: -weights[i]):
+            t = self._tasks[i]
+            finalists = self.objective.finalists(t.search)
+            if not finalists or (len(finalists) == 1 and not t.search.is_over):
+                continue
+            if self.objective.takes_time and self._budget.left(self.objective.waited_s) <= 0:
                 self.report.out_of_time = True
                 return
-            if finalists := self.objective.finalists(t.search):
-                self._tick(f"{t.kernel.name}: finalists of {t.item.where}")
-                yield [self._trial(t, c) for c in finalists]
+            self._tick(f"{t.kernel.name}: finalists of {t.item.where}")
+            began, waited = self._budget.clock(), self.objective.waited_s
+            yield [self._trial(t, c) for c in finalists]
+            took = self._budget.clock() - began - (self.objective.waited_s - waited)
+            self._budget.final_s += (took - self._budget.final_s) / 8
 
-    def _summary(self, t: Task) -> dict[str, Any]:
-        outcomes = t.search.outcomes
-        default = outcomes.get(t.search.candidates.default)
-        return {
-            "tried": len(outcomes),
-            "failed": sum(o.kind not in ("ok", "invalid") for o in outcomes.values()),
-            "default_us": None if default is None else default.latency_us,
-            "spilled": sum(o.spill_bytes > 0 for o in outcomes.values()),
-        }
 
-    def _conclude(self, tasks: list[Task]) -> None:
-        """Derive the winners, check and keep their cubins, and fill the report in the workload's order."""
-        winners = self.ledger.winners([t.entry for t in tasks])
-        ended = not self.report.out_of_time and not self.report.interrupted
-        # a space that nobody has looked at by the end of the time is not looked at now
-        looked_at = {t for t in tasks if ended or t.search.candidates.are_known}
-        spaces = dict.fromkeys(t.search.candidates.points for t in tasks if t in looked_at)
-        self.report.num_spaces, self.report.num_refused = len(spaces), sum(s.num_refused for s in spaces)
-        for t in tasks:
-            found = t.search.candidates
-            summary = t.entry.closed or self._summary(t)
-            result = Result(
-                t.item, winners.get(t.entry.key.id), fields_of(found.default), summary["default_us"],
-                num_tried=summary["tried"], num_failed=summary["failed"],
-            )  # fmt: skip
-            if t in looked_at:
-                result.num_valid, result.num_refused = len(found.valid), found.points.num_refused
-            self.report.results.append(result)
-            if t.entry.closed is not None:
-                self.report.num_from_database += summary["tried"]
-            if result.winner is None:
-                failed = [o.reason for o in t.search.outcomes.values() if not o.ok]
-                why = "stopped" if self.report.interrupted else "the time was over"
-                result.note = failed[-1] if failed else f"{why} before its default configuration was tried"
-                continue
-            self._inspect(t, result, summary)
-
-    def _inspect(self, t: Task, result: Result, summary: dict[str, Any]) -> None:
-        """The winner's resources, its machine code checked and kept, and what the user should know about it."""
-        if (winner := result.winner) is None:
-            return
-        build = self.store.build(winner.build_id)
-        config = t.kernel.config_type(**winner.config)
-        launches = t.kernel.launches(t.problem, config, self.target)
-        result.registers, result.spill_bytes = build.registers, build.spill_bytes
-        result.smem_bytes = max(x.smem_bytes + build.entries[x.entry].static_smem_bytes for x in launches)
-        result.explanation = predict(t.kernel, t.problem, config, self.target, build.entries).explain()
-        notes = []
-        if build.spill_bytes:
-            every = summary["spilled"] == summary["tried"]
-            rest = "as does every configuration tried" if every else "and is still the fastest that was tried"
-            notes.append(f"spills {build.spill_bytes} B a thread, {rest}")
-        if self.store.image(build) is None:
-            try:
-                source = render(t.kernel, t.problem, config, self.target)
-                cubin = self.compiler.submit(source, self.target.arch).result()
-                if (why := why_not_cubin(cubin.image, self.target.arch)) is not None:
-                    notes.append(why)
-                else:
-                    self.store.keep_image(cubin)
-            except KerngenError as e:
-                notes.append(f"its machine code is not in the database: {e.message}")
-        result.note = "; ".join(notes)
+def _as_config(kernel: Kernel, fields: dict[str, Any]) -> Any | None:
+    """None where an older kernel had other fields."""
+    names = fields_of(kernel.config_type())
+    return kernel.config_type(**fields) if names.keys() == fields.keys() else None

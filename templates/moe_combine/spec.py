@@ -7,6 +7,7 @@ layer_scalar; out = norm(residual_out; next_norm). One pass, where torch makes a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 from kerngen.arch import Target
@@ -124,9 +125,12 @@ def cost(problem: Problem) -> Cost:
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
-    """cuda_ops: about 30 instructions an element, 2 for each expert, in every lane of the row, idle ones included."""
+    """cuda_ops: about 30 instructions an element, 2 for each expert, in every lane: that those of a row that is not
+    there have nothing to do makes the others no faster.
+    """
     p = problem
-    lanes = p.num_tokens * row_threads(p.hidden, config.vecs_per_thread) * config.vecs_per_thread
+    (launch,) = launches(p, config, target)
+    lanes = prod(launch.grid) * prod(launch.block) * config.vecs_per_thread
     row_bytes = p.hidden * (ELEMENT_BYTES[p.dtype] * (p.top_k + 1) + ELEMENT_BYTES[p.residual_dtype])
     ops = (30 + 2 * p.top_k) * VEC * lanes
     return Traffic(cost(p).bytes, 0, cuda_ops=ops, bytes_in_flight=config.rows_per_block * row_bytes)

@@ -265,5 +265,5 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         smem_bytes=read,
         cuda_ops=30 * shared * p.num_tokens * p.hidden + 32 * (steps * (12 + 8 * token_tiles) + 500 * p.num_tokens),
         bytes_in_flight=rows * row_bytes + _warps(c) * c.steps * c.row_tiles * ROWS * COLUMNS * 2,
-        steps=-(-c.block_t // (_warps(c) // c.row_warps)) + (16 if shared > 1 else 0),
+        waits=2 if shared > 1 else 0,
     )

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from kerngen import render as rendering
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.runtime import binding as binding_module
 from kerngen.runtime.binding import DEFAULT, Bindings
 from kerngen.templates import find_kernel
-from kerngen.tuning_db import Store, default_stores, lookup
+from kerngen.tuning_db import Source, default_sources, lookup
 from kerngen.tuning_db.serve.freshness import Freshness
+from kerngen.tuning_db.serve.reader import Reader
 
 H200 = Target.of(find_device("H200"))
 GEMM = find_kernel("w4a16_gemm")
@@ -26,16 +28,17 @@ MOST_US = 20.0
 
 
 @pytest.fixture(scope="module")
-def stores() -> Iterator[list[Store]]:
+def stores() -> Iterator[list[Source]]:
     """The shipped database, whatever the user's own holds."""
-    opened = [s for s in default_stores() if s.name.startswith("prebuilt")]
+    opened = [s for s in default_sources() if s.name.startswith("prebuilt")]
+    assert all(isinstance(s, Reader) for s in opened)
     yield opened
-    for s in default_stores():
+    for s in opened:
         s.close()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 9, 100, 256, 3000, 8192])
-def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Store], tokens: int) -> None:
+def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Source], tokens: int) -> None:
     problem = replace(DOWN, num_tokens=tokens)
     winner = lookup(stores, GEMM, problem, H200)
     assert winner is not None
@@ -47,7 +50,7 @@ def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Store], tokens:
     assert choice.cubin.image == winner.cubin.image
 
 
-def test_beyond_the_tuned_interval_the_default_serves(stores: list[Store]) -> None:
+def test_beyond_the_tuned_interval_the_default_serves(stores: list[Source]) -> None:
     bindings = Bindings(stores, H200)
     above, near = (bindings.choice(GEMM, replace(DOWN, num_tokens=t)) for t in (20000, 20001))
     assert above.source == DEFAULT
@@ -71,14 +74,14 @@ def _no(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("with_stores", [True, False], ids=["tuned", "defaults"])
 @pytest.mark.parametrize(("kernel", "base"), [(GEMM, DOWN), (DECODE, GLOBAL)], ids=["w4a16_gemm", "attn_decode"])
 def test_a_length_never_seen_costs_a_bisection(
-    stores: list[Store], kernel: Any, base: Any, with_stores: bool, monkeypatch: pytest.MonkeyPatch
+    stores: list[Source], kernel: Any, base: Any, with_stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most 20 us a problem, the problem's own checks included; no SQL, no rendering; memory bounded."""
     bindings = Bindings(stores if with_stores else [], H200)
     lengths = [n for n in range(1, 8192) if n & (n - 1)]
     for n in lengths:  # bind, and verify the points
         bindings.choice(kernel, replace(base, **{base.DYNAMIC: 1 << n.bit_length()}))
-    for owner, name in ((Freshness, "is_current"), (binding_module, "render"), (Store, "reading")):
+    for owner, name in ((Freshness, "is_current"), (rendering, "render"), (Reader, "_rows")):
         monkeypatch.setattr(owner, name, _no)
     times, chosen = [], set()
     for n in lengths[:3000]:
@@ -90,7 +93,7 @@ def test_a_length_never_seen_costs_a_bisection(
 
 
 def test_what_was_asked_before_is_looked_up_once_and_not_for_ever(
-    stores: list[Store], monkeypatch: pytest.MonkeyPatch
+    stores: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binding_module, "CHOICES_KEPT", 5)
     bindings = Bindings(stores, H200)

@@ -175,7 +175,7 @@ def test_the_commands_say_what_drivers_call_a_board(
     assert (code, "reported               Tesla T4\n" in out) == (0, True)
     assert kerngen("arch", "show", "sm70")[0] == 0
     code, _, err = kerngen("arch", "show", "sm71")
-    assert (code, "unknown arch 'sm71'" in err) == (2, True)
+    assert (code, "unknown arch or board 'sm71'" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

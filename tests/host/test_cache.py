@@ -356,3 +356,21 @@ def test_a_source_that_kills_its_compiler_fails_alone(cache: CompileCache, monke
             assert answer.result(timeout=60).arch == "sm70"
         with pytest.raises(CompileError, match="kills the compiler"):
             answers[1].result(timeout=60)
+
+
+def test_a_script_that_its_processes_run_again_is_told_so_at_once(tmp_path: Path) -> None:
+    """Without `if __name__ == "__main__"` every process begins by running the script, and ends of it."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import sys\n"
+        "from kerngen.arch import find_arch\n"
+        "from kerngen.cache import CachedCompiler, CompileCache\n"
+        f"with CachedCompiler(2, CompileCache({str(tmp_path / 'cache')!r})) as compiler:\n"
+        "    answers = [compiler.submit(f'// {i}', find_arch('sm70')) for i in range(200)]\n"
+        "    errors = {f'{type(a.exception(60)).__name__}: {a.exception().hint}' for a in answers}\n"
+        "print(*errors, sep='\\n')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout.splitlines()) == 1
+    assert "ToolchainError" in done.stdout
+    assert "if __name__ == '__main__'" in done.stdout

@@ -26,7 +26,7 @@ from kerngen.tuning.checks import why_not_cubin
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "tuning.db"))
-    monkeypatch.setattr("kerngen.tuning_db.keep.stores.PREBUILT", tmp_path / "none")  # what is shipped has its own test
+    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")  # that has its own test
 
 
 def _run(*args: str) -> str:

@@ -38,10 +38,10 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
     [
         (("tune", "--arch", "sm71", "--model", "gemma-4-31b"), 2, r"unknown arch 'sm71'\n.*sm70, sm75"),
         (("compile", "--arch", "", "--cases"), 2, r"no arch given\n.*sm70"),
-        (("arch", "show", "volta"), 2, r"unknown arch 'volta'\n  known: "),
-        (("arch", "show", "3090"), 2, r"unknown arch '3090'\n  RTX3090 is sm86; known: "),
+        (("arch", "show", "volta"), 2, r"unknown arch or board 'volta'\n  known: sm70.*V100"),
+        (("arch", "show", "3090"), 2, r"unknown arch or board '3090'\n  did you mean RTX3090\? known: "),
         (("compile", "--arch", "h100", "--cases"), 2, r"unknown arch 'h100'\n  H100 is sm90; known: "),
-        (("arch", "show", "90"), 2, r"unknown arch '90'\n  did you mean sm90\? known: "),
+        (("arch", "show", "90"), 2, r"unknown arch or board '90'\n  did you mean sm90\? known: "),
         (("tune", "--arch", "sm70"), 2, "--model"),
         (("tune", "--arch", "sm70", "--model", "gemma-5"), 2, r"unknown model 'gemma-5'\n.*gemma-4-31b"),
         (("tune", "--arch", "sm70", "--model", "./nowhere"), 2, r"nowhere is not a folder"),

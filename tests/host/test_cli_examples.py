@@ -14,6 +14,8 @@ from command import ROOT, Kerngen
 from kerngen.cli import cli
 
 NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model", "soak")
+NEEDS_A_SERVER = ("worker",)
+NEEDS_MORE = NEEDS_A_GPU + NEEDS_A_SERVER
 # What keeps a test short; the example itself stays as it is.
 LESS = {
     "": ("--kernel", "embed", "--jobs", "1", "--trials", "1"),
@@ -65,7 +67,9 @@ def test_every_command_has_an_example() -> None:
     assert [name for name, examples in verbs.items() if len(examples) != 1] == []
 
 
-@pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if _examples(c) and n not in NEEDS_A_GPU])
+@pytest.mark.parametrize(
+    "name", [n for n, c in COMMANDS.items() if _examples(c) and n not in NEEDS_A_GPU + NEEDS_A_SERVER]
+)
 def test_the_example_runs(kerngen: Kerngen, name: str) -> None:
     (args,) = _examples(COMMANDS[name])
     assert " ".join(args).startswith(name)
@@ -81,8 +85,8 @@ def test_the_example_runs(kerngen: Kerngen, name: str) -> None:
     assert "no winners" not in err
 
 
-@pytest.mark.parametrize("name", NEEDS_A_GPU)
-def test_an_example_for_a_gpu_is_understood(name: str) -> None:
+@pytest.mark.parametrize("name", NEEDS_MORE)
+def test_an_example_that_needs_more_is_understood(name: str) -> None:
     (args,) = _examples(COMMANDS[name])
     path = name.split()
     assert args[: len(path)] == path

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import Counter
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,12 @@ from command import ROOT, Kerngen
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.builds import Build
 from kerngen.bundle import Bundle, BundleCache
-from kerngen.readiness import KINDS, Readiness, advice, readiness
+from kerngen.readiness import KINDS, Readiness, advice, kind_of, readiness
 from kerngen.runtime.binding import Bindings
 from kerngen.runtime.ops.outside import OUTSIDE
 from kerngen.templates import find_kernel
-from kerngen.tuning_db import default_stores, lookup
+from kerngen.tuning_db import default_sources, lookup
+from kerngen.tuning_db.serve.reader import Reader
 from kerngen.workload import find_workload
 
 MODEL = "gemma-4-31b"
@@ -27,7 +31,7 @@ def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return Kerngen(tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize(("device", "kind"), [("H200", "exact device"), ("H100", "same arch")])
+@pytest.mark.parametrize(("device", "kind"), [("H200", "exact device"), ("H100", "default")])
 def test_a_models_problems_are_counted_by_who_chose_for_them(kerngen: Kerngen, device: str, kind: str) -> None:
     """As looking each of them up says."""
     code, out, _ = kerngen("doctor", "--model", MODEL, "--device", device, "--json")
@@ -35,8 +39,9 @@ def test_a_models_problems_are_counted_by_who_chose_for_them(kerngen: Kerngen, d
     found = json.loads(out)["model"]
     target = Target.of(find_device(device))
     want: dict[str, Counter[str]] = {}
+    sources = default_sources()
     for item in find_workload(MODEL, target.arch).items:
-        winner = lookup(default_stores(), find_kernel(item.kernel), item.problem, target)
+        winner = lookup(sources, find_kernel(item.kernel), item.problem, target)
         want.setdefault(item.kernel, Counter())["default" if winner is None else kind] += 1
     assert {k: Counter({n: c for n, c in row.items() if c}) for k, row in found["kernels"].items()} == want
     assert sum(row[kind] for row in found["kernels"].values()) > 0
@@ -45,6 +50,15 @@ def test_a_models_problems_are_counted_by_who_chose_for_them(kerngen: Kerngen, d
     shown = kerngen("doctor", "--model", MODEL, "--device", device)[1]
     assert f"{MODEL} on sm90 ({device})" in shown
     assert f"kerngen tune --arch sm90 --model {MODEL}" in shown
+
+
+def test_what_was_measured_on_a_board_of_its_kind_is_the_same_arch() -> None:
+    kernel, board = find_kernel("w4a16_gemm"), find_device("H200")
+    kin = Target.of(replace(board, name="H200 NVL", mem_gbps=4000))
+    problem = kernel.problem_type(n=5376, k=21504)
+    shipped = [s for s in default_sources() if s.name.startswith("prebuilt")]
+    kinds = [kind_of(Bindings(shipped, t).choice(kernel, problem), t) for t in (Target.of(board), kin)]
+    assert kinds == ["exact device", "same arch"]
 
 
 def test_predictions_count_as_such(kerngen: Kerngen) -> None:
@@ -78,12 +92,15 @@ def test_a_bundle_is_shown_to_be_complete_or_not(kerngen: Kerngen, monkeypatch: 
     load = find_workload(MODEL, find_arch("sm70")).only(["embed", "rmsnorm"])
     bundle, target = Bundle.open("bundle.kgdb"), Target.of(find_arch("sm70"))
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
-    found = readiness(load, Bindings(bundle.stores(), target), BundleCache(bundle))
+    found = readiness(load, Bindings(bundle.sources(), target), BundleCache(bundle))
     assert found.works
     assert (found.builds, found.missing) == (5, [])
-    with bundle.store.engine.begin() as connection:  # of the copy in memory
-        connection.exec_driver_sql("DELETE FROM artifact WHERE sha = (SELECT min(sha) FROM artifact)")
-    found = readiness(load, Bindings(bundle.stores(), target), BundleCache(bundle))
+    with closing(sqlite3.connect("file:bundle.kgdb?mode=ro&immutable=1", uri=True)) as connection:
+        ((lost,),) = connection.execute("SELECT min(sha) FROM artifact").fetchall()
+    with monkeypatch.context() as context:
+        whole = Reader.image
+        context.setattr(Reader, "image", lambda self, b: None if b.image_sha == lost else whole(self, b))
+        found = readiness(load, Bindings(bundle.sources(), target), BundleCache(bundle))
     assert not found.works
     assert len(found.missing) == 1
     assert kerngen("doctor", "--bundle", "bundle.kgdb")[0] == 0

@@ -18,13 +18,14 @@ from kerngen.tuning_db.serve import installed as bundles
 from kerngen.tuning_db.serve.sealed import Sealed
 from kerngen.tuning_db.ship.export import Selection, export
 from kerngen.tuning_db.ship.keys import user_key
+from kerngen.tuning_db.sources import default_sources
 
 
 @pytest.fixture
 def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
     made = Kerngen(tmp_path, monkeypatch, capsys)
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    monkeypatch.setattr("kerngen.tuning_db.keep.stores.PREBUILT", tmp_path / "none")
+    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")
     return made
 
 
@@ -40,6 +41,7 @@ def sealed(name: str, *facts: int, signed: bool = True) -> Path:
 def served() -> dict[str, list[object]]:
     """By database that a run asks, the configurations of its winners."""
     stores = default_stores()
+    assert [s.name for s in default_sources()] == [s.name for s in stores], "a run asks what the commands show"
     try:
         return {s.name: [w.config["block_n"] for w in s.winners()] for s in stores}
     finally:
@@ -94,7 +96,7 @@ def test_the_newest_is_asked_first_and_the_users_own_before_all(
     for name in ("d", "c"):
         sealed(name, 3).rename(f"share/{name}.kgdb")
     alone = sealed("alone", 4)
-    monkeypatch.setenv("KERNGEN_DB_PATH", f"{alone}{os.pathsep}share{os.pathsep}nowhere.kgdb")
+    monkeypatch.setenv("KERNGEN_DB_PATH", f"{alone}{os.pathsep}share{os.pathsep}nowhere.kgdb{os.pathsep}alone.sqlite")
     with Store.open() as own:
         FACTS[1](own)
     assert list(served()) == ["user", "bundle alone", "bundle c", "bundle d", "bundle b", "bundle a"]

@@ -39,7 +39,8 @@ KERNELS = tuple(find_kernel(name) for name in kernel_names())
 EACH_KERNEL = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 EACH_ARCH = pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
 SAMPLE = 1500  # configurations of a space that is too large to walk
-MOST_KEYS = 50_000  # inputs with more tokens of KV than this are made on GPUs: here they take seconds and gigabytes
+# Inputs of more tokens of KV or bytes are made on GPUs: here they take seconds and gigabytes, and the same code.
+MOST_KEYS, MOST_BYTES = 50_000, 20 << 20
 # Arches whose bodies are the same but for what fits: they share the cases of a kernel that has no body for one of them
 # alone, and each case is compiled for one of them. The two oldest share them whatever their bodies are: all of their
 # cases are those of newer ones, too, and tests/gpu runs each on both.
@@ -297,7 +298,7 @@ def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> N
     kinds = {a.name: a.kind for a in _args(kernel)}
     written = set()
     for case in kernel.cases.CASES:
-        if getattr(case.problem, "kv_len", 0) > MOST_KEYS:
+        if getattr(case.problem, "kv_len", 0) > MOST_KEYS or kernel.cost(case.problem).bytes > MOST_BYTES:
             continue
         inputs = kernel.cases.inputs(case, torch.device("cpu"))
         assert set(inputs) == names, case.name

@@ -19,6 +19,7 @@ from kerngen.errors import RecordingError, UnknownName
 from kerngen.predict import predict
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
+from kerngen.tuning.budget import LEAST_GAIN
 from kerngen.tuning.objective import Objective
 from kerngen.tuning.recorded import Recorded, completed, read_folder, write
 from kerngen.tuning.replay import SAMPLERS, Recalled, main, replay, table
@@ -73,7 +74,7 @@ def test_seeds_differ_where_there_is_chance(distorted_one: Recorded) -> None:
 
 def test_a_model_that_is_right_is_followed_at_once(right: Recorded) -> None:
     assert replay(right, SAMPLERS["model"]).regret(2) == 0
-    assert replay(right, SAMPLERS["model+tpe"]).regret(2) == 0
+    assert replay(right, SAMPLERS["residual"]).regret(2) < 0.005, "but for what it assumes of registers"
 
 
 def test_a_model_that_is_wrong_leads_astray(wrong: Recorded) -> None:
@@ -100,7 +101,7 @@ def test_a_space_that_is_small_is_searched_whole(right: Recorded) -> None:
     kept = random.Random(0).sample(right.rows, 25)
     rows = {r.config: r for r in [*kept, right.by_config[right.default]]}
     small = completed(replace(right.head, num_configs=len(rows)), rows.values())
-    for name in ("model", "model+tpe"):
+    for name in ("model", "residual"):
         trace = replay(small, SAMPLERS[name], trials=100)
         assert {c for c, _ in trace.tried} == set(rows)
         assert trace.regret(100) == 0
@@ -219,3 +220,14 @@ def test_on_an_h200_what_is_learned_finds_the_best() -> None:
     }
     assert scores["residual"].share >= 0.9, scores
     assert scores["residual"].share > max(scores["model"].share, scores["random"].share), scores
+    assert scores["residual"].num_tried == 40
+
+
+@pytest.mark.skipif(not RECORDINGS.is_dir(), reason="no recordings of an H200 are committed: docs/tuning.md")
+def test_on_an_h200_a_search_that_hopes_for_nothing_has_found_the_best() -> None:
+    """As the tuner ends a search: with half the trials."""
+    whole = [r for r in read_folder(RECORDINGS) if r.head.exhaustive and r.head.complete]
+    score = table(whole, [SAMPLERS["residual"]], seeds=2, least_gain=LEAST_GAIN)[0]
+    assert score.share >= 0.9, score
+    assert score.median < 0.01, score
+    assert score.num_tried < 30, score

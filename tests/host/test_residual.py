@@ -12,10 +12,10 @@ from recordings import distorted, recording
 
 from kerngen.arch import Target, find_arch
 from kerngen.templates import find_kernel
-from kerngen.tuning.features import described
+from kerngen.tuning.features import described, described_space
 from kerngen.tuning.recorded import Recorded, completed
 from kerngen.tuning.replay import SAMPLERS, _search, replay, table
-from kerngen.tuning.residual import NOISES, apart, fit
+from kerngen.tuning.residual import NOISES, _covariance, apart, fit
 from kerngen.tuning.sampler import ResidualSampler, log_expected_improvement
 
 SM90 = Target.of(find_arch("sm90"))
@@ -68,13 +68,22 @@ def test_what_is_believed_moves_nothing_but_makes_sure() -> None:
     measured, believed = list(range(20)), [40, 41]
     learned = fit(apart(POINTS[measured], POINTS[measured]), _wrong(POINTS[measured]))
     mean, deviation = learned.at(apart(POINTS, POINTS[measured]))
-    both = [*measured, *believed]
-    values = np.concatenate([_wrong(POINTS[measured]), mean[believed]])
-    after = learned.given(apart(POINTS[both], POINTS[both]), values)
-    mean_after, deviation_after = after.at(apart(POINTS, POINTS[both]))
+    field = learned.over(apart(POINTS, POINTS[measured]))
+    for i in believed:
+        field.believe(i, apart(POINTS, POINTS[i : i + 1]))
+    mean_after, deviation_after = field.mean, field.deviation
     assert np.abs(mean_after - mean).max() < 0.01
     assert (deviation_after[believed] < 0.7 * deviation[believed]).all()
     assert (deviation_after <= deviation + 1e-9).all()
+    # As if they had been measured, and nothing of the process been chosen anew.
+    both = [*measured, *believed]
+    values = np.concatenate([_wrong(POINTS[measured]), mean[believed]])
+    covariance = _covariance(apart(POINTS[both], POINTS[both]), learned.share, learned.reach)
+    factor = np.linalg.cholesky(covariance + learned.noise * np.eye(22))
+    weights = np.linalg.solve(factor.T, np.linalg.solve(factor, values))
+    anew = replace(learned, factor=factor, weights=weights).at(apart(POINTS, POINTS[both]))
+    assert np.allclose(anew[0], mean_after, atol=1e-6)
+    assert np.allclose(anew[1], deviation_after, atol=1e-6)
 
 
 # -- features
@@ -103,7 +112,8 @@ def test_features_tell_configurations_apart(name: str, problem: dict[str, Any]) 
                 configs[config] = None
             if len(configs) - before == 30:
                 break
-    features, model = described(kernel, made, SM90, list(configs), 96)
+    seen = described(kernel, made, SM90, list(configs), 96)
+    features, model = seen.features, seen.model
     assert features.shape[0] == len(model) == len(configs) > 20
     assert features.min(0).tolist() == [0.0] * features.shape[1], "scaled"
     assert features.max(0).tolist() == [1.0] * features.shape[1], "and none that says nothing"
@@ -169,7 +179,7 @@ def test_a_batch_is_of_different_valid_configurations_that_spread(made: list[Rec
         assert search.ask(0) == []
         assert set(search.pending) == set(first)
         # Without belief in what is under way, the next proposal would be the first again.
-        sampler = ResidualSampler(search, 0)
+        sampler = ResidualSampler(search, described_space(search.candidates), 0)
         assert sampler.propose() not in first
 
 

@@ -26,9 +26,10 @@ from kerngen.render import render
 from kerngen.templates import TEMPLATES_VARIABLE, find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.checks import why_not_cubin
+from kerngen.tuning.describing import Describer
+from kerngen.tuning.features import described_space
 from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
 from kerngen.tuning.plan import GUESSED_REGISTERS, dry_run, rank
-from kerngen.tuning.ranking import Ranker, ranked
 from kerngen.tuning.report import Report, Result, groups, notes, step_us
 from kerngen.tuning.space import candidates
 from kerngen.tuning.study import Search
@@ -144,6 +145,8 @@ def test_a_comment_that_renders_nothing_costs_no_compile_and_no_cubin(
 ) -> None:
     """What was built is found by its source and noted under the new closure; then nobody has to render to serve it."""
     shutil.copytree(TOYS / "scale", tmp_path / "toys" / "rescale")
+    spec = tmp_path / "toys" / "rescale" / "spec.py"
+    spec.write_text(spec.read_text().replace('"plain", "broken", "spilling"', '"plain",'))  # all that compiles is built
     monkeypatch.setenv(TEMPLATES_VARIABLE, f"{TOYS}{os.pathsep}{tmp_path / 'toys'}")
     scale = find_kernel("rescale")
     item = Item("rescale", scale.problem_type(num_tokens=1))
@@ -257,7 +260,8 @@ def test_stopped_by_hand_it_does_not_blame_the_time(scale: Kernel, tmp_path: Pat
         report = Tuner(Stopped(Target.of(V100)), store, compiler).run(items)
     assert report.interrupted
     assert not report.out_of_time
-    assert sorted(r.note for r in report.results) == ["", "stopped before its default configuration was tried"]
+    by_model = "stopped before it was tried: the cost model chose among what was compiled"
+    assert sorted(r.note for r in report.results) == ["", by_model]
 
 
 def test_what_cannot_be_tuned_says_why(tune: Callable[..., Report], scale: Kernel, tmp_path: Path) -> None:
@@ -361,13 +365,92 @@ def test_a_measured_winner_outranks_a_predicted_one(tune: Callable[..., Report])
     assert report.results[0].winner.provenance == "measured"
 
 
+class TimedGpu(FakeGpu):
+    """Each measurement takes a second, and so does each configuration of a final. What happened is listed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.tried: list[tuple[int, Any]] = []
+        self.decided: list[int] = []
+
+    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
+        self.now += 1.0
+        self.tried.append((problem.num_tokens, config))
+        return super().measure(kernel, problem, config, image)
+
+    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+        self.decided.append(problem.num_tokens)
+        self.now += len(configs)
+        return [super(TimedGpu, self).measure(kernel, problem, c, image) for c, image in configs]
+
+
+def test_what_was_not_measured_in_time_is_predicted_and_says_so(tune: Callable[..., Report], tmp_path: Path) -> None:
+    """Five problems, time for two. All are answered; a later run measures the others, and that outranks."""
+    gpu = TimedGpu()
+    tokens = (1, 16, 64, 512, 4096)
+    report = tune(tokens, objective=Measured(gpu), time_budget_s=1.5, clock=lambda: gpu.now)
+    assert len(gpu.tried) == 2
+    assert report.out_of_time
+    assert all(r.winner is not None for r in report.results)
+    assert (report.num_of("measured"), report.num_of("predicted"), report.num_of("")) == (2, 3, 0)
+    for r in report.results:
+        assert ("the cost model chose" in r.note) == (r.provenance == "predicted")
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        rows = [o.measurement for o in store.measurements("scale", provenance="predicted")]
+    assert {m.model for m in rows} == {MODEL}
+    assert len(rows) == 3
+    later = tune(tokens, objective=Measured(TimedGpu()), trials=3)
+    assert later.num_of("measured") == 5
+    assert not later.out_of_time
+
+
+def test_tiers_follow_each_other_and_weight_decides(
+    scale: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def item(num_tokens: int, *uses: Use) -> Item:
+        return Item("scale", scale.problem_type(num_tokens=num_tokens), uses)
+
+    monkeypatch.setattr("kerngen.tuning.tuner.PORTIONS", 1)
+    light, heavy = Use("here", "decode", 1, 1, 1, 512), Use("here", "decode", 1, 1, 1000, 512)
+    items = [item(512, light), item(1, light), item(16, heavy), item(64, light)]
+    gpu = TimedGpu()
+    with Store.open(tmp_path / "a.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
+        tuner = Tuner(Measured(gpu), store, compiler, time_budget_s=40, clock=lambda: gpu.now)
+        report = tuner.run(items)
+    assert [tokens for tokens, _ in gpu.tried[:4]] == [16, 512, 64, 1], "every default first, in order of urgency"
+    assert {tokens for tokens, _ in gpu.tried[4:10]} == {16}, "then what takes most of the step"
+    found = [c for tokens, c in gpu.tried[4:] if tokens == 16]
+    first = [next(c for tokens, c in gpu.tried[4:] if tokens == t) for t in (1, 64)]
+    assert set(first) <= set(found), "and what was found there, its neighbours try before all else"
+    assert report.out_of_time
+    assert gpu.decided[0] == 16
+    assert gpu.now <= 40 + 5, "what had begun is finished"
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        finals = [o.measurement for o in store.measurements("scale") if o.measurement.stage == "final"]
+        closed = store.closed_searches(finals[0].tags["search"])
+    assert len(closed) < 4, "what time cut short is not over"
+    assert {r.provenance for r in report.results} == {"measured"}
+
+
+def test_what_the_database_has_is_tried_first(tune: Callable[..., Report], scale: Kernel) -> None:
+    first = tune((64,), objective=Measured(TimedGpu()))
+    (won,) = _configs(first)
+    gpu = TimedGpu()
+    tune((64, 128), objective=Measured(gpu), trials=3)
+    default, second = [c for tokens, c in gpu.tried if tokens == 128][:2]
+    assert default == scale.default_config(scale.problem_type(num_tokens=128), Target.of(SM70))
+    assert fields_of(second) == won != fields_of(default)
+
+
 class FewestThreads:
     """An objective of this test's own. It judges a round's trials as one set, the last first, and so its finalists."""
 
     name, how, provenance = "fewest-threads", "counted by a test", "predicted"
     row: Mapping[str, Any] = {"model": "threads-1"}
-    trials, batch, sampler_share = 6, 3, 0.5
-    needs_image, takes_time, final_stage = True, False, "final"
+    trials, batch, sampler = 6, 3, "model"
+    needs_image, takes_time, final_stage, final_s, waited_s = True, False, "final", 0.0, 0.0
+    settings = remarks = ()
 
     def __init__(self) -> None:
         self.target = Target.of(V100)
@@ -430,44 +513,80 @@ def _outcome(config: Any) -> Outcome:
     return Outcome("ok", 50.0 + config.threads / config.vectors, registers=32)
 
 
-def test_optuna_sees_failures_as_pruned_with_a_constraint(scale: Kernel) -> None:
+def _asked(search: Search, batch: int) -> list[Any]:
+    """All that `search` asks for, answered."""
+    asked = []
+    while configs := search.ask(batch):
+        asked += configs
+        for config in configs:
+            search.tell(config, _outcome(config))
+    return asked
+
+
+@pytest.mark.parametrize("objective", [Measured(FakeGpu()), Predicted(Target.of(SM70))], ids=lambda o: o.name)
+def test_optuna_sees_failures_as_pruned_with_a_constraint(scale: Kernel, objective: Objective) -> None:
+    """Whoever proposed what was tried: a study can be looked at."""
     from optuna.trial import TrialState
 
-    search = _search(scale, trials=20)
-    asked: list[Any] = []
-    while batch := search.ask(4):
-        asked += batch
-        for config in batch:
-            search.tell(config, _outcome(config))
-    assert len(asked) == len(set(asked)) == 20
-    assert all("at most 1024" in o.reason for o in search.refused.values())
-    trials = search._optuna().get_trials()
-    states = {t.state for t in trials}
-    assert states == {TrialState.COMPLETE, TrialState.PRUNED}
+    problem = scale.problem_type(num_tokens=64)
+    search = Search(scale, problem, candidates(scale, problem, Target.of(SM70)), objective, trials=20, seed=1)
+    asked = _asked(search, 4)
+    assert len(asked) == len(set(asked)) == len(search.outcomes)
+    trials = search.study.get_trials()
+    assert len(trials) == len(asked)
+    assert {search._config_of(_Frozen(t)) for t in trials} == set(asked)
+    failed = [c for c in asked if c.flavour == "broken"]
+    assert sum(t.state == TrialState.PRUNED for t in trials) == len(failed)
+    assert sum(t.state == TrialState.COMPLETE for t in trials) == len(asked) - len(failed)
     for t in trials:
         infeasible = any(value > 0 for value in t.constraints.values())
         assert infeasible == (t.state == TrialState.PRUNED)
     assert search.best == min(asked, key=lambda c: _outcome(c).latency_us or 1e9)
+    assert search.study.best_value == search.best_us
 
 
-def test_a_search_ranks_the_whole_space_wherever_that_is_done(scale: Kernel) -> None:
+class _Frozen:
+    """Answers what is suggested from a trial that is over."""
+
+    def __init__(self, trial: Any) -> None:
+        self._params = trial.params
+
+    def suggest_int(self, name: str, low: int, high: int) -> Any:
+        return self._params[name]
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any:
+        return self._params[name]
+
+
+def test_what_is_measured_is_learned_from(scale: Kernel) -> None:
+    """The model knows nothing of what the clock shows here; twelve trials of 27 find the best all the same."""
+    search = _search(scale, trials=12)
+    _asked(search, 3)
+    best = min((_outcome(c).latency_us or 1e9) for c in search.candidates.valid)
+    assert search.best_us == best
+    assert sum(not o.ok for o in search.outcomes.values()) <= 4
+
+
+def test_a_space_is_described_alike_wherever_that_is_done(scale: Kernel) -> None:
     """In another process the same as here, and here if that process dies."""
     found = candidates(scale, scale.problem_type(num_tokens=4096), Target.of(V100))
-    every = ranked(found, 40, trials=100, sampler_share=0.5)
-    assert set(every.configs) == set(found.valid)
-    assert (every.num_valid, every.complete) == (len(found.valid), True)
-    few = ranked(found, 40, trials=6, sampler_share=0.5)
-    assert few.configs == every.configs[:3]
-    ranker = Ranker(1)
+    here = described_space(found, 40)
+    assert set(here.configs) == {*found.valid, found.default}
+
+    def same(there: Any) -> bool:
+        pairs = ((here.features, there.features), (here.model, there.model))
+        return here.configs == there.configs and all((a == b).all() for a, b in pairs)
+
+    describer = Describer(1)
     try:
-        assert ranker.submit(found, 40, 6, 0.5)() == few
-        (process,) = ranker._pool._processes.values()
+        assert same(describer.submit(found, 40)())
+        (process,) = describer._pool._processes.values()
         process.kill()
         process.join()
-        assert ranker.submit(found, 40, 6, 0.5)() == few
-        assert ranker.submit(found, 40, 6, 0.5)() == few
+        assert same(describer.submit(found, 40)())
+        assert same(describer.submit(found, 40)())
     finally:
-        ranker.close()
+        describer.close()
 
 
 def test_the_best_by_the_model_is_found_in_a_space_of_any_size() -> None:
@@ -487,25 +606,13 @@ def test_the_best_by_the_model_is_found_in_a_space_of_any_size() -> None:
 
 
 def test_the_same_seed_asks_the_same_questions(scale: Kernel) -> None:
-    def trace(seed: int) -> list[Any]:
-        search, asked = _search(scale, 18, seed), []
-        while batch := search.ask(3):
-            asked += batch
-            for config in batch:
-                search.tell(config, _outcome(config))
-        return asked
-
-    assert trace(5) == trace(5)
+    assert _asked(_search(scale, 18, 5), 3) == _asked(_search(scale, 18, 5), 3)
 
 
 def test_a_small_space_is_exhausted_not_sampled(scale: Kernel) -> None:
     search = _search(scale, trials=1000)
-    seen = []
-    while batch := search.ask(10):
-        seen += batch
-        for config in batch:
-            search.tell(config, _outcome(config))
-    assert set(seen) == set(search.candidates.valid)
+    assert set(_asked(search, 10)) == set(search.candidates.valid)
+    assert search.num_left == 0
 
 
 def test_neighbours_winners_come_first(scale: Kernel) -> None:

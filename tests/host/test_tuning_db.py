@@ -29,6 +29,7 @@ from kerngen.tuning_db import Measurement, ProblemKey, Store
 from kerngen.tuning_db.keep import engine as engines
 from kerngen.tuning_db.keep import migrate, schema
 from kerngen.tuning_db.serve.canonical import canonical, digest
+from kerngen.tuning_db.serve.values import StepKey
 
 SM90, H200, H100 = find_arch("sm90"), find_device("H200"), find_device("H100")
 OPTIONS = DEFAULT_OPTIONS
@@ -569,6 +570,36 @@ def test_a_silent_server_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(DatabaseError, match=r"127\.0\.0\.1.*timeout"):
             Store.open(f"postgresql+psycopg://me@127.0.0.1:{server.getsockname()[1]}/name")
         assert time.monotonic() - start < 8
+
+
+def test_what_was_measured_in_a_step_is_read_back(any_store: Store) -> None:
+    step = StepKey("gemma", "sm90", "verify", 8, 5, 512, 0, 12, "sequence", 0.25, {"note": "shortened"})
+    build, other = add_build(any_store, 1), add_build(any_store, 2)
+    id = any_store.add_step(step)
+    assert any_store.add_step(step) == id
+    assert any_store.steps() == {id: step}
+    alone = measured(build, 1, 10.0, at="2026-01-01")
+    there = replace(alone, stage="step", step_id=id, step_us=4900.0, base_step_us=5000.0, base_id="base")
+    rest = replace(there, build_id=other, config={"block_n": 2}, p50_us=9.0, step_us=5000.0)
+    ids = any_store.add_measurements([alone, there, rest])
+    assert len(set(ids)) == 3
+    assert any_store.add_measurements([there]) == [ids[1]]
+    read = {o.id: o.measurement for o in any_store.measurements()}
+    assert read[ids[1]] == there
+    assert read[ids[0]] == alone
+    (winner,) = any_store.recompute_winners("toy", key_of().static_key, Target.of(H200))
+    assert (winner.config, winner.latency_us) == ({"block_n": 1}, 10.0), "slower alone, and faster in the step"
+    with pytest.raises(DatabaseError, match="stage step needs step_id"):
+        replace(there, base_id=None)
+
+
+def test_an_altered_step_is_skipped(store: Store, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    id = store.add_step(StepKey("gemma", "sm90", "decode", 1, 1, 512, 0, 12, "sequence"))
+    store.close()
+    damage(path, "UPDATE step SET props = '{\"weight\":9.0}'")
+    with Store.open(path) as again:
+        assert again.steps() == {}
+    assert id in caplog.text
 
 
 def test_the_migrations_make_the_schema(any_store: Store) -> None:

@@ -21,6 +21,7 @@ from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, parse_fields, static_fields
 from kerngen.tuning_db import Measurement, Store, problem_key
+from kerngen.tuning_db.serve.values import StepKey
 
 SM90 = find_arch("sm90")
 
@@ -41,7 +42,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         store.add_measurement(predicted(builds[2], 2, 7.0, problem=key_of(128)))
         store.recompute_winners("toy", key_of().static_key, Target.of(H200))
     monkeypatch.setenv("KERNGEN_DB", str(path))
-    monkeypatch.setattr("kerngen.tuning_db.keep.stores.PREBUILT", tmp_path / "none")
+    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")
     return path
 
 
@@ -111,6 +112,26 @@ def test_explain(path: Path) -> None:
     assert [(n["us"], n["is_winner"]) for n in told["near"]] == [(10.0, True), (15.0, False), (20.0, False)]
     assert [(r["outcome"], r["times"]) for r in told["refused"]] == [("invalid", 2), ("wrong_result", 1)]
     assert "and 2 slower" in run("explain", ids()[0], "--top", "1")
+
+
+def test_explain_has_the_time_alone_and_in_the_step(path: Path) -> None:
+    with Store.open(path) as store:
+        step = store.add_step(StepKey("gemma", "sm90", "decode", 1, 1, 512, 0, 12, "sequence"))
+        builds = {b.config["block_n"]: b.id for b in store.builds(key_of().static_key).values()}
+        how: dict[str, Any] = {"stage": "step", "step_id": step, "base_id": "base", "base_step_us": 5000.0}
+        store.add_measurements([measured(builds[n], n, 10.0 + 5 * n, step_us=5000.0 - 50 * n, **how) for n in range(2)])
+        store.recompute_winners("toy", key_of().static_key, Target.of(H200))
+    subject = next(w["id"] for w in json.loads(run("ls", "--json")) if w["latency_us"] == 15.0)
+    text = run("explain", subject)
+    assert "us alone" in text
+    assert "the steps" in text
+    assert "-1.00%" in text
+    assert "not tried" in text
+    told = json.loads(run("explain", subject, "--json"))
+    assert [(n["us"], n["step"], n["lost_in_step"]) for n in told["near"]] == [
+        (15.0, 0.99, False), (10.0, 1.0, True), (20.0, None, True)
+    ]  # fmt: skip
+    assert {r["step_us"] for r in told["in_step"]} == {5000.0, 4950.0}
 
 
 def test_explain_counts_the_revoked(path: Path) -> None:

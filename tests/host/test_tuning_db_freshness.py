@@ -15,7 +15,8 @@ from test_tuning_db_lookup import Problem, ask, fake_render, make_kernel, record
 from kerngen.arch import Target
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db import Store, problem_key
-from kerngen.tuning_db.ship.extract import extract
+from kerngen.tuning_db.keep.bundles import open_bundle
+from kerngen.tuning_db.ship.export import Selection, export
 
 KERNEL = make_kernel()
 
@@ -94,8 +95,10 @@ def test_of_one_configuration_one_source_is_current(store: Store, renders: Rende
     winner = derive(store, newer)
     assert (winner.latency_us, winner.config, winner.stale) == (15.0, {"block_n": 2}, False)
     assert renders.count == 1, "of the other configuration, which nobody built since"
-    assert ask([store], KERNEL).latency_us == 15.0  # type: ignore[union-attr]
-    assert ask([store], KERNEL).stale  # type: ignore[union-attr]
+    for kernel, us in ((newer, 15.0), (KERNEL, 10.0)):
+        found = ask([store], kernel)
+        assert found is not None
+        assert (found.latency_us, found.stale) == (us, False), "each version of the kernel is served its own"
 
 
 def test_a_build_with_other_options_than_todays_is_stale(store: Store, renders: Renders) -> None:
@@ -129,8 +132,8 @@ def test_an_altered_note_is_not_believed(
 def test_what_is_taken_along_is_known_there_too(store: Store, renders: Renders, tmp_path: Path) -> None:
     found = ask([store], KERNEL)
     assert found is not None
-    extract([store], [found], tmp_path / "part.db")
-    with Store.open(tmp_path / "part.db", sealed=True) as part:
+    export([store], Selection(), tmp_path / "part.kgdb")
+    with open_bundle(tmp_path / "part.kgdb", allow_unsigned=True) as part:
         taken = ask([part], KERNEL)
     assert taken is not None
     assert taken.cubin is not None

@@ -20,6 +20,8 @@ from kerngen.tuning_db import Measurement, Store, Winner, default_stores, lookup
 
 SM90 = find_arch("sm90")
 H20 = replace(H200, name="H20", num_sms=78)
+TWIN = replace(H200, name="H200 of another vendor", mem_gbps=4750)
+KIN = replace(H200, name="H200 NVL", mem_gbps=4000)
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,15 @@ def record(
     arch: Arch = SM90,
     keep_image: bool = True,
     options: tuple[str, ...] = OPTIONS,
+    image: bytes = b"",
 ) -> str:
+    """One trial, and the winners chosen anew: the id of its build. image: else one of configuration and version."""
     config = Config(block_n)
     source = fake_render(kernel, problem, config, arch)
     key = cache_key(source, arch.nvrtc_target, options, (12, 9))
-    cubin = Cubin(key, arch.name, (12, 9), f"code {block_n}".encode() * 99, {"toy": Resources(32, 0, 0, 0, 0)}, "")
+    version = kernel.spec.version  # type: ignore[attr-defined]
+    image = image or f"code {block_n}{'' if version == 1 else f' of {version}'}".encode() * 99
+    cubin = Cubin(key, arch.name, (12, 9), image, {"toy": Resources(32, 0, 0, 0, 0)}, "")
     static = static_fields(problem)
     build = store.add_build(cubin, "toy", source, fields_of(config), static, options=options, keep_image=keep_image)
     said = {"error_abs": 0.0} if provenance == "measured" else {"model": "roofline-1"}
@@ -131,29 +137,64 @@ def test_the_order_of_asking(stores: list[Store], kernel: Kernel) -> None:
 
     record(prebuilt, make_kernel(version=0), 1, 1.0)
     now("prebuilt: exact device, on an older source")
-    record(user, kernel, 2, 1.0, device=H100, provenance="predicted")
-    now("user: predicted for H100")
-    record(prebuilt, kernel, 3, 1.0, device=H200, provenance="predicted")
-    now("user: predicted for H100")  # of two stores the first, of its devices the nearest
-    record(user, kernel, 3, 1.0, device=H200, provenance="predicted")
-    now("user: predicted for H200")
-    record(user, kernel, 4, 1.0, device=H20)
-    now("user: measured on H20, the same arch")
-    record(user, kernel, 5, 1.0, device=H100)
-    now("user: measured on H100, the same arch")  # 132 SMs, as the H200
+    record(prebuilt, kernel, 2, 1.0, device=KIN, provenance="predicted")
+    now("prebuilt: predicted for H200 NVL")
+    record(user, kernel, 2, 1.0, device=KIN, provenance="predicted")
+    now("user: predicted for H200 NVL")  # of two stores the first
+    record(prebuilt, kernel, 3, 1.0, device=KIN)
+    now("prebuilt: measured on H200 NVL, the same arch")
+    record(prebuilt, kernel, 4, 1.0, device=H200, provenance="predicted")
+    now("prebuilt: predicted for H200")
+    record(user, kernel, 5, 1.0, device=TWIN, provenance="predicted")
+    now("user: predicted for H200 of another vendor")
+    record(prebuilt, kernel, 6, 1.0, device=TWIN)
+    now("prebuilt: measured on H200 of another vendor, the same arch")
     record(prebuilt, kernel, 6, 99.0)
     now("prebuilt: exact device")
     record(user, kernel, 7, 98.0)
     now("user: exact device")
     record(override, kernel, 8, 500.0, device=H20, provenance="predicted")
-    now("override: predicted for H20")
+    now("override: predicted for H20")  # whatever it has
+    record(override, kernel, 9, 500.0, device=KIN, provenance="predicted")
+    now("override: predicted for H200 NVL")  # the nearest that it has
+
+
+A100, A100_40 = find_device("A100"), find_device("A100-40")
+SLICE = replace(H200, name="H200 MIG 1g.18gb", num_sms=16, mem_gib=16)
+
+
+@pytest.mark.parametrize(
+    ("tuned_on", "asked_on", "provenance", "how"),
+    [
+        (A100, A100, "measured", "exact device"),
+        (A100, A100_40, "measured", "measured on A100, the same arch"),
+        (A100_40, A100, "predicted", "predicted for A100-40"),
+        (replace(A100_40, name="A100"), A100, "measured", "measured on A100, the same arch"),  # an older kerngen's name
+        (replace(A100, mem_gbps=2000), A100, "measured", "exact device"),  # as a driver reports it
+        (H100, H200, "measured", None),
+        (H200, H100, "predicted", None),
+        (H200, SLICE, "measured", None),
+        (SLICE, H200, "measured", None),
+        (SLICE, SLICE, "measured", "exact device"),
+        (SLICE, replace(SLICE, name="H200 MIG 2g.35gb", num_sms=32, mem_gib=33), "measured", None),
+        (H200, replace(H200, mem_gbps=0), "measured", None),  # who knows
+    ],
+    ids=lambda v: v if isinstance(v, str | None) else f"{v.name} {v.mem_gbps:.0f}",
+)
+def test_what_holds_on_another_board(
+    stores: list[Store], kernel: Kernel, tuned_on: Device, asked_on: Device, provenance: str, how: str | None
+) -> None:
+    """A default is better than what was tuned for a board that is far from this one."""
+    record(stores[1], kernel, 32, 10.0, device=tuned_on, provenance=provenance, arch=find_arch(tuned_on.arch))
+    found = ask(stores, kernel, device=asked_on)
+    assert (found and found.source) == (how and f"user: {how}")
 
 
 def test_another_arch_never_answers(stores: list[Store], kernel: Kernel) -> None:
     record(stores[1], kernel, 32, 10.0, arch=find_arch("sm80"), device=find_device("A100"))
     record(stores[1], kernel, 32, 10.0, arch=find_arch("sm80"), device=H200)  # sm80's body on an H200
     assert ask(stores, kernel) is None
-    assert lookup(stores, kernel, Problem(), Target(find_arch("sm80"), find_device("RTX3090"))) is not None
+    assert lookup(stores, kernel, Problem(), Target.of(find_device("A100-PCIe"))) is not None
 
 
 @pytest.mark.parametrize(
@@ -171,9 +212,9 @@ def test_points_serve_intervals_and_nothing_beyond(
 
 def test_points_of_two_devices_are_not_one_interval(stores: list[Store], kernel: Kernel) -> None:
     record(stores[1], kernel, 1, 1.0, problem=Problem(num_tokens=8))
-    record(stores[1], kernel, 2, 1.0, problem=Problem(num_tokens=64), device=H100)
+    record(stores[1], kernel, 2, 1.0, problem=Problem(num_tokens=64), device=KIN)
     assert ask(stores, kernel, Problem(num_tokens=16)) is None
-    assert ask(stores, kernel, Problem(num_tokens=64), device=H100) is not None
+    assert ask(stores, kernel, Problem(num_tokens=64), device=KIN) is not None
 
 
 @pytest.mark.parametrize(("batch", "hits"), [(4, False), (5, True), (8, True), (9, False)])
@@ -266,7 +307,7 @@ def test_a_miss_names_the_nearest_and_what_differs(stores: list[Store], kernel: 
 
 def test_the_default_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "user.db"))
-    monkeypatch.setattr("kerngen.tuning_db.keep.stores.PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "prebuilt")
     assert default_stores() == []
     (tmp_path / "prebuilt").mkdir()
     Store.open(tmp_path / "user.db").close()

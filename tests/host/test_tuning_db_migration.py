@@ -138,7 +138,7 @@ def test_ids_are_those_of_today(migrated: Store) -> None:
         for b in migrated.builds(key.static_key).values():
             assert b.id == build_id_of(b.kernel, b.target, b.nvrtc, b.options, b.config, b.static, b.source_sha)
     for w in migrated.winners():
-        assert w.id == winner_id_of(w.problem, w.arch.name, w.device)
+        assert w.id == winner_id_of(w.problem, w.arch.name, w.device, w.closure)
         assert migrated.winners(static_key=w.problem.static_key, arch=w.arch, device=w.device, cell=w.problem.cell)
 
 

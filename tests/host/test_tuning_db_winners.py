@@ -116,6 +116,35 @@ def test_stale_wins_only_alone() -> None:
     assert choice.reason.endswith("older source of this kernel")
 
 
+def test_a_current_prediction_beats_a_stale_measurement() -> None:
+    rows = observed(measured("b1", 1, 10.0), predicted("b2", 2, 20.0), predicted("b3", 3, 5.0),
+                    measured("b3", 3, None, outcome="launch_failed", reason="illegal address"))  # fmt: skip
+    assert won(rows, is_current=lambda b: b.id != "b1") == "b2", "what failed here does not win by a prediction"
+    assert won(rows, is_current=lambda b: False) == "b1"
+
+
+def test_one_machine_code_is_one_candidate() -> None:
+    """Of two sources, one measured: with the same image, the current one has its time."""
+    builds = [build(1), replace(build(2), config={"block_n": 1}), build(3)]
+    choice = pick(observed(measured("b1", 1, 10.0), measured("b3", 3, 12.0)), builds, is_current=lambda b: b.id != "b1")
+    assert choice is not None
+    assert (choice.build_id, choice.latency_us, choice.why["stale"]) == ("b2", 10.0, False)
+    assert choice.why["adopted"] == "b1"
+    assert choice.reason.endswith("measured on a build of another source with the same machine code")
+    other = [build(1), replace(build(2), config={"block_n": 1}, image_sha="j"), build(3)]
+    choice = pick(observed(measured("b1", 1, 10.0), measured("b3", 3, 12.0)), other, is_current=lambda b: b.id != "b1")
+    assert choice is not None
+    assert (choice.build_id, choice.why.get("adopted")) == ("b3", None)
+
+
+def test_what_keeps_a_build_from_winning_keeps_its_like() -> None:
+    builds = [build(1), replace(build(2), config={"block_n": 1}), build(3)]
+    rows = observed(measured("b1", 1, 10.0), measured("b2", 1, 10.0), measured("b3", 3, 12.0))
+    assert won(rows, builds) == "b1"
+    assert won(rows, builds, revoked={"b2"}) == "b3"
+    assert won(rows, builds, wrong_sources={"src2"}) == "b3"
+
+
 def test_only_contenders_are_rendered() -> None:
     asked: list[str] = []
 
@@ -178,3 +207,61 @@ def test_the_noise_follows_the_spread() -> None:
     assert noise_of(m(9.0, 11.0, 100)) == pytest.approx(3 * 1.253 * 2 / 2.563 / 10 / 10)
     assert noise_of(m(5.0, 20.0, 4)) == 0.05
     assert noise_of(predicted("b1", 1, 10.0)) == 0.005
+
+
+# ---- where steps were run
+
+
+def in_step(n: int, us: float, ratio: float, **values: Any) -> Measurement:
+    """Configuration n, `us` alone, whose step takes `ratio` times that of the base."""
+    how = {"stage": "step", "step_id": "decode", "base_id": "base", "at": "2026-01-02", **values}
+    return measured(f"b{n}", n, us, step_us=5000.0 * ratio, base_step_us=5000.0, **how)
+
+
+WEIGHTS = {"decode": 1.0, "verify": 3.0}
+
+
+def test_the_step_decides_among_what_was_tried_there() -> None:
+    rows = [in_step(1, 10.0, 1.02), in_step(2, 12.0, 1.0), in_step(3, 20.0, 1.001), measured("b4", 4, 1.0)]
+    choice = pick(observed(*rows), weights=WEIGHTS)
+    assert choice is not None
+    assert (choice.build_id, choice.latency_us) == ("b2", 12.0), "of equals in the step the fastest alone"
+    assert choice.margin is not None
+    assert choice.why["step"] == {"judged": 3, "lost": 1, "ratio": 1.0}
+    assert "of 3 that were tried in the step, 1 slower there" in choice.reason
+    assert won(observed(*rows)) == "b4", "what is not known of the step does not count"
+
+
+def test_steps_count_by_their_weight() -> None:
+    rows = [
+        in_step(1, 10.0, 1.0), in_step(2, 10.0, 0.97),
+        in_step(1, 10.0, 1.0, step_id="verify"), in_step(2, 10.0, 1.02, step_id="verify"),
+    ]  # fmt: skip
+    assert won(observed(*rows), weights=WEIGHTS) == "b1"
+    assert won(observed(*rows), weights={"decode": 3.0, "verify": 1.0}) == "b2"
+    assert won(observed(*rows[:3]), weights=WEIGHTS) == "b1", "who was tried in all of them is known best"
+
+
+def test_only_the_newest_base_compares() -> None:
+    old = [in_step(1, 10.0, 0.5, base_id="old", at="2026-01-01"), in_step(2, 10.0, 1.0, base_id="old", at="2026-01-01")]
+    new = [in_step(2, 10.0, 1.0), in_step(1, 10.0, 1.1)]
+    assert won(observed(*old, *new), weights=WEIGHTS) == "b2"
+    assert won(observed(*old), weights=WEIGHTS) == "b1"
+
+
+def test_what_is_current_wins_without_the_step_too() -> None:
+    """A source changed since: its steps say nothing of the new one."""
+    rows = observed(in_step(1, 10.0, 1.0), in_step(2, 11.0, 1.01), measured("b3", 3, 14.0), measured("b4", 4, 12.0))
+    assert won(rows, weights=WEIGHTS, is_current=lambda b: b.id in ("b3", "b4")) == "b4"
+    assert won(rows, weights=WEIGHTS, is_current=lambda b: b.id != "b1") == "b2"
+    assert won(rows, weights=WEIGHTS, revoked={"b1"}) == "b2"
+
+
+def test_a_build_that_was_timed_again_is_known_by_that() -> None:
+    rows = [
+        in_step(1, 9.0, 1.0), measured("b1", 1, 9.0), measured("b1", 1, 11.0, stage="final"), in_step(2, 10.0, 1.0),
+        measured("b2", 2, 10.0),
+    ]  # fmt: skip
+    choice = pick(observed(*rows), weights=WEIGHTS)
+    assert choice is not None
+    assert (choice.build_id, choice.latency_us) == ("b2", 10.0)

@@ -16,7 +16,7 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from kerngen.errors import CorruptRecord, DatabaseError, TrustError
+from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.tuning_db.keep import engine as engines
 from kerngen.tuning_db.keep import migrate, schema
 from kerngen.tuning_db.keep.store import Store
@@ -34,10 +34,8 @@ def open_bundle(
     it is no sealed file, or CorruptRecord where too little of it is left.
     """
     sealed = Sealed.open(path)
-    if not allow_unsigned and (why := sealed.why_untrusted()) is not None:
-        raise TrustError(f"{sealed.path} {why}: a database is a program, and this one is not run",
-                         hint=f"what it is: kerngen db verify {sealed.path}; whom to trust: kerngen db trust KEY.pub, "
-                              f"or this file alone: kerngen db trust --digest {sealed.digest}")  # fmt: skip
+    if not allow_unsigned:
+        sealed.require_trusted()
     where = os.fspath(sealed.path)
     image = sealed.image()
     with engines.clear_errors(where):
@@ -51,12 +49,16 @@ def open_bundle(
     return Store(engine, where, name=name or sealed.path.stem, read_only=True, override=override)
 
 
-def open_any(url_or_path: str, **options: Any) -> Store:
-    """What a user names with --db, to read: a server, a file that is written to, or a sealed one. Raises as those."""
+def open_any(
+    url_or_path: str, *, name: str = "", override: bool = False, shipped: bool = False, allow_unsigned: bool = False
+) -> Store:
+    """What a user names with --db, to read: a server, a file that is written to, or a sealed one. Raises as those.
+
+    shipped: a part of kerngen's installation, which nobody writes to.
+    """
     if "://" not in url_or_path and is_sealed_file(url_or_path):
-        return open_bundle(url_or_path, **options)
-    options.pop("allow_unsigned", None)
-    return Store.open(url_or_path, read_only=True, **options)
+        return open_bundle(url_or_path, name=name, override=override, allow_unsigned=allow_unsigned)
+    return Store.open(url_or_path, read_only=True, name=name, override=override, sealed=shipped)
 
 
 def as_it_is(image: bytes) -> Engine:

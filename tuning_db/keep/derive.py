@@ -2,37 +2,47 @@
 
 Whether a build is current may have to be rendered, and choosing reads all trials: neither is done while others wait for
 the write lock. What was chosen is written if nothing that it rests on has changed meanwhile, else it is chosen again.
+
+A winner is of a closure: of the kernel code that it was chosen for. Those for other code stay beside it, as long as
+what they rest on may still win, so that two versions of kerngen share a database; of more than KEPT the oldest go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, and_, delete, exists, or_, select
+from sqlalchemy import Connection, and_, delete, exists, select
 
 from kerngen import closure
 from kerngen.arch import Device, Target
+from kerngen.compile import Resources
 from kerngen.errors import UnknownName
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning_db.keep import lines
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.rows import sealed, to_json, winner_id_of
-from kerngen.tuning_db.keep.winners import choose
-from kerngen.tuning_db.serve.canonical import digest
+from kerngen.tuning_db.keep.switches import Judge, TunedPoint, switches
+from kerngen.tuning_db.keep.winners import Choice, choose, may_win
+from kerngen.tuning_db.serve.canonical import canonical, digest
 from kerngen.tuning_db.serve.freshness import Freshness
 from kerngen.tuning_db.serve.values import Build, Observation, Winner
 
 if TYPE_CHECKING:
     from kerngen.tuning_db.keep.store import Store
 
+KEPT = 3  # winners of one problem on one board, each for other kernel code
 _PATIENCE = 3  # times that others may come in between, before they have to wait
 
 
-def recompute_winners(store: Store, kernel: Kernel | str, static_key: str, target: Target) -> list[Winner]:
+def recompute_winners(
+    store: Store, kernel: Kernel | str, static_key: str, target: Target, judge: Judge | None
+) -> list[Winner]:
     """As Store.recompute_winners."""
-    derived = _Derivation(store, kernel, static_key, target)
+    derived = _Derivation(store, kernel, static_key, target, judge)
     for _ in range(_PATIENCE):
         with store.reading() as connection:
             seen = _state(connection, static_key)
@@ -57,25 +67,31 @@ def _state(connection: Connection, static_key: str) -> tuple[set[Any], ...]:
 class _Derivation:
     """The winners of one static problem on one board. `choose` may render; `write` does not."""
 
-    def __init__(self, store: Store, kernel: Kernel | str, static_key: str, target: Target) -> None:
-        self.store, self.static_key, self.target = store, static_key, target
+    def __init__(
+        self, store: Store, kernel: Kernel | str, static_key: str, target: Target, judge: Judge | None
+    ) -> None:
+        self.store, self.static_key, self.target, self.judge = store, static_key, target, judge
         self.kernel, self.name = _load(kernel), kernel if isinstance(kernel, str) else kernel.name
         self.closure = "" if self.kernel is None else closure.closure_of(self.kernel)
         self.freshness: Freshness | None = None
         self.chosen: list[dict[str, Any]] = []
+        self.may_win: dict[str, set[str]] = {}  # problem id -> builds: what winners for other kernel code may rest on
 
     def choose(self) -> None:
         store, target, arch = self.store, self.target, self.target.arch.name
         rows = store.measurements(self.name, static_key=self.static_key, arch=arch, device=target.device)
         builds, wrong = store.builds(self.static_key), store.wrong_sources(self.static_key)
         revoked = store.revoked().keys()
+        weights = {id: step.weight for id, step in store.steps().items()}
         if self.kernel is not None and self.freshness is None:
             self.freshness = Freshness(self.kernel, store.rendered(self.static_key, self.closure), builds.values())
         points: dict[str, list[Observation]] = {}
         for o in rows:
             points.setdefault(o.measurement.problem.id, []).append(o)
-        self.chosen = []
-        for observations in points.values():
+        self.chosen, self.may_win = [], {}
+        cells: dict[str, list[tuple[TunedPoint, dict[str, Any]]]] = {}
+        for problem_id, observations in points.items():
+            self.may_win[problem_id] = may_win(observations, builds, wrong_sources=wrong, revoked=revoked)
             problem = _problem(self.kernel, observations)
 
             def current(build: Build, problem: Any = problem) -> bool:
@@ -83,34 +99,92 @@ class _Derivation:
 
             default = _default_config(self.kernel, problem, target)
             choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
-                            is_current=current)  # fmt: skip
+                            is_current=current, weights=weights)  # fmt: skip
             if choice is not None:
                 key = observations[0].measurement.problem
                 typical = next(o for o in observations if o.id == choice.measurement_id)
                 self.chosen.append({
-                    "id": winner_id_of(key, arch, target.device), "kernel": self.name, "static_key": self.static_key,
+                    "id": winner_id_of(key, arch, target.device, self.closure), "kernel": self.name,
+                    "static_key": self.static_key, "closure": self.closure,
                     "cell": key.cell, "problem_id": key.id, "arch": arch,
                     "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
                     "measurement_id": choice.measurement_id, "provenance": choice.provenance,
                     "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
-                    "why": to_json(choice.why),
+                    "why": choice.why,
                 })  # fmt: skip
+                if (point := self._tuned(problem, builds[choice.build_id], choice)) is not None:
+                    cells.setdefault(key.cell, []).append((point, choice.why))
+        if self.judge is not None and self.kernel is not None:
+            self._judge_between(cells.values(), builds)
+
+    def _tuned(self, problem: Any, build: Build, choice: Choice) -> TunedPoint | None:
+        """None where nothing lies between points, or what lies there is not known any more."""
+        if self.kernel is None or problem is None or not problem.DYNAMIC or choice.why["stale"]:
+            return None
+        config = self.kernel.config_type(**build.config)
+        return TunedPoint(problem, config, choice.latency_us, choice.times)
+
+    def _judge_between(
+        self, cells: Iterable[list[tuple[TunedPoint, dict[str, Any]]]], builds: dict[str, Build]
+    ) -> None:
+        """Write into the `why` of each point what serves between it and the next lower one; see switches.py."""
+        kernel, judge = self.kernel, self.judge
+        if kernel is None or judge is None:
+            return
+        by_config: dict[str, list[Build]] = {}
+        for build in builds.values():
+            if build.status == "ok":
+                by_config.setdefault(canonical(build.config), []).append(build)
+        for points in cells:
+            points.sort(key=lambda p: p[0].at)
+            for (below, _), (above, why) in pairwise(points):
+
+                def entries(config: Any, problem: Any = above.problem) -> Mapping[str, Resources] | None:
+                    made = by_config.get(canonical(fields_of(config)), ())
+                    fresh = (b for b in made if self.freshness is None or self.freshness.is_current(problem, b))
+                    return next((b.entries for b in fresh), None)
+
+                if found := switches(kernel, self.target, below, above, entries, judge):
+                    why["switch"] = found
 
     def write(self, connection: Connection) -> list[Winner]:
         known = self.kernel is not None and closure.closure_of(self.kernel) == self.closure  # no file changed meanwhile
         if known and self.freshness is not None and self.freshness.found:
             self.store.note_rendered(self.freshness.found, self.closure)
         arch, ids = self.target.arch.name, [row["id"] for row in self.chosen]
-        here = and_(t.winner.c.static_key == self.static_key, t.winner.c.arch == arch, _is_of(self.target.device))
-        connection.execute(delete(t.winner).where(or_(here, t.winner.c.id.in_(ids))))
+        gone = self._others_gone(connection)
+        connection.execute(delete(t.winner).where(t.winner.c.id.in_([*gone, *ids])))
         if self.chosen:
             m = t.measurement.c
             wanted = select(m.id, m.fields).where(m.id.in_([row["measurement_id"] for row in self.chosen]))
             fields = {row.id: row.fields for row in connection.execute(wanted)}
-            rows = [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in self.chosen]
+            chosen = [row | {"why": to_json(row["why"])} for row in self.chosen]
+            rows = [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in chosen]
             connection.execute(t.winner.insert(), rows)
-        winners = self.store.winners(self.name, arch=arch, static_key=self.static_key)
+        lines.write(connection, self.static_key, arch, self.store.where)
+        winners = self.store.winners(self.name, arch=arch, static_key=self.static_key, closure=self.closure)
         return [w for w in winners if w.id in ids]
+
+    def _others_gone(self, connection: Connection) -> list[str]:
+        """The ids of this board's winners that do not stay: those of this closure, and of others what must not win."""
+        w, m = t.winner.c, t.measurement.c
+        here = and_(w.static_key == self.static_key, w.arch == self.target.arch.name, _is_of(self.target.device))
+        wanted = (
+            select(w.id, w.problem_id, w.build_id, w.measurement_id, w.closure)
+            .join(t.measurement, w.measurement_id == m.id)
+            .where(here)
+            .order_by(m.at.desc(), w.id)
+        )
+        revoked = self.store.revoked()
+        gone, kept = [], dict[str, int]()
+        for row in connection.execute(wanted):
+            others = kept.get(row.problem_id, 0)
+            sound = row.build_id in self.may_win.get(row.problem_id, ()) and row.measurement_id not in revoked
+            if row.closure in ("", self.closure) or not sound or others >= KEPT - 1:
+                gone.append(row.id)
+            else:
+                kept[row.problem_id] = others + 1
+        return gone
 
 
 def _is_of(device: Device) -> Any:

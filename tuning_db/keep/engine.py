@@ -6,12 +6,10 @@ import contextlib
 import os
 import re
 import sqlite3
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import quote
 from uuid import uuid4
 
 from sqlalchemy import Connection, Engine, create_engine, event, exc
@@ -19,9 +17,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.pool import QueuePool
 
 from kerngen.errors import DatabaseError, UsageError
+from kerngen.tuning_db.serve.files import BUSY_S, decode_text, is_absent, require_whole, uri_of, wal_of
 from kerngen.tuning_db.serve.places import PREBUILT
 
-BUSY_S = 60.0  # how long a writer waits for its turn
 CONNECT_S = 10  # how long a server may take to answer, unless the URL has ?connect_timeout=
 STATEMENT_S = 300  # how long a server may take for one statement, and a session may sit in a transaction
 # Each end notices within a minute that the other is gone; a lost network would otherwise hold the lock for two hours.
@@ -98,7 +96,7 @@ def open_sqlite(path: Path) -> Engine:
         raise DatabaseError(f"{path}: cannot make its folder: {e.strerror or e}",
                             hint="name a place you can write to, with --db or KERNGEN_DB") from e  # fmt: skip
     require_whole(path)
-    engine = _sqlite_engine(f"{_uri(path)}?mode=rwc")
+    engine = _sqlite_engine(f"{uri_of(path)}?mode=rwc")
     with clear_errors(str(path)), engine.connect() as connection:
         _set_journal(connection, "delete" if is_network_path(path) else "wal")
     return engine
@@ -113,8 +111,8 @@ def open_sqlite_read_only(path: Path, *, sealed: bool = False) -> Engine:
     if is_absent(path):
         raise DatabaseError(f"{path}: no such file", hint="kerngen tune --db FILE makes one")
     require_whole(path)
-    immutable = sealed or (not os.access(path.absolute().parent, os.W_OK) and not _wal(path).exists())
-    uri = f"{_uri(path)}?mode=ro" + ("&immutable=1" if immutable else "")
+    immutable = sealed or (not os.access(path.absolute().parent, os.W_OK) and not wal_of(path).exists())
+    uri = f"{uri_of(path)}?mode=ro" + ("&immutable=1" if immutable else "")
     engine = _sqlite_engine(uri)
     with clear_errors(str(path)), engine.connect() as connection:
         connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")
@@ -189,19 +187,6 @@ def _set_session(connection: Any, told: str) -> None:
     connection.commit()
 
 
-def _uri(path: Path) -> str:
-    """`path` for SQLite, byte for byte: a file's name need not be UTF-8."""
-    return f"file:{quote(os.fsencode(path.absolute()))}"
-
-
-def decode_text(data: bytes) -> str:
-    """SQLite's text, where bytes that are no UTF-8 become lone surrogates: one damaged row must not fail a query.
-
-    rows.py refuses a row that has any. PostgreSQL lets no such bytes in.
-    """
-    return data.decode("utf-8", "surrogateescape")
-
-
 def _sqlite_engine(uri: str) -> Engine:
     engine = create_engine(
         "sqlite://",
@@ -243,7 +228,7 @@ def _raw(connection: Connection) -> sqlite3.Connection:
 
 def leave_log(path: Path) -> None:
     """Put what lies in the write-ahead log of a file that nobody has open into the file; it keeps no log after that."""
-    engine = _sqlite_engine(f"{_uri(path)}?mode=rw")
+    engine = _sqlite_engine(f"{uri_of(path)}?mode=rw")
     with clear_errors(str(path)), engine.connect() as connection:
         _set_journal(connection, "delete")
     engine.dispose()
@@ -262,51 +247,6 @@ def _set_journal(connection: Connection, mode: str) -> None:
             if "locked" not in str(e) or time.monotonic() > give_up:
                 raise
             time.sleep(0.02)
-
-
-def is_absent(path: Path) -> bool:
-    """True where nothing is. What cannot be looked at may be there: whoever opens it hears what is wrong."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def require_whole(path: Path) -> None:
-    """Raises DatabaseError if `path` is shorter than its own header says, or no regular file, or no SQLite file at all.
-
-    SQLite notices only when it needs a page that is gone. Where a write-ahead log lies beside it, the header may be
-    ahead of the file: nothing is checked.
-    """
-    another = "name another with --db or KERNGEN_DB"
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
-            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
-            raise DatabaseError(f"{path} is {kind}, not a database", hint=another)
-        with path.open("rb") as f:
-            header = f.read(100)
-    except FileNotFoundError:
-        return
-    except OSError as e:
-        raise DatabaseError(f"{path}: {e.strerror or e}", hint=another) from e
-    size = found.st_size
-    if size == 0:
-        return
-    if header[:16] != b"SQLite format 3\0":
-        raise DatabaseError(f"{path} is not an SQLite database", hint=f"{another}, or move it away")
-    page, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
-    counted = header[24:28] == header[92:96]  # the page count is valid only then (SQLite file format, 1.3.8)
-    expected = (65536 if page == 1 else page) * pages
-    if len(header) < 100 or (counted and size < expected and not _wal(path).exists()):
-        raise DatabaseError(f"{path} is cut short: {size:,} of {expected:,} bytes", hint="restore a copy of it")
-
-
-def _wal(path: Path) -> Path:
-    return path.with_name(path.name + "-wal")
 
 
 def is_network_path(path: Path) -> bool:

@@ -16,17 +16,19 @@ from sqlalchemy import Row, Select, Table, select
 from kerngen.errors import CorruptRecord
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.rows import (
-    decompress,
     device_of,
     is_sealed,
     read_build,
     read_measurement,
     read_search,
+    read_step,
     require_utf8,
     search_id_of,
+    step_row,
 )
 from kerngen.tuning_db.keep.store import Store
 from kerngen.tuning_db.serve.canonical import ProblemKey, digest, ids_as_filed
+from kerngen.tuning_db.serve.images import decompress
 
 _AT_ONCE = 500  # ids in one query
 _Check = Callable[[Row[Any], str], None]
@@ -74,6 +76,11 @@ def _check_device(row: Row[Any], where: str) -> None:
 def _check_environment(row: Row[Any], where: str) -> None:
     require_utf8(row)
     _require(digest(json.loads(row.props)) == row.id, "it does not match its id")
+
+
+def _check_step(row: Row[Any], where: str) -> None:
+    step = read_step(row, where)
+    _require(step is not None and step_row(step)["id"] == row.id, "it does not match its own seal")
 
 
 def _check_measurement(row: Row[Any], where: str) -> None:
@@ -135,6 +142,7 @@ KINDS = (  # each after those that its foreign keys name
     Kind.of(t.problem, _check_problem),
     Kind.of(t.device, _check_device),
     Kind.of(t.environment, _check_environment),
+    Kind.of(t.step, _check_step),
     Kind.of(t.measurement, _check_measurement, _MEASUREMENTS),
     Kind.of(t.search, _check_search),
     Kind.of(t.former, _check_seal(t.former)),

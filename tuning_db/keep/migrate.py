@@ -1,4 +1,4 @@
-"""Bring a database, or a copy of it, to the newest schema in one transaction.
+"""Bring a database, or a copy of it, to the newest schema in one transaction; lines, which are derived, are made anew.
 
 Alembic, run from here: no alembic.ini, no env.py. A migration holds all that it needs: today's classes are not those
 that wrote what it finds.
@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, inspect, text
 
 from kerngen.errors import DatabaseError, SchemaTooNew
 from kerngen.tuning_db.keep import engine as engines
-from kerngen.tuning_db.keep import schema
+from kerngen.tuning_db.keep import lines, schema
 from kerngen.tuning_db.keep.schema import VERSION_TABLE
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def settle(engine: Engine, where: str, *, read_only: bool) -> Engine:
             require_known(found, where)
             if found != schema.SCHEMA:
                 upgrade(connection)
+                lines.write_all(connection, where)
         return engine
 
 

@@ -15,8 +15,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-import zstandard
-from sqlalchemy import Row, Table
+from sqlalchemy import Row, Select, Table, select
 
 from kerngen.arch import Arch, Device, find_arch
 from kerngen.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
@@ -34,12 +33,20 @@ from kerngen.tuning_db.serve.canonical import (
 )
 from kerngen.tuning_db.serve.filing import filing_of
 from kerngen.tuning_db.serve.freshness import source_sha
-from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
+from kerngen.tuning_db.serve.values import Build, Measurement, Observation, StepKey, Winner
 
 log = logging.getLogger(__name__)
 
 ZSTD_LEVEL = 12
-_IMAGE_BYTES_MOST = 1 << 28
+
+WINNERS: Select[Any] = (  # with all that `read_winner` asks of a row
+    select(t.winner, t.problem.c.static, t.problem.c.runtime, t.problem.c.dynamic,
+           t.device.c.props.label("device_props"), t.build.c.config, t.measurement.c.fields)
+    .join(t.problem, t.winner.c.problem_id == t.problem.c.id)
+    .join(t.device, t.winner.c.device_id == t.device.c.id)
+    .join(t.build, t.winner.c.build_id == t.build.c.id)
+    .join(t.measurement, t.winner.c.measurement_id == t.measurement.c.id)
+)  # fmt: skip
 
 
 def describe_build(
@@ -131,6 +138,7 @@ def settled(m: Measurement) -> Measurement:
     return replace(
         m, p50_us=plain(m.p50_us), p10_us=plain(m.p10_us), p90_us=plain(m.p90_us), min_us=plain(m.min_us),
         samples=int(m.samples), error_abs=plain(m.error_abs), error_rel=plain(m.error_rel), at=m.at or now(),
+        step_us=plain(m.step_us), base_step_us=plain(m.base_step_us),
     )  # fmt: skip
 
 
@@ -148,6 +156,8 @@ def measurement_id_of(m: Measurement, problem_id: str, device: dict[str, Any]) -
         "p90": m.p90_us, "min": m.min_us, "samples": m.samples, "error_abs": m.error_abs,
         "error_rel": m.error_rel,
     }  # fmt: skip
+    in_step = {"step": m.step_id, "step_us": m.step_us, "base_step_us": m.base_step_us, "base": m.base_id}
+    stated |= {name: value for name, value in in_step.items() if value is not None}
     if m.provenance == "measured":
         stated |= {"environment": m.environment, "run": m.run, "at": m.at}
     return digest(stated)
@@ -163,7 +173,8 @@ def measurement_row(given: Measurement, problem_id: str) -> dict[str, Any]:
         "reason": m.reason, "provenance": m.provenance, "stage": m.stage, "model": m.model,
         "p50_us": m.p50_us, "p10_us": m.p10_us, "p90_us": m.p90_us, "min_us": m.min_us,
         "samples": m.samples, "error_abs": m.error_abs, "error_rel": m.error_rel, "run": m.run,
-        "at": m.at, "tags": to_json(m.tags),
+        "at": m.at, "tags": to_json(m.tags), "step_id": m.step_id, "step_us": m.step_us,
+        "base_step_us": m.base_step_us, "base_id": m.base_id,
     })  # fmt: skip
 
 
@@ -181,6 +192,33 @@ def is_sealed(table: Table, row: Row[Any], **beside: Any) -> bool:
         return False
 
 
+def step_row(s: StepKey) -> dict[str, Any]:
+    """A step's row; its id is the digest of what it states."""
+    row: dict[str, Any] = {
+        "model": s.model, "arch": s.arch, "phase": s.phase, "batch": s.batch, "q_len": s.q_len, "context": s.context,
+        "chunk": s.chunk, "layers": s.layers, "sequence": s.sequence,
+        "props": to_json(s.props | {"weight": float(s.weight)}),
+    }  # fmt: skip
+    return sealed(t.step, {"id": digest({"v": ID_VERSION, "step": row}), **row})
+
+
+def read_step(row: Row[Any], where: str) -> StepKey | None:
+    """None, with a warning that names the row, unless it is what was written."""
+    try:
+        require_utf8(row)
+        if not is_sealed(t.step, row):
+            raise ValueError("it does not match its own seal")
+        props = json.loads(row.props)
+        weight = float(props.pop("weight"))
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight={weight!r}")
+        return StepKey(row.model, row.arch, row.phase, row.batch, row.q_len, row.context, row.chunk, row.layers,
+                       row.sequence, weight, props)  # fmt: skip
+    except Exception as e:
+        log.warning("%s: step %s cannot be read (%s); skipped", where, row.id, e)
+        return None
+
+
 def search_id_of(search: str, problem_id: str) -> str:
     return digest({"v": ID_VERSION, "search": search, "problem": problem_id})
 
@@ -189,18 +227,10 @@ def revocation_id_of(subject_id: str, reason: str) -> str:
     return digest({"v": ID_VERSION, "subject": subject_id, "reason": reason})
 
 
-def winner_id_of(key: ProblemKey, arch: str, device: Device) -> str:
-    return digest({"v": ID_VERSION, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms})
-
-
-def decompress(blob: bytes, codec: str, raw_bytes: int) -> bytes | None:
-    """None unless `blob` holds exactly `raw_bytes`: a damaged header must not ask for all memory."""
-    try:
-        if codec != "zstd" or not 0 < raw_bytes < _IMAGE_BYTES_MOST or zstandard.frame_content_size(blob) != raw_bytes:
-            return None
-        return zstandard.ZstdDecompressor().decompress(blob)
-    except (zstandard.ZstdError, TypeError):
-        return None
+def winner_id_of(key: ProblemKey, arch: str, device: Device, closure: str) -> str:
+    """closure: of the kernel code that it was chosen for; "" where that is not known."""
+    stated = {"v": ID_VERSION, "problem": key.id, "arch": arch, "device": device.name, "num_sms": device.num_sms}
+    return digest(stated | ({"closure": closure} if closure else {}))
 
 
 @lru_cache(maxsize=64)
@@ -265,7 +295,7 @@ def read_measurement(row: Row[Any], where: str) -> Observation | None:
             _key_as_filed(row), row.arch, device_of(row.device_props)[0], json.loads(row.config), row.build_id,
             row.outcome, row.provenance, row.reason, row.stage, row.model, row.p50_us, row.p10_us, row.p90_us,
             row.min_us, row.samples, row.error_abs, row.error_rel, json.loads(row.environment_props), row.run,
-            row.at, json.loads(row.tags),
+            row.at, json.loads(row.tags), row.step_id, row.step_us, row.base_step_us, row.base_id,
         )  # fmt: skip
         problem_id = ids_as_filed(m.problem).problem
         named = measurement_id_of(m, problem_id, json.loads(row.device_props)) == row.id
@@ -301,7 +331,7 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
         return Winner(
             row.id, row.kernel, key.filled(), config, find_arch(row.arch), device,
             row.provenance, row.latency_us, row.build_id, None, row.reason, where, row.margin,
-            bool(why.get("stale")), why,
+            bool(why.get("stale")), why, row.closure,
         )  # fmt: skip
     except Exception as e:
         log.warning("%s: winner %s cannot be read (%s); skipped", where, row.id, e)

@@ -1,11 +1,12 @@
 """The tables, as SQLAlchemy Core describes them: the same for SQLite and PostgreSQL.
 
-    build <------- measurement -------> problem, device, environment      facts and observations: only ever added to
+    build <------- measurement -------> problem, device, environment, step    facts and observations: only ever added to
       | image_sha       |                        ^
     artifact            +---- winner             +--- search (a search of this problem that was finished)
                               (derived: deleted and computed anew)
     revocation: what must not count any more     former: what builds and measurements were called in older schemas
     rendered: which kernel code has the very source of a build
+    line: what a run reads of one kernel and its compiled-in fields on one arch (derived, as the winners are)
 
 Ids are sha256 of canonical JSON (canonical.digest) of what a row states, so a union of two databases is a merge.
 `build.seal` is the digest of the facts that its id does not cover. Other seals are digests of the whole row
@@ -33,7 +34,7 @@ from sqlalchemy import (
 
 from kerngen.tuning_db.serve.values import OUTCOMES, PROVENANCES, STAGES
 
-SCHEMA = "0004"  # the newest revision in migrations/versions
+SCHEMA = "0006"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database
 
 metadata = MetaData()
@@ -128,6 +129,23 @@ device = Table(
 
 environment = Table("environment", metadata, _id(), _text("props"))
 
+step = Table(
+    "step",
+    metadata,
+    _id(),
+    _text("model"),
+    _text("arch"),
+    _text("phase"),
+    Column("batch", Integer, nullable=False),
+    Column("q_len", Integer, nullable=False),
+    Column("context", Integer, nullable=False),
+    Column("chunk", Integer, nullable=False),
+    Column("layers", Integer, nullable=False),  # that were run, which may stand for more
+    _text("sequence"),  # digest of its launches in order
+    _text("props"),
+    _seal(),
+)
+
 measurement = Table(
     "measurement",
     metadata,
@@ -154,6 +172,10 @@ measurement = Table(
     _text("run"),
     _text("at"),
     _text("tags"),
+    Column("step_id", Text, ForeignKey("step.id")),  # of stage "step"; its seal covers these four where they are there
+    Column("step_us", Double),
+    Column("base_step_us", Double),  # with the configurations that `base_id` is the digest of
+    Column("base_id", Text),
     _seal(),
     _one_of("outcome", OUTCOMES),
     _one_of("provenance", PROVENANCES),
@@ -163,8 +185,14 @@ measurement = Table(
         "outcome <> 'ok' OR provenance = 'predicted' OR error_abs IS NOT NULL", name="measured_ok_was_checked"
     ),
     CheckConstraint("outcome <> 'ok' OR provenance = 'measured' OR model <> ''", name="predicted_names_its_model"),
+    CheckConstraint(
+        "outcome <> 'ok' OR stage <> 'step' OR "
+        "(step_id IS NOT NULL AND step_us > 0 AND base_step_us > 0 AND base_id IS NOT NULL)",
+        name="step_is_whole",
+    ),
     Index("measurement_by_problem", "problem_id", "arch", "device_id"),
     Index("measurement_by_build", "build_id"),
+    Index("measurement_by_step", "step_id"),
 )
 
 search = Table(
@@ -200,7 +228,7 @@ revocation = Table(
 winner = Table(
     "winner",
     metadata,
-    _id(),  # of (problem, arch, device name, SM count)
+    _id(),  # of (problem, arch, device name, SM count, closure)
     _text("kernel"),
     _text("static_key"),
     _text("cell"),
@@ -215,7 +243,20 @@ winner = Table(
     _text("reason"),
     _text("why"),
     _seal(),
+    Column("closure", Text, nullable=False, server_default=""),  # of the kernel code that it was chosen for
     _one_of("provenance", PROVENANCES),
     Index("winner_by_cell", "cell", "arch"),
     Index("winner_by_static", "static_key", "arch"),
+)
+
+line = Table(
+    "line",
+    metadata,
+    _id(),  # of (static key, arch)
+    _text("kernel"),
+    _text("static_key"),
+    _text("arch"),
+    _text("body"),  # serve/line.py
+    _seal(),
+    Index("line_by_kernel", "kernel", "arch"),
 )

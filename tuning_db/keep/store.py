@@ -15,20 +15,22 @@ from typing import Any
 import zstandard
 from sqlalchemy import Connection, Engine, Select, Table, and_, select
 
+from kerngen import closure as closures
 from kerngen.arch import Arch, Device, Target
 from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, nvrtc_version
-from kerngen.errors import CorruptRecord, DatabaseError, UsageError
+from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
+from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.keep import engine as engines
-from kerngen.tuning_db.keep import migrate
+from kerngen.tuning_db.keep import lines, migrate
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.derive import recompute_winners
 from kerngen.tuning_db.keep.rows import (
+    WINNERS,
     ZSTD_LEVEL,
     as_filed,
     build_id_of,
     build_row,
-    decompress,
     describe_build,
     is_sealed,
     measurement_row,
@@ -36,17 +38,22 @@ from kerngen.tuning_db.keep.rows import (
     read_build,
     read_measurement,
     read_search,
+    read_step,
     read_winner,
     revocation_id_of,
     sealed,
     search_id_of,
     settled,
+    step_row,
     to_json,
 )
+from kerngen.tuning_db.keep.switches import Judge
 from kerngen.tuning_db.serve.canonical import ProblemKey, digest, ids_as_filed
 from kerngen.tuning_db.serve.freshness import source_sha
+from kerngen.tuning_db.serve.images import image_of
+from kerngen.tuning_db.serve.line import Line, named
 from kerngen.tuning_db.serve.places import default_path
-from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
+from kerngen.tuning_db.serve.values import Build, Measurement, Observation, StepKey, Winner
 
 log = logging.getLogger(__name__)
 
@@ -301,13 +308,7 @@ class Store:
             row = connection.execute(select(t.artifact).where(t.artifact.c.sha == build.image_sha)).first()
         if row is None:
             return None
-        raw = decompress(row.blob, row.codec, row.raw_bytes)
-        if raw is None or hashlib.sha256(raw).hexdigest() != build.image_sha:
-            raise CorruptRecord(f"{self.where}: the image {build.image_sha} of build {build.id} "
-                                "does not match its own digest")  # fmt: skip
-        if row.kind == "ptx":
-            return Ptx(build.key, build.arch, build.nvrtc, raw)
-        return Cubin(build.key, build.arch, build.nvrtc, raw, build.entries, "")
+        return image_of(build, row.blob, row.codec, row.raw_bytes, self.where)
 
     def named(self, prefix: str) -> list[tuple[str, str]]:
         """("build" or "trial", id) of what begins like this; two at most of each."""
@@ -405,6 +406,20 @@ class Store:
             rows = connection.execute(wanted).all()
         return [o for o in (read_measurement(row, self.where) for row in rows) if o is not None]
 
+    def add_step(self, step: StepKey) -> str:
+        """Record a step that measurements are made in, and return its id; the same step again changes nothing."""
+        row = step_row(step)
+        with self.writing() as connection:
+            self._add_sealed(connection, t.step, row)
+        return str(row["id"])
+
+    def steps(self) -> dict[str, StepKey]:
+        """All that measurements were made in, by id. One that was altered is skipped with a warning."""
+        with self.reading() as connection:
+            rows = connection.execute(select(t.step).order_by(t.step.c.id)).all()
+        found = {row.id: read_step(row, self.where) for row in rows}
+        return {id: step for id, step in found.items() if step is not None}
+
     def wrong_sources(self, static_key: str) -> set[str]:
         """source_sha of the builds that ever gave a wrong result for these compiled-in fields, on any device."""
         with self.reading() as connection:
@@ -479,13 +494,16 @@ class Store:
 
     # ---- winners
 
-    def recompute_winners(self, kernel: Kernel | str, static_key: str, target: Target) -> list[Winner]:
+    def recompute_winners(
+        self, kernel: Kernel | str, static_key: str, target: Target, *, judge: Judge | None = None
+    ) -> list[Winner]:
         """Choose anew, by the policy of winners.py, at every tuned point of these compiled-in fields on `target`.
 
         Replaces what was chosen before, in one transaction. Returns the winners, without cubins. What must be rendered
-        is rendered before that transaction, unless this is called within one.
+        is rendered before that transaction, unless this is called within one. judge: says what a configuration takes
+        where nobody measured (kerngen/judge.py); with it, what serves between two points is chosen too (switches.py).
         """
-        return recompute_winners(self, kernel, static_key, target)
+        return recompute_winners(self, kernel, static_key, target, judge)
 
     def winners(
         self,
@@ -495,9 +513,15 @@ class Store:
         device: Device | str | None = None,
         static_key: str | None = None,
         cell: str | None = None,
+        closure: str | None = None,
+        every: bool = False,
     ) -> list[Winner]:
-        """The winners, sorted by kernel, problem, arch and device; without their cubins (see `image`)."""
-        wanted = _WINNERS
+        """The winners, sorted by kernel, problem, arch and device; without their cubins (see `image`).
+
+        Of a problem on a board there is one for each version of the kernel's code that it was tuned for: listed is that
+        for the code that is installed, else the one measured last. closure: that for this code; every: all of them.
+        """
+        wanted = WINNERS
         for column, value in (
             (t.winner.c.kernel, kernel),
             (t.winner.c.arch, None if arch is None else str(arch)),
@@ -505,18 +529,34 @@ class Store:
             (t.device.c.num_sms, device.num_sms if isinstance(device, Device) else None),
             (t.winner.c.static_key, static_key),
             (t.winner.c.cell, cell),
+            (t.winner.c.closure, closure),
         ):
             if value is not None:
                 wanted = wanted.where(column == value)
         with self.reading() as connection:
-            rows = connection.execute(wanted).all()
-        return sorted((w for w in (read_winner(row, self.where) for row in rows) if w is not None), key=_by_problem)
+            rows = connection.execute(wanted.order_by(t.measurement.c.at.desc(), t.winner.c.id)).all()
+        found = [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
+        return sorted(found if every else _one_each(found), key=_by_problem)
+
+    def line(self, kernel: str, static_key: str, arch: str) -> Line | None:
+        """What a run reads of these compiled-in fields, made of the rows as they are; see serve/line.py.
+
+        Of a file, serve/reader.py reads the same from one row.
+        """
+        with self.reading() as connection:
+            found = lines.line_of(connection, static_key, arch, self.where)
+        return None if found is None or found.kernel != kernel else named(found, self.where)
+
+    def rewrite_lines(self) -> None:
+        """Put all lines right, where rows came in by another way than recompute_winners."""
+        with self.writing() as connection:
+            lines.write_all(connection, self.where)
 
     def winner(self, id_or_prefix: str) -> Winner:
         """The winner whose id starts like this. Raises UsageError unless there is exactly one."""
         with self.reading() as connection:
             like = t.winner.c.id.startswith(id_or_prefix, autoescape=True)
-            rows = connection.execute(_WINNERS.where(like).limit(2)).all()
+            rows = connection.execute(WINNERS.where(like).limit(2)).all()
         found = [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
         if len(found) != 1:
             what = "no winner" if not found else "more than one winner"
@@ -524,14 +564,21 @@ class Store:
         return found[0]
 
 
-_WINNERS: Select[Any] = (
-    select(t.winner, t.problem.c.static, t.problem.c.runtime, t.problem.c.dynamic,
-           t.device.c.props.label("device_props"), t.build.c.config, t.measurement.c.fields)
-    .join(t.problem, t.winner.c.problem_id == t.problem.c.id)
-    .join(t.device, t.winner.c.device_id == t.device.c.id)
-    .join(t.build, t.winner.c.build_id == t.build.c.id)
-    .join(t.measurement, t.winner.c.measurement_id == t.measurement.c.id)
-)  # fmt: skip
+def _one_each(winners: Iterable[Winner]) -> Iterable[Winner]:
+    """Of each problem on each board the winner for the kernel code that is installed, else the first."""
+    found: dict[tuple[str, str, str, int], Winner] = {}
+    for w in winners:
+        key = w.problem.id, w.arch.name, w.device.name, w.device.num_sms
+        if key not in found or w.closure == _closure_here(w.kernel) != found[key].closure:
+            found[key] = w
+    return found.values()
+
+
+def _closure_here(kernel: str) -> str | None:
+    try:
+        return closures.closure_of(find_kernel(kernel))
+    except UnknownName:
+        return None
 
 
 def _by_problem(w: Winner) -> tuple[Any, ...]:

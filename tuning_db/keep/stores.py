@@ -1,45 +1,29 @@
-"""The databases that a run asks, opened in their order."""
+"""The databases that a run asks, opened as Stores: to look at all that they hold. A run itself opens `sources`."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 from kerngen.errors import DatabaseError
-from kerngen.tuning_db.keep.bundles import open_any, open_bundle
-from kerngen.tuning_db.keep.engine import is_absent
+from kerngen.tuning_db.keep.bundles import open_any
 from kerngen.tuning_db.keep.store import Store
-from kerngen.tuning_db.serve.installed import search_path
-from kerngen.tuning_db.serve.places import PREBUILT, default_path
+from kerngen.tuning_db.serve import places
 
 log = logging.getLogger(__name__)
 
 
 def default_stores() -> list[Store]:
-    """What a run looks in: $KERNGEN_DB_OVERRIDE, the user's database, bundles, then the prebuilt ones. All read-only.
+    """What a run looks in (places.searched). All read-only.
 
-    Bundles: those in $KERNGEN_DB_PATH, then those that were installed. One that is not there is left out; one that
-    cannot be opened, or is signed by nobody who is trusted here, is left out with a warning.
+    One that is not there is left out; one that cannot be opened is left out with a warning.
     """
-    places: list[Callable[[], Store]] = []
-    if override := os.environ.get("KERNGEN_DB_OVERRIDE"):
-        places.append(partial(open_any, override, name="override", override=True))
-    user = default_path()
-    if "://" in user or not is_absent(Path(user)):
-        places.append(partial(open_any, user, name="user"))
-    places += [partial(open_bundle, path, name=f"bundle {name}") for name, path in search_path()]
-    for path in sorted(PREBUILT.glob("*.sqlite")):
-        places.append(partial(Store.open, path, read_only=True, sealed=True, name=f"prebuilt {path.stem}"))
-    stores: list[Store] = []
-    for opened in places:
+    found: list[Store] = []
+    for where, name, override, shipped in places.searched():
         try:
-            stores.append(opened())
+            found.append(open_any(where, name=name, override=override, shipped=shipped))
         except DatabaseError as e:
             log.warning("%s; looking on without it", e.message)
-    return stores
+    return found
 
 
 def stores_for(url: str | None) -> list[Store]:

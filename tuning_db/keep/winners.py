@@ -5,21 +5,26 @@
 2. What is current beats what is stale: a build of a source that the kernel no longer renders, or with options that
    nobody compiles with any more, wins only alone.
 3. Measured beats predicted. Among predictions only the newest cost model's count.
-4. Finalists, timed again together, beat single trials.
-5. A build's time is the median of its medians. Builds within the noise of the fastest are equal, and the first of
-   them in canonical order wins (the default configuration, then fewest spills, then its JSON): two tunes agree.
+4. Finalists, timed again together, beat single trials. Where configurations were exchanged in steps of a model, the
+   step decides: what is slower there than the best, or was not tried there, wins only where nothing else may
+   (stepped.py).
+5. Builds of one configuration with the same machine code are one: what was measured of one holds for all, and what
+   keeps one from winning keeps all. So a comment in a source costs nothing once it is built (`kerngen db rebuild`).
+6. Its time is the median of its medians. Those within the noise of the fastest are equal, and the first of them in
+   canonical order wins (the default configuration, then fewest spills, then its JSON): two tunes agree.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
 from typing import Any
 
+from kerngen.tuning_db.keep.stepped import judged
 from kerngen.tuning_db.serve.canonical import canonical
 from kerngen.tuning_db.serve.values import Build, Measurement, Observation
 
@@ -31,7 +36,7 @@ _SIGMAS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The winner of one tuned point, and why."""
+    """The winner of one tuned point, and why. times: us, of each configuration that might win, by canonical JSON."""
 
     build_id: str
     measurement_id: str
@@ -40,16 +45,45 @@ class Choice:
     margin: float | None
     reason: str
     why: dict[str, Any]
+    times: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A build that may win at one tuned point. noise: relative, see `noise_of`."""
+    """One machine code of one configuration, which may win at one tuned point.
 
-    build: Build
+    builds: all that gave it, measured or not; the one that stands for it first. noise: relative, see `noise_of`. rows:
+    what was observed of any of them.
+    """
+
+    builds: tuple[Build, ...]
     p50_us: float
     noise: float
-    typical: Observation  # the one that stands for the others
+    rows: tuple[Observation, ...]
+    step: float | None = None  # its steps' time over their time with what was chosen there; None if it was in none
+    has_lost: bool = False  # in the step
+
+    @property
+    def build(self) -> Build:
+        return self.builds[0]
+
+    @property
+    def adopted(self) -> bool:
+        """True if only others of its builds were measured."""
+        return all(o.measurement.build_id != self.build.id for o in self.rows)
+
+    @property
+    def typical(self) -> Observation:
+        """The row that stands for the others: of its own build, if there is one."""
+        own = [o for o in self.rows if o.measurement.build_id == self.build.id] or self.rows
+        return min(own, key=lambda o: (abs((o.measurement.p50_us or 0.0) - self.p50_us), o.id))
+
+    def current(self, is_current: Callable[[Build], bool]) -> Candidate | None:
+        """Itself, with the first of its builds that is current to stand for it; None if none is."""
+        for build in self.builds:
+            if is_current(build):
+                return replace(self, builds=(build, *(b for b in self.builds if b is not build)))
+        return None
 
 
 def choose(
@@ -60,19 +94,25 @@ def choose(
     revoked: Set[str] = frozenset(),
     default: dict[str, Any] | None = None,
     is_current: Callable[[Build], bool] = lambda _: True,
+    weights: Mapping[str, float] | None = None,
 ) -> Choice | None:
     """The winner among `observations`, all of one tuned point on one device; None if nothing there may win.
 
     builds: by id, of every observation that has one. wrong_sources: source_sha of builds found wrong anywhere.
     revoked: ids of builds and measurements. default: the default configuration's fields.
-    is_current: asked for the fastest builds only, since it may render.
+    is_current: asked for the fastest builds only, since it may render. weights: of steps by id.
     """
     refused = Counter(o.measurement.outcome for o in observations if o.measurement.outcome != "ok")
-    ranked = rank(observations, builds, wrong_sources=wrong_sources, revoked=revoked)
+    ranked = rank(observations, builds, wrong_sources=wrong_sources, revoked=revoked, weights=weights)
     if not ranked:
         return None
-    current: Iterator[Candidate] = (c for c in ranked if is_current(c.build))
+    current = _current(ranked, is_current)
     first = next(current, None)
+    if first is None and ranked[0].typical.measurement.provenance == "measured":
+        predictions = [o for o in observations if o.measurement.provenance == "predicted"]
+        others = rank([*predictions, *_failures(observations)], builds, wrong_sources=wrong_sources, revoked=revoked)
+        if (found := next(predicted := _current(others, is_current), None)) is not None:
+            ranked, first, current = others, found, predicted
     stale = first is None
     if first is None:
         first, current = ranked[0], iter(ranked[1:])
@@ -80,13 +120,13 @@ def choose(
     limit = first.p50_us * (1 + first.noise)
     near, after = [first], None
     for c in current:
-        if c.p50_us > limit:
+        if c.p50_us > limit or c.has_lost != first.has_lost:
             after = c
             break
         near.append(c)
     winner = min(near, key=lambda c: _canonical_order(c, default))
-    others = [c for c in chain(near, [after] if after else []) if c is not winner]
-    following = min(others, key=lambda c: c.p50_us, default=None)
+    rivals = [c for c in chain(near, [after] if after else []) if c is not winner]
+    following = min(rivals, key=lambda c: c.p50_us, default=None)
     margin = None if following is None else (following.p50_us - winner.p50_us) / winner.p50_us
     why = {
         "candidates": len(ranked),
@@ -100,8 +140,22 @@ def choose(
         "next": None if following is None else _brief(following),
         "refused": dict(sorted(refused.items())),
     }
+    if winner.adopted:
+        why["adopted"] = winner.typical.measurement.build_id
+    if winner.step is not None:
+        in_step = [c for c in ranked if c.step is not None]
+        why["step"] = {"judged": len(in_step), "lost": sum(c.has_lost for c in in_step), "ratio": winner.step}
     reason = _words(winner, first, following, provenance, why)
-    return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why)
+    times = {canonical(c.build.config): c.p50_us for c in (*reversed(ranked), winner)}
+    return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why, times)
+
+
+def _current(ranked: list[Candidate], is_current: Callable[[Build], bool]) -> Iterator[Candidate]:
+    return (c for c in (candidate.current(is_current) for candidate in ranked) if c is not None)
+
+
+def _failures(observations: Sequence[Observation]) -> list[Observation]:
+    return [o for o in observations if o.measurement.provenance == "measured" and o.measurement.outcome != "ok"]
 
 
 def rank(
@@ -110,12 +164,36 @@ def rank(
     *,
     wrong_sources: Set[str] = frozenset(),
     revoked: Set[str] = frozenset(),
+    weights: Mapping[str, float] | None = None,
 ) -> list[Candidate]:
-    """Every build that may win, stale ones included, the fastest first. Arguments as `choose`."""
-    eligible = _eligible(observations, builds, wrong_sources, revoked)
+    """Every machine code that may win, stale ones included, the fastest first, after which those that lost in a step of
+    a model. Arguments as `choose`.
+    """
+    codes = _codes(builds)
+    eligible = _eligible(observations, builds, codes, wrong_sources, revoked)
     measured = [o for o in eligible if o.measurement.provenance == "measured"]
-    pool = _finalists(measured or _newest_model(eligible))
-    return sorted(_candidates(pool, builds), key=lambda c: (c.p50_us, canonical(c.build.config), c.build.id))
+    verdict = judged(measured, weights or {}, codes)
+    pool = _finalists(measured or _newest_model(eligible), codes, each=bool(verdict.ratios))
+    found = (
+        replace(c, step=verdict.ratios.get(codes[c.build.id]), has_lost=verdict.has_lost(codes[c.build.id]))
+        for c in _candidates(pool, builds, codes)
+    )
+    return sorted(found, key=lambda c: (c.has_lost, c.p50_us, canonical(c.build.config), c.build.id))
+
+
+def may_win(
+    observations: Sequence[Observation],
+    builds: dict[str, Build],
+    *,
+    wrong_sources: Set[str] = frozenset(),
+    revoked: Set[str] = frozenset(),
+) -> set[str]:
+    """The ids of the builds that nothing keeps from winning, however slow. Arguments as `choose`."""
+    codes = _codes(builds)
+    eligible = {
+        codes[o.measurement.build_id or ""] for o in _eligible(observations, builds, codes, wrong_sources, revoked)
+    }
+    return {id for id, code in codes.items() if code in eligible}
 
 
 def noise_of(m: Measurement) -> float:
@@ -132,38 +210,51 @@ def noise_of(m: Measurement) -> float:
     return min(max(_SIGMAS * error / m.p50_us, NOISE_LEAST), NOISE_MOST)
 
 
+_Code = tuple[str, str, str]  # what makes builds one: the configuration, the target, the digest of the image
+
+
+def _codes(builds: dict[str, Build]) -> dict[str, _Code]:
+    """By id, of every build that was made."""
+    made = ((id, b) for id, b in builds.items() if b.status == "ok")
+    return {id: (canonical(b.config), b.target, b.image_sha or id) for id, b in made}
+
+
 def _eligible(
     observations: Sequence[Observation],
     builds: dict[str, Build],
+    codes: dict[str, _Code],
     wrong_sources: Set[str],
     revoked: Set[str],
 ) -> list[Observation]:
     counted = [o for o in observations if o.id not in revoked]
-    latest: dict[str, Observation] = {}  # of measured trials: a launch that fails now outweighs an older success
+    refused = {code for id, code in codes.items() if id in revoked or builds[id].source_sha in wrong_sources}
+    latest: dict[_Code, Observation] = {}  # of measured trials: a launch that fails now outweighs an older success
     for o in counted:
-        build_id = o.measurement.build_id
-        if build_id is not None and o.measurement.provenance == "measured":
-            best = latest.get(build_id)
+        code = codes.get(o.measurement.build_id or "")
+        if code is not None and o.measurement.provenance == "measured":
+            best = latest.get(code)
             if best is None or (o.measurement.at, o.id) > (best.measurement.at, best.id):
-                latest[build_id] = o
+                latest[code] = o
 
-    def may_win(o: Observation) -> bool:
-        build = builds.get(o.measurement.build_id or "")
+    def counts(o: Observation) -> bool:
+        code = codes.get(o.measurement.build_id or "")
         return (
             o.measurement.outcome == "ok"
-            and build is not None
-            and build.status == "ok"
-            and build.id not in revoked
-            and build.source_sha not in wrong_sources
-            and (build.id not in latest or latest[build.id].measurement.outcome == "ok")
+            and code is not None
+            and code not in refused
+            and (code not in latest or latest[code].measurement.outcome == "ok")
         )
 
-    return [o for o in counted if may_win(o)]
+    return [o for o in counted if counts(o)]
 
 
-def _finalists(observations: list[Observation]) -> list[Observation]:
+def _finalists(observations: list[Observation], codes: dict[str, _Code], *, each: bool) -> list[Observation]:
+    """Rows of finals, where there are any. each: those of each code that has some, since more than finals decide."""
     finals = [o for o in observations if o.measurement.stage == "final"]
-    return finals or observations
+    if not each:
+        return finals or observations
+    retimed = {codes[o.measurement.build_id or ""] for o in finals}
+    return finals + [o for o in observations if codes[o.measurement.build_id or ""] not in retimed]
 
 
 def _newest_model(observations: list[Observation]) -> list[Observation]:
@@ -176,14 +267,21 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in re.split(r"(\d+)", name)]
 
 
-def _candidates(observations: list[Observation], builds: dict[str, Build]) -> Iterator[Candidate]:
-    by_build: dict[str, list[Observation]] = {}
+def _candidates(
+    observations: list[Observation], builds: dict[str, Build], codes: dict[str, _Code]
+) -> Iterator[Candidate]:
+    rows_of: dict[_Code, list[Observation]] = {}
     for o in observations:
-        by_build.setdefault(o.measurement.build_id or "", []).append(o)
-    for build_id, rows in by_build.items():
+        rows_of.setdefault(codes[o.measurement.build_id or ""], []).append(o)
+    same: dict[_Code, list[Build]] = {}
+    for id, code in codes.items():
+        same.setdefault(code, []).append(builds[id])
+    for code, rows in rows_of.items():
         p50 = median(r.measurement.p50_us or 0.0 for r in rows)
-        typical = min(rows, key=lambda r: (abs((r.measurement.p50_us or 0.0) - p50), r.id))
-        yield Candidate(builds[build_id], p50, max(noise_of(r.measurement) for r in rows), typical)
+        typical = min(rows, key=lambda r: (abs((r.measurement.p50_us or 0.0) - p50), r.id)).measurement.build_id
+        measured = {r.measurement.build_id for r in rows}
+        made = sorted(same[code], key=lambda b: (b.id != typical, b.id not in measured, b.id))
+        yield Candidate(tuple(made), p50, max(noise_of(r.measurement) for r in rows), tuple(rows))
 
 
 def _canonical_order(c: Candidate, default: dict[str, Any] | None) -> tuple[bool, int, str, str]:
@@ -212,6 +310,10 @@ def _words(
             f"{which} of {why['within_noise']} that differ by less than {why['noise']:.1%}: "
             f"{winner.p50_us:.2f} us, the fastest {first.p50_us:.2f} us, of {count}"
         )
+    if winner.step is not None and not winner.has_lost:
+        text = f"of {why['step']['judged']} that were tried in the step, {why['step']['lost']} slower there: {text}"
     if why["default_us"] and not why["is_default"]:
         text += f"; the default takes {why['default_us']:.2f} us"
+    if winner.adopted:
+        text += f"; {how.split()[0]} on a build of another source with the same machine code"
     return text + ("; tuned on an older source of this kernel" if why["stale"] else "")

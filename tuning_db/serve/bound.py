@@ -1,16 +1,19 @@
 """The tuned points of one kernel with one set of compiled-in fields, read once and answered from memory.
 
-Who is asked, in this order; the answer names who spoke:
-    1. an override store, whatever it has      2. this very device, measured
-    3. the same arch, measured on the device with the nearest SM count
-    4. the same arch, predicted (this device first, then the nearest SM count)
-    5. as 1 to 4, but tuned on an older source of the kernel: the configuration alone, to be compiled anew
+Who is asked, in this order; the answer names who spoke. An override store is asked all of it before the others, and as
+a last resort whatever else it has of the arch:
+    1. this very device, measured              2. one that differs by no more than two of a kind do, measured
+    3. what was predicted for this device      4. one of its kind, measured (order.py)
+    5. what was predicted for one of its kind
+    6. as 1 to 5, but tuned on an older source of the kernel: the configuration, with the machine code that was built
+       of today's source if there is any
 None of them: None, and the caller uses the default configuration.
 
 Tuned points lie along the dynamic field (tokens, KV length). A point serves itself and what lies between it and the
-next lower one; nothing is served below the lowest or above the highest. Everything is checked before it is served: the
-configuration must still be valid, the image must match its digest, nothing revoked counts. What fails is skipped with a
-warning that names it, once, and the next in order is asked.
+next lower one, but where that lower one, or the default, was judged to be faster there (keep/switches.py); nothing is
+served below the lowest or above the highest. Everything is checked before it is served: the configuration must still
+be valid, the image must match its digest, nothing revoked counts. What fails is skipped with a warning that names it,
+once, and the next in order is asked.
 """
 
 from __future__ import annotations
@@ -18,112 +21,230 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kerngen import closure
 from kerngen.arch import Target
+from kerngen.boards import distance
 from kerngen.compile import Cubin
 from kerngen.errors import CorruptRecord, DatabaseError
-from kerngen.templates.kernel import Kernel, describe
+from kerngen.templates.kernel import Kernel, describe, fields_of
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates, problem_key
 from kerngen.tuning_db.serve.freshness import Freshness
+from kerngen.tuning_db.serve.line import Line, Point
+from kerngen.tuning_db.serve.order import BEYOND, how, rank_of
 from kerngen.tuning_db.serve.source import Source
 from kerngen.tuning_db.serve.values import Build, Winner
 
 log = logging.getLogger(__name__)
 
 
+class _Read:
+    """The line of one source, and which of its builds are current."""
+
+    def __init__(self, source: Source, line: Line, kernel: Kernel, here: str) -> None:
+        self.source, self.line, self.kernel = source, line, kernel
+        known = [id for id, closures in line.closures.items() if here in closures]
+        self._fresh = Freshness(kernel, known, line.builds.values())
+        self._images: dict[str, Cubin | None] = {}  # by build: several points have one
+
+    def is_current(self, problem: Any, build: Build) -> bool:
+        return self._fresh.is_current(problem, build)
+
+    def image(self, build: Build) -> Cubin | None:
+        """Its machine code, if it was kept. Raises DatabaseError."""
+        if build.id not in self._images:
+            image = self.source.image(build)
+            self._images[build.id] = image if isinstance(image, Cubin) else None
+        return self._images[build.id]
+
+    def code(self, problem: Any, config: dict[str, Any]) -> Cubin | None:
+        """The machine code of a current build of this configuration. Raises DatabaseError."""
+        for build in self.line.builds.values():
+            if build.config == config and self.is_current(problem, build) and (image := self.image(build)) is not None:
+                return image
+        return None
+
+
 @dataclass(slots=True)
-class _Point:
+class _Choice:
     """A stored winner, and what verifying it gave once it was first asked for."""
 
-    store: Source
-    winner: Winner
+    read: _Read
+    point: Point
     how: str
     config: Any = None
     answer: Winner | None = None
     is_verified: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One board's points of one cell, by their dynamic value; `at` is None for a kernel that has none."""
+@dataclass(slots=True)
+class _Row:
+    """What one board has tuned of one cell in one way; `at` is None for a kernel that has no dynamic field.
 
-    at: list[int] | None
-    points: list[_Point]
+    choices: at each point, those for the kernel's code of today first.
+    """
 
-    def serving(self, dynamic: int | None) -> _Point | None:
-        """The lowest point at or above `dynamic`, unless it lies outside all points."""
+    at: list[int] | None = None
+    choices: list[list[_Choice]] = field(default_factory=list)
+
+    def serving(self, dynamic: int | None) -> list[_Choice]:
+        """Those of the lowest point at or above `dynamic`, none if that lies outside all points."""
         if self.at is None or dynamic is None:
-            return self.points[0] if self.at is None and dynamic is None else None
+            return self.choices[0] if self.at is None and dynamic is None else []
         index = bisect_left(self.at, dynamic)
-        return None if dynamic < self.at[0] or index == len(self.at) else self.points[index]
+        return [] if dynamic < self.at[0] or index == len(self.at) else self.choices[index]
+
+    def choices_at(self, dynamic: int) -> list[_Choice]:
+        """Those of that very point."""
+        index = bisect_left(self.at or [], dynamic)
+        return self.choices[index] if self.at and index < len(self.at) and self.at[index] == dynamic else []
 
 
 class Bound:
-    """The winners of `kernel` for the compiled-in fields of `problem` on `target`, from `stores` in their order.
+    """The winners of `kernel` for the compiled-in fields of `problem` on `target`, from `sources` in their order.
 
-    Reads each store once, here, and each winner's build and image when it is first served: nothing after that touches
-    a database. Threads may share one.
+    Reads each source once, here, and each winner's image when it is first served: nothing after that touches a
+    database. Threads may share one.
     """
 
-    def __init__(self, stores: Sequence[Source], kernel: Kernel, problem: Any, target: Target) -> None:
+    def __init__(self, sources: Sequence[Source], kernel: Kernel, problem: Any, target: Target) -> None:
         self.kernel, self.target = kernel, target
-        self._cells: dict[tuple[Any, ...], list[_Line]] = {}
         self._static_key = problem_key(kernel, problem).static_key
-        self._fresh: dict[str, Freshness] = {}  # by store, whose builds alone it knows
-        found = list(_read(stores, kernel, self._static_key, target))
-        self._revoked = _revoked(stores) if found else set()
-        for cell, line in _ordered(found, kernel, target):
-            self._cells.setdefault(cell, []).append(line)
+        self._closure = ""
+        self._reads = list(self._read(sources))
+        self._revoked = _revoked(sources) if self._reads else set()
+        self._cells: dict[tuple[Any, ...], list[_Row]] = {}
+        for cell, row in self._ordered():
+            self._cells.setdefault(cell, []).append(row)
 
     def answer(self, problem: Any) -> Winner | None:
-        """The winner that serves `problem`, with its cubin if that was kept and is current; None if there is none.
+        """The winner that serves `problem`, with its cubin if that is there and current; None if there is none.
 
         The same object each time that it is the answer.
         """
-        lines = self._cells.get(coordinates(bucketed(self.kernel, problem)))
-        if lines is None:
+        rows = self._cells.get(coordinates(bucketed(self.kernel, problem)))
+        if rows is None:
             return None
         dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
         older: Winner | None = None
-        for line in lines:
-            if (point := line.serving(dynamic)) is None:
-                continue
-            if not point.is_verified:
-                self._verify(point, problem)
-            if point.answer is None or not self._can_run(point, problem):
-                continue
-            if not point.answer.stale:
-                return point.answer
-            older = older or point.answer
+        for row in rows:
+            for choice in row.serving(dynamic):
+                if not self._serves(choice, problem) or choice.answer is None:
+                    continue
+                if not choice.answer.stale:
+                    return self._judged(row, choice, problem, dynamic) if choice.point.switch else choice.answer
+                older = older or choice.answer
         return older
 
-    def _can_run(self, point: _Point, problem: Any) -> bool:
+    def passed_over(self, problem: Any) -> Winner | None:
+        """The winner that does not serve `problem` because the default was judged to be faster; None if none is."""
+        dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
+        for row in self._cells.get(coordinates(bucketed(self.kernel, problem)), ()):
+            for choice in row.serving(dynamic):
+                if self._serves(choice, problem) and choice.answer is not None and not choice.answer.stale:
+                    return choice.answer if self.answer(problem) is None else None
+        return None
+
+    def code(self, problem: Any, config: Any) -> Cubin | None:
+        """The machine code of a configuration that no winner has, a default's, where a source has it; else None."""
+        wanted = fields_of(config) if self._reads else {}
+        for read in self._reads:
+            try:
+                if (found := read.code(problem, wanted)) is not None:
+                    return found
+            except DatabaseError as e:
+                log.warning("%s; skipped", e)
+        return None
+
+    # ---- reading
+
+    def _read(self, sources: Sequence[Source]) -> Iterator[_Read]:
+        for source in sources:
+            try:
+                line = source.line(self.kernel.name, self._static_key, self.target.arch.name)
+            except DatabaseError as e:
+                log.warning("%s; looking on without it", e)
+                continue
+            if line is not None:
+                self._closure = self._closure or closure.closure_of(self.kernel)
+                yield _Read(source, line, self.kernel, self._closure)
+
+    def _ordered(self) -> Iterator[tuple[tuple[Any, ...], _Row]]:
+        """(cell, row) in the order of the module's docstring."""
+        here = self.target.device
+        for overriding in (True, False):
+            found: list[tuple[int, int, float, str, _Row, tuple[Any, ...]]] = []
+            for number, read in enumerate(r for r in self._reads if r.source.override == overriding):
+                rows: dict[tuple[Any, ...], dict[int | None, list[_Choice]]] = {}
+                ranks: dict[tuple[Any, ...], tuple[int, float, str]] = {}
+                for point in read.line.points:
+                    w = point.winner
+                    if (rank := rank_of(w, here)) == BEYOND and not overriding:
+                        continue
+                    key = (coordinates(w.problem.runtime), w.device, w.provenance)
+                    rank += rank == BEYOND and w.provenance != "measured"
+                    ranks[key] = rank, distance(w.device, here), w.device.name
+                    choice = _Choice(read, point, how(w, here))
+                    rows.setdefault(key, {}).setdefault(w.problem.dynamic, []).append(choice)
+                for key, points in rows.items():
+                    if (row := self._row(points)) is not None:
+                        rank, far, name = ranks[key]
+                        found.append((rank, number, far, name, row, key[0]))
+            for *_, row, cell in sorted(found, key=lambda f: f[:4]):
+                yield cell, row
+
+    def _row(self, points: dict[int | None, list[_Choice]]) -> _Row | None:
+        for choices in points.values():
+            choices.sort(key=lambda c: c.point.winner.closure != self._closure)  # stable: then the newest
+        if not self.kernel.problem_type.DYNAMIC:
+            return _Row(None, [points[None]]) if None in points else None
+        at = sorted(d for d in points if d is not None)
+        return _Row(at, [points[d] for d in at]) if at else None
+
+    # ---- what is served
+
+    def _judged(self, row: _Row, choice: _Choice, problem: Any, dynamic: int | None) -> Winner | None:
+        """What serves a size between two points: the upper's winner, the lower's, or None for the default."""
+        w, switch = choice.point.winner, choice.point.switch
+        if dynamic is None or dynamic == w.problem.dynamic or w.closure != self._closure:
+            return choice.answer
+        upto = bisect_left(switch, dynamic, key=lambda s: s[0])
+        at = w.problem.dynamic if upto == len(switch) else switch[upto][1]
+        if at is None:
+            return None
+        for other in row.choices_at(at):
+            if self._serves(other, problem) and other.answer is not None and not other.answer.stale:
+                return other.answer
+        return choice.answer
+
+    def _serves(self, choice: _Choice, problem: Any) -> bool:
+        if not choice.is_verified:
+            self._verify(choice, problem)
+        return choice.answer is not None and self._can_run(choice, problem)
+
+    def _can_run(self, choice: _Choice, problem: Any) -> bool:
         try:
-            why = self.kernel.why_invalid(problem, point.config, self.target)
+            why = self.kernel.why_invalid(problem, choice.config, self.target)
         except Exception as e:  # whatever an older Config's values do to today's spec
             why = f"{type(e).__name__}: {e}"
         if why is not None:
-            log.warning("%s cannot run %s: %s; skipped", _here(point, self.kernel), describe(problem), why)
+            log.warning("%s cannot run %s: %s; skipped", _here(choice, self.kernel), describe(problem), why)
         return why is None
 
-    def _verify(self, point: _Point, problem: Any) -> None:
+    def _verify(self, choice: _Choice, problem: Any) -> None:
         """Check the winner's build and image; the answer stays None, with a warning, if it must not be served."""
-        point.is_verified = True
-        here, w = _here(point, self.kernel), point.winner
-        if w.build_id in self._revoked:
+        choice.is_verified = True
+        here, w, read = _here(choice, self.kernel), choice.point.winner, choice.read
+        if w.build_id in self._revoked or choice.point.measurement_id in self._revoked:
             log.warning("%s is revoked; skipped", here)
             return
-        cubin: Cubin | None = None
         try:
-            build = point.store.build(w.build_id)
-            point.config = self.kernel.config_type(**build.config)
-            stale = not self._is_current(point.store, problem, build)
-            if not stale:
-                image = point.store.image(build)
-                cubin = image if isinstance(image, Cubin) else None
+            build = read.line.builds[w.build_id]
+            choice.config = self.kernel.config_type(**build.config)
+            stale = not read.is_current(problem, build)
+            cubin = read.code(problem, build.config) if stale else read.image(build)
         except DatabaseError as e:
             kind = "" if isinstance(e, CorruptRecord) else "unreadable: "
             log.warning("%s%s; winner %s for %s skipped", kind, e, w.id[:16], self.kernel.name)
@@ -131,80 +252,26 @@ class Bound:
         except Exception as e:  # whatever an older Config's values do to today's spec
             log.warning("%s cannot be served (%s: %s); skipped", here, type(e).__name__, e)
             return
-        how = point.how + (", on an older source" if stale else "")
-        point.answer = replace(
-            w, config=build.config, cubin=cubin, stale=stale, source=f"{point.store.name}: {how}"
+        how = choice.how + (", on an older source" if stale else "")
+        choice.answer = replace(
+            w, config=build.config, cubin=cubin, stale=stale, source=f"{read.source.name}: {how}"
         )  # fmt: skip
 
-    def _is_current(self, store: Source, problem: Any, build: Build) -> bool:
-        if (fresh := self._fresh.get(store.where)) is None:
-            known = store.rendered(self._static_key, closure.closure_of(self.kernel))
-            fresh = self._fresh[store.where] = Freshness(self.kernel, known)
-        return fresh.is_current(problem, build)
+
+def _here(choice: _Choice, kernel: Kernel) -> str:
+    return f"{choice.read.source.where}: winner {choice.point.winner.id[:16]} for {kernel.name}"
 
 
-def _here(point: _Point, kernel: Kernel) -> str:
-    return f"{point.store.where}: winner {point.winner.id[:16]} for {kernel.name}"
-
-
-def _read(
-    stores: Sequence[Source], kernel: Kernel, static_key: str, target: Target
-) -> Iterator[tuple[Source, list[Winner]]]:
-    for store in stores:
-        try:
-            winners = store.winners(kernel.name, arch=target.arch, static_key=static_key)
-        except DatabaseError as e:
-            log.warning("%s; looking on without it", e)
-            continue
-        if here := [w for w in winners if w.device.arch == target.arch.name]:
-            yield store, here
-
-
-def _revoked(stores: Sequence[Source]) -> set[str]:
+def _revoked(sources: Sequence[Source]) -> set[str]:
     revoked: set[str] = set()
-    for store in stores:
+    for source in sources:
         try:
-            revoked |= store.revoked().keys()
+            revoked |= source.revoked().keys()
         except DatabaseError as e:
             log.warning("%s; looking on without it", e)
-    for store in stores if revoked else ():
+    for source in sources if revoked else ():
         try:
-            revoked |= store.renamed(revoked)
+            revoked |= source.renamed(revoked)
         except DatabaseError as e:
             log.warning("%s; looking on without it", e)
     return revoked
-
-
-def _ordered(
-    found: list[tuple[Source, list[Winner]]], kernel: Kernel, target: Target
-) -> Iterator[tuple[tuple[Any, ...], _Line]]:
-    """(cell, line) in the order of the module's docstring."""
-
-    def exact(w: Winner) -> bool:
-        return w.device.name == target.device.name and w.device.num_sms == target.device.num_sms
-
-    def distance(w: Winner) -> tuple[bool, int, str]:
-        return (not exact(w), abs(w.device.num_sms - target.device.num_sms), w.device.name)
-
-    steps: tuple[tuple[str, bool | None, str], ...] = (
-        ("measured", True, "exact device"),
-        ("measured", False, "measured on {device}, the same arch"),
-        ("predicted", None, "predicted for {device}"),
-    )
-    for overriding in (True, False):
-        scope = [(s, ws) for s, ws in found if s.override == overriding]
-        for provenance, same_device, how in steps:
-            for store, winners in scope:
-                lines: dict[tuple[Any, ...], list[Winner]] = {}
-                for w in sorted(winners, key=distance):
-                    if w.provenance == provenance and same_device in (None, exact(w)):
-                        cell = coordinates(w.problem.runtime)
-                        lines.setdefault((cell, w.device.name, w.device.num_sms), []).append(w)
-                for (cell, _, _), line in lines.items():
-                    tuned = [w for w in line if w.problem.dynamic is not None]
-                    if not kernel.problem_type.DYNAMIC:
-                        tuned = [w for w in line if w.problem.dynamic is None][:1]
-                    if tuned:
-                        tuned.sort(key=lambda w: w.problem.dynamic or 0)
-                        at = [w.problem.dynamic or 0 for w in tuned] if kernel.problem_type.DYNAMIC else None
-                        yield cell, _Line(at, [_Point(store, w, how.format(device=w.device)) for w in tuned])

@@ -19,6 +19,7 @@ from kerngen.tuning_db.serve.filing import filing_of, round_up
 ID_VERSION = 2
 MEASUREMENT_VERSION = 3  # of a measurement's id
 SEAL_VERSION = 1
+LATER = frozenset(("step_id", "step_us", "base_step_us", "base_id"))  # columns that older rows were sealed without
 
 
 def canonical(value: Any) -> str:
@@ -42,8 +43,10 @@ def digest(value: Any) -> str:
 
 
 def seal_of(table: str, row: Mapping[str, Any]) -> str:
-    """What a row's `seal` must be: the digest of all its other columns, as they are stored."""
-    content = {name: value for name, value in row.items() if name != "seal"}
+    """What a row's `seal` must be: the digest of all its other columns, as they are stored; of LATER where it is not
+    null.
+    """
+    content = {name: v for name, v in row.items() if name != "seal" and not (v is None and name in LATER)}
     return digest({"v": SEAL_VERSION, "table": table, "row": content})
 
 
@@ -108,6 +111,11 @@ def ids_as_filed(key: ProblemKey) -> ProblemIds:
 def static_key(kernel: str, static: dict[str, Any]) -> str:
     """Identity of what is compiled in: sha256 over the kernel's name and the static fields of its problem."""
     return _static_key(kernel, trimmed(static, filing_of(kernel).static))
+
+
+def static_key_as_filed(kernel: str, static: dict[str, Any]) -> str:
+    """As `static_key`, of fields that are as filed."""
+    return _static_key(kernel, static)
 
 
 def _static_key(kernel: str, static: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@
     <data>/kerngen/bundles/installed.json   which are installed, in what version, newest first
     <data>/kerngen/bundles/<digest>.kgdb    those, and the versions that they can be rolled back to
 
-Each is opened read-only and verified like any other (keep/bundles.py): to be here is not to be trusted.
+Each is opened read-only and verified like any other: to be here is not to be trusted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from kerngen.errors import DatabaseError, UsageError
 from kerngen.files import make_folder, open_regular, publish
 from kerngen.owner import TRUST_HINT, why_distrusted
-from kerngen.tuning_db.serve.sealed import SUFFIX, Sealed
+from kerngen.tuning_db.serve.sealed import SUFFIX, Sealed, is_sealed_file
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,10 @@ def search_path() -> list[tuple[str, Path]]:
         path = Path(place)
         if path.is_dir():
             found += [(f.stem, f) for f in sorted(path.glob(f"*{SUFFIX}"))]
-        else:
+        elif is_sealed_file(path):
             found.append((path.stem, path))
+        else:
+            log.warning("%s, in KERNGEN_DB_PATH, is no sealed file; looking on without it", path)
     try:
         found += [(b.name, b.path) for b in installed()]
     except (DatabaseError, OSError) as e:

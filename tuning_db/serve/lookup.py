@@ -15,7 +15,7 @@ from kerngen.tuning_db.serve.values import Winner
 
 
 def lookup(
-    stores: Sequence[Source],
+    sources: Sequence[Source],
     kernel: Kernel,
     problem: Any,
     target: Target,
@@ -26,10 +26,16 @@ def lookup(
 
     None, or with `strict` TuningMiss with the nearest entries, where nothing serves it.
     """
-    if (answer := Bound(stores, kernel, problem, target).answer(problem)) is not None:
+    bound = Bound(sources, kernel, problem, target)
+    if (answer := bound.answer(problem)) is not None:
         return answer
+    if strict and (passed := bound.passed_over(problem)) is not None:
+        raise TuningMiss(
+            f"the default configuration serves {kernel.name}{describe(problem)} on {target}: between two tuned points "
+            f"it was judged to be faster than their winners, {passed.id[:16]} among them"
+        )
     if strict:
-        raise TuningMiss(miss_report(stores, kernel, problem, target), hint=_fill(kernel, target))
+        raise TuningMiss(miss_report(sources, kernel, problem, target), hint=_fill(kernel, target))
     return None
 
 
@@ -37,22 +43,22 @@ def _fill(kernel: Kernel, target: Target) -> str:
     return f"fill it: kerngen tune --arch {target.arch} --model NAME --kernel {kernel.name}"
 
 
-def miss_report(stores: Sequence[Source], kernel: Kernel, problem: Any, target: Target, *, nearest: int = 3) -> str:
+def miss_report(sources: Sequence[Source], kernel: Kernel, problem: Any, target: Target, *, nearest: int = 3) -> str:
     """Why nothing serves `problem`: where it was looked for, and the nearest entries with the fields that differ."""
     key = problem_key(kernel, problem)
     wanted = _flat(key, kernel) | {"arch": target.arch.name, "device": target.device.name}
     counts, near = [], []
-    for store in stores:
+    for source in sources:
         try:
-            winners = store.winners(kernel.name)
+            winners = source.winners(kernel.name)
         except DatabaseError as e:
-            counts.append(f"{store.name} (unreadable: {e.message})")
+            counts.append(f"{source.name} (unreadable: {e.message})")
             continue
-        counts.append(f"{store.name} ({len(winners)} of {kernel.name})")
+        counts.append(f"{source.name} ({len(winners)} of {kernel.name})")
         for w in winners:
             has = _flat(w.problem, kernel) | {"arch": w.arch.name, "device": w.device.name}
             differing = [n for n in sorted(wanted.keys() | has.keys()) if wanted.get(n) != has.get(n)]
-            near.append((_distance(differing, wanted, has), w.id, store.name, differing, has))
+            near.append((_distance(differing, wanted, has), w.id, source.name, differing, has))
     near.sort(key=lambda n: n[:2])
     lines = [f"no record for {kernel.name}{describe(problem)} on {target}",
              f"  looked in: {', '.join(counts) or 'no database'}"]  # fmt: skip

@@ -24,10 +24,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import quote
 
-from kerngen.errors import CorruptRecord, DatabaseError
+from kerngen.errors import CorruptRecord, DatabaseError, TrustError
 from kerngen.files import open_regular
+from kerngen.tuning_db.serve.files import decode_text, uri_of
 from kerngen.tuning_db.serve.trust import why_untrusted
 
 MAGIC, VERSION = b"kgbundle", 1
@@ -63,11 +63,6 @@ def _encoded(value: Value) -> tuple[bytes, bytes]:
     if isinstance(value, str):
         return b"T", value.encode("utf-8", "surrogateescape")
     return b"B", hashlib.sha256(value).digest()
-
-
-def decode_text(data: bytes) -> str:
-    """SQLite's text, where bytes that are no UTF-8 become lone surrogates: one damaged row must not fail a query."""
-    return data.decode("utf-8", "surrogateescape")
 
 
 def digest_of(leaves: Iterable[bytes]) -> str:
@@ -186,9 +181,18 @@ class Sealed:
         """As trust.why_untrusted, of this file."""
         return why_untrusted(self.digest, self.signatures)
 
+    def require_trusted(self) -> None:
+        """Raises TrustError unless somebody signed it who is trusted here, or it is trusted by its digest."""
+        if (why := self.why_untrusted()) is not None:
+            raise TrustError(
+                f"{self.path} {why}: a database is a program, and this one is not run",
+                hint=f"what it is: kerngen db verify {self.path}; whom to trust: kerngen db trust KEY.pub, or this "
+                f"file alone: kerngen db trust --digest {self.digest}",
+            )
+
     def connect(self) -> sqlite3.Connection:
         """The image, to read: no locks, no side files, and nothing in its schema is run. Raises QUERY_ERRORS."""
-        uri = f"file:{quote(os.fsencode(self.path.absolute()))}?mode=ro&immutable=1"
+        uri = f"{uri_of(self.path)}?mode=ro&immutable=1"
         connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
         connection.text_factory = decode_text
         for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):

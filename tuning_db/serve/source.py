@@ -1,12 +1,13 @@
-"""What a lookup asks of a tuning database, wherever it lies. `keep/store.py` has the one that does."""
+"""What a lookup asks of a tuning database, wherever it lies: reader.py reads a file, keep/store.py any database."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
-from kerngen.arch import Arch
 from kerngen.compile import Cubin, Ptx
+from kerngen.tuning_db.serve.line import Line
 from kerngen.tuning_db.serve.values import Build, Winner
 
 
@@ -25,22 +26,25 @@ class Source(Protocol):
     @property
     def override(self) -> bool: ...
 
-    def winners(
-        self, kernel: str | None = None, *, arch: Arch | str | None = None, static_key: str | None = None
-    ) -> list[Winner]:
-        """The winners, without their cubins; a row that was altered is left out."""
-
-    def build(self, build_id: str) -> Build:
-        """Raises CorruptRecord if it was altered."""
+    def line(self, kernel: str, static_key: str, arch: str) -> Line | None:
+        """What it has for these compiled-in fields, None if nothing. Raises CorruptRecord where that was altered."""
 
     def image(self, build: Build) -> Cubin | Ptx | None:
-        """Its machine code, None if that was not kept. Raises CorruptRecord if it was altered."""
+        """The machine code of a line's build, None if that was not kept. Raises CorruptRecord if it was altered."""
 
-    def rendered(self, static_key: str, closure: str) -> set[str]:
-        """The builds of these compiled-in fields whose source is rendered by kernel code with this closure."""
+    def winners(self, kernel: str | None = None) -> list[Winner]:
+        """Those of a kernel, without their cubins, for a report of what is there; what was altered is left out."""
 
     def revoked(self) -> dict[str, str]:
         """Ids of builds and measurements that must not count, each with the reason."""
 
     def renamed(self, ids: Collection[str]) -> set[str]:
         """What those of `ids` that are names of an older schema are called here now."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

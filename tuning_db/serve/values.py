@@ -18,7 +18,34 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("ok", "invalid", "compile_failed", "wrong_result", "launch_failed", "timed_out")
 PROVENANCES = ("measured", "predicted")
-STAGES = ("trial", "final")
+STAGES = ("trial", "final", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """A step of a model as the database files it: what measurements of stage `step` were made in.
+
+    phase, batch, q_len, context, chunk: as kerngen.steps.Step has them. layers: how many were run. sequence: digest of
+    the launches in order. weight: what it counts in the mean by which a tuned model is judged.
+    """
+
+    model: str
+    arch: str
+    phase: str
+    batch: int
+    q_len: int
+    context: int
+    chunk: int
+    layers: int
+    sequence: str
+    weight: float = 1.0
+    props: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}: {self.phase} batch={self.batch} q_len={self.q_len} context={self.context}" + (
+            f" chunk={self.chunk}" if self.chunk else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +95,10 @@ class Measurement:
     Neither the reason nor the tags, which are words about a trial, are part of its identity. A prediction, and any
     trial aimed at one, is the same fact whoever asks: its time and run are no part of it either, and repeating it adds
     no row.
-    stage: `final` for finalists that were timed again together: where a problem has any, only they can win.
+    stage: `final` for finalists that were timed again together: where a problem has any, only they can win. `step` for
+    those whose step was timed: with this configuration, step_us, and without, base_step_us, both in microseconds.
+    step_id: of a StepKey (Store.add_step). base_id: digest of what all places of the step had without. p50_us is the
+    kernel's time alone all the same.
     Times in microseconds for all launches of the kernel together; a prediction sets p50_us alone.
     error_abs, error_rel: largest difference from the fp32 reference; required of a measured `ok`.
     environment: driver, clocks, timer, cold or warm L2, graph or stream, host: what may change the figures.
@@ -97,6 +127,10 @@ class Measurement:
     run: str = ""
     at: str = ""
     tags: dict[str, Any] = field(default_factory=dict)
+    step_id: str | None = None
+    step_us: float | None = None
+    base_step_us: float | None = None
+    base_id: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("outcome", self.outcome, OUTCOMES)
@@ -106,6 +140,9 @@ class Measurement:
             _require(bool(self.reason), f"outcome {self.outcome} needs its reason")
             return
         _require(self.build_id is not None, "outcome ok needs a build_id")
+        in_step = (self.step_id, self.base_id, self.step_us or None, self.base_step_us or None)
+        if self.stage == "step":
+            _require(None not in in_step, "stage step needs step_id, step_us, base_step_us and base_id")
         _require(self.p50_us is not None and 0 < self.p50_us < float("inf"),
                  f"outcome ok needs a positive p50_us, not {self.p50_us}")  # fmt: skip
         if self.provenance == "measured":
@@ -138,9 +175,11 @@ class Winner:
     problem: the tuned point; its dynamic value may be above that of the problem that was asked for.
     arch, device: the device it was measured on, or predicted for. latency_us: at that tuned point.
     margin: (next best - this) / this; below zero if it was chosen canonically within the noise; None if alone.
-    reason: in words. source: which store spoke and how ("user: exact device"). why: the figures behind `reason`.
-    stale: tuned on an older source of the kernel. Then, and where the image was not kept, `cubin` is None and has
-    to be compiled.
+    reason: in words. source: which store spoke and how ("user: exact device"). why: the figures behind `reason`;
+    none where a run looked it up in a file, which asks for none.
+    stale: tuned on an older source of the kernel; `cubin` is of today's source all the same, where `kerngen db rebuild`
+    made that. cubin: None where it was not kept, and has to be compiled. closure: of the kernel code that it was chosen
+    for (kerngen/closure.py), "" where none is known.
     """
 
     id: str
@@ -158,3 +197,4 @@ class Winner:
     margin: float | None = None
     stale: bool = False
     why: dict[str, Any] = field(default_factory=dict)
+    closure: str = ""

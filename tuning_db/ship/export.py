@@ -1,9 +1,9 @@
 """A part of what databases hold, as one sealed file to take along: winners, and what they rest on.
 
 With a winner go its build, its machine code where that was kept, and what its choice rests on: the observations of
-every candidate within its noise, of the next ones and of the default configuration, and each wrong result that was ever
-seen of its compiled-in fields. So the file alone gives the same winners again, and `explain` names the rivals. All else
-that was observed goes along where `history` is asked for.
+every candidate within its noise, of the next ones, of the default configuration and of what was tried in steps of a
+model, and each wrong result that was ever seen of its compiled-in fields. So the file alone gives the same winners
+again, and `explain` names the rivals. All else that was observed goes along where `history` is asked for.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class Shipment:
 
     def seal(self, out: Path, about: Mapping[str, Any], keys: Iterable[SecretKey]) -> str:
         """Write it, read-only, with the leaves of all its tables: its digest. Raises DatabaseError, OSError."""
+        self.store.rewrite_lines()
         self.store.close()
         engines.leave_log(self.path)
         header = {"schema": t.SCHEMA, "kerngen": __version__, "name": out.stem, **about}
@@ -195,6 +196,7 @@ def _rested_on(source: Store, winners: Sequence[Winner], *, history: bool, image
         "problem": problems,
         "device": {row["device_id"] for row in (*rows, *own)},
         "environment": {row["environment_id"] for row in rows},
+        "step": {row["step_id"] for row in rows if row["step_id"] is not None},
         "measurement": trials,
         "search": {row["id"] for row in searches},
         "former": {row["was"] for row in former},
@@ -215,18 +217,21 @@ def trials_of(
             if (o.measurement.arch, o.measurement.device.name, o.measurement.device.num_sms) in boards:
                 kept.add(o.id)
         return kept
+    weights = {id: step.weight for id, step in source.steps().items()}
     points: dict[tuple[str, str, str, int], list[Observation]] = {}
     for o in everything:
         m = o.measurement
         points.setdefault((m.problem.id, m.arch, m.device.name, m.device.num_sms), []).append(o)
     for w in winners:
         here = points.get((w.problem.id, w.arch.name, w.device.name, w.device.num_sms), [])
-        ranked = rank(here, builds, wrong_sources=wrong, revoked=revoked)
+        ranked = rank(here, builds, wrong_sources=wrong, revoked=revoked, weights=weights)
         mine = next((c for c in ranked if c.build.id == w.build_id), None)
         limits = [c.p50_us * (1 + noise_of(c.typical.measurement)) for c in (*ranked[:1], *([mine] if mine else []))]
         near = [c for c in ranked if c.p50_us <= max(limits, default=0.0)]
         default = [c for c in ranked if c.p50_us == w.why.get("default_us")]
-        which = {c.build.id for c in (*near, *ranked[len(near) : len(near) + _RIVALS], *default)} | {w.build_id}
+        in_step = [c for c in ranked if c.step is not None]
+        stay = (*near, *ranked[len(near) : len(near) + _RIVALS], *default, *in_step)
+        which = {b.id for c in stay for b in c.builds} | {w.build_id}
         kept |= {o.id for o in here if o.measurement.build_id in which}
     return kept
 

@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.files import open_regular, publish_with
+from kerngen.tuning_db.serve.files import decode_text
 from kerngen.tuning_db.serve.sealed import (
     QUERY_ERRORS,
     Sealed,
     Value,
-    decode_text,
     digest_of,
     encode_header,
     leaf,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--name", default="", help="What to call it. Default: the name in the file.")
 @click.option("--pin", is_flag=True, help="No other version takes its place, until --pin or --unpin says so.")
 @click.option("--unpin", "unpinned", default=None, metavar="NAME", help="Other versions may take its place again.")

@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,10 @@ def show(
     with reading(url) as stores:
         store, winner = find(stores, subject, fields, arch_name, device_name)
         build = store.build(winner.build_id)
-        rows = [o for o in _observed(store, winner) if o.measurement.build_id == build.id]
+        code = build.config, build.target, build.image_sha
+        alike = store.builds(winner.problem.static_key).values()  # what was measured of one holds for all
+        same = {b.id for b in alike if (b.config, b.target, b.image_sha) == code}
+        rows = [o for o in _observed(store, winner) if o.measurement.build_id in same]
         if as_json:
             observed = [_observation_json(o) for o in rows]
             echo_json(_winner_json(store, winner) | {"build": asdict(build), "measurements": observed})
@@ -147,33 +150,49 @@ def explain(
         rows = _observed(store, winner)
         key = winner.problem.static_key
         builds, wrong, revoked = store.builds(key), store.wrong_sources(key), store.revoked()
-        ranked = rank(rows, builds, wrong_sources=wrong, revoked=revoked.keys())
+        steps = store.steps()
+        weights = {id: step.weight for id, step in steps.items()}
+        ranked = rank(rows, builds, wrong_sources=wrong, revoked=revoked.keys(), weights=weights)
         default_us = winner.why.get("default_us")
         near: list[dict[str, Any]] = [
             {
                 "config": c.build.config,
                 "us": c.p50_us,
                 "relative": c.p50_us / winner.latency_us,
+                "step": c.step,
+                "lost_in_step": c.has_lost,
                 "registers": c.build.registers,
                 "spill_bytes": c.build.spill_bytes,
                 "static_smem_bytes": c.build.static_smem_bytes,
-                "is_winner": c.build.id == winner.build_id,
+                "is_winner": any(b.id == winner.build_id for b in c.builds),
             }
             for c in ranked[:top]
         ]
         refused = list(_refused(rows, wrong, revoked, builds))
         if as_json:
-            echo_json(_winner_json(store, winner) | {"near": near, "refused": refused})
+            in_step = [
+                {
+                    "step": steps[m.step_id].name,
+                    "config": m.config,
+                    "step_us": m.step_us,
+                    "base_step_us": m.base_step_us,
+                }
+                for m in (o.measurement for o in rows)
+                if m.stage == "step" and m.step_id in steps
+            ]
+            echo_json(_winner_json(store, winner) | {"near": near, "in_step": in_step, "refused": refused})
             return
         console = new_console()
         _print_head(console, store, winner)
         names = sorted({n for c in near for n in c["config"] if c["config"].get(n) != winner.config.get(n)})
         resources = (">registers", ">spills", ">static smem", "")
-        table = new_table("what else was near", ">us", ">of the winner", *names, *resources)
+        both = [">us alone", ">the steps"] if any(c["step"] for c in near) else [">us"]
+        table = new_table("what else was near", *both, ">of the winner", *names, *resources)
         for c in near:
             mark = "winner" if c["is_winner"] else "default" if c["us"] == default_us else ""
+            step = [] if len(both) == 1 else ["not tried" if c["step"] is None else f"{c['step'] - 1:+.2%}"]
             table.add_row(
-                micros(c["us"]), f"{c['relative']:.3f}", *(str(c["config"].get(n, "")) for n in names),
+                micros(c["us"]), *step, f"{c['relative']:.3f}", *(str(c["config"].get(n, "")) for n in names),
                 str(c["registers"]), str(c["spill_bytes"] or ""), f"{c['static_smem_bytes']:,}", mark,
             )  # fmt: skip
         console.print(table)
@@ -261,7 +280,8 @@ def find(
         raise
     if winner is None:
         raise UsageError(f"no winner serves {subject}")
-    return next(s for s in stores if winner.source.startswith(f"{s.name}: ")), winner
+    store = next(s for s in stores if winner.source.startswith(f"{s.name}: "))
+    return store, replace(winner, why=store.winner(winner.id).why)
 
 
 def _observed(store: Store, winner: Winner) -> list[Observation]:

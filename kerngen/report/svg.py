@@ -1,0 +1,211 @@
+"""A plot as SVG text: two axes with units, lines, marks and bars. Nothing in it moves, and it needs no script.
+
+Sizes are those of a phone held upright, where one unit is one pixel; a wider window shows several plots beside each
+other. Colours are classes (`s0` to `s7`), which the page gives its light and its dark values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+WIDTH, HEIGHT = 340.0, 250.0
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 10.0, 40.0
+NUM_COLOURS = 8
+COUNTED = ("number", "rows", "tokens", "keys")  # units of what has no halves
+PER_TICK = 52.0  # pixels that a tick's label needs, along x
+
+
+def px(value: float) -> str:
+    """A coordinate. Raises ValueError for what is no number: that must not reach a page."""
+    if not math.isfinite(value):
+        raise ValueError(f"a plot was given {value}")
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def short(value: float) -> str:
+    """A tick's label: 0.5, 20, 4096, 32.8k, 1M."""
+    for least, per, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / per:.3g}{unit}"
+    return f"{value:.4g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Values to pixels. name, unit: both are written beside the axis. start, end: pixels of low and high."""
+
+    name: str
+    unit: str
+    low: float
+    high: float
+    start: float
+    end: float
+    is_log: bool = False
+    is_binary: bool = False  # with a tick at powers of two
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (math.log2(v) if self.is_log else v for v in (self.low, self.high, value))
+        return self.start + (self.end - self.start) * (at - low) / (high - low)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.unit})"
+
+    def ticks(self, room: float) -> list[float]:
+        """Round values within it, no closer than `room` pixels; whole ones of what is counted."""
+        found = self._ticks(room)
+        return [v for v in found if v == int(v)] if self.unit in COUNTED else found
+
+    def _ticks(self, room: float) -> list[float]:
+        most = max(2, int(abs(self.end - self.start) / room))
+        if self.is_binary:
+            return _binary_ticks(self.low, self.high, most)
+        return _log_ticks(self.low, self.high, most) if self.is_log else _linear_ticks(self.low, self.high, most)
+
+    @property
+    def data(self) -> str:
+        """For whoever reads values back from pixels."""
+        return " ".join(["log" if self.is_log else "linear", *map(repr, (self.low, self.high)), px(self.start),
+                         px(self.end)])  # fmt: skip
+
+
+def _linear_ticks(low: float, high: float, most: int) -> list[float]:
+    rough = (high - low) / most
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _log_ticks(low: float, high: float, most: int) -> list[float]:
+    """1, 2, 5, 10, or decades where those are too many; round values where all of them are too far apart."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for within in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
+        found = [v for e in range(first, last + 1) for m in within if low <= (v := m * 10.0**e) <= high]
+        if len(found) <= most:
+            return found if len(found) > 2 else [v for v in _linear_ticks(low, high, most) if v > 0]
+    return found[:: math.ceil(len(found) / most)]
+
+
+def _binary_ticks(low: float, high: float, most: int) -> list[float]:
+    exponents = range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1)
+    step = max(1, math.ceil(len(exponents) / most))
+    return [2.0**e for e in exponents if e % step == 0]
+
+
+def spread(values: Iterable[float], *, is_log: bool) -> tuple[float, float]:
+    """A scale's low and high around `values`, with a margin; never empty."""
+    found = [v for v in values if math.isfinite(v) and (v > 0 or not is_log)]
+    low, high = (min(found), max(found)) if found else (1.0, 2.0)
+    if is_log:
+        margin = max(high / low, 1.5) ** 0.06
+        return low / margin, high * margin
+    margin = (high - low or abs(high) or 1.0) * 0.05
+    return low - margin, high + margin
+
+
+@dataclass(slots=True)
+class Plot:
+    """One plot. title, text: what someone is told who does not see it."""
+
+    title: str
+    text: str
+    x: Scale
+    y: Scale
+    height: float = HEIGHT
+    parts: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        text: str,
+        x: tuple[str, str, Iterable[float]],
+        y: tuple[str, str, Iterable[float]],
+        *,
+        log_x: bool = False,
+        log_y: bool = False,
+        binary_x: bool = False,
+    ) -> Plot:
+        """Axes given as (name, unit, the values that they must hold)."""
+        x_low, x_high = spread(x[2], is_log=log_x)
+        y_low, y_high = spread(y[2], is_log=log_y)
+        return cls(title, text, Scale(x[0], x[1], x_low, x_high, LEFT, WIDTH - RIGHT, log_x, binary_x and log_x),
+                   Scale(y[0], y[1], y_low, y_high, HEIGHT - BOTTOM, TOP, log_y))  # fmt: skip
+
+    # -- what is drawn
+
+    def line(self, points: Sequence[tuple[float, float]], kind: str, *, is_stepped: bool = False) -> None:
+        """Through `points`, values not pixels. kind: classes."""
+        if len(points) < 2:
+            return
+        path, was = [], ""
+        for i, (a, b) in enumerate(points):
+            x, y = px(self.x(a)), px(self.y(b))
+            path.append(f"M{x} {y}" if not i else f"H{x}V{y}" if is_stepped and y != was else f"L{x} {y}")
+            was = y
+        self.parts.append(f'<path class="line {kind}" d="{"".join(path)}"/>')
+
+    def marks(self, points: Sequence[tuple[float, float]], kind: str, *, first: int | None = None) -> None:
+        """A dot at each point. first: the row of the figure's table that tells of the first; the others follow it."""
+        if not points:
+            return
+        path = "".join(f"M{px(self.x(a))} {px(self.y(b))}h0" for a, b in points)
+        rows = "" if first is None else f' data-first="{first}"'
+        self.parts.append(f'<path class="marks {kind}" d="{path}"{rows}/>')
+
+    def bar(self, start: float, end: float, top: float, height: float, kind: str, text: str = "",
+            row: int | None = None) -> None:  # fmt: skip
+        """From `start` to `end` along x, in values; `top` and `height` in pixels. text: within it, if there is room."""
+        x, width = self.x(start), max(self.x(end) - self.x(start), 0.0)
+        at = "" if row is None else f' data-row="{row}"'
+        self.parts.append(f'<rect class="bar {kind}" x="{px(x)}" y="{px(top)}" width="{px(width)}" '
+                          f'height="{px(height)}"{at}/>')  # fmt: skip
+        if text and width > 6.5 * len(text) + 6:
+            self.words(x + 4, top + height / 2 + 4, text, "within")
+
+    def words(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
+        """Text at a place in pixels."""
+        self.parts.append(f'<text class="{kind}" x="{px(x)}" y="{px(y)}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def across(self, kind: str, *, x: float | None = None, y: float | None = None) -> None:
+        """A line at one value of either axis, from edge to edge."""
+        (x0, x1), (y0, y1) = (self.x.start, self.x.end), (self.y.start, self.y.end)
+        if x is not None:
+            x0 = x1 = self.x(x)
+        if y is not None:
+            y0 = y1 = self.y(y)
+        self.parts.append(f'<path class="line {kind}" d="M{px(x0)} {px(y0)}L{px(x1)} {px(y1)}"/>')
+
+    # -- the whole
+
+    def render(self, id: str, *, has_y: bool = True) -> str:
+        """has_y: False where bars with names of their own stand in place of the axis."""
+        grid = [*self._x_axis(), *(self._y_axis() if has_y else ())]
+        return (
+            f'<svg viewBox="0 0 {px(WIDTH)} {px(self.height)}" role="img" aria-labelledby="{id}-t {id}-d" '
+            f'data-x="{self.x.data}" data-y="{self.y.data}"><title id="{id}-t">{escape(self.title)}</title>'
+            f'<desc id="{id}-d">{escape(self.text)}</desc>{"".join(grid)}{"".join(self.parts)}</svg>'
+        )
+
+    def _x_axis(self) -> Iterable[str]:
+        bottom = self.height - BOTTOM
+        for v in self.x.ticks(PER_TICK):
+            at = px(self.x(v))
+            yield f'<path class="grid" d="M{at} {px(TOP)}V{px(bottom)}"/>'
+            yield f'<text x="{at}" y="{px(bottom + 15)}" text-anchor="middle">{short(v)}</text>'
+        middle = (self.x.start + self.x.end) / 2
+        yield f'<text class="axis" x="{px(middle)}" y="{px(self.height - 6)}" text-anchor="middle">'
+        yield f"{escape(self.x.label)}</text>"
+
+    def _y_axis(self) -> Iterable[str]:
+        for v in self.y.ticks(34.0):
+            at = self.y(v)
+            yield f'<path class="grid" d="M{px(LEFT)} {px(at)}H{px(WIDTH - RIGHT)}"/>'
+            yield f'<text x="{px(LEFT - 5)}" y="{px(at + 4)}" text-anchor="end">{short(v)}</text>'
+        middle = (self.y.start + self.y.end) / 2
+        yield f'<text class="axis" x="12" y="{px(middle)}" text-anchor="middle" '
+        yield f'transform="rotate(-90 12 {px(middle)})">{escape(self.y.label)}</text>'

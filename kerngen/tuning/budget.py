@@ -1,0 +1,108 @@
+"""Where a run's time goes: how much each problem weighs, when searching has to stop, which searches go on.
+
+A run has tiers, and none begins before the one above is through:
+
+1. every problem's default configuration; one source of each set of compiled-in fields is compiled first, so that the
+   model can answer whatever the time does not suffice for;
+2. what is best for a problem's neighbours, or was in the database (neighbours.py);
+3. portions of a few trials, for the searches where weight x expected gain is largest, until nothing is hoped for;
+4. the finals, for which a part of the time is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kerngen.steps import STEPS, Kind
+from kerngen.workload import Item, Use
+
+T = TypeVar("T")
+_At = tuple[Kind, int]  # a step: what it is, and its context
+
+PORTIONS = 32  # a round: enough that compilers are ahead of the GPU, few enough that the next round knows more
+# A search is over where less is hoped for. On the recordings of an H200 that is after 22 trials in the mean, and what
+# was found by then is within 2 % of the best of each (`kerngen.tuning.replay --least-gain 0.002`).
+LEAST_GAIN = 0.002
+JUDGED = 0.5  # of all weight, what the steps have by which a tuned model is judged; all others share the rest
+MOST_FOR_FINALS = 0.25  # of the whole time
+
+
+@dataclass(slots=True)
+class Budget:
+    """The time of one run. seconds: None for no limit. clock: in seconds. began: when the run did, by it. final_s: to
+    decide between a problem's finalists, as far as is known.
+    """
+
+    seconds: float | None
+    clock: Callable[[], float]
+    began: float
+    final_s: float
+
+    def left(self, waited_s: float = 0.0) -> float:
+        """Seconds until the end, of which those spent waiting for others are no part."""
+        if self.seconds is None:
+            return float("inf")
+        return self.began + self.seconds + waited_s - self.clock()
+
+    def reserve(self, num_finals: int) -> float:
+        """Seconds that searching has to leave to so many finals."""
+        return min(num_finals * self.final_s, MOST_FOR_FINALS * (self.seconds or 0.0))
+
+
+class Weights:
+    """How much each of `items` counts: its part of the time that a model's steps take.
+
+    A step counts by its part of the mean by which a tuned model is judged (steps.STEPS); JUDGED of all weight is
+    theirs, and every other step that was recorded has an even share of the rest. A problem that no step launches
+    counts as a step of its own.
+    """
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        contexts: dict[Kind, set[int]] = {}
+        for item in items:
+            for use in item.uses:
+                contexts.setdefault(_kind(use), set()).add(use.context)
+        steps = {kind: sorted(cs - {0}) or [0] for kind, cs in contexts.items()}
+        self._launches: dict[_At, dict[int, int]] = {(kind, c): {} for kind, cs in steps.items() for c in cs}
+        for place, item in enumerate(items):
+            for use in item.uses:
+                kind = _kind(use)
+                for c in [use.context] if use.context else steps[kind]:
+                    there = self._launches[kind, c]
+                    there[place] = there.get(place, 0) + use.count
+        self._lone = [place for place, item in enumerate(items) if not any(use.count for use in item.uses)]
+        self._counts = _importances(self._launches, len(self._lone))
+
+    def of(self, us: Sequence[float]) -> list[float]:
+        """From microseconds a launch of each problem; they add up to 1."""
+        found = [0.0] * len(us)
+        for step, launches in self._launches.items():
+            times = {place: count * us[place] for place, count in launches.items()}
+            whole = sum(times.values())
+            for place, time in times.items():
+                found[place] += self._counts[step] * time / whole if whole else 0.0
+        for place in self._lone:
+            found[place] = self._counts[None]
+        total = sum(found) or 1.0
+        return [weight / total for weight in found]
+
+
+def _kind(use: Use) -> Kind:
+    return use.phase, use.batch, use.q_len, use.chunk
+
+
+def _importances(steps: Iterable[_At], num_lone: int) -> dict[_At | None, float]:
+    """Of each step; of what belongs to none under None."""
+    judged = {(s.kind, s.context): weight for s, weight in STEPS}
+    here = {step: judged[step] for step in steps if step in judged}
+    others = [step for step in steps if step not in judged]
+    even = 1.0 / ((len(others) + num_lone) or 1)
+    scale = JUDGED / (1 - JUDGED) / (sum(here.values()) or 1.0)
+    return {step: weight * scale for step, weight in here.items()} | dict.fromkeys(others, even) | {None: even}
+
+
+def portions(values: Mapping[T, float], most: int) -> list[T]:
+    """Those that get the next portion, the most valuable first; of equals those that stand first."""
+    return sorted(values, key=lambda t: -values[t])[:most]

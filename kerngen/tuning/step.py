@@ -1,0 +1,338 @@
+"""Judged by the steps of a model: kernels alone are the filter, the step has the last word.
+
+Alone, a kernel is not what it is in the step: what it leaves to its successor counts too, in caches, in SMs that are
+still busy, in memory traffic that overlaps. So trials are judged as `Measured` does, alone and by the clock, and
+between the finalists of all problems together decides coordinate descent with joint moves (descent.py) over whole
+steps, of which a `StepTimer` gives the ratio of two assignments, run side by side.
+
+What is written down needs no trust in the descent: once it is over, every finalist is exchanged, alone, in what was
+chosen, and each such look is a row (stage "step") with the step's time with it and without. From those rows the winners
+are derived (tuning_db/keep/stepped.py). p50_us stays the kernel's time alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, exp, inf, log, prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kerngen.arch import Target
+from kerngen.errors import KerngenError
+from kerngen.predict import occupancy
+from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.tuning.descent import Descent, Place, descend
+from kerngen.tuning.objective import Measured, Outcome
+from kerngen.tuning_db.serve.canonical import digest
+from kerngen.tuning_db.serve.values import StepKey
+
+if TYPE_CHECKING:
+    from kerngen.gpu import GpuLock
+    from kerngen.tuning.study import Search
+    from kerngen.tuning.task import Trial
+    from kerngen.tuning.worker import GpuWorker
+    from kerngen.workload import Item
+
+BAND = 1.30  # what takes longer alone than this times the best is not looked at in a step
+MOST = 8  # finalists of a problem
+PAIRS = 9  # of runs, base and other in turn, for a look in the descent
+LAST_PAIRS = 15  # for what is written down
+NOISE_LEAST, NOISE_MOST = 0.001, 0.01  # of a step's time, what two looks at the same differ by
+MOST_EVALUATIONS = 2000
+KEPT = 5  # interactions that are written down, the largest
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """What can be exchanged in a step: a kernel at a problem. launches: of it in the step that is run. us: each takes
+    alone, in microseconds, with what the timer was made with.
+    """
+
+    kernel: str
+    problem: Any
+    launches: int
+    us: float
+
+
+Choice = Mapping[StepPoint, tuple[Any, bytes]]  # configuration and cubin image
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Of one step's time to another's, from runs in turn. median: of the pairs' ratios. spread: the standard error of
+    that. base_us: the base's step, in microseconds.
+    """
+
+    median: float
+    spread: float
+    base_us: float
+
+
+class StepTimer(Protocol):
+    """One step of a model, on a GPU, as one graph."""
+
+    def points(self) -> tuple[StepPoint, ...]:
+        """What can be exchanged, in the order of the step."""
+
+    def compare(self, base: Choice, other: Choice, *, pairs: int) -> Ratio:
+        """`other`'s step over `base`'s. Points that a choice leaves out keep what the timer was made with.
+
+        Raises KerngenError where one of them cannot run.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step that counts, by `key.weight`, and who times it."""
+
+    key: StepKey
+    timer: StepTimer
+
+
+_Name = tuple[str, Any]  # of a place: kernel and tuned problem
+_Assignment = Mapping[_Name, Any]  # place -> configuration
+
+
+class Stepped(Measured):
+    """Trials by the clock, alone; the finalists by `steps`. serving: the tuned problem whose winner serves a call."""
+
+    name = "step"
+    how = "measured, and chosen by the steps of the model"
+    final_s = 1.0
+
+    def __init__(
+        self,
+        worker: GpuWorker,
+        steps: Sequence[TimedStep],
+        serving: Callable[[str, Any], Item | None],
+        lock: GpuLock | None = None,
+    ) -> None:
+        super().__init__(worker, lock)
+        self._steps = [_Step(s, serving) for s in steps]
+        self._names = {name for s in self._steps for name in s.points}
+        self.settings = [fields_of(s.key) for s in steps]
+        self.descent: Descent[_Name, Any] | None = None
+
+    def finalists(self, search: Search) -> list[Any]:
+        """Of a problem that a step launches: the fastest alone, one of each footprint, and the default, which the step
+        may like for reasons of its own. Of others as by the clock.
+        """
+        if (search.kernel.name, search.problem) not in self._names:
+            return super().finalists(search)
+        tried = sorted(
+            ((c, o.latency_us, o) for c, o in search.outcomes.items() if o.latency_us is not None), key=lambda t: t[1]
+        )
+        near = [(c, o) for c, us, o in tried if us <= tried[0][1] * BAND]
+        kept = dict[Any, None]()
+        classes = set[tuple[Any, ...]]()
+        for config, outcome in near:
+            kind = footprint(search.kernel, search.problem, config, self.target, outcome.registers)
+            if kind not in classes and len(kept) < MOST:
+                classes.add(kind)
+                kept[config] = None
+        always = [search.candidates.default, search.stored]
+        return list(kept | {c: None for c, _, _ in tried if c in always})
+
+    def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        """Those of problems that no step launches, alone, as they come; then all others together, in the steps."""
+        in_step: dict[_Name, dict[Any, Trial]] = {}
+        for trials in finalists:
+            name = trials[0].kernel.name, trials[0].problem
+            if name in self._names:
+                in_step[name] = {t.config: t for t in trials}
+            else:
+                yield from super().decide([trials])
+        if in_step:
+            self._take_gpu()
+            yield from self._decide_together(in_step)
+
+    # -- all finalists together
+
+    def _decide_together(self, trials: Mapping[_Name, Mapping[Any, Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        starts = self._starts(trials)
+        looks = _Looks([s for s in self._steps if trials.keys() & s.points.keys()], trials, self.say)
+        try:
+            before = self.left()
+            noise = looks.begin(starts[0])
+        except KerngenError as e:
+            self.remarks = [f"the steps could not be timed, and the finalists were timed alone: {e.message}"]
+            yield from super().decide([list(configs.values()) for configs in trials.values()])
+            return
+        shares = looks.shares()
+        places = [
+            Place(name, tuple(sorted(configs, key=lambda c: _us(configs[c]))), shares[name])
+            for name, configs in trials.items()
+        ]
+        self.descent = descend(places, looks.neighbours(), looks.judge, starts, noise=noise,
+                               max_evaluations=looks.affordable(before, self.left()))  # fmt: skip
+        chosen = self.descent.chosen
+        looks.settle(chosen)
+        self.remarks = [_in_words(self.descent, noise, len(places))]
+        base = digest(sorted((k, describe(p), fields_of(c)) for (k, p), c in chosen.items()))
+        for name, configs in sorted(trials.items(), key=lambda kv: -shares[kv[0]]):
+            tags = {"descent": _as_json(self.descent, name, noise)}
+            for step in looks.steps:
+                if name not in step.points:
+                    continue
+                for config, trial in configs.items():
+                    if config != chosen[name] and self.left() <= 0:
+                        continue  # it was not looked at in what was chosen: the chosen one stands
+                    ratio = looks.last(step, chosen, name, config)
+                    if ratio is not None:
+                        yield trial, _outcome_in(trial, step.key, ratio, base, tags if config == chosen[name] else {})
+
+    def _starts(self, trials: Mapping[_Name, Mapping[Any, Trial]]) -> list[_Assignment]:
+        """The defaults, the fastest alone, and what the database had; whatever of these is no finalist, the fastest."""
+        fastest = {name: min(configs, key=lambda c: _us(configs[c])) for name, configs in trials.items()}
+        defaults, stored = dict(fastest), dict(fastest)
+        for name, configs in trials.items():
+            search = next(iter(configs.values())).task.search
+            if search.candidates.default in configs:
+                defaults[name] = search.candidates.default
+            if search.stored in configs:
+                stored[name] = search.stored
+        return [defaults, fastest, *([stored] if stored != fastest else [])]
+
+
+class _Step:
+    """points: by the tuned problem that serves them; several of a step's may be one."""
+
+    def __init__(self, timed: TimedStep, serving: Callable[[str, Any], Item | None]) -> None:
+        self.key, self.timer = timed.key, timed.timer
+        self.order: list[_Name] = []
+        self.points: dict[_Name, list[StepPoint]] = {}
+        self.base_us = 0.0
+        for point in timed.timer.points():
+            if (item := serving(point.kernel, point.problem)) is not None:
+                name = item.kernel, item.problem
+                self.order.append(name)
+                self.points.setdefault(name, []).append(point)
+
+
+class _Looks:
+    """At the steps, with this or that exchanged."""
+
+    def __init__(
+        self, steps: Sequence[_Step], trials: Mapping[_Name, Mapping[Any, Trial]], say: Callable[[str], None]
+    ) -> None:
+        self.steps, self._trials, self._say = steps, trials, say
+        self._weight = sum(s.key.weight for s in steps)
+        self._images: dict[tuple[_Name, Any], bytes] = {}
+        self._done = 0
+
+    def begin(self, start: _Assignment) -> float:
+        """What two looks at the same differ by, as a part of the mean over the steps; found by looking."""
+        errors = []
+        for step in self.steps:
+            ratio = self._compare(step, start, start, PAIRS)
+            errors.append(step.key.weight / self._weight * max(3 * ratio.spread, abs(ratio.median - 1)))
+        return min(max(sum(e * e for e in errors) ** 0.5, NOISE_LEAST), NOISE_MOST)
+
+    def settle(self, chosen: _Assignment) -> None:
+        """How long the steps take with what was chosen: what the last looks are compared with."""
+        for step in self.steps:
+            step.base_us = self._compare(step, chosen, chosen, LAST_PAIRS).base_us
+
+    def affordable(self, before_s: float, left_s: float) -> int:
+        """Evaluations of the descent, where looking at every step once took what lies between the two: half of the time
+        is for the last looks.
+        """
+        if left_s == inf:
+            return MOST_EVALUATIONS
+        return int(max(min(MOST_EVALUATIONS, left_s / 2 / max(before_s - left_s, 1e-3)), 1))
+
+    def shares(self) -> dict[_Name, float]:
+        """Of the steps' time that each place has, by its time alone."""
+        found = dict.fromkeys(self._trials, 0.0)
+        for step in self.steps:
+            times = {name: sum(p.launches * p.us for p in points) for name, points in step.points.items()}
+            whole = sum(times.values())
+            for name in times.keys() & found.keys():
+                found[name] += step.key.weight / self._weight * times[name] / whole
+        return found
+
+    def neighbours(self) -> list[tuple[_Name, _Name]]:
+        """What follows what; the step's last is followed by the next step's first."""
+        return [pair for s in self.steps for pair in pairwise([*s.order, *s.order[:1]])]
+
+    def judge(self, base: _Assignment, other: _Assignment) -> float:
+        """The weighted geometric mean of the steps' ratios; those that what differs is no part of are not run."""
+        changed = {name for name in other if other[name] != base[name]}
+        total = 0.0
+        for step in self.steps:
+            if changed & step.points.keys():
+                try:
+                    total += step.key.weight / self._weight * log(self._compare(step, base, other, PAIRS).median)
+                except KerngenError:
+                    return inf
+        return exp(total)
+
+    def last(self, step: _Step, chosen: _Assignment, name: _Name, config: Any) -> Ratio | None:
+        """What exchanging one configuration in what was chosen does to one step; None where it cannot run."""
+        if config == chosen[name]:
+            return Ratio(1.0, 0.0, step.base_us)
+        try:
+            return self._compare(step, chosen, {**chosen, name: config}, LAST_PAIRS)
+        except KerngenError:
+            return None
+
+    def _compare(self, step: _Step, base: _Assignment, other: _Assignment, pairs: int) -> Ratio:
+        self._done += 1
+        self._say(f"{step.key.name}: look {self._done}")
+        return step.timer.compare(self._choice(step, base), self._choice(step, other), pairs=pairs)
+
+    def _choice(self, step: _Step, of: _Assignment) -> Choice:
+        found = dict[StepPoint, tuple[Any, bytes]]()
+        for name in of.keys() & step.points.keys():
+            config = of[name]
+            if (name, config) not in self._images:
+                self._images[name, config] = self._trials[name][config].image()
+            found |= dict.fromkeys(step.points[name], (config, self._images[name, config]))
+        return found
+
+
+def footprint(kernel: Kernel, problem: Any, config: Any, target: Target, registers: int) -> tuple[Any, ...]:
+    """What a configuration leaves of an SM to others, roughly: those of one class do to their neighbours much the same.
+
+    Blocks an SM, their shared memory in 32 KiB, their registers in eighths of an SM's, whether one wave is all.
+    """
+    launch = max(kernel.launches(problem, config, target), key=lambda x: prod(x.grid) * prod(x.block))
+    blocks = occupancy(target.arch, prod(launch.block), registers, launch.smem_bytes).blocks_per_sm
+    resident = min(blocks, ceil(prod(launch.grid) / target.device.num_sms))
+    few = prod(launch.grid) <= target.device.num_sms
+    of_registers = ceil(8 * resident * prod(launch.block) * registers / target.arch.regs_per_sm)
+    return resident, ceil(resident * launch.smem_bytes / 32768), of_registers, few
+
+
+def _us(trial: Trial) -> float:
+    us = trial.task.search.outcomes[trial.config].latency_us
+    return inf if us is None else us
+
+
+def _outcome_in(trial: Trial, key: StepKey, ratio: Ratio, base_id: str, tags: Mapping[str, Any]) -> Outcome:
+    alone = trial.task.search.outcomes[trial.config]
+    figures = {"step_us": ratio.median * ratio.base_us, "base_step_us": ratio.base_us, "base_id": base_id}
+    return replace(alone, figures={**alone.figures, **figures}, tags=tags, stage="step", step=key)
+
+
+def _in_words(found: Descent[_Name, Any], noise: float, num_places: int) -> str:
+    gain = 1 - found.ratio
+    moved = f"{len(found.moves)} exchanges adopted" if found.moves else "nothing exchanged is faster"
+    rest = "" if found.complete else "; the time ended it"
+    return (
+        f"in the steps {gain:.1%} faster than with the defaults: {moved}, of {num_places} problems in "
+        f"{found.num_evaluations} looks, noise {noise:.2%}{rest}"
+    )
+
+
+def _as_json(found: Descent[_Name, Any], name: _Name, noise: float) -> dict[str, Any]:
+    """What a place's chosen row says of the descent: the largest interactions that it has a part in among it."""
+    own = [i for i in found.interactions if any(place == name for (place, _) in i.pair)]
+    largest = sorted(own, key=lambda i: -abs(i.excess))[:KEPT]
+    return {
+        "ratio": found.ratio, "evaluations": found.num_evaluations, "complete": found.complete, "noise": noise,
+        "interactions": [
+            {"excess": i.excess, "of": [[k, describe(p), fields_of(c)] for (k, p), c in i.pair]} for i in largest
+        ],
+    }  # fmt: skip

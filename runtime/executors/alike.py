@@ -1,0 +1,58 @@
+"""A stack of layers that is written down without running each of them: what is alike asks for the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.executors.record import Record
+from kerngen.runtime.model import Attend, DecoderStack
+
+
+class AlikeLayers(DecoderStack):
+    """`of`, whose layers run once of each kind for a Record: the calls of the others are those of the first.
+
+    A call's problem is made of shapes, dtypes and figures of the configuration: layers are alike that agree in those,
+    in the place that their calls name, and in what follows them.
+    """
+
+    def __init__(self, of: DecoderStack, record: Record) -> None:
+        self.__dict__.update(of.__dict__)
+        self._record = record
+        kinds: dict[Hashable, int] = {}
+        self._kinds = [kinds.setdefault(self._kind(i), len(kinds)) for i in range(len(self.layers))]
+
+    def _kind(self, index: int) -> Hashable:
+        config = self.config.layers[index]
+        source = self.config.layers[config.kv_source] if config.kv_source < len(self.config.layers) else config
+        like = dataclasses.replace(config, index=0, kv_source=0)
+        return like, config.owns_kv, source.head_dim, source.num_kv_heads, self._place(index), _form(self.layers[index])
+
+    def layer(
+        self, index: int, residual: Tensor, qkv: Tensor, attend: Attend, ple: Tensor | None, *, projects: bool = True
+    ) -> Tensor:
+        key = (
+            attend, *self._kinds[index : index + 2], index + 1 == len(self.layers), _form(residual), _form(qkv),
+            _form(ple), projects,
+        )  # fmt: skip
+
+        def made() -> tuple[Tensor, str]:
+            with torch._C.DisableTorchFunction():
+                h = super(AlikeLayers, self).layer(index, residual, qkv, attend, ple, projects=projects)
+            return h, self.ops.place
+
+        h, self.ops.place = self._record.once(key, made)
+        return h
+
+
+def _form(value: Any) -> Hashable:
+    """What a call's problem may depend on of weights: a tensor's form, in records of them field by field."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.stride()
+    if dataclasses.is_dataclass(value):
+        return type(value), *(_form(getattr(value, f.name)) for f in dataclasses.fields(value))
+    return value if isinstance(value, Hashable) else repr(value)

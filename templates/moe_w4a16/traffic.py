@@ -1,0 +1,50 @@
+"""What one configuration of moe_w4a16 moves and executes, for the cost model: of tokens whose experts are random."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from kerngen.arch import Target
+from kerngen.templates.common.w4_tiling import matrix_bytes
+from kerngen.templates.common.w4_traffic import Product
+from kerngen.templates.common.w4_traffic import traffic as of_product
+from kerngen.templates.kernel import Traffic
+from kerngen.templates.moe_w4a16.spec import ALONE_TOKENS, PHASES, Config, Problem, num_blocks, shape
+
+
+@lru_cache(maxsize=4096)
+def expected(num_tokens: int, top_k: int, num_experts: int, block_m: int) -> tuple[float, float]:
+    """(experts that a token chose, tiles of block_m routes of one expert), each expert as likely as any other.
+
+    A token chooses an expert with probability top_k / num_experts, so an expert's routes are binomial.
+    """
+    p, chance, count = top_k / num_experts, 1.0, 0.0
+    if p >= 1:
+        return num_experts, num_experts * -(-num_tokens // block_m)
+    chance = (1 - p) ** num_tokens
+    none = chance
+    for routes in range(1, num_tokens + 1):
+        chance *= (num_tokens - routes + 1) / routes * p / (1 - p)
+        count += chance * -(-routes // block_m)
+    return num_experts * (1 - none), num_experts * count
+
+
+def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, ...]:
+    """One for each launch; blocks for tiles that the routing did not make end at once."""
+    p = problem
+    routes = p.num_tokens * p.top_k
+    experts, tiles = expected(p.num_tokens, p.top_k, p.num_experts, config.block_m)
+    if alone := p.num_tokens <= ALONE_TOKENS:
+        tiles = routes
+    row_tiles = max(1, round(tiles))
+    found = [] if alone else [Traffic(4 * routes, 0, l2_bytes=8 * routes, cuda_ops=40 * routes, waits=4)]
+    for phase in PHASES:
+        tiling, (n, k) = config.tiling(phase), shape(p, phase)
+        gated = phase == "up"
+        read = p.num_tokens * p.hidden * 2 if gated else 0  # h stays in L2
+        written = 0 if gated else routes * p.hidden * 2
+        dram = round(experts * matrix_bytes(n, k, p.group_size)) + read + written
+        blocks = min(row_tiles * -(-n // tiling.block_n), num_blocks(p, config, target, phase))
+        product = Product(n, k, p.group_size, p.dtype, routes, row_tiles, dram, gated)
+        found.append(of_product(product, tiling, target, blocks))
+    return tuple(found)

@@ -1,0 +1,134 @@
+"""A headless Chromium that tests drive over a pipe, by its DevTools protocol, with the standard library alone."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+MISSING = f"no browser is installed ({', '.join(NAMES)} on the PATH, or KERNGEN_TEST_BROWSER=FILE)"
+ANSWER_S = 60.0
+
+
+def find_browser() -> str | None:
+    """The one that $KERNGEN_TEST_BROWSER names, or the first of NAMES on the PATH."""
+    if named := os.environ.get("KERNGEN_TEST_BROWSER"):
+        return named
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+class Page:
+    """One tab. errors: what its scripts and its policy complained of. requests: every address that it asked for."""
+
+    def __init__(self, to_browser: int, from_browser: int) -> None:
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self._to, self._from, self._rest, self._count = to_browser, from_browser, b"", 0
+        self._session: str | None = None
+        self._loaded = False
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self._call(f"{domain}.enable")
+
+    def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Show the file, and wait until it is loaded. width, height: of the window, in CSS pixels."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
+                   mobile=width < 600)  # fmt: skip
+        self._loaded = False
+        self._call("Page.navigate", url=path.resolve().as_uri())
+        while not self._loaded:
+            self._event(self._read())
+
+    def ask(self, expression: str) -> Any:
+        """What `expression` is on the page, as JSON has it. Raises RuntimeError where it throws."""
+        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", "it throws"))
+        return answer["result"].get("value")
+
+    def move(self, x: float, y: float) -> None:
+        """The pointer to a place in the window."""
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def picture(self, path: Path) -> None:
+        """A PNG of the window."""
+        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
+
+    # -- the pipe: JSON messages, each with a zero byte behind it
+
+    def _call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._count += 1
+        message: dict[str, Any] = {"id": self._count, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._to, data) :]
+        while (answer := self._read()).get("id") != self._count:
+            self._event(answer)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']['message']}")
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def _read(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            if not (more := os.read(self._from, 1 << 20)):
+                raise RuntimeError("the browser is gone")
+            self._rest += more
+        message, _, self._rest = self._rest.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+    def _event(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        match message.get("method"):
+            case "Page.loadEventFired":
+                self._loaded = True
+            case "Network.requestWillBeSent":
+                self.requests.append(params["request"]["url"])
+            case "Runtime.exceptionThrown":
+                self.errors.append(json.dumps(params["exceptionDetails"]))
+            case "Log.entryAdded" if params["entry"]["level"] == "error":
+                self.errors.append(params["entry"]["text"])
+
+
+@contextmanager
+def browsing(executable: str) -> Iterator[Page]:
+    """A browser of its own, with a profile that is gone with it."""
+    with tempfile.TemporaryDirectory(prefix="kg-browser-", ignore_cleanup_errors=True) as profile:
+        asked, to_browser = os.pipe()
+        from_browser, answered = os.pipe()
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
+                 "--disable-background-networking", "--force-color-profile=srgb", "--remote-debugging-pipe",
+                 f"--user-data-dir={profile}"]  # fmt: skip
+        # The pipe's ends are file descriptors 3 and 4 there.
+        wired = f'exec "$0" "$@" 3<&{asked} 4>&{answered}'
+        started = subprocess.Popen(
+            ["bash", "-c", wired, executable, *flags], pass_fds=(asked, answered), stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(asked)
+        os.close(answered)
+        silent = threading.Timer(ANSWER_S, started.kill)  # then reading ends, and the test with it
+        silent.start()
+        try:
+            yield Page(to_browser, from_browser)
+        finally:
+            silent.cancel()
+            started.kill()
+            started.wait()
+            os.close(to_browser)
+            os.close(from_browser)

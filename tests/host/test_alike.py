@@ -1,0 +1,100 @@
+"""A model's record without running each of its layers, and without torch's compiler: the same calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kerngen.arch import find_arch
+from kerngen.runtime.executors.record import Record
+from kerngen.runtime.executors.shapes import ShapesAlone
+from kerngen.steps import Recorder, Step
+from kerngen.workload import MODELS, find_model
+
+STEPS = (Step.decode(1, 512), Step.verify(8, 5, 2048), Step.prefill(512, 2048), Step.draft(32, 512))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_are_alike_ask_for_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, arch = find_model(name), find_arch("sm90")
+    recorder, ran = Recorder(model.target, model.drafter, "bf16", arch), 0
+
+    def calls(step: Step) -> list[Any]:
+        found: list[Any] = []
+        recorder.record(step, lambda *call: found.append(call), lambda *call: found.append(("beside", *call)))
+        return found
+
+    def counted(record: Record, key: object, make: Callable[[], Any]) -> Any:
+        nonlocal ran
+        ran += 1
+        return make()
+
+    few = [calls(step) for step in STEPS]
+    monkeypatch.setattr(Record, "once", counted)
+    assert [calls(step) for step in STEPS] == few
+    layers = len(model.target.layers)
+    assert ran >= 2 * layers, "each layer by itself, where no kernel takes them all"
+
+
+def test_what_was_met_in_a_step_is_forgotten_with_it() -> None:
+    model = find_model("gemma-4-12b")
+    recorder = Recorder(model.target, model.drafter, "bf16", find_arch("sm90"))
+    for context in (512, 2048, 8192):
+        lens: list[int] = []
+        recorder.record(Step.decode(8, context), lambda _, p, __, lens=lens: lens.append(getattr(p, "kv_len", 0)))
+        assert max(lens) == context
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _meta(7) - 1,
+        lambda: _meta(7) // 64,
+        lambda: _meta(7) % 64,
+        lambda: torch.add(_meta(7) % 64, _meta(2, 7, dtype=torch.int32), alpha=64),
+        lambda: torch.zeros_like(_meta(3, 4, dtype=torch.bfloat16)),
+        lambda: torch.empty_like(_meta(3, 4).t()),
+        lambda: torch.arange(5, 12, device="meta"),
+        lambda: torch.arange(5, 12, dtype=torch.int32, device="meta"),
+        lambda: torch.arange(0, 12, 5, device="meta"),
+        lambda: torch.cat((_meta(3, 4), _meta(3, 5)), dim=-1),
+        lambda: torch.cat((_meta(3, 4), _meta(3, 4, dtype=torch.int32))),
+        lambda: _meta(6, 8)[_meta(2)],
+        lambda: _meta(2, 6, 8)[:, _meta(5), _meta(5)],
+        lambda: _meta(6, 8)[_meta(6, dtype=torch.int64), 1:3],
+        lambda: _meta(6, 8)[1:, 2],
+        lambda: _meta(6, dtype=torch.float32) - 1.5,
+    ],
+)
+def test_shapes_are_those_that_torch_gives(make: Callable[[], torch.Tensor]) -> None:
+    expected = make()
+    with ShapesAlone():
+        found = make()
+    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+    assert found.is_meta
+
+
+def test_tensors_with_values_keep_them() -> None:
+    with ShapesAlone():
+        x = torch.arange(3, 9)
+        assert torch.cat((x // 2, x[torch.tensor([0, 5])] - 1)).tolist() == [1, 2, 2, 3, 3, 4, 2, 7]
+
+
+def test_a_workload_is_found_without_torchs_compiler() -> None:
+    """Which takes longer to load than the workload to find."""
+    code = (
+        "import sys; from kerngen.arch import find_arch; from kerngen.workload import find_workload\n"
+        "for name in ('gemma-4-31b', 'gemma-4-e2b', 'gemma-4-26b-a4b'): find_workload(name, find_arch('sm70'))\n"
+        "print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,315 @@
+"""`kerngen db report`: a page that is whole, that asks for nothing, and whose every number is the database's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Kerngen
+from pages import Node, marks_of, read_page, rows_of, svgs
+from test_tuning_db import H200, add_build, key_of, measured
+
+from kerngen.arch import Target, find_arch
+from kerngen.predict import predict
+from kerngen.report.facts import Wanted, gather
+from kerngen.report.figure import us
+from kerngen.report.page import write_report
+from kerngen.report.svg import Scale, px, short
+from kerngen.steps import Step, sequence
+from kerngen.templates import find_kernel
+from kerngen.tuning_db import Store, Winner, problem_key
+from kerngen.tuning_db.serve.places import PREBUILT
+from kerngen.workload import find_model
+
+SHIPPED = sorted(PREBUILT.glob("*.sqlite"))
+SECTIONS = ["steps", "tokens", "gain", "arches", "roofline", "searches", "prediction", "provenance"]
+AXIS = re.compile(r".+ \((µs|ms|tokens|keys|elements|times|%|FLOP/B|MB|TFLOP/s|GB/s|number|rows)\)")
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    assert SHIPPED
+    with Store.open(SHIPPED[0], sealed=True) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def text(shipped: Store, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(path, [shipped])
+    return path.read_text()
+
+
+@pytest.fixture(scope="module")
+def page(text: str) -> Node:
+    return read_page(text)
+
+
+def figures(page: Node, section: str) -> list[Node]:
+    (found,) = [s for s in page.all("section") if s.attributes["id"] == section]
+    return found.all("figure")
+
+
+def cells(page: Node, section: str, column: str) -> list[str]:
+    return [row[column] for f in figures(page, section) for row in rows_of(f)]
+
+
+def require_sound(text: str) -> None:
+    """What holds of every page, whatever is in its databases."""
+    page = read_page(text)
+    ids = re.findall(r'\sid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert [s.attributes["id"] for s in page.all("section")] == SECTIONS
+    for link in page.all("a"):
+        assert link.attributes["href"].removeprefix("#") in ids
+    policy = page.one("head").all("meta")[1].attributes
+    assert policy["http-equiv"] == "Content-Security-Policy"
+    assert policy["content"].startswith("default-src 'none'; ")
+    assert "unsafe" not in policy["content"]
+    for tag in ("link", "img", "iframe", "object", "embed", "base", "audio", "video", "source"):
+        assert not page.all(tag), f"a page that asks for nothing has no <{tag}>"
+    for node in page.all(""):
+        assert not {"src", "srcset", "style", "onload", "onerror", "xlink:href"} & node.attributes.keys()
+        assert node.attributes.get("href", "#").startswith("#")
+    for tag in ("style", "script"):
+        code = page.one("head" if tag == "style" else "body").one(tag).text
+        for loads in ("url(", "@import", "fetch(", "XMLHttpRequest", "import(", "eval("):
+            assert loads not in code
+        assert set(re.findall(r"\w+://[^\"]*", code)) <= {"http://www.w3.org/2000/svg"}, "the name of SVG, no address"
+    for plot in svgs(text):
+        assert plot.get("role") == "img"
+        about = {child.get("id"): (child.text or "").strip() for child in plot[:2]}
+        assert plot.attrib["aria-labelledby"].split() == list(about)
+        assert all(about.values()), "it has a title and is described"
+        axes = [t.text or "" for t in plot.iter() if t.get("class") == "axis"]
+        assert axes
+        assert all(AXIS.fullmatch(a) for a in axes), f"no axis without its unit: {axes}"
+        for element in plot.iter():
+            for name, value in element.attrib.items():
+                if name in ("d", "x", "y", "width", "height", "viewBox"):
+                    assert re.fullmatch(r"[MLHVh\d. -]*", value), f"{element.tag} {name}={value}"
+    for f in page.all("figure"):
+        assert f.one("figcaption").one("h3").text.strip()
+        assert rows_of(f), "there is a table behind it"
+        assert all(th.attributes["scope"] == "col" for th in f.all("th"))
+        for row in f.one("tbody").all("tr"):
+            for cell in row.all("td"):
+                if cell.attributes.get("class") == "number" and cell.text:
+                    assert re.fullmatch(r"-?\d+(\.\d*)?(e[+-]\d+)?", cell.text), cell.text
+
+
+def test_the_page_of_the_shipped_database_is_sound(text: str, page: Node) -> None:
+    require_sound(text)
+    assert page.one("html").attributes["lang"] == "en"
+    shown = {s.attributes["id"]: len(s.all("figure")) for s in page.all("section")}
+    assert {name for name, count in shown.items() if not count} == {"searches"}, "which only has winners"
+    assert "has its winners alone" in page.text
+
+
+def test_every_winner_is_there_with_its_time(page: Node, shipped: Store) -> None:
+    winners = [w for w in shipped.winners() if w.problem.dynamic is not None]
+    assert len(winners) > 200
+    assert Counter(cells(page, "tokens", "winner (µs)")) == Counter(us(w.latency_us) for w in winners)
+    assert Counter(cells(page, "tokens", "default (µs)")) == Counter(us(w.why["default_us"]) for w in winners)
+    assert Counter(cells(page, "tokens", "floor (µs)")) == Counter(us(_floor(w)) for w in winners)
+    assert Counter(cells(page, "tokens", "how")) == Counter(w.provenance + ", stale" * w.stale for w in winners)
+    every = shipped.winners()
+    gains = sorted(f"{w.why['default_us'] / w.latency_us:.3f}" for w in every if w.why["default_us"])
+    assert sorted(cells(page, "gain", "gain")) == gains
+
+
+def _floor(w: Winner) -> float:
+    kernel = find_kernel(w.kernel)
+    cost = kernel.cost(kernel.problem_type(**w.problem.fields))
+    return max(cost.bytes / (w.device.mem_gbps * 1e3), cost.flops / (w.device.tensor_tflops * 1e6))
+
+
+def test_every_trial_is_there_with_its_time_and_its_rates(page: Node, shipped: Store) -> None:
+    rows = shipped.measurements(outcome="ok")
+    assert Counter(cells(page, "roofline", "time (µs)")) == Counter(us(o.measurement.p50_us) for o in rows)
+    rates = Counter()
+    predicted = Counter()
+    for o in rows:
+        m = o.measurement
+        kernel = find_kernel(m.problem.kernel)
+        problem = kernel.problem_type(**m.problem.fields)
+        rates[f"{kernel.cost(problem).bytes / m.p50_us / 1e3:.4g}"] += 1
+        build = shipped.build(m.build_id or "")
+        config = kernel.config_type(**m.config)
+        predicted[us(predict(kernel, problem, config, Target.of(m.device), build.entries).latency_us)] += 1
+    assert Counter(cells(page, "roofline", "reached (GB/s)")) == rates
+    assert Counter(cells(page, "prediction", "measured (µs)")) == Counter(us(o.measurement.p50_us) for o in rows)
+    assert Counter(cells(page, "prediction", "predicted (µs)")) == predicted
+
+
+def test_marks_stand_where_their_rows_say(text: str, page: Node) -> None:
+    """Back from pixels: half a tenth of one is what a coordinate is rounded by."""
+    plots = svgs(text)
+    checked = 0
+    columns = {"tokens": (("num_tokens (tokens)", "kv_len (keys)"), "winner (µs)"),
+               "prediction": (("measured (µs)",), "predicted (µs)")}  # fmt: skip
+    for f, plot in zip(page.all("figure"), plots, strict=True):
+        x_names, y_name = columns.get(f.attributes["id"].partition("-")[0], ((), ""))
+        rows = rows_of(f) if y_name else []
+        for at, x, y in marks_of(plot) if y_name else ():
+            assert y == pytest.approx(float(rows[at][y_name]), rel=0.01)
+            for name in set(x_names) & rows[at].keys():
+                assert x == pytest.approx(float(rows[at][name]), rel=0.01)
+                checked += 1
+    assert checked > 400
+
+
+def test_a_step_is_the_sum_of_its_launches(page: Node, shipped: Store) -> None:
+    """Computed anew from the recorded step: what a run would look up for each launch."""
+    (shown,) = [
+        f for f in figures(page, "steps") if f.one("h3").text.strip() == f"gemma-4-31b, {Step.decode(8, 512).name}"
+    ]
+    lines: dict[str, list[Winner]] = {}
+    for w in shipped.winners():
+        lines.setdefault(w.problem.cell, []).append(w)
+    sums: Counter[str] = Counter()
+    unknown: Counter[str] = Counter()
+    for launched in sequence(find_model("gemma-4-31b"), Step.decode(8, 512), find_arch("sm90")):
+        key = problem_key(find_kernel(launched.kernel), launched.problem)
+        above = [w for w in lines.get(key.cell, []) if (w.problem.dynamic or 0) >= (key.dynamic or 0)]
+        if above:
+            sums[launched.kernel] += min(above, key=lambda w: w.problem.dynamic or 0).latency_us
+        else:
+            unknown[launched.kernel] += 1
+    assert sums
+    assert unknown
+    assert {row["kernel"]: row["time (µs)"] for row in rows_of(shown)} == {k: us(v) for k, v in sums.items()}
+    for kernel, count in unknown.items():
+        assert f"{kernel} ({count})" in shown.one("figcaption").text, "what no winner serves is named"
+
+
+def test_an_empty_database(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "empty.db") as store:
+        made = write_report(tmp_path / "report.html", [store])
+    text = (tmp_path / "report.html").read_text()
+    require_sound(text)
+    page = read_page(text)
+    assert not page.all("figure")
+    said = [p.text for s in page.all("section") for p in s.all("p") if p.attributes.get("class") == "empty"]
+    assert len(said) == len(set(said)) == len(SECTIONS)
+    assert made.summary()["figures"] == dict.fromkeys(SECTIONS, 0)
+
+
+def test_a_hostile_database_says_nothing_but_words(tmp_path: Path) -> None:
+    """What lies in a database was written by others: names and reasons are text, whatever they look like."""
+    evil = "\"><script>alert(1)</script><img src=x onerror='alert(2)'>&amp;"
+    with Store.open(tmp_path / "tuning.db") as store:
+        build = add_build(store, 0)
+        rows = [measured(build, 0, 10.0, run=evil, environment={evil: evil}, tags={"search": evil}),
+                measured(None, 9, None, outcome="invalid", reason=evil, run=evil, tags={"search": evil})]  # fmt: skip
+        store.add_measurements(rows)
+        store.recompute_winners("toy", key_of().static_key, Target.of(H200))
+        write_report(tmp_path / "report.html", [store], title=evil)
+    text = (tmp_path / "report.html").read_text()
+    require_sound(text)
+    page = read_page(text)
+    assert len(page.all("script")) == 1
+    assert page.one("head").one("title").text == evil
+    assert any(evil in row["run"] for f in figures(page, "provenance") for row in rows_of(f))
+
+
+def test_a_kernel_that_is_not_installed_has_times_and_no_floor(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "tuning.db") as store:
+        builds = [add_build(store, n) for n in range(2)]
+        store.add_measurements([measured(b, n, 10.0 + n) for n, b in enumerate(builds)])
+        store.recompute_winners("toy", key_of().static_key, Target.of(H200))
+        facts = gather([store])
+        assert [p.place.floor_us for p in facts.points] == [None]
+        write_report(tmp_path / "report.html", [store])
+    text = (tmp_path / "report.html").read_text()
+    require_sound(text)
+    page = read_page(text)
+    assert cells(page, "tokens", "winner (µs)") == ["10.00"]
+    assert cells(page, "tokens", "floor (µs)") == [""]
+    assert not figures(page, "roofline")
+    (runs,) = figures(page, "provenance")
+    assert [row["ok"] for row in rows_of(runs)] == ["2"]
+
+
+def test_only_what_is_wanted(shipped: Store) -> None:
+    facts = gather([shipped], Wanted(kernels=frozenset(["rmsnorm"])))
+    assert {p.place.kernel for p in facts.points} == {t.place.kernel for t in facts.trials} == {"rmsnorm"}
+    assert not gather([shipped], Wanted(arches=frozenset(["sm70"]))).trials
+    assert not gather([shipped], Wanted(device="V100")).points
+    assert gather([shipped, shipped], Wanted(device="H200")).trials == gather([shipped]).trials, "each row once"
+
+
+def test_of_a_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A predicted database: searches with several trials, and nothing that looks measured."""
+    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+    tune = (
+        "tune",
+        "--arch",
+        "sm70",
+        "--model",
+        "gemma-4-31b",
+        "--kernel",
+        "embed,rmsnorm",
+        "--jobs",
+        "1",
+        "--trials",
+        "4",
+    )
+    code, out, err = kerngen(*tune, "--report", "page.html", "--json")
+    assert code == 0, err
+    results = json.loads(out)["results"]
+    text = (tmp_path / "page.html").read_text()
+    require_sound(text)
+    page = read_page(text)
+    assert page.one("head").one("title").text == "gemma-4-31b on sm70 (V100)"
+    found = {tuple(sorted(r["config"].items())): r["latency_us"] for r in results}
+    assert found
+    assert Counter(cells(page, "tokens", "winner (µs)")) == Counter(us(r["latency_us"]) for r in results)
+    searches = [row for f in figures(page, "searches") for row in rows_of(f)]
+    assert len(searches) == len([r for r in results if r["num_tried"] > 1])
+    assert {row["how"] for row in searches} == {"predicted"}
+    assert "measured" not in "".join(cells(page, "tokens", "how") + cells(page, "roofline", "how"))
+    assert not figures(page, "prediction")
+    assert {row["kernel"] for f in figures(page, "steps") for row in rows_of(f)} <= {"embed", "rmsnorm"}
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+    shipped = str(SHIPPED[0])
+    code, out, err = kerngen("db", "report", "-o", "sub/page.html", "--db", shipped, "--kernel", "rmsnorm", "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["kernels"] == ["rmsnorm"]
+    assert said["bytes"] == (tmp_path / "sub" / "page.html").stat().st_size
+    (tmp_path / "folder").mkdir()
+    for args, says in (
+        (("-o", "folder"), "folder"),
+        (("-o", "tuning.db/page.html", "--db", shipped), "tuning.db"),
+        (("-o", "a.html", "--kernel", "rmsnrm"), "rmsnorm"),
+        (("-o", "a.html", "--arch", "sm71"), "sm70"),
+        (("-o", "a.html", "--db", "absent.db"), "absent.db"),
+        (("-o", "a.html", "--db", shipped, "--model", "gemma-5"), "gemma-4-31b"),
+    ):
+        (tmp_path / "tuning.db").write_bytes(b"")
+        code, out, err = kerngen("db", "report", *args)
+        assert code in (1, 2), args
+        assert says in err
+        assert "Traceback" not in err
+        assert not (tmp_path / "a.html").exists()
+        (tmp_path / "tuning.db").unlink()
+
+
+def test_a_plot_takes_no_number_that_is_none() -> None:
+    with pytest.raises(ValueError, match="nan"):
+        px(float("nan"))
+    assert [short(v) for v in (0.5, 20, 4096, 32768, 2e6)] == ["0.5", "20", "4096", "32.8k", "2M"]
+    for low, high in ((0.003, 0.9), (1.0, 1.03), (0.9, 8200.0), (1e-3, 1e9)):
+        scale = Scale("time", "µs", low, high, 0.0, 300.0, is_log=True)
+        ticks = scale.ticks(34.0)
+        assert 2 <= len(ticks) <= 300 / 34, (low, high, ticks)
+        assert all(low <= t <= high for t in ticks)
+    assert Scale("trial", "number", 1.0, 2.0, 0.0, 300.0).ticks(30.0) == [1.0, 2.0]

@@ -1,0 +1,55 @@
+"""The databases that a run asks, opened in their order: a file by what reads lines, anything else as a Store."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kerngen.errors import DatabaseError
+from kerngen.tuning_db.serve import places
+from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.serve.source import Source
+
+log = logging.getLogger(__name__)
+
+
+def open_source(
+    place: str | os.PathLike[str],
+    *,
+    name: str = "",
+    override: bool = False,
+    shipped: bool = False,
+    allow_unsigned: bool = False,
+) -> Source:
+    """A file, sealed or not, or a server's URL, to be served from. shipped, allow_unsigned: as Reader.open.
+
+    A file of an older schema is migrated in a copy in memory, as Store does. Raises TrustError where the file is not
+    to be trusted, SchemaTooNew, DatabaseError.
+    """
+    chosen = os.fspath(place).removeprefix("sqlite:///")
+    if "://" not in chosen:
+        found = Reader.open(chosen, name=name, override=override, shipped=shipped, allow_unsigned=allow_unsigned)
+        if found is not None:
+            return found
+    from kerngen.tuning_db.keep.bundles import open_any  # SQLAlchemy is for those who need it
+
+    return open_any(chosen, name=name, override=override, shipped=shipped, allow_unsigned=allow_unsigned)
+
+
+def default_sources() -> list[Source]:
+    """What a run looks in (places.searched).
+
+    One that is not there is left out; one that cannot be opened, or is not to be trusted, with a warning.
+    """
+    found: list[Source] = []
+    for where, name, override, shipped in places.searched():
+        try:
+            found.append(open_source(where, name=name, override=override, shipped=shipped))
+        except DatabaseError as e:
+            log.warning("%s; looking on without it%s", e.message, f" ({e.hint})" if e.hint else "")
+    return found
+
+
+def sources_for(url: str | None) -> list[Source]:
+    """What `--db` names, or `default_sources()` where it names nothing. Raises DatabaseError."""
+    return default_sources() if url is None else [open_source(url)]

@@ -31,25 +31,28 @@ LEAST_BUSY = 0.5  # of its time, a resource that is said to bind: else a block's
 class Constants:
     """What no datasheet says. Shares are of a board's own rates, clocks are of its SMs: with those they carry over.
 
-    Fitted to what an H200 recorded and is not held out (kerngen/tuning/fit.py, FITTED), but for gap_us, measured there
-    apart: 2.5 MB stream in 2.61 us where launches follow each other plainly, in 1.29 us with programmatic dependent
-    launch, in a CUDA graph.
+    Fitted to what an H200 recorded and is not held out (kerngen/tuning/fit.py, FITTED), but for gap_clocks, measured
+    there apart: in a CUDA graph 2.5 MB stream in 2.61 us where launches follow each other plainly, in 1.29 us with
+    programmatic dependent launch.
     """
 
-    block_tensor_share: float = 0.754  # of the tensor rate that wgmma, and what succeeds it, reaches
-    issue_share: float = 0.634  # of the schedulers' slots that instructions of every kind fill
-    warp_issue: float = 0.712  # instructions that a warp by itself issues a clock
-    exposed: float = 0.3  # of the shorter of moving and executing, the part that the longer does not hide
-    latency: float = 0.447  # of the arch's memory latency under load, what a load takes that waits for nobody
-    start_clocks: float = 518.0  # until a block in the place of one that ended is at work
-    join_clocks: float = 245.0  # until warps that split a tile have met
-    launch_us: float = 1.21  # from the end of a launch's predecessor to its first, and from its last store to its end
-    fill_us: float = 1.52  # more where all SMs take part: on a logarithmic scale of its blocks
-    gap_us: float = 1.3  # more without programmatic dependent launch
-    spill: float = 0.824  # more time, as a share, where as much is spilled as the registers hold
+    block_tensor_share: float = 0.755  # of the tensor rate that wgmma, and what succeeds it, reaches
+    issue_share: float = 0.629  # of the schedulers' slots that instructions of every kind fill
+    warp_issue: float = 0.717  # instructions that a warp by itself issues a clock
+    exposed: float = 0.317  # of the shorter of moving and executing, the part that the longer does not hide
+    latency: float = 0.441  # of the arch's memory latency under load, what a load takes that waits for nobody
+    start_clocks: float = 497.0  # until a block in the place of one that ended is at work
+    join_clocks: float = 294.0  # until warps that split a tile have met
+    launch_clocks: float = 1020.0  # from a predecessor's end to the first load, and from the last store to the end
+    fill_clocks: float = 2690.0  # more where all SMs take part: on a logarithmic scale of its blocks
+    after_clocks: float = 4890.0  # more where it reads what another launch of the same call has just made
+    gap_clocks: float = 2570.0  # more without programmatic dependent launch
+    spill: float = 0.798  # more time, as a share, where as much is spilled as the registers hold
 
 
 CONSTANTS = Constants()
+
+_Timed = tuple[Launch, Traffic, Resources | None, int | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class Outlook:
     def __init__(self, kernel: Kernel, problem: Any, target: Target, constants: Constants = CONSTANTS) -> None:
         self._kernel, self._problem, self._target, self._constants = kernel, problem, target, constants
         self._cost = kernel.cost(problem)
-        self._timed: dict[tuple[Launch, Traffic, Resources | None, int | None], tuple[float, str, Occupancy]] = {}
+        self._timed: dict[_Timed, tuple[float, str, Occupancy]] = {}
 
     def work(self, config: Any) -> tuple[tuple[Launch, Traffic], ...]:
         """The launches of `config`, and what each moves and executes."""
@@ -162,11 +165,11 @@ class Outlook:
         """See `predict`."""
         target = self._target
         predictions = []
-        for launch, moved in self.work(config):
+        for i, (launch, moved) in enumerate(self.work(config)):
             given = resources.get(launch.entry) if resources is not None else None
-            key = launch, moved, given, registers
+            key = launch, moved, given, registers, i > 0
             if key not in self._timed:
-                self._timed[key] = launch_us(launch, moved, target, given, registers, self._constants)
+                self._timed[key] = launch_us(launch, moved, target, given, registers, i > 0, self._constants)
             us, bound, fit = self._timed[key]
             threads, blocks = prod(launch.block), prod(launch.grid)
             spill = given.spill_store_bytes + given.spill_load_bytes if given else 0
@@ -218,9 +221,18 @@ def _with_workspace(t: Traffic, workspace: int, l2_bytes: int) -> Traffic:
 
 
 def launch_us(
-    launch: Launch, t: Traffic, target: Target, given: Resources | None, registers: int | None, k: Constants
+    launch: Launch,
+    t: Traffic,
+    target: Target,
+    given: Resources | None,
+    registers: int | None,
+    follows: bool,
+    k: Constants,
 ) -> tuple[float, str, Occupancy]:
-    """(microseconds of one launch, what binds, how it fills an SM). See `predict` for given and registers."""
+    """(microseconds of one launch, what binds, how it fills an SM). See `predict` for given and registers.
+
+    follows: whether it is not the first of its configuration.
+    """
     regs = given.registers if given else registers or REGISTERS_LEAST
     smem = launch.smem_bytes + (given.static_smem_bytes if given else 0)
     fit = occupancy(target.arch, prod(launch.block), regs, smem)
@@ -231,7 +243,8 @@ def launch_us(
     if given is not None:
         busy *= 1 + k.spill * min(1.0, (given.spill_store_bytes + given.spill_load_bytes) / (4 * regs))
     filled = log2(1 + min(prod(launch.grid), t.units or inf)) / log2(1 + target.device.num_sms)
-    overhead = k.launch_us + k.fill_us * filled + (0.0 if launch.pdl else k.gap_us)
+    begin = k.launch_clocks + k.fill_clocks * filled + follows * k.after_clocks + (not launch.pdl) * k.gap_clocks
+    overhead = begin / target.device.clock_mhz
     busiest = max((n for n in times if n != "latency"), key=lambda n: times[n])
     bound = busiest if times[busiest] >= LEAST_BUSY * times["latency"] else "latency"
     return overhead + busy + between, bound if busy + between > overhead else "launch", fit

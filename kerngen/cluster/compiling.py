@@ -18,6 +18,7 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning.plan import rank
 from kerngen.tuning.space import candidates
+from kerngen.tuning_db.keep import lines
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.serve.canonical import problem_key
 
@@ -89,6 +90,8 @@ def forget_images(store: Store, job: Job) -> int:
         used = select(b.image_sha).join(t.winner, w.build_id == b.id)
         ours = select(b.image_sha).where(b.static_key == _static_key(job), b.image_sha.is_not(None))
         done = connection.execute(delete(t.artifact).where(t.artifact.c.sha.in_(ours), t.artifact.c.sha.not_in(used)))
+        if done.rowcount:
+            lines.write(connection, _static_key(job), job.arch, store.where)
         return int(done.rowcount)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from kerngen.errors import DatabaseError, UsageError
 if TYPE_CHECKING:
     import procrastinate
     import psycopg
+
+log = logging.getLogger(__name__)
 
 TUNE, COMPILE = "kerngen.tune", "kerngen.compile"  # Procrastinate's names of the two tasks
 HEARTBEAT_S = 10.0  # how often a worker says that it lives
@@ -142,15 +145,23 @@ class Queue:
         return [found[job.id] for job in jobs]
 
     def states(self, ids: Iterable[int] | None = None) -> list[State]:
-        """Where these jobs stand, or all that the queue knows, the oldest first."""
+        """Where these jobs stand, or all that the queue knows, the oldest first.
+
+        Jobs in the words of another version of kerngen are left out: its workers do them.
+        """
         with _clear("the queue"):
             asked = {"tasks": [TUNE, COMPILE], "ids": None if ids is None else list(ids)}
             rows = self._connection.execute(_STATES, asked).fetchall()
-        return [
-            State(r["id"], Job.of_json(r["args"]["job"]), r["queue_name"], r["status"], r["attempts"],
-                  r["worker"] or "", r["num_done"] or 0, r["num_total"] or 0, r["what"] or "", r["result"])
-            for r in rows
-        ]  # fmt: skip
+        found = []
+        for r in rows:
+            try:
+                job = Job.of_json(r["args"]["job"])
+            except (TypeError, KeyError) as e:
+                log.info("job %s is another version's: %s", r["id"], e)
+                continue
+            found.append(State(r["id"], job, r["queue_name"], r["status"], r["attempts"], r["worker"] or "",
+                               r["num_done"] or 0, r["num_total"] or 0, r["what"] or "", r["result"]))  # fmt: skip
+        return found
 
     def cancel(self, ids: Iterable[int]) -> int:
         """Take these out of the queue, and tell those who are at one to stop. Returns how many that concerned."""
@@ -227,7 +238,8 @@ class Queue:
             yield got
         finally:
             if got:
-                self._connection.execute("SELECT pg_advisory_unlock(%s)", [_LOCK])
+                with _clear("the queue"):
+                    self._connection.execute("SELECT pg_advisory_unlock(%s)", [_LOCK])
 
 
 def app_for_worker(conninfo: str) -> procrastinate.App:

@@ -143,45 +143,58 @@ class _Running:
                 watching.cancel()
                 with suppress(asyncio.CancelledError):
                     await watching
-        self.compiler.close()
+                self.compiler.close()
         with suppress(DatabaseError):
             self.queue.part(self.me)
         return self.num_done
 
     async def _watch(self, app: procrastinate.App, taking: asyncio.Task[None]) -> None:
         """Between heartbeats: take over from the dead, and end where there is nothing more to do."""
-        with await asyncio.to_thread(Queue.open, self.options.url) as queue:
-            while True:
-                try:
-                    await asyncio.to_thread(queue.greet, self.me)
-                    await self._take_over(app, queue)
-                    if self.options.until_empty and not await asyncio.to_thread(queue.num_open, self.me.queues):
-                        taking.cancel()
-                except DatabaseError as e:
-                    log.warning("%s", e)
-                await asyncio.sleep(min(self.options.heartbeat_s, 1.0 if self.options.until_empty else 60.0))
+        from procrastinate.exceptions import ConnectorException
+
+        between_s = min(self.options.heartbeat_s, 1.0) if self.options.until_empty else self.options.heartbeat_s
+        while True:
+            try:
+                with await asyncio.to_thread(Queue.open, self.options.url) as queue:
+                    while True:
+                        await asyncio.to_thread(queue.greet, self.me)
+                        await self._take_over(app, queue)
+                        if self.options.until_empty and not await asyncio.to_thread(queue.num_open, self.me.queues):
+                            taking.cancel()
+                        await asyncio.sleep(between_s)
+            except (DatabaseError, ConnectorException) as e:  # the server was away: with a new connection, then
+                log.warning("%s", e)
+                await asyncio.sleep(between_s)
 
     async def _take_over(self, app: procrastinate.App, queue: Queue) -> None:
         """Put back what those were at who fell silent. One worker at a time does, so nothing is put back twice."""
-        import procrastinate
-
         jobs = app.job_manager
         with queue.alone() as is_alone:
             if not is_alone:
                 return
             for job in await jobs.get_stalled_jobs(seconds_since_heartbeat=SILENT * self.options.heartbeat_s):
-                if job.task_name not in (TUNE, COMPILE):
-                    continue
-                said = f"job {job.id} ({job.queue}) lost its worker"
-                if job.attempts + 1 >= MOST_ATTEMPTS:
-                    self.options.say(f"{said}, and {MOST_ATTEMPTS - 1} others before; given up")
-                    await jobs.finish_job(job, procrastinate.jobs.Status.FAILED, delete_job=False)
-                    if job.id is not None:
-                        reason = {"error": f"{MOST_ATTEMPTS} workers died of it, or with it"}
-                        await asyncio.to_thread(queue.tell, job.id, "", 0, 0, "", reason)
-                else:
-                    self.options.say(f"{said}; it is to be done again")
-                    await jobs.retry_job(job)
+                if job.task_name in (TUNE, COMPILE) and job.id is not None:
+                    await self._put_back(jobs, queue, job, job.id)
+
+    async def _put_back(
+        self, jobs: procrastinate.manager.JobManager, queue: Queue, job: procrastinate.jobs.Job, id: int
+    ) -> None:
+        from procrastinate.exceptions import UniqueViolation
+        from procrastinate.jobs import Status
+
+        said = f"job {id} ({job.queue}) lost its worker"
+        why = f"{MOST_ATTEMPTS} workers died of it, or with it"
+        if job.attempts + 1 < MOST_ATTEMPTS:
+            try:
+                await jobs.retry_job(job)
+            except UniqueViolation:  # two asked for it at the same moment
+                why = "the same is in the queue as another job"
+            else:
+                self.options.say(f"{said}; it is to be done again")
+                return
+        self.options.say(f"{said}; given up: {why}")
+        await asyncio.to_thread(queue.tell, id, "", 0, 0, "", {"error": why})
+        await jobs.finish_job(job, Status.FAILED, delete_job=False)
 
     # ---- a job, in its thread
 
@@ -205,9 +218,11 @@ class _Running:
             except KeyboardInterrupt:
                 self.options.say(f"stopped: job {context.job.id}, {what}")
                 raise JobAborted from None
-            except KerngenError as e:
-                self.options.say(f"failed: job {context.job.id}, {what}: {e.message}")
-                told.end({"error": e.message})
+            except Exception as e:
+                why = e.message if isinstance(e, KerngenError) else f"{type(e).__name__}: {e}"
+                self.options.say(f"failed: job {context.job.id}, {what}: {why}")
+                with suppress(DatabaseError):
+                    told.end({"error": why})
                 raise
             told.require_ours()  # else another has it, and ends it
             told.end(result)

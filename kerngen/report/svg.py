@@ -1,7 +1,7 @@
 """A plot as SVG text: two axes with units, lines, marks and bars. Nothing in it moves, and it needs no script.
 
 Sizes are those of a phone held upright, where one unit is one pixel; a wider window shows several plots beside each
-other. Colours are classes (`s0` to `s7`), which the page gives its light and its dark values.
+other. Colours are classes (`s0` to `s9`), which the page gives its light and its dark values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 
 WIDTH, HEIGHT = 340.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 10.0, 40.0
-NUM_COLOURS = 8
+NUM_COLOURS = 10  # in page.css
 COUNTED = ("number", "rows", "tokens", "keys")  # units of what has no halves
 PER_TICK = 52.0  # pixels that a tick's label needs, along x
 

@@ -191,6 +191,7 @@ def runs(facts: Facts) -> Iterator[Figure]:
     text = (
         f"{len(facts.trials)} rows of {len(found)} runs, on {facts.num_builds} builds by NVRTC "
         f"{' and '.join(facts.nvrtc) or 'none'}; {len(facts.revoked)} revoked."
+        + (f" The newest {MOST_RUNS} are drawn." if len(found) > MOST_RUNS else "")
     )
     drawn = ordered[:MOST_RUNS]
     height = TOP + len(drawn) * RUN_ROW + BOTTOM

@@ -27,6 +27,7 @@ PORTIONS = 32  # a round: enough that compilers are ahead of the GPU, few enough
 LEAST_GAIN = 0.002
 JUDGED = 0.5  # of all weight, what the steps have by which a tuned model is judged; all others share the rest
 MOST_FOR_FINALS = 0.25  # of the whole time
+PATIENCE = 0.5  # of the whole time, after it
 
 
 @dataclass(slots=True)
@@ -45,6 +46,11 @@ class Budget:
         if self.seconds is None:
             return float("inf")
         return self.began + self.seconds + waited_s - self.clock()
+
+    @property
+    def patience(self) -> float:
+        """Seconds after the end for which compiles are waited for that answer many problems."""
+        return PATIENCE * (self.seconds or 0.0)
 
     def reserve(self, num_finals: int) -> float:
         """Seconds that searching has to leave to so many finals."""

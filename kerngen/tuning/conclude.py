@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kerngen.tuning.ledger import Ledger
     from kerngen.tuning.report import Report
     from kerngen.tuning.task import Task
-    from kerngen.tuning_db.serve.values import Build, Winner
+    from kerngen.tuning_db.serve.values import Build
 
 
 class Conclusion:
@@ -35,10 +35,8 @@ class Conclusion:
 
     def of(self, tasks: Sequence[Task]) -> None:
         """Derive the winners, check and keep their cubins, and fill the report in the workload's order."""
+        answered = self._answer_by_the_model([t for t in tasks if not _has_answer(t)], tasks)
         winners = self.ledger.winners([t.entry for t in tasks])
-        untried = [t for t in tasks if t.entry.key.id not in winners and not t.search.outcomes]
-        answered = self._answer_by_the_model(untried, tasks, winners)
-        winners |= self.ledger.winners([t.entry for t in answered])
         ended = not self.report.out_of_time and not self.report.interrupted
         # a space that nobody has looked at by the end of the time is not looked at now
         looked_at = {t for t in tasks if ended or t.search.candidates.are_known}
@@ -71,15 +69,13 @@ class Conclusion:
 
     # -- what was not tried
 
-    def _answer_by_the_model(
-        self, untried: Sequence[Task], tasks: Sequence[Task], winners: dict[str, Winner]
-    ) -> list[Task]:
+    def _answer_by_the_model(self, untried: Sequence[Task], tasks: Sequence[Task]) -> list[Task]:
         """Predict for each what of its builds can run it, and write the best down. Returns those that have one."""
         keys = {t.static_key for t in untried}
         builds: dict[str, dict[Any, Build]] = {key: {} for key in keys}
         for t in tasks:
             if t.static_key in keys:
-                builds[t.static_key] |= self._best_of(t, winners.get(t.entry.key.id))
+                builds[t.static_key] |= _offered_by(t)
         by = Predicted(self.target)
         answered = []
         for t in untried:
@@ -92,13 +88,6 @@ class Conclusion:
                 self.ledger.add(t.entry, trials[i].config, outcome, build_id=trials[i].build.id, by=by)
                 answered.append(t)
         return answered
-
-    def _best_of(self, t: Task, winner: Winner | None) -> dict[Any, Build]:
-        """What `t` has to offer to others: its winner's build, and where it was not judged what was compiled for it."""
-        if winner is None:
-            return {c: b for c, b in t.builds.items() if b.status == "ok"}
-        config = t.kernel.config_type(**winner.config)
-        return {config: t.builds.get(config) or self.store.build(winner.build_id)}
 
     # -- winners
 
@@ -143,6 +132,19 @@ def summary_of(t: Task) -> dict[str, Any]:
         "default_us": None if default is None else default.latency_us,
         "spilled": sum(o.spill_bytes > 0 for o in outcomes.values()),
     }
+
+
+def _has_answer(t: Task) -> bool:
+    """Whether it was tried in this run, or in an earlier one that had an answer."""
+    known = (row.outcome == "ok" for rows in t.entry.known.values() for row in rows)
+    return bool(t.search.outcomes) or t.entry.closed is not None or any(known)
+
+
+def _offered_by(t: Task) -> dict[Any, Build]:
+    """What `t` has for others: its best, and where nothing was judged what was compiled for it."""
+    if (best := t.search.best) is not None:
+        return {best: t.builds[best]}
+    return {c: b for c, b in t.builds.items() if b.status == "ok"}
 
 
 def _can_run(t: Task, config: Any, build: Build, target: Any) -> bool:

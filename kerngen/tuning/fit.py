@@ -161,7 +161,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 # -- the fit
 
-FITTED = tuple(f.name for f in fields(Constants) if f.name != "gap_us")
+FITTED = tuple(f.name for f in fields(Constants) if f.name != "gap_clocks")
 MOST_ROWS = 60  # of a problem, the faster the more likely
 LEVEL_WEIGHT = 0.3  # of a problem's mean miss, beside what its configurations miss by apart from that
 FASTER_COUNTS = 1.0  # a configuration weighs as its best is to it, to this power
@@ -180,7 +180,10 @@ class Sample:
 
     def predicted_us(self, constants: Constants) -> list[float]:
         return [
-            sum(launch_us(launch, moved, self.target, given, None, constants)[0] for launch, moved, given in launches)
+            sum(
+                launch_us(launch, moved, self.target, given, None, i > 0, constants)[0]
+                for i, (launch, moved, given) in enumerate(launches)
+            )
             for launches in self.work
         ]
 

@@ -14,7 +14,9 @@ from kerngen import __version__
 from kerngen.closure import closure_of
 from kerngen.compile import Cubin, nvrtc_version
 from kerngen.errors import CompileError
+from kerngen.judge import judge_of
 from kerngen.predict import MODEL
+from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
 from kerngen.tuning_db.serve.canonical import ProblemKey, canonical, digest, problem_key
 from kerngen.tuning_db.serve.values import Build, Measurement, StepKey, Winner
@@ -185,6 +187,7 @@ class Ledger:
         self.flush()
         found = {}
         for kernel, static in dict.fromkeys((e.kernel.name, e.key.static_key) for e in entries):
-            for w in self.store.recompute_winners(kernel, static, self.target):
+            judge = judge_of(find_kernel(kernel), self.target)
+            for w in self.store.recompute_winners(kernel, static, self.target, judge=judge):
                 found[w.problem.id] = w
         return found

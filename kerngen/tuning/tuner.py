@@ -52,6 +52,7 @@ class _Asked:
     source: str
     build: Build | None = None
     cubin: Future[Cubin] | None = None
+    serves_others: bool = False  # the only one of its static key so far: its compile is waited for
 
 
 class Tuner:
@@ -78,7 +79,7 @@ class Tuner:
         self.store, self.compiler = store, compiler
         self.trials, self.seed = trials or objective.trials, seed
         self.report = Report(self.target, objective.name, objective.how, uuid4().hex[:12])
-        self.ledger = Ledger(store, objective, self.report.run, [self.trials, seed])
+        self.ledger = Ledger(store, objective, self.report.run, [self.trials, seed, LEAST_GAIN])
         self._progress = progress
         self._budget = Budget(time_budget_s, clock, clock() if began is None else began, objective.final_s)
         self._tasks: list[Task] = []
@@ -140,13 +141,13 @@ class Tuner:
     # -- the tiers
 
     def _try_defaults(self) -> None:
-        """One problem of each static key comes first: what is compiled for it may serve the others."""
+        """One problem of each static key comes first: what is compiled for it may serve others, and is waited for."""
         rest: list[Task] = []
         first: dict[str, Task] = {}
         for t in sorted((t for t in self._tasks if t.search.num_left), key=lambda t: t.urgency):
             if first.setdefault(t.static_key, t) is not t:
                 rest.append(t)
-        self._round([*first.values(), *rest])
+        self._round([*first.values(), *rest], num_first=len(first))
 
     def _try_neighbours(self) -> None:
         """What is best for a problem's neighbours, and what the database has for it and for them."""
@@ -207,20 +208,24 @@ class Tuner:
 
     # -- a round
 
-    def _round(self, tasks: Sequence[Task], *, suggested: bool = False) -> None:
-        """What these ask for next, judged in this order. suggested: only what was suggested to them."""
-        self._evaluate(self._ask(tasks, suggested))
+    def _round(self, tasks: Sequence[Task], *, suggested: bool = False, num_first: int = 0) -> None:
+        """What these ask for next, judged in this order. suggested: only what was suggested to them. num_first: of the
+        tasks, those whose builds serve others.
+        """
+        self._evaluate(self._ask(tasks, suggested, num_first))
         if tasks and self._is_late():
             self.report.out_of_time = True
 
-    def _ask(self, tasks: Sequence[Task], suggested: bool) -> list[_Asked]:
+    def _ask(self, tasks: Sequence[Task], suggested: bool, num_first: int) -> list[_Asked]:
         """What each search asks for next. What must be compiled is under way then."""
         round_ = []
-        for t in tasks:
+        for place, t in enumerate(tasks):
+            if place >= num_first and self._is_late():
+                break
             for config in t.search.ask(self.objective.batch, suggested=suggested):
                 source = self._source(t, config)
                 build = self.ledger.build_of(t.kernel, t.problem, config, source)
-                asked = _Asked(t, config, source, build)
+                asked = _Asked(t, config, source, build, serves_others=place < num_first)
                 if build is None or self.objective.needs_image:
                     asked.cubin = self.compiler.submit(source, self.target.arch)
                     if not asked.cubin.done():
@@ -276,7 +281,7 @@ class Tuner:
             raise KerngenError("what was asked has neither a build nor a compile")
         made: Cubin | CompileError | None = None
         while made is None:
-            if not a.cubin.done() and self._is_late():
+            if not a.cubin.done() and self._is_late(a.serves_others):
                 return None
             try:
                 made = a.cubin.result(timeout=0.5)
@@ -326,8 +331,12 @@ class Tuner:
         if self._progress is not None:
             self._progress.update(self.report.num_trials, self.report.num_trials + self._left, text)
 
-    def _is_late(self) -> bool:
-        """Whether the time for trials is over: what is left of it, the finals need."""
+    def _is_late(self, patient: bool = False) -> bool:
+        """Whether the time for trials is over: what is left of it, the finals need. patient: or the time to wait for
+        what serves others.
+        """
+        if patient:
+            return self._budget.left(self.objective.waited_s) <= -self._budget.patience
         return self._budget.left(self.objective.waited_s) <= self._budget.reserve(len(self._contested))
 
     # -- the finals

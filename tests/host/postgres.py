@@ -1,8 +1,8 @@
 """A PostgreSQL of the tests' own: made in a temporary folder, reached through a socket there, gone with the session.
 
-Take `postgresql_url`, which is an empty schema of it. KERNGEN_TEST_PG=postgresql+psycopg://USER@HOST/NAME names a
-server to use in its place. Where there is neither, a test that asks fails: what is only skipped is not looked at.
-KERNGEN_NO_POSTGRES=1 has it skip.
+Take `postgresql_url`, which is an empty schema of it, or `queue_url`, where a queue may be made, too.
+KERNGEN_TEST_PG=postgresql+psycopg://USER@HOST/NAME names a server to use in its place. Where there is neither, a test
+that asks fails: what is only skipped is not looked at. KERNGEN_NO_POSTGRES=1 has it skip.
 """
 
 from __future__ import annotations
@@ -144,3 +144,17 @@ def postgresql_url(postgresql_server: str) -> Iterator[str]:
         with server.begin() as c:
             c.execute(text(f"DROP SCHEMA {name} CASCADE"))
         server.dispose()
+
+
+@pytest.fixture
+def queue_url(postgresql_url: str) -> Iterator[str]:
+    """As `postgresql_url`, for a database with a queue, whose schema beside it is gone with the test, too."""
+    if find_spec("procrastinate") is None:
+        pytest.fail("procrastinate is not installed: pip install -c constraints.txt -e '.[dev]', or "
+                    "KERNGEN_NO_POSTGRES=1")  # fmt: skip
+    yield postgresql_url
+    server = create_engine(postgresql_url)
+    with server.begin() as c:
+        name = c.execute(text("SELECT current_schema()")).scalar_one()
+        c.execute(text(f"DROP SCHEMA IF EXISTS {name}_queue CASCADE"))
+    server.dispose()

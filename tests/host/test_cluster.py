@@ -13,20 +13,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from command import ROOT, Kerngen
-from postgres import postgresql_server, postgresql_url
-from sqlalchemy import create_engine, text
+from postgres import postgresql_server, postgresql_url, queue_url
+from sqlalchemy import text
 
 from kerngen.arch import Target, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.cluster.compiling import compile_ahead, fetch_images, forget_images
 from kerngen.cluster.job import Job, code_digest, jobs_for
-from kerngen.cluster.queue import Queue, State, Worker
+from kerngen.cluster.queue import TUNE, Queue, State, Worker
 from kerngen.cluster.submit import Plan, collect, status_lines, submit, wait, why_idle
 from kerngen.cluster.worker import able_arches, measuring_lock
 from kerngen.errors import DatabaseError, UsageError
@@ -35,7 +36,7 @@ from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
 from kerngen.workload import find_workload
 
-__all__ = ["postgresql_server", "postgresql_url"]
+__all__ = ["postgresql_server", "postgresql_url", "queue_url"]
 
 V100 = Target.of(find_arch("sm70"))
 # Of the 31B's set on sm70. KERNGEN_TEST_CLUSTER=all takes all of it, which two cores are some minutes at.
@@ -71,15 +72,9 @@ def found(store: Store) -> dict[str, Any]:
 
 
 @pytest.fixture
-def url(postgresql_url: str) -> Iterator[str]:
-    """A database without tables. Its queue's schema is gone with the test, too."""
-    pytest.importorskip("procrastinate", reason="procrastinate comes with the extra dev", exc_type=ImportError)
-    yield postgresql_url
-    name = re.findall(r"kerngen_test_\w+", postgresql_url)[-1]
-    engine = create_engine(postgresql_url)
-    with engine.begin() as c:
-        c.execute(text(f"DROP SCHEMA IF EXISTS {name}_queue CASCADE"))
-    engine.dispose()
+def url(queue_url: str) -> str:
+    """A database without tables."""
+    return queue_url
 
 
 class Started:
@@ -257,17 +252,27 @@ def test_cancelled_it_stops_and_is_not_done_again(url: str, plan: Plan, start: C
             assert collect(store, plan, states).interrupted
 
 
-def test_a_job_that_takes_workers_with_it_is_given_up(url: str, plan: Plan, start: Callable[..., Started]) -> None:
+def test_what_the_dead_leave_is_put_back_once_or_given_up(url: str, plan: Plan, start: Callable[..., Started]) -> None:
+    """One that took two workers with it takes no third; one that is in the queue again is done as that."""
     with Queue.open(url) as queue:
+        jobs = plan.jobs()
         ids = submit(queue, plan)
-        queue.cancel(ids[1:])
-        queue._connection.execute("UPDATE procrastinate_jobs SET status = 'doing', attempts = 2 WHERE id = %s", ids[:1])
+        deadly, twin = 0, min(range(1, len(jobs)), key=lambda i: len(jobs[i].problems))
+        queue.cancel(ids[i] for i in range(len(ids)) if i not in (deadly, twin))
+        died = "UPDATE procrastinate_jobs SET status = 'doing', attempts = %s WHERE id = %s"
+        queue._connection.execute(died, [2, ids[deadly]])
+        queue._connection.execute(died, [0, ids[twin]])
+        task = queue._app.configure_task(
+            TUNE, queue=jobs[twin].queue, lock=jobs[twin].lock, queueing_lock=jobs[twin].id
+        )
+        again = task.defer(job=jobs[twin].as_json())
         worker = start("--until-empty")
         assert worker.end() == 0
-        (state,) = queue.states(ids[:1])
-        assert state.status == "failed"
-        assert "died of it" in state.result["error"]
-        assert worker.done() == []
+        assert worker.done() == [again]
+        given_up = {s.id: s for s in queue.states(ids) if s.status == "failed"}
+        assert set(given_up) == {ids[deadly], ids[twin]}
+        assert "died of it" in given_up[ids[deadly]].result["error"]
+        assert "another job" in given_up[ids[twin]].result["error"]
         assert any("died of it" in line for line in status_lines(queue.states(), []))
 
 
@@ -315,6 +320,11 @@ def test_what_is_in_the_queue_is_not_put_there_again(url: str, plan: Plan) -> No
         assert queue.cancel(ids) == 0, "they are over"
         again = submit(queue, plan)
         assert not set(again) & set(ids)
+        foreign = (
+            """UPDATE procrastinate_jobs SET args = '{"job": {"kind": "predicted", "colour": "red"}}' WHERE id = %s"""
+        )
+        queue._connection.execute(foreign, again[:1])
+        assert [s.id for s in queue.states(again)] == again[1:], "another version's are its workers'"
 
 
 def test_the_queue_is_made_once_and_by_one_version(url: str) -> None:
@@ -377,21 +387,37 @@ def test_what_others_compiled_is_taken_and_cleared_away(plan: Plan, tmp_path: Pa
         assert all(store.image(store.build(w.build_id)) is not None for w in store.winners())
 
 
-def test_a_worker_that_compiles_leaves_measuring_to_others(url: str, plan: Plan, start: Callable[..., Started]) -> None:
-    ahead = replace(plan, items=tuple(i for i in plan.items if i.kernel == "embed"), kind="measured")
+def test_one_compiles_and_another_measures(url: str, plan: Plan, start: Callable[..., Started], tmp_path: Path) -> None:
+    """With a GPU that times by a formula, and a compile cache each: machine code travels through the database."""
+    ahead = replace(plan, items=tuple(i for i in plan.items if i.kernel == "embed"), kind="measured", trials=4)
     with Queue.open(url) as queue, Store.open(url) as store:
         (id,) = submit(queue, ahead)
         assert start("--kind", "compile", "--until-empty").end() == 0
-        measured, compiled = sorted(queue.states(), key=lambda s: s.job.kind, reverse=True)
-        assert (measured.id, measured.status, measured.queue) == (id, "todo", f"measure-V100-{code_digest()}")
+        (measured,) = queue.states([id])
+        assert (measured.status, measured.queue) == ("todo", f"measure-V100-{code_digest()}")
+        (compiled,) = (s for s in queue.states() if s.job.kind == "compile")
         assert compiled.status == "succeeded"
         assert not store.measurements(), "what was compiled is not measured"
-        job = compiled.job
-        assert forget_images(store, job) == compiled.result["num_compiled"] > 0, "while it is wanted it is kept"
-        queue.cancel([id])
-        assert queue.submit([job]) != [compiled.id]
+        environment = os.environ | {"KERNGEN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+        command = [sys.executable, str(Path(__file__).parent / "worker_fake.py"), url]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        (measured,) = queue.states([id])
+        assert measured.status == "succeeded", done.stdout
+        assert measured.result["num_compiled"] < compiled.result["num_compiled"], "most of it was there"
+        winners = store.winners()
+        assert len(winners) == len(ahead.items)
+        assert {(w.provenance, w.device.name) for w in winners} == {("measured", "V100")}
+        report = collect(store, ahead, [measured])
+        assert {r.winner.latency_us for r in report.results if r.winner} == {w.latency_us for w in winners}
+        builds = [store.build(b) for b in {o.measurement.build_id or "" for o in store.measurements()}]
+        kept = {b.image_sha for b in builds if store.image(b) is not None}
+        assert kept == {store.build(w.build_id).image_sha for w in winners}, "and no more than what won"
+        (again,) = queue.submit([compiled.job])
         assert start("--kind", "compile", "--until-empty").end() == 0
-        assert forget_images(store, job) == 0, "and cleared away by whoever comes too late"
+        assert queue.states([again])[0].status == "succeeded"
+        assert forget_images(store, compiled.job) == 0, "who compiles too late clears away after itself"
 
 
 # ---- the commands
@@ -440,8 +466,8 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     assert e.value.hint == "pip install 'kerngen[pg]'"
 
 
+@pytest.mark.skipif(find_spec("procrastinate") is None, reason="what needs it fails above, and says so")
 def test_a_password_is_not_shown() -> None:
-    pytest.importorskip("procrastinate", reason="procrastinate comes with the extra dev", exc_type=ImportError)
     with pytest.raises(DatabaseError) as e:
         Queue.open("postgresql+psycopg://kerngen:secret@localhost:1/none")
     assert "secret" not in str(e.value)

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 from command import ROOT
-from postgres import postgresql_server, postgresql_url
-from sqlalchemy import create_engine, text
+from postgres import postgresql_server, postgresql_url, queue_url
 from test_docs import _why_wrong
 
 from kerngen.cluster.queue import Queue
+from kerngen.report.page import write_report
 from kerngen.tuning_db import Store
 
-__all__ = ["postgresql_server", "postgresql_url"]
+__all__ = ["postgresql_server", "postgresql_url", "queue_url"]
 
 FOLDER = ROOT / "examples" / "cluster"
 
@@ -66,9 +66,8 @@ def test_shells_read_them(name: str) -> None:
     subprocess.run(["bash", "-n", FOLDER / name], check=True)
 
 
-def test_the_local_one_tunes(postgresql_url: str, tmp_path: Path) -> None:
+def test_the_local_one_tunes(queue_url: str, tmp_path: Path) -> None:
     """Two workers, as the README has it, on a server of this test's own."""
-    pytest.importorskip("procrastinate", reason="procrastinate comes with the extra dev", exc_type=ImportError)
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "kerngen"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kerngen "$@"\n')
@@ -76,23 +75,18 @@ def test_the_local_one_tunes(postgresql_url: str, tmp_path: Path) -> None:
     paths = {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}",
              "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
     environment = os.environ | paths | {"KERNGEN_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            [FOLDER / "local.sh", postgresql_url, "--kernel", "embed,rmsnorm", "--trials", "1"], env=environment,
-            capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert "problems have a winner" in done.stdout
-        assert re.search(r"predict-sm70-\w+ +3 succeeded", done.stdout), done.stdout
-        assert len(set(re.findall(r"(\S+:\d+:\w+) .*takes predict-sm70", done.stderr))) == 2, done.stderr
-        with Store.open(postgresql_url) as store:
-            assert {w.kernel for w in store.winners()} == {"embed", "rmsnorm"}
-            assert {w.provenance for w in store.winners()} == {"predicted"}
-        with Queue.open(postgresql_url) as queue:
-            assert {s.job.model for s in queue.states()} == {"gemma-4-31b"}
-    finally:
-        name = re.findall(r"kerngen_test_\w+", postgresql_url)[-1]
-        engine = create_engine(postgresql_url)
-        with engine.begin() as c:
-            c.execute(text(f"DROP SCHEMA IF EXISTS {name}_queue CASCADE"))
-        engine.dispose()
+    done = subprocess.run(
+        [FOLDER / "local.sh", queue_url, "--kernel", "embed,rmsnorm", "--trials", "1"], env=environment,
+        capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "problems have a winner" in done.stdout
+    assert re.search(r"predict-sm70-\w+ +3 succeeded", done.stdout), done.stdout
+    assert len(set(re.findall(r"(\S+:\d+:\w+) .*takes predict-sm70", done.stderr))) == 2, done.stderr
+    with Store.open(queue_url) as store:
+        assert {w.kernel for w in store.winners()} == {"embed", "rmsnorm"}
+        assert {w.provenance for w in store.winners()} == {"predicted"}
+        made = write_report(tmp_path / "report.html", [store])
+        assert (len(made.facts.points), len(made.facts.searches)) == (len(store.winners()),) * 2
+    with Queue.open(queue_url) as queue:
+        assert {s.job.model for s in queue.states()} == {"gemma-4-31b"}

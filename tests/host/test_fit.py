@@ -144,7 +144,7 @@ def test_a_recording_under_way_is_left_out(tmp_path: Path) -> None:
 
 def test_a_fit_finds_what_made_the_times() -> None:
     """Times by the model with other constants: the fit goes there, and not by what is held out."""
-    true = replace(CONSTANTS, launch_us=2 * CONSTANTS.launch_us, latency=1.5 * CONSTANTS.latency)
+    true = replace(CONSTANTS, launch_clocks=2 * CONSTANTS.launch_clocks, latency=1.5 * CONSTANTS.latency)
 
     def us(config: Any) -> float:
         return Outlook(DENSE, PROBLEM, SM90, true).predict(config, TAKES).latency_us

@@ -336,7 +336,8 @@ def test_the_wheel_carries_its_types(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    for name in ("ops/library.py", "templates/rmsnorm/op.py", "runtime/executors/reference.py"):
+    assets = ("report/page.css", "report/page.js", "report/page.html.jinja", "cluster/worker.py")
+    for name in ("ops/library.py", "templates/rmsnorm/op.py", "runtime/executors/reference.py", *assets):
         assert (site / "kerngen" / name).is_file()
     python = tmp_path / "venv" / "bin" / "python"
     done = run(python, "-I", "-c", "import kerngen; print(kerngen.ops.embed.__name__, kerngen.__file__)", cwd=tmp_path)

@@ -108,8 +108,8 @@ GRID = Launch("made", (264, 1, 1), (128, 1, 1), 0, pdl=True)
 MADE = Traffic(10_000_000, 1_000_000_000, smem_bytes=10_000_000, cuda_ops=10_000_000, bytes_in_flight=8192)
 
 
-def _made_us(t: Traffic, launch: Launch = GRID, target: Target = H200, given: Resources | None = None) -> float:
-    return launch_us(launch, t, target, given, 64, CONSTANTS)[0]
+def _made_us(t: Traffic, launch: Launch = GRID, given: Resources | None = None, *, follows: bool = False) -> float:
+    return launch_us(launch, t, H200, given, 64, follows, CONSTANTS)[0]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,14 @@ def test_one_small_block_is_no_grid() -> None:
     one = Launch("made", (1, 1, 1), (128, 1, 1), 0, pdl=True)
     little = Traffic(1000, 0, bytes_in_flight=1000)
     assert 1.0 < _made_us(little, one) < _made_us(replace(little, units=264)) - 0.5
-    assert _made_us(little, replace(one, pdl=False)) == pytest.approx(_made_us(little, one) + CONSTANTS.gap_us)
+    gap = CONSTANTS.gap_clocks / H200.device.clock_mhz
+    assert _made_us(little, replace(one, pdl=False)) == pytest.approx(_made_us(little, one) + gap)
+
+
+def test_a_launch_that_reads_what_was_just_made_begins_with_nothing() -> None:
+    assert _made_us(MADE, follows=True) == pytest.approx(
+        _made_us(MADE) + CONSTANTS.after_clocks / H200.device.clock_mhz
+    )
 
 
 def test_how_many_experts_tokens_choose() -> None:

@@ -170,9 +170,13 @@ def test_from_a_database_to_text_and_back(kerngen: Kerngen) -> None:
     with open_bundle("built.kgdb") as built:
         assert {(w.arch.name, w.provenance) for w in built.winners()} == {("sm70", "predicted"), ("sm90", "measured")}
         assert all(built.image(built.build(w.build_id)) is not None for w in built.winners())
-        there = {(w.id, json.dumps(w.config)) for w in built.winners()}
-    told = json.loads(kerngen("db", "ls", "--json", *small, "sm70,sm90")[1])
-    assert there == {(w["id"], json.dumps(w["config"])) for w in told}
+
+    def told(*where: str) -> list[tuple[Any, ...]]:
+        """Of each winner what does not hang on the version of the code that it was chosen for."""
+        winners = json.loads(kerngen("db", "ls", "--json", *where)[1])
+        return sorted((w["arch"], json.dumps(w["problem"]), json.dumps(w["config"])) for w in winners)
+
+    assert told("--db", "built.kgdb") == told(*small, "sm70,sm90")
     assert kerngen("db", "verify", "built.kgdb")[0] == 0
     assert kerngen("db", "dump", "--db", "built.kgdb", "-o", "again")[0] == 0
     for file in (measured, predicted):

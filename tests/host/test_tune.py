@@ -703,11 +703,13 @@ def test_a_group_says_what_it_won_and_what_is_missing(tune: Callable[..., Report
     report = tune((1, 4096), trials=100)
     load = Workload("toy", "sm70", tuple(r.item for r in report.results))
     (group,) = groups(report, load)
-    assert (group.num_won, group.num_changed, group.point) == (2, 1, "num_tokens=1")
-    one, many = report.results
-    assert one.changes == {}
-    assert many.winner is not None
-    assert many.changes == {k: v for k, v in many.winner.config.items() if v != one.winner.config[k]} != {}
+    changed = [r for r in report.results if r.changes]
+    assert (group.num_won, group.num_changed, group.point) == (2, len(changed), "num_tokens=1")
+    assert changed, "the default of 32 threads is not the best for 4096 tokens"
+    default = fields_of(find_kernel("scale").config_type(32))
+    for result in report.results:
+        assert result.winner is not None
+        assert result.changes == {k: v for k, v in result.winner.config.items() if v != default[k]}
     report.results[0].winner, report.results[0].note = None, "time"
     (group,) = groups(report, load)
     assert (group.num_won, group.point) == (1, "num_tokens=4096"), "one with a winner stands for the group"

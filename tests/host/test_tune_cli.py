@@ -127,6 +127,23 @@ def test_measuring_needs_the_gpu(kerngen: Kerngen) -> None:
     assert "--objective predicted" in err
 
 
+def test_steps_need_what_times_them(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is a clear line, and so is a GPU that nothing here can time a step on."""
+    from kerngen.tuning import worker
+
+    monkeypatch.setattr(worker, "present_arch", lambda: None)
+    code, _, err = kerngen(*TUNE, "--kernel", "embed", "--objective", "step")
+    assert code == 1
+    assert "no GPU to measure on" in err
+    monkeypatch.setattr(worker, "present_arch", lambda: find_arch("sm70"))
+    monkeypatch.setattr(worker.GpuWorker, "start", lambda self: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = kerngen(*TUNE, "--kernel", "embed", "--objective", "step")
+    assert code == 1
+    assert "cannot time a model's steps" in err
+    assert "--objective measured" in err
+
+
 def test_every_problem_of_the_31b_gets_a_v100_cubin(kerngen: Kerngen) -> None:
     """The default of each; how deep a search goes is test_tune.py's subject."""
     done = _json(kerngen(*TUNE, "--objective", "predicted", "--trials", "1", "--json"))

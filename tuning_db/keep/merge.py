@@ -174,6 +174,8 @@ class _Union:
         """Choose anew wherever something came in that choosing rests on."""
         touched = self._touched | static_keys_of(self._into, self._subjects)
         self._done.winners = choose_everywhere(self._into, touched)
+        if self._done.added or self._done.mended:
+            self._into.rewrite_lines()  # code of defaults came in too, which no choice rests on
 
 
 def _resealed(row: Row[Any]) -> dict[str, Any] | None:

@@ -100,6 +100,7 @@ def _pruning(store: Store, work: Any, dry_run: bool) -> None:
     try:
         with store.writing() as connection:
             work(connection)
+            store.rewrite_lines()  # what went must not be served
             if dry_run:
                 raise _NotMeant
     except _NotMeant:
@@ -118,3 +119,4 @@ def _drop_orphans(connection: Connection, done: Pruned) -> None:
     _delete(connection, done, t.problem, t.problem.c.id.not_in(kept))
     _delete(connection, done, t.device, t.device.c.id.not_in(select(m.device_id).union(select(w.device_id))))
     _delete(connection, done, t.environment, t.environment.c.id.not_in(select(m.environment_id)))
+    _delete(connection, done, t.step, t.step.c.id.not_in(select(m.step_id).where(m.step_id.is_not(None))))

@@ -343,6 +343,7 @@ class Store:
     def add_measurements(self, measurements: Sequence[Measurement]) -> list[str]:
         """Record trials in one transaction, in order; returns their ids."""
         ids = []
+        there = set[str]()  # devices and environments, which many rows share
         with self.writing() as connection:
             for given in measurements:
                 m = as_filed(settled(given))
@@ -350,8 +351,10 @@ class Store:
                 device_row = {"id": digest(device), "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
                               "props": to_json(device)}  # fmt: skip
                 environment_row = {"id": digest(m.environment), "props": to_json(m.environment)}
-                self._add(connection, t.device, device_row)
-                self._add(connection, t.environment, environment_row)
+                for table, shared in ((t.device, device_row), (t.environment, environment_row)):
+                    if shared["id"] not in there:
+                        self._add(connection, table, shared)
+                        there.add(str(shared["id"]))
                 row = measurement_row(m, self._add_problem(connection, m.problem))
                 self._add_sealed(connection, t.measurement, row)
                 ids.append(str(row["id"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kerngen.cli.db import care, install, look, move, rebuild, report, trust
+from kerngen.cli.db import care, install, look, move, rebuild, report, studies, trust
 
 
 @click.group()
@@ -18,8 +18,9 @@ def db() -> None:
 
 
 for command in (
-    look.ls, look.show, look.explain, report.report, move.export, move.import_, move.merge, move.dump, move.build,
-    care.verify, care.diff, care.stats, care.revoke, care.rm, care.gc, rebuild.rebuild, install.install,
-    install.uninstall, trust.keygen, trust.sign, trust.trust,
+    look.ls, look.show, look.explain, report.report, studies.studies,
+    move.export, move.import_, move.merge, move.dump, move.build,
+    care.verify, care.diff, care.stats, care.revoke, care.rm, care.gc, rebuild.rebuild,
+    install.install, install.uninstall, trust.keygen, trust.sign, trust.trust,
 ):  # fmt: skip
     db.add_command(command)

@@ -37,7 +37,7 @@ def open_source(
 
 
 def default_sources() -> list[Source]:
-    """What a run looks in: $KERNGEN_DB_OVERRIDE, the user's database, then the prebuilt ones.
+    """What a run looks in (places.searched).
 
     One that is not there is left out; one that cannot be opened, or is not to be trusted, with a warning.
     """

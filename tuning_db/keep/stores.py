@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def default_stores() -> list[Store]:
-    """What a run looks in: $KERNGEN_DB_OVERRIDE, the user's database, then the prebuilt ones. All read-only.
+    """What a run looks in (places.searched). All read-only.
 
     One that is not there is left out; one that cannot be opened is left out with a warning.
     """

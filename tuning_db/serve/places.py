@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kerngen.tuning_db.serve.files import is_absent
+from kerngen.tuning_db.serve.installed import search_path
 
 PREBUILT = Path(__file__).resolve().parents[1] / "prebuilt"  # shipped, and never written to
 
@@ -30,11 +31,12 @@ class Place(NamedTuple):
 
 
 def searched() -> list[Place]:
-    """What a run looks in: $KERNGEN_DB_OVERRIDE, the user's database if it is there, then the prebuilt ones."""
+    """What a run looks in: $KERNGEN_DB_OVERRIDE, the user's database if it is there, bundles, the prebuilt ones."""
     found = []
     if override := os.environ.get("KERNGEN_DB_OVERRIDE"):
         found.append(Place(override, "override", override=True))
     user = default_path().removeprefix("sqlite:///")
     if "://" in user or not is_absent(Path(user)):
         found.append(Place(user, "user"))
+    found += [Place(str(path), f"bundle {name}") for name, path in search_path()]
     return found + [Place(str(p), f"prebuilt {p.stem}", shipped=True) for p in sorted(PREBUILT.glob("*.sqlite"))]

@@ -120,8 +120,7 @@ def dump(
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, metavar="FILE|FOLDER...",
-                type=click.Path(exists=True, path_type=Path))  # fmt: skip
+@click.argument("paths", nargs=-1, required=True, metavar="FILE|FOLDER...", type=click.Path(path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.kgdb",
               help="The sealed file to write.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")

@@ -1,0 +1,155 @@
+"""Installed bundles, and those on the search path, are asked after the user's database, and verified each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import Kerngen
+from test_merge import FACTS, derive
+
+from kerngen.errors import DatabaseError, UsageError
+from kerngen.tuning_db import Store, default_stores
+from kerngen.tuning_db.serve import installed as bundles
+from kerngen.tuning_db.serve.sealed import Sealed
+from kerngen.tuning_db.ship.export import Selection, export
+from kerngen.tuning_db.ship.keys import user_key
+from kerngen.tuning_db.sources import default_sources
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    made = Kerngen(tmp_path, monkeypatch, capsys)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")
+    return made
+
+
+def sealed(name: str, *facts: int, signed: bool = True) -> Path:
+    with Store.open(f"{name}.sqlite") as store:
+        for n in facts:
+            FACTS[n](store)
+        derive(store)
+        export([store], Selection(), Path(f"{name}.kgdb"), keys=[user_key()] if signed else [])
+    return Path(f"{name}.kgdb")
+
+
+def served() -> dict[str, list[object]]:
+    """By database that a run asks, the configurations of its winners."""
+    stores = default_stores()
+    assert [s.name for s in default_sources()] == [s.name for s in stores], "a run asks what the commands show"
+    try:
+        return {s.name: [w.config["block_n"] for w in s.winners()] for s in stores}
+    finally:
+        for s in stores:
+            s.close()
+
+
+def test_installed_replaced_rolled_back_and_removed(kerngen: Kerngen) -> None:
+    first, second = sealed("one", 1), sealed("two", 3)
+    assert kerngen("db", "install", str(first), "--name", "mine")[0] == 0
+    assert served() == {"bundle mine": [0]}
+    os.remove(first)
+    assert kerngen("db", "install", str(second), "--name", "mine")[0] == 0
+    assert served() == {"bundle mine": [1]}
+    told = json.loads(kerngen("db", "install", "--list", "--json")[1])
+    assert [(b["name"], b["digest"], len(b["versions"]), b["pinned"]) for b in told] == [
+        ("mine", Sealed.open(second).digest, 2, False),
+    ]  # fmt: skip
+    code, out, _ = kerngen("db", "install", "--rollback", "mine")
+    assert code == 0
+    assert "version 1 of 2" in out
+    assert served() == {"bundle mine": [0]}
+    code, _, err = kerngen("db", "install", "--rollback", "mine")
+    assert (code, "there is no version of mine before" in err) == (2, True)
+    assert kerngen("db", "install", str(second), "--name", "mine")[0] == 0
+    assert served() == {"bundle mine": [1]}
+    assert kerngen("db", "uninstall", "mine")[0] == 0
+    assert served() == {}
+    assert not list(bundles.folder().glob("*.kgdb"))
+    assert "nothing is installed" in kerngen("db", "install")[1]
+
+
+def test_a_pinned_version_stays(kerngen: Kerngen) -> None:
+    first, second = sealed("one", 1), sealed("two", 3)
+    bundles.install(first, name="mine", pin=True)
+    with pytest.raises(UsageError, match="mine is pinned to"):
+        bundles.install(second, name="mine")
+    assert bundles.install(first, name="mine").pinned, "the same one again changes nothing"
+    assert served() == {"bundle mine": [0]}
+    assert bundles.install(second, name="mine", pin=True).active == 1
+    bundles.change("mine", pinned=False)
+    assert bundles.install(first, name="mine").versions[-1] == Sealed.open(first).digest
+    assert served() == {"bundle mine": [0]}
+
+
+def test_the_newest_is_asked_first_and_the_users_own_before_all(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        bundles.install(sealed(name, 1))
+    os.mkdir("share")
+    for name in ("d", "c"):
+        sealed(name, 3).rename(f"share/{name}.kgdb")
+    alone = sealed("alone", 4)
+    monkeypatch.setenv("KERNGEN_DB_PATH", f"{alone}{os.pathsep}share{os.pathsep}nowhere.kgdb{os.pathsep}alone.sqlite")
+    with Store.open() as own:
+        FACTS[1](own)
+    assert list(served()) == ["user", "bundle alone", "bundle c", "bundle d", "bundle b", "bundle a"]
+
+
+def test_what_nobody_answers_for_is_not_installed_and_not_served(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = sealed("one", 1, signed=False)
+    code, _, err = kerngen("db", "install", str(path))
+    assert (code, "one.kgdb is not installed: signature: it is not signed" in err) == (1, True)
+    monkeypatch.setenv("KERNGEN_DB_PATH", str(path))
+    assert served() == {}
+    assert "one.kgdb is not signed" in caplog.text
+    monkeypatch.delenv("KERNGEN_DB_PATH")
+    assert kerngen("db", "install", str(path), "--allow-unsigned")[0] == 0
+    assert served() == {"bundle one": [0]}
+    assert kerngen("db", "trust", "--remove", Sealed.open(path).digest)[0] == 0
+    assert served() == {}, "verified each time, not when it was installed"
+
+
+def test_damage_is_said_and_all_else_is_served(kerngen: Kerngen, caplog: pytest.LogCaptureFixture) -> None:
+    made = bundles.install(sealed("one", 1))
+    bundles.install(sealed("two", 3))
+    data = made.path.read_bytes()
+    made.path.chmod(0o644)
+    made.path.write_bytes(data[:-10])
+    assert served() == {"bundle two": [1]}
+    assert f"{made.path} is no sealed database" in caplog.text
+    code, _, err = kerngen("db", "install", str(made.path))
+    assert code == 1, err
+    made.path.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+    code, _, err = kerngen("db", "install", str(made.path))
+    assert (code, "is not installed: digests" in err) == (1, True)
+    for text in ("{", "[]", '{"kerngen_installed": 2}', '{"kerngen_installed": 1, "bundles": [{"name": 1}]}'):
+        (bundles.folder() / "installed.json").write_text(text)
+        with pytest.raises(DatabaseError, match=r"installed\.json"):
+            bundles.installed()
+        assert served() == {}
+
+
+def test_a_list_that_others_may_write_counts_for_nothing(kerngen: Kerngen, caplog: pytest.LogCaptureFixture) -> None:
+    bundles.install(sealed("one", 1))
+    (bundles.folder() / "installed.json").chmod(0o666)
+    assert served() == {}
+    assert "can be written by everyone" in caplog.text
+
+
+def test_several_install_at_once(kerngen: Kerngen) -> None:
+    """No one's is lost."""
+    for n in range(4):
+        sealed(f"b{n}", 1)
+    code = "import sys; from kerngen.tuning_db.serve.installed import install; install(sys.argv[1])"
+    running = [subprocess.Popen([sys.executable, "-c", code, f"b{n}.kgdb"]) for n in range(4)]
+    assert [p.wait(timeout=120) for p in running] == [0] * 4
+    assert sorted(b.name for b in bundles.installed()) == ["b0", "b1", "b2", "b3"]

@@ -107,7 +107,8 @@ class Sampler:
 def _optunas(name: str, seed: int) -> optuna.samplers.BaseSampler:
     import optuna
 
-    sampler: optuna.samplers.BaseSampler = getattr(optuna.samplers, name)(seed=seed)
+    quiet = {"warn_independent_sampling": False} if name == "GPSampler" else {}  # bodies differ in their fields
+    sampler: optuna.samplers.BaseSampler = getattr(optuna.samplers, name)(seed=seed, **quiet)
     return sampler
 
 
@@ -117,9 +118,7 @@ SAMPLERS = {
         Sampler("random", partial(_optunas, "RandomSampler")),
         Sampler("model"),  # the cost model's ranking, from the top: what the tuner does where it predicts
         Sampler("tpe", partial(_optunas, "TPESampler")),
-        Sampler(
-            "residual"
-        ),  # the cost model, times what it is seen to get wrong: what the tuner does where it measures
+        Sampler("residual"),  # the model, times what it is seen to get wrong: what the tuner does where it measures
         Sampler("gp", partial(_optunas, "GPSampler"), needs="scipy"),
     )
 }

@@ -75,6 +75,13 @@ def test_gc_removes_idle_images_and_nothing_else(store: Store) -> None:
         assert after[table] == before[table], table
     assert {store.build(w.build_id).image_sha for w in store.winners()} == {a[0] for a in after["artifact"]}
     assert gc(store).removed == {}
+    assert lines_are_derived(store)
+
+
+def lines_are_derived(store: Store) -> bool:
+    before = rows(store)["line"]
+    store.rewrite_lines()
+    return rows(store)["line"] == before
 
 
 def test_rm_forgets_a_board_and_chooses_anew(store: Store) -> None:
@@ -85,6 +92,7 @@ def test_rm_forgets_a_board_and_chooses_anew(store: Store) -> None:
     assert done.removed["measurement"] == 5
     assert {w.device for w in store.winners()} == {H100}
     assert {o.measurement.device for o in store.measurements()} == {H100}
+    assert lines_are_derived(store)
     rm(store, kernels=["toy"])
     assert {name: len(r) for name, r in rows(store).items() if r} == {}
 

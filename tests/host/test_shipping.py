@@ -18,7 +18,9 @@ from test_tuning_db import H100, H200, add_build, key_of, measured
 from kerngen.arch import Target
 from kerngen.errors import DatabaseError, TrustError
 from kerngen.tuning_db import Store
+from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.bundles import open_any, open_bundle
+from kerngen.tuning_db.keep.rows import sealed as resealed
 from kerngen.tuning_db.serve.sealed import Sealed
 from kerngen.tuning_db.ship.export import Selection, export
 from kerngen.tuning_db.ship.keys import user_key
@@ -289,3 +291,19 @@ def test_the_user_can_say_whom_to_trust(kerngen: Kerngen, monkeypatch: pytest.Mo
     assert kerngen("db", "trust", "release.key.pub")[0] == 0
     assert kerngen("db", "ls", "--db", "r.kgdb")[0] == 0
     assert H200.name in kerngen("db", "verify", "r.kgdb", "--json")[1]
+
+
+def test_a_line_that_is_not_what_its_rows_give_is_found(store: Store) -> None:
+    """A run reads lines alone: one that was sealed anew after its body was changed is no damage to its own seal."""
+    assert verify("mine.db", ["digests"])[0].ok
+    with store.writing() as connection:
+        row = dict(connection.execute(t.line.select()).one()._mapping)
+        changed = row | {"body": row["body"].replace("block_n", "block_m", 1)}
+        del changed["seal"]
+        connection.execute(t.line.update().values(resealed(t.line, changed)))
+    (verdict,) = verify("mine.db", ["digests"])
+    assert not verdict.ok
+    assert "the line of toy on sm90" in verdict.faults[0]
+    with store.writing() as connection:
+        connection.execute(t.line.delete())
+    assert "is missing" in verify("mine.db", ["digests"])[0].faults[0]

@@ -42,6 +42,7 @@ def gc(store: Store, *, dry_run: bool = False) -> Pruned:
         done.image_bytes = sum(sizes)
         _delete(connection, done, t.artifact, idle)
         _drop_orphans(connection, done)
+        store.rewrite_lines()  # which name what code there is
 
     _pruning(store, collect, dry_run)
     if not dry_run and store.engine.dialect.name == "sqlite":
@@ -91,6 +92,7 @@ def rm(
             select(t.build.c.image_sha).where(t.build.c.image_sha.is_not(None))))  # fmt: skip
         _drop_orphans(connection, done)
         choose_everywhere(store, static_keys)
+        store.rewrite_lines()  # also where nothing is left to choose from
 
     _pruning(store, forget, dry_run)
     return done

@@ -9,16 +9,20 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import Connection, Table, inspect, select
+from sqlalchemy import Connection, Row, Table, inspect, select
 
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.tuning_db.keep import engine as engines
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.bundles import as_it_is, open_any
 from kerngen.tuning_db.keep.facts import damaged
+from kerngen.tuning_db.keep.lines import line_of
+from kerngen.tuning_db.keep.rows import is_sealed
 from kerngen.tuning_db.keep.store import Store
 from kerngen.tuning_db.keep.winners import rank
+from kerngen.tuning_db.serve.line import encode, line_id_of
 from kerngen.tuning_db.serve.sealed import Sealed, is_sealed_file
 from kerngen.tuning_db.serve.trust import trusted_keys
 from kerngen.tuning_db.serve.values import Observation, Winner
@@ -110,6 +114,7 @@ def _digests(url: str, sealed: bool) -> Verdict:
     with open_any(url, allow_unsigned=True) as store:
         faults += damaged(store)
         faults += _unfounded(store)
+        faults += _lines_astray(store)
     text = "each row is as it was sealed" if sealed else "each row matches its own digests"
     return Verdict("digests", not faults, text if not faults else "rows were changed", faults)
 
@@ -139,6 +144,24 @@ def _unfounded(store: Store) -> list[str]:
             if mine is None or (mine.p50_us, mine.typical.measurement.provenance) != (w.latency_us, w.provenance):
                 found.append(f"winner {w.id[:16]} of {kernel} is not what its observations give")
     return found
+
+
+def _lines_astray(store: Store) -> list[str]:
+    """Lines, which are what a run reads, that are not what the rows give, or that are missing."""
+    with store.reading() as connection:
+        rows = {row.id: row for row in connection.execute(select(t.line))}
+        found = [f"the line of {row.kernel} on {row.arch}, {id[:16]}, is not what its rows give"
+                 for id, row in sorted(rows.items()) if not _is_derived(connection, row, store.where)]  # fmt: skip
+        w = t.winner.c
+        for key, arch in sorted(set(map(tuple, connection.execute(select(w.static_key, w.arch))))):
+            if line_id_of(key, arch) not in rows:
+                found.append(f"the line of {key[:16]} on {arch} is missing")
+    return found
+
+
+def _is_derived(connection: Connection, row: Row[Any], where: str) -> bool:
+    line = line_of(connection, row.static_key, row.arch, where)
+    return line is not None and is_sealed(t.line, row) and row.body == encode(line)
 
 
 def _signature(url: str, sealed: bool) -> Verdict:

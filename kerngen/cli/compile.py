@@ -174,6 +174,8 @@ def _workload_builds(
 
 
 def _make(folder: Path) -> None:
+    if folder.is_file():
+        raise UsageError(f"'{folder}' is a file, and a compile cache is a folder", hint="name another place with -o")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:

@@ -2,8 +2,8 @@
 
 A run has tiers, and none begins before the one above is through:
 
-1. every problem's default configuration; one source of each set of compiled-in fields is compiled first, so that the
-   model can answer whatever the time does not suffice for;
+1. every problem's default configuration; of each set of compiled-in fields as many are compiled first as can run all
+   its problems, so that the model can answer whatever the time does not suffice for;
 2. what is best for a problem's neighbours, or was in the database (neighbours.py);
 3. portions of a few trials, for the searches where weight x expected gain is largest, until nothing is hoped for;
 4. the finals, for which a part of the time is kept.

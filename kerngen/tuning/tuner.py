@@ -141,13 +141,20 @@ class Tuner:
     # -- the tiers
 
     def _try_defaults(self) -> None:
-        """One problem of each static key comes first: what is compiled for it may serve others, and is waited for."""
+        """First those whose defaults can run all others of their static key: what is compiled for them may serve those,
+        and is waited for.
+        """
         rest: list[Task] = []
-        first: dict[str, Task] = {}
+        first: dict[str, list[Task]] = {}
         for t in sorted((t for t in self._tasks if t.search.num_left), key=lambda t: t.urgency):
-            if first.setdefault(t.static_key, t) is not t:
+            before = first.setdefault(t.static_key, [])
+            defaults = (other.search.candidates.default for other in before)
+            if any(t.kernel.why_invalid(t.problem, c, self.target) is None for c in defaults):
                 rest.append(t)
-        self._round([*first.values(), *rest], num_first=len(first))
+            else:
+                before.append(t)
+        chosen = [t for tasks in first.values() for t in tasks]
+        self._round([*chosen, *rest], num_first=len(chosen))
 
     def _try_neighbours(self) -> None:
         """What is best for a problem's neighbours, and what the database has for it and for them."""

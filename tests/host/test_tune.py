@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -403,6 +403,39 @@ def test_what_was_not_measured_in_time_is_predicted_and_says_so(tune: Callable[.
     later = tune(tokens, objective=Measured(TimedGpu()), trials=3)
     assert later.num_of("measured") == 5
     assert not later.out_of_time
+
+
+def test_as_many_defaults_come_first_as_can_run_all_problems(scale: Kernel, tmp_path: Path) -> None:
+    """Within one static key: the default of the most urgent cannot run the last one, whose own comes first too."""
+    items = [Item("scale", scale.problem_type(num_tokens=t)) for t in (1, 16, 512)]
+    with Store.open(tmp_path / "a.db") as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
+        tuner = Tuner(Predicted(Target.of(V100)), store, compiler)
+        tuner._tasks = [t for t in map(tuner._task, items) if t is not None]
+        seen: list[tuple[list[int], int]] = []
+
+        def noted(tasks: Sequence[Any], *, num_first: int) -> None:
+            seen.append(([t.problem.num_tokens for t in tasks], num_first))
+
+        tuner._round = noted  # type: ignore[method-assign, assignment]
+        tuner._try_defaults()
+        order = seen[0][0]
+        last, allowed = tuner._tasks[[t.problem.num_tokens for t in tuner._tasks].index(order[-1])], scale.why_invalid
+
+        def refusing(problem: Any, config: Any, target: Target) -> str | None:
+            return "no" if problem == last.problem else allowed(problem, config, target)
+
+        last.kernel = _Refusing(scale.name, scale.spec, refusing)
+        tuner._try_defaults()
+    assert [num for _, num in seen] == [1, 2]
+    assert seen[1][0] == [order[0], order[-1], order[1]]
+
+
+@dataclass(frozen=True)
+class _Refusing(Kernel):
+    refuse: Callable[..., str | None] = lambda *args: None
+
+    def why_invalid(self, problem: Any, config: Any, target: Any) -> str | None:
+        return self.refuse(problem, config, target)
 
 
 def test_tiers_follow_each_other_and_weight_decides(

@@ -6,6 +6,7 @@ What it refuses is test_cli_errors.py's subject.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import psutil
 import pytest
 from command import Kerngen
 
-from kerngen.arch import find_arch
+from kerngen.arch import Target, find_arch
+from kerngen.templates import find_kernel
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning_db import Store
+from kerngen.workload import find_workload
 
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b")
 
@@ -49,9 +52,10 @@ def test_tunes_repeats_and_says_what_it_did(kerngen: Kerngen) -> None:
     assert str(kerngen.folder / "tuning.db") in out
     (row,) = [line for line in out.splitlines() if line.startswith("embed  ")]
     (usual,) = [r for r in first["results"] if r["problem"]["num_tokens"] == 1]
-    assert row.split()[-5:-3] == [f"{usual['latency_us']:.1f}", f"{usual['default_us'] / usual['latency_us']:.2f}x"]
+    us, gain = f"{usual['latency_us']:.1f}", f"{usual['default_us'] / usual['latency_us']:.2f}x"
+    assert re.search(rf" {re.escape(us)} +{re.escape(gain)} ", row), row
     assert row.split()[-2] == str(len(first["results"]))
-    assert "embed in a decode step, batch 1, context 512: 2.6 us" in out, "and not 0.00 ms"
+    assert f"embed in a decode step, batch 1, context 512: {us} us" in out, "and not 0.00 ms"
     assert all(len(line) <= 160 for line in out.splitlines())
     second = _json(kerngen(*TUNE, "--kernel", "embed", "--json"))
     assert [r["config"] for r in second["results"]] == [r["config"] for r in first["results"]]
@@ -127,28 +131,28 @@ def test_measuring_needs_the_gpu(kerngen: Kerngen) -> None:
     assert "--objective predicted" in err
 
 
-def test_steps_need_what_times_them(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is a clear line, and so is a GPU that nothing here can time a step on."""
+def test_steps_need_the_gpu(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     from kerngen.tuning import worker
 
     monkeypatch.setattr(worker, "present_arch", lambda: None)
     code, _, err = kerngen(*TUNE, "--kernel", "embed", "--objective", "step")
     assert code == 1
     assert "no GPU to measure on" in err
-    monkeypatch.setattr(worker, "present_arch", lambda: find_arch("sm70"))
-    monkeypatch.setattr(worker.GpuWorker, "start", lambda self: None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, err = kerngen(*TUNE, "--kernel", "embed", "--objective", "step")
-    assert code == 1
-    assert "cannot time a model's steps" in err
-    assert "--objective measured" in err
 
 
 def test_every_problem_of_the_31b_gets_a_v100_cubin(kerngen: Kerngen) -> None:
-    """The default of each; how deep a search goes is test_tune.py's subject."""
-    done = _json(kerngen(*TUNE, "--objective", "predicted", "--trials", "1", "--json"))
+    """The default of each; how deep a search goes is test_tune.py's subject. attn_decode, half of all builds, is built
+    case by case in test_kernel_folders.py: of its problems here the default has to be taken.
+    """
+    load, target = find_workload("gemma-4-31b", find_arch("sm70")), Target.of(find_arch("sm70"))
+    names = {i.kernel for i in load.items} - {"attn_decode"}
+    attention = find_kernel("attn_decode")
+    for item in load.only(["attn_decode"]).items:
+        attention.require_valid(item.problem, attention.default_config(item.problem, target), target)
+    some = ("--kernel", ",".join(sorted(names)))
+    done = _json(kerngen(*TUNE, *some, "--objective", "predicted", "--trials", "1", "--json"))
     assert done["missing"] == ["dense matrices"], "which torch multiplies, by choice"
-    assert len(done["results"]) > 400
+    assert len(done["results"]) == len([i for i in load.items if i.kernel in names]) > 250
     for row in done["results"]:
         what = f"{row['kernel']} {row['problem']}"
         assert row["config"] is not None, f"{what}: {row['note']}"

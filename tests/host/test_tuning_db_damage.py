@@ -63,7 +63,7 @@ def test_a_byte_that_is_no_text_costs_its_own_row_alone(
 ) -> None:
     own_row = {"winner": "latency_us = 10.0", "measurement": "p50_us = 10.0", "build": "config LIKE '%:0}'",
                "problem": "dynamic = 64"}.get(table, "1")  # fmt: skip
-    run(path, f"UPDATE {table} SET {column} = CAST({column} || x'ff' AS TEXT) WHERE {own_row}")
+    run(path, f"UPDATE {table} SET {column} = CAST(COALESCE({column}, '') || x'ff' AS TEXT) WHERE {own_row}")
     with Store.open(path, read_only=True) as store:
         winners = [w.latency_us for w in store.winners() if w.kernel == "toy"]
         seen = [o.measurement.p50_us for o in store.measurements() if o.measurement.problem.kernel == "toy"]

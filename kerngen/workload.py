@@ -51,6 +51,11 @@ class Use:
     context: int = 0
     chunk: int = 0
 
+    @property
+    def kind(self) -> Kind:
+        """Of the step, whatever its context."""
+        return self.phase, self.batch, self.q_len, self.chunk
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -99,7 +104,7 @@ class Workload:
         chunk: tokens of a prefill's, which has no q_len; another size of chunk is another step.
         """
         wanted = (phase, batch, 0 if chunk else q_len, chunk)
-        here = [(i, u) for i in self.items for u in i.uses if _kind(u) == wanted and u.count]
+        here = [(i, u) for i in self.items for u in i.uses if u.kind == wanted and u.count]
         recorded = {u.context for _, u in here}
         stands = min((c for c in recorded if c >= context), default=max(recorded, default=0))
         counts: dict[int, tuple[Item, int]] = {}  # by identity: items are long to hash, and in their order here
@@ -134,10 +139,6 @@ def _off_line(problem_type: Any) -> tuple[str, ...]:
 
 def _place(problem: Any) -> int:
     return getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else 0
-
-
-def _kind(use: Use) -> Kind:
-    return use.phase, use.batch, use.q_len, use.chunk
 
 
 @dataclass(frozen=True, slots=True)

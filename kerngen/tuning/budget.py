@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kerngen.steps import STEPS, Kind
-from kerngen.workload import Item, Use
+from kerngen.workload import Item
 
 T = TypeVar("T")
 _At = tuple[Kind, int]  # a step: what it is, and its context
 
 PORTIONS = 32  # a round: enough that compilers are ahead of the GPU, few enough that the next round knows more
 # A search is over where less is hoped for. On the recordings of an H200 that is after 22 trials in the mean, and what
-# was found by then is within 2 % of the best of each (`kerngen.tuning.replay --least-gain 0.002`).
+# was found by then is within 5 % of the best of all but one (`kerngen.tuning.replay --least-gain 0.002`).
 LEAST_GAIN = 0.002
 JUDGED = 0.5  # of all weight, what the steps have by which a tuned model is judged; all others share the rest
 MOST_FOR_FINALS = 0.25  # of the whole time
@@ -69,12 +69,12 @@ class Weights:
         contexts: dict[Kind, set[int]] = {}
         for item in items:
             for use in item.uses:
-                contexts.setdefault(_kind(use), set()).add(use.context)
+                contexts.setdefault(use.kind, set()).add(use.context)
         steps = {kind: sorted(cs - {0}) or [0] for kind, cs in contexts.items()}
         self._launches: dict[_At, dict[int, int]] = {(kind, c): {} for kind, cs in steps.items() for c in cs}
         for place, item in enumerate(items):
             for use in item.uses:
-                kind = _kind(use)
+                kind = use.kind
                 for c in [use.context] if use.context else steps[kind]:
                     there = self._launches[kind, c]
                     there[place] = there.get(place, 0) + use.count
@@ -93,10 +93,6 @@ class Weights:
             found[place] = self._counts[None]
         total = sum(found) or 1.0
         return [weight / total for weight in found]
-
-
-def _kind(use: Use) -> Kind:
-    return use.phase, use.batch, use.q_len, use.chunk
 
 
 def _importances(steps: Iterable[_At], num_lone: int) -> dict[_At | None, float]:

@@ -18,6 +18,7 @@ from kerngen.compile import compile_cubin
 from kerngen.errors import TuningMiss
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
 from kerngen.tuning_db import Measurement, Store, Winner, lookup, problem_key
+from kerngen.tuning_db.ship.verify import LEVELS, verify
 
 V100 = Target.of(find_device("V100"))
 
@@ -99,6 +100,7 @@ def test_a_comment_costs_nothing(path: Path, kernel: Kernel, code: Code) -> None
     assert before.cubin is not None
     assert after.cubin.image == before.cubin.image
     assert after.build_id != before.build_id
+    assert [(v.level, v.faults) for v in verify(str(path), LEVELS[:2])] == [("structure", []), ("digests", [])]
     (row,) = rebuild(path)
     assert row["outcome"] == "current"
 

@@ -21,7 +21,9 @@ from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, parse_fields, static_fields
 from kerngen.tuning_db import Measurement, Store, problem_key
+from kerngen.tuning_db.keep.ranked import Rankings
 from kerngen.tuning_db.serve.values import StepKey
+from kerngen.tuning_db.ship.verify import LEVELS, verify
 
 SM90 = find_arch("sm90")
 
@@ -132,6 +134,22 @@ def test_explain_has_the_time_alone_and_in_the_step(path: Path) -> None:
         (15.0, 0.99, False), (10.0, 1.0, True), (20.0, None, True)
     ]  # fmt: skip
     assert {r["step_us"] for r in told["in_step"]} == {5000.0, 4950.0}
+
+
+def test_a_winner_of_the_step_without_a_final_is_what_its_observations_give(path: Path) -> None:
+    with Store.open(path) as store:
+        step = store.add_step(StepKey("gemma", "sm90", "decode", 1, 1, 512, 0, 12, "sequence"))
+        builds = {b.config["block_n"]: b.id for b in store.builds(key_of().static_key).values()}
+        how: dict[str, Any] = {"stage": "step", "step_id": step, "base_id": "base", "base_step_us": 5000.0}
+        store.add_measurements([
+            measured(builds[0], 0, 10.0, stage="final"),
+            *(measured(builds[n], n, 10.0 + 5 * n, step_us=5000.0 - 50 * n, **how) for n in range(2)),
+        ])  # fmt: skip
+        winners = store.recompute_winners("toy", key_of().static_key, Target.of(H200))
+        winner = next(w for w in winners if w.build_id == builds[1])
+        with Store.open(path, read_only=True) as same:
+            assert Rankings(same, "toy", key_of().static_key).of(winner).candidate(builds[1]) is not None
+    assert [(v.level, v.faults) for v in verify(str(path), LEVELS[:2])] == [("structure", []), ("digests", [])]
 
 
 def test_explain_counts_the_revoked(path: Path) -> None:

@@ -25,9 +25,10 @@ from kerngen.errors import DatabaseError
 from kerngen.tuning_db.keep import engine as engines
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.merge import Merged, add_facts
+from kerngen.tuning_db.keep.ranked import Rankings
 from kerngen.tuning_db.keep.store import Store
-from kerngen.tuning_db.keep.winners import noise_of, rank
-from kerngen.tuning_db.serve.values import Observation, Winner
+from kerngen.tuning_db.keep.winners import noise_of
+from kerngen.tuning_db.serve.values import Winner
 from kerngen.tuning_db.ship.keys import SecretKey
 from kerngen.tuning_db.ship.seal import seal
 
@@ -208,31 +209,24 @@ def trials_of(
     source: Store, kernel: str, static_key: str, winners: Sequence[Winner], *, history: bool = False
 ) -> set[str]:
     """The ids of the observations that the winners of one static problem rest on; see the module's docstring."""
-    builds, wrong, revoked = source.builds(static_key), source.wrong_sources(static_key), source.revoked().keys()
-    everything = source.measurements(kernel, static_key=static_key)
-    kept = {o.id for o in everything if o.measurement.outcome == "wrong_result"}
+    rankings = Rankings(source, kernel, static_key)
+    kept = {o.id for o in rankings.observations if o.measurement.outcome == "wrong_result"}
     if history:
         boards = {(w.arch.name, w.device.name, w.device.num_sms) for w in winners}
-        for o in everything:
+        for o in rankings.observations:
             if (o.measurement.arch, o.measurement.device.name, o.measurement.device.num_sms) in boards:
                 kept.add(o.id)
         return kept
-    weights = {id: step.weight for id, step in source.steps().items()}
-    points: dict[tuple[str, str, str, int], list[Observation]] = {}
-    for o in everything:
-        m = o.measurement
-        points.setdefault((m.problem.id, m.arch, m.device.name, m.device.num_sms), []).append(o)
     for w in winners:
-        here = points.get((w.problem.id, w.arch.name, w.device.name, w.device.num_sms), [])
-        ranked = rank(here, builds, wrong_sources=wrong, revoked=revoked, weights=weights)
-        mine = next((c for c in ranked if c.build.id == w.build_id), None)
+        found = rankings.of(w)
+        ranked, mine = found.candidates, found.candidate(w.build_id)
         limits = [c.p50_us * (1 + noise_of(c.typical.measurement)) for c in (*ranked[:1], *([mine] if mine else []))]
         near = [c for c in ranked if c.p50_us <= max(limits, default=0.0)]
         default = [c for c in ranked if c.p50_us == w.why.get("default_us")]
         in_step = [c for c in ranked if c.step is not None]
         stay = (*near, *ranked[len(near) : len(near) + _RIVALS], *default, *in_step)
         which = {b.id for c in stay for b in c.builds} | {w.build_id}
-        kept |= {o.id for o in here if o.measurement.build_id in which}
+        kept |= {o.id for o in found.observations if o.measurement.build_id in which}
     return kept
 
 

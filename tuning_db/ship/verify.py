@@ -19,13 +19,13 @@ from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.bundles import as_it_is, open_any
 from kerngen.tuning_db.keep.facts import damaged
 from kerngen.tuning_db.keep.lines import line_of
+from kerngen.tuning_db.keep.ranked import Rankings
 from kerngen.tuning_db.keep.rows import is_sealed
 from kerngen.tuning_db.keep.store import Store
-from kerngen.tuning_db.keep.winners import rank
 from kerngen.tuning_db.serve.line import encode, line_id_of
 from kerngen.tuning_db.serve.sealed import Sealed, is_sealed_file
 from kerngen.tuning_db.serve.trust import trusted_keys
-from kerngen.tuning_db.serve.values import Observation, Winner
+from kerngen.tuning_db.serve.values import Winner
 from kerngen.tuning_db.ship.seal import damage
 
 LEVELS = ("structure", "digests", "signature", "complete", "rebuilt")
@@ -121,7 +121,7 @@ def _digests(url: str, sealed: bool) -> Verdict:
 
 def _unfounded(store: Store) -> list[str]:
     """Winners that are not what the observations in the database give, or that cannot be read."""
-    winners = store.winners()
+    winners = store.winners(every=True)
     with store.reading() as connection:
         ids = {id for (id,) in connection.execute(select(t.winner.c.id))}
     found = [f"winner {id[:16]} does not match its seal" for id in sorted(ids - {w.id for w in winners})]
@@ -130,17 +130,11 @@ def _unfounded(store: Store) -> list[str]:
         groups.setdefault((w.kernel, w.problem.static_key), []).append(w)
     revoked = store.revoked().keys()
     for (kernel, static_key), members in groups.items():
-        builds, wrong = store.builds(static_key), store.wrong_sources(static_key)
-        points: dict[tuple[str, str, str, int], list[Observation]] = {}
-        for o in store.measurements(kernel, static_key=static_key):
-            m = o.measurement
-            points.setdefault((m.problem.id, m.arch, m.device.name, m.device.num_sms), []).append(o)
+        rankings = Rankings(store, kernel, static_key)
         for w in members:
             if w.build_id in revoked:
                 continue  # of another database's builds: it is not served, and is no damage
-            here = points.get((w.problem.id, w.arch.name, w.device.name, w.device.num_sms), [])
-            ranked = rank(here, builds, wrong_sources=wrong, revoked=revoked)
-            mine = next((c for c in ranked if c.build.id == w.build_id), None)
+            mine = rankings.of(w).candidate(w.build_id)
             if mine is None or (mine.p50_us, mine.typical.measurement.provenance) != (w.latency_us, w.provenance):
                 found.append(f"winner {w.id[:16]} of {kernel} is not what its observations give")
     return found

@@ -1,8 +1,9 @@
-"""`kerngen bench`: times against this GPU's own limits, measured in the same run."""
+"""`kerngen bench`: times against this GPU's own limits, measured in the same run, or against each other's."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Time kernels, or a model's decode step, against this GPU's measured limits."""
+    """Time kernels, or a model's steps, against this GPU's measured limits or another database."""
 
 
 @bench.command()
@@ -152,3 +153,57 @@ def model(
             click.echo(f"  {line}")
     elif report["kernels"]:
         click.echo(f"--verbose lists the {len(report['kernels'])} configurations that ran")
+
+
+@bench.command()
+@click.argument("name")
+@click.option("--draft", default=None, help="Folder of the assistant, where NAME is a folder.")
+@click.option("--db", "db_urls", multiple=True, help="Tuning database; several are compared with the first.")
+@click.option("--untuned", is_flag=True, help="Compare all with the default configurations.")
+@click.option("--pairs", type=click.IntRange(4), default=20, show_default=True, help="Runs of each, in turn.")
+@click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def step(
+    name: str, draft: str | None, db_urls: tuple[str, ...], untuned: bool, pairs: int, device: str | None, seed: int,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Compare tuning databases by what the steps of a model take with their winners, run in turn on generated weights.
+
+    NAME is a released model (gemma-4-31b) or a folder with a config.json. One database alone, the user's where none is
+    named, is compared with the default configurations.
+
+    Example: kerngen bench step gemma-4-31b --db a.sqlite --db b.sqlite
+    """
+    from kerngen.measure import ceilings
+    from kerngen.runtime.backend import use_gpu
+    from kerngen.stepbench import means, side_by_side
+    from kerngen.tuning_db import sources_for
+    from kerngen.workload import find_model
+
+    model = find_model(name, draft)
+    contenders = {url: sources_for(url) for url in db_urls} or {"yours": sources_for(None)}
+    if untuned or len(contenders) == 1:
+        contenders = {"untuned": [], **contenders}
+    use_gpu(device)
+    limit = ceilings()
+    if not as_json:
+        _print_header(limit)
+    rows = []
+    for row in side_by_side(model, contenders, pairs=pairs, seed=seed):
+        rows.append(row)
+        if not as_json:
+            click.echo(f"{row.step.name}: {row.base_us / 1e3:.3f} ms with {next(iter(contenders))}")
+            for other, ratio in row.ratios.items():
+                click.echo(f"  {ratio.median:.4f} of that (+-{ratio.spread:.4f}) with {other}, which tuned "
+                           f"{row.num_tuned[other]} of its {row.num_calls} problems")  # fmt: skip
+    found = means(rows)
+    if as_json:
+        click.echo(json.dumps({
+            "model": model.name, "environment": limit.environment, "read_gbps": limit.read_gbps,
+            "matmul_tflops": limit.matmul_tflops, "contenders": list(contenders), "means": found,
+            "steps": [asdict(row) | {"name": row.step.name} for row in rows],
+        }))  # fmt: skip
+        return
+    for other, mean in found.items():
+        click.echo(f"all steps, by their weight: {mean:.4f} with {other}")

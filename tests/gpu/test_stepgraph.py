@@ -12,6 +12,7 @@ from kerngen.cache import CompileCache
 from kerngen.measure import load, target_here
 from kerngen.render import render
 from kerngen.runtime.launcher import Function
+from kerngen.stepbench import means, side_by_side
 from kerngen.stepgraph import Stage, StepGraph
 from kerngen.steps import Ratio, Step
 from kerngen.templates import find_kernel
@@ -82,6 +83,14 @@ def test_the_worker_compares_choices(tiny: Model, stage: Stage) -> None:
         broken = worker.compare(tiny, step, [], [replace(other[0], image=b"no cubin")])
         assert isinstance(broken, Observed)
         assert "cannot load" in broken.reason
+
+
+def test_databases_are_compared_in_steps(tiny: Model) -> None:
+    rows = list(side_by_side(tiny, {"untuned": [], "again": []}, pairs=10))
+    assert [r.step for r in rows]
+    assert all(0.9 < r.ratios["again"].median < 1.1 and r.base_us > 1 for r in rows)
+    assert all(r.num_tuned == {"untuned": 0, "again": 0} and r.num_calls > 5 for r in rows)
+    assert 0.95 < means(rows)["again"] < 1.05
 
 
 def _other(name: str, problem: Any) -> Function | None:

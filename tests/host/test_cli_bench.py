@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,9 @@ from kerngen.arch import Target, find_device
 from kerngen.errors import DeviceError, UsageError
 from kerngen.measure import Ceilings
 from kerngen.runtime import backend, launcher
+from kerngen.stepbench import Compared
+from kerngen.steps import Ratio, Step
+from kerngen.tuning_db import Store
 
 TINY = str(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
 ROW = {
@@ -124,3 +128,42 @@ def test_defaults_are_nobodys_choice(kerngen: Kerngen) -> None:
     code, _, err = kerngen("bench", "kernel", "embed", "--untuned", "--db", "x.db")
     assert code == 2
     assert "--untuned times the defaults" in err
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """What was compared: how many databases each contender has, by its name. A step of 5 ms, then one of 1 ms."""
+    seen: list[dict[str, int]] = []
+
+    def side_by_side(model: Any, contenders: dict[str, list[Any]], *, pairs: int, seed: int) -> Iterator[Compared]:
+        seen.append({name: len(sources) for name, sources in contenders.items()})
+        others = list(contenders)[1:]
+        for s, weight, us, gain in ((Step.decode(1, 512), 1.0, 5000.0, 0.9), (Step.draft(1, 512), 0.25, 1000.0, 1.0)):
+            ratios = {name: Ratio(gain, 0.001, us) for name in others}
+            yield Compared(s, weight, us, ratios, dict.fromkeys(contenders, 3), 4)
+
+    limit = Ceilings(4500.0, 4100.0, 780.0, {"gpu": "H200", "driver": "580", "torch": "2"})
+    monkeypatch.setattr("kerngen.measure.ceilings", lambda: limit)
+    monkeypatch.setattr("kerngen.stepbench.side_by_side", side_by_side)
+    return seen
+
+
+def test_databases_are_compared_with_the_first_and_one_with_the_defaults(
+    kerngen: Kerngen, current: list[int], compared: list[dict[str, int]], tmp_path: Path
+) -> None:
+    a, b = (str(tmp_path / name) for name in ("a.sqlite", "b.sqlite"))
+    for path in (a, b):
+        Store.open(path).close()
+    code, out, _ = kerngen("bench", "step", "gemma-4-31b", "--db", a, "--db", b)
+    assert code == 0
+    assert f"decode, batch 1, context 512: 5.000 ms with {a}" in out
+    assert f"0.9000 of that (+-0.0010) with {b}, which tuned 3 of its 4 problems" in out
+    assert f"all steps, by their weight: {0.9**0.8:.4f} with {b}" in out
+    said = json.loads(kerngen("bench", "step", "gemma-4-31b", "--db", a, "--json")[1])
+    assert said["contenders"] == ["untuned", a]
+    assert said["means"] == {a: pytest.approx(0.9**0.8)}
+    assert said["steps"][0]["name"] == "decode, batch 1, context 512"
+    kerngen("bench", "step", "gemma-4-31b", "--db", a, "--db", b, "--untuned")
+    assert [list(c) for c in compared] == [[a, b], ["untuned", a], ["untuned", a, b]]
+    assert compared[1]["untuned"] == 0, "no database is asked"
+    assert compared[1][a] == 1

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 BAND = 1.30  # what takes longer alone than this times the best is not looked at in a step
 MOST = 8  # finalists of a problem
 PAIRS = 9  # of runs, base and other in turn, for a look in the descent
+FIRST_PAIRS = 2  # that warm up
 LAST_PAIRS = 15  # for what is written down
+FOR_OTHERS = 0.25  # of the time that is left when the steps are looked at, kept for problems that no step launches
 NOISE_LEAST, NOISE_MOST = 0.001, 0.01  # of a step's time, what two looks at the same differ by
 MOST_EVALUATIONS = 2000
 KEPT = 5  # interactions that are written down, the largest
@@ -103,6 +105,7 @@ class Stepped(Measured):
         self._names = {name for s in self._steps for name in s.points}
         self.settings = [fields_of(s.key) for s in steps]
         self.descent: Descent[_Name, Any] | None = None
+        self._kept = 0.0  # seconds, for problems that no step launches
 
     def finalists(self, search: Search) -> list[Any]:
         """Of a problem that a step launches: the fastest alone, one of each footprint, and the default, which the step
@@ -125,25 +128,38 @@ class Stepped(Measured):
         return list(kept | {c: None for c, _, _ in tried if c in always})
 
     def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
-        """Those of problems that no step launches, alone, as they come; then all others together, in the steps."""
+        """Those of problems that steps launch, together, in the steps; then the others alone, as far as time suffices.
+
+        The steps are what people wait for: they have the time first, and leave a part of it to the others.
+        """
         in_step: dict[_Name, dict[Any, Trial]] = {}
+        alone: list[Sequence[Trial]] = []
         for trials in finalists:
             name = trials[0].kernel.name, trials[0].problem
             if name in self._names:
                 in_step[name] = {t.config: t for t in trials}
             else:
-                yield from super().decide([trials])
+                alone.append(trials)
         if in_step:
             self._take_gpu()
+            left = self.left()
+            self._kept = FOR_OTHERS * left if alone and left < inf else 0.0
             yield from self._decide_together(in_step)
+        for trials in alone:
+            if self.left() <= 0:
+                return
+            yield from super().decide([trials])
+
+    def _left_for_steps(self) -> float:
+        return self.left() - self._kept
 
     # -- all finalists together
 
     def _decide_together(self, trials: Mapping[_Name, Mapping[Any, Trial]]) -> Iterator[tuple[Trial, Outcome]]:
         starts = self._starts(trials)
-        looks = _Looks([s for s in self._steps if trials.keys() & s.points.keys()], trials, self.say)
+        steps = [s for s in self._steps if trials.keys() & s.points.keys()]
+        looks = _Looks(steps, trials, self.say, self._left_for_steps)
         try:
-            before = self.left()
             noise = looks.begin(starts[0])
         except KerngenError as e:
             self.remarks = [f"the steps could not be timed, and the finalists were timed alone: {e.message}"]
@@ -155,7 +171,7 @@ class Stepped(Measured):
             for name, configs in trials.items()
         ]
         self.descent = descend(places, looks.neighbours(), looks.judge, starts, noise=noise,
-                               max_evaluations=looks.affordable(before, self.left()))  # fmt: skip
+                               max_evaluations=looks.affordable(places))  # fmt: skip
         chosen = self.descent.chosen
         looks.settle(chosen)
         self.remarks = [_in_words(self.descent, noise, len(places))]
@@ -166,7 +182,7 @@ class Stepped(Measured):
                 if name not in step.points:
                     continue
                 for config, trial in configs.items():
-                    if config != chosen[name] and self.left() <= 0:
+                    if config != chosen[name] and self._left_for_steps() <= 0:
                         continue  # it was not looked at in what was chosen: the chosen one stands
                     ratio = looks.last(step, chosen, name, config)
                     if ratio is not None:
@@ -186,13 +202,13 @@ class Stepped(Measured):
 
 
 class _Step:
-    """points: by the tuned problem that serves them; several of a step's may be one."""
+    """points: by the tuned problem that serves them; several of a step's may be one. look_s: that a look takes."""
 
     def __init__(self, timed: TimedStep, serving: Callable[[str, Any], Item | None]) -> None:
         self.key, self.timer = timed.key, timed.timer
         self.order: list[_Name] = []
         self.points: dict[_Name, list[StepPoint]] = {}
-        self.base_us = 0.0
+        self.base_us = self.look_s = 0.0
         for point in timed.timer.points():
             if (item := serving(point.kernel, point.problem)) is not None:
                 name = item.kernel, item.problem
@@ -204,18 +220,28 @@ class _Looks:
     """At the steps, with this or that exchanged."""
 
     def __init__(
-        self, steps: Sequence[_Step], trials: Mapping[_Name, Mapping[Any, Trial]], say: Callable[[str], None]
+        self,
+        steps: Sequence[_Step],
+        trials: Mapping[_Name, Mapping[Any, Trial]],
+        say: Callable[[str], None],
+        left: Callable[[], float],
     ) -> None:
-        self.steps, self._trials, self._say = steps, trials, say
+        self.steps, self._trials, self._say, self._left = steps, trials, say, left
         self._weight = sum(s.key.weight for s in steps)
         self._images: dict[tuple[_Name, Any], bytes] = {}
         self._done = 0
 
     def begin(self, start: _Assignment) -> float:
-        """What two looks at the same differ by, as a part of the mean over the steps; found by looking."""
+        """What two looks at the same differ by, as a part of the mean over the steps; found by looking. The first look
+        at a step makes its model, and says nothing of what the next ones take.
+        """
         errors = []
         for step in self.steps:
+            self._compare(step, start, start, FIRST_PAIRS)
+        for step in self.steps:
+            before = self._left()
             ratio = self._compare(step, start, start, PAIRS)
+            step.look_s = before - self._left() if before < inf else 0.0
             errors.append(step.key.weight / self._weight * max(3 * ratio.spread, abs(ratio.median - 1)))
         return min(max(sum(e * e for e in errors) ** 0.5, NOISE_LEAST), NOISE_MOST)
 
@@ -224,13 +250,17 @@ class _Looks:
         for step in self.steps:
             step.base_us = self._compare(step, chosen, chosen, LAST_PAIRS).base_us
 
-    def affordable(self, before_s: float, left_s: float) -> int:
-        """Evaluations of the descent, where looking at every step once took what lies between the two: half of the time
-        is for the last looks.
+    def affordable(self, places: Sequence[Place[_Name, Any]]) -> int:
+        """Evaluations of the descent in half of the time that is left; the other half is for the last looks.
+
+        An evaluation looks at the steps that its place is a part of; a place has as many as it has configurations.
         """
-        if left_s == inf:
+        seconds = [sum(s.look_s for s in self.steps if p.name in s.points) for p in places]
+        weights = [len(p.configs) for p in places]
+        mean = sum(w * s for w, s in zip(weights, seconds, strict=True)) / sum(weights)
+        if self._left() == inf or mean <= 0:
             return MOST_EVALUATIONS
-        return int(max(min(MOST_EVALUATIONS, left_s / 2 / max(before_s - left_s, 1e-3)), 1))
+        return int(max(min(MOST_EVALUATIONS, self._left() / 2 / mean), 1))
 
     def shares(self) -> dict[_Name, float]:
         """Of the steps' time that each place has, by its time alone."""

@@ -354,6 +354,8 @@ class Tuner:
             tags = {"closed": summary_of(trial.task)} if trial.task.search.is_over else {}
             stage = self.objective.final_stage
             self.ledger.add(trial.task.entry, trial.config, outcome, build_id=trial.build.id, stage=stage, tags=tags)
+        if self.objective.takes_time and self._budget.left(self.objective.waited_s) <= 0:
+            self.report.out_of_time = True
 
     def _finalists(self) -> Iterator[list[Trial]]:
         """Of each search, those that weigh most first. One that has only its default and was cut short is no matter."""

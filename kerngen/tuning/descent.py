@@ -8,7 +8,7 @@ are tried jointly. Knows neither kernels nor a GPU: places and configurations ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
@@ -79,14 +79,15 @@ def descend(
     judge: Judge[P, C],
     starts: Sequence[Mapping[P, C]],
     *,
-    noise: float,
+    noise: Callable[[Collection[P]], float],
     max_evaluations: int,
 ) -> Descent[P, C]:
     """Improve the best of `starts` (defaults, winners alone, what a database has) until no move makes the step faster.
 
-    neighbours: places that follow each other. noise: what two runs of the same step differ by, as a part of its time;
-    what gains no more is not adopted, and what does is judged a second time first: the best of many looks is partly the
-    luckiest. A place is looked at again when it or a neighbour has changed. Deterministic as far as the judge is.
+    neighbours: places that follow each other. noise: of some places' names, what the judge's answer may be off by where
+    those have changed; what gains no more is not adopted, and what does is judged a second time first: the best of many
+    looks is partly the luckiest. A place is looked at again when it or a neighbour has changed. Deterministic as far as
+    the judge is.
     """
     run = _Run(judge, noise, max_evaluations, dict(starts[0]))
     pairs = _pairs(places, neighbours)
@@ -111,7 +112,7 @@ class _Run(Generic[P, C]):
     """The assignment so far, and what was seen on the way. The last evaluation is left for the answer."""
 
     judge: Judge[P, C]
-    noise: float
+    noise: Callable[[Collection[P]], float]
     max_evaluations: int
     chosen: dict[P, C]
     num_evaluations: int = 0
@@ -127,14 +128,17 @@ class _Run(Generic[P, C]):
 
     def adopt(self, seen: Mapping[tuple[tuple[P, C], ...], float]) -> bool:
         """Take the best of these moves that a second look confirms, if one does."""
-        promising = sorted((r, i, to) for i, (to, r) in enumerate(seen.items()) if r < 1 - self.noise)
+        promising = sorted((r, i, to) for i, (to, r) in enumerate(seen.items()) if r < 1 - self._noise(to))
         for _, _, to in promising[:LOOKS]:
             again = self.ratio(dict(to))
-            if again < 1 - self.noise:
+            if again < 1 - self._noise(to):
                 self.chosen |= dict(to)
                 self.moves.append(Move(to, again))
                 return True
         return False
+
+    def _noise(self, to: Iterable[tuple[P, C]]) -> float:
+        return self.noise([name for name, _ in to])
 
     def consider(self, start: dict[P, C]) -> None:
         to = tuple((p, c) for p, c in start.items() if self.chosen[p] != c)

@@ -30,6 +30,7 @@ from kerngen.errors import RecordingError
 from kerngen.predict import CONSTANTS, MODEL, Constants, Outlook, launch_us
 from kerngen.templates.kernel import Launch, Traffic
 from kerngen.tuning.recorded import Recorded, Row, read_folder
+from kerngen.tuning_db.keep.winners import PREDICTED_MARGIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Held:
 class Score:
     """Of one problem. spearman: of predicted and measured times, -1..1; 0 where the model tells none apart.
 
-    regret: how much slower than the fastest known the model's choice is, 0.05 for 5 %. ratio: geometric mean of
+    regret: how much slower than the fastest known is what a database chooses by the predictions (the default, where
+    nothing is predicted to be PREDICTED_MARGIN ahead of it), 0.05 for 5 %. ratio: geometric mean of
     predicted / measured. off: mean factor by which a prediction misses, either way, less 1.
     """
 
@@ -103,7 +105,9 @@ def _drift(recorded: Recorded) -> float:
 def score(recorded: Recorded, constants: Constants = CONSTANTS) -> Score:
     """Raises RecordingError where nothing ran."""
     held, head = held_against(recorded, constants), recorded.head
-    chosen = min(held, key=lambda h: h.predicted_us)
+    chosen, default = min(held, key=lambda h: h.predicted_us), held[0]
+    if default.row.config == recorded.default and default.predicted_us <= chosen.predicted_us * (1 + PREDICTED_MARGIN):
+        chosen = default  # as the database chooses between predictions
     best = next(h for h in held if h.row is recorded.best)
     logs = [log(h.predicted_us / h.measured_us) for h in held]
     return Score(

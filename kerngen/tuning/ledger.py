@@ -87,7 +87,7 @@ class Ledger:
     def _fingerprint(self, kernel: Kernel) -> str:
         """Of everything that decides how a search goes: the same fingerprint, the same search."""
         settings = [self.objective.name, self.objective.sampler, MODEL, __version__, *self._settings]
-        settings += self.objective.settings
+        settings += [self.objective.margin, *self.objective.settings]
         where = [self.target.arch.name, fields_of(self.target.device)]
         return digest([kernel.folder_digest, nvrtc_version(), *where, *settings])
 

@@ -17,6 +17,7 @@ from kerngen.arch import Target
 from kerngen.predict import MODEL, predict
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.plan import lower_bounds
+from kerngen.tuning_db.keep.winners import PREDICTED_MARGIN
 
 if TYPE_CHECKING:
     from kerngen.gpu import GpuLock
@@ -64,7 +65,8 @@ class Objective(Protocol):
     target: what it judges on. trials: configurations a problem, the default included, unless the user says otherwise.
     batch: asked of each search in a round; a constant, since answers must not depend on the number of workers.
     sampler: what proposes configurations. "model" goes down the cost model's ranking, and the search is exact: it ends
-    when nothing that is left can win. "residual" learns what the model gets wrong (sampler.py). settings: what else
+    when nothing that is left can win. "residual" learns what the model gets wrong (sampler.py). margin: how much longer
+    the default has to take for another to win, as a part of that one's time. settings: what else
     decides how its searches go. needs_image: judging launches the kernel; otherwise the figures of a build are enough,
     and a known one is not compiled. takes_time: judging does, beyond the compile, so that nothing is judged once the
     time is over. final_stage: of the rows that end a search. final_s: seconds that deciding between a problem's
@@ -81,6 +83,7 @@ class Objective(Protocol):
     trials: int
     batch: int
     sampler: str
+    margin: float
     needs_image: bool
     takes_time: bool
     final_stage: str
@@ -113,7 +116,7 @@ class Predicted:
     name = provenance = "predicted"
     how = f"predicted by {MODEL}, not measured"
     trials, batch = 12, 2
-    sampler = "model"
+    sampler, margin = "model", PREDICTED_MARGIN
     needs_image = takes_time = False
     final_stage = "trial"
     final_s = waited_s = 0.0
@@ -167,7 +170,7 @@ class Measured:
 
     name = how = provenance = "measured"
     trials, batch = 40, 6
-    sampler = "residual"
+    sampler, margin = "residual", 0.0
     needs_image = takes_time = True
     final_stage, final_s = "final", 0.5
 

@@ -12,7 +12,7 @@ are derived (tuning_db/keep/stepped.py). p50_us stays the kernel's time alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, exp, inf, log, prod
@@ -25,6 +25,7 @@ from kerngen.steps import Ratio
 from kerngen.templates.kernel import Kernel, describe, fields_of
 from kerngen.tuning.descent import Descent, Place, descend
 from kerngen.tuning.objective import Measured, Outcome
+from kerngen.tuning_db.keep.stepped import STEP_NOISE
 from kerngen.tuning_db.serve.canonical import digest
 from kerngen.tuning_db.serve.values import StepKey
 
@@ -41,7 +42,7 @@ PAIRS = 9  # of runs, base and other in turn, for a look in the descent
 FIRST_PAIRS = 2  # that warm up
 LAST_PAIRS = 15  # for what is written down
 FOR_OTHERS = 0.25  # of the time that is left when the steps are looked at, kept for problems that no step launches
-NOISE_LEAST, NOISE_MOST = 0.001, 0.01  # of a step's time, what two looks at the same differ by
+NOISE_MOST = 0.02  # of a step's time: what differs by more is no noise
 MOST_EVALUATIONS = 2000
 KEPT = 5  # interactions that are written down, the largest
 
@@ -160,7 +161,7 @@ class Stepped(Measured):
         steps = [s for s in self._steps if trials.keys() & s.points.keys()]
         looks = _Looks(steps, trials, self.say, self._left_for_steps)
         try:
-            noise = looks.begin(starts[0])
+            looks.begin(starts[0])
         except KerngenError as e:
             self.remarks = [f"the steps could not be timed, and the finalists were timed alone: {e.message}"]
             yield from super().decide([list(configs.values()) for configs in trials.values()])
@@ -170,10 +171,11 @@ class Stepped(Measured):
             Place(name, tuple(sorted(configs, key=lambda c: _us(configs[c]))), shares[name])
             for name, configs in trials.items()
         ]
-        self.descent = descend(places, looks.neighbours(), looks.judge, starts, noise=noise,
+        self.descent = descend(places, looks.neighbours(), looks.judge, starts, noise=looks.noise,
                                max_evaluations=looks.affordable(places))  # fmt: skip
         chosen = self.descent.chosen
         looks.settle(chosen)
+        noise = looks.noise(trials)
         self.remarks = [_in_words(self.descent, noise, len(places))]
         base = digest(sorted((k, describe(p), fields_of(c)) for (k, p), c in chosen.items()))
         for name, configs in sorted(trials.items(), key=lambda kv: -shares[kv[0]]):
@@ -202,13 +204,15 @@ class Stepped(Measured):
 
 
 class _Step:
-    """points: by the tuned problem that serves them; several of a step's may be one. look_s: that a look takes."""
+    """points: by the tuned problem that serves them; several of a step's may be one. look_s: that a look takes. noise:
+    that two at the same differ by, as a part of the step's time.
+    """
 
     def __init__(self, timed: TimedStep, serving: Callable[[str, Any], Item | None]) -> None:
         self.key, self.timer = timed.key, timed.timer
         self.order: list[_Name] = []
         self.points: dict[_Name, list[StepPoint]] = {}
-        self.base_us = self.look_s = 0.0
+        self.base_us = self.look_s = self.noise = 0.0
         for point in timed.timer.points():
             if (item := serving(point.kernel, point.problem)) is not None:
                 name = item.kernel, item.problem
@@ -231,19 +235,22 @@ class _Looks:
         self._images: dict[tuple[_Name, Any], bytes] = {}
         self._done = 0
 
-    def begin(self, start: _Assignment) -> float:
-        """What two looks at the same differ by, as a part of the mean over the steps; found by looking. The first look
-        at a step makes its model, and says nothing of what the next ones take.
+    def begin(self, start: _Assignment) -> None:
+        """Find out what a look takes, and what two at the same differ by: STEP_NOISE of a step at least, since what is
+        run in one process has its memory where it has it. The first look at a step makes its model.
         """
-        errors = []
         for step in self.steps:
             self._compare(step, start, start, FIRST_PAIRS)
         for step in self.steps:
             before = self._left()
             ratio = self._compare(step, start, start, PAIRS)
             step.look_s = before - self._left() if before < inf else 0.0
-            errors.append(step.key.weight / self._weight * max(3 * ratio.spread, abs(ratio.median - 1)))
-        return min(max(sum(e * e for e in errors) ** 0.5, NOISE_LEAST), NOISE_MOST)
+            step.noise = min(max(STEP_NOISE, 3 * ratio.spread, abs(ratio.median - 1)), NOISE_MOST)
+
+    def noise(self, names: Collection[_Name]) -> float:
+        """What `judge` may be off by where these have changed."""
+        errors = (s.key.weight / self._weight * s.noise for s in self.steps if not s.points.keys().isdisjoint(names))
+        return sum(e * e for e in errors) ** 0.5
 
     def settle(self, chosen: _Assignment) -> None:
         """How long the steps take with what was chosen: what the last looks are compared with."""

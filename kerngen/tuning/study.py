@@ -211,7 +211,10 @@ class Search:
         return None
 
     def _can_win(self, config: Any) -> bool:
-        return self.objective.can_win(self.kernel, self.problem, config, self.best_us)
+        default = self.outcomes.get(self.candidates.default)
+        default_us = float("inf") if default is None or default.latency_us is None else default.latency_us
+        to_beat = min(self.best_us, default_us / (1 + self.objective.margin))
+        return self.objective.can_win(self.kernel, self.problem, config, to_beat)
 
     def _next_by_the_model(self, asked: list[Any]) -> Any | None:
         if self._ranked is None:

@@ -56,7 +56,9 @@ class Step:
 
     def descend(self, most: int = 2000, *, joint: bool = True, starts: tuple[Chosen, ...] = ()) -> Descent[str, int]:
         pairs = self.pairs if joint else []
-        return descend(self.places(), pairs, self.judge, starts or (self.default,), noise=NOISE, max_evaluations=most)
+        return descend(
+            self.places(), pairs, self.judge, starts or (self.default,), noise=lambda _: NOISE, max_evaluations=most
+        )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -133,7 +135,7 @@ def test_what_cannot_run_is_never_chosen() -> None:
     def judge(base: Chosen, other: Chosen) -> float:
         return float("inf") if other["k0"] in (1, 2) else step.judge(base, other)
 
-    found = descend(step.places(), step.pairs, judge, (step.default,), noise=NOISE, max_evaluations=2000)
+    found = descend(step.places(), step.pairs, judge, (step.default,), noise=lambda _: NOISE, max_evaluations=2000)
     assert found.chosen["k0"] not in (1, 2)
     assert found.complete
 
@@ -148,5 +150,5 @@ def test_an_answer_that_is_no_faster_after_all_is_the_start() -> None:
         flattered -= 1
         return 0.9 if flattered > 0 else 1.01
 
-    found = descend(step.places(), [], judge, (step.default,), noise=NOISE, max_evaluations=2000)
+    found = descend(step.places(), [], judge, (step.default,), noise=lambda _: NOISE, max_evaluations=2000)
     assert (found.chosen, found.ratio, found.moves) == (step.default, 1.0, ())

@@ -481,7 +481,7 @@ class FewestThreads:
 
     name, how, provenance = "fewest-threads", "counted by a test", "predicted"
     row: Mapping[str, Any] = {"model": "threads-1"}
-    trials, batch, sampler = 6, 3, "model"
+    trials, batch, sampler, margin = 6, 3, "model", 0.0
     needs_image, takes_time, final_stage, final_s, waited_s = True, False, "final", 0.0, 0.0
     settings = remarks = ()
 

@@ -199,6 +199,20 @@ def test_a_default_outside_the_noise_loses_and_is_mentioned() -> None:
     assert choice.reason.endswith("the default takes 12.00 us")
 
 
+def test_a_prediction_replaces_the_default_only_by_a_margin() -> None:
+    def of(other_us: float, default_us: float = 10.0, **how: Any) -> Any:
+        rows = observed(predicted("b1", 1, other_us), predicted("b2", 2, default_us))
+        return pick(rows, default={"block_n": 2}, **how)
+
+    kept = of(9.0)
+    assert (kept.build_id, kept.latency_us) == ("b2", 10.0)
+    assert kept.margin == pytest.approx(-0.1)
+    assert "is not 12% ahead, and by less a prediction puts nothing in its place" in kept.reason
+    assert of(8.9).build_id == "b1"
+    assert of(9.0, is_current=lambda b: b.id != "b2").build_id == "b1", "of a default that is no more nothing is known"
+    assert won(observed(measured("b1", 1, 9.0), measured("b2", 2, 10.0)), default={"block_n": 2}) == "b1"
+
+
 def test_the_noise_follows_the_spread() -> None:
     def m(p10: float, p90: float, samples: int) -> Measurement:
         return measured("b1", 1, 10.0, p10_us=p10, p90_us=p90, samples=samples)
@@ -222,14 +236,22 @@ WEIGHTS = {"decode": 1.0, "verify": 3.0}
 
 
 def test_the_step_decides_among_what_was_tried_there() -> None:
-    rows = [in_step(1, 10.0, 1.02), in_step(2, 12.0, 1.0), in_step(3, 20.0, 1.001), measured("b4", 4, 1.0)]
+    rows = [in_step(1, 10.0, 1.02), in_step(2, 12.0, 0.98), in_step(3, 20.0, 0.981), measured("b4", 4, 1.0)]
     choice = pick(observed(*rows), weights=WEIGHTS)
     assert choice is not None
     assert (choice.build_id, choice.latency_us) == ("b2", 12.0), "of equals in the step the fastest alone"
     assert choice.margin is not None
-    assert choice.why["step"] == {"judged": 3, "lost": 1, "ratio": 1.0}
-    assert "of 3 that were tried in the step, 1 slower there" in choice.reason
+    assert choice.why["step"] == {"judged": 3, "lost": 1, "ratio": 0.98}
+    assert "of 3 that were tried in the step, 1 no faster there" in choice.reason
     assert won(observed(*rows)) == "b4", "what is not known of the step does not count"
+
+
+def test_what_was_chosen_in_the_step_stands_unless_another_is_faster_by_more_than_noise() -> None:
+    chosen, near = in_step(1, 10.0, 1.0), in_step(2, 9.0, 0.996)
+    assert won(observed(chosen, near), weights=WEIGHTS) == "b1", "of equals what was chosen, not the fastest alone"
+    assert won(observed(chosen, near, in_step(3, 12.0, 0.994)), weights=WEIGHTS) == "b2", "and the chosen one lost"
+    assert won(observed(chosen, in_step(2, 9.0, 1.004)), weights=WEIGHTS) == "b1"
+    assert won(observed(near, in_step(3, 8.0, 0.999)), weights=WEIGHTS) == "b3", "nothing is known of the chosen one"
 
 
 def test_steps_count_by_their_weight() -> None:
@@ -259,7 +281,7 @@ def test_what_is_current_wins_without_the_step_too() -> None:
 
 def test_a_build_that_was_timed_again_is_known_by_that() -> None:
     rows = [
-        in_step(1, 9.0, 1.0), measured("b1", 1, 9.0), measured("b1", 1, 11.0, stage="final"), in_step(2, 10.0, 1.0),
+        in_step(1, 9.0, 0.98), measured("b1", 1, 9.0), measured("b1", 1, 11.0, stage="final"), in_step(2, 10.0, 0.98),
         measured("b2", 2, 10.0),
     ]  # fmt: skip
     choice = pick(observed(*rows), weights=WEIGHTS)

@@ -127,7 +127,9 @@ class _Derivation:
     def _judge_between(
         self, cells: Iterable[list[tuple[TunedPoint, dict[str, Any]]]], builds: dict[str, Build]
     ) -> None:
-        """Write into the `why` of each point what serves between it and the next lower one; see switches.py."""
+        """Write into the `why` of each point what serves between it and the next lower one; see switches.py. What was
+        judged in steps of a model was so at the sizes that they have, and serves those whatever the judge says.
+        """
         kernel, judge = self.kernel, self.judge
         if kernel is None or judge is None:
             return
@@ -138,6 +140,8 @@ class _Derivation:
         for points in cells:
             points.sort(key=lambda p: p[0].at)
             for (below, _), (above, why) in pairwise(points):
+                if "step" in why:
+                    continue
 
                 def entries(config: Any, problem: Any = above.problem) -> Mapping[str, Resources] | None:
                     made = by_config.get(canonical(fields_of(config)), ())

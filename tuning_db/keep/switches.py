@@ -5,7 +5,8 @@ default, which looks at the real size. Nobody measured there; a judge (a cost mo
 and what was seen at the two points says by how much that is wrong for each of them at each end. A configuration that
 was not tried at a point is taken to be no better there than its winner, and a default that was tried at neither is not
 considered. What is better by MARGIN is written down as a `switch` of the upper winner: (up to this size, the tuned
-point whose winner serves, None for the default).
+point whose winner serves, None for the default). A winner that steps of a model chose has none: it was measured there,
+at the sizes that those steps have.
 """
 
 from __future__ import annotations

@@ -14,8 +14,10 @@ demo: $(VENV)/.installed
 
 # One thread a worker: torch's threads of two workers would wait for each other on two cores. Hundreds of tests start a
 # process: none of them compiles kerngen's modules again, also where the environment asks Python to keep no bytecode.
+# Three workers for two cores: some tests wait. Files begin in the order of tests/host/conftest.py, the longest first.
 test: $(VENV)/.installed-dev lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/host -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/host -n 3 --dist loadfile \
+	  --no-loadscope-reorder --durations=20 --durations-min=5
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

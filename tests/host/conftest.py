@@ -1,5 +1,34 @@
-"""Fixtures of several files' tests."""
+"""Fixtures of several files' tests, and what they can be asked for."""
 
+from __future__ import annotations
+
+import pytest
 from postgres import postgresql_server, postgresql_url
 
 __all__ = ["postgresql_server", "postgresql_url"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true",
+                     help="compile every case of test_kernel_folders, not only those that tell")  # fmt: skip
+
+
+# What takes longest begins first, with all of its file, so that no worker waits long for another at the end; the rest
+# follows as it is. Seconds are of a processor's time, on two busy cores.
+FIRST = (
+    "test_kernel_folders.py",  # 300 s: NVRTC, some 950 distinct sources
+    "test_tune_cli.py",  # 37 s: 17 for every problem of the 31B on a V100
+    "test_cli_process.py",  # 40 s: processes, each of which imports torch
+    "test_examples.py",  # 43 s
+    "test_soak.py",  # 35 s
+    "test_engine_batches.py",  # 36 s
+    "test_cluster.py",  # 33 s: processes that wait for each other
+    "test_library.py",  # 27 s: mypy over the wheel and torch
+    "test_tune.py",  # 25 s
+    "test_executors.py",  # 27 s
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: turn for turn, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(FIRST)))

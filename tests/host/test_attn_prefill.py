@@ -31,8 +31,12 @@ def problem(head_dim: int, **fields: object) -> Problem:
     return replace(base, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("arch", ALL_ARCHES, ids=str)
-@pytest.mark.parametrize("head_dim", SHAPES)
+# A model's heads: all sizes on three arches, by turns on the others; test_kernel_folders.py has cases of each.
+COMPILED = [(d, a) for i, a in enumerate(ALL_ARCHES) for j, d in enumerate(SHAPES)
+            if a.name in ("sm70", "sm75", "sm90") or i % len(SHAPES) == j]  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "arch"), COMPILED, ids=str)
 def test_default_compiles_fits_and_does_not_spill(head_dim: int, arch: Arch) -> None:
     if arch.number not in supported_targets():
         pytest.skip(f"this NVRTC cannot target {arch}")

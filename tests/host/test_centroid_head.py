@@ -105,7 +105,8 @@ def test_sums_of_the_cases_are_exact_in_any_order() -> None:
         if p.num_centroids * p.cluster_size > 2**15 or case.options["kind"] in ("nan", "infinite"):
             continue
         inputs = KERNEL.cases.inputs(case, "cpu")
-        y, rows = inputs["y"].double(), torch.cat((inputs["centroids"], inputs["embed"])).double()
+        # In fp32: a sum that is below the limit is exact, one that is not is not rounded to below it.
+        y, rows = inputs["y"].float(), torch.cat((inputs["centroids"], inputs["embed"])).float()
         assert torch.equal(4 * y, (4 * y).round()), case.name
         assert torch.equal(64 * rows, (64 * rows).round()), case.name
         assert float((y.abs() @ rows.abs().T).max()) * 4 * 64 < 2**24, f"{case}: a sum takes more bits than fp32 has"

@@ -54,8 +54,9 @@ def test_a_closed_stdout_is_said_at_once(kerngen: Kerngen, args: tuple[str, ...]
      ("compile", "--arch", "sm70", "--cases", "--kernel", "embed")],
     ids=lambda a: a[0],
 )  # fmt: skip
-@pytest.mark.parametrize("closed", [(2,), (0, 2)], ids=str)
-def test_without_stderr_a_command_works(kerngen: Kerngen, args: tuple[str, ...], closed: tuple[int, ...]) -> None:
+def test_without_stderr_a_command_works(kerngen: Kerngen, args: tuple[str, ...]) -> None:
+    """Some without stdin as well: streams are settled before a command is looked at, so not each needs both."""
+    closed = (2,) if args[0] in ("run", "compile") else (0, 2)
     code, out, err = kerngen.run(*args, preexec_fn=_closing(*closed))
     assert (code, err) == (0, "")
     assert out.strip()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import Kerngen
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -319,24 +320,18 @@ def test_use_the_ops() -> None:
 
 
 @pytest.mark.parametrize("target", [TARGET, W4A16], ids=lambda p: p.name)
-def test_kerngen_runs_it(target: Path) -> None:
-    command = [
-        "-m",
-        "kerngen",
-        "run",
-        target,
-        "--backend",
-        "torch",
-        "--dtype",
-        "fp32",
-        "--temperature",
-        "0",
-        "--json",
-        "--prompt",
-    ]
+def test_kerngen_runs_it(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+    command = ("run", str(target), "--backend", "torch", "--dtype", "fp32", "--temperature", "0", "--json", "--prompt")
     prompt = acceptance.PROMPTS[0]
-    drafted = json.loads(run(*command, prompt, "--draft", ASSISTANT, "--num-draft-tokens", "3"))
-    plain = json.loads(run(*command, prompt, "--no-draft"))
+    for code, _, err in (
+        with_drafts := kerngen(*command, prompt, "--draft", str(ASSISTANT), "--num-draft-tokens", "3"),
+        without := kerngen(*command, prompt, "--no-draft"),
+    ):
+        assert code == 0, err
+    drafted, plain = json.loads(with_drafts[1]), json.loads(without[1])
     assert drafted["text"] == plain["text"]
     assert plain["text"].startswith("Vera keeps the red lantern in the tower.")
     assert drafted["acceptance_length"] >= 2.5

@@ -1,8 +1,9 @@
 """The contract of a kernel folder (templates/kernel.py), held by every folder there is, without a GPU.
 
-A new folder is picked up by its name alone. Every test case of every kernel is compiled for every kind of body, and by
-turns for the arches that share all of a kernel's, each distinct source once, in two processes: the slowest part of the
-host tests, by far. `-k NAME` takes one kernel or one arch.
+A new folder is picked up by its name alone. Every kernel is compiled for every arch that it serves, its cases by turns
+for the arches that share all of a kernel's bodies, each distinct source once, in two processes: the slowest part of the
+host tests, by far. Of an arch's share those are compiled that have a value of a field which no other does (`_telling`);
+`--every-case` compiles all of it. `-k NAME` takes one kernel or one arch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from io import BytesIO
@@ -46,6 +47,8 @@ MOST_KEYS, MOST_BYTES = 50_000, 20 << 20
 # cases are those of newer ones, too, and tests/gpu runs each on both.
 SHARING = (("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),)
 OLDEST = ("sm70", "sm75")
+# Fields of configurations that say in how many parts work is split: as many values as there are sizes.
+SPLITS = ("num_splits", "split_k")
 # Names that hold digits and are no figures.
 NAMES = re.compile(r"\b(?:sm_?\d+|compute_\d+|bf16|fp(?:8|16|32)|int\d+|m\d+n\d+k\d+)\b")
 # How a refusal says what serves instead, where no figure decides.
@@ -55,19 +58,15 @@ INSTEAD = re.compile(r"\b(?:use|serves?|instead)\b")
 class Builds:
     """The distinct sources of a kernel's cases on an arch, compiled in the background."""
 
-    def __init__(self, compiler: CachedCompiler) -> None:
-        self._compiler = compiler
+    def __init__(self, compiler: CachedCompiler, every_case: bool) -> None:
+        self._compiler, self._every_case = compiler, every_case
         self._begun: dict[tuple[str, str], list[tuple[Case, Any, Future[Cubin]]]] = {}
 
     def begin(self, kernel: Kernel, arch: Arch) -> None:
         """Start compiling; nothing is done where that was done, or where this NVRTC has no such target."""
         if (kernel.name, arch.name) in self._begun or arch.number not in supported_targets():
             return
-        sources: dict[str, tuple[Case, Any]] = {}
-        for case in _compiled_for(kernel, arch):
-            if kernel.why_unsupported(case.problem, Target.of(arch)) is None:
-                config = kernel.default_config(case.problem, Target.of(arch))
-                sources.setdefault(render(kernel, case.problem, config, Target.of(arch)), (case, config))
+        sources = _sources(kernel, arch) if self._every_case else _telling(kernel, arch)
         self._begun[kernel.name, arch.name] = [
             (case, config, self._compiler.submit(source, arch)) for source, (case, config) in sources.items()
         ]
@@ -77,6 +76,61 @@ class Builds:
         self.begin(kernel, arch)
         for case, config, future in self._begun.pop((kernel.name, arch.name)):
             yield case, config, future.result(timeout=300)
+
+
+def _sources(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
+    """Each distinct source of the arch's share of the cases, with the first case that it serves and its config."""
+    sources: dict[str, tuple[Case, Any]] = {}
+    for case in _compiled_for(kernel, arch):
+        if kernel.why_unsupported(case.problem, Target.of(arch)) is None:
+            config = kernel.default_config(case.problem, Target.of(arch))
+            sources.setdefault(render(kernel, case.problem, config, Target.of(arch)), (case, config))
+    return sources
+
+
+def _telling(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
+    """Of _sources, so many that no value goes uncompiled.
+
+    A source counts for what is compiled in: for its body and dtypes, each value of the problem's fields, which one of
+    the arches that share the bodies compiles, and each configuration (in how many parts work is split apart from the
+    rest), which every arch compiles that has it. What is left out are other problems for what is compiled.
+    """
+    seen: set[Hashable] = set()
+    for older in _sharing(kernel, arch):
+        sources = _sources(kernel, find_arch(older))
+        values = {source: _values(kernel, find_arch(older), *of) for source, of in sources.items()}
+        missing, chosen = set().union(*values.values()) - seen, set()
+        seen |= missing
+        while missing:
+            chosen.add(best := max(values, key=lambda source: len(values[source] & missing)))
+            missing -= values[best]
+        if older == arch.name:
+            return {source: of for source, of in sources.items() if source in chosen}
+    raise AssertionError(f"{arch} is not among those that share its bodies")
+
+
+def _values(kernel: Kernel, arch: Arch, case: Case, config: Any) -> set[Hashable]:
+    """What a case's source is compiled for."""
+    problem, body = static_fields(case.problem), kernel.body(config, arch).template
+    kind = (arch.name if arch.name in OLDEST else "", body, *(v for k, v in problem.items() if k.endswith("dtype")))
+    return {
+        (arch.name, *kind),
+        *((*kind, "problem", k, v) for k, v in problem.items()),
+        *((arch.name, *kind[:2], "config", k, v) for k, v in fields_of(config).items()),
+        (arch.name, *kind[:2], "tile", _tile(config)),
+    }
+
+
+def _tile(config: Any) -> Hashable:
+    return tuple((k, v) for k, v in fields_of(config).items() if k not in SPLITS)
+
+
+def _sharing(kernel: Kernel, arch: Arch) -> list[str]:
+    """The arches that take turns with this one, itself included, oldest first."""
+    if arch.name in OLDEST:
+        return list(OLDEST)
+    group = next((names for names in SHARING if arch.name in names), (arch.name,))
+    return [name for name in group if _bodies(kernel, find_arch(name)) == _bodies(kernel, arch)]
 
 
 def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
@@ -90,11 +144,7 @@ def _compiled_for(kernel: Kernel, arch: Arch) -> list[Case]:
         twin = {k: "bf16" if v == "fp16" else v for k, v in fields.items() if k == "dtype" or k.endswith("_dtype")}
         return "fp16" in fields.values() and replace(case.problem, **twin) in problems
 
-    group = next((names for names in SHARING if arch.name in names), (arch.name,))
-    sharing = [name for name in group if _bodies(kernel, find_arch(name)) == _bodies(kernel, arch)]
-    if arch.name in OLDEST:
-        sharing = list(OLDEST)
-    mine = []
+    sharing, mine = _sharing(kernel, arch), []
     for turn, case in enumerate(kernel.cases.CASES):
         serving = [n for n in sharing if kernel.why_unsupported(case.problem, Target.of(find_arch(n))) is None]
         if serving and serving[turn % len(serving)] == arch.name:
@@ -111,9 +161,9 @@ def _bodies(kernel: Kernel, arch: Arch) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
+def builds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Builds]:
     with CachedCompiler(2, CompileCache(tmp_path_factory.mktemp("compiled"))) as compiler:
-        yield Builds(compiler)
+        yield Builds(compiler, request.config.getoption("--every-case", default=False))
 
 
 @EACH_KERNEL
@@ -144,6 +194,22 @@ def test_every_case_is_compiled_for_an_arch_that_takes_its_dtype(kernel: Kernel)
         wanted = {name for arch in arches for name in served(kernel.cases.CASES, arch)}
         compiled = {name for arch in arches for name in served(_compiled_for(kernel, arch), arch)}
         assert compiled == wanted, f"compiled for none of {', '.join(map(str, arches))}"
+
+
+@EACH_KERNEL
+def test_what_is_compiled_leaves_no_value_out(kernel: Kernel) -> None:
+    """Of what the cases of all arches ask for; and every arch that is served compiles something."""
+    asked: dict[str, set[Any]] = {"all": set(), "some": set()}
+    for arch in ARCHES.values():
+        every, telling = _sources(kernel, arch), _telling(kernel, arch)
+        assert telling.keys() <= every.keys()
+        assert bool(telling) == bool(every)
+        for name, chosen in (("all", every), ("some", telling)):
+            for case, config in chosen.values():
+                fields = {**static_fields(case.problem), "body": kernel.body(config, arch).template}
+                asked[name] |= set(fields.items()) | {(str(arch), *v) for v in fields_of(config).items()}
+                asked[name].add((str(arch), _tile(config)))
+    assert asked["some"] == asked["all"]
 
 
 def _begin_the_next(request: pytest.FixtureRequest, builds: Builds) -> None:

@@ -19,7 +19,10 @@ import pytest
 from command import Kerngen
 
 from kerngen.arch import Target, find_arch
+from kerngen.compile import compile_cubin
+from kerngen.render import render
 from kerngen.templates import find_kernel
+from kerngen.templates.kernel import static_fields
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning_db import Store
 from kerngen.workload import find_workload
@@ -141,14 +144,25 @@ def test_steps_need_the_gpu(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_problem_of_the_31b_gets_a_v100_cubin(kerngen: Kerngen) -> None:
-    """The default of each; how deep a search goes is test_tune.py's subject. attn_decode, half of all builds, is built
-    case by case in test_kernel_folders.py: of its problems here the default has to be taken.
+    """The default of each; how deep a search goes is test_tune.py's subject. attn_decode and w4a16_gemm, most of the
+    builds, are built case by case in test_kernel_folders.py: of their problems here the default has to be taken, and
+    each matrix is built with one of the tiles that its numbers of tokens get, by turns.
     """
     load, target = find_workload("gemma-4-31b", find_arch("sm70")), Target.of(find_arch("sm70"))
-    names = {i.kernel for i in load.items} - {"attn_decode"}
-    attention = find_kernel("attn_decode")
-    for item in load.only(["attn_decode"]).items:
-        attention.require_valid(item.problem, attention.default_config(item.problem, target), target)
+    names = {i.kernel for i in load.items} - {"attn_decode", "w4a16_gemm"}
+    for kernel in (find_kernel("attn_decode"), gemm := find_kernel("w4a16_gemm")):
+        for item in load.only([kernel.name]).items:
+            kernel.require_valid(item.problem, kernel.default_config(item.problem, target), target)
+    matrices: dict[str, dict[Any, Any]] = {}
+    for item in load.only([gemm.name]).items:
+        tiles = matrices.setdefault(str(static_fields(item.problem)), {})
+        tiles.setdefault(gemm.default_config(item.problem, target), item.problem)
+    assert len(matrices) > 5
+    for turn, tiles in enumerate(matrices.values()):
+        config, problem = list(tiles.items())[turn % len(tiles)]
+        cubin = compile_cubin(render(gemm, problem, config, target), target.arch)
+        assert not cubin.spills, f"{problem} {config}"
+        assert gemm.smem_bytes(problem, config, target) <= 96 * 1024
     some = ("--kernel", ",".join(sorted(names)))
     done = _json(kerngen(*TUNE, *some, "--objective", "predicted", "--trials", "1", "--json"))
     assert done["missing"] == ["dense matrices"], "which torch multiplies, by choice"

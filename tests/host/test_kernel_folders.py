@@ -91,9 +91,9 @@ def _sources(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
 def _telling(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
     """Of _sources, so many that no value goes uncompiled.
 
-    A source counts for what is compiled in: for its body and dtypes, each value of the problem's fields, which one of
-    the arches that share the bodies compiles, and each configuration (in how many parts work is split apart from the
-    rest), which every arch compiles that has it. What is left out are other problems for what is compiled.
+    A source counts for what is compiled in: for its body and dtypes, each value of the problem's fields and each
+    configuration (in how many parts work is split apart from the rest). One of the arches that share the bodies compiles
+    it, and each of them something of each body and dtype. What is left out are other problems for what is compiled.
     """
     seen: set[Hashable] = set()
     for older in _sharing(kernel, arch):
@@ -110,14 +110,14 @@ def _telling(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
 
 
 def _values(kernel: Kernel, arch: Arch, case: Case, config: Any) -> set[Hashable]:
-    """What a case's source is compiled for."""
-    problem, body = static_fields(case.problem), kernel.body(config, arch).template
+    """What a case's source is compiled for. Its first says that the arch compiles each body with each dtype."""
+    problem, body, group = static_fields(case.problem), kernel.body(config, arch).template, _sharing(kernel, arch)[0]
     kind = (arch.name if arch.name in OLDEST else "", body, *(v for k, v in problem.items() if k.endswith("dtype")))
     return {
         (arch.name, *kind),
         *((*kind, "problem", k, v) for k, v in problem.items()),
-        *((arch.name, *kind[:2], "config", k, v) for k, v in fields_of(config).items()),
-        (arch.name, *kind[:2], "tile", _tile(config)),
+        *((group, *kind[:2], "config", k, v) for k, v in fields_of(config).items()),
+        (group, *kind[:2], "tile", _tile(config)),
     }
 
 
@@ -207,8 +207,9 @@ def test_what_is_compiled_leaves_no_value_out(kernel: Kernel) -> None:
         for name, chosen in (("all", every), ("some", telling)):
             for case, config in chosen.values():
                 fields = {**static_fields(case.problem), "body": kernel.body(config, arch).template}
-                asked[name] |= set(fields.items()) | {(str(arch), *v) for v in fields_of(config).items()}
-                asked[name].add((str(arch), _tile(config)))
+                group = _sharing(kernel, arch)[0]
+                asked[name] |= set(fields.items()) | {(group, *v) for v in fields_of(config).items()}
+                asked[name] |= {(group, _tile(config)), (str(arch), fields["body"])}
     assert asked["some"] == asked["all"]
 
 

@@ -92,8 +92,8 @@ def _telling(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
     """Of _sources, so many that no value goes uncompiled.
 
     A source counts for what is compiled in: for its body and dtypes, each value of the problem's fields and each
-    configuration (in how many parts work is split apart from the rest). One of the arches that share the bodies compiles
-    it, and each of them something of each body and dtype. What is left out are other problems for what is compiled.
+    configuration (in how many parts work is split apart from the rest). One of the arches that share the bodies
+    compiles it, and each of them something of each body and dtype. Left out are other problems for what is compiled.
     """
     seen: set[Hashable] = set()
     for older in _sharing(kernel, arch):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from kerngen.cli.db.common import echo_json
 
 if TYPE_CHECKING:
     from kerngen.rebuild import Rebuilt
@@ -44,7 +45,7 @@ def rebuild(kernels: tuple[str, ...], arch_names: str | None, url: str | None, j
         with Reporter("rebuild", quiet=as_json) as bar:
             found = rebuild_all(store, winners, compiler, bar)
         if as_json:
-            click.echo(json.dumps([_row(r) for r in found]))
+            echo_json([_row(r) for r in found])
         else:
             _print(found, store.where)
     if any(r.outcome == FAILED for r in found):

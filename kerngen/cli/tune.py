@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Arch, Target, find_arch, find_device
+from kerngen.cli.duration import Duration
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.errors import DeviceError, UsageError
 
@@ -22,24 +23,6 @@ if TYPE_CHECKING:
     from kerngen.tuning.report import Report
     from kerngen.tuning.worker import GpuWorker
     from kerngen.workload import Model, Workload
-
-
-class Duration(click.ParamType):
-    """Seconds, or a number with s, m or h behind it."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, (int, float)):
-            return float(value)
-        unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:].lower())
-        try:
-            seconds = float(value[:-1] if unit else value) * (unit or 1)
-        except ValueError:
-            seconds = -1.0
-        if not 0 < seconds < float("inf"):
-            self.fail(f"{value!r} is no duration: give seconds, or 90s, 5m, 1h", param, ctx)
-        return seconds
 
 
 @click.command()

@@ -1,12 +1,11 @@
-"""Databases that are kept in order: `kerngen db verify`, `diff`, `stats`, `revoke`, `rm` and `gc`."""
+"""Databases that are kept in order: `kerngen db diff`, `stats`, `revoke`, `rm` and `gc`."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,90 +15,9 @@ from kerngen.cli.db.look import find, one_winner
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
-    from kerngen.arch import Target
     from kerngen.tuning_db import Store
     from kerngen.tuning_db.keep.prune import Pruned
     from kerngen.tuning_db.ship.diff import Change
-    from kerngen.tuning_db.ship.verify import Verdict
-
-_LISTED = 20  # faults that are told one by one
-
-
-@click.command()
-@click.argument("file", metavar="FILE|URL")
-@click.option("--model", default=None, help="Prove too that nothing has to be compiled to run this model.")
-@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
-@click.option("--arch", "arch_names", default=None, help="With --model: on these arches. Default: the file's own.")
-@click.option("--device", "device_names", default=None, help="With --model: on these boards. Default: the file's own.")
-@click.option("--kernel", "kernels", multiple=True, help="With --model: only this kernel; may be given several times.")
-@click.option("--rebuild", is_flag=True, help="Prove too that its sources, compiled here, give its machine code.")
-@click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
-@click.option("--allow-unsigned", is_flag=True, help="Take it although nobody signed it who is trusted here.")
-@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
-def verify(
-    file: str, model: str | None, draft: str | None, arch_names: str | None, device_names: str | None,
-    kernels: tuple[str, ...], rebuild: bool, jobs: int | None, allow_unsigned: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """Prove what a database is: its structure, the digest of each row, and who signed it. Exit 1 if a level fails.
-
-    With --model, that it is complete for that; with --rebuild, that its machine code is that of its sources.
-
-    Example: kerngen db verify sm90.kgdb
-    """
-    from kerngen.tuning_db.serve.sealed import Sealed, is_sealed_file
-    from kerngen.tuning_db.ship.verify import LEVELS
-    from kerngen.tuning_db.ship.verify import verify as examine
-
-    if model is None and (arch_names or device_names or draft or kernels):
-        raise UsageError("--arch, --device, --draft and --kernel go with a --model")
-    verdicts = examine(file, LEVELS[:2] if allow_unsigned else LEVELS[:3])
-    if (model or rebuild) and all(v.ok is not False for v in verdicts):
-        where = arch_names, device_names
-        verdicts += _prove(file, model, draft, where, kernels, rebuild, jobs, allow_unsigned, quiet=as_json)
-    sealed = Sealed.open(file) if verdicts[0].ok and "://" not in file and is_sealed_file(file) else None
-    failed = any(v.ok is False for v in verdicts)
-    if as_json:
-        about = {"digest": sealed.digest, "header": sealed.header} if sealed is not None else {}
-        echo_json({"file": file, "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
-    else:
-        for v in verdicts:
-            click.echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")
-            for fault in v.faults[:_LISTED]:
-                click.echo(f"      {fault}")
-            if len(v.faults) > _LISTED:
-                click.echo(f"      and {len(v.faults) - _LISTED:,} more (--json names all)")
-        if sealed is not None:
-            click.echo(f"digest {sealed.digest}")
-    if failed:
-        raise click.exceptions.Exit(1)
-
-
-def _prove(
-    file: str, model: str | None, draft: str | None, where: tuple[str | None, str | None], kernels: tuple[str, ...],
-    rebuild: bool, jobs: int | None, allow_unsigned: bool, *, quiet: bool,
-) -> list[Verdict]:  # fmt: skip
-    from kerngen import prove
-    from kerngen.bundle import Bundle
-    from kerngen.progress import Reporter
-
-    bundle = Bundle.open(file, allow_unsigned=allow_unsigned)
-    found: list[Verdict] = []
-    if model is not None:
-        names = [n for k in kernels for n in k.split(",")]
-        found.append(prove.complete(bundle, model, draft, _boards(bundle.targets, *where), names))
-    if rebuild:
-        with Reporter("rebuild", quiet=quiet) as bar:
-            found.append(prove.rebuilt(bundle, jobs or os.cpu_count() or 1, bar))
-    return found
-
-
-def _boards(own: Sequence[tuple[str, str]], arch_names: str | None, device_names: str | None) -> list[Target]:
-    from kerngen.arch import Target, find_device
-    from kerngen.cli.compile import targets_of
-
-    if arch_names or device_names:
-        return targets_of(arch_names, device_names)
-    return [Target.of(find_device(board)) for _, board in own]
 
 
 def _own(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,6 +83,7 @@ def tune(
     import time
 
     from kerngen.compile import require_target
+    from kerngen.files import require_place
     from kerngen.templates import find_kernel
     from kerngen.tuning.worker import present_arch
     from kerngen.workload import find_model
@@ -96,12 +97,15 @@ def tune(
     names = [name for k in kernels for name in k.split(",")]
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
+    if page is not None:
+        require_place(page)
     if submit:
         if dry_run or time_budget is not None or jobs is not None:
-            raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine")
+            raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine",
+                             hint="the same without them, or without --submit")  # fmt: skip
         device = find_device(device_name) if device_name else None
         if device is not None and device.arch != arch.name:
-            raise UsageError(f"device {device} is {device.arch}, not {arch}")
+            raise UsageError(f"device {device} is {device.arch}, not {arch}", hint=f"--arch {device.arch}")
         kind = kind_for(objective, device is None and present_arch() == arch)
         load = _workload(found, arch, names)
         report, where = submitted(load, Target.of(device or arch), kind, trials, seed, db_url, as_json)

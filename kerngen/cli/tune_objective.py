@@ -33,7 +33,7 @@ def worker_for(stack: ExitStack, wanted: str, arch: Arch, device_name: str | Non
                 f"this machine's GPU is {here}, not {arch}", hint="predict instead: --objective predicted"
             )
     elif device is not None and device.arch != arch.name:
-        raise UsageError(f"device {device} is {device.arch}, not {arch}")
+        raise UsageError(f"device {device} is {device.arch}, not {arch}", hint=f"--arch {device.arch}")
     elif wanted == "predicted" or device is not None or present_arch() != arch:
         return None
     worker = stack.enter_context(GpuWorker())

@@ -101,7 +101,7 @@ class Queue:
         Raises UsageError for what is no PostgreSQL URL, DatabaseError where it cannot be had.
         """
         psycopg, _ = _require()
-        with _clear(url):
+        with _clear(url, hint="is that server up, and may this host and user reach it? --db names another"):
             conninfo = _conninfo(url)
             with psycopg.connect(conninfo, autocommit=True) as first:
                 schema = _schema_name(first)
@@ -336,15 +336,15 @@ def _make(connection: psycopg.Connection[Any], schema: str) -> None:
 
 
 @contextlib.contextmanager
-def _clear(where: str) -> Iterator[None]:
+def _clear(where: str, hint: str | None = None) -> Iterator[None]:
     """Whatever the driver or Procrastinate raises, as a DatabaseError of one line."""
     psycopg, procrastinate = _require()
     try:
         yield
     except procrastinate.exceptions.ConnectorException as e:
-        raise DatabaseError(f"{_hidden(where)}: {_line(e.__cause__ or e)}") from e
+        raise DatabaseError(f"{_hidden(where)}: {_line(e.__cause__ or e)}", hint=hint) from e
     except psycopg.Error as e:
-        raise DatabaseError(f"{_hidden(where)}: {_line(e)}") from e
+        raise DatabaseError(f"{_hidden(where)}: {_line(e)}", hint=hint) from e
 
 
 def _hidden(where: str) -> str:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.db.common import ID_CHARS, echo_json, fields_as_filed, micros, new_console, new_table, pairs, reading
+from kerngen.cli.db.common import (
+    ID_CHARS,
+    changing,
+    echo_json,
+    fields_as_filed,
+    known_kernels,
+    micros,
+    new_console,
+    new_table,
+    pairs,
+    reading,
+    require_known,
+)
 from kerngen.cli.db.look import find, one_winner
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db import Store
     from kerngen.tuning_db.keep.prune import Pruned
     from kerngen.tuning_db.ship.diff import Change
 
@@ -26,22 +35,6 @@ def _own(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option("--dry-run", is_flag=True, help="Say what that would do, and do nothing.")(command)
     help = "The database to change. Default: the user's. What is sealed or shipped is never changed."
     return click.option("--db", "url", default=None, metavar="FILE|URL", help=help)(command)
-
-
-@contextmanager
-def _changing(url: str | None) -> Iterator[Store]:
-    """A database that is there, to write to. Raises UsageError, DatabaseError."""
-    from kerngen.tuning_db import Store, default_path
-    from kerngen.tuning_db.serve.sealed import is_sealed_file
-
-    place = url or default_path()
-    if "://" not in place:
-        if not os.path.exists(place):
-            raise UsageError(f"{place} is not there: there is nothing to change", hint="name another with --db")
-        if is_sealed_file(place):
-            raise UsageError(f"{place} is sealed: it is never changed", hint="kerngen db import takes it to your own")
-    with Store.open(place) as store:
-        yield store
 
 
 @click.command()
@@ -61,16 +54,20 @@ def diff(
     Example: kerngen db diff old.kgdb sm90.kgdb
     """
     from kerngen.arch import parse_arches
+    from kerngen.errors import UnknownName
     from kerngen.tuning_db.keep.bundles import open_any
     from kerngen.tuning_db.ship.diff import diff as compare
 
     arches = None if arch_names is None else {a.name for a in parse_arches(arch_names)}
     names = {n for k in kernels for n in k.split(",")}
-    sides = []
+    sides, known = [], set[str]()
     for url in (before, after):
         with open_any(url, allow_unsigned=allow_unsigned) as store:
+            known |= known_kernels([store])
             sides.append([w for w in store.winners() if (arches is None or w.arch.name in arches)
                           and (not names or w.kernel in names)])  # fmt: skip
+    for name in sorted(names - known):
+        raise UnknownName("kernel", name, sorted(known))
     changes, same = compare(*sides)
     if as_json:
         echo_json({"same": same, "changes": [_change_json(c) for c in changes]})
@@ -198,13 +195,20 @@ def rm(
     Example: kerngen db rm --kernel rmsnorm --arch sm90 --dry-run
     """
     from kerngen.arch import parse_arches
+    from kerngen.boards import DEVICES
+    from kerngen.errors import UnknownName
     from kerngen.tuning_db.keep.prune import rm as forget
 
     arches = [a.name for a in parse_arches(arch_names)] if arch_names is not None else []
     names = [n for k in kernels for n in k.split(",")]
     if not (names or arches or devices):
         raise UsageError("name what to forget: --kernel, --arch or --device", hint="everything: delete the file")
-    with _changing(url) as store:
+    with changing(url) as store:
+        require_known(names, [store])
+        if unknown := set(devices) - set(DEVICES):
+            boards = {o.measurement.device.name for o in store.measurements()}
+            for device in sorted(unknown - boards):
+                raise UnknownName("device", device, [*DEVICES, *sorted(boards - set(DEVICES))])
         done = forget(store, kernels=names, arches=arches, devices=devices, dry_run=dry_run)
         _tell(done, store.where, dry_run, as_json)
 
@@ -218,7 +222,7 @@ def gc(url: str | None, dry_run: bool, as_json: bool) -> None:
     """
     from kerngen.tuning_db.keep.prune import gc as collect
 
-    with _changing(url) as store:
+    with changing(url) as store:
         _tell(collect(store, dry_run=dry_run), store.where, dry_run, as_json)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.db.common import echo_json
+from kerngen.cli.db.common import changing, echo_json
 
 if TYPE_CHECKING:
     from kerngen.rebuild import Rebuilt
@@ -34,11 +34,10 @@ def rebuild(kernels: tuple[str, ...], arch_names: str | None, url: str | None, j
     from kerngen.rebuild import FAILED
     from kerngen.rebuild import rebuild as rebuild_all
     from kerngen.templates import find_kernel
-    from kerngen.tuning_db import Store
 
     names = {find_kernel(n).name for k in kernels for n in k.split(",")}
     arches = None if arch_names is None else {a.name for a in parse_arches(arch_names)}
-    with Store.open(url) as store, CachedCompiler(jobs or os.cpu_count() or 1) as compiler:
+    with changing(url) as store, CachedCompiler(jobs or os.cpu_count() or 1) as compiler:
         winners = [
             w for w in store.winners() if (not names or w.kernel in names) and (arches is None or w.arch.name in arches)
         ]

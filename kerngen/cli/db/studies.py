@@ -19,9 +19,11 @@ def studies(
 
     Example: kerngen db studies -o studies.journal --kernel rmsnorm
     """
+    from kerngen.files import require_place
     from kerngen.report.facts import gather
     from kerngen.report.studies import write_studies
 
+    require_place(output)
     with drawing(url, kernels, arch_names, device_name) as (stores, wanted):
         facts = gather(stores, wanted)
     count = write_studies(output, facts)

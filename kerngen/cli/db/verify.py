@@ -69,9 +69,9 @@ def verify(
 
     began = time.monotonic()
     if time_budget is not None and deepest is None:
-        raise UsageError("--time-budget goes with --run")
+        raise UsageError("--time-budget goes with --run", hint="kerngen db verify FILE --run fast --time-budget 5m")
     if model is None and (arch_names or device_names or draft or kernels):
-        raise UsageError("--arch, --device, --draft and --kernel go with a --model")
+        raise UsageError("--arch, --device, --draft and --kernel go with a --model", hint="--model gemma-4-31b")
     verdicts = examine(file, LEVELS[:2] if allow_unsigned else LEVELS[:3])
     if (model or rebuild) and all(v.ok is not False for v in verdicts):
         where = arch_names, device_names

@@ -11,6 +11,7 @@ from kerngen.builds import Build, Built
 from kerngen.closure import closure_of
 from kerngen.compile import Cubin, nvrtc_version
 from kerngen.errors import UsageError
+from kerngen.files import require_place
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning_db.serve.sealed import SUFFIX, is_sealed_file
 from kerngen.tuning_db.ship.export import Shipment, shipment
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 
 
 def require_free(path: Path) -> None:
-    """Raises UsageError where something lies at `path` that is no bundle."""
+    """Raises UsageError where something lies at `path` that is no bundle, KerngenError where nothing can be written."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder, and a bundle is one file", hint=f"-o {path / ('bundle' + SUFFIX)}")
     if os.path.lexists(path) and not is_sealed_file(path):
         raise UsageError(f"{path} is there, and is no bundle", hint="name another file with -o")
+    require_place(path)
 
 
 def write_bundle(

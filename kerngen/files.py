@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
+from kerngen.errors import KerngenError
 from kerngen.owner import trusts_all
 
 _SCRATCH = ".kerngen-scratch-"
@@ -63,6 +64,25 @@ def make_folder(path: Path) -> None:
     if path.parent != path:
         make_folder(path.parent)
     path.mkdir(mode=0o777 if trusts_all() else 0o755, exist_ok=True)
+
+
+def require_place(path: Path) -> None:
+    """Raises KerngenError where no file can be made at `path`: to be asked before the work whose results go there. The
+    folder that it lies in is made if need be.
+    """
+    try:
+        make_folder(path.parent)
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileExistsError as e:
+        raise unwritable(path, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))) from e
+    except OSError as e:
+        raise unwritable(path, e) from e
+
+
+def unwritable(path: Path, error: OSError) -> KerngenError:
+    """What to raise where a command cannot write what it was asked for."""
+    return KerngenError(f"cannot write {path}: {error.strerror or error}", hint="name another place with -o")
 
 
 def publish(data: bytes, target: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import pwd
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,11 @@ _REASONS = {  # NVML's bits: nvmlClocksEventReasons
     0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown", 0x80: "hw_power_brake", 0x100: "display_clocks",
 }  # fmt: skip
 _THROTTLES = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake"})
+
+
+def throttled_by(noted: Mapping[str, Any]) -> set[str]:
+    """What held the clocks down, by what `Seen.noted` says."""
+    return set(_THROTTLES.intersection(noted.get("reasons", ())))
 
 
 class Watch:

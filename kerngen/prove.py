@@ -1,6 +1,6 @@
 """What can be proved of a bundle without a GPU: that nothing is lacking for a model, that its sources give its code.
 
-The last two levels of `kerngen db verify`; tuning_db/ship/verify.py has those before.
+Two levels of `kerngen db verify`; tuning_db/ship/verify.py has those before, prove_gpu.py those after.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _rebuilt(store: Store, here: tuple[int, int], jobs: int, bar: Reporter) -> V
         for build in kept:
             if build.nvrtc != here:
                 others += 1
-            elif (source := _source(build, fields.get(build.id))) is None:
+            elif (source := source_today(build, fields.get(build.id))) is None:
                 faults.append(f"{_named(build)}: today's kernel renders another source")
             else:
                 waiting.append((build, compiler.submit(source, find_arch(build.arch), build.options)))
@@ -96,7 +96,7 @@ def _rebuilt(store: Store, here: tuple[int, int], jobs: int, bar: Reporter) -> V
     return Verdict("rebuilt", not faults, f"{same} of {len(kept)} builds are the same, byte by byte", faults)
 
 
-def _source(build: Build, fields: dict[str, Any] | None) -> str | None:
+def source_today(build: Build, fields: dict[str, Any] | None) -> str | None:
     """What is rendered today for a build, None unless that is what was built."""
     kernel = find_kernel(build.kernel)
     try:

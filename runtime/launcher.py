@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,23 @@ def _probed(index: int) -> Device:
     )
 
 
+def load_module(what: str, image: bytes, entries: Iterable[str], device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """(CuPy's module of `image`, its kernels by name). Raises LaunchError, of `what`, where the driver does not load
+    it on that GPU, or one of `entries` is not in it.
+    """
+    make_room_for_cupy()
+    from cupy.cuda.function import Module
+
+    module = Module()
+    with torch.cuda.device(device):
+        torch.zeros(1, device=device)  # makes torch's primary context current, which CuPy then shares
+        try:
+            module.load(image)
+            return module, {name: module.get_function(name) for name in entries}
+        except Exception as e:
+            raise LaunchError(f"{what}: the driver cannot load it on this GPU: {e}") from e
+
+
 class Function:
     """One kernel, loaded for one compiled-in problem and configuration on the GPU `index`.
 
@@ -130,21 +147,11 @@ class Function:
         source: str = "given",
         index: int = 0,
     ) -> None:
-        make_room_for_cupy()
-        from cupy.cuda.function import Module
-
         self.kernel, self.config, self.target, self.source = kernel, config, target, source
         self._args = kernel.body(config, target.arch).args
         self._device = torch.device("cuda", index)
-        self._module = Module()
-        with torch.cuda.device(self._device):
-            torch.zeros(1, device=self._device)  # makes torch's primary context current, which CuPy then shares
-            try:
-                self._module.load(image)
-                self._entries = {name: self._module.get_function(name) for name in self._args}
-            except Exception as e:
-                message = f"{kernel.name} {describe(config)}: the driver cannot load it on this GPU: {e}"
-                raise LaunchError(message) from e
+        what = f"{kernel.name} {describe(config)}"
+        self._module, self._entries = load_module(what, image, self._args, self._device)
         self._limits: dict[str, int] = {}
         self._plans: dict[Any, tuple[tuple[Launch, ...], int]] = {}
         self._workspace: torch.Tensor | None = None

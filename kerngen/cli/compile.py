@@ -17,7 +17,8 @@ import click
 from kerngen.arch import Target, find_device, parse_arches
 from kerngen.cli.signing import signers, signing_options
 from kerngen.compile import Cubin
-from kerngen.errors import CacheError, KerngenError, UsageError
+from kerngen.errors import CacheError, UsageError
+from kerngen.files import unwritable
 
 if TYPE_CHECKING:
     from kerngen.builds import Build, Built
@@ -114,7 +115,7 @@ def compile(
                                           partial(build_all, cache=cache, jobs=jobs or os.cpu_count() or 1, bar=bar),
                                           keys)  # fmt: skip
             except OSError as e:
-                raise _unwritable(f"cannot write {output}", e) from e
+                raise unwritable(output, e) from e
     if output is None and cache.failed:
         raise CacheError(f"nothing was kept: the compile cache {cache.dir} does not take files",
                          hint="name a folder with -o, or another cache with KERNGEN_CACHE_DIR")  # fmt: skip
@@ -179,11 +180,7 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise _unwritable(f"cannot write {folder}", e) from e
-
-
-def _unwritable(what: str, e: OSError) -> KerngenError:
-    return KerngenError(f"{what}: {e.strerror or e}", hint="name another place with -o")
+        raise unwritable(folder, e) from e
 
 
 def _write_images(folder: Path, built: list[Built]) -> None:

@@ -13,33 +13,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Arch, Target, find_arch, find_device
+from kerngen.cli.duration import Duration
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
-from kerngen.errors import DeviceError, UsageError
+from kerngen.cli.tune_objective import objective_for, worker_for
+from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective
     from kerngen.tuning.plan import DryRun
     from kerngen.tuning.report import Report
-    from kerngen.tuning.worker import GpuWorker
     from kerngen.workload import Model, Workload
-
-
-class Duration(click.ParamType):
-    """Seconds, or a number with s, m or h behind it."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, (int, float)):
-            return float(value)
-        unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:].lower())
-        try:
-            seconds = float(value[:-1] if unit else value) * (unit or 1)
-        except ValueError:
-            seconds = -1.0
-        if not 0 < seconds < float("inf"):
-            self.fail(f"{value!r} is no duration: give seconds, or 90s, 5m, 1h", param, ctx)
-        return seconds
 
 
 @click.command()
@@ -52,7 +35,8 @@ class Duration(click.ParamType):
     type=click.Choice(["auto", "predicted", "measured", "step"]),
     default="auto",
     show_default=True,
-    help="auto measures where this machine's GPU is of the arch; step has the model's steps choose beside.",
+    help="step measures, and has the model's steps choose: auto is that for a whole model, where this machine's GPU is "
+    "of the arch; measured with --kernel; predicted elsewhere.",
 )
 @click.option("--device", "device_name", default=None, help="The device profile to predict for (kerngen arch ls).")
 @click.option("--trials", type=click.IntRange(1), default=None, help="Configurations a problem, at most.")
@@ -99,6 +83,7 @@ def tune(
     import time
 
     from kerngen.compile import require_target
+    from kerngen.files import require_place
     from kerngen.templates import find_kernel
     from kerngen.tuning.worker import present_arch
     from kerngen.workload import find_model
@@ -112,12 +97,15 @@ def tune(
     names = [name for k in kernels for name in k.split(",")]
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
+    if page is not None:
+        require_place(page)
     if submit:
         if dry_run or time_budget is not None or jobs is not None:
-            raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine")
+            raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine",
+                             hint="the same without them, or without --submit")  # fmt: skip
         device = find_device(device_name) if device_name else None
         if device is not None and device.arch != arch.name:
-            raise UsageError(f"device {device} is {device.arch}, not {arch}")
+            raise UsageError(f"device {device} is {device.arch}, not {arch}", hint=f"--arch {device.arch}")
         kind = kind_for(objective, device is None and present_arch() == arch)
         load = _workload(found, arch, names)
         report, where = submitted(load, Target.of(device or arch), kind, trials, seed, db_url, as_json)
@@ -125,12 +113,11 @@ def tune(
         return
     require_target(arch)
     with ExitStack() as stack:
-        worker = _worker(stack, objective, arch, device_name)
+        worker = worker_for(stack, objective, arch, device_name)  # it starts while the model is recorded
         load = _workload(found, arch, names)
-        if objective == "step" and worker is not None:
-            chosen: Objective = _stepped(stack, worker, found, load)
-        else:
-            chosen = _objective(stack, worker, arch, device_name)
+        chosen, why = objective_for(stack, worker, objective, arch, device_name, found, load, whole=not names)
+        if objective == "auto":
+            click.echo(f"--objective {chosen.name}: {why}", err=True)
         if dry_run:
             _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
             return
@@ -170,56 +157,6 @@ def _workload(model: Model, arch: Arch, kernels: list[str]) -> Workload:
 
     load = workload(model, arch)
     return load.only(kernels) if kernels else load
-
-
-def _worker(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> GpuWorker | None:
-    """The process that measures, where --objective, --device and this machine's GPU call for it; it ends with `stack`.
-
-    It is on its way when this returns. Raises DeviceError or UsageError where `measured` cannot be had.
-    """
-    from kerngen.tuning.worker import GpuWorker, present_arch
-
-    device = find_device(device_name) if device_name else None
-    if wanted in ("measured", "step"):
-        if device is not None:
-            raise UsageError("--device names a profile to predict for; a measurement is of the GPU that is here")
-        here = present_arch()
-        if here is None:
-            raise DeviceError("this machine has no GPU to measure on", hint="predict instead: --objective predicted")
-        if here != arch:
-            raise DeviceError(
-                f"this machine's GPU is {here}, not {arch}", hint="predict instead: --objective predicted"
-            )
-    elif device is not None and device.arch != arch.name:
-        raise UsageError(f"device {device} is {device.arch}, not {arch}")
-    elif wanted == "predicted" or device is not None or present_arch() != arch:
-        return None
-    worker = stack.enter_context(GpuWorker())
-    worker.start()
-    return worker
-
-
-def _objective(stack: ExitStack, worker: GpuWorker | None, arch: Arch, device_name: str | None) -> Objective:
-    """What is judged by: the clock of the worker's GPU, whose lock is released with `stack`, or the cost model."""
-    from kerngen.gpu import GpuLock
-    from kerngen.tuning.objective import Measured, Predicted
-
-    if worker is None:
-        return Predicted(Target.of(find_device(device_name) if device_name else arch))
-    lock = GpuLock(worker.uuid())
-    stack.callback(lock.release)
-    return Measured(worker, lock)
-
-
-def _stepped(stack: ExitStack, worker: GpuWorker, model: Model, load: Workload) -> Objective:
-    """As measured, but that the model's steps choose between finalists."""
-    from kerngen.gpu import GpuLock
-    from kerngen.tuning.step import Stepped
-    from kerngen.tuning.steptimer import timed_steps
-
-    lock = GpuLock(worker.uuid())
-    stack.callback(lock.release)
-    return Stepped(worker, timed_steps(worker, model, load), load.serving, lock)
 
 
 def _run(

@@ -96,5 +96,5 @@ def kind_for(wanted: str, target_is_here: bool) -> str:
     if wanted == "auto":
         return "measured" if target_is_here else "predicted"
     if wanted not in ("measured", "predicted"):
-        raise UsageError(f"--objective {wanted} is not done by a queue's workers")
+        raise UsageError(f"--objective {wanted} is not done by a queue's workers", hint="--objective measured")
     return wanted

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 TUNE, COMPILE = "kerngen.tune", "kerngen.compile"  # Procrastinate's names of the two tasks
 HEARTBEAT_S = 10.0  # how often a worker says that it lives
 SILENT = 6  # heartbeats after which one that says nothing is dead, and its job another's
+KEPT_HOURS = 7 * 24  # of what is over, in the queue; whoever waits for others of its submit still sees how it ended
 _LOCK = 0x6B675175657565  # "kgQueue": whoever makes the schema, or takes over jobs, does so alone
 _NEEDS = "pip install 'kerngen[pg]'"
 _TABLES = """
@@ -100,7 +101,7 @@ class Queue:
         Raises UsageError for what is no PostgreSQL URL, DatabaseError where it cannot be had.
         """
         psycopg, _ = _require()
-        with _clear(url):
+        with _clear(url, hint="is that server up, and may this host and user reach it? --db names another"):
             conninfo = _conninfo(url)
             with psycopg.connect(conninfo, autocommit=True) as first:
                 schema = _schema_name(first)
@@ -125,10 +126,12 @@ class Queue:
     def submit(self, jobs: Sequence[Job]) -> list[int]:
         """Put `jobs` into the queue, the first to be taken first; returns their ids.
 
-        One that is in it already, waiting or being done, is not put there again: its id is that one's.
+        One that is in it already, waiting or being done, is not put there again: its id is that one's. What has been
+        over for long is cleared away.
         """
         from procrastinate.exceptions import AlreadyEnqueued
 
+        self.clear()
         with _clear("the queue"):
             found = {s.job.id: s.id for s in self.states() if not s.is_over}
             for at, job in enumerate(jobs):
@@ -162,6 +165,26 @@ class Queue:
             found.append(State(r["id"], job, r["queue_name"], r["status"], r["attempts"], r["worker"] or "",
                                r["num_done"] or 0, r["num_total"] or 0, r["what"] or "", r["result"]))  # fmt: skip
         return found
+
+    def clear(self, hours: int = KEPT_HOURS) -> None:
+        """Forget the jobs that have been over for so long, and workers that have been silent as long. Another host that
+        does so at this moment does it for both.
+        """
+        from procrastinate.sql import queries
+
+        over = ["succeeded", "failed", "cancelled", "aborted"]
+        with self.alone() as got:
+            if not got:
+                return
+            with _clear("the queue"):
+                # Of Procrastinate's own, whose method for it is for coroutines alone.
+                self._app.connector.execute_query(queries["delete_old_jobs"], nb_hours=hours, queue=None, statuses=over)
+                self._connection.execute(
+                    "DELETE FROM kerngen_progress WHERE job_id NOT IN (SELECT id FROM procrastinate_jobs)"
+                )
+                self._connection.execute(
+                    "DELETE FROM kerngen_worker WHERE at < now() - make_interval(hours => %s)", [hours]
+                )
 
     def cancel(self, ids: Iterable[int]) -> int:
         """Take these out of the queue, and tell those who are at one to stop. Returns how many that concerned."""
@@ -313,15 +336,15 @@ def _make(connection: psycopg.Connection[Any], schema: str) -> None:
 
 
 @contextlib.contextmanager
-def _clear(where: str) -> Iterator[None]:
+def _clear(where: str, hint: str | None = None) -> Iterator[None]:
     """Whatever the driver or Procrastinate raises, as a DatabaseError of one line."""
     psycopg, procrastinate = _require()
     try:
         yield
     except procrastinate.exceptions.ConnectorException as e:
-        raise DatabaseError(f"{_hidden(where)}: {_line(e.__cause__ or e)}") from e
+        raise DatabaseError(f"{_hidden(where)}: {_line(e.__cause__ or e)}", hint=hint) from e
     except psycopg.Error as e:
-        raise DatabaseError(f"{_hidden(where)}: {_line(e)}") from e
+        raise DatabaseError(f"{_hidden(where)}: {_line(e)}", hint=hint) from e
 
 
 def _hidden(where: str) -> str:

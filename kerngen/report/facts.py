@@ -20,6 +20,7 @@ from kerngen.tuning_db.serve.canonical import ProblemKey
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Build, Measurement, Observation, Store, Winner
+    from kerngen.tuning_db.serve.values import StepKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +126,15 @@ class Search:
 
 @dataclass
 class Facts:
-    """All that a page shows, of rows that match their digests. revoked: ids, with the reasons."""
+    """All that a page shows, of rows that match their digests. revoked: ids, with the reasons. steps: by id, those that
+    configurations were exchanged in.
+    """
 
     stores: tuple[str, ...] = ()
     points: list[Point] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     revoked: dict[str, str] = field(default_factory=dict)
+    steps: dict[str, StepKey] = field(default_factory=dict)
     num_builds: int = 0
     nvrtc: tuple[str, ...] = ()
 
@@ -173,6 +177,7 @@ def gather(stores: Sequence[Store], wanted: Wanted | None = None) -> Facts:
             if wanted.takes(m.problem.kernel, m.arch, m.device):
                 rows.setdefault(o.id, (o, store))
         facts.revoked |= store.revoked()
+        facts.steps |= store.steps()
     placed = {
         id: (places.of(o.measurement.problem, o.measurement.device), o.measurement) for id, (o, _) in rows.items()
     }

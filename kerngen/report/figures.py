@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kerngen.report import trials, winners
+from kerngen.report import judged, trials, winners
 from kerngen.report.facts import Facts
 from kerngen.report.figure import Section
 from kerngen.report.steps import Shown
@@ -18,6 +18,12 @@ def sections(facts: Facts, steps: Sequence[Shown]) -> list[Section]:
             "one's bytes at the rate of the device's memory, or its FLOPs at that of its tensor cores, whichever takes "
             "longer.",
             tuple(winners.steps(steps)), "No step of a model has a kernel with a winner here.",
+        ),
+        Section(
+            "judged", "Judged by the step",
+            "Where the steps of a model chose: what each finalist takes alone, over what was chosen, and by how much "
+            "the whole step is slower with it. Marks left of one line are faster alone, marks above the other lose.",
+            tuple(judged.judged(facts)), "Nothing here was judged by a step of a model.",
         ),
         Section(
             "tokens", "Time against tokens",

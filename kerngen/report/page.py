@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from kerngen import __version__
-from kerngen.errors import UsageError
-from kerngen.files import publish
+from kerngen.files import publish, require_place, unwritable
 from kerngen.report.facts import Facts, Wanted, gather
 from kerngen.report.figure import Section, device_name
 from kerngen.report.figures import sections
@@ -75,15 +74,16 @@ def write_report(
 ) -> Made:
     """The page of what `stores` hold, at `path`, whole or not at all. models: see `shown_steps`.
 
-    Raises DatabaseError where a database cannot be read, UsageError where the page cannot lie there.
+    Raises DatabaseError where a database cannot be read, KerngenError where the page cannot lie there.
     """
+    require_place(path)
     facts = gather(stores, wanted)
     made = tuple(sections(facts, shown_steps(facts, models)))
     content = page(facts, made, title=title).encode()
     try:
         publish(content, path)
     except OSError as e:
-        raise UsageError(f"{path}: {e.strerror or e}") from e
+        raise unwritable(path, e) from e
     return Made(path, len(content), facts, made)
 
 

@@ -14,8 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kerngen.errors import UsageError
-from kerngen.files import publish
+from kerngen.files import publish, unwritable
 from kerngen.report.facts import Facts, Search, Trial
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ NAME_CHARS = 8  # of the search's own id, which tells two of the same problem ap
 def write_studies(path: Path, facts: Facts) -> int:
     """Optuna's journal of every search in `facts`, at `path`, whole or not at all. Returns how many studies it has.
 
-    Raises UsageError where the file cannot lie there.
+    Raises KerngenError where the file cannot lie there.
     """
     import tempfile
 
@@ -53,7 +52,7 @@ def write_studies(path: Path, facts: Facts) -> int:
         try:
             publish(journal.read_bytes(), path)
         except OSError as e:
-            raise UsageError(f"{path}: {e.strerror or e}") from e
+            raise unwritable(path, e) from e
     return len(facts.searches)
 
 

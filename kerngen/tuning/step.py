@@ -12,7 +12,7 @@ are derived (tuning_db/keep/stepped.py). p50_us stays the kernel's time alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, exp, inf, log, prod
@@ -50,13 +50,15 @@ KEPT = 5  # interactions that are written down, the largest
 @dataclass(frozen=True, slots=True)
 class StepPoint:
     """What can be exchanged in a step: a kernel at a problem. launches: of it in the step that is run. us: each takes
-    alone, in microseconds, with what the timer was made with.
+    alone, in microseconds, with what the timer was made with. times: launches of the whole model's step that one of
+    these stands for; more than one where layers that repeat are not all run.
     """
 
     kernel: str
     problem: Any
     launches: int
     us: float
+    times: float = 1.0
 
 
 Choice = Mapping[StepPoint, tuple[Any, bytes]]  # configuration and cubin image
@@ -69,7 +71,8 @@ class StepTimer(Protocol):
         """What can be exchanged, in the order of the step."""
 
     def compare(self, base: Choice, other: Choice, *, pairs: int) -> Ratio:
-        """`other`'s step over `base`'s. Points that a choice leaves out keep what the timer was made with.
+        """`other`'s step over `base`'s, of the step that is run. What a choice leaves out keeps what the timer was made
+        with.
 
         Raises KerngenError where one of them cannot run.
         """
@@ -162,6 +165,9 @@ class Stepped(Measured):
         looks = _Looks(steps, trials, self.say, self._left_for_steps)
         try:
             looks.begin(starts[0])
+        except _NoTime:
+            self.remarks = ["the time was over before the steps could choose: the fastest alone stand"]
+            return
         except KerngenError as e:
             self.remarks = [f"the steps could not be timed, and the finalists were timed alone: {e.message}"]
             yield from super().decide([list(configs.values()) for configs in trials.values()])
@@ -177,7 +183,7 @@ class Stepped(Measured):
         looks.settle(chosen)
         noise = looks.noise(trials)
         self.remarks = [_in_words(self.descent, noise, len(places))]
-        base = digest(sorted((k, describe(p), fields_of(c)) for (k, p), c in chosen.items()))
+        base = digest(["whole", sorted((k, describe(p), fields_of(c)) for (k, p), c in chosen.items())])
         for name, configs in sorted(trials.items(), key=lambda kv: -shares[kv[0]]):
             tags = {"descent": _as_json(self.descent, name, noise)}
             for step in looks.steps:
@@ -212,12 +218,18 @@ class _Step:
         self.key, self.timer = timed.key, timed.timer
         self.order: list[_Name] = []
         self.points: dict[_Name, list[StepPoint]] = {}
+        self.names: dict[StepPoint, _Name | None] = {}  # of all points
         self.base_us = self.look_s = self.noise = 0.0
         for point in timed.timer.points():
+            self.names[point] = None
             if (item := serving(point.kernel, point.problem)) is not None:
-                name = item.kernel, item.problem
+                name = self.names[point] = item.kernel, item.problem
                 self.order.append(name)
                 self.points.setdefault(name, []).append(point)
+
+
+class _NoTime(Exception):
+    """The run's time is over."""
 
 
 class _Looks:
@@ -237,20 +249,28 @@ class _Looks:
 
     def begin(self, start: _Assignment) -> None:
         """Find out what a look takes, and what two at the same differ by: STEP_NOISE of a step at least, since what is
-        run in one process has its memory where it has it. The first look at a step makes its model.
+        run in one process has its memory where it has it. The first look at a step makes its model. Raises _NoTime
+        where none is left for the next one, or for one more at each step.
         """
         for step in self.steps:
+            self._require(0.0)
             self._compare(step, start, start, FIRST_PAIRS)
         for step in self.steps:
+            self._require(0.0)
             before = self._left()
             ratio = self._compare(step, start, start, PAIRS)
             step.look_s = before - self._left() if before < inf else 0.0
             step.noise = min(max(STEP_NOISE, 3 * ratio.spread, abs(ratio.median - 1)), NOISE_MOST)
+        self._require(sum(s.look_s for s in self.steps))  # what will be chosen is looked at again
 
     def noise(self, names: Collection[_Name]) -> float:
         """What `judge` may be off by where these have changed."""
         errors = (s.key.weight / self._weight * s.noise for s in self.steps if not s.points.keys().isdisjoint(names))
         return sum(e * e for e in errors) ** 0.5
+
+    def _require(self, seconds: float) -> None:
+        if self._left() <= seconds:
+            raise _NoTime
 
     def settle(self, chosen: _Assignment) -> None:
         """How long the steps take with what was chosen: what the last looks are compared with."""
@@ -273,7 +293,7 @@ class _Looks:
         """Of the steps' time that each place has, by its time alone."""
         found = dict.fromkeys(self._trials, 0.0)
         for step in self.steps:
-            times = {name: sum(p.launches * p.us for p in points) for name, points in step.points.items()}
+            times = {name: sum(p.launches * p.times * p.us for p in ps) for name, ps in step.points.items()}
             whole = sum(times.values())
             for name in times.keys() & found.keys():
                 found[name] += step.key.weight / self._weight * times[name] / whole
@@ -307,7 +327,15 @@ class _Looks:
     def _compare(self, step: _Step, base: _Assignment, other: _Assignment, pairs: int) -> Ratio:
         self._done += 1
         self._say(f"{step.key.name}: look {self._done}")
-        return step.timer.compare(self._choice(step, base), self._choice(step, other), pairs=pairs)
+        seen = step.timer.compare(self._choice(step, base), self._choice(step, other), pairs=pairs)
+        changed = {name for name in step.points.keys() & other.keys() if other[name] != base[name]}
+        points = [(p, self._us(name, p, base)) for p, name in step.names.items()]
+        return of_whole_step(seen, points, {p for name in changed for p in step.points[name]})
+
+    def _us(self, name: _Name | None, point: StepPoint, chosen: _Assignment) -> float:
+        """What it takes alone with what was chosen, where that was timed."""
+        us = _us(self._trials[name][chosen[name]]) if name in chosen and name is not None else inf
+        return point.us if us == inf else us
 
     def _choice(self, step: _Step, of: _Assignment) -> Choice:
         found = dict[StepPoint, tuple[Any, bytes]]()
@@ -317,6 +345,25 @@ class _Looks:
                 self._images[name, config] = self._trials[name][config].image()
             found |= dict.fromkeys(step.points[name], (config, self._images[name, config]))
         return found
+
+
+def of_whole_step(seen: Ratio, points: Sequence[tuple[StepPoint, float]], changed: Set[StepPoint]) -> Ratio:
+    """What a comparison in a step of few layers is in the whole model's: an estimate, and exact where all are run.
+
+    points: with what each takes alone in the base, in microseconds. changed: those that the comparison exchanged. What
+    is run is taken to be made of its kernels' times, in proportion: so the base's time grows as their sum does where
+    each launch counts `times`. What an exchange gains, it gains as often; where several were exchanged that stand for
+    different numbers of launches, as often as they do in the mean, by their time.
+    """
+    run = sum(p.launches * us for p, us in points)
+    if not run or all(p.times == 1 for p, _ in points):
+        return seen
+    growth = sum(p.launches * p.times * us for p, us in points) / run
+    weights = [(p.launches * us, p.times) for p, us in points if p in changed]
+    share = sum(w for w, _ in weights)
+    times = sum(w * t for w, t in weights) / share if share else growth
+    scale = times / growth
+    return Ratio(1 + (seen.median - 1) * scale, seen.spread * scale, seen.base_us * growth)
 
 
 def footprint(kernel: Kernel, problem: Any, config: Any, target: Target, registers: int) -> tuple[Any, ...]:

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class GpuTimer:
-    """A StepTimer: `step` of `model`, which may be a shortened one, on the worker's GPU."""
+    """A StepTimer: `step` of `model`, which may be a shortened one that stands for a whole one as `repeat` says, on the
+    worker's GPU.
+    """
 
     worker: GpuWorker
     model: Model
     step: Step
     target: Target
+    repeat: Repeat
 
     @cached_property
     def _points(self) -> tuple[StepPoint, ...]:
@@ -38,7 +41,10 @@ class GpuTimer:
         for launched in sequence(self.model, self.step, self.target.arch):
             called = launched.kernel, launched.problem
             launches[called] = launches.get(called, 0) + 1
-        return tuple(StepPoint(name, p, count, self._us(name, p)) for (name, p), count in launches.items())
+        return tuple(
+            StepPoint(name, p, count, self._us(name, p), self.repeat.times(name, p))
+            for (name, p), count in launches.items()
+        )
 
     def _us(self, name: str, problem: Any) -> float:
         """By the cost model, of the default: it orders what is looked at, and decides nothing."""
@@ -68,7 +74,7 @@ def timed_steps(worker: GpuWorker, model: Model, load: Workload) -> Sequence[Tim
     found = []
     for weighed in steps_for(load):
         short, repeat = shortened(model, weighed.step, target.arch)
-        timer = GpuTimer(worker, short, weighed.step, target)
+        timer = GpuTimer(worker, short, weighed.step, target, repeat)
         found.append(TimedStep(_key(model.name, weighed.step, weighed.weight, target, repeat), timer))
     return found
 

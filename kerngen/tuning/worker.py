@@ -89,6 +89,22 @@ class GpuWorker:
             return None
         return found
 
+    def load(self, what: str, image: bytes, entries: Sequence[str]) -> str:
+        """Whether the driver loads the machine code of `what` and finds `entries` in it: why not, "" where it does."""
+        try:
+            found: str = self._call(_load, what, image, tuple(entries))
+        except (BrokenProcessPool, TimeoutError) as e:
+            return f"{what}: {self._lost(e, 'loading it').reason}"
+        return found
+
+    def check(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
+        """Compare `config` with the reference on the problem's own inputs; no time is taken."""
+        try:
+            seen: Observed = self._call(_checked, kernel.name, problem, config, image)
+        except (BrokenProcessPool, TimeoutError) as e:
+            return self._lost(e)
+        return seen
+
     def measure(
         self, kernel: Kernel, problem: Any, config: Any, image: bytes, *, samples: int = 15, target_ms: float = 2.0
     ) -> Observed:
@@ -136,11 +152,11 @@ class GpuWorker:
             self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent)
         return self._pool
 
-    def _lost(self, error: Exception) -> Observed:
+    def _lost(self, error: Exception, what: str = "the kernel") -> Observed:
         self.close()
         if isinstance(error, TimeoutError):
             return Observed("timed_out", f"no answer within {TIMEOUT_S:g} s")
-        return Observed("launch_failed", "the kernel took its process down")
+        return Observed("launch_failed", f"{what} took its process down")
 
     def close(self) -> None:
         if self._pool is not None:
@@ -288,15 +304,32 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
     return function, Observed("ok", error_abs=result.error_abs, error_rel=result.error_rel)
 
 
+def _checked(kernel_name: str, problem: Any, config: Any, image: bytes) -> Observed:
+    return _check(kernel_name, problem, config, image)[1]
+
+
+def _load(what: str, image: bytes, entries: tuple[str, ...]) -> str:
+    import torch
+
+    from kerngen.runtime.launcher import load_module
+
+    try:
+        load_module(what, image, entries, torch.device("cuda", torch.cuda.current_device()))
+    except KerngenError as e:
+        return e.message
+    return ""
+
+
 def _die_if_broken(error: RuntimeError) -> None:
     import os
+    import sys
 
     import torch
 
     try:
         torch.zeros(1, device="cuda").item()
     except RuntimeError:
-        print(f"tuning: {error}", flush=True)
+        print(f"the GPU: {error}", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,7 @@ from kerngen.arch import Target, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.cluster.compiling import compile_ahead, fetch_images, forget_images
 from kerngen.cluster.job import Job, code_digest, jobs_for
-from kerngen.cluster.queue import TUNE, Queue, State, Worker
+from kerngen.cluster.queue import KEPT_HOURS, TUNE, Queue, State, Worker
 from kerngen.cluster.submit import Plan, collect, status_lines, submit, wait, why_idle
 from kerngen.cluster.worker import able_arches, measuring_lock
 from kerngen.errors import DatabaseError, UsageError
@@ -325,6 +326,35 @@ def test_what_is_in_the_queue_is_not_put_there_again(url: str, plan: Plan) -> No
         )
         queue._connection.execute(foreign, again[:1])
         assert [s.id for s in queue.states(again)] == again[1:], "another version's are its workers'"
+
+
+def test_what_has_long_been_over_is_cleared_away(url: str, plan: Plan) -> None:
+    """By several hosts that submit at once; what was over just now stays, as what is under way does, however old."""
+    jobs = plan.jobs()[:4]
+    with Queue.open(url) as queue:
+        by_hand: Any = queue._connection
+        old, failed, fresh, under_way = queue.submit(jobs)
+        for id, status in ((old, "succeeded"), (failed, "failed"), (fresh, "succeeded"), (under_way, "doing")):
+            by_hand.execute("UPDATE procrastinate_jobs SET status = 'doing' WHERE id = %s", [id])
+            by_hand.execute("UPDATE procrastinate_jobs SET status = %s WHERE id = %s", [status, id])
+            queue.tell(id, "w", 1, 1, "done", {"results": []})
+        queue.greet(Worker("long gone", (), ""))
+        queue.greet(Worker("here", (), ""))
+        ago = f"now() - interval '{KEPT_HOURS + 1} hours'"
+        by_hand.execute(f"UPDATE procrastinate_events SET at = {ago} WHERE job_id <> %s", [fresh])
+        by_hand.execute(f"UPDATE kerngen_worker SET at = {ago} WHERE name = 'long gone'")
+
+        def host(n: int) -> list[int]:
+            with Queue.open(url) as mine:
+                return mine.submit(plan.jobs()[4:6])
+
+        with ThreadPoolExecutor(6) as hosts:
+            new = {tuple(ids) for ids in hosts.map(host, range(6))}
+        assert len(new) == 1, "all submitted the same"
+        assert {s.id for s in queue.states()} == {fresh, under_way, *new.pop()}
+        told = by_hand.execute("SELECT job_id FROM kerngen_progress").fetchall()
+        assert {row["job_id"] for row in told} == {fresh, under_way}
+        assert by_hand.execute("SELECT name FROM kerngen_worker").fetchall() == [{"name": "here"}]
 
 
 def test_the_queue_is_made_once_and_by_one_version(url: str) -> None:

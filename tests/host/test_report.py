@@ -23,10 +23,11 @@ from kerngen.steps import Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, Winner, problem_key
 from kerngen.tuning_db.serve.places import PREBUILT
+from kerngen.tuning_db.serve.values import StepKey
 from kerngen.workload import find_model
 
 SHIPPED = sorted(PREBUILT.glob("*.sqlite"))
-SECTIONS = ["steps", "tokens", "gain", "arches", "roofline", "searches", "prediction", "provenance"]
+SECTIONS = ["steps", "judged", "tokens", "gain", "arches", "roofline", "searches", "prediction", "provenance"]
 AXIS = re.compile(r".+ \((µs|ms|tokens|keys|elements|times|%|FLOP/B|MB|TFLOP/s|GB/s|number|rows)\)")
 
 
@@ -106,7 +107,7 @@ def test_the_page_of_the_shipped_database_is_sound(text: str, page: Node) -> Non
     require_sound(text)
     assert page.one("html").attributes["lang"] == "en"
     shown = {s.attributes["id"]: len(s.all("figure")) for s in page.all("section")}
-    assert {name for name, count in shown.items() if not count} == {"searches"}, "which only has winners"
+    assert {name for name, count in shown.items() if not count} == {"searches", "judged"}, "which only has winners"
     assert "has its winners alone" in page.text
 
 
@@ -185,6 +186,53 @@ def test_a_step_is_the_sum_of_its_launches(page: Node, shipped: Store) -> None:
     assert {row["kernel"]: row["time (µs)"] for row in rows_of(shown)} == {k: us(v) for k, v in sums.items()}
     for kernel, count in unknown.items():
         assert f"{kernel} ({count})" in shown.one("figcaption").text, "what no winner serves is named"
+
+
+def test_what_the_step_chose_is_shown_with_both_times(tmp_path: Path) -> None:
+    """Of the newest base alone: the choice, what is faster alone and loses in the step, and what is slower in both."""
+    path = tmp_path / "report.html"
+    with Store.open(tmp_path / "t.db") as store:
+        builds = [add_build(store, n) for n in range(4)]
+        props = {"of_layers": 60}
+        short = store.add_step(StepKey("gemma", "sm90", "decode", 1, 1, 32768, 0, 12, "sequence", 0.7, props))
+        whole = store.add_step(StepKey("gemma", "sm90", "draft", 1, 1, 512, 0, 60, "other", 0.3, props))
+
+        def row(n: int, us: float, step: str, step_us: float, base: str, at: int) -> None:
+            store.add_measurement(measured(builds[n], n, us, stage="step", step_id=step, step_us=step_us, base_id=base,
+                                           base_step_us=5000.0, at=f"2026-01-01T00:00:{at:02}+00:00"))  # fmt: skip
+
+        row(3, 8.0, short, 4000.0, "older", 1)
+        for step in (short, whole):
+            row(0, 9.0, step, 5100.0, "newer", 2)
+            row(1, 10.0, step, 5000.0, "newer", 3)
+            row(2, 12.0, step, 5050.0, "newer", 4)
+        store.recompute_winners("toy", key_of().static_key, Target.of(H200))
+        write_report(path, [store])
+    require_sound(path.read_text())
+    page = read_page(path.read_text())
+    first, second = figures(page, "judged")
+    assert [f.one("h3").text.strip() for f in (first, second)] == [
+        "gemma: decode batch=1 q_len=1 context=32768", "gemma: draft batch=1 q_len=1 context=512"
+    ]  # fmt: skip
+    assert "estimated from 12 of its 60 layers" in first.text
+    assert "estimated" not in second.text
+    assert "1 are faster alone by 1 % or more, and slow the step down" in first.text
+    where = "dtype=bf16 head_dim=128 batch=8 dynamic=64"
+    assert [list(row.values()) for row in rows_of(first)] == [
+        ["toy", where, "block_n=1", "10.00", "1", "5000", "5000", "0.000", "winner"],
+        ["toy", where, "block_n=2", "12.00", "1.2", "5050", "5000", "1.000", "rival"],
+        ["toy", where, "block_n=0", "9.000", "0.9", "5100", "5000", "2.000", "rival"],
+    ]
+    columns = ("alone over chosen", "the step changes by (%)")
+    for f, plot in zip(
+        (first, second), [p for p in svgs(path.read_text()) if "gemma: d" in (p[0].text or "")], strict=True
+    ):
+        rows = rows_of(f)
+        marks = list(marks_of(plot))
+        assert len(marks) == 3
+        for at, x, y in marks:
+            assert (x, y) == (pytest.approx(float(rows[at][columns[0]]), rel=0.01),
+                              pytest.approx(float(rows[at][columns[1]]), abs=0.02))  # fmt: skip
 
 
 def test_an_empty_database(tmp_path: Path) -> None:

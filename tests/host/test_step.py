@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kerngen.templates.kernel import Kernel
 from kerngen.tuning.objective import Measured, Outcome
 from kerngen.tuning.report import Report
 from kerngen.tuning.space import candidates
-from kerngen.tuning.step import BAND, MOST, Choice, Ratio, Stepped, StepPoint, TimedStep, footprint
+from kerngen.tuning.step import BAND, MOST, Choice, Ratio, Stepped, StepPoint, TimedStep, footprint, of_whole_step
 from kerngen.tuning.study import Search
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
@@ -57,7 +58,12 @@ class FakeTimer:
         self._points = tuple(StepPoint("scale", scale.problem_type(num_tokens=t), 10, 80.0) for t in tokens)
         self._default = {p: scale.default_config(p.problem, Target.of(V100)) for p in self._points}
         self._broken = broken  # threads that do not run here
-        self.num_looks = 0
+        self.num_looks, self.last_base_us = 0, 0.0
+
+    def stand_for(self, times: dict[int, float]) -> None:
+        """By token counts: how many launches of the whole step each stands for."""
+        self._default = {replace(p, times=times[p.problem.num_tokens]): config for p, config in self._default.items()}
+        self._points = tuple(self._default)
 
     def points(self) -> tuple[StepPoint, ...]:
         return self._points
@@ -82,6 +88,7 @@ class FakeTimer:
             if any(c.threads == self._broken for c in chosen.values()):
                 raise DeviceError("it does not run in a graph", hint="never mind")
             times.append(self.us(chosen))
+        self.last_base_us = times[0]
         return Ratio(times[1] / times[0], 1e-4, times[0])
 
 
@@ -131,6 +138,42 @@ def test_the_step_overrules_the_clock(scale: Kernel, tmp_path: Path) -> None:
         assert m.error_abs == 0.0
         assert (m.step_us == m.base_step_us) == (m.config == won[m.problem.fields["num_tokens"]])
     assert any("descent" in m.tags for m in in_step)
+
+
+@pytest.mark.parametrize(("changed", "to_us"), [(0, 8.0), (1, 45.0), (2, 50.0)])
+def test_a_step_of_few_layers_is_scaled_to_the_whole_models(changed: int, to_us: float) -> None:
+    """Twelve of sixty layers: what a kernel of theirs gains it gains five times, what the head gains once."""
+    a, b, head = (
+        StepPoint("k", i, n, us, t) for i, (n, us, t) in enumerate([(12, 10.0, 5.0), (2, 30.0, 5.0), (1, 100.0, 1.0)])
+    )
+    points = [(p, p.us) for p in (a, b, head)]
+    run, whole = 280.0, 1000.0  # 12 x 10 + 2 x 30 + 100; 60 x 10 + 10 x 30 + 100
+    point, us = points[changed]
+    gains = point.launches * (us - to_us)
+    seen = Ratio((run - gains) / run, 0.01, 2 * run)  # launched one after another they take twice as long as alone
+    found = of_whole_step(seen, points, {point})
+    assert found.base_us == pytest.approx(2 * whole)
+    assert found.median == pytest.approx((whole - point.times * gains) / whole)
+    assert found.spread == pytest.approx(0.01 * point.times * run / whole)
+    same = of_whole_step(Ratio(1.002, 0.01, 2 * run), points, set())
+    assert (same.median, same.spread) == (pytest.approx(1.002), pytest.approx(0.01)), "noise is what it is"
+    alike = [(StepPoint("k", p.problem, p.launches, p.us), p.us) for p, _ in points]
+    assert of_whole_step(seen, alike, {alike[changed][0]}) is seen, "all layers were run"
+
+
+def test_rows_have_the_whole_models_step(scale: Kernel, tmp_path: Path) -> None:
+    timer = FakeTimer(scale)
+    timer.stand_for({4096: 5.0, 8192: 5.0, 16384: 1.0})
+    _tune(scale, tmp_path, {_key(): timer})
+    with Store.open(tmp_path / "a.db", read_only=True) as store:
+        rows = [o.measurement for o in store.measurements("scale") if o.measurement.stage == "step"]
+        chosen = {w.problem.fields["num_tokens"]: w.latency_us for w in store.winners("scale")}
+    run, whole = (sum(10 * t * us for t, us in zip(times, (chosen[n] for n in TOKENS), strict=True))
+                  for times in ((1, 1, 1), (5, 5, 1)))  # fmt: skip
+    base_us = {m.base_step_us for m in rows}
+    assert len(base_us) == 1
+    (shown,) = base_us
+    assert shown == pytest.approx(timer.last_base_us * whole / run)
 
 
 def test_the_winners_follow_from_the_file_alone(scale: Kernel, tmp_path: Path) -> None:
@@ -197,6 +240,52 @@ def test_out_of_time_what_was_chosen_by_then_stands(scale: Kernel, tmp_path: Pat
 
     assert of_stage("step") == set(TOKENS), "each has a row at least"
     assert of_stage("final") == {64}, "the steps leave time for what no step launches"
+
+
+@pytest.mark.parametrize("look_s", [1.0, 3.0, 9.0, 30.0])
+def test_twenty_seconds_leave_an_answer_for_all(scale: Kernel, tmp_path: Path, look_s: float) -> None:
+    """However long a look takes: no step is begun that there is no time for, and the fastest alone stand."""
+    now = [0.0]
+
+    class Slow(FakeTimer):
+        def compare(self, base: Choice, other: Choice, *, pairs: int) -> Ratio:
+            now[0] += look_s
+            return super().compare(base, other, pairs=pairs)
+
+    timers: dict[StepKey, FakeTimer] = {_key("decode"): Slow(scale), _key("draft"): Slow(scale)}
+    report, objective = _tune(scale, tmp_path, timers, (*TOKENS, 64), time_budget_s=20, clock=lambda: now[0])
+    assert set(_won(report)) == {*TOKENS, 64}
+    assert now[0] <= 20 + 2 * look_s
+    if look_s > 1:
+        assert objective.descent is None
+        assert report.remarks == ["the time was over before the steps could choose: the fastest alone stand"]
+        assert {c["vectors"] for c in _won(report).values()} == {4}
+
+
+@pytest.mark.parametrize("objective", ["measured", "step"])
+def test_what_is_not_measured_in_twenty_seconds_the_model_answers(
+    scale: Kernel, tmp_path: Path, objective: str
+) -> None:
+    now = [0.0]
+
+    class Slow(FakeGpu):
+        def measure(self, *asked: Any) -> Any:
+            now[0] += 8.0
+            return super().measure(*asked)
+
+    tokens = (*TOKENS, 64, 128, 256, 512)
+    items = [Item("scale", scale.problem_type(num_tokens=t), (Use("here", "decode", 1, 1, 10, 512),)) for t in tokens]
+    load, timer = Workload("toy", "sm70", tuple(items)), FakeTimer(scale)
+    gpu: Any = Slow()
+    by = Measured(gpu) if objective == "measured" else Stepped(gpu, [TimedStep(_key(), timer)], load.serving)
+    with Store.open(tmp_path / "a.db") as store, CachedCompiler(1, CompileCache(CACHE)) as compiler:
+        report = Tuner(by, store, compiler, time_budget_s=20, clock=lambda: now[0]).run(items)
+    assert set(_won(report)) == set(tokens)
+    assert report.out_of_time
+    assert now[0] <= 20 + 8
+    how = [r.winner.provenance for r in report.results if r.winner is not None]
+    assert 0 < how.count("measured") < how.count("predicted")
+    assert timer.num_looks == 0
 
 
 def test_finalists_are_near_alone_and_of_different_footprints(scale: Kernel) -> None:

@@ -42,6 +42,8 @@ def test_every_call_of_a_step_can_be_exchanged_and_weights_add_up() -> None:
         assert sum(p.launches for p in points) == len(launched)
         assert [(p.kernel, p.problem) for p in points] == list(dict.fromkeys((x.kernel, x.problem) for x in launched))
         assert all(p.us > 0 for p in points)
+        whole = sequence(MODEL, step, ARCH)
+        assert sum(p.launches * p.times for p in points) == pytest.approx(len(whole)), "all of the model's launches"
         served = [load.serving(p.kernel, p.problem) for p in points]
         assert all(item is not None for item in served)
 

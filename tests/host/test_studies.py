@@ -24,6 +24,7 @@ from test_tuning_db import H200, add_build, key_of, measured, predicted
 
 from kerngen.arch import Target
 from kerngen.cli.db import db
+from kerngen.errors import UnknownName
 from kerngen.report.facts import gather
 from kerngen.report.studies import write_studies
 from kerngen.tuning_db import Store
@@ -88,6 +89,25 @@ def test_the_command(database: Path, tmp_path: Path) -> None:
     empty = CliRunner().invoke(db, ["studies", "-o", str(path), "--db", str(database), "--arch", "sm70"])
     assert empty.exit_code == 0
     assert studies_of(path) == {}
+
+
+@pytest.mark.parametrize("command", ["studies", "report"])
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (("--kernel", "rmsnrm"), "did you mean rmsnorm"),
+        (("--arch", "sm71"), "known: sm70"),
+        (("--device", "H2O"), "H200"),
+    ],
+)
+def test_what_is_drawn_is_named_right(
+    database: Path, tmp_path: Path, command: str, asked: tuple[str, str], says: str
+) -> None:
+    path = tmp_path / "out"
+    with pytest.raises(UnknownName, match=asked[1]) as caught:
+        CliRunner().invoke(db, [command, "-o", str(path), "--db", str(database), *asked], catch_exceptions=False)
+    assert says in str(caught.value)
+    assert not path.exists()
 
 
 def test_optuna_dashboard_opens_them_as_they_are(database: Path, tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,16 @@ import psutil
 import pytest
 from command import Kerngen
 
-from kerngen.arch import Target, find_arch
+from kerngen.arch import Target, find_arch, find_device
+from kerngen.cli.tune_objective import objective_for
 from kerngen.compile import compile_cubin
+from kerngen.gpu import GpuLock
 from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import static_fields
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning_db import Store
-from kerngen.workload import find_workload
+from kerngen.workload import find_model, find_workload
 
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b")
 
@@ -141,6 +146,69 @@ def test_steps_need_the_gpu(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -
     code, _, err = kerngen(*TUNE, "--kernel", "embed", "--objective", "step")
     assert code == 1
     assert "no GPU to measure on" in err
+
+
+class FakeGpu:
+    """In place of GpuWorker: a V100 on which everything takes 10 us and no step can be run."""
+
+    def start(self) -> None:
+        pass
+
+    def __enter__(self) -> FakeGpu:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return "GPU-0fa4e000-0000-0000-0000-000000000002"
+
+    def device(self) -> Any:
+        return find_device("V100")
+
+    def environment(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "chosen", "says"),
+    [
+        ((), "sm70", "step", r"on this machine's V100, and \d steps of gemma-4-31b choose"),
+        (("--kernel", "embed"), "sm70", "measured", r"each kernel alone: --kernel names a part of the model"),
+        (("--kernel", "embed"), "sm90", "predicted", r"no sm70 GPU is here"),
+        (("--kernel", "embed"), None, "predicted", r"no sm70 GPU is here"),
+        (("--kernel", "embed", "--device", "V100"), "sm70", "predicted", r"--device names a profile, V100"),
+    ],
+)
+def test_auto_says_what_it_chose(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...], here: str | None, chosen: str, says: str
+) -> None:
+    from kerngen.tuning import worker
+
+    judged: list[Any] = []
+    monkeypatch.setattr(worker, "present_arch", lambda: None if here is None else find_arch(here))
+    monkeypatch.setattr(worker, "GpuWorker", FakeGpu)
+    monkeypatch.setattr(import_module("kerngen.cli.tune"), "_dry_run", lambda load, by, *rest: judged.append(by))
+    code, _, err = kerngen(*TUNE, *asked, "--dry-run")
+    assert code == 0, err
+    assert re.search(rf"^--objective {chosen}: .*{says}", err, re.MULTILINE), err
+    (by,) = judged
+    assert by.name == chosen
+    lock = GpuLock(FakeGpu().uuid())
+    assert lock.try_acquire(), "nothing holds the GPU"
+    lock.release()
+
+
+def test_a_model_without_such_steps_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu: Any = FakeGpu()
+    load = find_workload("gemma-4-31b", find_arch("sm70"))
+    none = replace(load, steps=())
+    with ExitStack() as stack:
+        by, why = objective_for(
+            stack, gpu, "auto", find_arch("sm70"), None, find_model("gemma-4-31b"), none, whole=True
+        )
+    assert by.name == "measured"
+    assert "takes none of the steps" in why
 
 
 def test_every_problem_of_the_31b_gets_a_v100_cubin(kerngen: Kerngen) -> None:

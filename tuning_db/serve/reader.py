@@ -107,7 +107,7 @@ class Reader:
 
     def line(self, kernel: str, static_key: str, arch: str) -> Line | None:
         id = line_id_of(static_key, arch)
-        if not (rows := self._rows("line", COLUMNS, "id = ?", (id,))):
+        if not (rows := self._rows("line", COLUMNS, "id = ?", (id,)) or self._unindexed("line", COLUMNS, "id", id)):
             return None
         if self.sealed is not None:
             self.revoked()  # what was taken out of them would be served
@@ -121,7 +121,8 @@ class Reader:
         if build.image_sha is None:
             return None
         columns = ("blob", "codec", "raw_bytes")
-        if not (rows := self._rows("artifact", columns, "sha = ?", (build.image_sha,))):
+        rows = self._rows("artifact", columns, "sha = ?", (build.image_sha,))
+        if not (rows := rows or self._unindexed("artifact", columns, "sha", build.image_sha)):
             return None
         blob, codec, raw_bytes = rows[0]
         return image_of(build, blob, codec, raw_bytes, self.where)
@@ -170,6 +171,18 @@ class Reader:
         return found
 
     # ---- rows
+
+    def _unindexed(self, table: str, columns: tuple[str, ...], key: str, value: str) -> list[tuple[Any, ...]]:
+        """Of a sealed file, what its index did not find: a damaged one finds nothing, and that is said."""
+        if self.sealed is None:
+            return []
+        rows = self._rows(table, columns, f"+{key} = ?", (value,))
+        ((count,),) = self._rows(f"{table} NOT INDEXED", ("count(*)",))
+        if rows:
+            self._warn(f"{self.where}: the index of {table} is damaged; it is read without")
+        elif count != self.sealed.rows(table):
+            self._warn(f"{self.where}: {count} of {self.sealed.rows(table)} rows of {table} are there")
+        return rows
 
     def _line(self, row: tuple[Any, ...]) -> Line:
         """Raises CorruptRecord unless it is as it was written."""

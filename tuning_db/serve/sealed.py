@@ -106,7 +106,7 @@ class Sealed:
             with open_regular(path) as f:
                 return cls._read(Path(path), f)
         except OSError as e:
-            raise DatabaseError(f"{os.fspath(path)}: {e.strerror or e}") from e
+            raise DatabaseError(f"{os.fspath(path)}: {e.strerror or e}", hint="kerngen db export makes one") from e
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             what = f"{type(e).__name__}: {e}" if isinstance(e, KeyError) else e
             raise CorruptRecord(f"{os.fspath(path)} is damaged: {what}", hint=_AGAIN) from e

@@ -81,7 +81,7 @@ class SecretKey:
                 os.fsync(f.fileno())
             publish(shown, public)
         except OSError as e:
-            raise TrustError(f"{target}: {e.strerror or e}") from e
+            raise TrustError(f"{target}: {e.strerror or e}", hint="name another place") from e
 
     @property
     def public(self) -> PublicKey:

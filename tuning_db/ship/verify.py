@@ -1,6 +1,6 @@
 """Whether a database is what it should be, level by level: its structure, its digests, and who answers for it.
 
-Levels that need a compiler or a workload are in kerngen/prove.py.
+Levels that need a compiler or a workload are in kerngen/prove.py, those that need a GPU in kerngen/prove_gpu.py.
 """
 
 from __future__ import annotations
@@ -28,17 +28,23 @@ from kerngen.tuning_db.serve.trust import trusted_keys
 from kerngen.tuning_db.serve.values import Winner
 from kerngen.tuning_db.ship.seal import damage
 
-LEVELS = ("structure", "digests", "signature", "complete", "rebuilt")
+LEVELS = ("structure", "digests", "signature", "complete", "rebuilt", "loads", "correct", "fast")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one level. ok: None where it says nothing about such a database. text: one line. faults: each in a line."""
+    """Of one level. ok: None where it says nothing about such a database. text: one line. faults: each in a line.
+
+    done: False where it was asked for and not carried out, or not to its end: then ok is False, and nothing is proved.
+    figures: what text says in numbers.
+    """
 
     level: str
     ok: bool | None
     text: str
     faults: list[str] = field(default_factory=list)
+    done: bool = True
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def verify(url: str, levels: Iterable[str]) -> list[Verdict]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kerngen.cli.db import care, install, look, move, rebuild, report, studies, trust
+from kerngen.cli.db import care, install, look, move, rebuild, report, studies, trust, verify
 
 
 @click.group()
@@ -20,7 +20,7 @@ def db() -> None:
 for command in (
     look.ls, look.show, look.explain, report.report, studies.studies,
     move.export, move.import_, move.merge, move.dump, move.build,
-    care.verify, care.diff, care.stats, care.revoke, care.rm, care.gc, rebuild.rebuild,
+    verify.verify, care.diff, care.stats, care.revoke, care.rm, care.gc, rebuild.rebuild,
     install.install, install.uninstall, trust.keygen, trust.sign, trust.trust,
 ):  # fmt: skip
     db.add_command(command)

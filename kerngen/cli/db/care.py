@@ -1,105 +1,32 @@
-"""Databases that are kept in order: `kerngen db verify`, `diff`, `stats`, `revoke`, `rm` and `gc`."""
+"""Databases that are kept in order: `kerngen db diff`, `stats`, `revoke`, `rm` and `gc`."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.db.common import ID_CHARS, echo_json, fields_as_filed, micros, new_console, new_table, pairs, reading
+from kerngen.cli.db.common import (
+    ID_CHARS,
+    changing,
+    echo_json,
+    fields_as_filed,
+    known_kernels,
+    micros,
+    new_console,
+    new_table,
+    pairs,
+    reading,
+    require_known,
+)
 from kerngen.cli.db.look import find, one_winner
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
-    from kerngen.arch import Target
-    from kerngen.tuning_db import Store
     from kerngen.tuning_db.keep.prune import Pruned
     from kerngen.tuning_db.ship.diff import Change
-    from kerngen.tuning_db.ship.verify import Verdict
-
-_LISTED = 20  # faults that are told one by one
-
-
-@click.command()
-@click.argument("file", metavar="FILE|URL")
-@click.option("--model", default=None, help="Prove too that nothing has to be compiled to run this model.")
-@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
-@click.option("--arch", "arch_names", default=None, help="With --model: on these arches. Default: the file's own.")
-@click.option("--device", "device_names", default=None, help="With --model: on these boards. Default: the file's own.")
-@click.option("--kernel", "kernels", multiple=True, help="With --model: only this kernel; may be given several times.")
-@click.option("--rebuild", is_flag=True, help="Prove too that its sources, compiled here, give its machine code.")
-@click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
-@click.option("--allow-unsigned", is_flag=True, help="Take it although nobody signed it who is trusted here.")
-@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
-def verify(
-    file: str, model: str | None, draft: str | None, arch_names: str | None, device_names: str | None,
-    kernels: tuple[str, ...], rebuild: bool, jobs: int | None, allow_unsigned: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """Prove what a database is: its structure, the digest of each row, and who signed it. Exit 1 if a level fails.
-
-    With --model, that it is complete for that; with --rebuild, that its machine code is that of its sources.
-
-    Example: kerngen db verify sm90.kgdb
-    """
-    from kerngen.tuning_db.serve.sealed import Sealed, is_sealed_file
-    from kerngen.tuning_db.ship.verify import LEVELS
-    from kerngen.tuning_db.ship.verify import verify as examine
-
-    if model is None and (arch_names or device_names or draft or kernels):
-        raise UsageError("--arch, --device, --draft and --kernel go with a --model")
-    verdicts = examine(file, LEVELS[:2] if allow_unsigned else LEVELS[:3])
-    if (model or rebuild) and all(v.ok is not False for v in verdicts):
-        where = arch_names, device_names
-        verdicts += _prove(file, model, draft, where, kernels, rebuild, jobs, allow_unsigned, quiet=as_json)
-    sealed = Sealed.open(file) if verdicts[0].ok and "://" not in file and is_sealed_file(file) else None
-    failed = any(v.ok is False for v in verdicts)
-    if as_json:
-        about = {"digest": sealed.digest, "header": sealed.header} if sealed is not None else {}
-        echo_json({"file": file, "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
-    else:
-        for v in verdicts:
-            click.echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")
-            for fault in v.faults[:_LISTED]:
-                click.echo(f"      {fault}")
-            if len(v.faults) > _LISTED:
-                click.echo(f"      and {len(v.faults) - _LISTED:,} more (--json names all)")
-        if sealed is not None:
-            click.echo(f"digest {sealed.digest}")
-    if failed:
-        raise click.exceptions.Exit(1)
-
-
-def _prove(
-    file: str, model: str | None, draft: str | None, where: tuple[str | None, str | None], kernels: tuple[str, ...],
-    rebuild: bool, jobs: int | None, allow_unsigned: bool, *, quiet: bool,
-) -> list[Verdict]:  # fmt: skip
-    from kerngen import prove
-    from kerngen.bundle import Bundle
-    from kerngen.progress import Reporter
-
-    bundle = Bundle.open(file, allow_unsigned=allow_unsigned)
-    found: list[Verdict] = []
-    if model is not None:
-        names = [n for k in kernels for n in k.split(",")]
-        found.append(prove.complete(bundle, model, draft, _boards(bundle.targets, *where), names))
-    if rebuild:
-        with Reporter("rebuild", quiet=quiet) as bar:
-            found.append(prove.rebuilt(bundle, jobs or os.cpu_count() or 1, bar))
-    return found
-
-
-def _boards(own: Sequence[tuple[str, str]], arch_names: str | None, device_names: str | None) -> list[Target]:
-    from kerngen.arch import Target, find_device
-    from kerngen.cli.compile import targets_of
-
-    if arch_names or device_names:
-        return targets_of(arch_names, device_names)
-    return [Target.of(find_device(board)) for _, board in own]
 
 
 def _own(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,22 +35,6 @@ def _own(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option("--dry-run", is_flag=True, help="Say what that would do, and do nothing.")(command)
     help = "The database to change. Default: the user's. What is sealed or shipped is never changed."
     return click.option("--db", "url", default=None, metavar="FILE|URL", help=help)(command)
-
-
-@contextmanager
-def _changing(url: str | None) -> Iterator[Store]:
-    """A database that is there, to write to. Raises UsageError, DatabaseError."""
-    from kerngen.tuning_db import Store, default_path
-    from kerngen.tuning_db.serve.sealed import is_sealed_file
-
-    place = url or default_path()
-    if "://" not in place:
-        if not os.path.exists(place):
-            raise UsageError(f"{place} is not there: there is nothing to change", hint="name another with --db")
-        if is_sealed_file(place):
-            raise UsageError(f"{place} is sealed: it is never changed", hint="kerngen db import takes it to your own")
-    with Store.open(place) as store:
-        yield store
 
 
 @click.command()
@@ -143,16 +54,20 @@ def diff(
     Example: kerngen db diff old.kgdb sm90.kgdb
     """
     from kerngen.arch import parse_arches
+    from kerngen.errors import UnknownName
     from kerngen.tuning_db.keep.bundles import open_any
     from kerngen.tuning_db.ship.diff import diff as compare
 
     arches = None if arch_names is None else {a.name for a in parse_arches(arch_names)}
     names = {n for k in kernels for n in k.split(",")}
-    sides = []
+    sides, known = [], set[str]()
     for url in (before, after):
         with open_any(url, allow_unsigned=allow_unsigned) as store:
+            known |= known_kernels([store])
             sides.append([w for w in store.winners() if (arches is None or w.arch.name in arches)
                           and (not names or w.kernel in names)])  # fmt: skip
+    for name in sorted(names - known):
+        raise UnknownName("kernel", name, sorted(known))
     changes, same = compare(*sides)
     if as_json:
         echo_json({"same": same, "changes": [_change_json(c) for c in changes]})
@@ -280,13 +195,20 @@ def rm(
     Example: kerngen db rm --kernel rmsnorm --arch sm90 --dry-run
     """
     from kerngen.arch import parse_arches
+    from kerngen.boards import DEVICES
+    from kerngen.errors import UnknownName
     from kerngen.tuning_db.keep.prune import rm as forget
 
     arches = [a.name for a in parse_arches(arch_names)] if arch_names is not None else []
     names = [n for k in kernels for n in k.split(",")]
     if not (names or arches or devices):
         raise UsageError("name what to forget: --kernel, --arch or --device", hint="everything: delete the file")
-    with _changing(url) as store:
+    with changing(url) as store:
+        require_known(names, [store])
+        if unknown := set(devices) - set(DEVICES):
+            boards = {o.measurement.device.name for o in store.measurements()}
+            for device in sorted(unknown - boards):
+                raise UnknownName("device", device, [*DEVICES, *sorted(boards - set(DEVICES))])
         done = forget(store, kernels=names, arches=arches, devices=devices, dry_run=dry_run)
         _tell(done, store.where, dry_run, as_json)
 
@@ -300,7 +222,7 @@ def gc(url: str | None, dry_run: bool, as_json: bool) -> None:
     """
     from kerngen.tuning_db.keep.prune import gc as collect
 
-    with _changing(url) as store:
+    with changing(url) as store:
         _tell(collect(store, dry_run=dry_run), store.where, dry_run, as_json)
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from kerngen.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from kerngen.report.facts import Wanted
     from kerngen.tuning_db import ProblemKey, Store
 
 ID_CHARS = 12
@@ -36,6 +41,71 @@ def reading(url: str | None) -> Iterator[list[Store]]:
         for store in stores:
             stack.enter_context(store)
         yield stores
+
+
+@contextmanager
+def changing(url: str | None) -> Iterator[Store]:
+    """A database that is there, to write to. Raises UsageError, DatabaseError."""
+    from kerngen.tuning_db import Store, default_path
+    from kerngen.tuning_db.serve.sealed import is_sealed_file
+
+    place = url or default_path()
+    if "://" not in place:
+        if not os.path.exists(place):
+            raise UsageError(f"{place} is not there: there is nothing to change", hint="name another with --db")
+        if is_sealed_file(place):
+            raise UsageError(f"{place} is sealed: it is never changed", hint="kerngen db import takes it to your own")
+    with Store.open(place) as store:
+        yield store
+
+
+def known_kernels(stores: Iterable[Store]) -> set[str]:
+    """Those that are installed, and those that only have winners."""
+    from kerngen.templates import kernel_names
+
+    return {w.kernel for store in stores for w in store.winners()} | set(kernel_names())
+
+
+def require_known(names: Collection[str], stores: Iterable[Store]) -> None:
+    """Raises UnknownName for a kernel that neither is installed nor has winners."""
+    known = known_kernels(stores) if names else set()
+    for name in sorted(set(names) - known):
+        raise UnknownName("kernel", name, sorted(known))
+
+
+def drawing_options(output: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of commands that draw a part of what they read: which part (see `drawing`), and where to (`output`)."""
+    path = click.Path(path_type=Path, dir_okay=False)
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in (
+            click.option("--device", "device_name", default=None, help="Only this device."),
+            click.option("--arch", "arch_names", default=None, help="Only these arches: sm70,sm90."),
+            click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times."),
+            click.option("-o", "--output", type=path, required=True, help=output),
+        ):
+            command = option(command)
+        return reading_options(command)
+
+    return decorate
+
+
+@contextmanager
+def drawing(
+    url: str | None, kernels: Sequence[str], arch_names: str | None, device_name: str | None
+) -> Iterator[tuple[list[Store], Wanted]]:
+    """What is read, and which part of it is drawn. Raises UnknownName for a kernel that neither has rows nor is
+    installed, an arch, or a device.
+    """
+    from kerngen.arch import find_device, parse_arches
+    from kerngen.report.facts import Wanted
+
+    arches = None if arch_names is None else frozenset(a.name for a in parse_arches(arch_names))
+    device = None if device_name is None else find_device(device_name).name
+    names = frozenset(n for k in kernels for n in k.split(","))
+    with reading(url) as stores:
+        require_known(names, stores)
+        yield stores, Wanted(names or None, arches, device)
 
 
 def new_console() -> Console:

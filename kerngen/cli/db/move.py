@@ -69,8 +69,8 @@ def export(
     from kerngen.bundling import require_free
     from kerngen.tuning_db.ship.export import export as write
 
-    require_free(output)
     selection = _selection(arch_names, devices, models, kernels)
+    require_free(output)
     keys = signers(key_files, unsigned)
     with reading(url) as stores:
         done = write(stores, selection, output, history=history, images=not no_images, keys=keys, models=models)
@@ -101,11 +101,13 @@ def dump(
 
     Example: kerngen db dump --arch sm90 --kernel rmsnorm -o text
     """
-    from kerngen.files import publish
+    from kerngen.files import publish, require_place
     from kerngen.tuning_db.ship.review import dump as write
 
+    selection = _selection(arch_names, devices, models, kernels)
+    require_place(output / "BOARD")
     with reading(url) as stores:
-        files = write(stores, _selection(arch_names, devices, models, kernels))
+        files = write(stores, selection)
     if not files:
         raise UsageError("no winners to write", hint="what there is: kerngen db ls")
     for name, text in files.items():
@@ -143,8 +145,11 @@ def build(
     from kerngen.tuning_db.ship.review import build as rebuild
     from kerngen.tuning_db.ship.review import read
 
-    require_free(output)
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path} is not there", hint=f"kerngen db dump -o {path} writes such a folder")
     sheets = read(paths)
+    require_free(output)
     keys = signers(key_files, unsigned)
     with shipment() as made, Reporter("build", quiet=as_json) as bar:
         with CachedCompiler(jobs or os.cpu_count() or 1, CompileCache()) as compiler:

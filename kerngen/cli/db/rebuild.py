@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from kerngen.cli.db.common import changing, echo_json
 
 if TYPE_CHECKING:
     from kerngen.rebuild import Rebuilt
@@ -33,18 +34,17 @@ def rebuild(kernels: tuple[str, ...], arch_names: str | None, url: str | None, j
     from kerngen.rebuild import FAILED
     from kerngen.rebuild import rebuild as rebuild_all
     from kerngen.templates import find_kernel
-    from kerngen.tuning_db import Store
 
     names = {find_kernel(n).name for k in kernels for n in k.split(",")}
     arches = None if arch_names is None else {a.name for a in parse_arches(arch_names)}
-    with Store.open(url) as store, CachedCompiler(jobs or os.cpu_count() or 1) as compiler:
+    with changing(url) as store, CachedCompiler(jobs or os.cpu_count() or 1) as compiler:
         winners = [
             w for w in store.winners() if (not names or w.kernel in names) and (arches is None or w.arch.name in arches)
         ]
         with Reporter("rebuild", quiet=as_json) as bar:
             found = rebuild_all(store, winners, compiler, bar)
         if as_json:
-            click.echo(json.dumps([_row(r) for r in found]))
+            echo_json([_row(r) for r in found])
         else:
             _print(found, store.where)
     if any(r.outcome == FAILED for r in found):

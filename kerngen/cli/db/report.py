@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
+from kerngen.cli.db.common import drawing, drawing_options, echo_json
+
 
 @click.command()
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The page: an HTML file."
-)
-@click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
-@click.option("--arch", "arch_names", default=None, help="Only these arches: sm70,sm90.")
-@click.option("--device", default=None, help="Only this device.")
 @click.option("--model", "models", multiple=True, metavar="NAME|FOLDER",
               help="Whose steps are shown; may be given several times. Default: the one that fits best.")  # fmt: skip
 @click.option("--title", default="kerngen tuning report", show_default=True)
-@click.option("--db", "url", default=None, metavar="FILE|URL",
-              help="The database to draw. Default: all that a run looks in (override, user's, prebuilt).")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print what the page has, as JSON.")
+@drawing_options("The page: an HTML file.")
 def report(
-    output: Path, kernels: tuple[str, ...], arch_names: str | None, device: str | None, models: tuple[str, ...],
+    output: Path, kernels: tuple[str, ...], arch_names: str | None, device_name: str | None, models: tuple[str, ...],
     title: str, url: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Draw the tuning database as one page: every configuration, every search, every winner and where it comes from.
@@ -32,25 +24,11 @@ def report(
 
     Example: kerngen db report -o report.html
     """
-    from kerngen.arch import find_device, parse_arches
-    from kerngen.errors import UnknownName
-    from kerngen.report.facts import Wanted
     from kerngen.report.page import write_report
-    from kerngen.templates import kernel_names
-    from kerngen.tuning_db import stores_for
 
-    arches = None if arch_names is None else frozenset(a.name for a in parse_arches(arch_names))
-    if device is not None:
-        device = find_device(device).name
-    wanted = Wanted(frozenset(kernels) or None, arches, device)
-    with ExitStack() as stack:
-        stores = [stack.enter_context(store) for store in stores_for(url)]
-        known = {w.kernel for store in stores for w in store.winners()} | set(kernel_names())
-        for kernel in kernels:
-            if kernel not in known:
-                raise UnknownName("kernel", kernel, sorted(known))
+    with drawing(url, kernels, arch_names, device_name) as (stores, wanted):
         made = write_report(output, stores, wanted, models=models, title=title)
     if as_json:
-        click.echo(json.dumps(made.summary()))
+        echo_json(made.summary())
     else:
         click.echo(made.sentence())

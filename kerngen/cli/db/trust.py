@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from kerngen.cli.db.common import echo_json
 from kerngen.errors import TrustError, UsageError
 
 
@@ -28,8 +28,8 @@ def keygen(file: Path | None, comment: str | None, as_json: bool) -> None:
     key = SecretKey.generate(whose() if comment is None else comment)
     key.write(path)
     if as_json:
-        click.echo(json.dumps({"key": key.public.id, "comment": key.comment, "secret": str(path),
-                               "public": f"{path}.pub", "line": key.public.line.strip()}))  # fmt: skip
+        echo_json({"key": key.public.id, "comment": key.comment, "secret": str(path),
+                   "public": f"{path}.pub", "line": key.public.line.strip()})  # fmt: skip
         return
     click.echo(f"{key.public}\n  secret  {path}      keep it, and show it to nobody\n  public  {path}.pub")
     click.echo(f"whoever is to run what it signs: kerngen db trust {path}.pub")
@@ -69,7 +69,7 @@ def trust(files: tuple[Path, ...], digests: tuple[str, ...], ids: tuple[str, ...
     places = [str(p) for p in trusted.trusted_places()]
     if as_json:
         rows = [{"key": k.id, "comment": k.comment, "line": k.line.strip()} for k in found.values()]
-        click.echo(json.dumps({"keys": rows, "digests": bundles, "places": places}))
+        echo_json({"keys": rows, "digests": bundles, "places": places})
         return
     for line in said:
         click.echo(line)
@@ -101,6 +101,6 @@ def sign(file: Path, key_files: tuple[Path, ...], as_json: bool) -> None:
         add(file, key)
     sealed = Sealed.open(file)
     if as_json:
-        click.echo(json.dumps({"file": str(file), "digest": sealed.digest, "signed_by": list(sealed.signatures)}))
+        echo_json({"file": str(file), "digest": sealed.digest, "signed_by": list(sealed.signatures)})
         return
     click.echo(f"{file} is signed by {', '.join(sealed.signatures)}\ndigest {sealed.digest}")

@@ -59,7 +59,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kerngen.tuning_db.keep.store import Store
-    from kerngen.tuning_db.keep.stores import default_stores, stores_for
     from kerngen.tuning_db.serve.bound import Bound
     from kerngen.tuning_db.serve.canonical import ProblemKey, problem_key, static_key
     from kerngen.tuning_db.serve.lookup import lookup, miss_report
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from kerngen.tuning_db.serve.source import Source
     from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
     from kerngen.tuning_db.sources import default_sources, open_source, sources_for
+    from kerngen.tuning_db.stores import default_stores, stores_for
 
 _HOME = {
     "Bound": "serve.bound",
@@ -84,9 +84,9 @@ _HOME = {
     "sources_for": "sources",
     "default_path": "serve.places",
     "lookup": "serve.lookup",
-    "default_stores": "keep.stores",
+    "default_stores": "stores",
     "miss_report": "serve.lookup",
-    "stores_for": "keep.stores",
+    "stores_for": "stores",
 }
 __all__ = [
     "Bound",

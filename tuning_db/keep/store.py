@@ -53,7 +53,7 @@ from kerngen.tuning_db.serve.freshness import source_sha
 from kerngen.tuning_db.serve.images import image_of
 from kerngen.tuning_db.serve.line import Line, named
 from kerngen.tuning_db.serve.places import default_path
-from kerngen.tuning_db.serve.values import Build, Measurement, Observation, StepKey, Winner
+from kerngen.tuning_db.serve.values import BUILD_STATUSES, Build, Measurement, Observation, StepKey, Winner
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +206,8 @@ class Store:
         """Record one compile and return its id; the same compile again changes nothing.
 
         A failed one has no `image`, names its `arch`, and gives status "compile_failed" with NVRTC's `log`. It is
-        replaced if the same build succeeds later. keep_image: store the machine code too, and not its digest alone.
+        replaced if the same build succeeds later. So is one that is "uncompiled", by whatever comes of it.
+        keep_image: store the machine code too, and not its digest alone.
         closure: of the kernel that `source` was rendered from (`closure_of`), where it was.
         Raises CorruptRecord if the same build is there with another result, DatabaseError if `image` was made from
         another source.
@@ -216,7 +217,7 @@ class Store:
         with self.writing() as connection:
             if not self._add(connection, t.build, row):
                 there = connection.execute(select(t.build).where(t.build.c.id == made.id)).one()
-                if there.status == "compile_failed" and made.status == "ok":
+                if there.status != made.status and made.status in BUILD_STATUSES[: BUILD_STATUSES.index(there.status)]:
                     connection.execute(t.build.update().where(t.build.c.id == made.id).values(row))
                 elif made.status == "ok" and there.seal != row["seal"]:
                     raise CorruptRecord(f"{self.where}: build {made.id[:16]} of {kernel} is there with other machine "
@@ -273,12 +274,12 @@ class Store:
         options: tuple[str, ...] = DEFAULT_OPTIONS,
         nvrtc: tuple[int, int] | None = None,
     ) -> Build | None:
-        """The cubin build of exactly this, by this machine's NVRTC unless `nvrtc` is given; None if never made."""
+        """The cubin build of exactly this, by this machine's NVRTC unless `nvrtc` is given; None if never tried."""
         version = nvrtc or nvrtc_version()
         wanted = build_id_of(kernel, arch.nvrtc_target, version, options, config, static, source_sha(source))
         with self.reading() as connection:
             row = connection.execute(select(t.build).where(t.build.c.id == wanted)).first()
-        return None if row is None else read_build(row, self.where)
+        return None if row is None or row.status == "uncompiled" else read_build(row, self.where)
 
     def build(self, build_id: str) -> Build:
         """The build with this id. Raises UsageError if there is none, CorruptRecord if it was altered."""

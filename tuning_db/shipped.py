@@ -17,7 +17,7 @@ import fcntl
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,20 +28,21 @@ from kerngen.errors import DatabaseError, UnknownName
 from kerngen.files import cache_dir, make_folder
 from kerngen.owner import TRUST_HINT, why_distrusted
 from kerngen.templates import find_kernel
-from kerngen.tuning_db.serve.boards import Board, nearest_board, shipped_boards
-from kerngen.tuning_db.serve.places import PREBUILT
+from kerngen.tuning_db.serve.boards import Board, nearest_board
 from kerngen.tuning_db.serve.reader import Reader
 from kerngen.tuning_db.serve.sealed import SUFFIX, Sealed
 from kerngen.tuning_db.serve.source import Source
 
 if TYPE_CHECKING:
+    from kerngen.cache import CachedCompiler
     from kerngen.tuning_db.keep.store import Store
+    from kerngen.tuning_db.ship.keys import SecretKey
     from kerngen.tuning_db.ship.review import Rebuilt
 
 log = logging.getLogger(__name__)
 
 _DIGITS = 16  # of a key, in file names
-_MIGRATIONS = PREBUILT.parent / "migrations" / "versions"
+_MIGRATIONS = Path(__file__).with_name("migrations") / "versions"
 
 
 class Shipped:
@@ -84,6 +85,18 @@ def open_board(board: Board) -> Source:
     return in_memory(board)
 
 
+def open_store(board: Board) -> Store:
+    """As open_board, to look at all that it holds. Raises DatabaseError."""
+    from kerngen.tuning_db.keep.bundles import open_any
+    from kerngen.tuning_db.keep.store import Store
+
+    found = open_board(board)
+    if isinstance(found, Store):  # that could not be kept
+        return found
+    found.close()
+    return open_any(found.where, name=found.name, allow_unsigned=True)
+
+
 def name_of(board: Board) -> str:
     """What an answer calls it."""
     return f"prebuilt {board.name}"
@@ -105,22 +118,11 @@ def path_of(board: Board, key: str) -> Path:
     return cache_dir() / "prebuilt" / f"{board.name}-{key[:_DIGITS]}{SUFFIX}"
 
 
-def kept_files() -> list[tuple[str, Path]]:
-    """(name, file) of those that were made already, for the sheets and the kernels of today."""
-    found = ((b, path_of(b, key_of(b))) for b in shipped_boards())
-    return [(name_of(b), path) for b, path in found if path.is_file() and _why_not(path) is None]
-
-
-def _why_not(path: Path) -> str | None:
-    """Why it is not read, in words: another user may have written it. Raises OSError where there is none."""
-    return why_distrusted(path)
-
-
 def _kept(path: Path, key: str, name: str) -> Source | None:
     """The file, if it is there, as it was made, and nobody else's."""
     if not path.is_file():
         return None
-    if (why := _why_not(path)) is not None:
+    if (why := why_distrusted(path)) is not None:
         raise OSError(0, f"it {why} ({TRUST_HINT})")
     try:
         if Sealed.open(path).header.get("prebuilt") != key:
@@ -144,7 +146,7 @@ def _make(board: Board, key: str, path: Path) -> None:
     """Write it, whole or not at all, and remove what was made of older sheets. Raises OSError, DatabaseError."""
     from kerngen.tuning_db.ship.export import shipment  # SQLAlchemy is for those who need it
 
-    log.info("making %s of the sheets in %s", path, board.folder)
+    log.info("making %s of the sheets in %s: once, for this version of them", path, board.folder)
     with shipment() as made:
         _fill(board, made.store)
         made.seal(path, {"prebuilt": key, "contents": made.contents() | {"models": []}}, ())
@@ -152,6 +154,30 @@ def _make(board: Board, key: str, path: Path) -> None:
         if old != path:
             with contextlib.suppress(OSError):  # another kerngen's, perhaps of another user
                 old.unlink()
+
+
+def compile_board(
+    board: Board,
+    out: Path,
+    compiler: CachedCompiler,
+    keys: Iterable[SecretKey],
+    *,
+    cells: Collection[str] | None = None,
+    say: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> Rebuilt:
+    """Seal in `out` what the sheets say, with the machine code of each winner. cells, say: as review.build.
+
+    Raises DatabaseError where there is nothing of that, CompileError, OSError.
+    """
+    from kerngen.tuning_db.ship.export import shipment
+    from kerngen.tuning_db.ship.review import build, read
+
+    with shipment() as made:
+        done = build(read([board.folder]), made.store, compiler, say, cells)
+        if not done.winners:
+            raise DatabaseError(f"{board.folder} has no winners for that")
+        made.seal(out, {"name": f"prebuilt-{board.name}", "contents": made.contents() | {"models": []}}, keys)
+    return done
 
 
 def in_memory(board: Board) -> Store:

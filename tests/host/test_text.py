@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,20 @@ import pytest
 from command import Kerngen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sheets import PlayedCompiler
 
+from kerngen.arch import Target, find_device
+from kerngen.closure import closure_of
 from kerngen.errors import DatabaseError
+from kerngen.render import render
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import fields_of, static_fields
+from kerngen.tuning_db import Measurement, Store, problem_key
 from kerngen.tuning_db.keep.bundles import open_bundle
+from kerngen.tuning_db.serve.values import StepKey
+from kerngen.tuning_db.ship.export import Selection
+from kerngen.tuning_db.ship.review import build
+from kerngen.tuning_db.ship.review import dump as dump_of
 from kerngen.tuning_db.ship.text import Cell, Look, Point, Run, Sheet, Step, Trial, dump, parse
 from kerngen.tuning_db.ship.words import rounded
 
@@ -227,3 +239,58 @@ def test_text_that_contradicts_itself_builds_nothing(kerngen: Kerngen) -> None:
     assert code == 1
     assert "the text contradicts itself: gelu_gate on H200: " in err
     assert not (kerngen.folder / "none.kgdb").exists()
+
+
+def _in_step(build: str, config: dict[str, Any], us: float, step: str, ratio: float, at: str) -> Measurement:
+    return Measurement(
+        KEY, "sm90", H200.device, config, build, "ok", "measured", stage="step", p50_us=us, p10_us=us, p90_us=us,
+        min_us=us, samples=15, error_abs=0.0, run="a", at=at, environment={"driver": "580"}, step_id=step,
+        step_us=5000.123 * ratio, base_step_us=5000.123, base_id="b" * 64,
+    )  # fmt: skip
+
+
+GATE = find_kernel("gelu_gate")
+H200 = Target.of(find_device("H200"))
+PROBLEM = GATE.problem_type(width=64, num_tokens=8)
+KEY = problem_key(GATE, PROBLEM)
+
+
+def test_what_was_tried_in_steps_of_a_model_decides_in_the_text_too(tmp_path: Path) -> None:
+    """The slower one alone wins, since its steps are faster: from the database, from the text, and from that again."""
+    configs = [GATE.config_type(threads=t) for t in (64, 128, 256)]
+    compiler: Any = PlayedCompiler()
+    with Store.open(tmp_path / "one.db") as store, Store.open(tmp_path / "two.db") as again:
+        builds = []
+        for config in configs:
+            source = render(GATE, PROBLEM, config, H200)
+            image = compiler.submit(source, H200.arch).result()
+            builds.append(store.add_build(image, "gelu_gate", source, fields_of(config), static_fields(PROBLEM),
+                                          closure=closure_of(GATE)))  # fmt: skip
+        steps = [store.add_step(StepKey("gemma-4-31b", "sm90", phase, 1, q, 8192, 0, 12, f"{phase}'s launches", weight))
+                 for phase, q, weight in (("decode", 1, 0.75), ("verify", 4, 0.25))]  # fmt: skip
+        at = "2026-11-22T10:00:{:02}.000000+00:00"
+        rows = []
+        for i, (id, config) in enumerate(zip(builds, configs, strict=True)):
+            alone = _in_step(id, fields_of(config), 10.0 + i, steps[0], 1.0, at.format(i))
+            rows.append(replace(alone, stage="final", step_id=None, step_us=None, base_step_us=None, base_id=None))
+        for i, ratios in enumerate([(1.004, 1.0), (0.99, 0.999), (0.995, 0.999)]):
+            for step, ratio in zip(steps, ratios, strict=True):
+                rows.append(_in_step(builds[i], fields_of(configs[i]), 10.0 + i, step, ratio, at.format(10 + i)))
+        store.add_measurements(rows)
+        (winner,) = store.recompute_winners(GATE, KEY.static_key, H200)
+        assert winner.config == fields_of(configs[1]), "neither the fastest alone nor the default"
+        ((name, text),) = dump_of([store], Selection()).items()
+        assert name == "H200/gelu_gate.txt"
+        sheet = parse(text)
+        assert [(s.phase, s.q_len, s.weight) for s in sheet.steps] == [("decode", 1, 0.75), ("verify", 4, 0.25)]
+        assert sheet.bases == ("b" * 64,)
+        assert len([t for t in sheet.cells[0].points[0].trials if t.look is not None]) == 6
+        done = build([sheet], again, compiler)
+        assert (done.faults, done.stale, done.trials) == ([], [], len(rows))
+        assert [(w.config, w.why["step"]["judged"]) for w in again.winners()] == [(winner.config, 3)]
+        assert again.steps().keys() == store.steps().keys()
+        assert dump_of([again], Selection()) == {name: text}
+        # Without its looks the text says that another wins than what its trials give.
+        told = [line for line in text.split("\n") if " step n=" not in line]
+        with Store.open(tmp_path / "three.db") as other:
+            assert "is said to win" in build([parse("\n".join(told))], other, compiler).faults[0]

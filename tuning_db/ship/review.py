@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
@@ -253,14 +253,16 @@ def build(
     into: Store,
     compiler: CachedCompiler | None,
     say: Callable[[int, int, str], None] = lambda done, total, what: None,
+    cells: Collection[str] | None = None,
 ) -> Rebuilt:
     """Fill `into` with what `texts` state, compiled by `compiler`. say: is told (done, of how many, what).
 
     compiler: None compiles nothing. Builds are then known by their sources alone, and whoever runs one compiles it.
+    cells: ProblemKey.cell of what is wanted, None for all.
     Raises UnknownName for a kernel that is not installed, CompileError, DatabaseError.
     """
     done = Rebuilt()
-    cases = [case for told in texts for case in _cases(told, done)]
+    cases = [case for told in texts for case in _cases(told, done, cells)]
     images: dict[tuple[str, str], Future[Cubin]] = {}
     for case in cases:
         what = case.source, case.sheet.arch
@@ -295,7 +297,7 @@ def as_sheet(told: Told) -> Sheet:
     return Sheet(told.kernel, told.arch, told.board, told.device, told.dynamic, (), tuple(cells))
 
 
-def _cases(told: Told, done: Rebuilt) -> list[_Case]:
+def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Case]:
     sheet, predicted_by = as_sheet(told), None if isinstance(told, Sheet) else told.nvrtc
     kernel, arch = find_kernel(sheet.kernel), find_arch(sheet.arch)
     of, found = filing_of(sheet.kernel), []
@@ -311,6 +313,8 @@ def _cases(told: Told, done: Rebuilt) -> list[_Case]:
             key = problem_key(kernel, problem)
             if (key.filed().static, key.filed().runtime, key.dynamic) != (cell.static, cell.runtime, point.dynamic):
                 done.faults.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)} is filed otherwise today")
+                continue
+            if cells is not None and key.cell not in cells:
                 continue
             for trial in point.trials:
                 what = canonical([cell.static, trial.config])

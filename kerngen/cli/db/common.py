@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from kerngen.arch import Target
     from kerngen.tuning_db import ProblemKey, Store
 
 ID_CHARS = 12
@@ -27,12 +28,12 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def reading(url: str | None) -> Iterator[list[Store]]:
-    """What `--db` names, or all that a run looks in. Read-only."""
+def reading(url: str | None, targets: Sequence[Target] | None = None) -> Iterator[list[Store]]:
+    """What `--db` names, or all that a run looks in. Read-only. targets: as default_stores."""
     from kerngen.tuning_db import stores_for
 
     with ExitStack() as stack:
-        stores = stores_for(url)
+        stores = stores_for(url, targets)
         for store in stores:
             stack.enter_context(store)
         yield stores

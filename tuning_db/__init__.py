@@ -39,7 +39,8 @@ Store, in full:
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
 Lookup (sources.py, serve/bound.py, serve/lookup.py, serve/places.py):
     default_path() -> str                             $KERNGEN_DB, or the user's tuning.db
-    default_sources() -> list[Source]                 override, user, prebuilt: what a run asks, read with sqlite3 alone
+    default_sources() -> list[Source | PerBoard]      override, user, bundles, and what is shipped for the board that is
+                                                      at hand: what a run asks, read with sqlite3 alone
     open_source(path_or_url) -> Source                one of them; a Store is a Source too
     sources_for(url)                                  the one that --db names, or default_sources()
     default_stores(), stores_for(url)                 the same as Stores, to look at all that they hold

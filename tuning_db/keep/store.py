@@ -57,6 +57,8 @@ from kerngen.tuning_db.serve.values import BUILD_STATUSES, Build, Measurement, O
 
 log = logging.getLogger(__name__)
 
+_AT_ONCE = 500  # ids in one query
+
 
 class Store:
     """A tuning database. Threads may share one; processes open their own (never use one across a fork)."""
@@ -179,6 +181,26 @@ class Store:
             here = and_(*(c == row[c.name] for c in table.primary_key.columns))
             if not is_sealed(table, connection.execute(select(table).where(here)).one()):
                 connection.execute(table.update().where(here).values(row))
+
+    def _add_all(self, connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
+        """As `_add`, of many rows."""
+        if self.engine.dialect.name == "postgresql":
+            from sqlalchemy.dialects.postgresql import insert as upsert
+        else:
+            from sqlalchemy.dialects.sqlite import insert as upsert  # type: ignore[assignment]
+        if rows:
+            connection.execute(upsert(table).on_conflict_do_nothing(), list(rows))
+
+    def _add_all_sealed(self, connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
+        """As `_add_sealed`, of many rows of a table whose key is an id."""
+        there = set[str]()
+        for some in (rows[i : i + _AT_ONCE] for i in range(0, len(rows), _AT_ONCE)):
+            ids = [row["id"] for row in some]
+            there |= {id for (id,) in connection.execute(select(table.c.id).where(table.c.id.in_(ids)))}
+        self._add_all(connection, table, [row for row in rows if row["id"] not in there])
+        for row in rows:
+            if row["id"] in there:
+                self._add_sealed(connection, table, row)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -343,31 +365,31 @@ class Store:
 
     def add_measurements(self, measurements: Sequence[Measurement]) -> list[str]:
         """Record trials in one transaction, in order; returns their ids."""
-        ids = []
-        there = set[str]()  # devices and environments, which many rows share
+        rows = []
+        devices, environments, problems = (dict[str, dict[str, Any]]() for _ in range(3))  # which rows share
+        known: dict[Device, str] = {}
+        for given in measurements:
+            m = as_filed(settled(given))
+            if (d := m.device) not in known:
+                device = asdict(d)
+                known[d] = digest(device)
+                devices[known[d]] = {"id": known[d], "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
+                                     "props": to_json(device)}  # fmt: skip
+            environment = digest(m.environment)
+            environments[environment] = {"id": environment, "props": to_json(m.environment)}
+            problem = _problem_row(m.problem)
+            problems[problem["id"]] = problem
+            rows.append(measurement_row(m, problem["id"]))
         with self.writing() as connection:
-            for given in measurements:
-                m = as_filed(settled(given))
-                d, device = m.device, asdict(m.device)
-                device_row = {"id": digest(device), "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
-                              "props": to_json(device)}  # fmt: skip
-                environment_row = {"id": digest(m.environment), "props": to_json(m.environment)}
-                for table, shared in ((t.device, device_row), (t.environment, environment_row)):
-                    if shared["id"] not in there:
-                        self._add(connection, table, shared)
-                        there.add(str(shared["id"]))
-                row = measurement_row(m, self._add_problem(connection, m.problem))
-                self._add_sealed(connection, t.measurement, row)
-                ids.append(str(row["id"]))
-        return ids
+            for table, shared in ((t.device, devices), (t.environment, environments), (t.problem, problems)):
+                self._add_all(connection, table, list(shared.values()))
+            self._add_all_sealed(connection, t.measurement, rows)
+        return [str(row["id"]) for row in rows]
 
     def _add_problem(self, connection: Connection, key: ProblemKey) -> str:
-        p = key.filed()
-        ids = ids_as_filed(p)
-        row = {"id": ids.problem, "kernel": p.kernel, "static_key": ids.static_key, "static": to_json(p.static),
-               "cell": ids.cell, "runtime": to_json(p.runtime), "dynamic": p.dynamic}  # fmt: skip
+        row = _problem_row(key)
         self._add(connection, t.problem, row)
-        return ids.problem
+        return str(row["id"])
 
     def measurements(
         self,
@@ -566,6 +588,13 @@ class Store:
             what = "no winner" if not found else "more than one winner"
             raise UsageError(f"{self.where}: {what} with id {id_or_prefix}", hint="list them: kerngen db ls")
         return found[0]
+
+
+def _problem_row(key: ProblemKey) -> dict[str, Any]:
+    p = key.filed()
+    ids = ids_as_filed(p)
+    return {"id": ids.problem, "kernel": p.kernel, "static_key": ids.static_key, "static": to_json(p.static),
+            "cell": ids.cell, "runtime": to_json(p.runtime), "dynamic": p.dynamic}  # fmt: skip
 
 
 def _one_each(winners: Iterable[Winner]) -> Iterable[Winner]:

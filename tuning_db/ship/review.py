@@ -238,9 +238,11 @@ class _Case:
     trial: Trial
     key: ProblemKey
     kernel: Kernel
+    device: Device
     config: Any
     source: str
     static: Mapping[str, Any]
+    closure: str  # of the kernel
     nvrtc: tuple[int, int] | None  # that compiled it where this was observed, None where the text does not say
 
     def __str__(self) -> str:
@@ -299,8 +301,8 @@ def as_sheet(told: Told) -> Sheet:
 
 def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Case]:
     sheet, predicted_by = as_sheet(told), None if isinstance(told, Sheet) else told.nvrtc
-    kernel, arch = find_kernel(sheet.kernel), find_arch(sheet.arch)
-    of, found = filing_of(sheet.kernel), []
+    kernel, arch, device = find_kernel(sheet.kernel), find_arch(sheet.arch), _device(sheet)
+    of, found, closure = filing_of(sheet.kernel), [], closure_of(kernel)
     sources: dict[str, str | None] = {}
     for cell in sheet.cells:
         for point in cell.points:
@@ -329,7 +331,9 @@ def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Ca
                     done.stale.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)}: {dict(trial.config)}")
                 else:
                     nvrtc = predicted_by if trial.run is None else sheet.runs[trial.run].nvrtc
-                    found.append(_Case(sheet, trial, key, kernel, config, source, static_fields(problem), nvrtc))
+                    found.append(
+                        _Case(sheet, trial, key, kernel, device, config, source, static_fields(problem), closure, nvrtc)
+                    )
     return found
 
 
@@ -352,7 +356,7 @@ def _record(case: _Case, into: Store, image: Cubin | None, known_builds: dict[tu
             beside = {"arch": find_arch(sheet.arch), "nvrtc": case.nvrtc, "status": "uncompiled"}
         built = known_builds[what] = into.add_build(
             image, case.kernel.name, case.source, fields_of(case.config), dict(case.static),
-            closure=closure_of(case.kernel), **beside,
+            closure=case.closure, **beside,
         )  # fmt: skip
     run = None if trial.run is None else sheet.runs[trial.run]
     known: dict[str, Any] = {}
@@ -367,7 +371,7 @@ def _record(case: _Case, into: Store, image: Cubin | None, known_builds: dict[tu
         if image is not None and run.nvrtc != image.nvrtc:  # what was timed is the same source, compiled by another
             known["tags"] = {"nvrtc": f"{run.nvrtc[0]}.{run.nvrtc[1]}"}
     return Measurement(
-        case.key, sheet.arch, _device(sheet), fields_of(case.config), built,
+        case.key, sheet.arch, case.device, fields_of(case.config), built,
         "ok" if trial.p50_us is not None else "wrong_result", "predicted" if run is None else "measured",
         reason=trial.reason, stage=trial.stage, model=trial.model, p50_us=trial.p50_us, p10_us=trial.p10_us,
         p90_us=trial.p90_us, min_us=trial.min_us, samples=trial.samples, error_abs=trial.error_abs,
@@ -379,14 +383,14 @@ def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
     """Winners, by the policy; what the text says won has to be what wins."""
     chosen: dict[tuple[str, str, Device], dict[str, Winner]] = {}
     for case in cases:
-        key = (case.kernel.name, case.key.static_key, _device(case.sheet))
+        key = (case.kernel.name, case.key.static_key, case.device)
         if key not in chosen:
             target = Target(find_arch(case.sheet.arch), key[2])
             chosen[key] = {w.problem.id: w for w in into.recompute_winners(case.kernel, key[1], target)}
             done.winners += len(chosen[key])
     said: Counter[tuple[str, str]] = Counter()
     for case in cases:
-        winner = chosen[case.kernel.name, case.key.static_key, _device(case.sheet)].get(case.key.id)
+        winner = chosen[case.kernel.name, case.key.static_key, case.device].get(case.key.id)
         is_won = winner is not None and winner.config == fields_of(case.config)
         if case.trial.won and not is_won:
             said[case.key.id, case.sheet.board] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,12 @@ from kerngen.runtime.binding import DEFAULT, Bindings, Choice
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates
-from kerngen.workload import Workload
+from kerngen.workload import Workload, find_model, workload
 
 if TYPE_CHECKING:
     from kerngen.progress import Reporter
+    from kerngen.tuning_db import Source
+    from kerngen.tuning_db.serve.boards import PerBoard
 
 
 @dataclass(slots=True)
@@ -108,6 +110,38 @@ def workload_builds(
     if chosen is not None:
         chosen += [choice for choice, _ in texts.values()]
     return list(builds.values())
+
+
+def models_builds(
+    models: Iterable[str],
+    targets: Iterable[Target],
+    sources: Sequence[Source | PerBoard],
+    notes: list[str],
+    chosen: list[Choice],
+    kernels: Iterable[str] = (),
+) -> list[Build]:
+    """What all of `models`, by name or folder, need on all of `targets`: each source for each board once.
+
+    sources: databases in lookup order. chosen: is given every choice. kernels: only these, none for all. Raises
+    UsageError where a model needs none of them.
+    """
+    from kerngen.runtime.ops.outside import OUTSIDE
+
+    found = [find_model(model) for model in models]
+    builds: list[Build] = []
+    for target in targets:
+        bindings = Bindings(sources, target)
+        here: dict[str, Build] = {}
+        for model in found:
+            load = workload(model, target.arch)
+            load = load.only(kernels) if kernels else load
+            notes += [f"outside our kernels: {name} ({OUTSIDE[name]})" for name in load.missing]
+            for build in workload_builds(load, bindings, notes, chosen):
+                if (known := here.setdefault(build.source, build)) is not build:
+                    known.origins.update(build.origins)
+                    known.serves += build.serves
+        builds += here.values()
+    return builds
 
 
 def case_builds(target: Target, names: Iterable[str], notes: list[str]) -> list[Build]:

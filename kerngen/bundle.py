@@ -20,6 +20,7 @@ from kerngen.errors import TuningMiss, UsageError
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Source
+    from kerngen.tuning_db.serve.boards import PerBoard
 
 _MADE_BY = "kerngen compile --arch ARCH --model NAME -o FILE makes one"
 
@@ -50,7 +51,7 @@ class Bundle:
         targets = tuple((str(arch), str(board)) for arch, board, *_ in contents.get("boards", ()))
         return cls(name, ", ".join(contents.get("models", ())) or "NAME", (major, minor), targets, source)
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[Source | PerBoard]:
         """Its database, and no other."""
         return [self.source]
 
@@ -89,7 +90,7 @@ class BundleCache(CompileCache):
         return None if compiling_is_forbidden() else super().find(source, arch, options)
 
 
-def sources_for(db_url: str | None, file: str | None) -> tuple[list[Source], CompileCache, Bundle | None]:
+def sources_for(db_url: str | None, file: str | None) -> tuple[list[Source | PerBoard], CompileCache, Bundle | None]:
     """Where winners and machine code come from: (databases, cache, the bundle if it is one).
 
     db_url: --db. file: --bundle. With neither, $KERNGEN_BUNDLE counts, and then what `default_sources` finds. Raises

@@ -34,14 +34,14 @@ def require_free(path: Path) -> None:
 
 def write_bundle(
     out: Path,
-    model: str,
+    models: Sequence[str],
     targets: Sequence[Target],
     found: tuple[Sequence[Store], Sequence[Choice], Sequence[Built]],
     anew: Callable[[list[Store]], list[Build]],
     build_all: Callable[[list[Build]], list[Built]],
     keys: Sequence[SecretKey],
 ) -> list[Built]:
-    """Seal in `out` all that runs `model` on `targets`: what had to be built besides.
+    """Seal in `out` all that runs `models` on `targets`: what had to be built besides.
 
     found: the databases that answered, what they chose, and what was built of it. anew: what other databases would have
     built. Raises OSError.
@@ -56,7 +56,7 @@ def write_bundle(
         _keep(made.store, [*built, *more])
         about: dict[str, Any] = {
             "boards": [[t.arch.name, t.device.name, t.device.num_sms] for t in targets],
-            "models": [model],
+            "models": list(models),
             "nvrtc": list(nvrtc_version()),
         }
         made.seal(out, {"contents": made.contents() | about}, keys)

@@ -15,7 +15,7 @@ from kerngen.templates import find_kernel
 from kerngen.workload import Model
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db import Source
+    from kerngen.tuning_db import PerBoard, Source
 
 PAIRS = 20
 
@@ -36,7 +36,7 @@ class Compared:
 
 
 def side_by_side(
-    model: Model, contenders: Mapping[str, Sequence[Source]], *, pairs: int = PAIRS, seed: int = 0
+    model: Model, contenders: Mapping[str, Sequence[Source | PerBoard]], *, pairs: int = PAIRS, seed: int = 0
 ) -> Iterator[Compared]:
     """The steps of `model` by which tuning is judged (steps.STEPS), all layers, on generated weights.
 

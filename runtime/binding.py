@@ -22,7 +22,9 @@ from kerngen.tuning_db.serve.filing import round_up
 
 if TYPE_CHECKING:
     from kerngen.compile import Cubin
-    from kerngen.tuning_db import Source, Winner
+    from kerngen.tuning_db import Winner
+    from kerngen.tuning_db.serve.boards import PerBoard
+    from kerngen.tuning_db.serve.source import Source
 
 DEFAULT = "default configuration"
 CHOICES_KEPT = 8192  # a dozen kernels' for several hundred lengths of context
@@ -57,7 +59,7 @@ class Choice:
 class Binding:
     """One kernel with one set of compiled-in fields on one target. `choice` is all that a request pays for."""
 
-    def __init__(self, sources: Sequence[Source], kernel: Kernel, problem: Any, target: Target) -> None:
+    def __init__(self, sources: Sequence[Source | PerBoard], kernel: Kernel, problem: Any, target: Target) -> None:
         self.kernel, self.target = kernel, target
         self._bound = None
         if sources:
@@ -111,7 +113,7 @@ def _moved(problem: Any, dynamic: int) -> Any:
 class Bindings:
     """What will run on `target`. sources: tuning databases in lookup order; with none, defaults are chosen."""
 
-    def __init__(self, sources: Sequence[Source], target: Target) -> None:
+    def __init__(self, sources: Sequence[Source | PerBoard], target: Target) -> None:
         self.target = target
         self._sources = tuple(sources)
         self._bindings: dict[tuple[Any, ...], Binding] = {}

@@ -31,6 +31,7 @@ from kerngen.templates.kernel import Arg, Kernel, Launch, describe
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Source
+    from kerngen.tuning_db.serve.boards import PerBoard
 
 log = logging.getLogger(__name__)
 
@@ -316,7 +317,9 @@ class Launcher:
     sources: tuning databases in lookup order; with none, every kernel runs its default configuration.
     """
 
-    def __init__(self, sources: Sequence[Source] = (), cache: CompileCache | None = None, index: int = 0) -> None:
+    def __init__(
+        self, sources: Sequence[Source | PerBoard] = (), cache: CompileCache | None = None, index: int = 0
+    ) -> None:
         self.index = index
         self.target = Target.of(probe_device(index))
         self._bindings = Bindings(sources, self.target)

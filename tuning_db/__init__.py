@@ -39,7 +39,8 @@ Store, in full:
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
 Lookup (sources.py, serve/bound.py, serve/lookup.py, serve/places.py):
     default_path() -> str                             $KERNGEN_DB, or the user's tuning.db
-    default_sources() -> list[Source]                 override, user, prebuilt: what a run asks, read with sqlite3 alone
+    default_sources() -> list[Source | PerBoard]      override, user, bundles, and what is shipped for the board that is
+                                                      at hand: what a run asks, read with sqlite3 alone
     open_source(path_or_url) -> Source                one of them; a Store is a Source too
     sources_for(url)                                  the one that --db names, or default_sources()
     default_stores(), stores_for(url)                 the same as Stores, to look at all that they hold
@@ -59,7 +60,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kerngen.tuning_db.keep.store import Store
-    from kerngen.tuning_db.keep.stores import default_stores, stores_for
     from kerngen.tuning_db.serve.bound import Bound
     from kerngen.tuning_db.serve.canonical import ProblemKey, problem_key, static_key
     from kerngen.tuning_db.serve.lookup import lookup, miss_report
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from kerngen.tuning_db.serve.source import Source
     from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
     from kerngen.tuning_db.sources import default_sources, open_source, sources_for
+    from kerngen.tuning_db.stores import default_stores, stores_for
 
 _HOME = {
     "Bound": "serve.bound",
@@ -84,9 +85,9 @@ _HOME = {
     "sources_for": "sources",
     "default_path": "serve.places",
     "lookup": "serve.lookup",
-    "default_stores": "keep.stores",
+    "default_stores": "stores",
     "miss_report": "serve.lookup",
-    "stores_for": "keep.stores",
+    "stores_for": "stores",
 }
 __all__ = [
     "Bound",

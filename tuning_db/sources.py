@@ -7,8 +7,10 @@ import os
 
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db.serve import places
+from kerngen.tuning_db.serve.boards import PerBoard
 from kerngen.tuning_db.serve.reader import Reader
 from kerngen.tuning_db.serve.source import Source
+from kerngen.tuning_db.shipped import Shipped
 
 log = logging.getLogger(__name__)
 
@@ -18,38 +20,37 @@ def open_source(
     *,
     name: str = "",
     override: bool = False,
-    shipped: bool = False,
     allow_unsigned: bool = False,
 ) -> Source:
-    """A file, sealed or not, or a server's URL, to be served from. shipped, allow_unsigned: as Reader.open.
+    """A file, sealed or not, or a server's URL, to be served from. allow_unsigned: as Reader.open.
 
     A file of an older schema is migrated in a copy in memory, as Store does. Raises TrustError where the file is not
     to be trusted, SchemaTooNew, DatabaseError.
     """
     chosen = os.fspath(place).removeprefix("sqlite:///")
     if "://" not in chosen:
-        found = Reader.open(chosen, name=name, override=override, shipped=shipped, allow_unsigned=allow_unsigned)
+        found = Reader.open(chosen, name=name, override=override, allow_unsigned=allow_unsigned)
         if found is not None:
             return found
     from kerngen.tuning_db.keep.bundles import open_any  # SQLAlchemy is for those who need it
 
-    return open_any(chosen, name=name, override=override, shipped=shipped, allow_unsigned=allow_unsigned)
+    return open_any(chosen, name=name, override=override, allow_unsigned=allow_unsigned)
 
 
-def default_sources() -> list[Source]:
-    """What a run looks in (places.searched).
+def default_sources() -> list[Source | PerBoard]:
+    """What a run looks in: places.searched, and then what is shipped for its board.
 
     One that is not there is left out; one that cannot be opened, or is not to be trusted, with a warning.
     """
-    found: list[Source] = []
-    for where, name, override, shipped in places.searched():
+    found: list[Source | PerBoard] = []
+    for where, name, override in places.searched():
         try:
-            found.append(open_source(where, name=name, override=override, shipped=shipped))
+            found.append(open_source(where, name=name, override=override))
         except DatabaseError as e:
             log.warning("%s; looking on without it%s", e.message, f" ({e.hint})" if e.hint else "")
-    return found
+    return [*found, Shipped()]
 
 
-def sources_for(url: str | None) -> list[Source]:
+def sources_for(url: str | None) -> list[Source | PerBoard]:
     """What `--db` names, or `default_sources()` where it names nothing. Raises DatabaseError."""
     return default_sources() if url is None else [open_source(url)]

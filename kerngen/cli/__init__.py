@@ -23,6 +23,7 @@ COMMANDS = {
     "tune": ("kerngen.cli.tune", "Find the best configuration of every kernel a model needs."),
     "worker": ("kerngen.cli.worker", "Take tuning jobs from a queue, on this machine."),
     "compile": ("kerngen.cli.compile", "Build every kernel of a model, into one folder if you like."),
+    "release": ("kerngen.cli.release", "Build all released models for each architecture, into one file each."),
     "run": ("kerngen.cli.run", "Generate text with a Gemma-4 checkpoint."),
     "bench": ("kerngen.cli.bench", "Time kernels, or a model's step, against this GPU's measured limits."),
     "soak": ("kerngen.cli.soak", "Load a model with random requests for minutes, and check every answer."),

@@ -94,7 +94,7 @@ def compile(
     if cases:
         builds = [b for target in targets for b in case_builds(target, names, notes)]
     else:
-        stores = [] if untuned else stores_for(db_url or None)
+        stores = [] if untuned else stores_for(db_url or None, targets)
         builds = _workload_builds(str(model), draft, targets, names, stores, notes, chosen)
     require_allowed(builds, cache, ptx=ptx)
     keys: list[SecretKey] = []
@@ -111,7 +111,7 @@ def compile(
                     _write_images(output, built)
                 else:
                     anew = partial(_workload_builds, str(model), draft, targets, names, notes=[], chosen=[])
-                    built += write_bundle(output, str(model), targets, (stores, chosen, built), anew,
+                    built += write_bundle(output, [str(model)], targets, (stores, chosen, built), anew,
                                           partial(build_all, cache=cache, jobs=jobs or os.cpu_count() or 1, bar=bar),
                                           keys)  # fmt: skip
             except OSError as e:

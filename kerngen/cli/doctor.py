@@ -123,7 +123,7 @@ def _bundle(folder: str) -> Finding:
 
     try:
         bundle = Bundle.open(folder)
-        with bundle.sources()[0] as source:
+        with bundle.source as source:
             count = len(source.winners())
     except KerngenError as e:
         return Finding("bundle", False, e.message, e.hint or "")

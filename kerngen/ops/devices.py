@@ -16,10 +16,13 @@ from kerngen.runtime.launcher import Launcher
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Source, Store
+    from kerngen.tuning_db.serve.boards import PerBoard
 
 CPU = Reference()
 _lock = Lock()
-_sources: tuple[Source, ...] | None = None  # None: the default ones, opened when the first kernel is asked for
+_sources: tuple[Source | PerBoard, ...] | None = (
+    None  # None: the default ones, opened when the first kernel is asked for
+)
 _on_gpu: dict[int, Launch] = {}
 _replaced: list[Launch] = []  # CUDA graphs may hold their kernels
 

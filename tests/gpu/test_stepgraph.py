@@ -89,7 +89,7 @@ def test_databases_are_compared_in_steps(tiny: Model) -> None:
     rows = list(side_by_side(tiny, {"untuned": [], "again": []}, pairs=10))
     assert [r.step for r in rows]
     assert all(0.9 < r.ratios["again"].median < 1.1 and r.base_us > 1 for r in rows)
-    assert all(r.num_tuned == {"untuned": 0, "again": 0} and r.num_calls > 5 for r in rows)
+    assert all(r.num_tuned == {"untuned": 0, "again": 0} and r.num_calls > 0 for r in rows)
     assert 0.95 < means(rows)["again"] < 1.05
 
 

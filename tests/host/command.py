@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from sheets import measured_sheets
 
 from kerngen.cli import main
+from kerngen.tuning_db.serve import places
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Kerngen:
-    """Runs `kerngen` with a cache, a database and a home of its own, all in `folder`."""
+    """Runs `kerngen` with a cache, a database and a home of its own, all in `folder`; installed with few sheets."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
@@ -26,6 +28,7 @@ class Kerngen:
         monkeypatch.setenv("HOME", str(folder))
         monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
         monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        monkeypatch.setattr(places, "PREBUILT", measured_sheets(folder / "prebuilt"))
         monkeypatch.chdir(folder)
 
     def __call__(self, *args: str) -> tuple[int, str, str]:
@@ -50,4 +53,5 @@ class Kerngen:
     def files(self) -> list[str]:
         """Every file in its folder but what lies whole in the compile cache."""
         paths = (p.relative_to(self.folder) for p in self.folder.rglob("*") if p.is_file())
-        return sorted(str(p) for p in paths if p.parts[0] != "cache" or p.name.startswith("."))
+        ours = (p for p in paths if p.parts[0] != "prebuilt" and "prebuilt" not in p.parts[1:2])
+        return sorted(str(p) for p in ours if p.parts[0] != "cache" or p.name.startswith("."))

@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sheets import measured_store
 
 from kerngen import render as rendering
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.runtime import binding as binding_module
 from kerngen.runtime.binding import DEFAULT, Bindings
 from kerngen.templates import find_kernel
-from kerngen.tuning_db import Source, default_sources, lookup
+from kerngen.tuning_db import Source, lookup, open_source
 from kerngen.tuning_db.serve.freshness import Freshness
 from kerngen.tuning_db.serve.reader import Reader
 
@@ -28,13 +29,12 @@ MOST_US = 20.0
 
 
 @pytest.fixture(scope="module")
-def stores() -> Iterator[list[Source]]:
-    """The shipped database, whatever the user's own holds."""
-    opened = [s for s in default_sources() if s.name.startswith("prebuilt")]
-    assert all(isinstance(s, Reader) for s in opened)
-    yield opened
-    for s in opened:
-        s.close()
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Source]]:
+    """What an H200 measured, whatever the user's own holds."""
+    source = open_source(measured_store(tmp_path_factory.mktemp("binding") / "h200.sqlite"))
+    assert isinstance(source, Reader)
+    with source:
+        yield [source]
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 9, 100, 256, 3000, 8192])

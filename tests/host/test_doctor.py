@@ -21,6 +21,7 @@ from kerngen.runtime.ops.outside import OUTSIDE
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_sources, lookup
 from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.shipped import Shipped
 from kerngen.workload import find_workload
 
 MODEL = "gemma-4-31b"
@@ -56,7 +57,7 @@ def test_what_was_measured_on_a_board_of_its_kind_is_the_same_arch() -> None:
     kernel, board = find_kernel("w4a16_gemm"), find_device("H200")
     kin = Target.of(replace(board, name="H200 NVL", mem_gbps=4000))
     problem = kernel.problem_type(n=5376, k=21504)
-    shipped = [s for s in default_sources() if s.name.startswith("prebuilt")]
+    shipped = [Shipped()]
     kinds = [kind_of(Bindings(shipped, t).choice(kernel, problem), t) for t in (Target.of(board), kin)]
     assert kinds == ["exact device", "same arch"]
 

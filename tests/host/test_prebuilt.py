@@ -1,89 +1,169 @@
-"""The shipped databases: whole, read-only, measured, and asked by every run."""
+"""The sheets that kerngen is shipped with: as they are written, honest about who says so, whole, of today's code."""
 
 from __future__ import annotations
 
-import sqlite3
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sheets import MEASURED
 
-from kerngen.arch import ARCHES, Device, Target
+from kerngen.arch import ARCHES, Target, find_arch, find_device
+from kerngen.cache import CachedCompiler, CompileCache
+from kerngen.closure import closure_of
 from kerngen.compile import elf_resources
 from kerngen.errors import UsageError
+from kerngen.predict import MODEL
+from kerngen.render import source_of
 from kerngen.templates import find_kernel
-from kerngen.tuning_db import Store, default_stores, lookup
+from kerngen.templates.kernel import filled
+from kerngen.tuning.prebuilt import PREDICTED
+from kerngen.tuning_db import Store, lookup, problem_key
+from kerngen.tuning_db.serve.boards import shipped_boards
+from kerngen.tuning_db.serve.filing import filing_of
+from kerngen.tuning_db.serve.freshness import source_sha
 from kerngen.tuning_db.serve.places import PREBUILT
+from kerngen.tuning_db.ship import outlook, text
+from kerngen.tuning_db.ship.outlook import Outlook
+from kerngen.tuning_db.ship.review import as_sheet, build, parse
+from kerngen.tuning_db.ship.text import Sheet
+from kerngen.workload import MODELS, find_workload
 
-FILES = sorted(PREBUILT.glob("*.sqlite"))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_a_prebuilt_database_is_whole(path: Path) -> None:
-    connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
-    assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
-    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-    connection.close()
-    with Store.open(path, read_only=True) as store:
-        winners = store.winners()
-        assert winners
-        for winner in winners:
-            assert winner.provenance == "measured"
-            build = store.build(winner.build_id)
-            cubin = store.image(build)  # raises CorruptRecord where the blob does not match its digest
-            assert cubin is not None
-            limit = ARCHES[build.arch].max_smem_bytes + ARCHES[build.arch].reserved_smem_bytes
-            for name, (registers, smem) in elf_resources(cubin.image).items():
-                assert 0 < registers <= 255, name
-                assert smem <= limit, name
+SHEETS = sorted(PREBUILT.rglob("*.txt"))
+BOARDS = shipped_boards()
+FORETOLD = [b for b in BOARDS if any(p.name.endswith(PREDICTED) for p in b.sheets())]
+MOST_BYTES = 150_000  # of a board
 
 
-def test_a_prebuilt_database_has_the_newest_schema(caplog: pytest.LogCaptureFixture) -> None:
-    """An older one would be read through a copy in memory, made anew by every process."""
-    with caplog.at_level("INFO", "kerngen.tuning_db"):
-        for path in FILES:
-            Store.open(path, sealed=True).close()
-    assert caplog.text == ""
+@cache
+def told(path: Path) -> Sheet | Outlook:
+    return parse(path.read_text(), str(path))
 
 
-@pytest.mark.parametrize("through", ["the path", "a link", "KERNGEN_DB"])
-def test_a_prebuilt_database_is_not_written_to(through: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = FILES[0].read_bytes()
-    place: str | None = f"sqlite:///{FILES[0]}"
+def test_there_are_sheets() -> None:
+    assert MEASURED, "what an H200 measured is shipped"
+    assert FORETOLD, "and what is predicted"
+    assert sorted(p.name for p in PREBUILT.iterdir() if not p.is_dir()) == ["README.md"]
+
+
+@pytest.mark.parametrize("path", SHEETS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_a_sheet_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
+    """Predicted everywhere, but for what an H200 measured; and each is of the board whose folder it lies in."""
+    sheet = told(path)
+    assert path.name == sheet.kernel + (PREDICTED if isinstance(sheet, Outlook) else ".txt")
+    assert (sheet.board, sheet.arch) == (path.parent.name, find_device(path.parent.name).arch)
+    if isinstance(sheet, Outlook):
+        assert outlook.dump(sheet) == path.read_text()
+        assert "measured" not in path.read_text()
+        assert sheet.model == MODEL, "predict it anew: python -m kerngen.tuning.prebuilt"
+        assert Target.of(find_device(sheet.board)).device.num_sms == sheet.device["num_sms"]
+    else:
+        assert text.dump(sheet) == path.read_text()
+        assert path.parent.name == "H200", "nobody measured on anything else"
+        trials = [t for c in sheet.cells for p in c.points for t in p.trials]
+        assert trials
+        assert all(t.run is not None for t in trials)
+        assert sheet.device["source"] == "probed"
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda b: b.name)
+def test_a_board_is_small(board: Any) -> None:
+    assert sum(p.stat().st_size for p in board.sheets() if p.name.endswith(PREDICTED)) < MOST_BYTES
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("board", FORETOLD, ids=lambda b: b.name)
+def test_each_problem_of_each_model_has_an_answer(board: Any, model: str) -> None:
+    """Every tuned point of its workload is in a sheet, but what no configuration of a kernel can run."""
+    said = set()
+    for path in board.sheets():
+        sheet = as_sheet(told(path))
+        for cell in sheet.cells:
+            said |= {(sheet.kernel, repr(sorted(cell.static.items())), repr(sorted(cell.runtime.items())), p.dynamic)
+                     for p in cell.points if any(t.won for t in p.trials)}  # fmt: skip
+    target, lacking = Target.of(find_device(board.name)), []
+    for item in find_workload(model, target.arch).items:
+        key = problem_key(find_kernel(item.kernel), item.problem).filed()
+        at = (item.kernel, repr(sorted(key.static.items())), repr(sorted(key.runtime.items())), key.dynamic)
+        if at not in said and find_kernel(item.kernel).why_unsupported(item.problem, target) is None:
+            lacking.append(at)
+    assert lacking == []
+
+
+@cache
+def _cases(board: str) -> list[tuple[Any, Any, Any, str]]:
+    """(kernel, problem, configuration, source's digest) of each point of a board's outlooks."""
+    found = []
+    for path in (PREBUILT / board).glob(f"*{PREDICTED}"):
+        sheet = as_sheet(told(path))
+        kernel, of = find_kernel(sheet.kernel), filing_of(sheet.kernel)
+        for cell in sheet.cells:
+            for point in cell.points:
+                stated = {**cell.static, **cell.runtime, sheet.dynamic: point.dynamic}
+                problem = kernel.problem_type(**filled(point.fields or stated, of.fields))
+                (trial,) = point.trials
+                found.append((kernel, problem, kernel.config_type(**filled(trial.config, of.config)), trial.source))
+    return found
+
+
+@pytest.mark.parametrize("board", [b.name for b in FORETOLD])
+def test_each_configuration_is_valid_and_fits(board: str) -> None:
+    target = Target.of(find_device(board))
+    for kernel, problem, config, _ in _cases(board):
+        assert kernel.why_invalid(problem, config, target) is None, (kernel.name, problem, config)
+        for launch in kernel.launches(problem, config, target):
+            assert launch.smem_bytes <= target.arch.max_smem_bytes
+
+
+@pytest.mark.parametrize("board", [b.name for b in FORETOLD])
+def test_what_is_predicted_is_of_the_sources_of_today(board: str) -> None:
+    """Else run `python -m kerngen.tuning.prebuilt` for it: its winners would be left out."""
+    arch, known = find_arch(find_device(board).arch), {}
+    for kernel, problem, config, digest in _cases(board):
+        what = kernel.name, problem_key(kernel, problem).static_key, config
+        if what not in known:
+            known[what] = source_sha(source_of(kernel, problem, config, arch))
+        assert known[what].startswith(digest), (kernel.name, problem, config)
+
+
+def test_a_sample_compiles_to_what_fits(tmp_path: Path) -> None:
+    board = min((b.name for b in FORETOLD), key=lambda name: ARCHES[find_device(name).arch].cc)
+    arch = find_arch(find_device(board).arch)
+    by_kernel = {kernel.name: (kernel, problem, config) for kernel, problem, config, _ in _cases(board)}
+    limit = arch.max_smem_bytes + arch.reserved_smem_bytes
+    with CachedCompiler(1, CompileCache()) as compiler:
+        for name in ("add_norm", "gelu_gate", "rmsnorm"):
+            kernel, problem, config = by_kernel[name]
+            made = compiler.submit(source_of(kernel, problem, config, arch), arch).result()
+            for entry, (registers, smem) in elf_resources(made.image).items():
+                assert 0 < registers <= 255, entry
+                assert smem <= limit, entry
+
+
+def test_what_was_measured_wins_over_what_is_predicted(tmp_path: Path) -> None:
+    """On the H200, of a kernel that has both sheets; and it is served where it was measured."""
+    paths = list((PREBUILT / "H200").glob("gelu_gate*.txt"))
+    target = Target.of(find_device("H200"))
+    kernel = find_kernel("gelu_gate")
+    with Store.open(tmp_path / "h200.db") as store:
+        done = build([told(p) for p in paths], store, None)
+        assert (done.faults, done.stale) == ([], [])
+        sheet = as_sheet(told(PREBUILT / "H200" / "gelu_gate.txt"))
+        for point in sheet.cells[0].points:
+            problem = kernel.problem_type(**sheet.cells[0].static, num_tokens=point.dynamic)
+            found = lookup([store], kernel, problem, target)
+            assert found is not None
+            assert (found.provenance, found.stale, found.closure) == ("measured", False, closure_of(kernel))
+
+
+@pytest.mark.parametrize("through", ["the path", "a link"])
+def test_nothing_is_written_to_where_the_sheets_lie(through: str, tmp_path: Path) -> None:
+    place = PREBUILT / "new.sqlite"
     if through == "a link":
-        (tmp_path / "mine.db").symlink_to(FILES[0])
-        place = str(tmp_path / "mine.db")
-    elif through == "KERNGEN_DB":
-        monkeypatch.setenv("KERNGEN_DB", str(FILES[0]))
-        place = None
+        (tmp_path / "mine").symlink_to(PREBUILT)
+        place = tmp_path / "mine" / "new.sqlite"
     with pytest.raises(UsageError, match="is shipped with kerngen") as caught:
         Store.open(place)
     assert "--db FILE" in str(caught.value)
-    with pytest.raises(UsageError, match="is shipped with kerngen"):
-        Store.open(PREBUILT / "new.sqlite")
-    assert FILES[0].read_bytes() == before
-    assert {p.name for p in PREBUILT.iterdir()} == {"README.md", *(p.name for p in FILES)}
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_every_shipped_winner_is_served(path: Path) -> None:
-    """With its machine code, unless its kernel has changed since: then the configuration alone."""
-    with Store.open(path, sealed=True) as store:
-        for w in store.winners():
-            kernel = find_kernel(w.kernel)
-            served = lookup([store], kernel, kernel.problem_type(**w.problem.fields), Target(w.arch, w.device))
-            assert served is not None, w
-            assert (served.id, served.config, served.latency_us) == (w.id, w.config, w.latency_us)
-            assert (served.cubin is None) == served.stale
-
-
-def test_a_run_finds_what_was_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "none.db"))
-    kernel = find_kernel("w4a16_gemm")
-    problem = kernel.problem_type(n=5376, k=21504)
-    h200 = Device("H200", "sm90", 132, 4814.0, 139.8, 62914560, 1980, 1070.0, "probed")
-    winner = lookup(default_stores(), kernel, problem, Target.of(h200))
-    assert winner is not None
-    assert winner.provenance == "measured"
-    assert winner.source.startswith("prebuilt sm90-gemma-4-31b")
-    assert kernel.why_invalid(problem, kernel.config_type(**winner.config), Target.of(ARCHES["sm90"])) is None
+    assert not place.exists()

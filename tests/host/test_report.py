@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from command import Kerngen
 from pages import Node, marks_of, read_page, rows_of, svgs
+from sheets import measured_store
 from test_tuning_db import H200, add_build, key_of, measured
 
 from kerngen.arch import Target, find_arch
@@ -22,19 +23,21 @@ from kerngen.report.svg import Scale, px, short
 from kerngen.steps import Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, Winner, problem_key
-from kerngen.tuning_db.serve.places import PREBUILT
 from kerngen.tuning_db.serve.values import StepKey
 from kerngen.workload import find_model
 
-SHIPPED = sorted(PREBUILT.glob("*.sqlite"))
 SECTIONS = ["steps", "judged", "tokens", "gain", "arches", "roofline", "searches", "prediction", "provenance"]
 AXIS = re.compile(r".+ \((µs|ms|tokens|keys|elements|times|%|FLOP/B|MB|TFLOP/s|GB/s|number|rows)\)")
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Any:
-    assert SHIPPED
-    with Store.open(SHIPPED[0], sealed=True) as store:
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return measured_store(tmp_path_factory.mktemp("shipped") / "h200.sqlite")
+
+
+@pytest.fixture(scope="module")
+def shipped(file: Path) -> Any:
+    with Store.open(file, read_only=True) as store:
         yield store
 
 
@@ -325,9 +328,11 @@ def test_of_a_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert {row["kernel"] for f in figures(page, "steps") for row in rows_of(f)} <= {"embed", "rmsnorm"}
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     kerngen = Kerngen(tmp_path, monkeypatch, capsys)
-    shipped = str(SHIPPED[0])
+    shipped = str(file)
     code, out, err = kerngen("db", "report", "-o", "sub/page.html", "--db", shipped, "--kernel", "rmsnorm", "--json")
     assert code == 0, err
     said = json.loads(out)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from browser import MISSING, Page, browsing, find_browser
+from sheets import measured_store
 
 from kerngen.report.page import write_report
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.serve.places import PREBUILT
 
 LEAST_CONTRAST = 4.5  # WCAG 2.2, AA, of text in normal size
 
@@ -72,7 +72,7 @@ def browser() -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    with Store.open(min(PREBUILT.glob("*.sqlite")), sealed=True) as store:
+    with Store.open(measured_store(path.with_name("h200.sqlite")), read_only=True) as store:
         write_report(path, [store])
     return path
 

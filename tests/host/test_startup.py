@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sheets import measured_store
 
-from kerngen.arch import Target
-from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.serve.places import PREBUILT
 from kerngen.tuning_db.ship.keys import SecretKey
 from kerngen.tuning_db.ship.seal import seal
 
-SHIPPED = PREBUILT / "sm90-gemma-4-31b.sqlite"
 # Nothing of these may be needed: to import one is an error, as where it is not installed. cupy_backends has NVRTC.
 ABSENT = ("sqlalchemy", "alembic", "optuna", "jinja2", "torch", "cupy", "cupy_backends")
 
@@ -59,14 +55,10 @@ print(json.dumps({{
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A sealed and signed copy of what is shipped, its winners chosen for the code of today; and what was tuned."""
+    """What an H200 measured, sealed and signed, with images that are none; and what was tuned."""
     folder = tmp_path_factory.mktemp("startup")
-    copy = Path(shutil.copy(SHIPPED, folder / "copy.sqlite"))
-    copy.chmod(0o644)
-    with Store.open(copy) as store:
-        winners = store.winners()
-        for name, key, board in {(w.kernel, w.problem.static_key, Target(w.arch, w.device)): None for w in winners}:
-            store.recompute_winners(find_kernel(name), key, board)
+    copy = measured_store(folder / "copy.sqlite")
+    with Store.open(copy, read_only=True) as store:
         fresh = [w for w in store.winners() if not w.stale]
     key = SecretKey(b"k" * 32, "a release")
     seal(copy, folder / "bundle.kgdb", {"name": "31b"}, keys=[key])

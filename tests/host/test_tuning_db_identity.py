@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sheets import measured_store
 
 from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, defaults_of, filled, trimmed
 from kerngen.tuning_db import Store, Winner, lookup, miss_report, problem_key, static_key
-from kerngen.tuning_db.serve.places import PREBUILT
 
 REQUIRED = "(required)"
 H200 = Target.of(find_device("H200"))
@@ -110,9 +110,9 @@ of every id. In place of changing, removing, renaming or moving one:
   - for another meaning of the same fields, make another kernel."""
 
 
-@pytest.fixture
-def shipped() -> Iterator[Store]:
-    with Store.open(PREBUILT / "sm90-gemma-4-31b.sqlite", sealed=True) as store:
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with Store.open(measured_store(tmp_path_factory.mktemp("identity") / "h200.sqlite"), read_only=True) as store:
         yield store
 
 

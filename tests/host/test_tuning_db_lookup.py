@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+from sheets import measured_sheets
 from test_tuning_db import H100, H200, OPTIONS, damage
 
 from kerngen.arch import Arch, Device, Target, find_arch, find_device
@@ -307,15 +308,15 @@ def test_a_miss_names_the_nearest_and_what_differs(stores: list[Store], kernel: 
 
 def test_the_default_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "user.db"))
-    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")
     assert default_stores() == []
-    (tmp_path / "prebuilt").mkdir()
+    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", measured_sheets(tmp_path / "prebuilt"))
     Store.open(tmp_path / "user.db").close()
-    Store.open(tmp_path / "prebuilt" / "sm90.sqlite").close()
     (tmp_path / "junk").write_text("not a database")
     monkeypatch.setenv("KERNGEN_DB_OVERRIDE", str(tmp_path / "junk"))
     found = default_stores()
-    assert [(s.name, s.read_only) for s in found] == [("user", True), ("prebuilt sm90", True)]
+    assert [(s.name, s.read_only) for s in found] == [("user", True), ("prebuilt H200", True)]
     assert "junk" in caplog.text
     for s in found:
         s.close()

@@ -49,16 +49,11 @@ def open_bundle(
     return Store(engine, where, name=name or sealed.path.stem, read_only=True, override=override)
 
 
-def open_any(
-    url_or_path: str, *, name: str = "", override: bool = False, shipped: bool = False, allow_unsigned: bool = False
-) -> Store:
-    """What a user names with --db, to read: a server, a file that is written to, or a sealed one. Raises as those.
-
-    shipped: a part of kerngen's installation, which nobody writes to.
-    """
+def open_any(url_or_path: str, *, name: str = "", override: bool = False, allow_unsigned: bool = False) -> Store:
+    """What a user names with --db, to read: a server, a file that is written to, or a sealed one. Raises as those."""
     if "://" not in url_or_path and is_sealed_file(url_or_path):
         return open_bundle(url_or_path, name=name, override=override, allow_unsigned=allow_unsigned)
-    return Store.open(url_or_path, read_only=True, name=name, override=override, sealed=shipped)
+    return Store.open(url_or_path, read_only=True, name=name, override=override)
 
 
 def as_it_is(image: bytes) -> Engine:

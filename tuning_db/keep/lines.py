@@ -59,7 +59,9 @@ def _place(p: Point) -> tuple[Any, ...]:
 
 def _builds(connection: Connection, static_key: str, arch: str, where: str) -> dict[str, Build]:
     b = t.build.c
-    rows = connection.execute(select(t.build).where(b.static_key == static_key, b.arch == arch, b.status == "ok")).all()
+    rows = connection.execute(
+        select(t.build).where(b.static_key == static_key, b.arch == arch, b.status != "compile_failed")
+    ).all()
     found = {}
     for row in rows:
         try:

@@ -21,8 +21,11 @@ from kerngen.tuning_db.keep.everywhere import choose_everywhere, static_keys_of
 from kerngen.tuning_db.keep.facts import KINDS, Kind, chunks, is_text, name_of
 from kerngen.tuning_db.keep.rows import revocation_id_of, sealed
 from kerngen.tuning_db.keep.store import Store
+from kerngen.tuning_db.serve.values import BUILD_STATUSES
 
 log = logging.getLogger(__name__)
+
+_STATUS_ORDER = {status: i for i, status in enumerate(BUILD_STATUSES)}  # of one build: the first that is there stays
 
 
 @dataclass(slots=True)
@@ -82,8 +85,8 @@ def _preferred(table: Table, row: dict[str, Any]) -> tuple[Any, ...]:
     whole = tuple(sorted((name, repr(value)) for name, value in row.items()))
     if table is t.artifact:  # the same bytes, packed by another zstd
         return len(row["blob"]), bytes(row["blob"]), whole
-    # What compiled, compiles. The oldest word counts, of what is said twice.
-    return row.get("status") == "compile_failed", row.get("at", ""), row.get("seal", ""), whole
+    # What compiled, compiles; what was tried is more than what was not. The oldest word counts, of what is said twice.
+    return _STATUS_ORDER.get(row.get("status", ""), 0), row.get("at", ""), row.get("seal", ""), whole
 
 
 class _Union:
@@ -190,8 +193,8 @@ def _resealed(row: Row[Any]) -> dict[str, Any] | None:
 def _says_the_same(table: Table, a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether two rows with one id differ only in words beside the fact: who said it, when, and how it is packed."""
     beside = {"seal", "at", "run", "tags", "reason", "environment_id", "blob", "log"}
-    if table is t.build and {a["status"], b["status"]} == {"ok", "compile_failed"}:
-        return True  # a compiler that was out of memory, and one that was not
+    if table is t.build and a["status"] != b["status"]:
+        return True  # a compiler that was out of memory, and one that was not; or nobody had compiled it yet
     return all(_same(a[name], b[name]) for name in a if name not in beside)
 
 

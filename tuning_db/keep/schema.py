@@ -32,9 +32,9 @@ from sqlalchemy import (
     Text,
 )
 
-from kerngen.tuning_db.serve.values import OUTCOMES, PROVENANCES, STAGES
+from kerngen.tuning_db.serve.values import BUILD_STATUSES, OUTCOMES, PROVENANCES, STAGES
 
-SCHEMA = "0006"  # the newest revision in migrations/versions
+SCHEMA = "0007"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database
 
 metadata = MetaData()
@@ -89,7 +89,7 @@ build = Table(
     Column("static_smem_bytes", Integer, nullable=False),
     _text("log"),
     _text("seal"),
-    _one_of("status", ("ok", "compile_failed")),
+    _one_of("status", BUILD_STATUSES),
     CheckConstraint("(status = 'ok') = (image_sha IS NOT NULL)", name="image_if_ok"),
     Index("build_by_static", "static_key", "arch"),
     Index("build_by_image", "image_sha"),

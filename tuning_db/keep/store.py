@@ -53,9 +53,11 @@ from kerngen.tuning_db.serve.freshness import source_sha
 from kerngen.tuning_db.serve.images import image_of
 from kerngen.tuning_db.serve.line import Line, named
 from kerngen.tuning_db.serve.places import default_path
-from kerngen.tuning_db.serve.values import Build, Measurement, Observation, StepKey, Winner
+from kerngen.tuning_db.serve.values import BUILD_STATUSES, Build, Measurement, Observation, StepKey, Winner
 
 log = logging.getLogger(__name__)
+
+_AT_ONCE = 500  # ids in one query
 
 
 class Store:
@@ -180,6 +182,26 @@ class Store:
             if not is_sealed(table, connection.execute(select(table).where(here)).one()):
                 connection.execute(table.update().where(here).values(row))
 
+    def _add_all(self, connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
+        """As `_add`, of many rows."""
+        if self.engine.dialect.name == "postgresql":
+            from sqlalchemy.dialects.postgresql import insert as upsert
+        else:
+            from sqlalchemy.dialects.sqlite import insert as upsert  # type: ignore[assignment]
+        if rows:
+            connection.execute(upsert(table).on_conflict_do_nothing(), list(rows))
+
+    def _add_all_sealed(self, connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
+        """As `_add_sealed`, of many rows of a table whose key is an id."""
+        there = set[str]()
+        for some in (rows[i : i + _AT_ONCE] for i in range(0, len(rows), _AT_ONCE)):
+            ids = [row["id"] for row in some]
+            there |= {id for (id,) in connection.execute(select(table.c.id).where(table.c.id.in_(ids)))}
+        self._add_all(connection, table, [row for row in rows if row["id"] not in there])
+        for row in rows:
+            if row["id"] in there:
+                self._add_sealed(connection, table, row)
+
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
@@ -206,7 +228,8 @@ class Store:
         """Record one compile and return its id; the same compile again changes nothing.
 
         A failed one has no `image`, names its `arch`, and gives status "compile_failed" with NVRTC's `log`. It is
-        replaced if the same build succeeds later. keep_image: store the machine code too, and not its digest alone.
+        replaced if the same build succeeds later. So is one that is "uncompiled", by whatever comes of it.
+        keep_image: store the machine code too, and not its digest alone.
         closure: of the kernel that `source` was rendered from (`closure_of`), where it was.
         Raises CorruptRecord if the same build is there with another result, DatabaseError if `image` was made from
         another source.
@@ -216,7 +239,7 @@ class Store:
         with self.writing() as connection:
             if not self._add(connection, t.build, row):
                 there = connection.execute(select(t.build).where(t.build.c.id == made.id)).one()
-                if there.status == "compile_failed" and made.status == "ok":
+                if there.status != made.status and made.status in BUILD_STATUSES[: BUILD_STATUSES.index(there.status)]:
                     connection.execute(t.build.update().where(t.build.c.id == made.id).values(row))
                 elif made.status == "ok" and there.seal != row["seal"]:
                     raise CorruptRecord(f"{self.where}: build {made.id[:16]} of {kernel} is there with other machine "
@@ -273,12 +296,12 @@ class Store:
         options: tuple[str, ...] = DEFAULT_OPTIONS,
         nvrtc: tuple[int, int] | None = None,
     ) -> Build | None:
-        """The cubin build of exactly this, by this machine's NVRTC unless `nvrtc` is given; None if never made."""
+        """The cubin build of exactly this, by this machine's NVRTC unless `nvrtc` is given; None if never tried."""
         version = nvrtc or nvrtc_version()
         wanted = build_id_of(kernel, arch.nvrtc_target, version, options, config, static, source_sha(source))
         with self.reading() as connection:
             row = connection.execute(select(t.build).where(t.build.c.id == wanted)).first()
-        return None if row is None else read_build(row, self.where)
+        return None if row is None or row.status == "uncompiled" else read_build(row, self.where)
 
     def build(self, build_id: str) -> Build:
         """The build with this id. Raises UsageError if there is none, CorruptRecord if it was altered."""
@@ -342,31 +365,31 @@ class Store:
 
     def add_measurements(self, measurements: Sequence[Measurement]) -> list[str]:
         """Record trials in one transaction, in order; returns their ids."""
-        ids = []
-        there = set[str]()  # devices and environments, which many rows share
+        rows = []
+        devices, environments, problems = (dict[str, dict[str, Any]]() for _ in range(3))  # which rows share
+        known: dict[Device, str] = {}
+        for given in measurements:
+            m = as_filed(settled(given))
+            if (d := m.device) not in known:
+                device = asdict(d)
+                known[d] = digest(device)
+                devices[known[d]] = {"id": known[d], "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
+                                     "props": to_json(device)}  # fmt: skip
+            environment = digest(m.environment)
+            environments[environment] = {"id": environment, "props": to_json(m.environment)}
+            problem = _problem_row(m.problem)
+            problems[problem["id"]] = problem
+            rows.append(measurement_row(m, problem["id"]))
         with self.writing() as connection:
-            for given in measurements:
-                m = as_filed(settled(given))
-                d, device = m.device, asdict(m.device)
-                device_row = {"id": digest(device), "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
-                              "props": to_json(device)}  # fmt: skip
-                environment_row = {"id": digest(m.environment), "props": to_json(m.environment)}
-                for table, shared in ((t.device, device_row), (t.environment, environment_row)):
-                    if shared["id"] not in there:
-                        self._add(connection, table, shared)
-                        there.add(str(shared["id"]))
-                row = measurement_row(m, self._add_problem(connection, m.problem))
-                self._add_sealed(connection, t.measurement, row)
-                ids.append(str(row["id"]))
-        return ids
+            for table, shared in ((t.device, devices), (t.environment, environments), (t.problem, problems)):
+                self._add_all(connection, table, list(shared.values()))
+            self._add_all_sealed(connection, t.measurement, rows)
+        return [str(row["id"]) for row in rows]
 
     def _add_problem(self, connection: Connection, key: ProblemKey) -> str:
-        p = key.filed()
-        ids = ids_as_filed(p)
-        row = {"id": ids.problem, "kernel": p.kernel, "static_key": ids.static_key, "static": to_json(p.static),
-               "cell": ids.cell, "runtime": to_json(p.runtime), "dynamic": p.dynamic}  # fmt: skip
+        row = _problem_row(key)
         self._add(connection, t.problem, row)
-        return ids.problem
+        return str(row["id"])
 
     def measurements(
         self,
@@ -565,6 +588,13 @@ class Store:
             what = "no winner" if not found else "more than one winner"
             raise UsageError(f"{self.where}: {what} with id {id_or_prefix}", hint="list them: kerngen db ls")
         return found[0]
+
+
+def _problem_row(key: ProblemKey) -> dict[str, Any]:
+    p = key.filed()
+    ids = ids_as_filed(p)
+    return {"id": ids.problem, "kernel": p.kernel, "static_key": ids.static_key, "static": to_json(p.static),
+            "cell": ids.cell, "runtime": to_json(p.runtime), "dynamic": p.dynamic}  # fmt: skip
 
 
 def _one_each(winners: Iterable[Winner]) -> Iterable[Winner]:

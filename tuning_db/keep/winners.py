@@ -235,8 +235,8 @@ _Code = tuple[str, str, str]  # what makes builds one: the configuration, the ta
 
 
 def _codes(builds: dict[str, Build]) -> dict[str, _Code]:
-    """By id, of every build that was made."""
-    made = ((id, b) for id, b in builds.items() if b.status == "ok")
+    """By id, of every build that was made, or is yet to be."""
+    made = ((id, b) for id, b in builds.items() if b.status != "compile_failed")
     return {id: (canonical(b.config), b.target, b.image_sha or id) for id, b in made}
 
 

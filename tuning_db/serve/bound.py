@@ -30,6 +30,7 @@ from kerngen.boards import distance
 from kerngen.compile import Cubin
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.tuning_db.serve.boards import PerBoard, at_hand
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates, problem_key
 from kerngen.tuning_db.serve.freshness import Freshness
 from kerngen.tuning_db.serve.line import Line, Point
@@ -109,12 +110,13 @@ class Bound:
     database. Threads may share one.
     """
 
-    def __init__(self, sources: Sequence[Source], kernel: Kernel, problem: Any, target: Target) -> None:
+    def __init__(self, sources: Sequence[Source | PerBoard], kernel: Kernel, problem: Any, target: Target) -> None:
         self.kernel, self.target = kernel, target
         self._static_key = problem_key(kernel, problem).static_key
         self._closure = ""
-        self._reads = list(self._read(sources))
-        self._revoked = _revoked(sources) if self._reads else set()
+        here = at_hand(sources, target)
+        self._reads = list(self._read(here))
+        self._revoked = _revoked(here) if self._reads else set()
         self._cells: dict[tuple[Any, ...], list[_Row]] = {}
         for cell, row in self._ordered():
             self._cells.setdefault(cell, []).append(row)
@@ -244,7 +246,8 @@ class Bound:
             build = read.line.builds[w.build_id]
             choice.config = self.kernel.config_type(**build.config)
             stale = not read.is_current(problem, build)
-            cubin = read.code(problem, build.config) if stale else read.image(build)
+            cubin = None if stale else read.image(build)
+            cubin = cubin or read.code(problem, build.config)  # of another build of it, by another NVRTC perhaps
         except DatabaseError as e:
             kind = "" if isinstance(e, CorruptRecord) else "unreadable: "
             log.warning("%s%s; winner %s for %s skipped", kind, e, w.id[:16], self.kernel.name)

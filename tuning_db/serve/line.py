@@ -113,7 +113,7 @@ def _line(stated: dict[str, Any], kernel: str, static: dict[str, Any], arch: str
     builds = [
         Build(
             b["id"], kernel, arch, b["target"], tuple(b["nvrtc"]), tuple(b["options"]), filled(b["config"], of.config),
-            every, b["source"], "ok", b["key"], b["image"],
+            every, b["source"], "uncompiled" if b["image"] is None else "ok", b["key"], b["image"],
             {name: Resources(**r) for name, r in b["entries"].items()}, "",
         )
         for b in stated["builds"]

@@ -8,6 +8,7 @@ from typing import Any
 from kerngen.arch import Target
 from kerngen.errors import DatabaseError, TuningMiss
 from kerngen.templates.kernel import Kernel, describe
+from kerngen.tuning_db.serve.boards import PerBoard, at_hand
 from kerngen.tuning_db.serve.bound import Bound
 from kerngen.tuning_db.serve.canonical import ProblemKey, problem_key
 from kerngen.tuning_db.serve.source import Source
@@ -15,7 +16,7 @@ from kerngen.tuning_db.serve.values import Winner
 
 
 def lookup(
-    sources: Sequence[Source],
+    sources: Sequence[Source | PerBoard],
     kernel: Kernel,
     problem: Any,
     target: Target,
@@ -43,12 +44,14 @@ def _fill(kernel: Kernel, target: Target) -> str:
     return f"fill it: kerngen tune --arch {target.arch} --model NAME --kernel {kernel.name}"
 
 
-def miss_report(sources: Sequence[Source], kernel: Kernel, problem: Any, target: Target, *, nearest: int = 3) -> str:
+def miss_report(
+    sources: Sequence[Source | PerBoard], kernel: Kernel, problem: Any, target: Target, *, nearest: int = 3
+) -> str:
     """Why nothing serves `problem`: where it was looked for, and the nearest entries with the fields that differ."""
     key = problem_key(kernel, problem)
     wanted = _flat(key, kernel) | {"arch": target.arch.name, "device": target.device.name}
     counts, near = [], []
-    for source in sources:
+    for source in at_hand(sources, target):
         try:
             winners = source.winners(kernel.name)
         except DatabaseError as e:

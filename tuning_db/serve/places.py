@@ -1,4 +1,4 @@
-"""Where tuning databases lie: the user's own, and those that are shipped with kerngen."""
+"""Where tuning databases lie: the user's own, bundles, and the sheets that kerngen is installed with."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ def default_path() -> str:
 
 
 class Place(NamedTuple):
-    """A database that a run asks. shipped: a part of kerngen's installation."""
+    """A database that a run asks."""
 
     where: str
     name: str
     override: bool = False
-    shipped: bool = False
 
 
 def searched() -> list[Place]:
-    """What a run looks in: $KERNGEN_DB_OVERRIDE, the user's database if it is there, bundles, the prebuilt ones."""
+    """What a run looks in before what is shipped: $KERNGEN_DB_OVERRIDE, the user's database, bundles."""
     found = []
     if override := os.environ.get("KERNGEN_DB_OVERRIDE"):
         found.append(Place(override, "override", override=True))
     user = default_path().removeprefix("sqlite:///")
     if "://" in user or not is_absent(Path(user)):
         found.append(Place(user, "user"))
-    found += [Place(str(path), f"bundle {name}") for name, path in search_path()]
-    return found + [Place(str(p), f"prebuilt {p.stem}", shipped=True) for p in sorted(PREBUILT.glob("*.sqlite"))]
+    return found + [Place(str(path), f"bundle {name}") for name, path in search_path()]

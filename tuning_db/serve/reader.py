@@ -1,7 +1,7 @@
 """A tuning database in a file, as a run reads it: lines, images and revocations, with Python's own sqlite3.
 
 Nothing is ever written, and no lock is held between two reads. The user's own file may be tuned into meanwhile. Only
-what is shipped, or sealed, and so written to by nobody, is opened as immutable.
+what is sealed, and so written to by nobody, is opened as immutable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kerngen.tuning_db.serve.values import Build, Winner
 log = logging.getLogger(__name__)
 
 # Revisions of the schema whose line, artifact, revocation and former are as they are read here.
-SCHEMAS = frozenset({"0005", "0006"})
+SCHEMAS = frozenset({"0005", "0006", "0007"})
 _REVOCATION = ("id", "subject_id", "reason", "at", "seal")
 _FORMER = ("was", "id", "seal")
 _AT_ONCE = 500  # names in one query
@@ -53,14 +53,12 @@ class Reader:
         *,
         name: str = "",
         override: bool = False,
-        shipped: bool = False,
         allow_unsigned: bool = False,
     ) -> Reader | None:
         """None where it takes a Store to read it: another schema, or a log that cannot be read along.
 
-        shipped: a part of kerngen's installation, as trusted as that and written to by nobody. Raises TrustError where
-        another user may have written the file, or nobody who is trusted signed a sealed one, unless allow_unsigned says
-        that nobody need; DatabaseError.
+        Raises TrustError where another user may have written the file, or nobody who is trusted signed a sealed one,
+        unless allow_unsigned says that nobody need; DatabaseError.
         """
         file = Path(path)
         if is_absent(file):
@@ -71,10 +69,9 @@ class Reader:
                 sealed.require_trusted()
         else:
             require_whole(file)
-            if not shipped:
-                require_own(file)
+            require_own(file)
         try:
-            connection = sealed.connect() if sealed is not None else _connect(file, immutable=shipped)
+            connection = sealed.connect() if sealed is not None else _connect(file)
         except QUERY_ERRORS:
             return None  # whoever opens it as a Store says what it is
         try:
@@ -228,8 +225,8 @@ def _seal_holds(table: str, columns: tuple[str, ...], row: tuple[Any, ...]) -> b
         return False
 
 
-def _connect(path: Path, *, immutable: bool) -> sqlite3.Connection:
-    uri = f"{uri_of(path)}?mode=ro" + ("&immutable=1" if immutable else "")
+def _connect(path: Path) -> sqlite3.Connection:
+    uri = f"{uri_of(path)}?mode=ro"
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
     connection.text_factory = decode_text
     for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("ok", "invalid", "compile_failed", "wrong_result", "launch_failed", "timed_out")
 PROVENANCES = ("measured", "predicted")
+BUILD_STATUSES = ("ok", "compile_failed", "uncompiled")
 STAGES = ("trial", "final", "step")
 
 
@@ -53,7 +54,8 @@ class Build:
     """One compile, whatever became of it: a fact.
 
     target: what NVRTC was asked for ("sm_90a"; "compute_70" for PTX). key: of the compile cache.
-    image_sha: sha256 of the cubin or PTX, None if it failed; then `log` says why.
+    image_sha: sha256 of the cubin or PTX, None if it failed; then `log` says why. `uncompiled`: the source is known (to
+    win, by what the text of another database says), and neither its machine code nor its resources are.
     """
 
     id: str
@@ -65,7 +67,7 @@ class Build:
     config: dict[str, Any]
     static: dict[str, Any]
     source_sha: str
-    status: str  # ok | compile_failed
+    status: str  # one of BUILD_STATUSES
     key: str
     image_sha: str | None
     entries: dict[str, Resources]

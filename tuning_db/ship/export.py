@@ -47,6 +47,7 @@ class Selection:
     arches: Collection[str] | None = None
     devices: Collection[str] | None = None
     cells: Collection[str] | None = None
+    provenances: Collection[str] | None = None
 
     def has(self, w: Winner) -> bool:
         return (
@@ -54,6 +55,7 @@ class Selection:
             and (self.arches is None or w.arch.name in self.arches)
             and (self.devices is None or w.device.name in self.devices)
             and (self.cells is None or w.problem.cell in self.cells)
+            and (self.provenances is None or w.provenance in self.provenances)
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
@@ -28,15 +28,17 @@ from kerngen.tuning_db.keep.store import Store
 from kerngen.tuning_db.serve.canonical import ProblemKey, canonical, digest, problem_key
 from kerngen.tuning_db.serve.filing import filing_of
 from kerngen.tuning_db.serve.freshness import source_sha
-from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
-from kerngen.tuning_db.ship import text
+from kerngen.tuning_db.serve.values import Build, Measurement, Observation, StepKey, Winner
+from kerngen.tuning_db.ship import outlook, text
 from kerngen.tuning_db.ship.export import Selection, trials_of
-from kerngen.tuning_db.ship.text import SOURCE_DIGITS, Cell, Point, Run, Sheet, Trial, rounded
+from kerngen.tuning_db.ship.text import Cell, Look, Point, Run, Sheet, Step, Trial
+from kerngen.tuning_db.ship.words import SOURCE_DIGITS, rounded
 
 if TYPE_CHECKING:
     from kerngen.cache import CachedCompiler
 
 SUFFIX = ".txt"
+Told = Sheet | outlook.Outlook
 
 
 def dump(sources: Sequence[Store], selection: Selection) -> dict[str, str]:
@@ -73,16 +75,20 @@ def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -
             here = [o for o in everything if o.measurement.problem.id == w.problem.id]
             told = [o for o in here if o.id in kept and o.measurement.outcome in ("ok", "wrong_result")]
             rows[w.problem.id] = w, _of_one_kind(told, w), builds
-    runs = _Runs(rows.values())
+    runs, looks = (
+        _Runs(rows.values()),
+        _Looks(rows.values(), {id: s for source, _ in found for id, s in _steps(source)}),
+    )
     cells: dict[str, tuple[ProblemKey, list[Point]]] = {}
     for w, observations, builds in rows.values():
         key = w.problem.filed()
-        cells.setdefault(w.problem.cell, (key, []))[1].append(_point(w, observations, builds, runs, dynamic))
+        cells.setdefault(w.problem.cell, (key, []))[1].append(_point(w, observations, builds, runs, looks, dynamic))
     ordered = sorted(cells.values(), key=lambda c: (canonical(c[0].static), canonical(c[0].runtime)))
     return Sheet(
         kernel, device.arch, device.name, asdict(device), dynamic if _is_dynamic(ordered) else "", runs.sheets,
         tuple(Cell(key.static, key.runtime, tuple(sorted(points, key=lambda p: p.dynamic or 0)))
               for key, points in ordered),
+        looks.steps, looks.bases,
     )  # fmt: skip
 
 
@@ -127,15 +133,60 @@ class _Runs:
         return index, round(after, 2)
 
 
+class _Looks:
+    """The steps and bases that a sheet names: the steps in order of what they are, the bases of their first look."""
+
+    def __init__(self, rows: Any, known: Mapping[str, StepKey]) -> None:
+        told = [o.measurement for _, observations, _ in rows for o in observations if o.measurement.stage == "step"]
+        keys = {m.step_id: known[m.step_id] for m in told if m.step_id in known}
+        ordered = sorted(keys, key=lambda id: (keys[id].name, id))
+        self._step = {id: i for i, id in enumerate(ordered)}
+        self.steps = tuple(_told_step(keys[id]) for id in ordered)
+        first: dict[str, str] = {}
+        for m in told:
+            if m.base_id is not None and m.step_id in keys:
+                first[m.base_id] = min(first.get(m.base_id, m.at), m.at)
+        self.bases = tuple(sorted(first, key=lambda id: (first[id], id)))
+        self._base = {id: i for i, id in enumerate(self.bases)}
+
+    def has(self, m: Measurement) -> bool:
+        """False for what was tried in a step that the database does not know (any more): it decides nothing."""
+        return m.stage != "step" or m.outcome != "ok" or m.step_id in self._step
+
+    def of(self, m: Measurement) -> Look | None:
+        if m.stage != "step" or m.step_us is None or m.base_step_us is None:
+            return None
+        step, base = self._step[m.step_id or ""], self._base[m.base_id or ""]
+        return Look(step, finely(m.step_us), finely(m.base_step_us), base)
+
+
+def _steps(source: Store) -> Iterable[tuple[str, StepKey]]:
+    return source.steps().items()
+
+
+def _told_step(k: StepKey) -> Step:
+    return Step(k.model, k.phase, k.batch, k.q_len, k.context, k.chunk, k.layers, k.weight, k.sequence, k.props)
+
+
+def finely(us: float) -> float:
+    """As sheets have a step's time: seven digits, since a ratio of two that differ by 0.2 % decides."""
+    return float(f"{us:.7g}")
+
+
 def _point(
-    w: Winner, observations: Sequence[Observation], builds: Mapping[str, Build], runs: _Runs, dynamic: str
+    w: Winner,
+    observations: Sequence[Observation],
+    builds: Mapping[str, Build],
+    runs: _Runs,
+    looks: _Looks,
+    dynamic: str,
 ) -> Point:
     trials = []
     key = w.problem.filed()
     for o in observations:
-        if (build := builds.get(o.measurement.build_id or "")) is not None:
-            trials.append(_trial(w, o, build, runs, builds))
-    trials.sort(key=lambda t: (not t.won, t.p50_us is None, t.p50_us or 0.0, canonical(t.config), t.after))
+        if (build := builds.get(o.measurement.build_id or "")) is not None and looks.has(o.measurement):
+            trials.append(_trial(w, o, build, runs, looks, builds))
+    trials.sort(key=_order)
     stated = {**key.static, **key.runtime} | ({} if key.dynamic is None else {dynamic: key.dynamic})
     refused = {outcome: count for outcome, count in w.why.get("refused", {}).items() if outcome != "wrong_result"}
     defaults = filing_of(w.kernel).fields
@@ -143,7 +194,12 @@ def _point(
     return Point(key.dynamic, tuple(trials), None if is_said else key.fields, refused)
 
 
-def _trial(w: Winner, o: Observation, build: Build, runs: _Runs, builds: Mapping[str, Build]) -> Trial:
+def _order(t: Trial) -> tuple[Any, ...]:
+    look = (-1, 0.0) if t.look is None else (t.look.step, t.look.step_us)
+    return (not t.won, t.p50_us is None, t.p50_us or 0.0, canonical(t.config), *look, t.run or 0, t.after)
+
+
+def _trial(w: Winner, o: Observation, build: Build, runs: _Runs, looks: _Looks, builds: Mapping[str, Build]) -> Trial:
     m = o.measurement
     config = trimmed(build.config, filing_of(build.kernel).config)
     known: dict[str, Any] = {"model": m.model}
@@ -156,6 +212,7 @@ def _trial(w: Winner, o: Observation, build: Build, runs: _Runs, builds: Mapping
         known |= {
             "stage": m.stage, "samples": m.samples, "p10_us": rounded(m.p10_us), "p90_us": rounded(m.p90_us),
             "min_us": rounded(m.min_us), "error_abs": rounded(m.error_abs), "error_rel": rounded(m.error_rel),
+            "look": looks.of(m),
         }  # fmt: skip
     return Trial(m.build_id == w.build_id, rounded(m.p50_us), config, build.source_sha[:SOURCE_DIGITS], **known)
 
@@ -181,9 +238,12 @@ class _Case:
     trial: Trial
     key: ProblemKey
     kernel: Kernel
+    device: Device
     config: Any
     source: str
     static: Mapping[str, Any]
+    closure: str  # of the kernel
+    nvrtc: tuple[int, int] | None  # that compiled it where this was observed, None where the text does not say
 
     def __str__(self) -> str:
         at = "" if self.key.dynamic is None else f" {self.sheet.dynamic}={self.key.dynamic}"
@@ -191,29 +251,58 @@ class _Case:
 
 
 def build(
-    sheets: Sequence[Sheet], into: Store, compiler: CachedCompiler, say: Callable[[int, int, str], None]
+    texts: Sequence[Told],
+    into: Store,
+    compiler: CachedCompiler | None,
+    say: Callable[[int, int, str], None] = lambda done, total, what: None,
+    cells: Collection[str] | None = None,
 ) -> Rebuilt:
-    """Fill `into` with what `sheets` state, compiled by `compiler`. say: is told (done, of how many, what).
+    """Fill `into` with what `texts` state, compiled by `compiler`. say: is told (done, of how many, what).
 
+    compiler: None compiles nothing. Builds are then known by their sources alone, and whoever runs one compiles it.
+    cells: ProblemKey.cell of what is wanted, None for all.
     Raises UnknownName for a kernel that is not installed, CompileError, DatabaseError.
     """
     done = Rebuilt()
-    cases = [case for sheet in sheets for case in _cases(sheet, done)]
+    cases = [case for told in texts for case in _cases(told, done, cells)]
     images: dict[tuple[str, str], Future[Cubin]] = {}
     for case in cases:
-        images.setdefault((case.source, case.sheet.arch), compiler.submit(case.source, find_arch(case.sheet.arch)))
+        what = case.source, case.sheet.arch
+        if compiler is not None and what not in images:
+            images[what] = compiler.submit(case.source, find_arch(case.sheet.arch))
+    built: dict[tuple[Any, ...], str] = {}
+    observed: list[Measurement] = []
     with into.transaction():
         for i, case in enumerate(cases):
             say(i, len(cases), case.kernel.name)
-            _record(case, into, images[case.source, case.sheet.arch].result())
-            done.trials += 1
+            image = images.get((case.source, case.sheet.arch))
+            observed.append(_record(case, into, None if image is None else image.result(), built))
+        into.add_measurements(observed)
+        done.trials = len(observed)
         _choose(cases, into, done)
     return done
 
 
-def _cases(sheet: Sheet, done: Rebuilt) -> list[_Case]:
-    kernel, arch = find_kernel(sheet.kernel), find_arch(sheet.arch)
-    of, found = filing_of(sheet.kernel), []
+def as_sheet(told: Told) -> Sheet:
+    """An outlook as a sheet of predictions, each the only one of its point; a sheet as it is."""
+    if isinstance(told, Sheet):
+        return told
+    cells = []
+    for family in told.families:
+        for cell in family.cells:
+            points = []
+            for p in cell.points:
+                plan = family.plans[p.plan]
+                trial = Trial(True, p.us, plan.config, plan.source, model=told.model)
+                points.append(Point(p.dynamic, (trial,), p.fields))
+            cells.append(Cell(family.static, cell.runtime, tuple(points)))
+    return Sheet(told.kernel, told.arch, told.board, told.device, told.dynamic, (), tuple(cells))
+
+
+def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Case]:
+    sheet, predicted_by = as_sheet(told), None if isinstance(told, Sheet) else told.nvrtc
+    kernel, arch, device = find_kernel(sheet.kernel), find_arch(sheet.arch), _device(sheet)
+    of, found, closure = filing_of(sheet.kernel), [], closure_of(kernel)
     sources: dict[str, str | None] = {}
     for cell in sheet.cells:
         for point in cell.points:
@@ -227,6 +316,8 @@ def _cases(sheet: Sheet, done: Rebuilt) -> list[_Case]:
             if (key.filed().static, key.filed().runtime, key.dynamic) != (cell.static, cell.runtime, point.dynamic):
                 done.faults.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)} is filed otherwise today")
                 continue
+            if cells is not None and key.cell not in cells:
+                continue
             for trial in point.trials:
                 what = canonical([cell.static, trial.config])
                 try:
@@ -239,7 +330,10 @@ def _cases(sheet: Sheet, done: Rebuilt) -> list[_Case]:
                 if source is None or not source_sha(source).startswith(trial.source):
                     done.stale.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)}: {dict(trial.config)}")
                 else:
-                    found.append(_Case(sheet, trial, key, kernel, config, source, static_fields(problem)))
+                    nvrtc = predicted_by if trial.run is None else sheet.runs[trial.run].nvrtc
+                    found.append(
+                        _Case(sheet, trial, key, kernel, device, config, source, static_fields(problem), closure, nvrtc)
+                    )
     return found
 
 
@@ -251,37 +345,52 @@ def _device(sheet: Sheet) -> Device:
         raise DatabaseError(f"the board {sheet.board} of {sheet.kernel} lacks figures: {e}") from e
 
 
-def _record(case: _Case, into: Store, image: Cubin) -> None:
+def _record(case: _Case, into: Store, image: Cubin | None, known_builds: dict[tuple[Any, ...], str]) -> Measurement:
+    """The trial, with its build recorded. known_builds: those that are already."""
     trial, sheet = case.trial, case.sheet
-    built = into.add_build(image, case.kernel.name, case.source, fields_of(case.config), dict(case.static),
-                           keep_image=trial.won, closure=closure_of(case.kernel))  # fmt: skip
+    what = (case.source, case.config, *case.static.values(), sheet.arch, case.nvrtc if image is None else None,
+            trial.won)  # fmt: skip
+    if (built := known_builds.get(what)) is None:
+        beside: dict[str, Any] = {"keep_image": trial.won}
+        if image is None:
+            beside = {"arch": find_arch(sheet.arch), "nvrtc": case.nvrtc, "status": "uncompiled"}
+        built = known_builds[what] = into.add_build(
+            image, case.kernel.name, case.source, fields_of(case.config), dict(case.static),
+            closure=case.closure, **beside,
+        )  # fmt: skip
     run = None if trial.run is None else sheet.runs[trial.run]
     known: dict[str, Any] = {}
+    if (look := trial.look) is not None:
+        step = sheet.steps[look.step]
+        key = StepKey(step.model, sheet.arch, step.phase, step.batch, step.q_len, step.context, step.chunk, step.layers,
+                      step.sequence, step.weight, dict(step.props))  # fmt: skip
+        known |= {"step_id": into.add_step(key), "step_us": look.step_us, "base_step_us": look.base_step_us,
+                  "base_id": sheet.bases[look.base]}  # fmt: skip
     if run is not None:
-        known = {"environment": dict(run.environment), "run": run.id, "at": text.moment(run, trial.after)}
-        if run.nvrtc != image.nvrtc:  # what was timed is the same source, compiled by another
+        known |= {"environment": dict(run.environment), "run": run.id, "at": text.moment(run, trial.after)}
+        if image is not None and run.nvrtc != image.nvrtc:  # what was timed is the same source, compiled by another
             known["tags"] = {"nvrtc": f"{run.nvrtc[0]}.{run.nvrtc[1]}"}
-    into.add_measurement(Measurement(
-        case.key, sheet.arch, _device(sheet), fields_of(case.config), built,
+    return Measurement(
+        case.key, sheet.arch, case.device, fields_of(case.config), built,
         "ok" if trial.p50_us is not None else "wrong_result", "predicted" if run is None else "measured",
         reason=trial.reason, stage=trial.stage, model=trial.model, p50_us=trial.p50_us, p10_us=trial.p10_us,
         p90_us=trial.p90_us, min_us=trial.min_us, samples=trial.samples, error_abs=trial.error_abs,
         error_rel=trial.error_rel, **known,
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
 def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
     """Winners, by the policy; what the text says won has to be what wins."""
     chosen: dict[tuple[str, str, Device], dict[str, Winner]] = {}
     for case in cases:
-        key = (case.kernel.name, case.key.static_key, _device(case.sheet))
+        key = (case.kernel.name, case.key.static_key, case.device)
         if key not in chosen:
             target = Target(find_arch(case.sheet.arch), key[2])
             chosen[key] = {w.problem.id: w for w in into.recompute_winners(case.kernel, key[1], target)}
             done.winners += len(chosen[key])
     said: Counter[tuple[str, str]] = Counter()
     for case in cases:
-        winner = chosen[case.kernel.name, case.key.static_key, _device(case.sheet)].get(case.key.id)
+        winner = chosen[case.kernel.name, case.key.static_key, case.device].get(case.key.id)
         is_won = winner is not None and winner.config == fields_of(case.config)
         if case.trial.won and not is_won:
             said[case.key.id, case.sheet.board] += 1
@@ -290,13 +399,18 @@ def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
                 done.faults.append(f"{case} is said to win, and {what} does")
 
 
-def read(paths: Sequence[Path]) -> list[Sheet]:
-    """The sheets in files, and in folders, of all that ends in .txt. Raises DatabaseError, OSError."""
+def parse(told: str, where: str) -> Told:
+    """A sheet or an outlook, as its first word says. Raises DatabaseError."""
+    return outlook.parse(told, where) if told.startswith(outlook.HEAD) else text.parse(told, where)
+
+
+def read(paths: Sequence[Path]) -> list[Told]:
+    """What is said in files, and in folders, in all that ends in .txt. Raises DatabaseError, OSError."""
     files = [f for path in paths for f in (sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path])]
-    sheets = []
+    sheets = list[Told]()
     for file in files:
         try:
-            sheets.append(text.parse(file.read_bytes().decode(), os.fspath(file)))
+            sheets.append(parse(file.read_bytes().decode(), os.fspath(file)))
         except UnicodeDecodeError as e:
             raise DatabaseError(f"{file} is no text: {e}") from e
     if not sheets:

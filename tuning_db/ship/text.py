@@ -3,10 +3,13 @@
     kerngen-text 1 rmsnorm sm90 H200
     board {"arch":"sm90","clock_mhz":1980,…}
     run r1 4ec058fd0543 2026-11-21T09:06:01.250000+00:00 nvrtc 13.0 {"driver":"580.159.04",…}
+    step s1 gemma-4-31b decode batch=1 q_len=1 context=8192 chunk=0 layers=12 weight=0.25 of a91f… {}
+    base b1 77aa…
 
     problem dtype=fp16 hidden=5376 | batch=8
      num_tokens=64
       = 16.602 measured r1+53.77 final n=15 16.52..16.71 min 16.49 err 0.0039 0.01 | block_m=2 stream=true @a91f03c2b7d0
+      = 16.602 measured r1+90.2 step n=15 16.52..16.71 min 16.49 err 0.0039 0.01 in s1 4321.55/4330.2 b1 | block_m=2 …
       + 17.021 measured r1+54.01 final n=15 16.91..17.11 min 16.88 err 0.0039 0.01 | block_m=4 @0c3fb1a2d4e5
       ! wrong_result measured r1+12.5 "[3, 4] is off by 0.5" | block_m=8 @77aa01c2b3d4
       # 31 invalid, 2 launch_failed
@@ -14,7 +17,9 @@
 A problem has its compiled-in fields, then its bucketed ones; a point its dynamic one, and, where these do not say it,
 all of the problem that was tuned. "=" won, "+" came near, "!" is wrong and so is never chosen; "#" counts what else was
 tried. Of each: median, how it is known, 10th to 90th percentile, least, errors, configuration, and the first digits of
-its source's SHA-256. A prediction is `16.602 predicted roofline-3 | …`: it has no run, no samples and no errors to
+its source's SHA-256. What was tried in a step of a model says in which, the step's time with it and without, and which
+base all else was as: the head names steps, whose sequence of launches is a digest, and bases, which are digests. A
+prediction is `16.602 predicted roofline-3 | …`: it has no run, no samples and no errors to
 show, and what is called measured without them is refused. Fields that have their default are left out.
 
 `parse(dump(x)) == x`; and what `parse` takes, `dump` writes again, to the letter: there is one way to say a thing.
@@ -22,8 +27,6 @@ show, and what is called measured without them is refused. Fields that have thei
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -31,19 +34,11 @@ from typing import Any
 
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db.serve.values import OUTCOMES, STAGES
+from kerngen.tuning_db.ship.words import NAME, SHOWN, SOURCE, Line, as_json, as_object, number, pairs, word
 
 VERSION = 1
-SOURCE_DIGITS = 12
 _HEAD = "kerngen-text"
-_BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_NOT_BARE = {"true", "false", "null", "NaN", "Infinity"}
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_SHOWN = re.compile(r"\S+")
-_SOURCE = re.compile(rf"[0-9a-f]{{{SOURCE_DIGITS}}}")
-_NUMBER = re.compile(r"-?(inf|nan|\d+(\.\d+)?(e[-+]?\d+)?)")
-_WHOLE = re.compile(r"-?\d{1,18}")
 _WON, _NEAR, _WRONG = "=", "+", "!"
-_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +52,37 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a model, as StepKey has it, but for the arch, which is the sheet's."""
+
+    model: str
+    phase: str
+    batch: int
+    q_len: int
+    context: int
+    chunk: int
+    layers: int
+    weight: float
+    sequence: str
+    props: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a step took with a configuration, and without. step, base: indices of the sheet's. Times in microseconds."""
+
+    step: int
+    step_us: float
+    base_step_us: float
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
 class Trial:
     """One observation. won: of the build that won. run: its index in the sheet's runs.
 
     run None: a prediction, which has a model instead. after: seconds since that run's `at`. Times in microseconds.
-    p50_us None: it gave a wrong result, says `reason`.
+    p50_us None: it gave a wrong result, says `reason`. look: of stage "step", and of no other.
     """
 
     won: bool
@@ -79,6 +100,7 @@ class Trial:
     error_abs: float | None = None
     error_rel: float | None = None
     reason: str = ""
+    look: Look | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +125,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """One kernel on one board. device: the fields of its Device. dynamic: the dynamic field's name, "" for none."""
+    """One kernel on one board. device: the fields of its Device. dynamic: the dynamic field's name, "" for none.
+
+    steps, bases: that looks refer to; a base is a digest of the configurations that a step otherwise had.
+    """
 
     kernel: str
     arch: str
@@ -112,6 +137,8 @@ class Sheet:
     dynamic: str
     runs: tuple[Run, ...]
     cells: tuple[Cell, ...]
+    steps: tuple[Step, ...] = ()
+    bases: tuple[str, ...] = ()
 
 
 # ---- writing
@@ -119,125 +146,56 @@ class Sheet:
 
 def dump(sheet: Sheet) -> str:
     lines = [
-        f"{_HEAD} {VERSION} {' '.join(map(_word, (sheet.kernel, sheet.arch, sheet.board)))}",
-        f"board {_json(sheet.device)}",
+        f"{_HEAD} {VERSION} {' '.join(map(word, (sheet.kernel, sheet.arch, sheet.board)))}",
+        f"board {as_json(sheet.device)}",
     ]
     for i, run in enumerate(sheet.runs, 1):
         version = f"{run.nvrtc[0]}.{run.nvrtc[1]}"
-        lines.append(f"run r{i} {_word(run.id)} {run.at} nvrtc {version} {_json(run.environment)}")
+        lines.append(f"run r{i} {word(run.id)} {run.at} nvrtc {version} {as_json(run.environment)}")
+    lines += [f"step s{i} {_step(step)}" for i, step in enumerate(sheet.steps, 1)]
+    lines += [f"base b{i} {word(base)}" for i, base in enumerate(sheet.bases, 1)]
     for cell in sheet.cells:
-        lines += ["", " ".join(["problem", *_pairs(cell.static), "|", *_pairs(cell.runtime)])]
+        lines += ["", " ".join(["problem", *pairs(cell.static), "|", *pairs(cell.runtime)])]
         for point in cell.points:
             lines += _point_lines(sheet, point)
     return "\n".join(lines) + "\n"
 
 
+def _step(s: Step) -> str:
+    numbers = f"batch={s.batch} q_len={s.q_len} context={s.context} chunk={s.chunk} layers={s.layers}"
+    return (
+        f"{word(s.model)} {word(s.phase)} {numbers} weight={number(s.weight)} of {word(s.sequence)} {as_json(s.props)}"
+    )
+
+
 def _point_lines(sheet: Sheet, point: Point) -> Iterator[str]:
     here = "point" if point.dynamic is None else f"{sheet.dynamic}={point.dynamic}"
-    yield f" {here}" + ("" if point.fields is None else f" as {_json(point.fields)}")
+    yield f" {here}" + ("" if point.fields is None else f" as {as_json(point.fields)}")
     for trial in point.trials:
-        yield f"  {_trial(trial)} | {' '.join([*_pairs(trial.config), '@' + trial.source])}"
+        yield f"  {_trial(trial)} | {' '.join([*pairs(trial.config), '@' + trial.source])}"
     if point.refused:
         yield "  # " + ", ".join(f"{count} {outcome}" for outcome, count in point.refused.items())
 
 
 def _trial(t: Trial) -> str:
-    when = "" if t.run is None else f"measured r{t.run + 1}+{_number(t.after)}"
+    when = "" if t.run is None else f"measured r{t.run + 1}+{number(t.after)}"
     if t.p50_us is None:
-        return f"{_WRONG} wrong_result {when or f'predicted {_word(t.model)}'} {_json(t.reason)}"
+        return f"{_WRONG} wrong_result {when or f'predicted {word(t.model)}'} {as_json(t.reason)}"
     mark = _WON if t.won else _NEAR
     if t.run is None:
-        return f"{mark} {_number(t.p50_us)} predicted {_word(t.model)}"
-    spread = "" if t.p10_us is None or t.p90_us is None else f" {_number(t.p10_us)}..{_number(t.p90_us)}"
-    least = "" if t.min_us is None else f" min {_number(t.min_us)}"
-    relative = "" if t.error_rel is None else f" {_number(t.error_rel)}"
-    return (
-        f"{mark} {_number(t.p50_us)} {when} {t.stage} n={t.samples}{spread}{least} err {_number(t.error_abs)}{relative}"
-    )
+        return f"{mark} {number(t.p50_us)} predicted {word(t.model)}"
+    spread = "" if t.p10_us is None or t.p90_us is None else f" {number(t.p10_us)}..{number(t.p90_us)}"
+    least = "" if t.min_us is None else f" min {number(t.min_us)}"
+    relative = "" if t.error_rel is None else f" {number(t.error_rel)}"
+    figures = f"{t.stage} n={t.samples}{spread}{least} err {number(t.error_abs)}{relative}"
+    return f"{mark} {number(t.p50_us)} {when} {figures}" + ("" if t.look is None else f" {_look(t.look)}")
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _pairs(fields: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={_word(value)}" for name, value in sorted(fields.items())]
-
-
-def _word(value: Any) -> str:
-    """JSON, where a plain word needs no quotes."""
-    if isinstance(value, str) and _BARE.fullmatch(value) and value not in _NOT_BARE:
-        return value
-    return _json(value)
-
-
-def _number(value: float | None) -> str:
-    return repr(float(value)).removesuffix(".0") if value is not None else "none"
-
-
-def rounded(value: float | None) -> float | None:
-    """As sheets have figures: five digits, which is finer than any timing."""
-    return None if value is None else float(f"{value:.5g}")
+def _look(k: Look) -> str:
+    return f"in s{k.step + 1} {number(k.step_us)}/{number(k.base_step_us)} b{k.base + 1}"
 
 
 # ---- reading
-
-
-class _Line:
-    """A line that is read from left to right. Everything it raises is a ValueError in words."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
-
-    def take(self, literal: str) -> bool:
-        """True, and behind it, if this comes next."""
-        found = self.text.startswith(literal, self.at)
-        self.at += len(literal) if found else 0
-        return found
-
-    def expect(self, literal: str) -> None:
-        if not self.take(literal):
-            raise ValueError(f"{literal.strip()!r} is missing at {self.text[self.at : self.at + 20]!r}")
-
-    def word(self, pattern: re.Pattern[str], what: str) -> str:
-        if (found := pattern.match(self.text, self.at)) is None:
-            raise ValueError(f"{what} is missing at {self.text[self.at : self.at + 20]!r}")
-        self.at = found.end()
-        return found.group()
-
-    def json(self) -> Any:
-        value, self.at = _DECODER.raw_decode(self.text, self.at)
-        return value
-
-    def value(self) -> Any:
-        found = _BARE.match(self.text, self.at)
-        if found is None or found.group() in _NOT_BARE:
-            return self.json()
-        self.at = found.end()
-        return found.group()
-
-    def number(self) -> float:
-        return float(self.word(_NUMBER, "a number"))
-
-    def whole(self) -> int:
-        return int(self.word(_WHOLE, "a whole number"))
-
-    def pairs(self, until: str) -> dict[str, Any]:
-        """name=value, each followed by a space, up to what begins with `until`; "", to the line's end."""
-        found: dict[str, Any] = {}
-        while self.at < len(self.text) and not (until and self.text.startswith(until, self.at)):
-            name = self.word(_NAME, "a field")
-            self.expect("=")
-            if name in found:
-                raise ValueError(f"{name} is said twice")
-            found[name] = self.value()
-            if self.at < len(self.text):
-                self.expect(" ")
-        return found
-
-    def end(self) -> None:
-        if self.at != len(self.text):
-            raise ValueError(f"{self.text[self.at :]!r} is too much")
 
 
 def parse(text: str, where: str = "text") -> Sheet:
@@ -247,15 +205,15 @@ def parse(text: str, where: str = "text") -> Sheet:
     """
     lines = text.split("\n")
     reading = _Reading()
-    for number, line in enumerate(lines, 1):
+    for at, line in enumerate(lines, 1):
         try:
-            reading.take(number, line)
+            reading.take(at, line)
         except (ValueError, TypeError, RecursionError, OverflowError) as e:
-            raise DatabaseError(f"{where}, line {number}: {e}") from e
+            raise DatabaseError(f"{where}, line {at}: {e}") from e
     sheet = reading.sheet(where)
-    for number, (given, wanted) in enumerate(zip(lines, dump(sheet).split("\n"), strict=False), 1):
+    for at, (given, wanted) in enumerate(zip(lines, dump(sheet).split("\n"), strict=False), 1):
         if given != wanted:
-            raise DatabaseError(f"{where}, line {number} is not as it is written", hint=f"it should be: {wanted}")
+            raise DatabaseError(f"{where}, line {at} is not as it is written", hint=f"it should be: {wanted}")
     if dump(sheet) != text:
         raise DatabaseError(f"{where} does not end where it should")
     return sheet
@@ -269,17 +227,23 @@ class _Reading:
         self.device: dict[str, Any] | None = None
         self.dynamic = ""
         self.runs: list[Run] = []
+        self.steps: list[Step] = []
+        self.bases: list[str] = []
         self.cells: list[tuple[dict[str, Any], dict[str, Any], list[Point]]] = []
 
     def take(self, number: int, text: str) -> None:
-        line = _Line(text)
+        line = Line(text)
         if number == 1:
             self._head(line)
         elif number == 2:
             line.expect("board ")
-            self.device = _object(line.json())
+            self.device = as_object(line.json())
         elif line.take("run "):
             self._run(line)
+        elif line.take("step "):
+            self._step(line)
+        elif line.take("base "):
+            self._base(line)
         elif line.take("problem "):
             static = line.pairs("|")
             line.expect("|")
@@ -299,27 +263,21 @@ class _Reading:
         if self.names is None or self.device is None:
             raise DatabaseError(f"{where} is no text of a tuning database: it has no board")
         cells = tuple(Cell(static, runtime, tuple(points)) for static, runtime, points in self.cells)
-        return Sheet(*self.names, self.device, self.dynamic, tuple(self.runs), cells)
+        steps, bases = tuple(self.steps), tuple(self.bases)
+        return Sheet(*self.names, self.device, self.dynamic, tuple(self.runs), cells, steps, bases)
 
-    def _head(self, line: _Line) -> None:
+    def _head(self, line: Line) -> None:
         line.expect(f"{_HEAD} ")
         if (version := line.whole()) != VERSION:
             raise ValueError(f"it is of version {version}; this kerngen reads {VERSION}")
-        names = []
-        for what in ("a kernel", "an arch", "a board"):
-            line.expect(" ")
-            if not isinstance(name := line.value(), str):
-                raise ValueError(f"{name!r:.40} does not name {what}")
-            names.append(name)
-        self.names = names[0], names[1], names[2]
+        kernel, arch, board = (line.text_value(what, after=" ") for what in ("a kernel", "an arch", "a board"))
+        self.names = kernel, arch, board
 
-    def _run(self, line: _Line) -> None:
+    def _run(self, line: Line) -> None:
         line.expect(f"r{len(self.runs) + 1} ")
-        id = line.value()
-        if not isinstance(id, str):
-            raise ValueError("a run is named by a word")
+        id = line.text_value("a run")
         line.expect(" ")
-        at = line.word(_SHOWN, "a time")
+        at = line.word(SHOWN, "a time")
         if datetime.fromisoformat(at).tzinfo is None:
             raise ValueError(f"{at} has no time zone")
         line.expect(" nvrtc ")
@@ -327,20 +285,40 @@ class _Reading:
         line.expect(".")
         minor = line.whole()
         line.expect(" ")
-        self.runs.append(Run(id, at, (major, minor), _object(line.json())))
+        self.runs.append(Run(id, at, (major, minor), as_object(line.json())))
 
-    def _new_point(self, line: _Line) -> None:
+    def _step(self, line: Line) -> None:
+        line.expect(f"s{len(self.steps) + 1} ")
+        model, phase = line.text_value("a model"), line.text_value("a phase", after=" ")
+        numbers = []
+        for name in ("batch", "q_len", "context", "chunk", "layers"):
+            line.expect(f" {name}=")
+            numbers.append(line.whole())
+        line.expect(" weight=")
+        if not 0 < (weight := line.number()) < float("inf"):
+            raise ValueError(f"a step of weight {weight} counts nothing")
+        sequence = line.text_value("a sequence of launches", after=" of ")
+        line.expect(" ")
+        batch, q_len, context, chunk, layers = numbers
+        props = as_object(line.json())
+        self.steps.append(Step(model, phase, batch, q_len, context, chunk, layers, weight, sequence, props))
+
+    def _base(self, line: Line) -> None:
+        line.expect(f"b{len(self.bases) + 1} ")
+        self.bases.append(line.text_value("a base"))
+
+    def _new_point(self, line: Line) -> None:
         if not self.cells:
             raise ValueError("it stands before any problem")
         dynamic = None
         if not line.take("point"):
-            name = line.word(_NAME, "the dynamic field")
+            name = line.word(NAME, "the dynamic field")
             if name != (self.dynamic or name):
                 raise ValueError(f"the dynamic field is {self.dynamic}, not {name}")
             self.dynamic = name
             line.expect("=")
             dynamic = line.whole()
-        self.cells[-1][2].append(Point(dynamic, (), _object(line.json()) if line.take(" as ") else None))
+        self.cells[-1][2].append(Point(dynamic, (), as_object(line.json()) if line.take(" as ") else None))
 
     def _point(self) -> Point:
         if not self.cells or not self.cells[-1][2]:
@@ -351,16 +329,16 @@ class _Reading:
         return point
 
     def _put(self, point: Point) -> None:
-        if len({(_json(t.config), t.source) for t in point.trials if t.won}) > 1:
+        if len({(as_json(t.config), t.source) for t in point.trials if t.won}) > 1:
             raise ValueError("there is one winner of a point")
         self.cells[-1][2][-1] = point
 
-    def _refused(self, line: _Line) -> None:
+    def _refused(self, line: Line) -> None:
         point, counts = self._point(), {}
         while True:
             count = line.whole()
             line.expect(" ")
-            outcome = line.word(_NAME, "an outcome")
+            outcome = line.word(NAME, "an outcome")
             if outcome not in OUTCOMES or outcome == "ok" or outcome in counts or count < 1:
                 raise ValueError(f"{count} {outcome}: it is no outcome that counts here")
             counts[outcome] = count
@@ -368,7 +346,7 @@ class _Reading:
                 break
         self._put(Point(point.dynamic, point.trials, point.fields, counts))
 
-    def _trial(self, line: _Line) -> Trial:
+    def _trial(self, line: Line) -> Trial:
         given: dict[str, Any] = {"won": line.take(f"{_WON} "), "p50_us": None}
         if wrong := not given["won"] and line.take(f"{_WRONG} "):
             line.expect("wrong_result")
@@ -394,9 +372,9 @@ class _Reading:
         line.expect(" | ")
         config = line.pairs("@")
         line.expect("@")
-        return Trial(config=config, source=line.word(_SOURCE, "the source's digest"), **given)
+        return Trial(config=config, source=line.word(SOURCE, "the source's digest"), **given)
 
-    def _measured(self, line: _Line, given: dict[str, Any], wrong: bool) -> None:
+    def _measured(self, line: Line, given: dict[str, Any], wrong: bool) -> None:
         """What nobody has who did not measure: a run that is named, samples, and errors against the reference."""
         line.expect("r")
         run = line.whole()
@@ -408,7 +386,7 @@ class _Reading:
         if wrong:
             return
         line.expect(" ")
-        given["stage"] = line.word(_NAME, "a stage")
+        given["stage"] = line.word(NAME, "a stage")
         if given["stage"] not in STAGES:
             raise ValueError(f"{given['stage']} is none of {', '.join(STAGES)}")
         line.expect(" n=")
@@ -424,15 +402,28 @@ class _Reading:
             given["min_us"] = line.number()
         line.expect(" err ")
         given["error_abs"] = line.number()
-        if not line.text.startswith(" |", line.at):
+        if not line.text.startswith((" |", " in "), line.at):
             line.expect(" ")
             given["error_rel"] = line.number()
+        if given["stage"] == "step":
+            given["look"] = self._look(line)
 
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.40} is no JSON object")
-    return value
+    def _look(self, line: Line) -> Look:
+        line.expect(" in s")
+        step = line.whole()
+        line.expect(" ")
+        with_it = line.number()
+        line.expect("/")
+        without = line.number()
+        line.expect(" b")
+        base = line.whole()
+        for us in (with_it, without):
+            if not 0 < us < float("inf"):
+                raise ValueError(f"{us} us is no time of a step")
+        for name, index, named in (("s", step, self.steps), ("b", base, self.bases)):
+            if not 1 <= index <= len(named):
+                raise ValueError(f"there is no {name}{index}: a look names the step and the base of the head")
+        return Look(step - 1, with_it, without, base - 1)
 
 
 def moment(run: Run, after: float) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from kerngen.arch import Target
     from kerngen.report.facts import Wanted
     from kerngen.tuning_db import ProblemKey, Store
 
@@ -32,12 +33,12 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def reading(url: str | None) -> Iterator[list[Store]]:
-    """What `--db` names, or all that a run looks in. Read-only."""
+def reading(url: str | None, targets: Sequence[Target] | None = None) -> Iterator[list[Store]]:
+    """What `--db` names, or all that a run looks in. Read-only. targets: as default_stores."""
     from kerngen.tuning_db import stores_for
 
     with ExitStack() as stack:
-        stores = stores_for(url)
+        stores = stores_for(url, targets)
         for store in stores:
             stack.enter_context(store)
         yield stores

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from kerngen.arch import find_arch
 from kerngen.cli.db.common import echo_json
 from kerngen.errors import TrustError, UsageError
 
 if TYPE_CHECKING:
+    from kerngen.tuning_db.serve.boards import Board
     from kerngen.tuning_db.serve.installed import Installed
 
 
@@ -22,15 +27,24 @@ if TYPE_CHECKING:
 @click.option("--rollback", "back", default=None, metavar="NAME", help="Serve the version before.")
 @click.option("--list", "listed", is_flag=True, help="List what is installed. As without any argument.")
 @click.option("--allow-unsigned", is_flag=True, help="Trust this file alone, whoever signed it or nobody.")
+@click.option("--prebuilt", is_flag=True, help="Compile what kerngen is shipped with, and install that.")
+@click.option("--arch", "arch_names", default=None, help="With --prebuilt: only boards of these arches.")
+@click.option("--device", "devices", multiple=True, help="With --prebuilt: only these boards. Default: the GPU's here.")
+@click.option("--model", "models", multiple=True, help="With --prebuilt: only what these models need.")
+@click.option("--jobs", type=click.IntRange(1), default=None, help="With --prebuilt: compiler processes.")
 @click.option("--json", "as_json", is_flag=True, help="Print what is installed, as JSON.")
 def install(
     file: Path | None, name: str, pin: bool, unpinned: str | None, back: str | None, listed: bool,
-    allow_unsigned: bool, as_json: bool,
+    allow_unsigned: bool, prebuilt: bool, arch_names: str | None, devices: tuple[str, ...], models: tuple[str, ...],
+    jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Verify a sealed FILE and have every run of this user look in it, after his own database and before the shipped.
 
     A file of the same name takes the place of the one that is there, to which --rollback goes back. It is installed by
     name: what happens to FILE later does not matter.
+
+    With --prebuilt and no FILE: the winners that kerngen is shipped with, compiled ahead, which a run would compile as
+    it launches them; signed with the user's own key, and installed as prebuilt-BOARD.
 
     Example: kerngen db install sm90.kgdb --pin
     """
@@ -40,8 +54,10 @@ def install(
     from kerngen.tuning_db.ship.verify import LEVELS, verify
 
     said: list[str] = []
-    if sum(what is not None for what in (file, unpinned, back)) > 1:
-        raise UsageError("FILE, --unpin and --rollback are three things to do", hint="give one of them")
+    if sum([file is not None, unpinned is not None, back is not None, prebuilt]) > 1:
+        raise UsageError("FILE, --prebuilt, --unpin and --rollback are four things to do", hint="give one of them")
+    if not prebuilt and (arch_names or devices or models or jobs):
+        raise UsageError("--arch, --device, --model and --jobs go with --prebuilt")
     if file is None and (pin or name or allow_unsigned):
         raise UsageError("--pin, --name and --allow-unsigned go with a FILE")
     if file is not None:
@@ -53,6 +69,9 @@ def install(
             trust_digest(Sealed.open(file).digest)
         made = bundles.install(file, name=name, pin=pin)
         said.append(f"installed {_words(made)} as {made.path}")
+    if prebuilt:
+        for board in _boards(arch_names, devices):
+            said.append(_install_prebuilt(board, models, jobs or os.cpu_count() or 1, quiet=as_json))
     if unpinned is not None:
         said.append(f"not pinned any more: {_words(bundles.change(unpinned, pinned=False))}")
     if back is not None:
@@ -69,6 +88,48 @@ def install(
             click.echo(_words(b))
         if not found:
             click.echo("nothing is installed")
+
+
+def _boards(arch_names: str | None, devices: Sequence[str]) -> list[Board]:
+    """Those that are meant, of what is shipped: of the GPU that is here where nothing is named. Raises UsageError."""
+    from kerngen.arch import find_device, parse_arches
+    from kerngen.cli.doctor_model import gpu_here
+    from kerngen.tuning_db.serve.boards import nearest_board, shipped_boards
+
+    there = shipped_boards()
+    found = list(there)
+    asked = [find_device(name) for named in devices for name in named.split(",")]
+    if not devices and arch_names is None:
+        if (here := gpu_here()) is None:
+            raise UsageError("this machine has no GPU", hint="name a board: --device V100, or --arch all")
+        asked = [here.device]
+    if asked:
+        found = list({b.name: b for d in asked if (b := nearest_board(d)) is not None}.values())
+    if arch_names is not None:
+        arches = {a.name for a in parse_arches(arch_names)}
+        found = [b for b in found if b.device.arch in arches]
+    if not found:
+        raise UsageError("nothing is shipped for that board", hint="there is: " + ", ".join(b.name for b in there))
+    return found
+
+
+def _install_prebuilt(board: Board, models: Sequence[str], jobs: int, *, quiet: bool) -> str:
+    from kerngen.cache import CachedCompiler, CompileCache
+    from kerngen.cli.db.move import cells_of
+    from kerngen.progress import Reporter
+    from kerngen.tuning_db.serve import installed as bundles
+    from kerngen.tuning_db.serve.sealed import SUFFIX
+    from kerngen.tuning_db.ship.keys import user_key
+    from kerngen.tuning_db.shipped import compile_board
+
+    cells = {c for m in models for c in cells_of(m, find_arch(board.device.arch))} if models else None
+    with tempfile.TemporaryDirectory(prefix="kerngen-prebuilt-") as scratch:
+        file = Path(scratch) / f"prebuilt-{board.name}{SUFFIX}"
+        with Reporter(f"compile {board.name}", quiet=quiet) as bar, CachedCompiler(jobs, CompileCache()) as compiler:
+            done = compile_board(board, file, compiler, [user_key()], cells=cells, say=bar.update)
+        made = bundles.install(file)
+        left = f", {len(done.stale)} left out, whose sources are others today" if done.stale else ""
+        return f"installed {_words(made)}: {done.winners} winners{left}, {file.stat().st_size / 1e6:.1f} MB"
 
 
 def _words(b: Installed) -> str:

@@ -15,6 +15,7 @@ from kerngen.cli.signing import signers, signing_options
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
+    from kerngen.arch import Target
     from kerngen.tuning_db.keep.merge import Merged
     from kerngen.tuning_db.ship.export import Selection
 
@@ -44,8 +45,20 @@ def _selection(
     arches = parse_arches(arch_names if arch_names is not None else "all")
     names = [find_kernel(n).name for k in kernels for n in k.split(",")]
     boards = [find_device(n).name for d in devices for n in d.split(",")]
-    cells = {cell for model in models for arch in arches for cell in _cells(model, arch)} if models else None
+    cells = {cell for model in models for arch in arches for cell in cells_of(model, arch)} if models else None
     return Selection(names or None, [a.name for a in arches] if arch_names else None, boards or None, cells)
+
+
+def _targets(arch_names: str | None, devices: Sequence[str]) -> list[Target] | None:
+    """The boards whose shipped sheets may be meant; None for all."""
+    from kerngen.arch import Target, find_device, parse_arches
+    from kerngen.tuning_db.serve.boards import shipped_boards
+
+    boards = [find_device(n) for d in devices for n in d.split(",")]
+    if arch_names is not None:
+        arches = {a.name for a in parse_arches(arch_names)}
+        boards = [b for b in boards or [b.device for b in shipped_boards()] if b.arch in arches]
+    return [Target.of(b) for b in boards] if devices or arch_names is not None else None
 
 
 @click.command()
@@ -72,7 +85,7 @@ def export(
     selection = _selection(arch_names, devices, models, kernels)
     require_free(output)
     keys = signers(key_files, unsigned)
-    with reading(url) as stores:
+    with reading(url, _targets(arch_names, devices)) as stores:
         done = write(stores, selection, output, history=history, images=not no_images, keys=keys, models=models)
     if as_json:
         echo_json({"file": str(output), "digest": done.digest, "bytes": done.size, "contents": done.contents,
@@ -106,7 +119,7 @@ def dump(
 
     selection = _selection(arch_names, devices, models, kernels)
     require_place(output / "BOARD")
-    with reading(url) as stores:
+    with reading(url, _targets(arch_names, devices)) as stores:
         files = write(stores, selection)
     if not files:
         raise UsageError("no winners to write", hint="what there is: kerngen db ls")
@@ -171,7 +184,8 @@ def build(
     click.echo(f"{output}: {done.winners} winners of {done.trials} trials, {size / 1e6:.2f} MB\ndigest {digest}")
 
 
-def _cells(model: str, arch: Any) -> set[str]:
+def cells_of(model: str, arch: Any) -> set[str]:
+    """ProblemKey.cell of all that a model needs on an arch."""
     from kerngen.templates import find_kernel
     from kerngen.tuning_db import problem_key
     from kerngen.workload import find_model, workload

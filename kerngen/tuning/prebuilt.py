@@ -1,0 +1,157 @@
+"""Writes the sheets that kerngen is shipped with: what the cost model chooses for a board, and what a GPU measured.
+
+    python -m kerngen.tuning.prebuilt --device V100                     tuning_db/prebuilt/V100/*.predicted.txt
+    python -m kerngen.tuning.prebuilt --device A100,T4 --trials 4
+    python -m kerngen.tuning.prebuilt --measured h200.db                tuning_db/prebuilt/H200/*.txt
+
+A board's problems are those of all released models, each once, searched together as `kerngen tune` does, in a database
+of its own that is gone afterwards (--db keeps it, and a run that was killed goes on there). The same kernels, cost
+model and NVRTC give the same text, byte for byte: nothing in it says when, where or by whom it was made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from kerngen.arch import Target, find_device
+from kerngen.cache import CachedCompiler
+from kerngen.compile import require_target
+from kerngen.errors import UsageError
+from kerngen.files import publish
+from kerngen.progress import Reporter
+from kerngen.tuning.objective import Predicted
+from kerngen.tuning.report import Report
+from kerngen.tuning.tuner import Tuner
+from kerngen.tuning_db import Store
+from kerngen.tuning_db.serve.places import PREBUILT
+from kerngen.tuning_db.ship import outlook
+from kerngen.tuning_db.ship.export import Selection
+from kerngen.tuning_db.ship.foretell import foretell
+from kerngen.tuning_db.ship.review import dump
+from kerngen.workload import MODELS, Item, find_model, workload
+
+PREDICTED = ".predicted.txt"
+TRIALS = 4  # configurations a problem; docs/tuning-database.md says what twelve would gain
+
+
+def problems_of(models: Iterable[str], target: Target) -> list[Item]:
+    """What these models need, each problem once, with its uses in all of them."""
+    found: dict[tuple[str, object], Item] = {}
+    for model in models:
+        for item in workload(find_model(model), target.arch).items:
+            known = found.get((item.kernel, item.problem))
+            uses = (*(known.uses if known is not None else ()), *item.uses)
+            found[item.kernel, item.problem] = Item(item.kernel, item.problem, uses)
+    return list(found.values())
+
+
+def predict(
+    target: Target, models: Sequence[str], store: Store, *, trials: int = TRIALS, jobs: int = 1, quiet: bool = False
+) -> Report:
+    """Search the winners of all problems of `models` on `target` by the cost model, into `store`."""
+    with CachedCompiler(jobs) as compiler, Reporter(f"predict {target.device}", quiet=quiet) as progress:
+        tuner = Tuner(Predicted(target), store, compiler, trials=trials, progress=progress)
+        return tuner.run(problems_of(models, target))
+
+
+def write_predicted(store: Store, target: Target, folder: Path) -> dict[Path, int]:
+    """The sheets of what `store` predicts for the target's board, in place of those in `folder`: their sizes in bytes.
+
+    Raises DatabaseError where not all of it is by one cost model and one NVRTC, UsageError where there is nothing.
+    """
+    place = folder / target.device.name
+    texts = {
+        place / f"{o.kernel}{PREDICTED}": outlook.dump(o)
+        for o in foretell(store, Selection(arches=[target.arch.name], devices=[target.device.name]))
+    }
+    if not texts:
+        raise UsageError(f"{store.where} predicts nothing for {target.device}")
+    return _put(texts, [p for p in place.glob(f"*{PREDICTED}") if p not in texts])
+
+
+def write_measured(store: Store, folder: Path) -> dict[Path, int]:
+    """The sheets of what `store` measured, in place of the measured ones of its boards in `folder`: their sizes.
+
+    Raises UsageError where it measured nothing.
+    """
+    texts = {folder / name: text for name, text in dump([store], Selection(provenances=["measured"])).items()}
+    if not texts:
+        raise UsageError(f"{store.where} has no measured winners")
+    old = {p for place in {p.parent for p in texts} for p in place.glob("*.txt") if not p.name.endswith(PREDICTED)}
+    return _put(texts, sorted(old - texts.keys()))
+
+
+def _put(texts: dict[Path, str], old: Iterable[Path]) -> dict[Path, int]:
+    for path, text in texts.items():
+        publish(text.encode(), path)
+    for path in old:
+        path.unlink()
+    return {path: len(text.encode()) for path, text in texts.items()}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--device", "devices", multiple=True, help="Boards to predict for (kerngen arch ls).")
+@click.option(
+    "--measured", "measured", default=None, metavar="FILE|URL", help="A database whose measurements to write."
+)
+@click.option("--model", "models", multiple=True, help="Only these. Default: all released models.")
+@click.option("--trials", type=click.IntRange(1), default=TRIALS, show_default=True, help="Configurations a problem.")
+@click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
+@click.option("--db", "db", default=None, metavar="FILE", help="Keep what was tried here. One file a board.")
+@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=PREBUILT, show_default=True)
+def main(
+    devices: tuple[str, ...], measured: str | None, models: tuple[str, ...], trials: int, jobs: int | None,
+    db: str | None, output: Path,
+) -> None:  # fmt: skip
+    """Write the sheets that kerngen is shipped with: predicted for boards, or of a database that was measured.
+
+    \b
+    Examples:
+      python -m kerngen.tuning.prebuilt --device V100
+      python -m kerngen.tuning.prebuilt --measured h200.db
+    """
+    boards = [find_device(name) for named in devices for name in named.split(",")]
+    if bool(boards) == bool(measured):
+        raise UsageError("name boards to predict for, or a database that was measured",
+                         hint="--device V100, or --measured FILE")  # fmt: skip
+    if db is not None and len(boards) != 1:
+        raise UsageError("--db is of one board")
+    if measured is not None:
+        with Store.open(measured, read_only=True) as store:
+            _tell(write_measured(store, output))
+        return
+    for board in boards:
+        target = Target.of(board)
+        require_target(target.arch)
+        with ExitStack() as stack:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerngen-prebuilt-"))
+            store = stack.enter_context(Store.open(db or Path(scratch) / "board.sqlite"))
+            report = predict(target, models or MODELS, store, trials=trials, jobs=jobs or os.cpu_count() or 1)
+            if report.interrupted:
+                raise KeyboardInterrupt
+            sizes = write_predicted(store, target, output)
+        for kernel, config, reason in report.failures:
+            click.echo(f"failed: {kernel} {config}: {reason}", err=True)
+        click.echo(f"{board}: {len(report.results) - report.num_of('')} of {len(report.results)} problems, "
+                   f"{report.num_trials:,} configurations tried in {report.seconds:.0f} s "
+                   f"({report.num_compiled:,} compiles)")  # fmt: skip
+        _tell(sizes)
+
+
+def _tell(sizes: dict[Path, int]) -> None:
+    for path, size in sizes.items():
+        click.echo(f"{path}  {size / 1e3:.1f} kB")
+    click.echo(f"{len(sizes)} sheets, {sum(sizes.values()) / 1e3:.1f} kB")
+
+
+if __name__ == "__main__":
+    from kerngen.cli import run_command
+
+    sys.exit(run_command(main, "python -m kerngen.tuning.prebuilt"))

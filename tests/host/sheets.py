@@ -1,0 +1,47 @@
+"""The sheets of what an H200 measured, as databases for tests: without their predictions, which are many."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from kerngen.arch import Arch
+from kerngen.compile import DEFAULT_OPTIONS, Cubin, Resources, cache_key
+from kerngen.tuning_db import Store
+from kerngen.tuning_db.serve.places import PREBUILT
+from kerngen.tuning_db.ship.review import build, read
+
+H200 = PREBUILT / "H200"
+MEASURED = sorted(p for p in H200.glob("*.txt") if not p.name.endswith(".predicted.txt"))
+_NVRTC = (12, 9)
+
+
+class PlayedCompiler:
+    """In place of a CachedCompiler: bytes that are no machine code, of the size of some, at once."""
+
+    def submit(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Future[Cubin]:
+        key = cache_key(source, arch.nvrtc_target, options, _NVRTC)
+        image = hashlib.shake_256(source.encode()).digest(8192)
+        done: Future[Cubin] = Future()
+        done.set_result(Cubin(key, arch.name, _NVRTC, image, {"played": Resources(40, 0, 0, 0, 1024)}, ""))
+        return done
+
+
+def measured_store(path: Path) -> Path:
+    """`path`, a database of what an H200 measured, with images that are none."""
+    compiler: Any = PlayedCompiler()
+    with Store.open(path) as store:
+        done = build(read(MEASURED), store, compiler)
+    assert done.faults == []
+    return path
+
+
+def measured_sheets(folder: Path) -> Path:
+    """`folder`, as an installation's prebuilt folder that has what an H200 measured and nothing else."""
+    board = folder / "H200"
+    board.mkdir(parents=True)
+    for sheet in MEASURED:
+        (board / sheet.name).symlink_to(sheet)
+    return folder

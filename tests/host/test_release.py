@@ -1,0 +1,114 @@
+"""What is released is whole, signed and small enough to say; what is shipped can be compiled ahead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import ROOT, Kerngen
+
+from kerngen.arch import Target, find_device
+from kerngen.bundle import Bundle
+from kerngen.runtime.binding import Bindings
+from kerngen.templates import find_kernel
+from kerngen.tuning_db import default_sources, lookup
+from kerngen.tuning_db.keep.bundles import open_bundle
+from kerngen.workload import find_model, workload
+
+MODELS = ("--model", "gemma-4-31b", "--model", "gemma-4-12b")
+KERNELS = ("--kernel", "gelu_gate,rmsnorm", "--jobs", "1")
+H200 = Target.of(find_device("H200"))
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def test_a_release_has_all_that_its_models_run(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two models in one file: each problem has its machine code there, and nothing else is asked."""
+    code, out, err = kerngen("release", "-o", "dist", "--arch", "sm90", *MODELS, *KERNELS, "--json")
+    assert code == 0, err
+    (made,) = json.loads(out)["bundles"]
+    file = Path("dist/kerngen-sm90.kgdb")
+    assert (made["file"], made["arch"], made["boards"]) == (str(file), "sm90", ["H200"])
+    assert made["bytes"] == file.stat().st_size
+    assert made["image_bytes"] > 0
+    assert len(made["signed_by"]) == 1
+    assert made["failures"] == []
+    assert made["winners"]["measured"] == 26
+    assert kerngen("db", "verify", str(file))[0] == 0
+    monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
+    bundle = Bundle.open(file)
+    bindings = Bindings(bundle.sources(), H200)
+    for model in ("gemma-4-31b", "gemma-4-12b"):
+        load = workload(find_model(model), H200.arch).only(["gelu_gate", "rmsnorm"])
+        choices = [bindings.choice(find_kernel(i.kernel), i.problem) for i in load.items]
+        assert all(c.cubin is not None for c in choices)
+        assert any(c.provenance == "measured" for c in choices) or model != "gemma-4-31b"
+    with open_bundle(file) as store:
+        assert {store.build(w.build_id).status for w in store.winners()} <= {"ok", "uncompiled"}
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--arch", "sm71"), "sm70"),
+        (("--arch", "sm70"), "no board of sm70 is among H200"),
+        (("--device", "V101"), "V100"),
+        (("--model", "gemma-5"), "gemma-4-31b"),
+        (("--key", "no.key"), "no.key"),
+    ],
+)
+def test_what_cannot_be_released_is_said(kerngen: Kerngen, args: tuple[str, ...], says: str) -> None:
+    code, _, err = kerngen("release", "-o", "dist", *args)
+    assert code != 0
+    assert says in err
+    assert not Path("dist").exists()
+
+
+def test_what_is_shipped_can_be_compiled_ahead(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ("--model", "gemma-4-31b", "--jobs", "1")
+    for sheet in (kerngen.folder / "prebuilt" / "H200").iterdir():
+        if sheet.name not in ("gelu_gate.txt", "rmsnorm.txt"):
+            sheet.unlink()
+    code, out, err = kerngen("db", "install", "--prebuilt", "--device", "H200", *small)
+    assert code == 0, err
+    assert "installed prebuilt-H200" in out
+    assert "26 winners" in out
+    monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
+    kernel = find_kernel("gelu_gate")
+    problem = next(i.problem for i in workload(find_model("gemma-4-31b"), H200.arch).only(["gelu_gate"]).items)
+    winner = lookup(default_sources(), kernel, problem, H200)
+    assert winner is not None
+    assert (winner.source, winner.provenance) == ("bundle prebuilt-H200: exact device", "measured")
+    assert winner.cubin is not None
+    for args, says in (
+        (("--device", "H100"), "nothing is shipped for that board"),
+        (("--arch", "sm70"), "nothing is shipped for that board"),
+        ((), "this machine has no GPU"),
+        (("--arch", "sm90", "file.kgdb"), "give one of them"),
+    ):
+        code, _, err = kerngen("db", "install", "--prebuilt", *args)
+        assert code != 0
+        assert says in err
+    code, _, err = kerngen("db", "install", "--arch", "sm90")
+    assert (code, "go with --prebuilt" in err) == (2, True)
+
+
+def test_where_the_sheets_are_made_is_said_in_one_command(kerngen: Kerngen) -> None:
+    """The measured sheets of a database, written where they are shipped from: the same text."""
+    from kerngen.tuning.prebuilt import write_measured
+    from kerngen.tuning_db import Store
+
+    assert kerngen("db", "export", "--device", "H200", "--kernel", "gelu_gate", "-o", "h200.kgdb")[0] == 0
+    with open_bundle("h200.kgdb") as store:
+        assert isinstance(store, Store)
+        Path("out/H200").mkdir(parents=True)
+        Path("out/H200/rmsnorm.txt").write_text("of an older run")
+        Path("out/H200/rmsnorm.predicted.txt").write_text("stays")
+        (path,) = write_measured(store, Path("out"))
+    assert path == Path("out/H200/gelu_gate.txt")
+    assert path.read_text() == (ROOT / "tuning_db/prebuilt/H200/gelu_gate.txt").read_text()
+    assert sorted(p.name for p in Path("out/H200").iterdir()) == ["gelu_gate.txt", "rmsnorm.predicted.txt"]

@@ -1,0 +1,223 @@
+"""What is shipped is made a database of at first use: once, of the near board alone, and read if it is one's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerngen.arch import Target, find_device
+from kerngen.errors import DatabaseError
+from kerngen.templates import find_kernel
+from kerngen.tuning_db import default_stores, lookup
+from kerngen.tuning_db.keep.store import Store
+from kerngen.tuning_db.serve import boards, places
+from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.serve.sealed import Sealed
+from kerngen.tuning_db.shipped import Shipped, key_of, open_board, path_of
+
+SHEETS = places.PREBUILT / "H200"
+H200, H100, V100 = (Target.of(find_device(name)) for name in ("H200", "H100", "V100"))
+GATE = find_kernel("gelu_gate")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An installation with one board's sheets of one kernel; the folder that what is made of them goes to."""
+    for name in [n for n in os.environ if n.startswith("KERNGEN_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "sheets" / "H200").mkdir(parents=True)
+    shutil.copy(SHEETS / "gelu_gate.txt", tmp_path / "sheets" / "H200")
+    monkeypatch.setattr(places, "PREBUILT", tmp_path / "sheets")
+    monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "none.db"))
+    boards._boards_in.cache_clear()
+    yield tmp_path / "cache" / "prebuilt"
+    boards._boards_in.cache_clear()
+
+
+def problem() -> Any:
+    (found,) = {p.dynamic for p in _points()[:1]}
+    stated = _cells()[0].static
+    return GATE.problem_type(**stated, num_tokens=found)
+
+
+def _cells() -> Any:
+    from kerngen.tuning_db.ship.text import parse
+
+    return parse((SHEETS / "gelu_gate.txt").read_text()).cells
+
+
+def _points() -> Any:
+    return _cells()[0].points
+
+
+def here() -> boards.Board:
+    (board,) = boards.shipped_boards()
+    return board
+
+
+def test_the_first_use_makes_it_and_the_next_reads_it(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kerngen.tuning_db.shipped"):
+        first = lookup([Shipped()], GATE, problem(), H200)
+        assert caplog.text.count("making ") == 1
+        assert first is not None
+        assert (first.source, first.provenance) == ("prebuilt H200: exact device", "measured")
+        assert first.cubin is None, "it is compiled by whoever launches it"
+        assert not first.stale
+        again = lookup([Shipped()], GATE, problem(), H200)
+        assert again is not None
+        assert (again.id, again.config) == (first.id, first.config)
+        assert caplog.text.count("making ") == 1
+    (file,) = cache.glob("*.kgdb")
+    assert Sealed.open(file).header["prebuilt"] == key_of(here())
+    assert file.stat().st_mode & 0o222 == 0
+    with open_board(here()) as source:
+        assert isinstance(source, Reader)
+
+
+def test_reading_it_takes_no_sqlalchemy_and_no_jinja(cache: Path) -> None:
+    open_board(here()).close()
+    code = (
+        "import sys, json; sys.modules.update(dict.fromkeys(('sqlalchemy', 'alembic', 'jinja2', 'torch', 'cupy')));"
+        "from pathlib import Path; from kerngen.tuning_db.serve import places;"
+        f"places.PREBUILT = Path({str(places.PREBUILT)!r});"
+        "from kerngen.arch import Target, find_device; from kerngen.templates import find_kernel;"
+        "from kerngen.tuning_db import default_sources, lookup; k = find_kernel('gelu_gate');"
+        "p = k.problem_type(**json.loads(sys.argv[1]));"
+        "print(lookup(default_sources(), k, p, Target.of(find_device('H200'))).provenance)"
+    )
+    asked = json.dumps({**_cells()[0].static, "num_tokens": _points()[0].dynamic})
+    done = subprocess.run([sys.executable, "-c", code, asked], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("measured", "")
+
+
+def test_a_board_that_is_far_from_all_makes_nothing(cache: Path) -> None:
+    assert lookup([Shipped()], GATE, problem(), H100) is None
+    assert lookup([Shipped()], GATE, problem(), V100) is None
+    assert not cache.exists()
+    assert default_stores([H100, V100]) == []
+    assert not cache.exists()
+
+
+def test_only_the_nearest_board_is_made(cache: Path) -> None:
+    text = (SHEETS / "gelu_gate.txt").read_text()
+    kin = places.PREBUILT / "H200-kin"
+    kin.mkdir()
+    assert '"num_sms":132' in text
+    (kin / "gelu_gate.txt").write_text(text.replace('"num_sms":132', '"num_sms":120').replace(" H200\n", " H200-kin\n"))
+    boards._boards_in.cache_clear()
+    assert lookup([Shipped()], GATE, problem(), H200) is not None
+    assert [p.name.rpartition("-")[0] for p in cache.glob("*.kgdb")] == ["H200"]
+    assert [s.name for s in default_stores([H200])] == ["prebuilt H200"]
+    assert len(list(cache.glob("*.kgdb"))) == 1
+    assert [s.name for s in default_stores()] == ["prebuilt H200", "prebuilt H200-kin"], "who looks at all, makes all"
+
+
+def test_other_sheets_or_other_kernels_are_another_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_board(here()).close()
+    (old,) = cache.glob("*.kgdb")
+    sheet = places.PREBUILT / "H200" / "gelu_gate.txt"
+    sheet.write_text(sheet.read_text().replace(" err 0", " err 1", 1))
+    open_board(here()).close()
+    (new,) = cache.glob("*.kgdb")
+    assert new != old
+    monkeypatch.setattr("kerngen.tuning_db.shipped.closure_of", lambda kernel: "another")
+    assert path_of(here(), key_of(here())) != new
+
+
+def test_a_file_that_others_may_have_written_is_not_read(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_board(here()).close()
+    (file,) = cache.glob("*.kgdb")
+    file.chmod(0o666)
+    found = open_board(here())
+    assert isinstance(found, Store), "made in memory"
+    assert "can be written by everyone" in caplog.text
+    assert caplog.text.count("is made anew by each process") == 1
+    assert found.line("gelu_gate", found.winners()[0].problem.static_key, "sm90") is not None
+    file.chmod(0o444)
+    cache.chmod(0o777)
+    assert isinstance(open_board(here()), Store)
+    cache.chmod(0o755)
+    assert isinstance(open_board(here()), Reader)
+
+
+@pytest.mark.parametrize("at", [-1, -100, 0, 5000])
+def test_a_damaged_file_is_made_anew(cache: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
+    with open_board(here()) as source:
+        sound = {w.id for w in source.winners()}
+    (file,) = cache.glob("*.kgdb")
+    data = bytearray(file.read_bytes())
+    data[at] ^= 0xFF
+    file.chmod(0o644)
+    file.write_bytes(data)
+    with open_board(here()) as source:
+        served = {w.id for w in source.winners()}
+    if at == 5000:  # within a page: each row is asked for among the sealed ones, and only what was changed is lost
+        assert served <= sound
+        return
+    assert served == sound
+    assert "it is made anew" in caplog.text
+    assert Sealed.open(file).is_whole()
+
+
+def test_where_it_cannot_be_kept_it_is_made_in_memory_and_said_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "full").write_text("no folder")
+    monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "full"))
+    shipped = Shipped()
+    for _ in range(3):
+        winner = lookup([shipped], GATE, problem(), H200)
+        assert winner is not None
+        assert winner.provenance == "measured"
+    assert caplog.text.count("is made anew by each process") == 1
+    (store,) = default_stores([H200])
+    assert store.name == "prebuilt H200"
+    assert store.winners()
+
+
+def test_sheets_that_are_broken_are_a_warning_and_nothing_more(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sheet = places.PREBUILT / "H200" / "gelu_gate.txt"
+    sheet.write_text(sheet.read_text() + "no line of a sheet")
+    assert lookup([Shipped()], GATE, problem(), H200) is None
+    assert "line 18: 'no line of a sheet' is too much; looking on without it" in caplog.text
+    with pytest.raises(DatabaseError, match="is too much"):
+        open_board(here())
+
+
+def test_64_processes_at_once_make_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kerngen.tuning_db import shipped
+
+    made = shipped._make
+
+    def noted(*args: Any) -> None:
+        with (tmp_path / "made").open("a") as f:
+            f.write(f"{os.getpid()}\n")
+        made(*args)
+
+    monkeypatch.setattr(shipped, "_make", noted)
+    start = time.monotonic() + 1.0
+    children = []
+    for _ in range(64):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                time.sleep(max(0.0, start - time.monotonic()))
+                found = open_board(here())
+                code = 0 if isinstance(found, Reader) and found.winners() else 2
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 64
+    assert len((tmp_path / "made").read_text().split()) == 1
+    assert len(list(cache.glob("*.kgdb"))) == 1

@@ -1,0 +1,205 @@
+"""The sheets that kerngen is installed with, as databases: made at first use, of the board that is at hand, and kept.
+
+A sheet is text (prebuilt/README.md); what a run reads is a sealed file. It is made of all sheets of a board without
+compiling anything: each winner has its configuration and its source's digest, and whoever launches it compiles it,
+through the compile cache, as a default.
+
+    <cache>/prebuilt/<BOARD>-<key>.kgdb     key: of the sheets, of all that renders their sources, and of the schema
+
+It is trusted as the compile cache is: where another user may have written it, it is not read, and where it cannot be
+kept, it is made in memory, which is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kerngen import __version__
+from kerngen.arch import Target
+from kerngen.closure import closure_of
+from kerngen.errors import DatabaseError, UnknownName
+from kerngen.files import cache_dir, make_folder
+from kerngen.owner import TRUST_HINT, why_distrusted
+from kerngen.templates import find_kernel
+from kerngen.tuning_db.serve.boards import Board, nearest_board
+from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.serve.sealed import SUFFIX, Sealed
+from kerngen.tuning_db.serve.source import Source
+
+if TYPE_CHECKING:
+    from kerngen.cache import CachedCompiler
+    from kerngen.tuning_db.keep.store import Store
+    from kerngen.tuning_db.ship.keys import SecretKey
+    from kerngen.tuning_db.ship.review import Rebuilt
+
+log = logging.getLogger(__name__)
+
+_DIGITS = 16  # of a key, in file names
+_MIGRATIONS = Path(__file__).with_name("migrations") / "versions"
+
+
+class Shipped:
+    """What kerngen is installed with, among the databases of a run (serve/boards.py)."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, list[Source]] = {}
+        self._lock = threading.Lock()
+
+    def on(self, target: Target) -> Sequence[Source]:
+        if (board := nearest_board(target.device)) is None:
+            return ()
+        with self._lock:
+            if board.name not in self._opened:
+                try:
+                    self._opened[board.name] = [open_board(board)]
+                except DatabaseError as e:
+                    log.warning("%s; looking on without it", e.message)
+                    self._opened[board.name] = []
+            return self._opened[board.name]
+
+
+def open_board(board: Board) -> Source:
+    """The database of a board's sheets, made if need be. Raises DatabaseError where they cannot be read."""
+    name, key = name_of(board), key_of(board)
+    path = path_of(board, key)
+    try:
+        if (found := _kept(path, key, name)) is not None:
+            return found
+        with _making(path):
+            if (found := _kept(path, key, name)) is None:  # another process was faster
+                _make(board, key, path)
+                found = _kept(path, key, name)
+        if found is not None:
+            return found
+        why = "cannot be read back"
+    except OSError as e:
+        why = f"cannot be kept: {e.strerror or e}"
+    log.warning("%s %s; what is shipped for %s is made anew by each process", path, why, board.name)
+    return in_memory(board)
+
+
+def open_store(board: Board) -> Store:
+    """As open_board, to look at all that it holds. Raises DatabaseError."""
+    from kerngen.tuning_db.keep.bundles import open_any
+    from kerngen.tuning_db.keep.store import Store
+
+    found = open_board(board)
+    if isinstance(found, Store):  # that could not be kept
+        return found
+    found.close()
+    return open_any(found.where, name=found.name, allow_unsigned=True)
+
+
+def name_of(board: Board) -> str:
+    """What an answer calls it."""
+    return f"prebuilt {board.name}"
+
+
+def key_of(board: Board) -> str:
+    """sha256 over the sheets, and over what decides what is made of them."""
+    hashed = hashlib.sha256(f"{__version__}\0{max(p.name for p in _MIGRATIONS.glob('*.py'))}\0".encode())
+    for sheet in board.sheets():
+        data = sheet.read_bytes()
+        hashed.update(f"{sheet.name}\0{len(data)}\0".encode() + data)
+        with contextlib.suppress(UnknownName):
+            hashed.update(closure_of(find_kernel(sheet.name.split(".")[0])).encode())
+    return hashed.hexdigest()
+
+
+def path_of(board: Board, key: str) -> Path:
+    """Where it is kept."""
+    return cache_dir() / "prebuilt" / f"{board.name}-{key[:_DIGITS]}{SUFFIX}"
+
+
+def _kept(path: Path, key: str, name: str) -> Source | None:
+    """The file, if it is there, as it was made, and nobody else's."""
+    if not path.is_file():
+        return None
+    if (why := why_distrusted(path)) is not None:
+        raise OSError(0, f"it {why} ({TRUST_HINT})")
+    try:
+        if Sealed.open(path).header.get("prebuilt") != key:
+            raise DatabaseError(f"{path} is of other sheets")
+        return Reader.open(path, name=name, allow_unsigned=True)  # of this user's, as the compile cache
+    except DatabaseError as e:
+        log.warning("%s; it is made anew", e.message)
+        return None
+
+
+@contextlib.contextmanager
+def _making(path: Path) -> Iterator[None]:
+    """One process at a time makes it; the others wait. Raises OSError where that folder cannot be written to."""
+    make_folder(path.parent)
+    with open(path.parent / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make(board: Board, key: str, path: Path) -> None:
+    """Write it, whole or not at all, and remove what was made of older sheets. Raises OSError, DatabaseError."""
+    from kerngen.tuning_db.ship.export import shipment  # SQLAlchemy is for those who need it
+
+    log.info("making %s of the sheets in %s: once, for this version of them", path, board.folder)
+    with shipment() as made:
+        _fill(board, made.store)
+        made.seal(path, {"prebuilt": key, "contents": made.contents() | {"models": []}}, ())
+    for old in path.parent.glob(f"{board.name}-*{SUFFIX}"):
+        if old != path:
+            with contextlib.suppress(OSError):  # another kerngen's, perhaps of another user
+                old.unlink()
+
+
+def compile_board(
+    board: Board,
+    out: Path,
+    compiler: CachedCompiler,
+    keys: Iterable[SecretKey],
+    *,
+    cells: Collection[str] | None = None,
+    say: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> Rebuilt:
+    """Seal in `out` what the sheets say, with the machine code of each winner. cells, say: as review.build.
+
+    Raises DatabaseError where there is nothing of that, CompileError, OSError.
+    """
+    from kerngen.tuning_db.ship.export import shipment
+    from kerngen.tuning_db.ship.review import build, read
+
+    with shipment() as made:
+        done = build(read([board.folder]), made.store, compiler, say, cells)
+        if not done.winners:
+            raise DatabaseError(f"{board.folder} has no winners for that")
+        made.seal(out, {"name": f"prebuilt-{board.name}", "contents": made.contents() | {"models": []}}, keys)
+    return done
+
+
+def in_memory(board: Board) -> Store:
+    """The same as a Store of this process alone. Raises DatabaseError."""
+    from kerngen.tuning_db.keep import engine, migrate
+    from kerngen.tuning_db.keep.store import Store
+
+    where = str(board.folder)
+    with engine.clear_errors(where):
+        store = Store(migrate.settle(engine.in_memory(), where, read_only=False), where, name=name_of(board),
+                      read_only=False, override=False)  # fmt: skip
+        _fill(board, store)
+    return store
+
+
+def _fill(board: Board, store: Store) -> Rebuilt:
+    from kerngen.tuning_db.ship.review import build, read
+
+    done = build(read([board.folder]), store, None)
+    if done.faults:
+        log.warning("%s: %d sheets' statements do not hold, and are left out: %s", board.folder, len(done.faults),
+                    done.faults[0])  # fmt: skip
+    if done.stale:
+        log.info("%s: %d winners are of sources that are rendered otherwise today", board.folder, len(done.stale))
+    return done

@@ -1,0 +1,42 @@
+"""The databases that a run asks, opened as Stores: to look at all that they hold. A run itself opens `sources`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kerngen.arch import Target
+from kerngen.errors import DatabaseError
+from kerngen.tuning_db import shipped
+from kerngen.tuning_db.keep.bundles import open_any
+from kerngen.tuning_db.keep.store import Store
+from kerngen.tuning_db.serve import places
+from kerngen.tuning_db.serve.boards import nearest_board, shipped_boards
+
+log = logging.getLogger(__name__)
+
+
+def default_stores(targets: Sequence[Target] | None = None) -> list[Store]:
+    """What a run looks in, places.searched and then what is shipped. All read-only.
+
+    targets: of which the shipped sheets are asked; None for those of every board, which takes seconds a board where
+    they are not made a database of yet. One that is not there is left out; one that cannot be opened, with a warning.
+    """
+    found: list[Store] = []
+    for where, name, override in places.searched():
+        try:
+            found.append(open_any(where, name=name, override=override))
+        except DatabaseError as e:
+            log.warning("%s; looking on without it", e.message)
+    wanted = shipped_boards() if targets is None else [nearest_board(t.device) for t in targets]
+    for board in {b.name: b for b in wanted if b is not None}.values():
+        try:
+            found.append(shipped.open_store(board))
+        except DatabaseError as e:
+            log.warning("%s; looking on without it", e.message)
+    return found
+
+
+def stores_for(url: str | None, targets: Sequence[Target] | None = None) -> list[Store]:
+    """What `--db` names, read-only, or `default_stores(targets)` where it names nothing. Raises DatabaseError."""
+    return default_stores(targets) if url is None else [open_any(url)]

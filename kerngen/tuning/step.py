@@ -107,7 +107,7 @@ class Stepped(Measured):
         super().__init__(worker, lock)
         self._steps = [_Step(s, serving) for s in steps]
         self._names = {name for s in self._steps for name in s.points}
-        self.settings = [fields_of(s.key) for s in steps]
+        self.settings = ["whole", *(fields_of(s.key) for s in steps)]  # whose time is judged, and in which steps
         self.descent: Descent[_Name, Any] | None = None
         self._kept = 0.0  # seconds, for problems that no step launches
 

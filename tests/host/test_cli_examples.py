@@ -46,6 +46,7 @@ FIRST = {
     "db diff": (EXPORT, EXPORT.replace("sm90.kgdb", "old.kgdb").replace("rmsnorm", "rmsnorm,gelu_gate")),
     "db gc": (EXPORT, "db import sm90.kgdb"),
     "db rm": (EXPORT, "db import sm90.kgdb"),
+    "db rebuild": (EXPORT, "db import sm90.kgdb"),
     "db install": (EXPORT,),
     "db uninstall": (EXPORT, "db install sm90.kgdb"),
     "db import": (EXPORT,),

@@ -2,7 +2,7 @@
 flipped, while they are served.
 
 Here a run looks things up in what is left. A short form is in every run of the tests; the whole, with 64 writers for
-two minutes, and each byte of a bundle's first and last page and 10^4 others, takes about five minutes:
+two minutes, and each byte of a bundle's first and last page and 10^4 others, takes about four minutes:
 
     KERNGEN_TEST_TORTURE=120 python -m pytest tests/host/test_torture.py -s
 """

@@ -324,12 +324,12 @@ def test_what_another_user_may_have_written_is_not_served(
     with pytest.raises(TrustError, match="can be written by everyone"):
         api.find_winner("rmsnorm", {}, target="H200", db=path)
     monkeypatch.setenv("KERNGEN_DB", str(path))
-    assert default_sources() == []
+    assert [s for s in default_sources() if isinstance(s, Reader)] == []
     assert "looking on without it" in caplog.text
     assert "KERNGEN_TRUST_FILES" in caplog.text
     monkeypatch.setenv("KERNGEN_TRUST_FILES", "1")
     if beside != "-journal":  # an empty one is rolled back by whoever may write
-        (found,) = default_sources()
+        (found,) = (s for s in default_sources() if isinstance(s, Reader))
         assert ask(found) is not None
         found.close()
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 500  # ids in one query
 _RIVALS = 2  # beyond the noise: those that come next
+_NEAREST = 3  # within it, where not all are told
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +209,18 @@ def _rested_on(source: Store, winners: Sequence[Winner], *, history: bool, image
 
 
 def trials_of(
-    source: Store, kernel: str, static_key: str, winners: Sequence[Winner], *, history: bool = False
+    source: Store,
+    kernel: str,
+    static_key: str,
+    winners: Sequence[Winner],
+    *,
+    history: bool = False,
+    brief: bool = False,
 ) -> set[str]:
-    """The ids of the observations that the winners of one static problem rest on; see the module's docstring."""
+    """The ids of the observations that the winners of one static problem rest on; see the module's docstring.
+
+    brief: of many that came near, the nearest few alone, and of what was timed again the later look.
+    """
     rankings = Rankings(source, kernel, static_key)
     kept = {o.id for o in rankings.observations if o.measurement.outcome == "wrong_result"}
     if history:
@@ -225,10 +235,16 @@ def trials_of(
         limits = [c.p50_us * (1 + noise_of(c.typical.measurement)) for c in (*ranked[:1], *([mine] if mine else []))]
         near = [c for c in ranked if c.p50_us <= max(limits, default=0.0)]
         default = [c for c in ranked if c.p50_us == w.why.get("default_us")]
-        in_step = [c for c in ranked if c.step is not None]
-        stay = (*near, *ranked[len(near) : len(near) + _RIVALS], *default, *in_step)
+        after = ranked[len(near) : len(near) + _RIVALS]
+        in_step = sorted((c for c in ranked if c.step is not None), key=lambda c: c.step or 0.0)
+        if brief:
+            near, after = near[:_NEAREST], after if len(near) < _NEAREST else []
+            in_step = in_step[:_RIVALS] + [c for c in in_step[_RIVALS:] if c.step == 1.0]
+        stay = (*near, *after, *default, *in_step, *([mine] if mine else []))
         which = {b.id for c in stay for b in c.builds} | {w.build_id}
-        kept |= {o.id for o in found.observations if o.measurement.build_id in which}
+        rows = [o for o in found.observations if o.measurement.build_id in which]
+        again = {o.measurement.build_id for o in rows if o.measurement.stage == "final"} if brief else set()
+        kept |= {o.id for o in rows if o.measurement.stage != "trial" or o.measurement.build_id not in again}
     return kept
 
 

@@ -69,7 +69,7 @@ def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -
         groups.setdefault((id(source), w.problem.static_key), []).append((source, w))
     for (_, static_key), members in groups.items():
         source, winners = members[0][0], [w for _, w in members]
-        kept, builds = trials_of(source, kernel, static_key, winners), source.builds(static_key)
+        kept, builds = trials_of(source, kernel, static_key, winners, brief=True), source.builds(static_key)
         everything = source.measurements(kernel, static_key=static_key, arch=device.arch, device=device)
         for w in winners:
             here = [o for o in everything if o.measurement.problem.id == w.problem.id]

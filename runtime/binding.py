@@ -14,6 +14,7 @@ from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from kerngen import closure
 from kerngen.arch import Target
 from kerngen.errors import ProblemError
 from kerngen.templates.kernel import Kernel
@@ -59,13 +60,20 @@ class Choice:
 class Binding:
     """One kernel with one set of compiled-in fields on one target. `choice` is all that a request pays for."""
 
-    def __init__(self, sources: Sequence[Source | PerBoard], kernel: Kernel, problem: Any, target: Target) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source | PerBoard],
+        kernel: Kernel,
+        problem: Any,
+        target: Target,
+        closure_of: Callable[[Kernel], str] | None = None,
+    ) -> None:
         self.kernel, self.target = kernel, target
         self._bound = None
         if sources:
             from kerngen.tuning_db import Bound
 
-            self._bound = Bound(sources, kernel, problem, target)
+            self._bound = Bound(sources, kernel, problem, target, closure_of)
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
         self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
@@ -116,6 +124,7 @@ class Bindings:
     def __init__(self, sources: Sequence[Source | PerBoard], target: Target) -> None:
         self.target = target
         self._sources = tuple(sources)
+        self._closure_of = cache(closure.closure_of)  # of a kernel as it was when first bound: as its spec.py is
         self._bindings: dict[tuple[Any, ...], Binding] = {}
         self._known: dict[tuple[str, Any], Choice] = {}  # of problems met; forgotten together where they are too many
 
@@ -131,7 +140,7 @@ class Bindings:
     def _binding(self, kernel: Kernel, problem: Any) -> Binding:
         key = (kernel.name, *_static(kernel)(problem))
         if (binding := self._bindings.get(key)) is None:
-            binding = self._bindings[key] = Binding(self._sources, kernel, problem, self.target)
+            binding = self._bindings[key] = Binding(self._sources, kernel, problem, self.target, self._closure_of)
         return binding
 
 

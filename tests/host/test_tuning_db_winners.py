@@ -180,10 +180,11 @@ def test_order_and_repetition_of_rows_change_nothing() -> None:
         assert pick(rows) == first
 
 
-def test_in_a_tie_the_default_wins_then_the_one_without_spills() -> None:
+def test_in_a_tie_the_default_wins_then_of_predictions_the_one_without_spills() -> None:
     rows = observed(*(measured(f"b{n}", n, 10.0 + n * 0.01) for n in range(4)))
     builds = [build(0, spill=8), build(1), build(2), build(3)]
-    assert won(rows, builds) == "b1"
+    assert won(rows, builds) == "b0", "the clock has seen what it spills, and another compiler spills otherwise"
+    assert won(observed(*(predicted(f"b{n}", n, 10.0 + n * 0.01) for n in range(4))), builds) == "b1"
     choice = pick(rows, builds, default={"block_n": 3})
     assert choice is not None
     assert choice.build_id == "b3"

@@ -11,7 +11,8 @@
 5. Builds of one configuration with the same machine code are one: what was measured of one holds for all, and what
    keeps one from winning keeps all. So a comment in a source costs nothing once it is built (`kerngen db rebuild`).
 6. Its time is the median of its medians. Those within the noise of the fastest are equal, and the first of them in
-   canonical order wins (the default configuration, then fewest spills, then its JSON): two tunes agree.
+   canonical order wins: the default configuration, of predictions then the fewest spills (a clock has seen those, and
+   another compiler has others), then its JSON. So two tunes agree, and so does whoever compiles the sources anew.
 7. A prediction puts another in the default's place only where that would take PREDICTED_MARGIN longer: by less the
    model does not know better than whoever wrote the default.
 """
@@ -306,7 +307,8 @@ def _candidates(
 
 
 def _canonical_order(c: Candidate, default: dict[str, Any] | None) -> tuple[bool, int, str, str]:
-    return (c.build.config != default, c.build.spill_bytes, canonical(c.build.config), c.build.id)
+    spills = c.build.spill_bytes if c.typical.measurement.provenance == "predicted" else 0
+    return (c.build.config != default, spills, canonical(c.build.config), c.build.id)
 
 
 def _brief(c: Candidate) -> dict[str, Any]:

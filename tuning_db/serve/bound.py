@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,8 +110,17 @@ class Bound:
     database. Threads may share one.
     """
 
-    def __init__(self, sources: Sequence[Source | PerBoard], kernel: Kernel, problem: Any, target: Target) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source | PerBoard],
+        kernel: Kernel,
+        problem: Any,
+        target: Target,
+        closure_of: Callable[[Kernel], str] | None = None,
+    ) -> None:
+        """closure_of: that of closure.py, which looks at every file of a kernel, or what remembers its answers."""
         self.kernel, self.target = kernel, target
+        self._closure_of = closure_of or closure.closure_of
         self._static_key = problem_key(kernel, problem).static_key
         self._closure = ""
         here = at_hand(sources, target)
@@ -170,7 +179,7 @@ class Bound:
                 log.warning("%s; looking on without it", e)
                 continue
             if line is not None:
-                self._closure = self._closure or closure.closure_of(self.kernel)
+                self._closure = self._closure or self._closure_of(self.kernel)
                 yield _Read(source, line, self.kernel, self._closure)
 
     def _ordered(self) -> Iterator[tuple[tuple[Any, ...], _Row]]:

@@ -12,9 +12,11 @@ import pytest
 from command import Kerngen
 from test_merge import FACTS, derive
 
+from kerngen.arch import Target, find_device
 from kerngen.errors import DatabaseError, UsageError
 from kerngen.tuning_db import Store, default_stores
 from kerngen.tuning_db.serve import installed as bundles
+from kerngen.tuning_db.serve.boards import at_hand
 from kerngen.tuning_db.serve.sealed import Sealed
 from kerngen.tuning_db.ship.export import Selection, export
 from kerngen.tuning_db.ship.keys import user_key
@@ -41,7 +43,8 @@ def sealed(name: str, *facts: int, signed: bool = True) -> Path:
 def served() -> dict[str, list[object]]:
     """By database that a run asks, the configurations of its winners."""
     stores = default_stores()
-    assert [s.name for s in default_sources()] == [s.name for s in stores], "a run asks what the commands show"
+    asked = at_hand(default_sources(), Target.of(find_device("H200")))
+    assert [s.name for s in asked] == [s.name for s in stores], "a run asks what the commands show"
     try:
         return {s.name: [w.config["block_n"] for w in s.winners()] for s in stores}
     finally:

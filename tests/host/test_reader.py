@@ -18,12 +18,13 @@ from test_tuning_db import H200
 from test_tuning_db_lookup import KIN, Config, Problem, fake_render, make_kernel, record
 
 from kerngen import api
-from kerngen.arch import Target
+from kerngen.arch import Target, find_device
 from kerngen.errors import CorruptRecord, DatabaseError, TrustError
 from kerngen.tuning_db import Bound, Store, Winner, default_sources, lookup, open_source, problem_key
 from kerngen.tuning_db.keep import schema
 from kerngen.tuning_db.serve import reader as reading
 from kerngen.tuning_db.serve import trust
+from kerngen.tuning_db.serve.boards import at_hand
 from kerngen.tuning_db.serve.canonical import seal_of
 from kerngen.tuning_db.serve.line import COLUMNS, Line, decode, encode
 from kerngen.tuning_db.serve.reader import Reader
@@ -324,12 +325,12 @@ def test_what_another_user_may_have_written_is_not_served(
     with pytest.raises(TrustError, match="can be written by everyone"):
         api.find_winner("rmsnorm", {}, target="H200", db=path)
     monkeypatch.setenv("KERNGEN_DB", str(path))
-    assert [s for s in default_sources() if isinstance(s, Reader)] == []
+    assert at_hand(default_sources(), Target.of(find_device("H200"))) == []
     assert "looking on without it" in caplog.text
     assert "KERNGEN_TRUST_FILES" in caplog.text
     monkeypatch.setenv("KERNGEN_TRUST_FILES", "1")
     if beside != "-journal":  # an empty one is rolled back by whoever may write
-        (found,) = (s for s in default_sources() if isinstance(s, Reader))
+        (found,) = at_hand(default_sources(), Target.of(find_device("H200")))
         assert ask(found) is not None
         found.close()
 

@@ -26,13 +26,15 @@ from kerngen.tuning_db import Store, Winner, problem_key
 from kerngen.tuning_db.serve.values import StepKey
 from kerngen.workload import find_model
 
+KERNELS = ("add_norm", "attn_prefill", "gelu_gate", "rmsnorm", "softcap_argmax", "w4a16_gemm")
 SECTIONS = ["steps", "judged", "tokens", "gain", "arches", "roofline", "searches", "prediction", "provenance"]
 AXIS = re.compile(r".+ \((µs|ms|tokens|keys|elements|times|%|FLOP/B|MB|TFLOP/s|GB/s|number|rows)\)")
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return measured_store(tmp_path_factory.mktemp("shipped") / "h200.sqlite")
+    """Of some kernels: what others launch has no winner here, and no figure has more rows than a table shows."""
+    return measured_store(tmp_path_factory.mktemp("shipped") / "h200.sqlite", KERNELS)
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +111,7 @@ def require_sound(text: str) -> None:
 def test_the_page_of_the_shipped_database_is_sound(text: str, page: Node) -> None:
     require_sound(text)
     assert page.one("html").attributes["lang"] == "en"
-    shown = {s.attributes["id"]: len(s.all("figure")) for s in page.all("section")}
-    assert {name for name, count in shown.items() if not count} == {"searches", "judged"}, "which only has winners"
-    assert "has its winners alone" in page.text
+    assert all(s.all("figure") for s in page.all("section"))
 
 
 def test_every_winner_is_there_with_its_time(page: Node, shipped: Store) -> None:

@@ -313,6 +313,11 @@ def test_the_default_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert default_stores() == []
     monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", measured_sheets(tmp_path / "prebuilt"))
     Store.open(tmp_path / "user.db").close()
+    Store.open(tmp_path / "made.db").close()
+    monkeypatch.setattr(  # sources are played here: test_shipped.py has what is made of sheets
+        "kerngen.tuning_db.shipped.open_store",
+        lambda board: Store.open(tmp_path / "made.db", read_only=True, name=f"prebuilt {board.name}"),
+    )
     (tmp_path / "junk").write_text("not a database")
     monkeypatch.setenv("KERNGEN_DB_OVERRIDE", str(tmp_path / "junk"))
     found = default_stores()

@@ -21,6 +21,7 @@ LESS = {
     "": ("--kernel", "embed", "--jobs", "1", "--trials", "1"),
     "tune": ("--kernel", "embed", "--jobs", "1", "--trials", "1"),
     "compile": ("--kernel", "embed", "--jobs", "1"),
+    "release": ("--kernel", "embed", "--jobs", "1"),
     "run": ("--max-new-tokens", "4"),
 }
 

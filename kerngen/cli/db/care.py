@@ -10,6 +10,7 @@ import click
 
 from kerngen.cli.db.common import (
     ID_CHARS,
+    boards_for,
     changing,
     echo_json,
     fields_as_filed,
@@ -137,7 +138,7 @@ def stats(url: str | None, as_json: bool) -> None:
                    f"{told['runs']} measured runs{last}; {rows['revocation']:,} revocations, "
                    f"{rows['artifact']:,} images ({told['image_bytes'] / 1e6:.2f} MB)")  # fmt: skip
     if not found:
-        click.echo("no database: kerngen tune fills one", err=True)
+        click.echo("no database: kerngen tune fills one")
 
 
 @click.command()
@@ -170,7 +171,7 @@ def revoke(
 
 def _subject(subject: str, fields: str, arch_name: str | None, device_name: str | None) -> tuple[str, str]:
     """(what it is, its whole id) of what is to be revoked. Raises UsageError, TuningMiss."""
-    with reading(None) as stores:
+    with reading(None, boards_for(arch_name, [device_name] if device_name else [])) as stores:
         if re.fullmatch(r"[0-9a-f]{8,64}", subject):
             found = {(kind, id) for store in stores for kind, id in store.named(subject)}
             if len(found) > 1:

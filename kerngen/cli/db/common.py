@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +28,56 @@ _PIPED_WIDTH = 200  # where there is no terminal to measure
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
-    help = "The database to read. Default: all that a run looks in (override, user's, prebuilt)."
+    help = "The database to read. Default: all that a run looks in, and of what is shipped the boards of "
+    help += "--arch or --device, else of this machine's GPU."
     return click.option("--db", "url", default=None, metavar="FILE|URL", help=help)(command)
+
+
+def boards_for(arch_names: str | None, devices: Sequence[str]) -> list[Target] | None:
+    """The boards whose shipped sheets are meant; None where nothing names any. Raises UnknownName for an arch."""
+    from kerngen.arch import Target, find_device, parse_arches
+    from kerngen.errors import UnknownName
+    from kerngen.tuning_db.serve.boards import shipped_boards
+
+    boards = []
+    for name in (n for d in devices for n in d.split(",")):
+        with suppress(UnknownName):  # a database may have boards that kerngen has no profile of
+            boards.append(find_device(name))
+    if arch_names is not None:
+        arches = {a.name for a in parse_arches(arch_names)}
+        named = boards if devices else [b.device for b in shipped_boards()]
+        boards = [b for b in named if b.arch in arches]
+    return [Target.of(b) for b in boards] if devices or arch_names is not None else None
+
+
+def _boards_here() -> tuple[list[Target], list[str]]:
+    """Those of this machine's arch, and the names of the others: each takes seconds when first looked at."""
+    from kerngen.arch import Target
+    from kerngen.tuning.worker import present_arch
+    from kerngen.tuning_db.serve.boards import shipped_boards
+
+    arch, boards = present_arch(), shipped_boards()
+    here = [b for b in boards if arch is not None and b.device.arch == arch.name]
+    return [Target.of(b.device) for b in here], [b.name for b in boards if b not in here]
 
 
 @contextmanager
 def reading(url: str | None, targets: Sequence[Target] | None = None) -> Iterator[list[Store]]:
-    """What `--db` names, or all that a run looks in. Read-only. targets: as default_stores."""
+    """What `--db` names, or all that a run looks in. Read-only. targets: boards whose shipped sheets are looked at too;
+    None for those of this machine's arch, and then the end says which were left out.
+    """
     from kerngen.tuning_db import stores_for
 
+    others: list[str] = []
+    if targets is None and url is None:
+        targets, others = _boards_here()
     with ExitStack() as stack:
         stores = stores_for(url, targets)
         for store in stores:
             stack.enter_context(store)
         yield stores
+    if others:
+        click.echo(f"left out: what is shipped for {', '.join(others)}; --arch or --device asks for it", err=True)
 
 
 @contextmanager
@@ -104,7 +140,7 @@ def drawing(
     arches = None if arch_names is None else frozenset(a.name for a in parse_arches(arch_names))
     device = None if device_name is None else find_device(device_name).name
     names = frozenset(n for k in kernels for n in k.split(","))
-    with reading(url) as stores:
+    with reading(url, boards_for(arch_names, [device] if device else [])) as stores:
         require_known(names, stores)
         yield stores, Wanted(names or None, arches, device)
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.db.common import echo_json, reading
+from kerngen.cli.db.common import boards_for, echo_json, reading
 from kerngen.cli.signing import signers, signing_options
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
-    from kerngen.arch import Target
     from kerngen.tuning_db.keep.merge import Merged
     from kerngen.tuning_db.ship.export import Selection
 
@@ -49,18 +48,6 @@ def _selection(
     return Selection(names or None, [a.name for a in arches] if arch_names else None, boards or None, cells)
 
 
-def _targets(arch_names: str | None, devices: Sequence[str]) -> list[Target] | None:
-    """The boards whose shipped sheets may be meant; None for all."""
-    from kerngen.arch import Target, find_device, parse_arches
-    from kerngen.tuning_db.serve.boards import shipped_boards
-
-    boards = [find_device(n) for d in devices for n in d.split(",")]
-    if arch_names is not None:
-        arches = {a.name for a in parse_arches(arch_names)}
-        boards = [b for b in boards or [b.device for b in shipped_boards()] if b.arch in arches]
-    return [Target.of(b) for b in boards] if devices or arch_names is not None else None
-
-
 @click.command()
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.kgdb",
               help="The file to write.")  # fmt: skip
@@ -85,7 +72,7 @@ def export(
     selection = _selection(arch_names, devices, models, kernels)
     require_free(output)
     keys = signers(key_files, unsigned)
-    with reading(url, _targets(arch_names, devices)) as stores:
+    with reading(url, boards_for(arch_names, devices)) as stores:
         done = write(stores, selection, output, history=history, images=not no_images, keys=keys, models=models)
     if as_json:
         echo_json({"file": str(output), "digest": done.digest, "bytes": done.size, "contents": done.contents,
@@ -119,7 +106,7 @@ def dump(
 
     selection = _selection(arch_names, devices, models, kernels)
     require_place(output / "BOARD")
-    with reading(url, _targets(arch_names, devices)) as stores:
+    with reading(url, boards_for(arch_names, devices)) as stores:
         files = write(stores, selection)
     if not files:
         raise UsageError("no winners to write", hint="what there is: kerngen db ls")

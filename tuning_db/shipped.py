@@ -81,7 +81,8 @@ def open_board(board: Board) -> Source:
         why = "cannot be read back"
     except OSError as e:
         why = f"cannot be kept: {e.strerror or e}"
-    log.warning("%s %s; what is shipped for %s is made anew by each process", path, why, board.name)
+    log.warning("%s %s; what is shipped for %s is made anew by each process (KERNGEN_CACHE_DIR names another place)",
+                path, why, board.name)  # fmt: skip
     return in_memory(board)
 
 

@@ -54,7 +54,7 @@ def release(
     from kerngen.compile import require_target
     from kerngen.progress import Reporter
     from kerngen.tuning_db.serve.sealed import SUFFIX
-    from kerngen.workload import MODELS
+    from kerngen.workload import MODELS, find_model
 
     targets = _targets(arch_names, devices)
     by_arch: dict[str, list[Target]] = {}
@@ -63,6 +63,8 @@ def release(
         by_arch.setdefault(target.arch.name, []).append(target)
     named = [m for model in models for m in model.split(",")] or list(MODELS)
     only = [k for kernel in kernels for k in kernel.split(",")]
+    for model in named:
+        find_model(model)
     keys = signers(key_files, unsigned)
     files = {arch: output / f"kerngen-{arch}{SUFFIX}" for arch in by_arch}
     for file in files.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -190,7 +191,7 @@ def test_sheets_that_are_broken_are_a_warning_and_nothing_more(cache: Path, capl
     sheet = places.PREBUILT / "H200" / "gelu_gate.txt"
     sheet.write_text(sheet.read_text() + "no line of a sheet")
     assert lookup([Shipped()], GATE, problem(), H200) is None
-    assert "line 18: 'no line of a sheet' is too much; looking on without it" in caplog.text
+    assert re.search(r"line \d+: 'no line of a sheet' is too much; looking on without it", caplog.text)
     with pytest.raises(DatabaseError, match="is too much"):
         open_board(here())
 

@@ -40,7 +40,8 @@ def test_what_was_measured_here_is_as_it_says(tmp_path: Path) -> None:
             image = store.image(build)
             assert image is not None
             assert worker.load("whole", image.image, tuple(build.entries)) == ""
-            assert "cannot load it on this GPU" in worker.load("half", image.image[: len(image.image) // 2], ())
+            # not half of one: the driver is told no length, and reads on
+            assert "cannot load it on this GPU" in worker.load("none", b"no cubin", ())
             assert "cannot load it on this GPU" in worker.load("other", image.image, ("no_such_kernel",))
 
             (winner, *_) = store.winners("rmsnorm")

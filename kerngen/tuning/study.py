@@ -219,8 +219,8 @@ class Search:
     def _next_by_the_model(self, asked: list[Any]) -> Any | None:
         if self._ranked is None:
             registers = self._registers or GUESSED_REGISTERS
-            order = rank(self.kernel, self.problem, self.target, self.candidates.valid, registers)
-            self._ranked = order[::-1]
+            hopeful = [c for c in self.candidates.valid if self._can_win(c)]  # what cannot by now never can
+            self._ranked = rank(self.kernel, self.problem, self.target, hopeful, registers)[::-1]
         while self._ranked:
             _, config = self._ranked.pop()
             if config in self.outcomes or config in asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ def test_there_are_sheets() -> None:
     assert MEASURED, "what an H200 measured is shipped"
     assert FORETOLD, "and what is predicted"
     assert sorted(p.name for p in PREBUILT.iterdir() if not p.is_dir()) == ["README.md"]
+
+
+def test_the_table_has_what_there_is() -> None:
+    rows = re.findall(r"^\| (\w+) \|.*\| (\d+) kB \|$", (PREBUILT / "README.md").read_text(), re.MULTILINE)
+    sizes = {p.name: sum(f.stat().st_size for f in p.iterdir()) / 1e3 for p in PREBUILT.iterdir() if p.is_dir()}
+    assert {name: int(size) for name, size in rows} == {name: round(size) for name, size in sizes.items()}
 
 
 @pytest.mark.parametrize("path", SHEETS, ids=lambda p: f"{p.parent.name}/{p.name}")

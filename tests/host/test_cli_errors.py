@@ -161,7 +161,7 @@ def test_a_home_that_cannot_be_written(kerngen: Kerngen, monkeypatch: pytest.Mon
         "compile", "--arch", "sm80", "--model", "gemma-4-31b", "--kernel", "embed", "-o", "out"
     )
     assert code == 0, err
-    assert "2 builds: 2 from: NVRTC" in out
+    assert re.search(r"^(\d+) builds: \1 from: NVRTC", out, re.MULTILINE)
     assert "out is a bundle" in out
     assert "cannot write to the compile cache" in err
     assert "KERNGEN_CACHE_DIR" in err

@@ -17,7 +17,7 @@ from kerngen.runtime.binding import DEFAULT, Bindings, Choice
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates
-from kerngen.workload import Workload, find_model, workload
+from kerngen.workload import Model, Workload, workload
 
 if TYPE_CHECKING:
     from kerngen.progress import Reporter
@@ -113,26 +113,25 @@ def workload_builds(
 
 
 def models_builds(
-    models: Iterable[str],
+    models: Sequence[Model],
     targets: Iterable[Target],
     sources: Sequence[Source | PerBoard],
     notes: list[str],
     chosen: list[Choice],
     kernels: Iterable[str] = (),
 ) -> list[Build]:
-    """What all of `models`, by name or folder, need on all of `targets`: each source for each board once.
+    """What all of `models` need on all of `targets`: each source for each board once.
 
     sources: databases in lookup order. chosen: is given every choice. kernels: only these, none for all. Raises
     UsageError where a model needs none of them.
     """
     from kerngen.runtime.ops.outside import OUTSIDE
 
-    found = [find_model(model) for model in models]
     builds: list[Build] = []
     for target in targets:
         bindings = Bindings(sources, target)
         here: dict[str, Build] = {}
-        for model in found:
+        for model in models:
             load = workload(model, target.arch)
             load = load.only(kernels) if kernels else load
             notes += [f"outside our kernels: {name} ({OUTSIDE[name]})" for name in load.missing]

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,11 @@ from kerngen.errors import CacheError, UsageError
 from kerngen.files import unwritable
 
 if TYPE_CHECKING:
-    from kerngen.builds import Build, Built
+    from kerngen.builds import Built
     from kerngen.runtime.binding import Choice
-    from kerngen.tuning_db import Source, Store
+    from kerngen.tuning_db import Store
     from kerngen.tuning_db.ship.keys import SecretKey
+    from kerngen.workload import Model
 
 
 @click.command("compile")
@@ -69,12 +69,13 @@ def compile(
     Example:
       kerngen compile --arch sm70,sm90 --model gemma-4-31b -o bundle.kgdb
     """
-    from kerngen.builds import build_all, case_builds, require_allowed
+    from kerngen.builds import build_all, case_builds, models_builds, require_allowed
     from kerngen.bundling import require_free, write_bundle
     from kerngen.cache import CompileCache
     from kerngen.compile import nvrtc_version, require_target
     from kerngen.progress import Reporter
     from kerngen.tuning_db import stores_for
+    from kerngen.workload import find_model
 
     if model is not None and cases:
         raise UsageError("--model and --cases are two things to compile", hint="give one of them")
@@ -91,11 +92,13 @@ def compile(
     chosen: list[Choice] = []
     cache = CompileCache()
     stores: list[Store] = []
+    models: list[Model] = []
     if cases:
         builds = [b for target in targets for b in case_builds(target, names, notes)]
     else:
         stores = [] if untuned else stores_for(db_url or None, targets)
-        builds = _workload_builds(str(model), draft, targets, names, stores, notes, chosen)
+        models = [find_model(str(model), draft)]
+        builds = models_builds(models, targets, stores, notes, chosen, names)
     require_allowed(builds, cache, ptx=ptx)
     keys: list[SecretKey] = []
     if output is not None and is_bundle:
@@ -110,7 +113,7 @@ def compile(
                 if not is_bundle:
                     _write_images(output, built)
                 else:
-                    anew = partial(_workload_builds, str(model), draft, targets, names, notes=[], chosen=[])
+                    anew = partial(models_builds, models, targets, notes=[], chosen=[], kernels=names)
                     built += write_bundle(output, [str(model)], targets, (stores, chosen, built), anew,
                                           partial(build_all, cache=cache, jobs=jobs or os.cpu_count() or 1, bar=bar),
                                           keys)  # fmt: skip
@@ -147,31 +150,6 @@ def targets_of(arch_names: str | None, device_names: str | None) -> list[Target]
             raise UsageError(f"device {board} is {board.arch}, not {', '.join(a.name for a in arches)}")
     named = {b.arch for b in boards}
     return [Target.of(b) for b in boards] + [Target.of(a) for a in arches if a.name not in named]
-
-
-def _workload_builds(
-    model: str,
-    draft: str | None,
-    targets: list[Target],
-    names: list[str],
-    sources: Sequence[Source],
-    notes: list[str],
-    chosen: list[Choice],
-) -> list[Build]:
-    from kerngen.builds import workload_builds
-    from kerngen.runtime.binding import Bindings
-    from kerngen.runtime.ops.outside import OUTSIDE
-    from kerngen.workload import find_model, workload
-
-    found = find_model(model, draft)
-    builds: list[Build] = []
-    for target in targets:
-        load = workload(found, target.arch)
-        notes += [f"outside our kernels: {name} ({OUTSIDE[name]})" for name in load.missing]
-        if names:
-            load = load.only(names)
-        builds += workload_builds(load, Bindings(sources, target), notes, chosen)
-    return builds
 
 
 def _make(folder: Path) -> None:

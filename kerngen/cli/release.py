@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kerngen.cache import CompileCache
     from kerngen.progress import Reporter
     from kerngen.tuning_db.ship.keys import SecretKey
+    from kerngen.workload import Model
 
 
 @click.command()
@@ -63,8 +64,7 @@ def release(
         by_arch.setdefault(target.arch.name, []).append(target)
     named = [m for model in models for m in model.split(",")] or list(MODELS)
     only = [k for kernel in kernels for k in kernel.split(",")]
-    for model in named:
-        find_model(model)
+    found = [find_model(model) for model in named]
     keys = signers(key_files, unsigned)
     files = {arch: output / f"kerngen-{arch}{SUFFIX}" for arch in by_arch}
     for file in files.values():
@@ -72,7 +72,7 @@ def release(
     made = []
     with Reporter("release", quiet=as_json) as bar:
         for arch, boards in by_arch.items():
-            job = _Job(files[arch], boards, named, only, db_url, jobs or os.cpu_count() or 1, keys)
+            job = _Job(files[arch], boards, found, only, db_url, jobs or os.cpu_count() or 1, keys)
             made.append(_release(job, CompileCache(), bar))
             if not as_json:
                 _print(made[-1])
@@ -104,7 +104,7 @@ def _targets(arch_names: str | None, devices: Sequence[str]) -> list[Target]:
 class _Job:
     out: Path
     targets: list[Target]
-    models: list[str]
+    models: list[Model]
     kernels: list[str]
     db_url: str | None
     jobs: int
@@ -126,7 +126,7 @@ def _release(job: _Job, cache: CompileCache, bar: Reporter) -> dict[str, Any]:
         require_allowed(builds, cache)
         built = build_all(builds, cache, job.jobs, bar)
         anew = partial(models_builds, job.models, job.targets, notes=[], chosen=[], kernels=job.kernels)
-        built += write_bundle(job.out, job.models, job.targets, (stores, chosen, built), anew,
+        built += write_bundle(job.out, [m.name for m in job.models], job.targets, (stores, chosen, built), anew,
                               partial(build_all, cache=cache, jobs=job.jobs, bar=bar), job.keys)  # fmt: skip
     finally:
         for store in stores:

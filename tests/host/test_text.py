@@ -177,13 +177,19 @@ def test_what_is_not_so_written_is_refused(old: str, new: str, line: int) -> Non
         parse(SAMPLE.replace(old, new, 1), "sheet")
 
 
+@st.composite
+def changed(draw: st.DrawFn, text: str) -> str:
+    """`text` with a character changed, put in or taken away."""
+    at = draw(st.integers(0, len(text) - 1))
+    put = draw(st.sampled_from(["", "\n", " ", "{", "9", "x", '"', "\ud800", "é", text[at] * 2]))
+    return text[:at] + put + text[at + 1 :]
+
+
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 def test_garbage_is_refused_in_words(data: st.DataObject) -> None:
     """A character changed, put in or taken away: it is refused in one line, or is another text that stands."""
-    at = data.draw(st.integers(0, len(SAMPLE) - 1))
-    put = data.draw(st.sampled_from(["", "\n", " ", "{", "9", "x", '"', "\ud800", "é", SAMPLE[at] * 2]))
-    text = SAMPLE[:at] + put + SAMPLE[at + 1 :]
+    text = data.draw(changed(SAMPLE))
     try:
         assert dump(parse(text)) == text
     except DatabaseError as e:

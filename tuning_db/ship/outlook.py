@@ -29,7 +29,18 @@ from string import ascii_lowercase
 from typing import Any
 
 from kerngen.errors import DatabaseError
-from kerngen.tuning_db.ship.words import NAME, SOURCE, Line, as_json, as_object, number, pairs, word
+from kerngen.tuning_db.ship.words import (
+    NAME,
+    SOURCE,
+    Line,
+    as_json,
+    as_object,
+    number,
+    pairs,
+    read_lines,
+    require_as_written,
+    word,
+)
 
 VERSION = 1
 HEAD = "kerngen-outlook"
@@ -140,20 +151,10 @@ def parse(text: str, where: str = "text") -> Outlook:
 
     Raises DatabaseError, naming the line, for whatever `dump` would not write just so.
     """
-    lines = text.split("\n")
     reading = _Reading()
-    for at, line in enumerate(lines, 1):
-        try:
-            reading.take(at, line)
-        except (ValueError, TypeError, RecursionError, OverflowError) as e:
-            raise DatabaseError(f"{where}, line {at}: {e}") from e
+    read_lines(text, where, reading.take)
     found = reading.outlook(where)
-    again = dump(found)
-    for at, (given, wanted) in enumerate(zip(lines, again.split("\n"), strict=False), 1):
-        if given != wanted:
-            raise DatabaseError(f"{where}, line {at} is not as it is written", hint=f"it should be: {wanted}")
-    if again != text:
-        raise DatabaseError(f"{where} does not end where it should")
+    require_as_written(text, dump(found), where)
     return found
 
 

@@ -34,7 +34,19 @@ from typing import Any
 
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db.serve.values import OUTCOMES, STAGES
-from kerngen.tuning_db.ship.words import NAME, SHOWN, SOURCE, Line, as_json, as_object, number, pairs, word
+from kerngen.tuning_db.ship.words import (
+    NAME,
+    SHOWN,
+    SOURCE,
+    Line,
+    as_json,
+    as_object,
+    number,
+    pairs,
+    read_lines,
+    require_as_written,
+    word,
+)
 
 VERSION = 1
 _HEAD = "kerngen-text"
@@ -203,19 +215,10 @@ def parse(text: str, where: str = "text") -> Sheet:
 
     Raises DatabaseError, naming the line, for whatever `dump` would not write just so.
     """
-    lines = text.split("\n")
     reading = _Reading()
-    for at, line in enumerate(lines, 1):
-        try:
-            reading.take(at, line)
-        except (ValueError, TypeError, RecursionError, OverflowError) as e:
-            raise DatabaseError(f"{where}, line {at}: {e}") from e
+    read_lines(text, where, reading.take)
     sheet = reading.sheet(where)
-    for at, (given, wanted) in enumerate(zip(lines, dump(sheet).split("\n"), strict=False), 1):
-        if given != wanted:
-            raise DatabaseError(f"{where}, line {at} is not as it is written", hint=f"it should be: {wanted}")
-    if dump(sheet) != text:
-        raise DatabaseError(f"{where} does not end where it should")
+    require_as_written(text, dump(sheet), where)
     return sheet
 
 

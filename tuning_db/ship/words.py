@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from kerngen.errors import DatabaseError
 
 SOURCE_DIGITS = 12  # of a source's SHA-256, in hex
 NAME = re.compile(r"[A-Za-z_]\w*")
@@ -43,6 +45,26 @@ def number(value: float | None) -> str:
 def rounded(value: float | None) -> float | None:
     """As sheets have figures: five digits, which is finer than any timing."""
     return None if value is None else float(f"{value:.5g}")
+
+
+def read_lines(text: str, where: str, take: Callable[[int, str], None]) -> None:
+    """Have `take` read each line, which it is given with its number. Raises DatabaseError, naming the line, for what it
+    does not take.
+    """
+    for at, line in enumerate(text.split("\n"), 1):
+        try:
+            take(at, line)
+        except (ValueError, TypeError, RecursionError, OverflowError) as e:
+            raise DatabaseError(f"{where}, line {at}: {e}") from e
+
+
+def require_as_written(text: str, again: str, where: str) -> None:
+    """Raises DatabaseError, naming the line, where `text` is not `again`, which says the same as it is written."""
+    for at, (given, wanted) in enumerate(zip(text.split("\n"), again.split("\n"), strict=False), 1):
+        if given != wanted:
+            raise DatabaseError(f"{where}, line {at} is not as it is written", hint=f"it should be: {wanted}")
+    if again != text:
+        raise DatabaseError(f"{where} does not end where it should")
 
 
 class Line:

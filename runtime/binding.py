@@ -23,7 +23,7 @@ from kerngen.tuning_db.serve.filing import round_up
 
 if TYPE_CHECKING:
     from kerngen.compile import Cubin
-    from kerngen.tuning_db import Winner
+    from kerngen.tuning_db import Bound, Winner
     from kerngen.tuning_db.serve.boards import PerBoard
     from kerngen.tuning_db.serve.source import Source
 
@@ -58,22 +58,13 @@ class Choice:
 
 
 class Binding:
-    """One kernel with one set of compiled-in fields on one target. `choice` is all that a request pays for."""
+    """One kernel with one set of compiled-in fields on one target. `choice` is all that a request pays for.
 
-    def __init__(
-        self,
-        sources: Sequence[Source | PerBoard],
-        kernel: Kernel,
-        problem: Any,
-        target: Target,
-        closure_of: Callable[[Kernel], str] | None = None,
-    ) -> None:
-        self.kernel, self.target = kernel, target
-        self._bound = None
-        if sources:
-            from kerngen.tuning_db import Bound
+    bound: its tuned points; None where defaults are chosen.
+    """
 
-            self._bound = Bound(sources, kernel, problem, target, closure_of)
+    def __init__(self, kernel: Kernel, target: Target, bound: Bound | None) -> None:
+        self.kernel, self.target, self._bound = kernel, target, bound
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
         self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
@@ -140,8 +131,16 @@ class Bindings:
     def _binding(self, kernel: Kernel, problem: Any) -> Binding:
         key = (kernel.name, *_static(kernel)(problem))
         if (binding := self._bindings.get(key)) is None:
-            binding = self._bindings[key] = Binding(self._sources, kernel, problem, self.target, self._closure_of)
+            binding = self._bindings[key] = Binding(kernel, self.target, self._bound(kernel, problem))
         return binding
+
+    def _bound(self, kernel: Kernel, problem: Any) -> Bound | None:
+        """What the databases have tuned of its compiled-in fields; None without any."""
+        if not self._sources:
+            return None
+        from kerngen.tuning_db import Bound
+
+        return Bound(self._sources, kernel, problem, self.target, self._closure_of)
 
 
 @cache

@@ -171,7 +171,7 @@ def revoke(
 
 def _subject(subject: str, fields: str, arch_name: str | None, device_name: str | None) -> tuple[str, str]:
     """(what it is, its whole id) of what is to be revoked. Raises UsageError, TuningMiss."""
-    with reading(None, boards_for(arch_name, [device_name] if device_name else [])) as stores:
+    with reading(None, boards_for(arch_name, [device_name])) as stores:
         if re.fullmatch(r"[0-9a-f]{8,64}", subject):
             found = {(kind, id) for store in stores for kind, id in store.named(subject)}
             if len(found) > 1:

@@ -33,21 +33,23 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--db", "url", default=None, metavar="FILE|URL", help=help)(command)
 
 
-def boards_for(arch_names: str | None, devices: Sequence[str]) -> list[Target] | None:
-    """The boards whose shipped sheets are meant; None where nothing names any. Raises UnknownName for an arch."""
+def boards_for(arch_names: str | None, devices: Sequence[str | None]) -> list[Target] | None:
+    """The boards whose shipped sheets are meant; None where nothing names any. Raises UnknownName for an arch.
+
+    devices: as options give them, None for one that was not given.
+    """
     from kerngen.arch import Target, find_device, parse_arches
-    from kerngen.errors import UnknownName
     from kerngen.tuning_db.serve.boards import shipped_boards
 
-    boards = []
-    for name in (n for d in devices for n in d.split(",")):
+    names, boards = [n for d in devices if d for n in d.split(",")], []
+    for name in names:
         with suppress(UnknownName):  # a database may have boards that kerngen has no profile of
             boards.append(find_device(name))
     if arch_names is not None:
         arches = {a.name for a in parse_arches(arch_names)}
-        named = boards if devices else [b.device for b in shipped_boards()]
+        named = boards if names else [b.device for b in shipped_boards()]
         boards = [b for b in named if b.arch in arches]
-    return [Target.of(b) for b in boards] if devices or arch_names is not None else None
+    return [Target.of(b) for b in boards] if names or arch_names is not None else None
 
 
 def _boards_here() -> tuple[list[Target], list[str]]:
@@ -140,7 +142,7 @@ def drawing(
     arches = None if arch_names is None else frozenset(a.name for a in parse_arches(arch_names))
     device = None if device_name is None else find_device(device_name).name
     names = frozenset(n for k in kernels for n in k.split(","))
-    with reading(url, boards_for(arch_names, [device] if device else [])) as stores:
+    with reading(url, boards_for(arch_names, [device])) as stores:
         require_known(names, stores)
         yield stores, Wanted(names or None, arches, device)
 

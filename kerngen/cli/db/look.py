@@ -61,7 +61,7 @@ def ls(
     from kerngen.errors import UnknownName
 
     arches = None if arch_names is None else {a.name for a in parse_arches(arch_names)}
-    with reading(url, boards_for(arch_names, [device_name] if device_name else [])) as stores:
+    with reading(url, boards_for(arch_names, [device_name])) as stores:
         known = {w.kernel for store in stores for w in store.winners()}
         if kernel_name is not None and kernel_name not in known:
             from kerngen.templates import kernel_names
@@ -100,7 +100,7 @@ def show(
 
     Example: kerngen db show w4a16_gemm --problem n=5376,k=21504,num_tokens=1 --arch sm90
     """
-    with reading(url, boards_for(arch_name, [device_name] if device_name else [])) as stores:
+    with reading(url, boards_for(arch_name, [device_name])) as stores:
         store, winner = find(stores, subject, fields, arch_name, device_name)
         build = store.build(winner.build_id)
         code = build.config, build.target, build.image_sha
@@ -146,7 +146,7 @@ def explain(
     """
     from kerngen.tuning_db.keep.winners import rank
 
-    with reading(url, boards_for(arch_name, [device_name] if device_name else [])) as stores:
+    with reading(url, boards_for(arch_name, [device_name])) as stores:
         store, winner = find(stores, subject, fields, arch_name, device_name)
         rows = _observed(store, winner)
         key = winner.problem.static_key

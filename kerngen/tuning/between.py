@@ -22,7 +22,7 @@ import click
 
 from kerngen.arch import Target
 from kerngen.cache import CompileCache
-from kerngen.errors import KerngenError, ProblemError, UsageError
+from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.binding import Bindings, Choice
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe
@@ -90,7 +90,7 @@ def gaps(source: Source, target: Target, sizes: int = SIZES) -> Iterator[Gap]:
                         DEFAULT: defaults.choice(kernel, problem),
                     }
                     now = served.choice(kernel, problem)
-                except (ProblemError, KerngenError):  # a size that the kernel, or its default, does not take
+                except KerngenError:  # a size that the kernel, or its default, does not take
                     continue
                 choices = dict[str, Choice]()
                 for who, choice in found.items():

@@ -211,15 +211,20 @@ class Search:
         return None
 
     def _can_win(self, config: Any) -> bool:
+        return self.objective.can_win(self.kernel, self.problem, config, self._to_beat)
+
+    @property
+    def _to_beat(self) -> float:
+        """What a configuration has to take less than, in microseconds."""
         default = self.outcomes.get(self.candidates.default)
         default_us = float("inf") if default is None or default.latency_us is None else default.latency_us
-        to_beat = min(self.best_us, default_us / (1 + self.objective.margin))
-        return self.objective.can_win(self.kernel, self.problem, config, to_beat)
+        return min(self.best_us, default_us / (1 + self.objective.margin))
 
     def _next_by_the_model(self, asked: list[Any]) -> Any | None:
         if self._ranked is None:
             registers = self._registers or GUESSED_REGISTERS
-            hopeful = [c for c in self.candidates.valid if self._can_win(c)]  # what cannot by now never can
+            to_beat, can_win = self._to_beat, self.objective.can_win  # who cannot by now never can
+            hopeful = [c for c in self.candidates.valid if can_win(self.kernel, self.problem, c, to_beat)]
             self._ranked = rank(self.kernel, self.problem, self.target, hopeful, registers)[::-1]
         while self._ranked:
             _, config = self._ranked.pop()

@@ -25,8 +25,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +46,7 @@ from kerngen.compile import (
 from kerngen.errors import CacheError, CompileError, ToolchainError, TuningMiss
 from kerngen.files import cache_dir, open_regular, publish
 from kerngen.owner import TRUST_HINT, why_distrusted
+from kerngen.processes import ProcessDied
 
 log = logging.getLogger(__name__)
 
@@ -246,15 +246,13 @@ def _text(value: Any) -> str:
 class CachedCompiler:
     """Compiles in `jobs` processes and remembers in `cache`. Hits are answered at once and start no process.
 
-    A source that kills its compiler process gives CompileError for that source alone: whatever else was in
-    flight is compiled again, one at a time, each in a process of its own.
+    A source that kills its compiler process twice gives CompileError, for that source alone.
     """
 
     def __init__(self, jobs: int, cache: CompileCache | None = None) -> None:
         self.cache = cache if cache is not None else CompileCache()
         self._jobs = jobs
         self._pool: CompilePool | None = None
-        self._alone: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._in_flight: dict[str, Future[Cubin]] = {}
         self._closed = False
@@ -281,69 +279,27 @@ class CachedCompiler:
         with self._lock:
             if (running := self._in_flight.get(key)) is not None:
                 return running
-            self._in_flight[key] = answer
-            try:
-                work = self._submit_to_pool(source, arch, options)
-            except BaseException:
-                del self._in_flight[key]
-                raise
-        answer.set_running_or_notify_cancel()
-        work.add_done_callback(lambda done: self._finish(done, answer, key, (source, arch, options)))
-        return answer
-
-    def _submit_to_pool(self, source: str, arch: Arch, options: tuple[str, ...]) -> Future[Cubin]:
-        if self._closed:
-            raise RuntimeError("this CachedCompiler is closed")
-        if self._dead is not None:
-            raise self._dead
-        for _ in range(2):
+            if self._closed:
+                raise RuntimeError("this CachedCompiler is closed")
+            if self._dead is not None:
+                raise self._dead
             if self._pool is None:
                 self._pool = CompilePool(self._jobs)
-            try:
-                return self._pool.submit(source, arch, options)
-            except BrokenProcessPool:  # an earlier source killed a worker: start afresh
-                self._pool.close()
-                self._pool = None
-        raise _no_process()
+            work = self._pool.submit(source, arch, options)
+            self._in_flight[key] = answer
+        answer.set_running_or_notify_cancel()
+        work.add_done_callback(lambda done: self._finish(done, answer, key, arch))
+        return answer
 
-    def _finish(
-        self, done: Future[Cubin], answer: Future[Cubin], key: str, request: tuple[str, Arch, tuple[str, ...]]
-    ) -> None:
-        if done.cancelled():
-            self._settle(answer, key, error=CompileError("the compile was cancelled"))
-        elif isinstance(done.exception(), BrokenProcessPool):
-            with self._lock:
-                if self._closed:
-                    self._in_flight.pop(key, None)
-                    answer.set_exception(CompileError("the compile was cancelled"))
-                    return
-                if self._alone is None:
-                    self._alone = ThreadPoolExecutor(1, thread_name_prefix="kerngen-compile-alone")
-                self._alone.submit(self._compile_alone, answer, key, request)
-        elif (error := done.exception()) is not None:
-            self._settle(answer, key, error=error)
-        else:
-            self._settle(answer, key, cubin=done.result())
-
-    def _compile_alone(self, answer: Future[Cubin], key: str, request: tuple[str, Arch, tuple[str, ...]]) -> None:
-        if self._dead is not None:
-            self._settle(answer, key, error=self._dead)
-            return
-        with CompilePool(1) as pool:
-            if not pool.starts():
-                self._dead = _no_process()
-                self._settle(answer, key, error=self._dead)
-                return
-            try:
-                cubin = pool.submit(*request).result()
-            except BrokenProcessPool:
-                arch = request[1]
-                error = CompileError(f"compiling {key[:16]} for {arch} kills the compiler process")
-                self._settle(answer, key, error=error)
-            except Exception as e:
-                self._settle(answer, key, error=e)
-            else:
-                self._settle(answer, key, cubin=cubin)
+    def _finish(self, done: Future[Cubin], answer: Future[Cubin], key: str, arch: Arch) -> None:
+        error: BaseException | None = CancelledError() if done.cancelled() else done.exception()
+        if isinstance(error, CancelledError):
+            error = CompileError("the compile was cancelled")
+        elif isinstance(error, ProcessDied) and error.started:
+            error = CompileError(f"compiling {key[:16]} for {arch} kills the compiler process")
+        elif isinstance(error, ProcessDied):
+            error = self._dead = _no_process()
+        self._settle(answer, key, cubin=None if error else done.result(), error=error)
 
     def _settle(
         self,
@@ -363,14 +319,12 @@ class CachedCompiler:
             answer.set_exception(error)
 
     def close(self) -> None:
-        """Stop: what has not begun is cancelled (its future gets CompileError)."""
+        """Stop, whatever is being compiled: its future gets CompileError, as does what has not begun."""
         with self._lock:
             self._closed = True
-            pool, alone = self._pool, self._alone
+            pool = self._pool
         if pool is not None:
             pool.close()
-        if alone is not None:
-            alone.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> CachedCompiler:
         return self

@@ -266,46 +266,19 @@ def check_against_elf(entries: dict[str, Resources], image: bytes, arch: Arch) -
             )
 
 
-def end_with_parent() -> None:
-    """In a worker process: leave Ctrl-C to the parent, and exit when the parent is gone, however it went."""
-    import os
-    import signal
-    from multiprocessing import parent_process
-    from threading import Thread
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if (parent := parent_process()) is not None:
-
-        def watch() -> None:
-            parent.join()
-            os._exit(1)
-
-        Thread(target=watch, daemon=True).start()
-
-
 class CompilePool:
     """Compiles in `jobs` processes. Each worker is fresh (spawned), so nothing of the parent leaks into a build."""
 
     def __init__(self, jobs: int) -> None:
-        from concurrent.futures import ProcessPoolExecutor  # whoever serves compiled code needs no processes
-        from multiprocessing import get_context
+        from kerngen.processes import Processes  # whoever serves compiled code needs none
 
-        self._pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=end_with_parent)
-
-    def starts(self) -> bool:
-        """Whether its processes live until they are given work."""
-        from concurrent.futures.process import BrokenProcessPool
-
-        try:
-            return self._pool.submit(bool, True).result()
-        except BrokenProcessPool:
-            return False
+        self._processes = Processes(jobs, tries=2)
 
     def submit(self, source: str, arch: Arch, options: tuple[str, ...] = DEFAULT_OPTIONS) -> Future[Cubin]:
-        return self._pool.submit(compile_cubin, source, arch, options)
+        return self._processes.submit(compile_cubin, source, arch, options)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
 
     def __enter__(self) -> CompilePool:
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -122,8 +121,6 @@ def tune(
             _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
             return
         report, where = _run(stack, load, chosen, trials, jobs, time_budget, began, seed, db_url, as_json)
-    for process in multiprocessing.active_children():  # compiles that nobody waits for any more
-        process.terminate()
     _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from multiprocessing import get_context
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
-from kerngen.compile import end_with_parent
+from kerngen.interrupts import result_of
+from kerngen.processes import ProcessDied, Processes
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of
 from kerngen.tuning.features import Described, described_space
@@ -33,27 +31,25 @@ class Describer:
     """Answers `described_space` in other processes, which start as they are needed."""
 
     def __init__(self, most_processes: int = MOST_PROCESSES) -> None:
-        processes = min(most_processes, os.cpu_count() or 1)
-        self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=end_with_parent)
+        self._processes = Processes(min(most_processes, os.cpu_count() or 1))
 
     def submit(self, found: Candidates, registers: int) -> Callable[[], Described]:
         """Start it. The function returned waits for the answer; should the process have died, it is made here."""
-        answer: Future[tuple[ndarray, ndarray]] | None = None
-        with suppress(BrokenProcessPool):
-            kernel, problem = found.kernel.name, fields_of(found.problem)
-            answer = self._pool.submit(_columns, kernel, problem, found.target, registers)
+        kernel, problem = found.kernel.name, fields_of(found.problem)
+        answer: Future[tuple[ndarray, ndarray]] = self._processes.submit(
+            _columns, kernel, problem, found.target, registers
+        )
 
         def wait() -> Described:
-            if answer is not None:
-                with suppress(BrokenProcessPool):
-                    features, model = answer.result()
-                    return Described(found.askable, features, model)
-            return described_space(found, registers)
+            try:
+                return Described(found.askable, *result_of(answer))
+            except ProcessDied:
+                return described_space(found, registers)
 
         return wait
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
 
 
 def _columns(name: str, problem: dict[str, Any], target: Target, registers: int) -> tuple[ndarray, ndarray]:

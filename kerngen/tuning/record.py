@@ -13,7 +13,6 @@ head that says complete.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import subprocess
@@ -450,8 +449,6 @@ def main(
         done = record(
             wanted, out, gpu, compiler, minutes=minutes, anew=anew, commit=commit or _commit(), progress=progress
         )
-    for process in multiprocessing.active_children():  # compiles that nobody waits for any more
-        process.terminate()
     outcomes = ", ".join(f"{n} {name}" for name, n in sorted(done.outcomes.items())) or "nothing"
     print(f"recorded {outcomes} in {done.seconds:.0f} s; {len(done.complete)} of {len(wanted.problems)} files complete")
     for name, count in done.left.items():

@@ -19,6 +19,7 @@ from uuid import uuid4
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, ConfigRefused, KerngenError
+from kerngen.interrupts import heed, held
 from kerngen.progress import Progress
 from kerngen.render import render
 from kerngen.templates import find_kernel
@@ -95,10 +96,15 @@ class Tuner:
     # -- the run
 
     def run(self, items: Sequence[Item]) -> Report:
-        """Tune every item. What cannot be tuned has its reason in the report.
+        """Tune every item. What cannot be tuned has its reason in the report. An interrupt comes between two steps of
+        the search, ends it, and leaves what is known by then concluded.
 
         Raises DatabaseError if the store takes no more rows, ToolchainError if NVRTC cannot target the arch.
         """
+        with held():
+            return self._run(items)
+
+    def _run(self, items: Sequence[Item]) -> Report:
         tasks = self._tasks = [t for t in map(self._task, items) if t is not None]
         self._weights = Weights([t.item for t in tasks])
         self._neighbours = Neighbours([t.entry.key for t in tasks])
@@ -120,6 +126,7 @@ class Tuner:
         return self.report
 
     def _task(self, item: Item) -> Task | None:
+        heed()
         kernel = find_kernel(item.kernel)
         try:
             found = candidates(kernel, item.problem, self.target)
@@ -229,6 +236,7 @@ class Tuner:
         for place, t in enumerate(tasks):
             if place >= num_first and self._is_late():
                 break
+            heed()
             for config in t.search.ask(self.objective.batch, suggested=suggested):
                 source = self._source(t, config)
                 build = self.ledger.build_of(t.kernel, t.problem, config, source)
@@ -335,6 +343,7 @@ class Tuner:
         self.report.out_of_time = True
 
     def _tick(self, text: str) -> None:
+        heed()
         if self._progress is not None:
             self._progress.update(self.report.num_trials, self.report.num_trials + self._left, text)
 

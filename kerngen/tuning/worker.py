@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cache
-from multiprocessing import get_context
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Arch, Device, arch_of_capability
-from kerngen.compile import end_with_parent
 from kerngen.errors import KerngenError, UnknownName
 from kerngen.gpu import Clocks, Seen, Watch
+from kerngen.interrupts import result_of
+from kerngen.processes import ProcessDied, Processes
 from kerngen.templates.kernel import Kernel, spread
 from kerngen.tuning.objective import FIGURES
 
@@ -60,11 +58,11 @@ class GpuWorker:
     """Measures on this machine's GPU, one configuration at a time. Close it, or use it as a context."""
 
     def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
+        self._process: Processes | None = None
 
     def start(self) -> None:
         """Have the process begin, which takes seconds, and do not wait for it."""
-        self._process().submit(_probe)
+        self._running().submit(_probe)
 
     def device(self) -> Device:
         """The GPU at hand. Raises DeviceError where there is none."""
@@ -84,7 +82,7 @@ class GpuWorker:
         """How it runs right now; None where NVML does not say."""
         try:
             found: Clocks | None = self._call(_clocks)
-        except (BrokenProcessPool, TimeoutError) as e:
+        except (ProcessDied, TimeoutError) as e:
             self._lost(e)
             return None
         return found
@@ -93,7 +91,7 @@ class GpuWorker:
         """Whether the driver loads the machine code of `what` and finds `entries` in it: why not, "" where it does."""
         try:
             found: str = self._call(_load, what, image, tuple(entries))
-        except (BrokenProcessPool, TimeoutError) as e:
+        except (ProcessDied, TimeoutError) as e:
             return f"{what}: {self._lost(e, 'loading it').reason}"
         return found
 
@@ -101,7 +99,7 @@ class GpuWorker:
         """Compare `config` with the reference on the problem's own inputs; no time is taken."""
         try:
             seen: Observed = self._call(_checked, kernel.name, problem, config, image)
-        except (BrokenProcessPool, TimeoutError) as e:
+        except (ProcessDied, TimeoutError) as e:
             return self._lost(e)
         return seen
 
@@ -111,7 +109,7 @@ class GpuWorker:
         """Check `config` against the reference on the problem's own inputs, then time it, as measure.time_function."""
         try:
             seen: Observed = self._call(_measure, kernel.name, problem, config, image, samples, target_ms)
-        except (BrokenProcessPool, TimeoutError) as e:
+        except (ProcessDied, TimeoutError) as e:
             return self._lost(e)
         return seen
 
@@ -128,7 +126,7 @@ class GpuWorker:
         """Check and time `configs` together, in rotated order, so that drifting clocks favour none."""
         try:
             seen: list[Observed] = self._call(_finals, kernel.name, problem, configs, rounds, samples, target_ms)
-        except (BrokenProcessPool, TimeoutError) as e:
+        except (ProcessDied, TimeoutError) as e:
             return [self._lost(e)] * len(configs)
         return seen
 
@@ -140,17 +138,17 @@ class GpuWorker:
         """
         try:
             seen: Ratio | str = self._call(_compare, model, step, tuple(base), tuple(other), pairs)
-        except (BrokenProcessPool, TimeoutError) as e:
+        except (ProcessDied, TimeoutError) as e:
             return self._lost(e)
         return Observed("launch_failed", seen) if isinstance(seen, str) else seen
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        return self._process().submit(function, *arguments).result(timeout=TIMEOUT_S)
+        return result_of(self._running().submit(function, *arguments), TIMEOUT_S)
 
-    def _process(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent)
-        return self._pool
+    def _running(self) -> Processes:
+        if self._process is None:
+            self._process = Processes(1)
+        return self._process
 
     def _lost(self, error: Exception, what: str = "the kernel") -> Observed:
         self.close()
@@ -159,11 +157,9 @@ class GpuWorker:
         return Observed("launch_failed", f"{what} took its process down")
 
     def close(self) -> None:
-        if self._pool is not None:
-            for process in list((self._pool._processes or {}).values()):
-                process.kill()
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def __enter__(self) -> GpuWorker:
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import kerngen.tuning.worker as worker
 from kerngen.arch import Device, Target, find_arch, find_device
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.gpu import GpuLock
+from kerngen.processes import ProcessDied
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.objective import Measured, Predicted
@@ -253,7 +253,7 @@ def test_a_budget_is_of_what_runs(kerngen: Kerngen) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "says"), [(BrokenProcessPool("gone"), "took its process down"), (TimeoutError(), "no answer within")]
+    ("error", "says"), [(ProcessDied(started=True), "took its process down"), (TimeoutError(), "no answer within")]
 )
 def test_a_fault_costs_its_process_alone(monkeypatch: pytest.MonkeyPatch, error: Exception, says: str) -> None:
     def call(self: GpuWorker, function: Any, *arguments: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from kerngen.errors import LaunchError
+from kerngen.processes import ProcessDied
 from kerngen.steps import Step
 from kerngen.templates import find_kernel
 from kerngen.tuning import stepworker, worker
@@ -113,7 +113,7 @@ def test_what_cannot_run_says_so(image: bytes, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"), [(BrokenProcessPool("gone"), "launch_failed"), (TimeoutError(), "timed_out")]
+    ("error", "outcome"), [(ProcessDied(started=True), "launch_failed"), (TimeoutError(), "timed_out")]
 )
 def test_a_process_that_is_lost_is_what_came_of_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str

@@ -19,6 +19,7 @@ from kerngen import closure as closures
 from kerngen.arch import Arch, Device, Target
 from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, nvrtc_version
 from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
+from kerngen.interrupts import held
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.keep import engine as engines
@@ -150,7 +151,7 @@ class Store:
             return
         if self.read_only:
             raise DatabaseError(f"{self.where} was opened read-only")
-        with engines.clear_errors(self.where), engines.writing(self.engine) as connection:
+        with held(), engines.clear_errors(self.where), engines.writing(self.engine) as connection:
             self._local.connection = connection
             try:
                 yield connection
@@ -163,7 +164,7 @@ class Store:
         if (connection := getattr(self._local, "connection", None)) is not None:
             yield connection
             return
-        with engines.clear_errors(self.where), self.engine.connect() as connection:
+        with held(), engines.clear_errors(self.where), self.engine.connect() as connection:
             yield connection
 
     def _add(self, connection: Connection, table: Table, row: dict[str, Any]) -> bool:

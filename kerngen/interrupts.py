@@ -1,0 +1,98 @@
+"""When Ctrl-C and SIGTERM take effect.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread. Libraries do not survive that at every
+place: SQLAlchemy's pool loses connections and the lock of its queue, a commit ends in an AssertionError, and a
+`concurrent.futures.Future` whose lock is lost is waited for in vain. So work that goes on after an interrupt, or that
+others wait for, holds interrupts, and says where they may come.
+
+Other threads see no signals: there nothing is held and nothing comes.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SLICE_S = 0.2  # how long a wait takes no notice
+_T = TypeVar("_T")
+_Handler = Callable[[int, FrameType | None], Any]
+
+
+class _Held:
+    """Handlers that wait. A second SIGINT does not: someone at a terminal has had enough."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, _Handler] = {}
+        self.pending: list[int] = []
+        self._seen: set[int] = set()
+
+    def begin(self) -> None:
+        for number in _SIGNALS:
+            if callable(handler := signal.getsignal(number)):  # not where it is ignored or ends the process at once
+                self.handlers[number] = handler
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in self._seen:
+            self.pending.clear()
+            self.handlers[number](number, frame)
+        else:
+            self._seen.add(number)
+            self.pending.append(number)
+
+    def deliver(self) -> None:
+        while self.pending:
+            number = self.pending.pop(0)
+            self.handlers[number](number, None)
+
+    def end(self) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+
+_held: _Held | None = None  # the main thread's
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Within it Ctrl-C and SIGTERM come where `heed` is called, else as it ends. Of several the outermost counts."""
+    global _held
+    if _held is not None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _held = _Held()
+    try:
+        _held.begin()
+        yield
+    finally:
+        was, _held = _held, None
+        was.end()
+        was.deliver()
+
+
+def heed() -> None:
+    """Let what was held come now: raises KeyboardInterrupt, or what else a handler does."""
+    if _held is not None and threading.current_thread() is threading.main_thread():
+        _held.deliver()
+
+
+def result_of(future: Future[_T], timeout_s: float | None = None) -> _T:
+    """`future.result`, heeding interrupts meanwhile. Raises TimeoutError as that does."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        left_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
+        try:
+            return future.result(timeout=max(left_s, 0))
+        except TimeoutError:
+            if future.done():  # its own
+                raise
+            heed()
+            if deadline is not None and time.monotonic() >= deadline:
+                raise

@@ -1,0 +1,180 @@
+"""Functions called in processes of their own, any of which may die: by a fault in a compiler or on a GPU, or killed.
+
+concurrent.futures' pool has one queue for all its processes. It cannot say which call a dead one was at, gives up the
+others with it, and where one dies half-way through its answer it waits for the other half for ever, since it holds
+that pipe's other end itself. Here each process has a pipe of its own, and a thread that waits for it: a call that takes
+its process down fails alone, and at once.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_READY = "ready"
+
+
+class ProcessDied(Exception):
+    """The process that was called is gone, and its answer with it. started: whether it had come as far as calls."""
+
+    def __init__(self, *, started: bool) -> None:
+        super().__init__("the process died" if started else "the process ended as it started")
+        self.started = started
+
+
+class Processes:
+    """Calls functions in `most` processes at most, started as they are needed, each fresh (spawned): nothing of this
+    process leaks into them. Close it, or use it as a context; a process ends when this one does, however that goes.
+    """
+
+    def __init__(self, most: int, *, tries: int = 1) -> None:
+        """tries: how often a call is made whose process dies; 2 where that may be no fault of the call."""
+        self._tries = tries
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="kerngen-process")
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._started: list[_Process] = []
+        self._closed, self._hopeless = False, False
+        self._kill = weakref.finalize(self, _kill, self._started)  # should nobody close it
+
+    def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        """A future of what `function` returns or raises. Both ways plain pickles go.
+
+        Its exception is ProcessDied where the process died meanwhile, or processes end as they start; CancelledError
+        where `close` came first.
+        Raises RuntimeError once closed.
+        """
+        return self._threads.submit(self._call, function, arguments)
+
+    def _call(self, function: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
+        for left in reversed(range(self._tries)):
+            process: _Process | None = getattr(self._of_thread, "process", None)
+            if process is None or not process.is_alive():  # one that was killed between two calls is no call's fault
+                process = self._of_thread.process = self._start()
+            try:
+                return process.call(function, arguments)
+            except ProcessDied as e:
+                if self._closed:
+                    raise CancelledError from None
+                if not left:
+                    self._hopeless |= not e.started
+                    raise
+        raise ValueError("no tries")
+
+    def _start(self) -> _Process:
+        with self._lock:
+            if self._closed:
+                raise CancelledError
+            if self._hopeless:  # none of a thousand calls would fare better than the one that found that out
+                raise ProcessDied(started=False)
+            self._started[:] = [p for p in self._started if p.is_alive()]
+            self._started.append(process := _Process())
+        return process
+
+    def close(self) -> None:
+        """End its processes, whatever they are at: their calls and those not begun are cancelled."""
+        with self._lock:
+            self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._kill()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _kill(processes: Sequence[_Process]) -> None:
+    for process in processes:
+        process.kill()
+
+
+class _Process:
+    """One process and this end of its pipe."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there,))
+        self._process.start()
+        there.close()  # so that the pipe ends with the process
+        self._ready = False
+
+    def is_alive(self) -> bool:
+        return not wait([self._process.sentinel], 0)  # whoever else waited for the process
+
+    def call(self, function: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
+        try:
+            if not self._ready:
+                self._ready = self._pipe.recv() == _READY
+            with suppress(BrokenPipeError):  # gone: so is its answer
+                self._pipe.send((function, arguments))
+            returned, value = self._pipe.recv()
+        except (EOFError, OSError) as e:
+            self._pipe.close()
+            self._process.kill()
+            self._process.join()
+            raise ProcessDied(started=self._ready) from e
+        if returned:
+            answer: _T = value
+            return answer
+        raise value
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+# -- in the process
+
+
+def _serve(pipe: Connection) -> None:
+    _end_with_parent()
+    pipe.send(_READY)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        except Exception as e:  # what was pickled there is unknown here
+            _answer(pipe, False, e)
+            continue
+        try:
+            value = function(*arguments)
+        except Exception as e:
+            e.add_note(f"in its process:\n{traceback.format_exc()}")
+            _answer(pipe, False, e)
+        else:
+            _answer(pipe, True, value)
+
+
+def _answer(pipe: Connection, returned: bool, value: object) -> None:
+    try:
+        pipe.send((returned, value))
+    except (TypeError, AttributeError, ValueError, pickle.PicklingError) as e:  # no pickle: nothing was sent
+        pipe.send((False, TypeError(f"{type(value).__name__} cannot be sent to another process: {e}")))
+
+
+def _end_with_parent() -> None:
+    """Leave Ctrl-C to the parent, and exit when the parent is gone, however it went."""
+    import os
+    import signal
+    from multiprocessing import parent_process
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (parent := parent_process()) is not None:
+
+        def watch() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()

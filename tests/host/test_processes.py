@@ -1,0 +1,160 @@
+"""Calls in other processes: whose they are when one dies, and that nothing waits for what will never come."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kerngen.errors import KerngenError
+from kerngen.processes import ProcessDied, Processes
+
+# -- what is called
+
+
+def _die(seconds: float = 0.0) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_of_every_second(marker: str) -> str:
+    path = Path(marker)
+    if path.exists():
+        return "answer"
+    path.touch()
+    raise SystemExit(_die())
+
+
+def _die_half_way_through_the_answer() -> None:
+    """As when it is killed while it writes an answer that is larger than a pipe holds."""
+    for pipe in gc.get_objects():
+        if isinstance(pipe, Connection) and pipe.readable and pipe.writable:
+            os.write(pipe.fileno(), struct.pack("!i", 1_000_000) + b"the first few bytes")
+    _die()
+
+
+def _raise() -> None:
+    raise KerngenError("no", hint="try again")
+
+
+# -- tests
+
+
+def test_a_process_is_kept_between_calls() -> None:
+    with Processes(1) as processes:
+        first, second = processes.submit(os.getpid), processes.submit(os.getpid)
+        assert first.result(30) == second.result(30) != os.getpid()
+
+
+def test_what_takes_its_process_down_fails_alone() -> None:
+    with Processes(2) as processes:
+        answers = [processes.submit(_die if i == 2 else pow, *(() if i == 2 else (2, i))) for i in range(6)]
+        with pytest.raises(ProcessDied, match="the process died"):
+            answers[2].result(30)
+        assert [a.result(30) for i, a in enumerate(answers) if i != 2] == [1, 2, 8, 16, 32]
+
+
+def test_half_an_answer_is_not_waited_for() -> None:
+    with Processes(1) as processes:
+        with pytest.raises(ProcessDied):
+            processes.submit(_die_half_way_through_the_answer).result(30)
+        assert processes.submit(abs, -1).result(30) == 1
+
+
+def test_a_large_question_to_a_process_that_dies_of_the_one_before() -> None:
+    with Processes(1) as processes:
+        died, answer = processes.submit(_die, 0.2), processes.submit(len, b"x" * 10_000_000)
+        assert isinstance(died.exception(30), ProcessDied)
+        assert answer.result(30) == 10_000_000
+
+
+def test_a_second_try(tmp_path: Path) -> None:
+    with Processes(1, tries=2) as processes:
+        assert processes.submit(_die_of_every_second, str(tmp_path / "marker")).result(30) == "answer"
+        with pytest.raises(ProcessDied):
+            processes.submit(_die).result(30)
+
+
+def test_one_killed_between_calls_is_replaced() -> None:
+    with Processes(1) as processes:
+        process = psutil.Process(processes.submit(os.getpid).result(30))
+        process.kill()
+        process.wait(10)
+        assert processes.submit(abs, -1).result(30) == 1
+
+
+def test_errors_come_back_as_they_were() -> None:
+    with Processes(1) as processes:
+        with pytest.raises(KerngenError, match="no") as raised:
+            processes.submit(_raise).result(30)
+        assert raised.value.hint == "try again"
+        assert "raise KerngenError" in raised.value.__notes__[0]
+        with pytest.raises(TypeError, match="generator cannot be sent to another process"):
+            processes.submit(eval, "(i for i in [])").result(30)
+        with pytest.raises(TypeError, match="pickle"):
+            processes.submit(abs, (i for i in [1])).result(30)
+        assert processes.submit(abs, -1).result(30) == 1, "and it goes on"
+
+
+def test_close_ends_all_at_once() -> None:
+    processes = Processes(2)
+    pids = [processes.submit(os.getpid).result(30)]
+    running, waiting = [processes.submit(time.sleep, 600) for _ in range(2)], processes.submit(abs, -1)
+    while not all(r.running() for r in running):
+        time.sleep(0.01)
+    began = time.monotonic()
+    processes.close()
+    for future in (*running, waiting):
+        with pytest.raises(CancelledError):
+            future.result(30)
+    assert time.monotonic() - began < 30
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(RuntimeError):
+        processes.submit(abs, -1)
+
+
+def test_none_is_left_by_who_closes_nothing() -> None:
+    """Nor by one that is killed."""
+    script = (
+        "import os, sys, time\n"
+        "from kerngen.processes import Processes\n"
+        "if __name__ == '__main__':\n"
+        "    processes = Processes(1)\n"
+        "    print(processes.submit(os.getpid).result(30), flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    for end in ("exit", "kill"):
+        with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+            assert started.stdin is not None
+            assert started.stdout is not None
+            process = psutil.Process(int(started.stdout.readline()))
+            if end == "kill":
+                started.kill()
+            else:
+                started.stdin.close()
+            process.wait(30)
+            assert started.wait(30) == (-signal.SIGKILL if end == "kill" else 0)
+
+
+def test_they_are_called_from_any_thread() -> None:
+    with Processes(2) as processes:
+        seen: list[int] = []
+        threads = [
+            threading.Thread(target=lambda i=i: seen.append(processes.submit(abs, -i).result(30))) for i in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(seen) == list(range(8))

@@ -236,7 +236,7 @@ class Tuner:
         for place, t in enumerate(tasks):
             if place >= num_first and self._is_late():
                 break
-            heed()
+            self._tick(f"{t.kernel.name}: what to try for {t.item.where}")
             for config in t.search.ask(self.objective.batch, suggested=suggested):
                 source = self._source(t, config)
                 build = self.ledger.build_of(t.kernel, t.problem, config, source)

@@ -174,3 +174,16 @@ def test_nothing_is_written_to_where_the_sheets_lie(through: str, tmp_path: Path
         Store.open(place)
     assert "--db FILE" in str(caught.value)
     assert not place.exists()
+
+
+@pytest.mark.parametrize("kernel", ["rmsnorm", "gelu_gate"])
+def test_what_was_measured_wins_over_what_is_predicted_beside_it(tmp_path: Path, kernel: str) -> None:
+    measured, foretold = told(PREBUILT / "H200" / f"{kernel}.txt"), told(PREBUILT / "H200" / f"{kernel}{PREDICTED}")
+    with Store.open(tmp_path / "both.db") as store:
+        done = build([measured, foretold], store, None)
+        assert done.faults == [], "and that the text says otherwise is no fault of it"
+        winners = store.winners(kernel)
+    points = {name: sum(len(c.points) for c in as_sheet(sheet).cells)
+              for name, sheet in (("measured", measured), ("predicted", foretold))}  # fmt: skip
+    assert sum(w.provenance == "measured" for w in winners) == points["measured"] > 0
+    assert points["predicted"] > sum(w.provenance == "predicted" for w in winners) > 0

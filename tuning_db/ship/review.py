@@ -380,7 +380,7 @@ def _record(case: _Case, into: Store, image: Cubin | None, known_builds: dict[tu
 
 
 def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
-    """Winners, by the policy; what the text says won has to be what wins."""
+    """Winners, by the policy. What a text says won has to win; another's measurement may outrank a prediction."""
     chosen: dict[tuple[str, str, Device], dict[str, Winner]] = {}
     for case in cases:
         key = (case.kernel.name, case.key.static_key, case.device)
@@ -392,7 +392,8 @@ def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
     for case in cases:
         winner = chosen[case.kernel.name, case.key.static_key, case.device].get(case.key.id)
         is_won = winner is not None and winner.config == fields_of(case.config)
-        if case.trial.won and not is_won:
+        outranked = winner is not None and winner.provenance == "measured" and case.trial.run is None
+        if case.trial.won and not is_won and not outranked:
             said[case.key.id, case.sheet.board] += 1
             if said[case.key.id, case.sheet.board] == 1:
                 what = "nothing" if winner is None else winner.config

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kerngen.errors import (
         CacheError,
         CheckpointError,
+        CompileCancelled,
         CompileError,
         ConfigRefused,
         CorruptRecord,
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheError",
     "CheckpointError",
+    "CompileCancelled",
     "CompileError",
     "Completion",
     "CompletionStream",

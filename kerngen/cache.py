@@ -43,8 +43,9 @@ from kerngen.compile import (
     nvrtc_version,
     source_key,
 )
-from kerngen.errors import CacheError, CompileError, ToolchainError, TuningMiss
+from kerngen.errors import CacheError, CompileCancelled, CompileError, ToolchainError, TuningMiss
 from kerngen.files import cache_dir, open_regular, publish
+from kerngen.interrupts import held
 from kerngen.owner import TRUST_HINT, why_distrusted
 from kerngen.processes import ProcessDied
 
@@ -276,25 +277,26 @@ class CachedCompiler:
         except TuningMiss as e:
             answer.set_exception(e)
             return answer
-        with self._lock:
-            if (running := self._in_flight.get(key)) is not None:
-                return running
-            if self._closed:
-                raise RuntimeError("this CachedCompiler is closed")
-            if self._dead is not None:
-                raise self._dead
-            if self._pool is None:
-                self._pool = CompilePool(self._jobs)
-            work = self._pool.submit(source, arch, options)
-            self._in_flight[key] = answer
-        answer.set_running_or_notify_cancel()
-        work.add_done_callback(lambda done: self._finish(done, answer, key, arch))
+        with held():  # what is in flight will be settled
+            with self._lock:
+                if (running := self._in_flight.get(key)) is not None:
+                    return running
+                if self._closed:
+                    raise RuntimeError("this CachedCompiler is closed")
+                if self._dead is not None:
+                    raise self._dead
+                if self._pool is None:
+                    self._pool = CompilePool(self._jobs)
+                work = self._pool.submit(source, arch, options)
+                self._in_flight[key] = answer
+            answer.set_running_or_notify_cancel()
+            work.add_done_callback(lambda done: self._finish(done, answer, key, arch))
         return answer
 
     def _finish(self, done: Future[Cubin], answer: Future[Cubin], key: str, arch: Arch) -> None:
         error: BaseException | None = CancelledError() if done.cancelled() else done.exception()
         if isinstance(error, CancelledError):
-            error = CompileError("the compile was cancelled")
+            error = CompileCancelled("the compile was cancelled")
         elif isinstance(error, ProcessDied) and error.started:
             error = CompileError(f"compiling {key[:16]} for {arch} kills the compiler process")
         elif isinstance(error, ProcessDied):
@@ -319,7 +321,7 @@ class CachedCompiler:
             answer.set_exception(error)
 
     def close(self) -> None:
-        """Stop, whatever is being compiled: its future gets CompileError, as does what has not begun."""
+        """Stop, whatever is being compiled: its future gets CompileCancelled, as does what has not begun."""
         with self._lock:
             self._closed = True
             pool = self._pool

@@ -8,6 +8,7 @@ KerngenError                 exit 1
 ├── ConfigRefused                     a Config cannot run this Problem on this Arch; holds the numbers
 ├── ToolchainError                    NVRTC or CuPy is missing, or cannot target the arch; names the extra
 ├── CompileError                      NVRTC rejected the source; holds its log
+├── CompileCancelled                  nobody waits for it any more; it says nothing of the source
 ├── CacheError                        the compile cache cannot be read or written
 ├── DatabaseError                     the tuning database cannot be used as asked
 │   ├── SchemaTooNew                  written by a newer kerngen
@@ -75,6 +76,10 @@ class CompileError(KerngenError):
     def __init__(self, message: str, *, log: str = "", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.log = log
+
+
+class CompileCancelled(KerngenError):
+    pass
 
 
 class CacheError(KerngenError):

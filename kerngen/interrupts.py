@@ -14,24 +14,28 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SLICE_S = 0.2  # how long a wait takes no notice
+IMPATIENT_S = 1.0
 _T = TypeVar("_T")
 _Handler = Callable[[int, FrameType | None], Any]
 
 
 class _Held:
-    """Handlers that wait. A second SIGINT does not: someone at a terminal has had enough."""
+    """Handlers that wait. A SIGINT that comes IMPATIENT_S after another does not: someone at a terminal has had enough.
+    Sooner it is the same one once more: `timeout` and others pass on what their group got.
+    """
 
     def __init__(self) -> None:
         self.handlers: dict[int, _Handler] = {}
         self.pending: list[int] = []
-        self._seen: set[int] = set()
+        self._first: float | None = None
+        self._over = False
 
     def begin(self) -> None:
         for number in _SIGNALS:
@@ -40,12 +44,17 @@ class _Held:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in self._seen:
+        now = time.monotonic()
+        if self._over:
+            self.handlers[number](number, frame)
+        elif number != signal.SIGINT:
+            self.pending.append(number)
+        elif self._first is None:
+            self._first = now
+            self.pending.append(number)
+        elif now - self._first >= IMPATIENT_S:
             self.pending.clear()
             self.handlers[number](number, frame)
-        else:
-            self._seen.add(number)
-            self.pending.append(number)
 
     def deliver(self) -> None:
         while self.pending:
@@ -53,8 +62,11 @@ class _Held:
             self.handlers[number](number, None)
 
     def end(self) -> None:
+        """From now on what comes comes at once, wherever this is interrupted."""
+        self._over = True
         for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._note:  # not what was put there meanwhile
+                signal.signal(number, handler)
 
 
 _held: _Held | None = None  # the main thread's
@@ -73,8 +85,10 @@ def held() -> Iterator[None]:
         yield
     finally:
         was, _held = _held, None
-        was.end()
-        was.deliver()
+        try:
+            was.end()
+        finally:
+            was.deliver()
 
 
 def heed() -> None:
@@ -84,15 +98,15 @@ def heed() -> None:
 
 
 def result_of(future: Future[_T], timeout_s: float | None = None) -> _T:
-    """`future.result`, heeding interrupts meanwhile. Raises TimeoutError as that does."""
+    """`future.result`, heeding interrupts meanwhile, and before an exception, which may be their doing: signals go to
+    whole groups of processes. Raises TimeoutError as that does.
+    """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        left_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
-        try:
-            return future.result(timeout=max(left_s, 0))
-        except TimeoutError:
-            if future.done():  # its own
-                raise
-            heed()
-            if deadline is not None and time.monotonic() >= deadline:
-                raise
+        left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(deadline - time.monotonic(), 0))
+        done, _ = wait([future], left_s)
+        heed()
+        if done:
+            return future.result()
+        if deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError

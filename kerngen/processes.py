@@ -8,27 +8,33 @@ its process down fails alone, and at once.
 
 from __future__ import annotations
 
-import pickle
+import os
+import signal
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
-from multiprocessing import get_context
+from contextlib import nullcontext, suppress
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _READY = "ready"
+_REAP_S = 5.0  # within which what was killed is gone
+_LEFT_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM)  # a group gets them together, and it is the parent that stops
 
 
 class ProcessDied(Exception):
     """The process that was called is gone, and its answer with it. started: whether it had come as far as calls."""
 
-    def __init__(self, *, started: bool) -> None:
-        super().__init__("the process died" if started else "the process ended as it started")
+    def __init__(self, started: bool) -> None:
+        super().__init__(started)
         self.started = started
+
+    def __str__(self) -> str:
+        return "the process died" if self.started else "the process ended as it started"
 
 
 class Processes:
@@ -37,14 +43,17 @@ class Processes:
     """
 
     def __init__(self, most: int, *, tries: int = 1) -> None:
-        """tries: how often a call is made whose process dies; 2 where that may be no fault of the call."""
+        """tries: how often a call is made whose process dies; 2 where that may be no fault of the call. What is tried
+        again is so one at a time: memory may have been what killed it.
+        """
         self._tries = tries
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="kerngen-process")
         self._of_thread = threading.local()
-        self._lock = threading.Lock()
+        self._lock, self._again = threading.Lock(), threading.Lock()
         self._started: list[_Process] = []
         self._closed, self._hopeless = False, False
-        self._kill = weakref.finalize(self, _kill, self._started)  # should nobody close it
+        # Should nobody close it: before multiprocessing waits for its processes at exit; never in a fork of this one.
+        self._kill = Finalize(self, _kill, (self._started,), exitpriority=0)
 
     def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """A future of what `function` returns or raises. Both ways plain pickles go.
@@ -53,29 +62,37 @@ class Processes:
         where `close` came first.
         Raises RuntimeError once closed.
         """
+        if self._closed:
+            raise RuntimeError("these Processes are closed")
         return self._threads.submit(self._call, function, arguments)
 
     def _call(self, function: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
-        for left in reversed(range(self._tries)):
-            process: _Process | None = getattr(self._of_thread, "process", None)
-            if process is None or not process.is_alive():  # one that was killed between two calls is no call's fault
-                process = self._of_thread.process = self._start()
+        for number in range(self._tries):
             try:
-                return process.call(function, arguments)
+                with self._again if number else nullcontext():
+                    return self._process().call(function, arguments)
             except ProcessDied as e:
                 if self._closed:
                     raise CancelledError from None
-                if not left:
-                    self._hopeless |= not e.started
+                if number == self._tries - 1:
+                    if not e.started:
+                        self._hopeless = True
                     raise
         raise ValueError("no tries")
+
+    def _process(self) -> _Process:
+        """This thread's."""
+        process: _Process | None = getattr(self._of_thread, "process", None)
+        if process is None or not process.is_alive():  # one that was killed between two calls is no call's fault
+            process = self._of_thread.process = self._start()
+        return process
 
     def _start(self) -> _Process:
         with self._lock:
             if self._closed:
                 raise CancelledError
             if self._hopeless:  # none of a thousand calls would fare better than the one that found that out
-                raise ProcessDied(started=False)
+                raise ProcessDied(False)
             self._started[:] = [p for p in self._started if p.is_alive()]
             self._started.append(process := _Process())
         return process
@@ -83,6 +100,8 @@ class Processes:
     def close(self) -> None:
         """End its processes, whatever they are at: their calls and those not begun are cancelled."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._kill()
@@ -106,7 +125,12 @@ class _Process:
         context = get_context("spawn")
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there,))
-        self._process.start()
+        resource_tracker.ensure_running()  # which otherwise starts with the process, and lets signals through
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_PARENT)  # until it can ignore them
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         there.close()  # so that the pipe ends with the process
         self._ready = False
 
@@ -124,14 +148,16 @@ class _Process:
             self._pipe.close()
             self._process.kill()
             self._process.join()
-            raise ProcessDied(started=self._ready) from e
+            raise ProcessDied(self._ready) from e
         if returned:
             answer: _T = value
             return answer
         raise value
 
     def kill(self) -> None:
-        self._process.kill()
+        if self.is_alive():
+            self._process.kill()
+        self._process.join(_REAP_S)
 
 
 # -- in the process
@@ -160,17 +186,15 @@ def _serve(pipe: Connection) -> None:
 def _answer(pipe: Connection, returned: bool, value: object) -> None:
     try:
         pipe.send((returned, value))
-    except (TypeError, AttributeError, ValueError, pickle.PicklingError) as e:  # no pickle: nothing was sent
+    except Exception as e:  # no pickle: nothing was sent
         pipe.send((False, TypeError(f"{type(value).__name__} cannot be sent to another process: {e}")))
 
 
 def _end_with_parent() -> None:
-    """Leave Ctrl-C to the parent, and exit when the parent is gone, however it went."""
-    import os
-    import signal
-    from multiprocessing import parent_process
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Leave signals to the parent, and exit when it is gone, however it went."""
+    for number in _LEFT_TO_THE_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_PARENT)
     if (parent := parent_process()) is not None:
 
         def watch() -> None:

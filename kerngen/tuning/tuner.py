@@ -19,7 +19,7 @@ from uuid import uuid4
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, ConfigRefused, KerngenError
-from kerngen.interrupts import heed, held
+from kerngen.interrupts import heed, held, result_of
 from kerngen.progress import Progress
 from kerngen.render import render
 from kerngen.templates import find_kernel
@@ -123,6 +123,10 @@ class Tuner:
         self.report.remarks = list(self.objective.remarks)
         self.report.num_compiled = len(self._compiled)
         self.report.seconds = self._budget.clock() - self._budget.began
+        try:
+            heed()
+        except KeyboardInterrupt:  # while it was concluded
+            self.report.interrupted = True
         return self.report
 
     def _task(self, item: Item) -> Task | None:
@@ -282,9 +286,7 @@ class Tuner:
 
     def _trial(self, task: Task, config: Any, cubin: Future[Cubin] | None = None) -> Trial:
         def image() -> bytes:
-            if cubin is not None:
-                return cubin.result().image
-            return self.compiler.submit(self._source(task, config), self.target.arch).result().image
+            return result_of(cubin or self.compiler.submit(self._source(task, config), self.target.arch)).image
 
         return Trial(task, config, task.builds[config], image)
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from kerngen import interrupts
 from kerngen.interrupts import heed, held, result_of
+from kerngen.processes import ProcessDied
 from kerngen.tuning_db import Store
 
 
@@ -50,11 +52,59 @@ def test_they_come_where_they_are_heeded() -> None:
         heed()
 
 
-def test_the_second_ctrl_c_comes_at_once() -> None:
+def test_a_ctrl_c_of_someone_who_has_had_enough_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "IMPATIENT_S", 0.1)
     with held():
         signal.raise_signal(signal.SIGINT)
+        time.sleep(0.2)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_ctrl_c_that_arrives_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "IMPATIENT_S", 60.0)
+    with held():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            heed()
+        heed()
+
+
+def test_none_is_lost_where_its_end_is_interrupted() -> None:
+    """SIGTERM's handler is put back after SIGINT's, and a Ctrl-C may come in between."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    ours = signal.getsignal(signal.SIGTERM)
+    look, was_sent = _interrupting(2, at_call="signal")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _held_and_watched(look)
+        assert was_sent()
+        signal.raise_signal(signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+        with held():
+            signal.raise_signal(signal.SIGTERM)
+        assert seen == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ours is not None
+
+
+def _held_and_watched(look: Callable[[FrameType, str, Any], None]) -> None:
+    try:
+        with held():
+            sys.setprofile(look)
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_handler_that_was_put_there_meanwhile_stays() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with held():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, before)
 
 
 def test_each_comes_to_its_own_handler_and_what_is_ignored_stays_so() -> None:
@@ -87,10 +137,12 @@ def test_a_wait_heeds_them() -> None:
     never: Future[int] = Future()
     main = threading.main_thread().ident
     assert main is not None
-    threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    soon = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
     began = time.monotonic()
-    with held(), pytest.raises(KeyboardInterrupt):
-        result_of(never)
+    with held():
+        soon.start()
+        with pytest.raises(KeyboardInterrupt):
+            result_of(never)
     assert time.monotonic() - began < 10
     with pytest.raises(TimeoutError):
         result_of(never, 0.3)
@@ -102,13 +154,27 @@ def test_a_wait_heeds_them() -> None:
     assert result_of(now) == result_of(now, 0) == 3
 
 
-def _interrupting(at: int) -> tuple[Callable[[FrameType, str, Any], None], Callable[[], bool]]:
-    """A profile function that sends SIGINT at the `at`th place where Python looks for signals."""
+def test_an_interrupt_comes_before_what_it_did_to_others() -> None:
+    """A signal to the group: what took a process down is no fault of what it was at."""
+    lost: Future[int] = Future()
+    lost.set_exception(ProcessDied(True))
+    with held():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            result_of(lost)
+        with pytest.raises(ProcessDied):
+            result_of(lost)
+
+
+def _interrupting(at: int, at_call: str = "") -> tuple[Callable[[FrameType, str, Any], None], Callable[[], bool]]:
+    """A profile function that sends SIGINT at the `at`th place where Python looks for signals, or only of those as it
+    enters a function of the name `at_call`.
+    """
     count = 0
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
-        if event in ("call", "c_return"):
+        if event in ("call", "c_return") and (not at_call or (event, frame.f_code.co_name) == ("call", at_call)):
             count += 1
             if count == at:
                 sys.setprofile(None)

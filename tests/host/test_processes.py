@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -127,7 +127,8 @@ def test_close_ends_all_at_once() -> None:
 def test_none_is_left_by_who_closes_nothing() -> None:
     """Nor by one that is killed."""
     script = (
-        "import os, sys, time\n"
+        "import os, sys, tempfile, time\n"
+        "kept = tempfile.TemporaryDirectory()\n"  # whose finalizer is registered before multiprocessing's
         "from kerngen.processes import Processes\n"
         "if __name__ == '__main__':\n"
         "    processes = Processes(1)\n"
@@ -145,6 +146,46 @@ def test_none_is_left_by_who_closes_nothing() -> None:
                 started.stdin.close()
             process.wait(30)
             assert started.wait(30) == (-signal.SIGKILL if end == "kill" else 0)
+
+
+def test_signals_are_left_to_the_parent() -> None:
+    """Slurm, systemd and `timeout` send them to all of a group."""
+    with Processes(1) as processes:
+        pid = processes.submit(os.getpid).result(30)
+        running = processes.submit(time.sleep, 0.5)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        running.result(30)
+        assert processes.submit(os.getpid).result(30) == pid
+
+
+def test_a_fork_ends_nothing_of_its_parents() -> None:
+    with Processes(1) as processes:
+        running = processes.submit(time.sleep, 1.0)
+        while not running.running():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        if (child := os.fork()) == 0:
+            processes._kill()
+            os._exit(0)
+        os.waitpid(child, 0)
+        running.result(30)
+
+
+def test_a_callback_may_look_at_what_is_being_closed() -> None:
+    processes = Processes(1)
+    processes.submit(time.sleep, 600)
+    waiting, seen = processes.submit(abs, -1), list[type]()
+
+    def look(_: Future[int]) -> None:
+        processes.close()
+        with pytest.raises(RuntimeError) as refused:
+            processes.submit(abs, -1)
+        seen.append(refused.type)
+
+    waiting.add_done_callback(look)
+    processes.close()
+    assert seen == [RuntimeError]
 
 
 def test_they_are_called_from_any_thread() -> None:

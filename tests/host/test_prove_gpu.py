@@ -253,7 +253,7 @@ def test_a_budget_is_of_what_runs(kerngen: Kerngen) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "says"), [(ProcessDied(started=True), "took its process down"), (TimeoutError(), "no answer within")]
+    ("error", "says"), [(ProcessDied(True), "took its process down"), (TimeoutError(), "no answer within")]
 )
 def test_a_fault_costs_its_process_alone(monkeypatch: pytest.MonkeyPatch, error: Exception, says: str) -> None:
     def call(self: GpuWorker, function: Any, *arguments: Any) -> Any:

@@ -112,9 +112,7 @@ def test_what_cannot_run_says_so(image: bytes, why: str) -> None:
     assert why in seen
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome"), [(ProcessDied(started=True), "launch_failed"), (TimeoutError(), "timed_out")]
-)
+@pytest.mark.parametrize(("error", "outcome"), [(ProcessDied(True), "launch_failed"), (TimeoutError(), "timed_out")])
 def test_a_process_that_is_lost_is_what_came_of_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str
 ) -> None:

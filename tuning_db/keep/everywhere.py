@@ -10,6 +10,7 @@ from sqlalchemy import Connection, func, select
 
 from kerngen.arch import Target, find_arch
 from kerngen.errors import UnknownName
+from kerngen.interrupts import heed
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.facts import batches
 from kerngen.tuning_db.keep.rows import device_of
@@ -35,6 +36,7 @@ def choose_everywhere(store: Store, static_keys: Collection[str]) -> int:
     with store.writing() as connection:
         for keys in batches(sorted(static_keys)):
             for row in connection.execute(boards.where(p.static_key.in_(keys))).all():
+                heed()
                 before = _winners(connection, row.static_key, row.arch)
                 _choose(store, connection, row)
                 after = _winners(connection, row.static_key, row.arch)

@@ -16,6 +16,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Table, select
 
+from kerngen.interrupts import heed
 from kerngen.tuning_db.keep import schema as t
 from kerngen.tuning_db.keep.everywhere import choose_everywhere, static_keys_of
 from kerngen.tuning_db.keep.facts import KINDS, Kind, chunks, is_text, name_of
@@ -59,6 +60,7 @@ def merge(into: Store, others: Sequence[Store], *, dry_run: bool = False) -> Mer
             union = _Union(into, connection, done)
             for other in others:
                 for kind in KINDS:
+                    heed()
                     union.add(other, kind)
             union.derive()
             if dry_run:
@@ -76,6 +78,7 @@ def add_facts(into: Store, other: Store, only: Mapping[str, Set[str]], done: Mer
     with into.writing() as connection:
         union = _Union(into, connection, done)
         for kind in KINDS:
+            heed()
             if wanted := only.get(kind.table.name):
                 union.add(other, kind, wanted)
 

@@ -20,6 +20,7 @@ from kerngen.arch import Device, Target, find_arch
 from kerngen.closure import closure_of
 from kerngen.compile import Cubin
 from kerngen.errors import DatabaseError, KerngenError
+from kerngen.interrupts import heed, result_of
 from kerngen.render import source_of
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
@@ -276,7 +277,8 @@ def build(
         for i, case in enumerate(cases):
             say(i, len(cases), case.kernel.name)
             image = images.get((case.source, case.sheet.arch))
-            observed.append(_record(case, into, None if image is None else image.result(), built))
+            heed()
+            observed.append(_record(case, into, None if image is None else result_of(image), built))
         into.add_measurements(observed)
         done.trials = len(observed)
         _choose(cases, into, done)

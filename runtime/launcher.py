@@ -24,6 +24,7 @@ from kerngen.boards import identify, plain_name
 from kerngen.cache import CompileCache
 from kerngen.errors import DeviceError, LaunchError, ToolchainError
 from kerngen.files import make_room_for_cupy
+from kerngen.runtime import tensor_maps
 from kerngen.runtime.binding import Bindings, Choice
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 PLANS_KEPT = 512  # grids of a Function that are remembered
 _CTYPES: dict[str, Any] = {
     "ptr": ctypes.c_void_p, "ptrs": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
-    "f32": ctypes.c_float,
+    "f32": ctypes.c_float, "map": None,
 }  # fmt: skip
 
 
@@ -158,6 +159,7 @@ class Function:
         self._workspace: torch.Tensor | None = None
         self._retired: list[torch.Tensor] = []  # still named by graphs captured earlier
         self._addresses = Addresses(self._device)
+        self._maps: dict[tuple[str, int, tuple[int, ...]], tensor_maps.Encoded] = {}
 
     def plan(self, problem: Any) -> tuple[tuple[Launch, ...], int]:
         """(launches, workspace bytes) for a runtime problem; refused with the numbers if it cannot run."""
@@ -206,12 +208,18 @@ class Function:
             arguments = {**arguments, "workspace": self.workspace(workspace_bytes)}
         stream = torch.cuda.current_stream(self._device).cuda_stream
         for launch in launches:
-            self._launch(launch, arguments, stream, _attributes(launch, in_forward, alone))
+            self._launch(problem, launch, arguments, stream, _attributes(launch, in_forward, alone))
 
-    def _launch(self, launch: Launch, arguments: Mapping[str, Any], stream: int, attributes: list[Any]) -> None:
+    def _launch(
+        self, problem: Any, launch: Launch, arguments: Mapping[str, Any], stream: int, attributes: list[Any]
+    ) -> None:
         driver = _driver()
         values, types = [], []
         for arg in self._args[launch.entry]:
+            types.append(_CTYPES[arg.kind])
+            if arg.kind == "map":
+                values.append(self._map(problem, arg, arguments[arg.of]))
+                continue
             try:
                 value = arguments[arg.name]
             except KeyError:
@@ -223,7 +231,6 @@ class Function:
             elif arg.kind == "ptrs":
                 value = self._addresses.array(self.kernel.name, arg, value)
             values.append(value)
-            types.append(_CTYPES[arg.kind])
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
@@ -234,6 +241,20 @@ class Function:
             config, driver.CUfunction(self._entries[launch.entry].ptr), (tuple(values), tuple(types)), 0
         )
         _check(result, f"{launch.entry} grid={launch.grid} block={launch.block} smem={launch.smem_bytes}")
+
+    def _map(self, problem: Any, arg: Arg, value: Any) -> tensor_maps.Encoded:
+        """The tensor map of a tensor, made when it is first launched with; zeros where the kernel will not use it."""
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise LaunchError(f"{self.kernel.name}: {arg.of} must be a CUDA tensor, not {value!r}")
+        address, shape = (0, ()) if value is None else (value.data_ptr(), tuple(value.shape))
+        if (found := self._maps.get((arg.of, address, shape))) is None:
+            seen = self.kernel.tensor_map(problem, self.config, arg.of, shape) if shape else None
+            what = f"{self.kernel.name}: {arg.of}"
+            found = tensor_maps.Encoded() if seen is None else tensor_maps.encode(what, seen, address)
+            if len(self._maps) == PLANS_KEPT:
+                self._maps.clear()
+            self._maps[arg.of, address, shape] = found
+        return found
 
 
 @cache

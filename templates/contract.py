@@ -16,7 +16,7 @@ from kerngen.templates.kernel import POINTERS, Arg, Body, Spec, load_part
 # Functions of a spec.py, with the number of arguments that each is called with.
 REQUIRED = {"why_invalid": 3, "default_config": 2, "smem_bytes": 3, "launches": 3, "cost": 1}
 OPTIONAL = {"why_unsupported": 2, "outputs": 1, "workspace_bytes": 3, "constants": 3, "traffic": 3}
-ARG_KINDS = (*POINTERS, "i32", "i64", "f32")
+ARG_KINDS = (*POINTERS, "i32", "i64", "f32", "map")
 
 
 def load_spec(name: str, folder: Path) -> Spec:
@@ -99,6 +99,9 @@ def _of_body(body: Body, spec: Any, folder: Path) -> Iterator[str]:
     if wrong := [a for a in args if not isinstance(a, Arg) or a.kind not in ARG_KINDS]:
         yield f"{body.template}: {wrong[0]!r} is no Arg of kind {', '.join(ARG_KINDS)}"
         return
+    pointers = {a.name for a in args if a.kind == "ptr"}
+    if maps := [a.name for a in args if a.kind == "map" and (a.of not in pointers or not hasattr(spec, "tensor_map"))]:
+        yield f"{body.template}: {', '.join(maps)}: a map is `of` another argument that is a ptr, as tensor_map says"
     if lost := [name for name in spec.OUTPUTS if name not in {a.name for a in args if a.kind in POINTERS}]:
         yield f"{body.template}: OUTPUTS has {', '.join(lost)}, which is no {' or '.join(POINTERS)} of its args"
     config = {f.name for f in fields(spec.Config)}

@@ -48,17 +48,33 @@ class Problem(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One kernel argument: `ptr` for a tensor or null, `ptrs` for a tuple of them, or a scalar passed by value.
+    """One kernel argument: `ptr` for a tensor or null, `ptrs` for a tuple of them, a scalar passed by value, or `map`.
 
-    A kernel gets `ptrs` as the address of an array of addresses. align: what a pointer's address is a multiple of, in
-    bytes: 16 where the kernel reads vectors. contiguous: False where another argument says how far apart the tensor's
-    rows are.
+    A kernel gets `ptrs` as the address of an array of addresses, and `map` as a CUtensorMap of the tensor that the
+    argument `of` names: the launcher makes it as the spec's `tensor_map` says, and no call passes it. align: what a
+    pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors. contiguous: False where another
+    argument says how far apart the tensor's rows are.
     """
 
     name: str
-    kind: str  # ptr | ptrs | i32 | i64 | f32
+    kind: str  # ptr | ptrs | i32 | i64 | f32 | map
     align: int = 16
     contiguous: bool = True
+    of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """How bulk copies see a tensor of 16-bit elements (PTX ISA, "Tensors"): boxes of it land in shared memory with the
+    128-byte swizzle, and what of a box lies outside is zeros.
+
+    dims: elements along each axis, innermost first, all positive. strides: of all axes but the innermost, in bytes,
+    multiples of 16. box: what one copy takes, 64 elements of the innermost axis.
+    """
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
 
 
 Choices = tuple[Any, ...] | Callable[[Any, Target], tuple[Any, ...]]
@@ -75,7 +91,8 @@ class Body:
     template: file in the kernel's folder. args: entry point -> its arguments in order; one called `workspace` is
     allocated by the launcher. space: Config field -> candidate values, ascending where they are numbers, or a function
     of (problem, target) that gives them; a field that is left out keeps its default. serves: which arches it runs on.
-    when: Config fields that choose this body where several serve an arch; they are part of its space.
+    when: Config fields that choose this body where several serve an arch; they are part of its space. proven: False
+    where no GPU has confirmed it yet. It is compiled, checked and run where a Config asks for it; nothing chooses it.
     """
 
     template: str
@@ -83,6 +100,7 @@ class Body:
     space: Mapping[str, Choices]
     serves: Callable[[Arch], bool] = _everywhere
     when: Mapping[str, Any] = field(default_factory=dict)
+    proven: bool = True
 
     def choices(self, problem: Any, target: Target) -> dict[str, tuple[Any, ...]]:
         """Config field -> its candidate values for `problem` on `target`."""
@@ -171,8 +189,9 @@ class Tolerance:
 class Spec(Protocol):
     """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None, outputs(problem): which
     of OUTPUTS the kernel writes for it, workspace_bytes(problem, config, target) -> int, traffic(problem, config,
-    target), MAX_SPILL_BYTES, and constants(problem, config, arch) -> dict: what spec.py and its templates both know
-    (`k` there), said once; its problem comes without RUNTIME fields.
+    target), tensor_map(problem, config, of, shape) -> TensorMap | None for arguments that are maps, MAX_SPILL_BYTES,
+    and constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
+    problem comes without RUNTIME fields.
 
     What sees an Arch, `BODIES` and `constants`, decides what is compiled: a cubin depends on the arch alone. All that
     is chosen at launch sees the Target, the board included.
@@ -303,6 +322,11 @@ class Kernel:
         given: Callable[[Any, Any, Arch], Mapping[str, Any]] | None = getattr(self.spec, "constants", None)
         return {} if given is None else given(_CompiledIn(problem), config, arch)
 
+    def tensor_map(self, problem: Any, config: Any, of: str, shape: tuple[int, ...]) -> TensorMap | None:
+        """Of its argument `of`, a tensor of that shape; None where the kernel will not use it."""
+        given: Callable[[Any, Any, str, tuple[int, ...]], TensorMap | None] = vars(self.spec)["tensor_map"]
+        return given(problem, config, of, shape)
+
     @cached_property
     def _refine(self) -> Callable[[Any, Any, Target], Traffic | list[Traffic]] | None:
         if hasattr(self.spec, "traffic") or not (self.folder / "traffic.py").is_file():
@@ -319,7 +343,8 @@ class Kernel:
 
     def require_arguments(self, names: Iterable[str]) -> None:
         """Raises LaunchError unless `names` are the arguments of the kernel's entries, but for the workspace."""
-        wanted = {a.name for body in self.spec.BODIES for args in body.args.values() for a in args} - {"workspace"}
+        args = [a for body in self.spec.BODIES for args in body.args.values() for a in args]
+        wanted = {a.name for a in args if a.kind != "map"} - {"workspace"}
         if differing := wanted ^ set(names):
             raise LaunchError(
                 f"{self.name}: a call and the entries' arguments differ in {', '.join(sorted(differing))}"

@@ -41,7 +41,7 @@ def ls(model: str | None, arch_name: str, as_json: bool) -> None:
         click.echo(json.dumps(rows))
     elif model is None:
         for row in rows:
-            tunables = dict.fromkeys(f for body in row["bodies"] for f in body["space"])
+            tunables = dict.fromkeys(f for body in row["bodies"] if body["proven"] for f in body["space"])
             click.echo(f"{row['kernel']:16} {row['about']}; varies {', '.join(tunables)}")
     else:
         _print_problems(rows)
@@ -53,7 +53,7 @@ def _kernels() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for k in map(find_kernel, kernel_names()):
         bodies = [
-            {"template": b.template, "entries": list(b.args), "when": dict(b.when),
+            {"template": b.template, "entries": list(b.args), "when": dict(b.when), "proven": b.proven,
              "space": {f: "derived" if callable(v) else list(v) for f, v in b.space.items()}}
             for b in k.spec.BODIES
         ]  # fmt: skip

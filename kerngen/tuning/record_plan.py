@@ -131,7 +131,7 @@ def _restricted(kernel: Kernel, problem: Any, target: Target, wanted: tuple[Part
     found: list[Part] = []
     for part in wanted or ({},):
         known, fits = set[str](), False
-        for body in kernel.bodies(target.arch):
+        for body in (b for b in kernel.bodies(target.arch) if b.proven):
             space = body.choices(problem, target)
             known |= space.keys()
             if any(name in part and not set(part[name]) & set(space[name]) for name in body.when):

@@ -117,8 +117,8 @@ def candidates(kernel: Kernel, problem: Any, target: Target) -> Candidates:
 
 
 def space_of(kernel: Kernel, problem: Any, target: Target) -> Space:
-    """The spaces of the bodies that serve on `target`, one after the other."""
-    return tuple(body.choices(problem, target) for body in kernel.bodies(target.arch))
+    """The spaces of the bodies that serve on `target` and are proven, one after the other."""
+    return tuple(body.choices(problem, target) for body in kernel.bodies(target.arch) if body.proven)
 
 
 def space_size(space: Space) -> int:

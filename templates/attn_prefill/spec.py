@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kerngen.arch import Target
+from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap
 
 HEAD_DIMS = (128, 256, 512)
 # Of the 255 registers of a thread, what addresses, row statistics and operands in flight take beside the accumulators.
 SPARE_REGS = 58
+WGMMA_SPARE_REGS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,10 @@ class Problem:
 class Config:
     """block_m: packed query rows a block. block_n: keys a tile. warps_d: warps that share their query rows, each
     accumulating head_dim / warps_d columns of the output. num_stages: K and V tiles in shared memory, each.
-    q_in_regs: queries stay in registers instead of being read from shared memory for each tile."""
+    q_in_regs: queries stay in registers instead of being read from shared memory for each tile. wgmma: num_warps warps
+    multiply by warpgroups of 64 rows, and four more copy. ping_pong: two warpgroups have the tensor cores by turns.
+    boxes: keys and values come in boxes of a tensor map where a tile is whole. cluster: blocks that share their copies.
+    """
 
     block_m: int = 128
     block_n: int = 64
@@ -68,6 +72,10 @@ class Config:
     warps_d: int = 1
     num_stages: int = 1
     q_in_regs: bool = False
+    wgmma: bool = False
+    ping_pong: bool = False
+    boxes: bool = False
+    cluster: int = 1
 
 
 SPACE = {
@@ -75,6 +83,17 @@ SPACE = {
     "block_n": (16, 32, 64, 128),
     "num_warps": (4, 8),
     "warps_d": (1, 2, 4, 8),
+}
+
+WGMMA_SPACE = {
+    "block_m": (64, 128, 192),
+    "block_n": (32, 48, 64, 80, 96, 112, 128, 144, 160, 176),
+    "num_warps": (8, 12),
+    "warps_d": (1, 2),
+    "num_stages": (1, 2),
+    "ping_pong": (False, True),
+    "boxes": (False, True),
+    "cluster": (1, 2),
 }
 
 # k, v: dense [total_k, num_kv_heads, head_dim] or the paged caches. cu_seqlens_k is null when paged, kv_lens and
@@ -97,17 +116,43 @@ ARGS = {
         Arg("max_seqlen_q", "i32"),
     )
 }
-# A wgmma body for sm90 goes between these two, with a space of its own.
+WGMMA_ARGS = {"attn_prefill": (*ARGS["attn_prefill"], Arg("k_map", "map", of="k"), Arg("v_map", "map", of="v"))}
 BODIES = (
     Body(
         "kernel.cu.jinja", ARGS, SPACE | {"num_stages": (1, 2), "q_in_regs": (False, True)},
-        serves=lambda arch: arch.has_ldmatrix,
+        serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False},
     ),
-    Body("volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix),
+    Body(
+        "wgmma.cu.jinja", WGMMA_ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when={"wgmma": True},
+        proven=False,
+    ),
+    Body("volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix, when={"wgmma": False}),
 )  # fmt: skip
 OUTPUTS = ("out",)
 # What ptxas may keep in local memory, a thread: the accumulators fill the register file. 96 at most in the test cases.
 MAX_SPILL_BYTES = 128
+
+
+def box_rows(problem: Problem, config: Config) -> int:
+    """Rows of keys that a bulk copy brings: of a page, or of a tile where that is less. 0: none come so."""
+    page, tile = problem.page_size or config.block_n, config.block_n
+    rows = min(page, tile)
+    return rows if config.boxes and max(page, tile) % rows == 0 and rows % 8 == 0 else 0
+
+
+def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
+    return {"BOX_ROWS": box_rows(problem, config)}
+
+
+def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
+    """Of k and v as head_dim, rows, heads and pages, the dense ones being a single page."""
+    if not (rows := box_rows(problem, config)) or 0 in shape:
+        return None
+    if problem.page_size:
+        pages, heads, size, dim = shape
+        return TensorMap((dim, size, heads, pages), (dim * 2, size * dim * 2, heads * size * dim * 2), (64, rows, 1, 1))
+    total, heads, dim = shape
+    return TensorMap((dim, total, heads, 1), (heads * dim * 2, dim * 2, total * heads * dim * 2), (64, rows, 1, 1))
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -127,8 +172,45 @@ def staging_regs(problem: Problem, config: Config, target: Target) -> int:
     return 0 if target.arch.has_cp_async else config.block_n * problem.head_dim // (64 * config.num_warps)
 
 
+def why_not_wgmma(problem: Problem, config: Config, target: Target) -> str | None:
+    c, arch = config, target.arch
+    if not arch.has_wgmma:
+        return f"wgmma=True needs wgmma, which {arch} lacks"
+    if c.num_warps not in (8, 12) or c.block_m % 64 or c.block_m * c.warps_d != 16 * c.num_warps:
+        return (
+            f"block_m={c.block_m} warps_d={c.warps_d} num_warps={c.num_warps}: warpgroups, two or three, have 64 rows "
+            "each, and warps_d of them the same"
+        )
+    if c.block_n % 16 or not 16 <= c.block_n <= 256:
+        return f"block_n={c.block_n} is no multiple of 16 up to 256"
+    if c.q_in_regs:
+        return "wgmma=True reads queries from shared memory; use q_in_regs=False"
+    if c.boxes and not box_rows(problem, c):
+        return f"boxes=True: block_n={c.block_n} and page_size={problem.page_size} are no multiples of each other"
+    if c.cluster > 1 and not c.boxes:
+        return f"cluster={c.cluster} copies to all its blocks in boxes; use boxes=True"
+    if problem.head_dim // 64 % c.cluster:
+        return f"head_dim={problem.head_dim} has {problem.head_dim // 64} blocks of columns, no multiple of {c.cluster}"
+    if c.ping_pong and c.num_warps != 8:
+        return f"ping_pong=True takes turns between two warpgroups of num_warps=8; there are {c.num_warps} warps"
+    columns = problem.head_dim // c.warps_d
+    if columns > 256 or columns % 64:
+        return f"head_dim={problem.head_dim} over warps_d={c.warps_d} is {columns} columns; a warpgroup has 64 to 256"
+    held, limit = columns // 2 + c.block_n * 3 // 4, 232 if c.num_warps == 8 else 160
+    if held + WGMMA_SPARE_REGS > limit:
+        return (
+            f"output, scores and probabilities take {held} registers a thread; with {WGMMA_SPARE_REGS} for the rest "
+            f"that is over {limit}"
+        )
+    if (need := smem_bytes(problem, c, target)) > arch.max_smem_bytes:
+        return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
+    return None
+
+
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
+    if c.wgmma:
+        return why_not_wgmma(problem, c, target)
     unit = 16 if arch.has_ldmatrix else 32
     if c.num_warps % c.warps_d:
         return f"num_warps={c.num_warps} is no multiple of warps_d={c.warps_d}"
@@ -164,6 +246,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Q, the K and V stages (one tile for both where there is no cp.async), and what warps of a row exchange."""
     c, row = config, problem.head_dim * 2
+    if c.wgmma:  # and the barriers
+        return c.block_m * row + 2 * c.num_stages * c.block_n * row + 8 * (1 + 4 * c.num_stages)
     tiles = 2 * c.num_stages if target.arch.has_cp_async else 1
     probabilities = c.block_m * c.block_n * 2 if c.warps_d > 1 or not target.arch.has_ldmatrix else 0
     maxima = c.warps_d * c.block_m * 4 if c.warps_d > 1 else 0
@@ -196,14 +280,15 @@ def default_config(problem: Problem, target: Target) -> Config:
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     """One block for each kv head and each tile that any split of num_tokens into `batch` sequences could need."""
     group = problem.num_q_heads // problem.num_kv_heads
-    tiles = -(-problem.num_tokens * group // config.block_m) + problem.batch
+    tiles = -(-problem.num_tokens * group // (config.block_m * config.cluster)) + problem.batch
     return (
         Launch(
             "attn_prefill",
-            (max(1, tiles * problem.num_kv_heads), 1, 1),
-            (32 * config.num_warps, 1, 1),
+            (max(1, tiles * problem.num_kv_heads) * config.cluster, 1, 1),
+            (32 * (config.num_warps + (4 if config.wgmma else 0)), 1, 1),
             smem_bytes(problem, config, target),
             pdl=target.arch.has_pdl,
+            cluster=(config.cluster, 1, 1),
         ),
     )
 

@@ -9,6 +9,8 @@ from kerngen.templates.kernel import Traffic
 # Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
 # mma.sync's latency), the softmax and two barriers, and, where warps share rows, their exchange and its barrier.
 MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
+# A warpgroup's product of 64 rows takes a clock for so many of columns times depth (PTX ISA: m64nNk16, full rate).
+WGMMA_PER_CLOCK = 32
 WAITS = 3  # of a block: which rows, which pages, the first keys
 
 
@@ -33,22 +35,30 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     longest = -(-min(p.kv_len, (p.window or p.kv_len) + c.block_m // group) // c.block_n) or 1  # of a block
     flops = 4 * p.head_dim * tiles * c.block_m * c.block_n
     kv_tile = 2 * c.block_n * p.head_dim * 2
-    row_groups = c.num_warps // c.warps_d
-    q_read = 0 if c.q_in_regs else c.block_m * p.head_dim * 2 * c.warps_d
-    exchange = c.block_m * c.block_n * 2 * (1 + c.warps_d) if c.warps_d > 1 else 0
-    chain = p.head_dim // c.warps_d // (16 if target.arch.has_mma16816 else 8)
-    tile_clocks = chain * MMA_CLOCKS + SOFTMAX_CLOCKS + (EXCHANGE_CLOCKS if c.warps_d > 1 else 0)
-    per_mma = 4096 if target.arch.has_ldmatrix else 2048
+    q_tile = c.block_m * p.head_dim * 2
+    if c.wgmma:  # one product's time is the other's softmax'; rows and columns come from shared memory
+        readers, q_read, exchange = c.block_m // 64 * (1 + c.warps_d) / 2, q_tile * c.warps_d, 0
+        product = c.block_n * p.head_dim // WGMMA_PER_CLOCK
+        tile_clocks = product + max(product // c.warps_d, SOFTMAX_CLOCKS)
+        instructions = 0
+        flops += flops // 2 * (c.warps_d - 1)  # scores that several make
+    else:
+        readers, q_read = c.num_warps // c.warps_d, 0 if c.q_in_regs else q_tile * c.warps_d
+        exchange = c.block_m * c.block_n * 2 * (1 + c.warps_d) if c.warps_d > 1 else 0
+        chain = p.head_dim // c.warps_d // (16 if target.arch.has_mma16816 else 8)
+        tile_clocks = chain * MMA_CLOCKS + SOFTMAX_CLOCKS + (EXCHANGE_CLOCKS if c.warps_d > 1 else 0)
+        instructions = 2 * 32 * flops // (4096 if target.arch.has_ldmatrix else 2048)
     tiles_ahead = 2 * c.num_stages - 1 if target.arch.has_cp_async else 1
     return Traffic(
         cost(p).bytes,
         flops,
-        l2_bytes=tiles * kv_tile + 2 * rows * p.head_dim * 2,
-        smem_bytes=tiles * (kv_tile * (1 + row_groups) + q_read + exchange),
-        cuda_ops=12 * tiles * c.block_m * c.block_n + 2 * 32 * flops // per_mma,
+        l2_bytes=tiles * kv_tile // c.cluster + 2 * rows * p.head_dim * 2,
+        smem_bytes=int(tiles * (kv_tile * (1 + readers) + q_read + exchange)),
+        cuda_ops=12 * tiles * c.block_m * c.block_n * (c.warps_d if c.wgmma else 1) + instructions,
         bytes_in_flight=tiles_ahead * c.block_n * p.head_dim * 2,
         clocks=longest * tile_clocks,
         units=-(-tiles // longest) if blocks <= 2 * target.device.num_sms else blocks,
         waits=WAITS,
         copies=target.arch.has_cp_async,
+        tensor="wgmma" if c.wgmma else "mma",
     )

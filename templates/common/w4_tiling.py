@@ -40,6 +40,10 @@ class Tiling:
     # One or two tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
     # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
     stream: bool = False
+    # A warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile: see warpgroups.cu.jinja.
+    # cluster: blocks whose tiles differ in rows of W, and which share what they copy of x.
+    warpgroups: bool = False
+    cluster: int = 1
 
     @property
     def num_warps(self) -> int:
@@ -74,6 +78,9 @@ class Tiling:
             return tiles * self.split_k
         if self.gemv or self.stream:
             return min(self.blocks_per_sm * num_sms, tiles * self.split_k)
+        if self.warpgroups:  # whole clusters; units are of their tiles
+            units = tiles // self.cluster * -(-k // self.block_k)
+            return self.cluster * min(num_sms // self.cluster, units, MAX_BLOCKS // self.cluster)
         return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
 
     def partial_bytes(self, blocks: int) -> int:
@@ -126,6 +133,20 @@ STREAM_SPACE = {
     "num_stages": (2, 3, 4, 5, 6, 8),
     "blocks_per_sm": (1, 2),
     "split_k": (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12),
+}
+
+
+# See Tiling.warpgroups.
+WARPGROUP_SPACE = {
+    "block_m": (16, 32, 64, 128, 256),
+    "block_n": (128, 256),
+    "block_k": (64, 128, 256),
+    "warp_n": (16,),
+    "warps_m": (1,),
+    "warps_k": (1,),
+    "num_stages": (3, 4, 5, 6, 8, 10, 12),
+    "blocks_per_sm": (0, 1),
+    "cluster": (1, 2),
 }
 
 
@@ -215,8 +236,30 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     return None
 
 
+def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
+    """As why_invalid where `warpgroups` is chosen. Without shared memory."""
+    if not arch.has_wgmma:
+        return f"warpgroups=True: {arch} has no wgmma; warpgroups=False serves every arch"
+    if c.block_m not in (16, 32, 64, 128, 256) or c.block_n not in (128, 256) or c.warp_n != 16:
+        wants = "16 to 256 tokens, 128 or 256 rows, and warp_n=16"
+        return f"warpgroups takes {wants}, not block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n}"
+    sums, spare = c.block_m // 2, 48
+    if sums + spare > (limit := 232 if c.block_n == 128 else 112):
+        return f"block_m={c.block_m} is {sums} sums a thread; with {spare} for the rest that is over {limit}"
+    if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1 or c.wgmma or c.gemv or c.stream:
+        return "warpgroups=True goes with no other body, and with warps_m, warps_k and split_k of 1"
+    if c.blocks_per_sm > 1 or c.cluster not in (1, 2) or c.num_stages < 3:
+        return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
+                "most 1, 1 or 2, and at least 3")  # fmt: skip
+    if c.block_k % 64 or k % c.block_k:
+        return f"block_k={c.block_k} of k={k}: warpgroups takes whole stages of a multiple of 64"
+    return None
+
+
 def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
-    """Why no product with scales by `group_size` can be cut so on `arch`, or None. Without gemv."""
+    """Why no product with scales by `group_size` can be cut so on `arch`, or None. Without gemv, stream, warpgroups."""
+    if c.warpgroups or c.cluster > 1:
+        return f"warpgroups={c.warpgroups} cluster={c.cluster}: only w4a16_gemm has that body"
     if c.split_k != 1:
         return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:

@@ -67,9 +67,10 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
     stages = tiles * tile_stages
     w_stage, x_stage = c.weight_bytes(p.group_size), c.block_m * c.block_k * 2
     tile_rows = min(c.block_m, p.tile_rows)
-    copied = stages * w_stage + tiles // p.row_tiles * p.rows * p.k * 2  # rows beyond the last are not read
+    columns = -(-p.n // (c.block_n * c.cluster))  # of tiles, whose blocks share what they read of x
+    copied = stages * w_stage + columns * p.rows * p.k * 2  # rows beyond the last are not read
     flops = 2 * stages * c.block_m * c.block_n * c.block_k
-    if c.wgmma:  # 64 rows of W at a time read the tokens
+    if c.wgmma or c.warpgroups:  # 64 rows of W at a time read the tokens
         read = stages * (w_stage + x_stage * (c.block_n // 64))
         flops = flops * max(c.block_m, LEAST_COLUMNS) // c.block_m
         mma_ops = 0
@@ -78,7 +79,9 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         mma_ops = _mma_ops(flops, arch)
     weights = stages * c.block_n * c.block_k * c.warps_m
     unpack = _unpack_ops(weights, p.dtype, products_scaled=c.block_m // c.warps_m == 8 and arch.has_ldmatrix)
-    overhead = stages * (32 * c.num_warps * STAGE_OPS + (w_stage + x_stage) // 16 * COPY_OPS)
+    overhead = stages * 32 * c.num_warps * STAGE_OPS
+    if not c.warpgroups:  # whose copies are in bulk
+        overhead += stages * ((w_stage + x_stage) // 16 * COPY_OPS)
     waits, shared = 0, 0
     if c.blocks_per_sm and tiles % blocks:
         parts = min(-(-tile_stages // max(1, stages // blocks)) + 1, tile_stages)
@@ -94,7 +97,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         cuda_ops=unpack + mma_ops + overhead,
         bytes_in_flight=ahead * (w_stage + tile_rows * c.block_k * 2),
         copies=arch.has_cp_async,
-        tensor="wgmma" if c.wgmma else "mma",
+        tensor="wgmma" if c.wgmma or c.warpgroups else "mma",
         units=blocks,
         joins=-(-stages // blocks) / tile_stages if c.warps_k > 1 else 0,
         join_bytes=2 * (c.warps_k - 1) * tiles * c.block_m * c.block_n * 4,

@@ -25,12 +25,13 @@ from kerngen.templates.common.w4_tiling import (
     SPACE,
     STREAM_SPACE,
     STRIP,
+    WARPGROUP_SPACE,
     WGMMA_SPACE,
     Tiling,
     matrix_bytes,
     require_matrix,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,24 @@ ARGS = {
         Arg("num_tokens", "i32"),
     )
 }
-_RING, _WGMMA, _GEMV, _STREAM = (
-    {"wgmma": body == "wgmma", "gemv": body == "gemv", "stream": body == "stream"}
-    for body in ("ring", "wgmma", "gemv", "stream")
+WARPGROUP_ARGS = {"w4a16_gemm": (*ARGS["w4a16_gemm"], Arg("x_map", "map", of="x"))}
+_RING, _WGMMA, _GEMV, _STREAM, _WARPGROUPS = (
+    {name: body == name for name in ("wgmma", "gemv", "stream", "warpgroups")}
+    for body in ("ring", "wgmma", "gemv", "stream", "warpgroups")
 )
 BODIES = (
     Body("kernel.cu.jinja", ARGS, SPACE, when=_RING),
     Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when=_WGMMA),
     Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when=_GEMV),
     Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=lambda arch: arch.has_tma, when=_STREAM),
+    Body(
+        "warpgroups.cu.jinja",
+        WARPGROUP_ARGS,
+        WARPGROUP_SPACE,
+        serves=lambda arch: arch.has_wgmma,
+        when=_WARPGROUPS,
+        proven=False,
+    ),
 )
 OUTPUTS = ("out",)
 STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv: what counts is when the first bytes arrive
@@ -90,7 +100,19 @@ MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    return {"MAX_BLOCKS": MAX_BLOCKS, "STREAM_BYTES": config.smem_bytes(problem.group_size)}
+    found = {"MAX_BLOCKS": MAX_BLOCKS, "STREAM_BYTES": config.smem_bytes(problem.group_size)}
+    return found | {"BOX_ROWS": box_rows(config)} if config.warpgroups else found
+
+
+def box_rows(config: Config) -> int:
+    """Rows of x that a bulk copy brings."""
+    return config.block_m // config.cluster
+
+
+def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
+    """Of x."""
+    tokens, k = shape
+    return TensorMap((k, tokens, 1, 1), (k * 2, tokens * k * 2, tokens * k * 2), (64, box_rows(config), 1, 1))
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -101,6 +123,10 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.stream:  # and the sums of all units of a block
         units = -(-(problem.n // STRIP * config.split_k) // num_blocks(problem, config, target))
         return config.smem_bytes(problem.group_size) + units * config.warps_k * config.block_m * STRIP * 4
+    if config.warpgroups:  # stages, up to 64 tokens on their way out of each warpgroup, and the barriers
+        stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
+        leaving = config.block_n // 64 * min(config.block_m, 64) * (64 * 2 + 16)
+        return config.num_stages * (stage + 16) + leaving + 8
     return config.smem_bytes(problem.group_size)
 
 
@@ -118,22 +144,30 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return None
     if config.gemv:
         return w4_tiling.why_not_gemv(config, problem.num_tokens, problem.k, target.arch)
+    if config.warpgroups:
+        if why := w4_tiling.why_not_warpgroups(config, problem.k, target.arch):
+            return why
+        if (need := smem_bytes(problem, config, target)) > target.arch.max_smem_bytes:
+            return f"needs {need:,} B of shared memory; {target.arch} allows {target.arch.max_smem_bytes:,} B a block"
     if problem.row_invariant and config.blocks_per_sm and problem.num_tokens > config.block_m:
         return (
             f"row_invariant: {problem.num_tokens} tokens fill several tiles of block_m={config.block_m}, and with "
             f"blocks_per_sm={config.blocks_per_sm} blocks share tiles; with 0 none does"
         )
-    return w4_tiling.why_invalid(config, problem.group_size, target.arch)
+    return None if config.warpgroups else w4_tiling.why_invalid(config, problem.group_size, target.arch)
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
-    tiles = -(-problem.num_tokens // config.block_m) * -(-problem.n // config.block_n)
+    rows = config.block_n * config.cluster
+    tiles = -(-problem.num_tokens // config.block_m) * -(-problem.n // rows) * config.cluster
     return config.num_blocks(tiles, problem.k, target.device.num_sms)
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
-    grid, block = (num_blocks(problem, config, target), 1, 1), (32 * config.num_warps, 1, 1)
-    return (Launch("w4a16_gemm", grid, block, smem_bytes(problem, config, target), pdl=target.arch.has_pdl),)
+    grid = num_blocks(problem, config, target), 1, 1
+    block = 32 * config.num_warps + (128 if config.warpgroups else 0), 1, 1  # who copies
+    smem, cluster = smem_bytes(problem, config, target), (config.cluster, 1, 1)
+    return (Launch("w4a16_gemm", grid, block, smem, pdl=target.arch.has_pdl, cluster=cluster),)
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:

@@ -361,8 +361,8 @@ def test_pointers_ask_for_no_more_alignment_than_slices_have(kernel: Kernel) -> 
 @EACH_KERNEL
 def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> None:
     """A kernel that writes nothing, or not all, must not pass: no output holds its right values beforehand."""
-    names = {a.name for a in _args(kernel)} - {"workspace"}
-    kinds = {a.name: a.kind for a in _args(kernel)}
+    kinds = {a.name: a.kind for a in _args(kernel) if a.kind != "map"}
+    names = kinds.keys() - {"workspace"}
     written = set()
     for case in kernel.cases.CASES:
         if getattr(case.problem, "kv_len", 0) > MOST_KEYS or kernel.cost(case.problem).bytes > MOST_BYTES:

@@ -1,0 +1,115 @@
+"""Arguments that are tensor maps: what a bulk copy would bring by them, and that the launcher makes each once."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kerngen.errors import LaunchError
+from kerngen.runtime import launcher, tensor_maps
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import Arg, TensorMap
+
+PREFILL, GEMM = find_kernel("attn_prefill"), find_kernel("w4a16_gemm")
+
+
+def box_of(tensor: Tensor, seen: TensorMap, at: tuple[int, ...]) -> Tensor:
+    """What a copy from element `at` of each axis brings, [.., box's axes outermost first]: the driver's rules."""
+    assert len(seen.dims) == len(seen.box) == len(seen.strides) + 1 <= 5
+    assert all(s % 16 == 0 for s in seen.strides), "strides of 16 bytes"
+    assert all(1 <= b <= 256 for b in seen.box)
+    assert seen.box[0] * tensor.element_size() == 128, "a row of the swizzle"
+    flat, steps = tensor.reshape(-1), (1, *(s // tensor.element_size() for s in seen.strides))
+    brought = torch.zeros(seen.box[::-1], dtype=tensor.dtype)
+    for inner in product(*map(range, seen.box)):
+        where = [a + i for a, i in zip(at, inner, strict=True)]
+        if all(0 <= w < d for w, d in zip(where, seen.dims, strict=True)):
+            brought[inner[::-1]] = flat[sum(w * s for w, s in zip(where, steps, strict=True))]
+    return brought
+
+
+@pytest.mark.parametrize(("page_size", "block_n", "rows"), [(16, 80, 16), (64, 32, 32), (8, 64, 8), (64, 64, 64)])
+def test_keys_in_pages(page_size: int, block_n: int, rows: int) -> None:
+    problem = PREFILL.problem_type(head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=page_size)
+    config = PREFILL.config_type(128, block_n, wgmma=True, boxes=True)
+    cache = torch.arange(3 * 2 * page_size * 128, dtype=torch.int16).view(3, 2, page_size, 128)
+    seen = PREFILL.tensor_map(problem, config, "k", tuple(cache.shape))
+    assert seen is not None
+    first = page_size - rows
+    brought = box_of(cache, seen, (64, first, 1, 2))
+    assert torch.equal(brought[0, 0], cache[2, 1, first:, 64:128])
+    assert brought.shape == (1, 1, rows, 64)
+
+
+def test_keys_that_lie_dense() -> None:
+    problem = PREFILL.problem_type(head_dim=256, num_q_heads=6, num_kv_heads=3)
+    config = PREFILL.config_type(128, 80, wgmma=True, boxes=True)
+    keys = torch.arange(100 * 3 * 256).to(torch.int16).view(100, 3, 256)
+    seen = PREFILL.tensor_map(problem, config, "v", tuple(keys.shape))
+    assert seen is not None
+    assert torch.equal(box_of(keys, seen, (192, 17, 2, 0))[0, 0], keys[17:97, 2, 192:])
+    beyond = box_of(keys, seen, (0, 90, 0, 0))[0, 0]
+    assert torch.equal(beyond[:10], keys[90:, 0, :64])
+    assert not beyond[10:].any(), "what is not there is zeros"
+
+
+@pytest.mark.parametrize(("page_size", "block_n"), [(24, 64), (12, 48), (64, 80)])
+def test_pages_that_tiles_cannot_be_made_of_are_refused(page_size: int, block_n: int) -> None:
+    from kerngen.arch import Target, find_device
+
+    problem = PREFILL.problem_type(head_dim=128, page_size=page_size)
+    config = PREFILL.config_type(128, block_n, wgmma=True, boxes=True)
+    why = PREFILL.why_invalid(problem, config, Target.of(find_device("H200")))
+    assert why is not None
+    assert f"page_size={page_size}" in why
+    assert PREFILL.tensor_map(problem, config, "k", (2, 16, page_size, 128)) is None
+
+
+@pytest.mark.parametrize(("tokens", "cluster"), [(1, 1), (5, 2), (300, 2)])
+def test_tokens(tokens: int, cluster: int) -> None:
+    problem = GEMM.problem_type(n=256, k=192, num_tokens=tokens)
+    config = GEMM.config_type(32, 128, 64, 16, warpgroups=True, cluster=cluster)
+    x = torch.arange(tokens * 192).to(torch.int16).view(tokens, 192)
+    seen = GEMM.tensor_map(problem, config, "x", tuple(x.shape))
+    assert seen is not None
+    brought = box_of(x, seen, (128, 0, 0, 0))[0, 0]
+    assert brought.shape == (32 // cluster, 64)
+    assert torch.equal(brought[:tokens], x[: 32 // cluster, 128:])
+    assert not brought[tokens:].any()
+
+
+def test_each_is_made_when_it_is_first_launched_with_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(tensor_maps, "encode", lambda *what: made.append(what) or len(made))
+    monkeypatch.setattr(tensor_maps, "Encoded", lambda: "zeros")
+    problem, config = GEMM.problem_type(n=256, k=192), GEMM.config_type(32, 128, 64, 16, warpgroups=True)
+    function = SimpleNamespace(kernel=GEMM, config=config, _maps={})
+    of: Any = launcher.Function._map
+    arg, x, other = Arg("x_map", "map", of="x"), torch.zeros(3, 192), torch.zeros(3, 192)
+    assert [of(function, problem, arg, t) for t in (x, other, x, x[:2], None)] == [1, 2, 1, 3, "zeros"]
+    assert [address for _, _, address in made] == [x.data_ptr(), other.data_ptr(), x.data_ptr()]
+    assert made[0][1].dims == (192, 3, 1, 1)
+
+
+def test_its_memory_is_where_the_driver_wants_it() -> None:
+    maps = [tensor_maps.Encoded() for _ in range(50)]
+    assert all(m.getPtr() % 128 == 0 for m in maps)
+    assert len({m.getPtr() for m in maps}) == 50
+
+
+def test_an_address_is_no_tensor() -> None:
+    function = SimpleNamespace(kernel=GEMM, config=GEMM.config_type(), _maps={})
+    of: Any = launcher.Function._map
+    with pytest.raises(LaunchError, match="x must be a CUDA tensor, not 4096"):
+        of(function, GEMM.problem_type(n=256, k=192), Arg("x_map", "map", of="x"), 4096)
+
+
+def test_calls_do_not_pass_them() -> None:
+    inputs = GEMM.cases.inputs(GEMM.cases.CASES[0], torch.device("cpu"))
+    GEMM.require_arguments(inputs)
+    assert "x_map" not in inputs

@@ -1,0 +1,66 @@
+"""Bodies that no GPU has confirmed: they compile to what fits, and nothing chooses one."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+
+from kerngen.arch import ARCHES, DEVICES, Target
+from kerngen.compile import compile_cubin, supported_targets
+from kerngen.render import render
+from kerngen.templates import find_kernel, kernel_names
+from kerngen.templates.kernel import Body, Kernel
+from kerngen.tuning.space import candidates, space_of
+
+UNPROVEN = [(find_kernel(n), b) for n in kernel_names() for b in find_kernel(n).spec.BODIES if not b.proven]
+SAMPLE = 12  # configurations of each that are compiled
+
+
+def _valid(kernel: Kernel, body: Body, target: Target) -> list[tuple[Any, Any]]:
+    """Problems of the kernel's cases and benchmarks, each with a configuration of `body` that may run it, shuffled."""
+    rng, found = random.Random(8), []
+    for case in (*kernel.bench.BENCH_CASES, *kernel.cases.CASES):
+        if kernel.why_unsupported(case.problem, target) is not None:
+            continue
+        choices = body.choices(case.problem, target)
+        points = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+        for config in (kernel.config_type(**p) for p in rng.sample(points, min(len(points), 300))):
+            if kernel.why_invalid(case.problem, config, target) is None:
+                found.append((case.problem, config))
+                break
+    rng.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize(("kernel", "body"), UNPROVEN, ids=lambda v: getattr(v, "template", getattr(v, "name", "")))
+def test_they_compile_to_what_fits(kernel: Kernel, body: Body) -> None:
+    arches = [a for a in ARCHES.values() if body.serves(a) and a.number in supported_targets()]
+    assert arches
+    for arch in arches:
+        target, found = Target.of(arch), _valid(kernel, body, Target.of(arch))
+        assert len(found) >= SAMPLE
+        for problem, config in found[:SAMPLE]:
+            assert kernel.body(config, arch) is body
+            cubin = compile_cubin(render(kernel, problem, config, target), arch)
+            for launch in kernel.launches(problem, config, target):
+                takes, threads = cubin.entries[launch.entry], launch.block[0]
+                assert takes.spill_store_bytes <= getattr(kernel.spec, "MAX_SPILL_BYTES", 0), config
+                assert takes.registers * threads <= arch.regs_per_sm, config
+                assert launch.smem_bytes + takes.static_smem_bytes <= arch.max_smem_bytes, config
+                assert launch.grid[0] % launch.cluster[0] == 0
+                assert "wgmma" not in cubin.log or "serialized" not in cubin.log, config
+
+
+@pytest.mark.parametrize(("kernel", "body"), UNPROVEN, ids=lambda v: getattr(v, "template", getattr(v, "name", "")))
+def test_nothing_chooses_one(kernel: Kernel, body: Body) -> None:
+    for device in DEVICES.values():
+        target = Target.of(device)
+        for case in (*kernel.bench.BENCH_CASES, *kernel.cases.CASES):
+            if kernel.why_unsupported(case.problem, target) is None:
+                assert kernel.body(kernel.default_config(case.problem, target), target.arch).proven
+    target, problem = Target.of(DEVICES["H200"]), kernel.bench.BENCH_CASES[0].problem
+    assert all(kernel.body(c, target.arch).proven for c in candidates(kernel, problem, target).valid)
+    assert len(space_of(kernel, problem, target)) == sum(b.proven for b in kernel.bodies(target.arch))

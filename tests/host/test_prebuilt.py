@@ -48,6 +48,11 @@ def test_there_are_sheets() -> None:
     assert sorted(p.name for p in PREBUILT.iterdir() if not p.is_dir()) == ["README.md"]
 
 
+def test_no_architecture_is_left_out() -> None:
+    assert {b.device.arch for b in FORETOLD} == set(ARCHES)
+    assert {b.name for b in FORETOLD} == {"V100", "T4", "A100", "RTX3090", "L4", "RTX4090", "H200", "B200", "RTX5090"}
+
+
 def test_the_table_has_what_there_is() -> None:
     rows = re.findall(r"^\| (\w+) \|.*\| (\d+) kB \|$", (PREBUILT / "README.md").read_text(), re.MULTILINE)
     sizes = {p.name: sum(f.stat().st_size for f in p.iterdir()) / 1e3 for p in PREBUILT.iterdir() if p.is_dir()}

@@ -40,7 +40,8 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_tokens": 8192, "batch": 1, "kv_len": 8192},
         {"head_dim": 256, "num_q_heads": 32, "num_kv_heads": 16, "page_size": 0, "window": 0, "causal": True,
          "dtype": "bf16", "logit_cap": False},
-        {"block_m": 128, "block_n": 64, "num_warps": 8, "warps_d": 1, "num_stages": 1, "q_in_regs": False},
+        {"block_m": 128, "block_n": 64, "num_warps": 8, "warps_d": 1, "num_stages": 1, "q_in_regs": False,
+         "wgmma": False, "ping_pong": False, "boxes": False, "cluster": 1},
     ),
     "centroid_head": (
         {"num_tokens": 1},
@@ -142,7 +143,8 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"n": REQUIRED, "k": REQUIRED, "group_size": 32, "dtype": "bf16", "gated": False,
          "row_invariant": False},
         {"block_m": 8, "block_n": 128, "block_k": 128, "warp_n": 32, "warps_m": 1, "warps_k": 1, "num_stages": 4,
-         "blocks_per_sm": 1, "wgmma": False, "gemv": False, "split_k": 1, "stream": False},
+         "blocks_per_sm": 1, "wgmma": False, "gemv": False, "split_k": 1, "stream": False,
+         "warpgroups": False, "cluster": 1},
     ),
 }  # fmt: skip
 WHAT_TO_DO = """\

@@ -55,9 +55,13 @@ class Observed:
 
 
 class GpuWorker:
-    """Measures on this machine's GPU, one configuration at a time. Close it, or use it as a context."""
+    """Measures on this machine's GPU, one configuration at a time. Close it, or use it as a context.
 
-    def __init__(self) -> None:
+    timeout_s: after so long without an answer its process is killed: a kernel may wait for ever.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._process: Processes | None = None
 
     def start(self) -> None:
@@ -143,7 +147,7 @@ class GpuWorker:
         return Observed("launch_failed", seen) if isinstance(seen, str) else seen
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        return result_of(self._running().submit(function, *arguments), TIMEOUT_S)
+        return result_of(self._running().submit(function, *arguments), self._timeout_s)
 
     def _running(self) -> Processes:
         if self._process is None:
@@ -153,7 +157,7 @@ class GpuWorker:
     def _lost(self, error: Exception, what: str = "the kernel") -> Observed:
         self.close()
         if isinstance(error, TimeoutError):
-            return Observed("timed_out", f"no answer within {TIMEOUT_S:g} s")
+            return Observed("timed_out", f"no answer within {self._timeout_s:g} s")
         return Observed("launch_failed", f"{what} took its process down")
 
     def close(self) -> None:

@@ -1,0 +1,86 @@
+"""`python -m kerngen.tuning.sweep`: a body's configurations on a GPU, which is played here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from kerngen.arch import Device, Target, find_device
+from kerngen.cli import run_command
+from kerngen.templates import find_kernel
+from kerngen.tuning import sweep
+from kerngen.tuning.worker import Observed
+
+GEMM = find_kernel("w4a16_gemm")
+ARGUMENTS = ("w4a16_gemm", "--body", "warpgroups.cu.jinja", "--problem", "n=512,k=256,gated=false,num_tokens=40")
+
+
+class PlayedGpu:
+    """An H200 on which tiles of 64 tokens are quick, and the second configuration of a case is wrong."""
+
+    def __init__(self, timeout_s: float) -> None:
+        assert timeout_s == 3.0
+        self.seen: list[Any] = []
+
+    def __enter__(self) -> PlayedGpu:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def device(self) -> Device:
+        return find_device("H200")
+
+    def measure(self, kernel: Any, problem: Any, config: Any, image: bytes) -> Observed:
+        assert image[:4] == b"\x7fELF"
+        self.seen.append(config)
+        if len(self.seen) == 2:
+            return Observed("wrong_result", "out[3, 1] is nan, reference 1")
+        return Observed("ok", p50_us=5.0 if config.block_m == 64 else 10.0)
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["sweep", *arguments])
+    return run_command(sweep.main, "sweep")
+
+
+def test_it_tells_what_came_of_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sweep, "GpuWorker", PlayedGpu)
+    assert _run(monkeypatch, *ARGUMENTS, "--most", "6", "--timeout", "3", "--jobs", "2") == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert len(lines) == 1 + 1 + 6 + 1
+    assert "n=512" in lines[0]
+    assert "wrong_result: out[3, 1] is nan, reference 1" in lines[2]
+    assert lines[1].split()[1] == "us"
+    assert all("warpgroups=True" in line for line in lines[2:8])
+    assert "best: " in lines[-1]
+    assert "1 configurations are wrong or failed" in err
+
+
+def test_the_quickest_by_the_model_are_tried_first() -> None:
+    body = sweep.body_of(GEMM, "warpgroups.cu.jinja")
+    problem = GEMM.problem_type(n=5376, k=8192, num_tokens=4096)
+    found = sweep.chosen(GEMM, body, problem, Target.of(find_device("H200")), 10)
+    assert len(found) == 10
+    assert [us for us, _ in found] == sorted(us for us, _ in found)
+    assert all(c.warpgroups for _, c in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("rmsnorm", "--body", "x.cu"), "rmsnorm has 0 bodies"),
+        (("w4a16_gemm", "--body", "kernel.cu.jinja"), "w4a16_gemm has 2 bodies"),
+        ((*ARGUMENTS[:4], "tokens=3"), "'tokens' is no field of a problem"),
+        ((*ARGUMENTS[:4], "n=many"), "n=many is no int"),
+        ((*ARGUMENTS[:3], "--case", "nonsense"), "no bench case of w4a16_gemm contains 'nonsense'"),
+    ],
+)
+def test_bad_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    assert _run(monkeypatch, *arguments) == 2
+    assert says in capsys.readouterr().err

@@ -76,6 +76,12 @@ class Arch:
         """NVRTC's virtual architecture: compute_70. PTX for it runs on any GPU of this or a later arch."""
         return f"compute_{self.number}"
 
+    def why_too_large(self, smem_bytes: int) -> str | None:
+        """Why a block cannot have so much shared memory, or None."""
+        if smem_bytes <= self.max_smem_bytes:
+            return None
+        return f"needs {smem_bytes:,} B of shared memory; {self} allows {self.max_smem_bytes:,} B a block"
+
 
 _VOLTA: dict[str, Any] = {
     "has_bf16": False, "has_cp_async": False, "has_ldmatrix": False, "has_mma16816": False, "tensor_fmas": 512,

@@ -324,8 +324,9 @@ class Kernel:
 
     def tensor_map(self, problem: Any, config: Any, of: str, shape: tuple[int, ...]) -> TensorMap | None:
         """Of its argument `of`, a tensor of that shape; None where the kernel will not use it."""
-        given: Callable[[Any, Any, str, tuple[int, ...]], TensorMap | None] = vars(self.spec)["tensor_map"]
-        return given(problem, config, of, shape)
+        given: Callable[[Any, Any, str, tuple[int, ...]], TensorMap | None] | None
+        given = getattr(self.spec, "tensor_map", None)
+        return None if given is None else given(problem, config, of, shape)
 
     @cached_property
     def _refine(self) -> Callable[[Any, Any, Target], Traffic | list[Traffic]] | None:

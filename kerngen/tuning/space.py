@@ -19,7 +19,7 @@ from typing import Any
 
 from kerngen.arch import Target
 from kerngen.errors import ConfigRefused
-from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.templates.kernel import Body, Kernel, describe, fields_of
 from kerngen.tuning.watched import leaves, watched
 
 MOST_CALLS = 1 << 19  # of why_invalid for one body: seconds. Today's largest space takes 114,432 for 1,935,360 points
@@ -176,6 +176,11 @@ def enumerated(kernel: Kernel, problem: Any, target: Target) -> Enumeration:
     complete = all(part.complete for part in parts)
     _together[parts] = Enumeration(space, valid, tuple(Refusal(*r) for r in in_order), complete)
     return _together[parts]
+
+
+def valid_of(kernel: Kernel, body: Body, problem: Any, target: Target) -> tuple[Any, ...]:
+    """The valid configurations of one body, proven or not; of a sample where it is too irregular to be known whole."""
+    return _sorted_out(kernel, body.choices(problem, target), problem, target).valid
 
 
 def _sorted_out(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted:

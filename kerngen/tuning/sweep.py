@@ -11,12 +11,10 @@ that waits for ever (--timeout) is a line that says so, and the next goes on. No
 from __future__ import annotations
 
 import os
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -26,13 +24,12 @@ from kerngen.arch import Target
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, UsageError
-from kerngen.predict import predict
 from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Body, Case, Kernel, describe, fields_of
+from kerngen.templates.kernel import Body, Case, Kernel, describe, parse_fields
+from kerngen.tuning.plan import rank
+from kerngen.tuning.space import valid_of
 from kerngen.tuning.worker import GpuWorker, Observed
-
-DRAWN = 20_000  # of a body's points, where it has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def body_of(kernel: Kernel, template: str) -> Body:
 def cases_of(kernel: Kernel, wanted: str, problems: Sequence[str]) -> list[Case]:
     """The bench cases whose name contains `wanted`, or the problems that are written out. Raises UsageError."""
     if problems:
-        return [kernel.cases.case_for(_problem(kernel, text)) for text in problems]
+        return [kernel.cases.case_for(parse_fields(kernel.problem_type, text)) for text in problems]
     found = [c for c in kernel.bench.BENCH_CASES if wanted in c.name]
     if not found:
         raise UsageError(f"no bench case of {kernel.name} contains {wanted!r}",
@@ -64,47 +61,15 @@ def cases_of(kernel: Kernel, wanted: str, problems: Sequence[str]) -> list[Case]
     return found
 
 
-def _problem(kernel: Kernel, text: str) -> Any:
-    base = kernel.bench.BENCH_CASES[0].problem
-    known, given = fields_of(base), {}
-    for pair in text.split(","):
-        name, _, value = pair.partition("=")
-        if name not in known:
-            raise UsageError(
-                f"{name!r} is no field of a problem of {kernel.name}", hint=f"there are: {', '.join(known)}"
-            )
-        kind = type(known[name])
-        try:
-            given[name] = {"true": True, "false": False}[value] if kind is bool else kind(value)
-        except (KeyError, ValueError):
-            raise UsageError(f"{name}={value} is no {kind.__name__}") from None
-    return replace(base, **given)
-
-
-def chosen(kernel: Kernel, body: Body, problem: Any, target: Target, most: int) -> list[tuple[float, Any]]:
-    """(expected us, configuration) of the body's valid points, the quickest first: `most` of them."""
-    choices = body.choices(problem, target)
-    points = list(product(*choices.values()))
-    if len(points) > DRAWN:
-        points = random.Random(0).sample(points, DRAWN)
-    found = []
-    for values in points:
-        config = kernel.config_type(**dict(zip(choices, values, strict=True)))
-        if kernel.why_invalid(problem, config, target) is None:
-            found.append((predict(kernel, problem, config, target).latency_us, config))
-    found.sort(key=lambda pair: (pair[0], describe(pair[1])))
-    return found[:most]
-
-
 def sweep(
     kernel: Kernel, body: Body, case: Case, target: Target, gpu: GpuWorker, compiler: CachedCompiler, most: int
 ) -> Iterator[Tried]:
     """The default of `case`, then the body's best by the cost model, as each is done."""
-    default = kernel.default_config(case.problem, target)
-    expected = predict(kernel, case.problem, default, target).latency_us
-    wanted = [(expected, default), *chosen(kernel, body, case.problem, target, most)]
+    problem = case.problem
+    default = rank(kernel, problem, target, [kernel.default_config(problem, target)])
+    wanted = [*default, *rank(kernel, problem, target, valid_of(kernel, body, problem, target))[:most]]
     compiles: list[Future[Cubin]] = [
-        compiler.submit(render(kernel, case.problem, config, target), target.arch) for _, config in wanted
+        compiler.submit(render(kernel, problem, config, target), target.arch) for _, config in wanted
     ]
     for (us, config), made in zip(wanted, compiles, strict=True):
         try:
@@ -112,7 +77,7 @@ def sweep(
         except CompileError as e:
             yield Tried(config, us, Observed("compile_failed", e.message))
             continue
-        yield Tried(config, us, gpu.measure(kernel, case.problem, config, image))
+        yield Tried(config, us, gpu.measure(kernel, problem, config, image))
 
 
 def _line(kernel: Kernel, case: Case, tried: Tried) -> str:

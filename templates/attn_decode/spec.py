@@ -202,9 +202,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"num_stages={c.num_stages} needs cp.async, which {arch} lacks; num_stages=1"
     if arch.has_cp_async and c.num_stages < 2:
         return f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
-    if (smem := smem_bytes(p, c, target)) > arch.max_smem_bytes:
-        return f"needs {smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
-    return None
+    return arch.why_too_large(smem_bytes(p, c, target))
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

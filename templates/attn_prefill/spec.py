@@ -172,7 +172,7 @@ def staging_regs(problem: Problem, config: Config, target: Target) -> int:
     return 0 if target.arch.has_cp_async else config.block_n * problem.head_dim // (64 * config.num_warps)
 
 
-def why_not_wgmma(problem: Problem, config: Config, target: Target) -> str | None:
+def _why_not_by_warpgroups(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     if not arch.has_wgmma:
         return f"wgmma=True needs wgmma, which {arch} lacks"
@@ -202,15 +202,11 @@ def why_not_wgmma(problem: Problem, config: Config, target: Target) -> str | Non
             f"output, scores and probabilities take {held} registers a thread; with {WGMMA_SPARE_REGS} for the rest "
             f"that is over {limit}"
         )
-    if (need := smem_bytes(problem, c, target)) > arch.max_smem_bytes:
-        return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     return None
 
 
-def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+def _why_not_by_warps(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
-    if c.wgmma:
-        return why_not_wgmma(problem, c, target)
     unit = 16 if arch.has_ldmatrix else 32
     if c.num_warps % c.warps_d:
         return f"num_warps={c.num_warps} is no multiple of warps_d={c.warps_d}"
@@ -238,9 +234,13 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
             f"accumulators take {held} registers a thread and staged tiles {staged}; with {SPARE_REGS} for the rest "
             f"that is over {limit}"
         )
-    if (need := smem_bytes(problem, c, target)) > arch.max_smem_bytes:
-        return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
     return None
+
+
+def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    why_not = _why_not_by_warpgroups if config.wgmma else _why_not_by_warps
+    why = why_not(problem, config, target)
+    return target.arch.why_too_large(smem_bytes(problem, config, target)) if why is None else why
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

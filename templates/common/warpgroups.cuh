@@ -6,6 +6,7 @@
 // PTX ISA 8.8, "wgmma.mma_async", "Matrix descriptor", "Strides", "setmaxnreg", "cp.async.mbarrier.arrive".
 #pragma once
 #include "common/bulk.cuh"
+#include "common/w4_wgmma.cuh"  // for its fences, commit and wait
 
 // A barrier whose phase ends with `arrivals` arrivals.
 DEVICE void barrier_init_for(uint64_t* barrier, uint32_t arrivals) {
@@ -58,15 +59,6 @@ DEVICE void warps_announce(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// What ordinary instructions wrote to shared memory, and a barrier has made visible here, wgmma reads from now on.
-DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Ordinary instructions' registers before, wgmma's after.
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 // The compiler neither moves what writes these before it behind it, nor what reads them behind it before it.
 template <int N> DEVICE void pin(float (&x)[N][4]) {
 #pragma unroll

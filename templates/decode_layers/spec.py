@@ -367,9 +367,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
                 f"at most {MAX_ROW_WORDS}")  # fmt: skip
     if p.ple_width and (rows := _gate_rows(p, blocks) * GATED_COPIES) > 32 * c.num_warps:
         return f"{rows} results of the per-layer gate a block; {c.num_warps} warps make {32 * c.num_warps} at a time"
-    if (need := smem_bytes(p, c, target)) > arch.max_smem_bytes:
-        return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
-    return None
+    return arch.why_too_large(smem_bytes(p, c, target))
 
 
 def default_config(problem: Problem, target: Target) -> Config:

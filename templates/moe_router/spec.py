@@ -152,8 +152,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps) // 8 * 8)
     if (need := registers(problem, c, arch)) > available:
         return f"about {need} registers a thread; {32 * warps} threads leave {available}"
-    if (smem := smem_bytes(problem, c, target)) > arch.max_smem_bytes:
-        return f"needs {smem:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
+    if (why := arch.why_too_large(smem_bytes(problem, c, target))) is not None:
+        return why
     tiles = num_tiles(problem, c)
     if expert_blocks(problem, c) > 1 and tiles > MAX_TILES:
         return f"{tiles} tiles of {c.block_t} tokens shared by {expert_blocks(problem, c)} blocks; at most {MAX_TILES}"

@@ -135,8 +135,9 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         p, c, arch = problem, config, target.arch
         if why := w4_tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):
             return why
-        if (need := smem_bytes(p, c, target)) > arch.max_smem_bytes:
-            return f"needs {need:,} B of shared memory; {arch} allows {arch.max_smem_bytes:,} B a block"
+        need = smem_bytes(p, c, target)
+        if why := arch.why_too_large(need):
+            return why
         if (together := c.blocks_per_sm * (need + arch.reserved_smem_bytes)) > arch.smem_per_sm:
             return (
                 f"{c.blocks_per_sm} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,}"
@@ -147,8 +148,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.warpgroups:
         if why := w4_tiling.why_not_warpgroups(config, problem.k, target.arch):
             return why
-        if (need := smem_bytes(problem, config, target)) > target.arch.max_smem_bytes:
-            return f"needs {need:,} B of shared memory; {target.arch} allows {target.arch.max_smem_bytes:,} B a block"
+        if why := target.arch.why_too_large(smem_bytes(problem, config, target)):
+            return why
     if problem.row_invariant and config.blocks_per_sm and problem.num_tokens > config.block_m:
         return (
             f"row_invariant: {problem.num_tokens} tokens fill several tiles of block_m={config.block_m}, and with "

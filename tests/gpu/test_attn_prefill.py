@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
+from bodies import valid_here, wrong_of
 
-from kerngen.measure import check_case, target_here
 from kerngen.templates import Case, find_kernel
 
 KERNEL = find_kernel("attn_prefill")
@@ -20,20 +21,13 @@ TILES = {
 WAYS = tuple(product((False, True), (False, True), (1, 2)))  # ping_pong, boxes, cluster
 
 
-def _configs(case: Case) -> list[Any]:
-    target, found = target_here(), []
-    for (m, n, warps, parts, stages), (ping_pong, boxes, cluster) in product(TILES[case.problem.head_dim], WAYS):
-        config = KERNEL.config_type(m, n, warps, parts, stages, False, True, ping_pong, boxes, cluster)
-        if KERNEL.why_invalid(case.problem, config, target) is None:
-            found.append(config)
-    return found
+def _configs(case: Case) -> Iterator[Any]:
+    for tile, (ping_pong, boxes, cluster) in product(TILES[case.problem.head_dim], WAYS):
+        yield KERNEL.config_type(*tile, False, True, ping_pong, boxes, cluster)
 
 
 @pytest.mark.parametrize("case", KERNEL.cases.CASES, ids=str)
 def test_by_warpgroups(case: Case) -> None:
-    if not target_here().arch.has_wgmma:
-        pytest.skip("no wgmma here")
-    configs = _configs(case)
+    configs = valid_here(KERNEL, case, _configs(case))
     assert configs
-    wrong = [f"{c}: {r.message}" for c in configs if not (r := check_case(KERNEL, case, c)).ok]
-    assert wrong == []
+    assert wrong_of(KERNEL, case, configs) == []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
+from bodies import valid_here, wrong_of
 
-from kerngen.measure import check_case, target_here
 from kerngen.templates import Case, find_kernel
 
 KERNEL = find_kernel("w4a16_gemm")
@@ -16,22 +15,14 @@ TILES = (
     (256, 128, 64, 5), (128, 128, 64, 8), (128, 128, 128, 3), (64, 256, 64, 5), (64, 128, 128, 4), (32, 256, 128, 4),
     (16, 256, 256, 3), (16, 128, 64, 12),
 )  # fmt: skip
-
-
-def _configs(case: Case) -> list[Any]:
-    target, found = target_here(), []
-    for (m, n, k, stages), shared, cluster in product(TILES, (0, 1), (1, 2)):
-        config = KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, warpgroups=True, cluster=cluster)
-        if KERNEL.why_invalid(case.problem, config, target) is None:
-            found.append(config)
-    return found
+CONFIGS = [
+    KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, warpgroups=True, cluster=cluster)
+    for (m, n, k, stages), shared, cluster in product(TILES, (0, 1), (1, 2))
+]
 
 
 @pytest.mark.parametrize("case", KERNEL.cases.CASES, ids=str)
 def test_by_warpgroups(case: Case) -> None:
-    if not target_here().arch.has_wgmma:
-        pytest.skip("no wgmma here")
-    if not (configs := _configs(case)):
+    if not (configs := valid_here(KERNEL, case, CONFIGS)):
         pytest.skip(f"{case.problem} has no whole stages")
-    wrong = [f"{c}: {r.message}" for c in configs if not (r := check_case(KERNEL, case, c)).ok]
-    assert wrong == []
+    assert wrong_of(KERNEL, case, configs) == []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kerngen.arch import Device, Target, find_device
+from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.cli import run_command
 from kerngen.templates import find_kernel
 from kerngen.tuning import sweep
@@ -60,13 +62,16 @@ def test_it_tells_what_came_of_each(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "1 configurations are wrong or failed" in err
 
 
-def test_the_quickest_by_the_model_are_tried_first() -> None:
+def test_the_quickest_by_the_model_are_tried_first(tmp_path: Path) -> None:
     body = sweep.body_of(GEMM, "warpgroups.cu.jinja")
     problem = GEMM.problem_type(n=5376, k=8192, num_tokens=4096)
-    found = sweep.chosen(GEMM, body, problem, Target.of(find_device("H200")), 10)
+    target = Target.of(find_device("H200"))
+    case, gpu = GEMM.cases.case_for(problem), PlayedGpu(3.0)
+    with CachedCompiler(2, CompileCache(tmp_path)) as compiler:
+        _, *found = sweep.sweep(GEMM, body, case, target, gpu, compiler, 10)  # type: ignore[arg-type]
     assert len(found) == 10
-    assert [us for us, _ in found] == sorted(us for us, _ in found)
-    assert all(c.warpgroups for _, c in found)
+    assert [t.expected_us for t in found] == sorted(t.expected_us for t in found)
+    assert all(t.config.warpgroups for t in found)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +79,8 @@ def test_the_quickest_by_the_model_are_tried_first() -> None:
     [
         (("rmsnorm", "--body", "x.cu"), "rmsnorm has 0 bodies"),
         (("w4a16_gemm", "--body", "kernel.cu.jinja"), "w4a16_gemm has 2 bodies"),
-        ((*ARGUMENTS[:4], "tokens=3"), "'tokens' is no field of a problem"),
-        ((*ARGUMENTS[:4], "n=many"), "n=many is no int"),
+        ((*ARGUMENTS[:4], "tokens=3"), "unknown problem field 'tokens'"),
+        ((*ARGUMENTS[:4], "n=many"), "n='many' is not of type int"),
         ((*ARGUMENTS[:3], "--case", "nonsense"), "no bench case of w4a16_gemm contains 'nonsense'"),
     ],
 )

@@ -1,0 +1,25 @@
+"""Configurations of a body by wgmma, which no tune may have chosen yet, against the fp32 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from kerngen.measure import check_case, target_here
+from kerngen.templates import Case
+from kerngen.templates.kernel import Kernel
+
+
+def valid_here(kernel: Kernel, case: Case, configs: Iterable[Any]) -> list[Any]:
+    """Those that may run the case on this GPU. Skips where it has no wgmma."""
+    target = target_here()
+    if not target.arch.has_wgmma:
+        pytest.skip("no wgmma here")
+    return [c for c in configs if kernel.why_invalid(case.problem, c, target) is None]
+
+
+def wrong_of(kernel: Kernel, case: Case, configs: Iterable[Any]) -> list[str]:
+    """Those that do not give what the reference does, and how."""
+    return [f"{c}: {r.message}" for c in configs if not (r := check_case(kernel, case, c)).ok]

@@ -65,16 +65,17 @@ class Arg:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """How bulk copies see a tensor of 16-bit elements (PTX ISA, "Tensors"): boxes of it land in shared memory with the
-    128-byte swizzle, and what of a box lies outside is zeros.
+    """How bulk copies see a tensor, as 16-bit elements (PTX ISA, "Tensors"): what of a box lies outside is zeros.
 
     dims: elements along each axis, innermost first, all positive. strides: of all axes but the innermost, in bytes,
-    multiples of 16. box: what one copy takes, 64 elements of the innermost axis.
+    multiples of 16. box: what one copy takes, up to 256 of each axis. swizzled: boxes land in shared memory with the
+    128-byte swizzle, of 64 elements of the innermost axis; if not, as they are.
     """
 
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    swizzled: bool = True
 
 
 Choices = tuple[Any, ...] | Callable[[Any, Target], tuple[Any, ...]]

@@ -42,8 +42,10 @@ class Tiling:
     stream: bool = False
     # A warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile: see warpgroups.cu.jinja.
     # cluster: blocks whose tiles differ in rows of W, and which share what they copy of x.
+    # prefetch: stages beyond the ring whose weights are asked into L2.
     warpgroups: bool = False
     cluster: int = 1
+    prefetch: int = 0
 
     @property
     def num_warps(self) -> int:
@@ -138,8 +140,8 @@ STREAM_SPACE = {
 
 # See Tiling.warpgroups.
 WARPGROUP_SPACE = {
-    "block_m": (16, 32, 64, 128, 256),
-    "block_n": (128, 256),
+    "block_m": (16, 32, 64, 128, 192, 256),
+    "block_n": (128, 192, 256, 384),
     "block_k": (64, 128, 256),
     "warp_n": (16,),
     "warps_m": (1,),
@@ -147,6 +149,7 @@ WARPGROUP_SPACE = {
     "num_stages": (3, 4, 5, 6, 8, 10, 12),
     "blocks_per_sm": (0, 1),
     "cluster": (1, 2),
+    "prefetch": (0, 4, 8),
 }
 
 
@@ -236,15 +239,19 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     return None
 
 
+# Of a thread that multiplies, by the rows of a tile: 64 a warpgroup, and the one that copies has 24 to 40.
+_REGISTERS = {128: 232, 192: 160, 256: 112, 384: 80}
+
+
 def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
     """As why_invalid where `warpgroups` is chosen. Without shared memory."""
     if not arch.has_wgmma:
         return f"warpgroups=True: {arch} has no wgmma; warpgroups=False serves every arch"
-    if c.block_m not in (16, 32, 64, 128, 256) or c.block_n not in (128, 256) or c.warp_n != 16:
-        wants = "16 to 256 tokens, 128 or 256 rows, and warp_n=16"
+    if c.block_m not in (16, 32, 64, 128, 192, 256) or c.block_n not in _REGISTERS or c.warp_n != 16:
+        wants = f"16 to 256 tokens, {', '.join(map(str, _REGISTERS))} rows, and warp_n=16"
         return f"warpgroups takes {wants}, not block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n}"
-    sums, spare = c.block_m // 2, 48
-    if sums + spare > (limit := 232 if c.block_n == 128 else 112):
+    sums, spare = c.block_m // 2, 44
+    if sums + spare > (limit := _REGISTERS[c.block_n]):
         return f"block_m={c.block_m} is {sums} sums a thread; with {spare} for the rest that is over {limit}"
     if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1 or c.wgmma or c.gemv or c.stream:
         return "warpgroups=True goes with no other body, and with warps_m, warps_k and split_k of 1"

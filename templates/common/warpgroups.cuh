@@ -82,12 +82,6 @@ template <int BLOCK_BYTES> DEVICE uint64_t columns_operand(uint32_t at) {
     return SWIZZLE_128B | uint64_t(1024 / 16) << 32 | uint64_t(BLOCK_BYTES / 16) << 16 | (at & 0x3ffff) >> 4;
 }
 
-// As copy_bulk, of what others will read too.
-DEVICE void copy_span(uint32_t to, const void* from, uint32_t bytes, uint64_t* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(smem_addr(barrier))
-                 : "memory");
-}
 // How the driver describes a tensor to bulk copies; a __grid_constant__ parameter.
 struct alignas(64) TensorMap {
     uint64_t opaque[16];
@@ -109,6 +103,13 @@ DEVICE void copy_box(uint32_t to, const TensorMap& map, int column, int row, int
             "l"(&map), "r"(column), "r"(row), "r"(head), "r"(page), "r"(smem_addr(barrier)),
             "h"(uint16_t((1 << CLUSTER) - 1))
             : "memory");
+}
+
+// Asks a box into L2.
+DEVICE void prefetch_box(const TensorMap& map, int column, int row, int head, int page) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column),
+                 "r"(row), "r"(head), "r"(page)
+                 : "memory");
 }
 
 // Byte offset of chunk `chunk` of row `row` in a tile of ROWS rows.

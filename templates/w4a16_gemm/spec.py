@@ -75,7 +75,14 @@ ARGS = {
         Arg("num_tokens", "i32"),
     )
 }
-WARPGROUP_ARGS = {"w4a16_gemm": (*ARGS["w4a16_gemm"], Arg("x_map", "map", of="x"))}
+WARPGROUP_ARGS = {
+    "w4a16_gemm": (
+        *ARGS["w4a16_gemm"],
+        Arg("x_map", "map", of="x"),
+        Arg("w_map", "map", of="w_packed"),
+        Arg("scales_map", "map", of="scales"),
+    )
+}
 _RING, _WGMMA, _GEMV, _STREAM, _WARPGROUPS = (
     {name: body == name for name in ("wgmma", "gemv", "stream", "warpgroups")}
     for body in ("ring", "wgmma", "gemv", "stream", "warpgroups")
@@ -101,18 +108,33 @@ MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"MAX_BLOCKS": MAX_BLOCKS, "STREAM_BYTES": config.smem_bytes(problem.group_size)}
-    return found | {"BOX_ROWS": box_rows(config)} if config.warpgroups else found
+    if not config.warpgroups:
+        return found
+    rows, blocks = x_box(config)
+    return found | {"BOX_ROWS": rows, "BOX_BLOCKS": blocks}
 
 
-def box_rows(config: Config) -> int:
-    """Rows of x that a bulk copy brings."""
-    return config.block_m // config.cluster
+def x_box(config: Config) -> tuple[int, int]:
+    """Tokens, and blocks of 64 columns, that a bulk copy brings of x: a stage's, or of a cluster a block's part of it."""
+    blocks = config.block_k // 64
+    if blocks % config.cluster:
+        return config.block_m // config.cluster, blocks
+    return config.block_m, blocks // config.cluster
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
-    """Of x."""
-    tokens, k = shape
-    return TensorMap((k, tokens, 1, 1), (k * 2, tokens * k * 2, tokens * k * 2), (64, box_rows(config), 1, 1))
+    """x as blocks of 64 columns of all tokens; W as strips of tiles of 32 x 32 weights, and its scales as strips too."""
+    strips, groups = problem.n // STRIP, problem.k // problem.group_size
+    if of == "x":
+        tokens, k = shape
+        return TensorMap((64, tokens, k // 64, 1), (k * 2, 128, tokens * k * 2), (64, *x_box(config), 1))
+    rows = config.block_n // STRIP
+    if of == "w_packed":
+        tiles = problem.k // STRIP
+        box = (256, config.block_k // STRIP, rows, 1)
+        return TensorMap((256, tiles, strips, 1), (512, tiles * 512, strips * tiles * 512), box, swizzled=False)
+    box = (STRIP, max(1, config.block_k // problem.group_size), rows, 1)
+    return TensorMap((STRIP, groups, strips, 1), (64, groups * 64, strips * groups * 64), box, swizzled=False)
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -123,9 +145,9 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.stream:  # and the sums of all units of a block
         units = -(-(problem.n // STRIP * config.split_k) // num_blocks(problem, config, target))
         return config.smem_bytes(problem.group_size) + units * config.warps_k * config.block_m * STRIP * 4
-    if config.warpgroups:  # stages, up to 64 tokens on their way out of each warpgroup, and the barriers
+    if config.warpgroups:  # stages, up to 32 tokens on their way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
-        leaving = config.block_n // 64 * min(config.block_m, 64) * (64 * 2 + 16)
+        leaving = config.block_n // 64 * min(config.block_m, 32) * (64 * 2 + 16)
         return config.num_stages * (stage + 16) + leaving + 8
     return config.smem_bytes(problem.group_size)
 

@@ -186,6 +186,8 @@ def _serve(pipe: Connection) -> None:
 def _answer(pipe: Connection, returned: bool, value: object) -> None:
     try:
         pipe.send((returned, value))
+    except OSError:  # who asked is gone
+        os._exit(1)
     except Exception as e:  # no pickle: nothing was sent
         pipe.send((False, TypeError(f"{type(value).__name__} cannot be sent to another process: {e}")))
 

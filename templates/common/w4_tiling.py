@@ -82,7 +82,7 @@ class Tiling:
             return min(self.blocks_per_sm * num_sms, tiles * self.split_k)
         if self.warpgroups:  # whole clusters; units are of their tiles
             units = tiles // self.cluster * -(-k // self.block_k)
-            return self.cluster * min(num_sms // self.cluster, units, MAX_BLOCKS // self.cluster)
+            return self.cluster * min(self.blocks_per_sm * num_sms // self.cluster, units, MAX_BLOCKS // self.cluster)
         return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
 
     def partial_bytes(self, blocks: int) -> int:
@@ -147,7 +147,7 @@ WARPGROUP_SPACE = {
     "warps_m": (1,),
     "warps_k": (1,),
     "num_stages": (3, 4, 5, 6, 8, 10, 12),
-    "blocks_per_sm": (0, 1),
+    "blocks_per_sm": (0, 1, 2),
     "cluster": (1, 2),
     "prefetch": (0, 4, 8),
 }
@@ -239,8 +239,14 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     return None
 
 
-# Of a thread that multiplies, by the rows of a tile: 64 a warpgroup, and the one that copies has 24 to 40.
-_REGISTERS = {128: 232, 192: 160, 256: 112, 384: 80}
+# Of a thread that copies and of one that multiplies, by the rows of a tile: 64 a warpgroup, and one that copies.
+_REGISTERS = {128: (40, 232), 192: (32, 160), 256: (32, 112), 384: (24, 80)}
+_REGISTERS_OF_TWO = 24, 104  # where two blocks of 128 rows share an SM
+
+
+def warpgroup_registers(c: Tiling) -> tuple[int, int]:
+    """What setmaxnreg gives a thread that copies, and one that multiplies."""
+    return _REGISTERS_OF_TWO if c.blocks_per_sm == 2 else _REGISTERS[c.block_n]
 
 
 def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
@@ -250,14 +256,16 @@ def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
     if c.block_m not in (16, 32, 64, 128, 192, 256) or c.block_n not in _REGISTERS or c.warp_n != 16:
         wants = f"16 to 256 tokens, {', '.join(map(str, _REGISTERS))} rows, and warp_n=16"
         return f"warpgroups takes {wants}, not block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n}"
+    if c.blocks_per_sm == 2 and c.block_n != 128:
+        return f"blocks_per_sm=2: two blocks of block_n={c.block_n} rows have too few registers; 128 have enough"
     sums, spare = c.block_m // 2, 44
-    if sums + spare > (limit := _REGISTERS[c.block_n]):
+    if sums + spare > (limit := warpgroup_registers(c)[1]):
         return f"block_m={c.block_m} is {sums} sums a thread; with {spare} for the rest that is over {limit}"
     if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1 or c.wgmma or c.gemv or c.stream:
         return "warpgroups=True goes with no other body, and with warps_m, warps_k and split_k of 1"
-    if c.blocks_per_sm > 1 or c.cluster not in (1, 2) or c.num_stages < 3:
+    if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
         return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
-                "most 1, 1 or 2, and at least 3")  # fmt: skip
+                "most 2, 1 or 2, and at least 3")  # fmt: skip
     if c.block_k % 64 or k % c.block_k:
         return f"block_k={c.block_k} of k={k}: warpgroups takes whole stages of a multiple of 64"
     return None

@@ -87,7 +87,7 @@ ADDED_SINCE = {
     ("attn_decode", "source"), ("attn_decode", "num_rotated_pairs"),
     *(("attn_prefill", name) for name in ("wgmma", "ping_pong", "boxes", "cluster")),
     *(("w4a16_gemm", name)
-      for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster")),
+      for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch")),
 }  # fmt: skip
 
 

@@ -103,7 +103,7 @@ HALVES_SPACE = {
     "num_warps": (8,),
     "num_stages": (7, 8, 9),
     "boxes": (False, True),
-    "cluster": (1, 2),
+    "cluster": (1, 2, 4),
 }
 
 # k, v: dense [total_k, num_kv_heads, head_dim] or the paged caches. cu_seqlens_k is null when paged, kv_lens and
@@ -207,10 +207,11 @@ def _why_not_by_halves(problem: Problem, config: Config, target: Target) -> str 
         return "wgmma=True reads queries from shared memory; use q_in_regs=False"
     if c.ping_pong:
         return "ping_pong=True is for warps_d=1: with warps_d=2 warpgroups wait for each other's probabilities"
-    if c.cluster not in (1, 2):
-        return f"cluster={c.cluster}: chunks come in one part or two"
+    if c.cluster not in (1, 2, 4):
+        return f"cluster={c.cluster}: chunks come in one, two or four parts"
     if c.boxes and not (box_rows(problem, c) and box_rows(problem, c, "v")):
-        return f"boxes=True: page_size={problem.page_size} is no power of two from 8 on"
+        parts = f"16 and {c.block_n // c.cluster} rows"
+        return f"boxes=True: page_size={problem.page_size} and parts of {parts} are no multiples of each other"
     if c.cluster > 1 and not c.boxes:
         return f"cluster={c.cluster} copies to all its blocks in boxes; use boxes=True"
     return None

@@ -19,10 +19,12 @@ TILES = {
     512: ((64, 64, 8, 2, 9), (64, 64, 8, 2, 8), (64, 64, 8, 2, 4)),
 }
 WAYS = tuple(product((False, True), (False, True), (1, 2)))  # ping_pong, boxes, cluster
+HALVES_WAYS = tuple(product((False,), (False, True), (1, 2, 4)))
 
 
 def _configs(case: Case) -> Iterator[Any]:
-    for tile, (ping_pong, boxes, cluster) in product(TILES[case.problem.head_dim], WAYS):
+    ways = HALVES_WAYS if case.problem.head_dim == 512 else WAYS
+    for tile, (ping_pong, boxes, cluster) in product(TILES[case.problem.head_dim], ways):
         yield KERNEL.config_type(*tile, False, True, ping_pong, boxes, cluster)
 
 

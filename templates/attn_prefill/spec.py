@@ -19,6 +19,7 @@ HEAD_DIMS = (128, 256, 512)
 # Of the 255 registers of a thread, what addresses, row statistics and operands in flight take beside the accumulators.
 SPARE_REGS = 58
 WGMMA_SPARE_REGS = 30
+CHUNK_BYTES = 8192  # of keys or values, by halves.cu.jinja
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Config:
     """block_m: packed query rows a block. block_n: keys a tile. warps_d: warps that share their query rows, each
-    accumulating head_dim / warps_d columns of the output. num_stages: K and V tiles in shared memory, each.
+    accumulating head_dim / warps_d columns of the output. num_stages: K and V tiles in shared memory, each; chunks of
+    8 KB, for each of two warpgroups, where wgmma=True and warps_d=2.
     q_in_regs: queries stay in registers instead of being read from shared memory for each tile. wgmma: num_warps warps
     multiply by warpgroups of 64 rows, and four more copy. ping_pong: two warpgroups have the tensor cores by turns.
     boxes: keys and values come in boxes of a tensor map where a tile is whole. cluster: blocks that share their copies.
@@ -89,11 +91,19 @@ WGMMA_SPACE = {
     "block_m": (64, 128, 192),
     "block_n": (32, 48, 64, 80, 96, 112, 128, 144, 160, 176),
     "num_warps": (8, 12),
-    "warps_d": (1, 2),
     "num_stages": (1, 2),
     "ping_pong": (False, True),
     "boxes": (False, True),
     "cluster": (1, 2),
+}
+
+HALVES_SPACE = {
+    "block_m": (64,),
+    "block_n": (64,),
+    "num_warps": (8,),
+    "num_stages": (7, 8, 9),
+    "boxes": (False, True),
+    "cluster": (1, 2, 4),
 }
 
 # k, v: dense [total_k, num_kv_heads, head_dim] or the paged caches. cu_seqlens_k is null when paged, kv_lens and
@@ -123,8 +133,12 @@ BODIES = (
         serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False},
     ),
     Body(
-        "wgmma.cu.jinja", WGMMA_ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when={"wgmma": True},
-        proven=False,
+        "wgmma.cu.jinja", WGMMA_ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma,
+        when={"wgmma": True, "warps_d": 1}, proven=False,
+    ),
+    Body(
+        "halves.cu.jinja", WGMMA_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
+        when={"wgmma": True, "warps_d": 2}, proven=False,
     ),
     Body("volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix, when={"wgmma": False}),
 )  # fmt: skip
@@ -133,20 +147,24 @@ OUTPUTS = ("out",)
 MAX_SPILL_BYTES = 128
 
 
-def box_rows(problem: Problem, config: Config) -> int:
-    """Rows of keys that a bulk copy brings: of a page, or of a tile where that is less. 0: none come so."""
-    page, tile = problem.page_size or config.block_n, config.block_n
-    rows = min(page, tile)
-    return rows if config.boxes and max(page, tile) % rows == 0 and rows % 8 == 0 else 0
+def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
+    """Rows of k or v that a bulk copy brings: of a page, or of what comes together where that is less (a tile; by
+    halves.cu.jinja a chunk, or a block's part of one). 0: none come so."""
+    together = config.block_n
+    if config.warps_d == 2:
+        together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // config.cluster
+    page = problem.page_size or together
+    rows = min(page, together)
+    return rows if config.boxes and rows and max(page, together) % rows == 0 and rows % 8 == 0 else 0
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    return {"BOX_ROWS": box_rows(problem, config)}
+    return {"BOX_ROWS": box_rows(problem, config), "V_BOX_ROWS": box_rows(problem, config, "v")}
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
     """Of k and v as head_dim, rows, heads and pages, the dense ones being a single page."""
-    if not (rows := box_rows(problem, config)) or 0 in shape:
+    if not (rows := box_rows(problem, config, of)) or 0 in shape:
         return None
     if problem.page_size:
         pages, heads, size, dim = shape
@@ -172,8 +190,37 @@ def staging_regs(problem: Problem, config: Config, target: Target) -> int:
     return 0 if target.arch.has_cp_async else config.block_n * problem.head_dim // (64 * config.num_warps)
 
 
+def _why_not_by_halves(problem: Problem, config: Config, target: Target) -> str | None:
+    c, arch = config, target.arch
+    if not arch.has_wgmma:
+        return f"wgmma=True needs wgmma, which {arch} lacks"
+    if problem.head_dim != 512:
+        return f"wgmma=True with warps_d=2 is for head_dim=512, not {problem.head_dim}; use warps_d=1"
+    if (c.block_m, c.block_n, c.num_warps) != (64, 64, 8):
+        return (
+            f"block_m={c.block_m} block_n={c.block_n} num_warps={c.num_warps}: with warps_d=2 two warpgroups, 8 warps, "
+            "share 64 rows and take turns at tiles of 64 keys"
+        )
+    if c.num_stages < 4:
+        return f"num_stages={c.num_stages}: products of two chunks are under way while others come; it takes 4"
+    if c.q_in_regs:
+        return "wgmma=True reads queries from shared memory; use q_in_regs=False"
+    if c.ping_pong:
+        return "ping_pong=True is for warps_d=1: with warps_d=2 warpgroups wait for each other's probabilities"
+    if c.cluster not in (1, 2, 4):
+        return f"cluster={c.cluster}: chunks come in one, two or four parts"
+    if c.boxes and not (box_rows(problem, c) and box_rows(problem, c, "v")):
+        parts = f"16 and {c.block_n // c.cluster} rows"
+        return f"boxes=True: page_size={problem.page_size} and parts of {parts} are no multiples of each other"
+    if c.cluster > 1 and not c.boxes:
+        return f"cluster={c.cluster} copies to all its blocks in boxes; use boxes=True"
+    return None
+
+
 def _why_not_by_warpgroups(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
+    if c.warps_d == 2:
+        return _why_not_by_halves(problem, config, target)
     if not arch.has_wgmma:
         return f"wgmma=True needs wgmma, which {arch} lacks"
     if c.num_warps not in (8, 12) or c.block_m % 64 or c.block_m * c.warps_d != 16 * c.num_warps:
@@ -246,6 +293,9 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Q, the K and V stages (one tile for both where there is no cp.async), and what warps of a row exchange."""
     c, row = config, problem.head_dim * 2
+    if c.wgmma and c.warps_d == 2:  # two rings, and for each of two warpgroups probabilities and their bases; barriers
+        shown = c.block_m * c.block_n * 2 + c.block_m * 4
+        return c.block_m * row + 2 * (c.num_stages * CHUNK_BYTES + shown) + 8 * (1 + 4 * c.num_stages)
     if c.wgmma:  # and the barriers
         return c.block_m * row + 2 * c.num_stages * c.block_n * row + 8 * (1 + 4 * c.num_stages)
     tiles = 2 * c.num_stages if target.arch.has_cp_async else 1

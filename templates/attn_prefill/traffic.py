@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kerngen.arch import Target
-from kerngen.templates.attn_prefill.spec import Config, Problem, cost, visible_pairs
+from kerngen.templates.attn_prefill.spec import CHUNK_BYTES, Config, Problem, cost, visible_pairs
 from kerngen.templates.kernel import Traffic
 
 # Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
@@ -37,11 +37,11 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     kv_tile = 2 * c.block_n * p.head_dim * 2
     q_tile = c.block_m * p.head_dim * 2
     if c.wgmma:  # one product's time is the other's softmax'; rows and columns come from shared memory
-        readers, q_read, exchange = c.block_m // 64 * (1 + c.warps_d) / 2, q_tile * c.warps_d, 0
+        readers, q_read = c.block_m // 64, q_tile
+        exchange = 2 * c.block_m * c.block_n * 2 if c.warps_d > 1 else 0
         product = c.block_n * p.head_dim // WGMMA_PER_CLOCK
-        tile_clocks = product + max(product // c.warps_d, SOFTMAX_CLOCKS)
+        tile_clocks = product + max(product, SOFTMAX_CLOCKS)
         instructions = 0
-        flops += flops // 2 * (c.warps_d - 1)  # scores that several make
     else:
         readers, q_read = c.num_warps // c.warps_d, 0 if c.q_in_regs else q_tile * c.warps_d
         exchange = c.block_m * c.block_n * 2 * (1 + c.warps_d) if c.warps_d > 1 else 0
@@ -49,13 +49,16 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         tile_clocks = chain * MMA_CLOCKS + SOFTMAX_CLOCKS + (EXCHANGE_CLOCKS if c.warps_d > 1 else 0)
         instructions = 2 * 32 * flops // (4096 if target.arch.has_ldmatrix else 2048)
     tiles_ahead = 2 * c.num_stages - 1 if target.arch.has_cp_async else 1
+    in_flight = tiles_ahead * c.block_n * p.head_dim * 2
+    if c.wgmma and c.warps_d > 1:  # what two rings of chunks hold beside those in use
+        in_flight = 2 * (c.num_stages - 3) * CHUNK_BYTES
     return Traffic(
         cost(p).bytes,
         flops,
         l2_bytes=tiles * kv_tile // c.cluster + 2 * rows * p.head_dim * 2,
-        smem_bytes=int(tiles * (kv_tile * (1 + readers) + q_read + exchange)),
-        cuda_ops=12 * tiles * c.block_m * c.block_n * (c.warps_d if c.wgmma else 1) + instructions,
-        bytes_in_flight=tiles_ahead * c.block_n * p.head_dim * 2,
+        smem_bytes=tiles * (kv_tile * (1 + readers) + q_read + exchange),
+        cuda_ops=12 * tiles * c.block_m * c.block_n + instructions,
+        bytes_in_flight=in_flight,
         clocks=longest * tile_clocks,
         units=-(-tiles // longest) if blocks <= 2 * target.device.num_sms else blocks,
         waits=WAITS,

@@ -15,6 +15,10 @@ DEVICE void barrier_init_for(uint64_t* barrier, uint32_t arrivals) {
 DEVICE void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(barrier)) : "memory");
 }
+// Arrives for `count`, itself included.
+DEVICE void barrier_arrive_for(uint64_t* barrier, uint32_t count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(barrier)), "r"(count) : "memory");
+}
 // Arrives at the barrier of the block `rank` of this cluster that lies where this block's `barrier` does. It says that
 // something was read, and orders no writes: a release for the cluster would wait for all of this thread's.
 DEVICE void barrier_arrive_in(uint32_t rank, uint64_t* barrier) {

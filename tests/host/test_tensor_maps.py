@@ -46,6 +46,18 @@ def test_keys_in_pages(page_size: int, block_n: int, rows: int) -> None:
     assert brought.shape == (1, 1, rows, 64)
 
 
+@pytest.mark.parametrize(
+    ("page_size", "cluster", "k_rows", "v_rows"), [(0, 1, 64, 16), (64, 2, 32, 16), (16, 4, 16, 16), (8, 2, 8, 8)]
+)
+def test_chunks_of_wide_heads(page_size: int, cluster: int, k_rows: int, v_rows: int) -> None:
+    """Keys come in chunks of 64 rows, a part for each block of a cluster, and values in chunks of 16."""
+    problem = PREFILL.problem_type(head_dim=512, num_q_heads=4, num_kv_heads=2, page_size=page_size)
+    config = PREFILL.config_type(64, 64, warps_d=2, num_stages=9, wgmma=True, boxes=True, cluster=cluster)
+    shape = (3, 2, page_size, 512) if page_size else (100, 2, 512)
+    boxes = [seen.box for of in "kv" if (seen := PREFILL.tensor_map(problem, config, of, shape))]
+    assert boxes == [(64, k_rows, 1, 1), (64, v_rows, 1, 1)]
+
+
 def test_keys_that_lie_dense() -> None:
     problem = PREFILL.problem_type(head_dim=256, num_q_heads=6, num_kv_heads=3)
     config = PREFILL.config_type(128, 80, wgmma=True, boxes=True)

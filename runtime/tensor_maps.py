@@ -10,8 +10,8 @@ from kerngen.errors import LaunchError
 from kerngen.templates.kernel import TensorMap
 
 _BYTES, _BOUNDARY = 128, 128
-# Of CUtensorMap's enumerations: 16-bit elements, not interleaved, rows of 128 bytes swizzled or as they are, L2 sectors of
-# 256 bytes, zeros for what lies outside.
+# Of CUtensorMap's enumerations: 16-bit elements, not interleaved, rows of 128 bytes swizzled or as they are, L2 sectors
+# of 256 bytes, zeros for what lies outside.
 _UINT16, _NOT_INTERLEAVED, _NOT_SWIZZLED, _SWIZZLE_128B, _L2_256B, _ZEROS = 1, 0, 0, 3, 3, 0
 
 

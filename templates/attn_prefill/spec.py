@@ -7,7 +7,8 @@ sees run without a mask. The block table is read where it lies, so its length co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
@@ -88,8 +89,8 @@ SPACE = {
 }
 
 WGMMA_SPACE = {
-    "block_m": (64, 128, 192),
-    "block_n": (32, 48, 64, 80, 96, 112, 128, 144, 160, 176),
+    "block_m": (128, 192),
+    "block_n": (48, 64, 80, 96, 112, 128, 144, 160, 176),
     "num_warps": (8, 12),
     "num_stages": (1, 2),
     "ping_pong": (False, True),
@@ -134,11 +135,11 @@ BODIES = (
     ),
     Body(
         "wgmma.cu.jinja", WGMMA_ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"wgmma": True, "warps_d": 1}, proven=False,
+        when={"wgmma": True, "warps_d": 1},
     ),
     Body(
         "halves.cu.jinja", WGMMA_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"wgmma": True, "warps_d": 2}, proven=False,
+        when={"wgmma": True, "warps_d": 2},
     ),
     Body("volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix, when={"wgmma": False}),
 )  # fmt: skip
@@ -153,9 +154,8 @@ def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
     together = config.block_n
     if config.warps_d == 2:
         together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // config.cluster
-    page = problem.page_size or together
-    rows = min(page, together)
-    return rows if config.boxes and rows and max(page, together) % rows == 0 and rows % 8 == 0 else 0
+    rows = gcd(problem.page_size, together)  # no box crosses the end of a page
+    return rows if config.boxes and rows and rows % 8 == 0 else 0
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
@@ -210,8 +210,7 @@ def _why_not_by_halves(problem: Problem, config: Config, target: Target) -> str 
     if c.cluster not in (1, 2, 4):
         return f"cluster={c.cluster}: chunks come in one, two or four parts"
     if c.boxes and not (box_rows(problem, c) and box_rows(problem, c, "v")):
-        parts = f"16 and {c.block_n // c.cluster} rows"
-        return f"boxes=True: page_size={problem.page_size} and parts of {parts} are no multiples of each other"
+        return f"boxes=True: page_size={problem.page_size} is no multiple of 8 rows"
     if c.cluster > 1 and not c.boxes:
         return f"cluster={c.cluster} copies to all its blocks in boxes; use boxes=True"
     return None
@@ -223,27 +222,26 @@ def _why_not_by_warpgroups(problem: Problem, config: Config, target: Target) -> 
         return _why_not_by_halves(problem, config, target)
     if not arch.has_wgmma:
         return f"wgmma=True needs wgmma, which {arch} lacks"
-    if c.num_warps not in (8, 12) or c.block_m % 64 or c.block_m * c.warps_d != 16 * c.num_warps:
+    if c.num_warps not in (8, 12) or c.warps_d != 1 or c.block_m != 16 * c.num_warps:
         return (
             f"block_m={c.block_m} warps_d={c.warps_d} num_warps={c.num_warps}: warpgroups, two or three, have 64 rows "
-            "each, and warps_d of them the same"
+            "each"
         )
     if c.block_n % 16 or not 16 <= c.block_n <= 256:
         return f"block_n={c.block_n} is no multiple of 16 up to 256"
     if c.q_in_regs:
         return "wgmma=True reads queries from shared memory; use q_in_regs=False"
     if c.boxes and not box_rows(problem, c):
-        return f"boxes=True: block_n={c.block_n} and page_size={problem.page_size} are no multiples of each other"
+        return f"boxes=True: page_size={problem.page_size} is no multiple of 8 rows"
     if c.cluster > 1 and not c.boxes:
         return f"cluster={c.cluster} copies to all its blocks in boxes; use boxes=True"
     if problem.head_dim // 64 % c.cluster:
         return f"head_dim={problem.head_dim} has {problem.head_dim // 64} blocks of columns, no multiple of {c.cluster}"
     if c.ping_pong and c.num_warps != 8:
         return f"ping_pong=True takes turns between two warpgroups of num_warps=8; there are {c.num_warps} warps"
-    columns = problem.head_dim // c.warps_d
-    if columns > 256 or columns % 64:
-        return f"head_dim={problem.head_dim} over warps_d={c.warps_d} is {columns} columns; a warpgroup has 64 to 256"
-    held, limit = columns // 2 + c.block_n * 3 // 4, 232 if c.num_warps == 8 else 160
+    if problem.head_dim > 256:
+        return f"head_dim={problem.head_dim}: a warpgroup has 256 columns of the output at most; use warps_d=2"
+    held, limit = problem.head_dim // 2 + c.block_n * 3 // 4, 232 if c.num_warps == 8 else 160
     if held + WGMMA_SPARE_REGS > limit:
         return (
             f"output, scores and probabilities take {held} registers a thread; with {WGMMA_SPARE_REGS} for the rest "
@@ -314,9 +312,26 @@ _PREFERRED = {
 _WINDOWED_256 = Config(64, 64, 4, 1)
 
 
+# Where there is wgmma, best on an H200.
+_BY_WARPGROUPS = {
+    128: Config(192, 80, 12, 1, 2, wgmma=True, boxes=True),
+    256: Config(128, 80, 8, 1, 2, wgmma=True, boxes=True),
+    512: Config(64, 64, 8, 2, 8, wgmma=True, boxes=True, cluster=2),
+}
+
+
+def _by_warpgroups(problem: Problem) -> Config:
+    config = _BY_WARPGROUPS[problem.head_dim]
+    if problem.window and problem.page_size and config.block_n == 80:  # boxes of more than 16 keys, and shorter ends
+        config = replace(config, block_n=64)
+    return config if box_rows(problem, config) else replace(config, boxes=False, cluster=1)
+
+
 def default_config(problem: Problem, target: Target) -> Config:
     """The first configuration of a short list, best first, that fits."""
     arch = target.arch
+    if arch.has_wgmma:
+        return _by_warpgroups(problem)
     if problem.head_dim == 256 and problem.window:
         need = smem_bytes(problem, _WINDOWED_256, target) + arch.reserved_smem_bytes
         if arch.has_cp_async and 2 * need <= arch.smem_per_sm:

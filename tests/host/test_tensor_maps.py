@@ -23,7 +23,8 @@ def box_of(tensor: Tensor, seen: TensorMap, at: tuple[int, ...]) -> Tensor:
     assert len(seen.dims) == len(seen.box) == len(seen.strides) + 1 <= 5
     assert all(s % 16 == 0 for s in seen.strides), "strides of 16 bytes"
     assert all(1 <= b <= 256 for b in seen.box)
-    assert seen.box[0] * tensor.element_size() == 128, "a row of the swizzle"
+    if seen.swizzled:
+        assert seen.box[0] * tensor.element_size() == 128, "a row of the swizzle"
     flat, steps = tensor.reshape(-1), (1, *(s // tensor.element_size() for s in seen.strides))
     brought = torch.zeros(seen.box[::-1], dtype=tensor.dtype)
     for inner in product(*map(range, seen.box)):
@@ -33,7 +34,9 @@ def box_of(tensor: Tensor, seen: TensorMap, at: tuple[int, ...]) -> Tensor:
     return brought
 
 
-@pytest.mark.parametrize(("page_size", "block_n", "rows"), [(16, 80, 16), (64, 32, 32), (8, 64, 8), (64, 64, 64)])
+@pytest.mark.parametrize(
+    ("page_size", "block_n", "rows"), [(16, 80, 16), (64, 32, 32), (8, 64, 8), (64, 64, 64), (64, 80, 16), (24, 64, 8)]
+)
 def test_keys_in_pages(page_size: int, block_n: int, rows: int) -> None:
     problem = PREFILL.problem_type(head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=page_size)
     config = PREFILL.config_type(128, block_n, wgmma=True, boxes=True)
@@ -70,7 +73,7 @@ def test_keys_that_lie_dense() -> None:
     assert not beyond[10:].any(), "what is not there is zeros"
 
 
-@pytest.mark.parametrize(("page_size", "block_n"), [(24, 64), (12, 48), (64, 80)])
+@pytest.mark.parametrize(("page_size", "block_n"), [(12, 48), (4, 64), (20, 80)])
 def test_pages_that_tiles_cannot_be_made_of_are_refused(page_size: int, block_n: int) -> None:
     from kerngen.arch import Target, find_device
 
@@ -82,17 +85,40 @@ def test_pages_that_tiles_cannot_be_made_of_are_refused(page_size: int, block_n:
     assert PREFILL.tensor_map(problem, config, "k", (2, 16, page_size, 128)) is None
 
 
-@pytest.mark.parametrize(("tokens", "cluster"), [(1, 1), (5, 2), (300, 2)])
-def test_tokens(tokens: int, cluster: int) -> None:
-    problem = GEMM.problem_type(n=256, k=192, num_tokens=tokens)
-    config = GEMM.config_type(32, 128, 64, 16, warpgroups=True, cluster=cluster)
-    x = torch.arange(tokens * 192).to(torch.int16).view(tokens, 192)
+@pytest.mark.parametrize(("tokens", "block_k", "cluster"), [(1, 64, 1), (5, 64, 2), (300, 128, 2), (40, 192, 1)])
+def test_tokens(tokens: int, block_k: int, cluster: int) -> None:
+    problem = GEMM.problem_type(n=256, k=384, num_tokens=tokens)
+    config = GEMM.config_type(32, 128, block_k, 16, warpgroups=True, cluster=cluster)
+    x = torch.arange(tokens * 384).to(torch.int16).view(tokens, 384)
     seen = GEMM.tensor_map(problem, config, "x", tuple(x.shape))
     assert seen is not None
-    brought = box_of(x, seen, (128, 0, 0, 0))[0, 0]
-    assert brought.shape == (32 // cluster, 64)
-    assert torch.equal(brought[:tokens], x[: 32 // cluster, 128:])
-    assert not brought[tokens:].any()
+    brought = box_of(x, seen, (0, 0, 3, 0))[0]
+    blocks, rows, _ = brought.shape
+    assert blocks * rows * cluster == 32 * block_k // 64, "each block of a cluster brings its part of a stage"
+    for i, block in enumerate(brought):
+        assert torch.equal(block[:tokens], x[:rows, 64 * (3 + i) : 64 * (4 + i)])
+        assert not block[tokens:].any()
+
+
+@pytest.mark.parametrize(("group_size", "block_k"), [(32, 128), (64, 64), (128, 64), (128, 256)])
+def test_weights_and_their_scales(group_size: int, block_k: int) -> None:
+    n, k, strip, stage = 320, 512, 4, 1
+    problem = GEMM.problem_type(n=n, k=k, group_size=group_size)
+    config = GEMM.config_type(32, 192, block_k, 16, warpgroups=True)
+    packed = torch.arange(n * k // 4).to(torch.int16).view(n // 32, k // 32, 256)
+    seen = GEMM.tensor_map(problem, config, "w_packed", (n // 32, k // 32, 32, 4))
+    assert seen is not None
+    assert not seen.swizzled
+    tiles = block_k // 32
+    brought = box_of(packed, seen, (0, stage * tiles, strip, 0))[0]
+    assert torch.equal(brought, packed[strip : strip + 6, stage * tiles : (stage + 1) * tiles])
+    assert not box_of(packed, seen, (0, 0, 8, 0))[0, 2:].any(), "strips beyond the last are zeros"
+
+    scales = torch.arange(n * k // group_size).to(torch.int16).view(n // 32, k // group_size, 32)
+    seen = GEMM.tensor_map(problem, config, "scales", tuple(scales.shape))
+    assert seen is not None
+    first, groups = stage * block_k // group_size, max(1, block_k // group_size)
+    assert torch.equal(box_of(scales, seen, (0, first, strip, 0))[0], scales[strip : strip + 6, first : first + groups])
 
 
 def test_each_is_made_when_it_is_first_launched_with_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +131,7 @@ def test_each_is_made_when_it_is_first_launched_with_and_kept(monkeypatch: pytes
     arg, x, other = Arg("x_map", "map", of="x"), torch.zeros(3, 192), torch.zeros(3, 192)
     assert [of(function, problem, arg, t) for t in (x, other, x, x[:2], None)] == [1, 2, 1, 3, "zeros"]
     assert [address for _, _, address in made] == [x.data_ptr(), other.data_ptr(), x.data_ptr()]
-    assert made[0][1].dims == (192, 3, 1, 1)
+    assert made[0][1].dims == (64, 3, 3, 1)
 
 
 def test_its_memory_is_where_the_driver_wants_it() -> None:

@@ -1,8 +1,11 @@
-"""Bodies that no GPU has confirmed: they compile to what fits, and nothing chooses one."""
+"""Bodies of warpgroups in roles compile to what fits, and their products wait for nothing; and nobody chooses a body that
+no GPU has confirmed."""
 
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,7 +18,13 @@ from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Body, Kernel
 from kerngen.tuning.space import candidates, space_of
 
-UNPROVEN = [(find_kernel(n), b) for n in kernel_names() for b in find_kernel(n).spec.BODIES if not b.proven]
+
+def _has_warpgroups(kernel: Kernel, body: Body) -> bool:
+    included = set(re.findall(r"common/(\w+\.cuh)", (kernel.folder / body.template).read_text()))
+    return bool(included & {"warpgroups.cuh", "blocked_copy.cuh"})
+
+
+BODIES = [(k, b) for k in map(find_kernel, kernel_names()) for b in k.spec.BODIES if _has_warpgroups(k, b)]
 SAMPLE = 12  # configurations of each that are compiled
 
 
@@ -35,7 +44,7 @@ def _valid(kernel: Kernel, body: Body, target: Target) -> list[tuple[Any, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("kernel", "body"), UNPROVEN, ids=lambda v: getattr(v, "template", getattr(v, "name", "")))
+@pytest.mark.parametrize(("kernel", "body"), BODIES, ids=lambda v: getattr(v, "template", getattr(v, "name", "")))
 def test_they_compile_to_what_fits(kernel: Kernel, body: Body) -> None:
     arches = [a for a in ARCHES.values() if body.serves(a) and a.number in supported_targets()]
     assert arches
@@ -54,13 +63,13 @@ def test_they_compile_to_what_fits(kernel: Kernel, body: Body) -> None:
                 assert "wgmma" not in cubin.log or "serialized" not in cubin.log, config
 
 
-@pytest.mark.parametrize(("kernel", "body"), UNPROVEN, ids=lambda v: getattr(v, "template", getattr(v, "name", "")))
-def test_nothing_chooses_one(kernel: Kernel, body: Body) -> None:
-    for device in DEVICES.values():
-        target = Target.of(device)
-        for case in (*kernel.bench.BENCH_CASES, *kernel.cases.CASES):
-            if kernel.why_unsupported(case.problem, target) is None:
-                assert kernel.body(kernel.default_config(case.problem, target), target.arch).proven
-    target, problem = Target.of(DEVICES["H200"]), kernel.bench.BENCH_CASES[0].problem
+def test_one_that_no_gpu_has_confirmed_is_in_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, target = find_kernel("w4a16_gemm"), Target.of(DEVICES["H200"])
+    problem = kernel.bench.BENCH_CASES[-1].problem
+    assert any(
+        kernel.body(c, target.arch).template == "warpgroups.cu.jinja" for c in candidates(kernel, problem, target).valid
+    )
+    bodies = tuple(replace(b, proven=b.template != "warpgroups.cu.jinja") for b in kernel.spec.BODIES)
+    monkeypatch.setattr(kernel.spec, "BODIES", bodies)
     assert all(kernel.body(c, target.arch).proven for c in candidates(kernel, problem, target).valid)
     assert len(space_of(kernel, problem, target)) == sum(b.proven for b in kernel.bodies(target.arch))

@@ -37,9 +37,12 @@ class Constants:
     """
 
     block_tensor_share: float = 0.755  # of the tensor rate that wgmma, and what succeeds it, reaches
+    roles_tensor_share: float = 0.88  # the same where warpgroups have roles
     issue_share: float = 0.629  # of the schedulers' slots that instructions of every kind fill
     warp_issue: float = 0.717  # instructions that a warp by itself issues a clock
     exposed: float = 0.317  # of the shorter of moving and executing, the part that the longer does not hide
+    roles_exposed: float = 0.2  # the same where warpgroups have roles
+    roles_norm: float = 3.0  # how little tensor cores, schedulers and shared memory are in each other's way there
     latency: float = 0.441  # of the arch's memory latency under load, what a load takes that waits for nobody
     start_clocks: float = 497.0  # until a block in the place of one that ended is at work
     join_clocks: float = 294.0  # until warps that split a tile have met
@@ -238,8 +241,9 @@ def launch_us(
     fit = occupancy(target.arch, prod(launch.block), regs, smem)
     times, between = _times(launch, t, target, max(fit.blocks_per_sm, 1), k)
     moving = max(times["memory"], times["l2"])
-    executing = max(times["latency"], _together(times["smem"], times["tensor"], times["issue"]))
-    busy = max(moving, executing) + k.exposed * min(moving, executing)
+    norm, exposed = (k.roles_norm, k.roles_exposed) if t.tensor == "roles" else (2.0, k.exposed)
+    executing = max(times["latency"], _together(times["smem"], times["tensor"], times["issue"], norm=norm))
+    busy = max(moving, executing) + exposed * min(moving, executing)
     if given is not None:
         busy *= 1 + k.spill * min(1.0, (given.spill_store_bytes + given.spill_load_bytes) / (4 * regs))
     filled = log2(1 + min(prod(launch.grid), t.units or inf)) / log2(1 + target.device.num_sms)
@@ -269,17 +273,18 @@ def _times(launch: Launch, t: Traffic, target: Target, resident: int, k: Constan
     in_flight = t.bytes_in_flight or prod(launch.block) * BYTES_IN_FLIGHT_PER_THREAD
     latency = arch.memory_latency_us * k.latency
     # Of a unit, on an SM of its own: by all its schedulers, and by the warps of a block, which may be too few for them.
-    tensor_share = arch.mma_sync_share if t.tensor == "mma" else k.block_tensor_share
+    tensor_share = {"mma": arch.mma_sync_share, "roles": k.roles_tensor_share}.get(t.tensor, k.block_tensor_share)
     tensor = t.flops / units / (device.tensor_tflops * 1e6 / device.num_sms * tensor_share)
     issue = t.cuda_ops / units / (LANES_PER_CLOCK * clock * k.issue_share)
     smem = (t.smem_bytes or 0) / units / (SMEM_BYTES_PER_CLOCK * clock)
     joining = t.join_bytes / units / (SMEM_BYTES_PER_CLOCK * clock)
+    norm = k.roles_norm if t.tensor == "roles" else 2.0
     alone = _together(
-        smem, tensor * max(1.0, 4 / warps), issue * max(1.0, 4 / (warps * k.warp_issue)), t.clocks / clock
+        smem, tensor * max(1.0, 4 / warps), issue * max(1.0, 4 / (warps * k.warp_issue)), t.clocks / clock, norm=norm
     )
     # Little's law: what is on its way at any moment, over how long it takes; all of it at once takes that long too.
     arriving = max(1.0, max(t.dram_bytes, l2_bytes) / units / in_flight) * latency
-    loop = _together(arriving, alone) if t.copies else arriving + alone
+    loop = _together(arriving, alone, norm=norm) if t.copies else arriving + alone
     waiting = t.waits * latency
     times = {
         "memory": t.dram_bytes / (device.mem_gbps * 1e3 * (arch.copy_share if t.copies else arch.load_share)),
@@ -294,6 +299,6 @@ def _times(launch: Launch, t: Traffic, target: Target, resident: int, k: Constan
     return times, waiting + (rounds - 1) * (k.start_clocks / clock + waiting) / resident
 
 
-def _together(*times: float) -> float:
+def _together(*times: float, norm: float = 2.0) -> float:
     """What does not wait for each other but shares the schedulers' attention: more than the longest, less than all."""
-    return sqrt(sum(t * t for t in times))
+    return sqrt(sum(t * t for t in times)) if norm == 2.0 else float(sum(t**norm for t in times) ** (1 / norm))

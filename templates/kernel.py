@@ -155,7 +155,9 @@ class Traffic:
     cuda_ops: int = 0  # instructions per thread summed over threads, outside the tensor cores (dequant, softmax)
     bytes_in_flight: int | None = None  # of loads that a block keeps outstanding in its main loop
     copies: bool = False  # what is in flight are asynchronous copies, and goes on while warps compute
-    tensor: str = "mma"  # what executes `flops`: mma (mma.sync), or what a block's warps issue together: wgmma, tcgen05
+    # What executes `flops`: mma (mma.sync), what a block's warps issue together (wgmma, tcgen05), or roles: wgmma by
+    # warpgroups that do nothing but multiply and one that does nothing but copy.
+    tensor: str = "mma"
     units: int | None = None  # pieces of work, dealt to the blocks, those beyond having none; None: each block is one
     clocks: float = 0  # of a unit: what its instructions take because each waits for the one before
     joins: float = 0  # of a unit: so often its warps add up through shared memory what they split

@@ -77,15 +77,14 @@ def write_predicted(store: Store, target: Target, folder: Path) -> dict[Path, in
 
 
 def write_measured(store: Store, folder: Path) -> dict[Path, int]:
-    """The sheets of what `store` measured, in place of the measured ones of its boards in `folder`: their sizes.
+    """The sheets of what `store` measured, in place of those of the same kernels and boards in `folder`: their sizes.
 
     Raises UsageError where it measured nothing.
     """
     texts = {folder / name: text for name, text in dump([store], Selection(provenances=["measured"])).items()}
     if not texts:
         raise UsageError(f"{store.where} has no measured winners")
-    old = {p for place in {p.parent for p in texts} for p in place.glob("*.txt") if not p.name.endswith(PREDICTED)}
-    return _put(texts, sorted(old - texts.keys()))
+    return _put(texts, [])
 
 
 def _put(texts: dict[Path, str], old: Iterable[Path]) -> dict[Path, int]:

@@ -40,7 +40,9 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         readers, q_read = c.block_m // 64, q_tile
         exchange = 2 * c.block_m * c.block_n * 2 if c.warps_d > 1 else 0
         product = c.block_n * p.head_dim // WGMMA_PER_CLOCK
-        tile_clocks = product + max(product, SOFTMAX_CLOCKS)
+        tile_clocks = (
+            product + max(product, SOFTMAX_CLOCKS)
+        ) // c.warps_d  # who share the scores of tiles, and columns
         instructions = 0
     else:
         readers, q_read = c.num_warps // c.warps_d, 0 if c.q_in_regs else q_tile * c.warps_d
@@ -52,6 +54,8 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     in_flight = tiles_ahead * c.block_n * p.head_dim * 2
     if c.wgmma and c.warps_d > 1:  # what two rings of chunks hold beside those in use
         in_flight = 2 * (c.num_stages - 3) * CHUNK_BYTES
+    elif c.wgmma:  # a place is free when its product is done, and the next waits for it
+        in_flight -= kv_tile // 4
     return Traffic(
         cost(p).bytes,
         flops,
@@ -63,5 +67,5 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         units=-(-tiles // longest) if blocks <= 2 * target.device.num_sms else blocks,
         waits=WAITS,
         copies=target.arch.has_cp_async,
-        tensor="wgmma" if c.wgmma else "mma",
+        tensor="roles" if c.wgmma else "mma",
     )

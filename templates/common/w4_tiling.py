@@ -257,8 +257,8 @@ def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
         wants = f"16 to 256 tokens, {', '.join(map(str, _REGISTERS))} rows, and warp_n=16"
         return f"warpgroups takes {wants}, not block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n}"
     if c.blocks_per_sm == 2 and (c.block_n != 128 or c.cluster != 1):
-        return (f"blocks_per_sm=2 block_n={c.block_n} cluster={c.cluster}: two blocks have registers for 128 rows each, "
-                "and no cluster")  # fmt: skip
+        return (f"blocks_per_sm=2 block_n={c.block_n} cluster={c.cluster}: two blocks have registers for 128 rows "
+                "each, and no cluster")  # fmt: skip
     sums, spare = c.block_m // 2, 44
     if sums + spare > (limit := warpgroup_registers(c)[1]):
         return f"block_m={c.block_m} is {sums} sums a thread; with {spare} for the rest that is over {limit}"

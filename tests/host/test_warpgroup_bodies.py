@@ -1,5 +1,5 @@
-"""Bodies of warpgroups in roles compile to what fits, and their products wait for nothing; and nobody chooses a body that
-no GPU has confirmed."""
+"""Bodies of warpgroups in roles compile to what fits, and their products wait for nothing; and nobody chooses a body
+that no GPU has confirmed."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,16 +20,21 @@ def bench() -> None:
 @bench.command()
 @click.argument("names", nargs=-1)
 @click.option("--case", "case_filter", default="", help="Only cases whose name contains this.")
+@click.option("--problem", "problems", multiple=True, metavar="FIELD=VALUE,...",
+              help="Of the one kernel named, in place of its bench cases; may be given several times.")  # fmt: skip
 @click.option("--db", "db_url", default=None, help="Tuning database whose winners to time. Default: the user's.")
 @click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--untuned", is_flag=True, help="Time the default configurations.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def kernel(
-    names: tuple[str, ...], case_filter: str, db_url: str | None, bundle: str | None, untuned: bool,
-    device: str | None, as_json: bool,
+    names: tuple[str, ...], case_filter: str, problems: tuple[str, ...], db_url: str | None, bundle: str | None,
+    untuned: bool, device: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels' bench cases, with their baselines. All kernels if none is named. Exit code 1 if a case fails.
+
+    Peers are among the baselines where they are at hand: vLLM's products, if it is installed. --problem
+    n=8192,k=2816,num_tokens=48 times that one of w4a16_gemm.
 
     Example: kerngen bench kernel attn_decode w4a16_gemm
     """
@@ -40,11 +45,16 @@ def kernel(
     from kerngen.runtime.backend import use_gpu
     from kerngen.runtime.launcher import Launcher
     from kerngen.templates import find_kernel, kernel_names
+    from kerngen.templates.kernel import parse_fields
 
     kernels = [find_kernel(n) for n in names or kernel_names()]
+    if problems and len(names) != 1:
+        raise UsageError("--problem is of one kernel", hint="name it: kerngen bench kernel KERNEL --problem ...")
     if untuned and (db_url or bundle):
         raise UsageError("--untuned times the defaults: no database is asked", hint="leave out --db and --bundle")
-    cases = [(k, c) for k in kernels for c in k.bench.BENCH_CASES if case_filter in c.name]
+    asked = {text: parse_fields(kernels[0].problem_type, text) for text in problems}
+    cases = [(kernels[0], replace(kernels[0].cases.case_for(p), name=text)) for text, p in asked.items()]
+    cases = cases or [(k, c) for k in kernels for c in k.bench.BENCH_CASES if case_filter in c.name]
     if not cases:
         raise UsageError(f"no bench case contains {case_filter!r}")
     index = use_gpu(device)

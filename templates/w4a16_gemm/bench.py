@@ -1,4 +1,4 @@
-"""Gemma-4 31B's four products, and what a dense 16-bit product of the same shape takes."""
+"""Gemma-4 31B's four products; what a dense 16-bit product of the shape takes, and peers where they are at hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from kerngen.templates.common.w4_pack import dequantize, unpack
 from kerngen.templates.kernel import Case
 from kerngen.templates.w4a16_gemm.cases import case_for
+from kerngen.templates.w4a16_gemm.peers import peers
 from kerngen.templates.w4a16_gemm.spec import Problem
 
 # (n, k): gate and up, down, q k v of a sliding layer, o of a sliding layer
@@ -18,7 +19,8 @@ BENCH_CASES = tuple(case_for(Problem(n, k, 32, "bf16", m)) for m in (1, 4, 8, 16
 
 
 def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """cuBLAS on the dequantized weights: four times the bytes, no unpacking."""
-    weight = dequantize(*unpack(inputs["w_packed"], inputs["scales"])).to(inputs["x"].dtype)
-    x = inputs["x"]
-    return {"cublas dense": lambda: torch.nn.functional.linear(x, weight)}
+    """cuBLAS on the dequantized weights, four times the bytes, no unpacking; and peers.py's, on the same weights."""
+    packed, scales = unpack(inputs["w_packed"], inputs["scales"])
+    x, weight = inputs["x"], dequantize(packed, scales).to(inputs["x"].dtype)
+    found: dict[str, Callable[[], object]] = {"cublas dense": lambda: torch.nn.functional.linear(x, weight)}
+    return found | peers(x, packed, scales, torch.nn.functional.linear(x, weight))

@@ -97,7 +97,8 @@ def test_grid_covers_every_split_of_the_tokens() -> None:
         (launch,) = KERNEL.launches(p, config, Target.of(sm90))
         tiles = sum(-(-n * 8 // config.block_m) for n in lengths)
         assert launch.grid[0] >= tiles * p.num_kv_heads
-        assert launch.grid[0] <= (sum(lengths) * 8 // config.block_m + 1 + batch) * p.num_kv_heads
+        rows = config.block_m * config.cluster
+        assert launch.grid[0] <= (sum(lengths) * 8 // rows + 1 + batch) * config.cluster * p.num_kv_heads
 
 
 @pytest.mark.parametrize("causal", [True, False])

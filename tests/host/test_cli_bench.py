@@ -124,6 +124,29 @@ def test_configurations_are_listed_where_they_are_asked_for(kerngen: Kerngen, mo
     assert all(f"  {line}\n" in kerngen("bench", "model", "gemma-4-31b", "--verbose")[1] for line in report["kernels"])
 
 
+def test_a_problem_that_is_written_out_is_timed_in_place_of_the_cases(
+    kerngen: Kerngen, current: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    _pretend(monkeypatch, [])
+    monkeypatch.setattr(
+        "kerngen.measure.bench_row",
+        lambda _, kernel, case: asked.append(case) or {"kernel": kernel.name, "case": case.name, **ROW},
+    )
+    texts = ("n=8192,k=2816,num_tokens=48", "n=96,k=64,num_tokens=3,gated=true")
+    code, out, err = kerngen("bench", "kernel", "w4a16_gemm", "--problem", texts[0], "--problem", texts[1])
+    assert code == 0, err
+    assert [c.name for c in asked] == list(texts)
+    assert [(c.problem.n, c.problem.num_tokens, c.problem.gated) for c in asked] == [(8192, 48, False), (96, 3, True)]
+    assert all(text in out for text in texts)
+    for args, says in (
+        (("embed", "rmsnorm", "--problem", "num_tokens=1"), "--problem is of one kernel"),
+        (("w4a16_gemm", "--problem", "tokens=1"), "unknown problem field 'tokens'"),
+    ):
+        code, _, err = kerngen("bench", "kernel", *args)
+        assert (code, says in err) == (2, True), err
+
+
 def test_defaults_are_nobodys_choice(kerngen: Kerngen) -> None:
     code, _, err = kerngen("bench", "kernel", "embed", "--untuned", "--db", "x.db")
     assert code == 2

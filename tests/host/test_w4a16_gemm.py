@@ -161,12 +161,12 @@ def test_every_shape_has_a_default(arch: object, num_tokens: int, row_invariant:
 def test_what_is_row_invariant_shares_no_tile_where_tokens_fill_several() -> None:
     target = Target.of(find_arch("sm90"))
     shared = Config(128, 256, 128, 32, 1, 1, 4, 1, wgmma=True)
-    free = Problem(5376, 8192, 32, "bf16", 256)
+    free = Problem(5376, 8192, 32, "bf16", 512)
     bound = dataclasses.replace(free, row_invariant=True)
     assert spec.why_invalid(free, shared, target) is None
     why = spec.why_invalid(bound, shared, target)
     assert why is not None
-    assert "256 tokens" in why
+    assert "512 tokens" in why
     assert "block_m=128" in why
     assert spec.why_invalid(dataclasses.replace(bound, num_tokens=128), shared, target) is None
     assert spec.why_invalid(bound, dataclasses.replace(shared, blocks_per_sm=0), target) is None

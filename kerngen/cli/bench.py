@@ -46,10 +46,13 @@ def kernel(
     from kerngen.runtime.launcher import Launcher
     from kerngen.templates import find_kernel, kernel_names
     from kerngen.templates.kernel import parse_fields
+    from kerngen.templates.w4a16_gemm import peers
 
     kernels = [find_kernel(n) for n in names or kernel_names()]
-    if problems and len(names) != 1:
-        raise UsageError("--problem is of one kernel", hint="name it: kerngen bench kernel KERNEL --problem ...")
+    if problems and (len(names) != 1 or case_filter):
+        raise UsageError("--problem is of one kernel, in place of its cases",
+                         hint="name it, without --case: kerngen bench kernel KERNEL --problem ...")  # fmt: skip
+    peers.operators()  # what KERNGEN_PEERS names is there, before anything is timed
     if untuned and (db_url or bundle):
         raise UsageError("--untuned times the defaults: no database is asked", hint="leave out --db and --bundle")
     asked = {text: parse_fields(kernels[0].problem_type, text) for text in problems}

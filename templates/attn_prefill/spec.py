@@ -328,7 +328,7 @@ def _by_warpgroups(problem: Problem) -> Config:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """The first configuration of a short list, best first, that fits."""
+    """By warpgroups where there is wgmma; elsewhere the first configuration of a short list, best first, that fits."""
     arch = target.arch
     if arch.has_wgmma:
         return _by_warpgroups(problem)

@@ -2,9 +2,10 @@
 
 Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
 than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one
-tile a block. A tile that several blocks share is summed in fp32 through the workspace in the order of the blocks, by
-the one that arrives last: the result does not depend on which one that is. Device code: w4_gemm.cuh, and for few tokens
-w4_gemv.cuh and w4_stream.cuh, where blocks share a tile by split_k alone.
+tile a block; warpgroups cut what fills no whole round of tiles so, and go through the others whole. A tile that several
+blocks share is summed in fp32 through the workspace in the order of the blocks, by the one that arrives last: the
+result does not depend on which one that is. Device code: w4_gemm.cuh, and for few tokens w4_gemv.cuh and w4_stream.cuh,
+where blocks share a tile by split_k alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Tiling:
     warps_m: int = 1  # warps that share rows of W and differ in tokens
     warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
     num_stages: int = 4
-    blocks_per_sm: int = 1  # stream-K over this many blocks an SM; 0: one block a tile, no split
+    blocks_per_sm: int = 1  # stream-K over this many blocks an SM (warpgroups: of the last rounds); 0: a block a tile
     wgmma: bool = False  # Hopper's warpgroup products instead of mma.sync
     # Up to 8 tokens, W from memory straight to registers (w4_gemv.cuh): block_k is what the warps of a tile have under
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
@@ -82,7 +83,8 @@ class Tiling:
             return min(self.blocks_per_sm * num_sms, tiles * self.split_k)
         if self.warpgroups:  # whole clusters; units are of their tiles
             units = tiles // self.cluster * -(-k // self.block_k)
-            return self.cluster * min(self.blocks_per_sm * num_sms // self.cluster, units, MAX_BLOCKS // self.cluster)
+            resident = max(1, self.blocks_per_sm * num_sms // self.cluster)
+            return self.cluster * min(resident, units, MAX_BLOCKS // self.cluster)
         return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
 
     def partial_bytes(self, blocks: int) -> int:
@@ -187,6 +189,8 @@ def _why_not_wgmma(c: Tiling, arch: Arch) -> str | None:
 
 def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
     """As why_invalid where `gemv` is chosen: of tiles of at most `rows` rows of x, and K = k."""
+    if c.prefetch:
+        return f"prefetch={c.prefetch} is for warpgroups=True"
     if not arch.has_ldmatrix:
         return f"gemv=True: {arch}'s m8n8k4 has other operands; gemv=False serves every arch"
     if c.block_m != 8 or rows > 8 or c.warps_m != 1 or c.num_stages != 1 or c.wgmma:
@@ -214,6 +218,8 @@ def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
 
 def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
     """As why_invalid where `stream` is chosen: of `rows` rows of x, and K = k. Without shared memory."""
+    if c.prefetch:
+        return f"prefetch={c.prefetch} is for warpgroups=True"
     if not arch.has_tma:
         return f"stream=True: {arch} has no bulk copies; gemv=True serves up to 8 tokens from sm75 on"
     if c.block_m != MOST_STREAMED or rows > MOST_STREAMED or c.block_n != STRIP or c.warp_n != STRIP:
@@ -264,6 +270,8 @@ def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
         return f"block_m={c.block_m} is {sums} sums a thread; with {spare} for the rest that is over {limit}"
     if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1 or c.wgmma or c.gemv or c.stream:
         return "warpgroups=True goes with no other body, and with warps_m, warps_k and split_k of 1"
+    if not 0 <= c.prefetch <= 64:
+        return f"prefetch={c.prefetch}: up to 64 stages may be asked into L2 ahead of the ring"
     if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
         return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
                 "most 2, 1 or 2, and at least 3")  # fmt: skip
@@ -274,8 +282,8 @@ def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
 
 def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
     """Why no product with scales by `group_size` can be cut so on `arch`, or None. Without gemv, stream, warpgroups."""
-    if c.warpgroups or c.cluster > 1:
-        return f"warpgroups={c.warpgroups} cluster={c.cluster}: only w4a16_gemm has that body"
+    if c.warpgroups or c.cluster > 1 or c.prefetch:
+        return f"warpgroups={c.warpgroups} cluster={c.cluster} prefetch={c.prefetch}: only w4a16_gemm's warpgroups"
     if c.split_k != 1:
         return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:

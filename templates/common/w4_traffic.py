@@ -79,7 +79,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         mma_ops = _mma_ops(flops, arch)
     weights = stages * c.block_n * c.block_k * c.warps_m
     unpack = _unpack_ops(weights, p.dtype, products_scaled=c.block_m // c.warps_m == 8 and arch.has_ldmatrix)
-    overhead = stages * 32 * c.num_warps * STAGE_OPS
+    overhead = stages * 32 * (c.num_warps * STAGE_OPS + c.prefetch)  # a prefetch costs little, and gains nothing here
     if not c.warpgroups:  # whose copies are in bulk
         overhead += stages * ((w_stage + x_stage) // 16 * COPY_OPS)
     waits, shared = 0, 0

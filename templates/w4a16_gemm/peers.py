@@ -16,6 +16,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from kerngen.errors import UsageError
+
 # vLLM's `scalar_types.uint4b8`: 4 bits, no sign, values less 8, packed as its C++ reads it.
 UINT4B8 = 4 << 8 | 8 << 17 | 1 << 50
 # How Marlin wants a group's scales: the columns that one thread multiplies beside each other.
@@ -26,9 +28,12 @@ TOLERANCE = 0.02  # of the largest output: both round to 16 bits, in other order
 
 @cache
 def operators() -> frozenset[str]:
-    """Those of vLLM that torch knows here. Raises OSError where a library that KERNGEN_PEERS names cannot be loaded."""
+    """Those of vLLM that torch knows here. Raises UsageError where one that KERNGEN_PEERS names cannot be loaded."""
     for path in filter(None, os.environ.get("KERNGEN_PEERS", "").split(os.pathsep)):
-        torch.ops.load_library(path)
+        try:
+            torch.ops.load_library(path)
+        except OSError as e:
+            raise UsageError(f"KERNGEN_PEERS: {e}", hint="it names libraries of operators, one behind the other") from e
     with suppress(ImportError):
         import_module("vllm._custom_ops")
     wanted = ("marlin_gemm", "gptq_marlin_repack", "machete_mm", "machete_prepack_B")
@@ -63,8 +68,10 @@ def _checked(
     try:
         product = make(x, weight, scale)
         off = float((product().float() - want.float()).abs().max() / want.float().abs().max())
-    except (RuntimeError, NotImplementedError) as e:  # a shape that it does not take
-        return _refusing(str(e).strip().splitlines()[0])
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as e:  # a shape that it does not take
+        return _refusing((str(e).strip() or type(e).__name__).splitlines()[0])
     return (
         product if off < TOLERANCE else _refusing(f"{name} is {off:.2g} of the largest output from what it should be")
     )

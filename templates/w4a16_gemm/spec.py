@@ -2,7 +2,8 @@
 
 With gated, W's rows are gate and up, interleaved by common/w4_pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. One
 source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4_tiling.py).
-Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; and two for few tokens, whose time is that of
+Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default from nine tokens on, of warpgroups that
+copy or multiply (warpgroups.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
 reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for one or two tokens
 with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W; an infinity or a NaN among a
 token's x makes all of its outputs NaN there).
@@ -303,18 +304,18 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
         return (*_straight(problem, target), last)
     if m <= MOST_STREAMED and arch.has_tma and (found := _streamed(problem, target)) is not None:
         return (found, last)
-    if m > 8 and arch.has_wgmma:
-        return (*_by_warpgroups(problem), last)
+    first = _by_warpgroups(problem) if m > 8 and arch.has_wgmma else ()  # not of every K
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply
         even = problem.n % 128 == 0 and problem.k % 256 == 0
         most = 4 if even and (m <= 8 or arch.has_cp_async) else 3  # by registers
-        return (*(Config(block_m, 128, 256, warp_n, 1, 1, 2, b) for b in range(most, 0, -1)), last)
+        return (*first, *(Config(block_m, 128, 256, warp_n, 1, 1, 2, b) for b in range(most, 0, -1)), last)
     if m <= 64:
         # 53 cuts of the 31B's four matrices, 32 tokens: long stages of two blocks an SM take 7 to 13 % less than four
         # stages of one
         long_stages = Config(block_m, 128, 256, 32, 1, 1, 3, 2, wgmma=True)
         return (
+            *first,
             *((long_stages,) if m <= 32 else ()),
             Config(block_m, 256, 128, 32, 1, 1, 4, 1, wgmma=True),
             Config(block_m, 128, 128, warp_n, 1, 1, 3, 2),
@@ -327,6 +328,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     waves = -(-m // 128) * -(-problem.n // 256) / target.device.num_sms
     split = 1 if waves < 8 else 0
     return (
+        *first,
         Config(128, 256, 128, 32, 1, 1, 4, split, wgmma=True),
         Config(128, 256, 64, 64, 2, 1, 4, split),
         Config(128, 256, 64, 64, 2, 1, 3, split),

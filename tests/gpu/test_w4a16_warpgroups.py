@@ -12,12 +12,17 @@ from kerngen.templates import Case, find_kernel
 KERNEL = find_kernel("w4a16_gemm")
 # (block_m, block_n, block_k, num_stages)
 TILES = (
-    (256, 128, 64, 5), (128, 128, 64, 8), (128, 128, 128, 3), (64, 256, 64, 5), (64, 128, 128, 4), (32, 256, 128, 4),
-    (16, 256, 256, 3), (16, 128, 64, 12),
+    (256, 128, 64, 4), (192, 192, 64, 5), (128, 128, 64, 8), (128, 128, 128, 3), (128, 192, 128, 4), (64, 256, 64, 5),
+    (64, 384, 64, 4), (64, 128, 128, 4), (32, 256, 128, 4), (32, 128, 128, 5), (16, 192, 256, 5), (16, 128, 64, 12),
 )  # fmt: skip
 CONFIGS = [
-    KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, warpgroups=True, cluster=cluster)
-    for (m, n, k, stages), shared, cluster in product(TILES, (0, 1), (1, 2))
+    KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, warpgroups=True, cluster=cluster, prefetch=ahead)
+    for (m, n, k, stages), shared, cluster, ahead in product(TILES, (0, 1, 2), (1, 2), (0, 4))
+]
+# Several rounds of whole tiles behind those that are shared, and tokens of more than one band of tiles.
+LARGE = [
+    KERNEL.cases.case_for(KERNEL.problem_type(n=n, k=256, num_tokens=m, group_size=group, dtype="bf16"))
+    for n, m, group in ((4096, 1030, 32), (1056, 5000, 128))
 ]
 
 
@@ -25,4 +30,10 @@ CONFIGS = [
 def test_by_warpgroups(case: Case) -> None:
     if not (configs := valid_here(KERNEL, case, CONFIGS)):
         pytest.skip(f"{case.problem} has no whole stages")
+    assert wrong_of(KERNEL, case, configs) == []
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_in_rounds(case: Case) -> None:
+    configs = [c for c in valid_here(KERNEL, case, CONFIGS) if c.blocks_per_sm]
     assert wrong_of(KERNEL, case, configs) == []

@@ -158,6 +158,27 @@ def test_every_shape_has_a_default(arch: object, num_tokens: int, row_invariant:
         assert launch.grid[0] >= 1
 
 
+@pytest.mark.parametrize(("m", "least"), [(16, 16), (32, 32), (64, 64), (4096, 128)])
+def test_a_k_that_warpgroups_do_not_take_keeps_large_tiles(m: int, least: int) -> None:
+    target = Target.of(find_arch("sm90"))
+    config = spec.default_config(Problem(5376, 5344, 32, "bf16", m), target)
+    assert not config.warpgroups
+    assert (config.block_m >= least, config.block_n >= 128) == (True, True)
+    assert spec.default_config(Problem(5376, 5376, 32, "bf16", m), target).warpgroups
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"prefetch": 4}, "only w4a16_gemm's warpgroups"), ({"prefetch": -1, "warpgroups": True}, "prefetch=-1"),
+     ({"blocks_per_sm": 2, "cluster": 2, "warpgroups": True}, "no cluster"),
+     ({"blocks_per_sm": 2, "block_n": 256, "warpgroups": True}, "128 rows")],
+)  # fmt: skip
+def test_what_warpgroups_cannot_do_is_named(change: dict[str, Any], says: str) -> None:
+    target = Target.of(find_arch("sm90"))
+    config = dataclasses.replace(Config(32, 128, 128, 16 if "warpgroups" in change else 32, 1, 1, 4, 1), **change)
+    assert says in str(spec.why_invalid(Problem(256, 512, 32, "bf16", 32), config, target))
+
+
 def test_what_is_row_invariant_shares_no_tile_where_tokens_fill_several() -> None:
     target = Target.of(find_arch("sm90"))
     shared = Config(128, 256, 128, 32, 1, 1, 4, 1, wgmma=True)

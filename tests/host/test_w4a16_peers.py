@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kerngen.errors import UsageError
 from kerngen.templates import find_kernel
 from kerngen.templates.w4a16_gemm import bench, peers
 
@@ -40,9 +41,12 @@ class Fakes:
         assert not any([atomic, zp_float, *(x is not None for x in (c, bias, a_scales, all_scale, zeros, g_idx, perm))])
         assert workspace.dtype == torch.int32
         assert not workspace.any()
-        order = torch.tensor([i + 8 * j for i in range(8) for j in range(8)])
-        given = torch.empty_like(scales).view(-1, 64)
-        given[:, order] = scales.view(-1, 64)
+        # marlin_permute_scales: of 64 columns, or of 32 where a column has one scale
+        order = [i + 8 * j for i in range(8) for j in range(8)]
+        if len(scales) == 1:
+            order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+        given = torch.empty_like(scales).view(-1, len(order))
+        given[:, order] = scales.view(-1, len(order))
         return (a.float() @ _dense(b_q, given.view(scales.shape)) * self.off).to(a.dtype)
 
     def prepack(self, b_q: Tensor, a_type: torch.dtype, kind: int, scales_type: torch.dtype) -> Tensor:
@@ -57,26 +61,38 @@ class Fakes:
         return (a.float() @ _dense(b_q, scales) * self.off).to(a.dtype)
 
 
+@pytest.fixture(autouse=True)
+def none_at_hand(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is installed here."""
+
+    def absent(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.delenv("KERNGEN_PEERS", raising=False)
+    monkeypatch.setattr(peers, "import_module", absent)
+    peers.operators.cache_clear()
+    yield
+    peers.operators.cache_clear()
+
+
 @pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     found = Fakes()
     ops = {"gptq_marlin_repack": found.repack, "marlin_gemm": found.marlin, "machete_prepack_B": found.prepack,
            "machete_mm": found.machete}  # fmt: skip
     for name, op in ops.items():
         monkeypatch.setattr(torch.ops._C, name, op, raising=False)
-    peers.operators.cache_clear()
-    yield found
-    peers.operators.cache_clear()
+    return found
 
 
-def _inputs(group_size: int = 32) -> tuple[Any, dict[str, Any]]:
-    case = GEMM.cases.case_for(GEMM.problem_type(n=N, k=K, num_tokens=M, group_size=group_size))
+def _inputs(group_size: int = 32, k: int = K) -> tuple[Any, dict[str, Any]]:
+    case = GEMM.cases.case_for(GEMM.problem_type(n=N, k=k, num_tokens=M, group_size=group_size))
     return case, GEMM.cases.inputs(case, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_they_multiply_the_same_weights(fakes: Fakes, group_size: int) -> None:
-    case, inputs = _inputs(group_size)
+@pytest.mark.parametrize(("group_size", "k"), [(32, K), (128, K), (128, 128)])
+def test_they_multiply_the_same_weights(fakes: Fakes, group_size: int, k: int) -> None:
+    case, inputs = _inputs(group_size, k)
     calls = bench.baselines(case, inputs)
     assert list(calls) == ["cublas dense", "marlin", "machete"]
     want = GEMM.reference.expected(case.problem, inputs)["out"].float()
@@ -104,13 +120,19 @@ def test_one_that_refuses_a_shape_says_so(fakes: Fakes, monkeypatch: pytest.Monk
 
 
 def test_without_vllm_there_are_none() -> None:
-    peers.operators.cache_clear()
     assert list(bench.baselines(*_inputs())) == ["cublas dense"]
 
 
 def test_a_library_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNGEN_PEERS", "/nowhere/lib.so")
-    peers.operators.cache_clear()
-    with pytest.raises(OSError, match=r"/nowhere/lib\.so"):
+    with pytest.raises(UsageError, match=r"KERNGEN_PEERS: .*/nowhere/lib\.so"):
         peers.operators()
-    peers.operators.cache_clear()
+
+
+def test_memory_that_ends_is_no_refusal(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.ops._C, "gptq_marlin_repack", end)
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.baselines(*_inputs())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +13,18 @@ from torch import Tensor
 from kerngen.generated import generated_model
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.config import DrafterConfig, ModelConfig
-from kerngen.runtime.engine import Engine
+from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear
 
 RUNS = 5
 
 
-def step_bytes(model: Gemma4, context: int) -> tuple[int, int]:
-    """(weight bytes, K and V bytes) that one greedy step at batch 1 cannot avoid reading after `context` tokens.
+def step_bytes(model: Gemma4, context: int, batch: int = 1) -> tuple[int, int]:
+    """(weight bytes, K and V bytes) that one greedy step of `batch` sequences of `context` tokens cannot avoid reading.
 
-    Of the head its eight bits where it has them: but for a few rows it is not read itself then.
+    Of the head its eight bits where it has them: but for a few rows it is not read itself then. Of experts those that
+    tokens choose, on average, where each chooses at random.
     """
     config, weights = model.config, model.weights
 
@@ -41,13 +43,50 @@ def step_bytes(model: Gemma4, context: int) -> tuple[int, int]:
     for layer, w in zip(config.layers, weights.layers, strict=True):
         total += sum(size(m) for m in (w.qkv, w.out, w.gate_up, w.down))
         if w.moe is not None:
-            experts = size(w.moe.gate_up) + size(w.moe.down)
-            total += size(w.moe.router) + experts // config.num_experts * config.top_k_experts
+            chosen = 1 - (1 - config.top_k_experts / config.num_experts) ** batch
+            total += size(w.moe.router) + round(chosen * (size(w.moe.gate_up) + size(w.moe.down)))
         if w.ple is not None:
             total += size(w.ple.gate) + size(w.ple.projection)
         visible = min(context, layer.window) if layer.window else context
         kv += 2 * visible * layer.num_kv_heads * layer.head_dim * weights.embed.element_size()
-    return total, kv
+    return total, batch * kv
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """prefill_s: until the first token, or until all of a batch decode. step_s: a decode step's, on average.
+    tokens_a_step: of one sequence.
+    """
+
+    prefill_s: float
+    step_s: float
+    tokens_a_step: float
+
+
+def _time_one(engine: Engine, prompts: list[list[int]], most: int, tokens: int) -> _Run:
+    stats = engine.generate(prompts[0], max_new_tokens=tokens).stats
+    return _Run(stats.prefill_s, stats.decode_s / stats.num_steps, stats.acceptance_length)
+
+
+def _time_batch(engine: Engine, prompts: list[list[int]], most: int, tokens: int) -> _Run:
+    """`tokens` steps of all `prompts` together, each of which may make up to `most` tokens."""
+    began = time.perf_counter()
+    handles = [engine.submit(Request(prompt, most)) for prompt in prompts]
+    try:
+        while engine.load.num_running < len(prompts):
+            engine.step()
+        all_run = time.perf_counter()
+        made = sum(len(h.tokens) for h in handles)
+        for _ in range(tokens):
+            engine.step()
+        seconds = time.perf_counter() - all_run
+        made = sum(len(h.tokens) for h in handles) - made
+        if any(h.is_done for h in handles):
+            raise AssertionError(f"a sequence ended within {tokens} steps")
+    finally:
+        for handle in handles:
+            engine.cancel(handle)
+    return _Run(all_run - began, seconds / tokens, made / tokens / len(prompts))
 
 
 @torch.inference_mode()
@@ -57,6 +96,7 @@ def time_model(
     drafter_config: DrafterConfig | None,
     contexts: list[int],
     *,
+    batch: int = 1,
     tokens: int,
     num_draft_tokens: int,
     prefill_chunk: int,
@@ -68,7 +108,8 @@ def time_model(
 ) -> dict[str, Any]:
     """A report: one row a context, medians over RUNS generations of `tokens` tokens after one that warms up.
 
-    A step's time is the decode's wall time over its steps, host work included. Raises as open_backend does.
+    A step's time is the decode's wall time over its steps, host work included. Of a batch of several, prefill ends when
+    all of them decode, and `tokens` steps are timed from there. Raises as open_backend does.
     """
     ops = open_backend(backend, device=device, db_url=db_url, bundle=bundle)
     began = time.perf_counter()
@@ -83,19 +124,23 @@ def time_model(
     rows = []
     generator = torch.Generator().manual_seed(seed)
     for context in contexts:
-        engine = Engine(model, drafter, max_len=context + tokens, num_draft_tokens=num_draft_tokens,
+        prompts = torch.randint(0, config.vocab_size, (batch, context), generator=generator).tolist()
+        # The first may decode while the last is prefilled; a step with drafts makes several tokens.
+        before = batch * (1 + -(-context // prefill_chunk))
+        most = tokens if batch == 1 else (tokens + before) * (1 if drafter is None else 1 + num_draft_tokens)
+        engine = Engine(model, drafter, max_len=context + most, max_batch=batch, num_draft_tokens=num_draft_tokens,
                         prefill_chunk=prefill_chunk, prefix_caching=False)  # fmt: skip
-        prompt = torch.randint(0, config.vocab_size, (context,), generator=generator).tolist()
-        engine.generate(prompt, max_new_tokens=tokens)  # compiles, captures
-        stats = [engine.generate(prompt, max_new_tokens=tokens).stats for _ in range(RUNS)]
-        steps = [1e3 * s.decode_s / s.num_steps for s in stats]
-        weight_bytes, kv_bytes = step_bytes(model, context)
+        time_once = _time_one if batch == 1 else _time_batch
+        time_once(engine, prompts, most, tokens)  # compiles, captures
+        runs = [time_once(engine, prompts, most, tokens) for _ in range(RUNS)]
+        steps = [1e3 * r.step_s for r in runs]
+        weight_bytes, kv_bytes = step_bytes(model, context, batch)
         rows.append(
             {
-                "context": context, "runs": RUNS, "tokens": tokens,
-                "prefill_ms": 1e3 * statistics.median(s.prefill_s for s in stats),
+                "context": context, "batch": batch, "runs": RUNS, "tokens": tokens,
+                "prefill_ms": 1e3 * statistics.median(r.prefill_s for r in runs),
                 "step_ms": statistics.median(steps), "step_ms_min": min(steps), "step_ms_max": max(steps),
-                "acceptance_length": statistics.median(s.acceptance_length for s in stats),
+                "acceptance_length": statistics.median(r.tokens_a_step for r in runs),
                 "step_bytes": weight_bytes + kv_bytes,
                 "floor_ms": (weight_bytes + kv_bytes) / read_gbps / 1e6 if read_gbps else 0.0,
             }

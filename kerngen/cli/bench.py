@@ -107,6 +107,7 @@ def _print_header(limit: Ceilings) -> None:
 @bench.command()
 @click.argument("name")
 @click.option("--context", "contexts", default="512", show_default=True, help="Prompt lengths, comma-separated.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences that decode together.")
 @click.option("--tokens", default=128, show_default=True, help="Tokens to generate at each context.")
 @click.option("--draft/--no-draft", default=False, help="Draft with the model's assistant, also generated.")
 @click.option("--num-draft-tokens", default=3, show_default=True)
@@ -119,12 +120,13 @@ def _print_header(limit: Ceilings) -> None:
 @click.option("--verbose", is_flag=True, help="List the configuration that each kernel ran, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def model(
-    name: str, contexts: str, tokens: int, draft: bool, num_draft_tokens: int, prefill_chunk: int, backend: str,
-    device: str | None, db_url: str | None, bundle: str | None, seed: int, verbose: bool, as_json: bool,
+    name: str, contexts: str, batch: int, tokens: int, draft: bool, num_draft_tokens: int, prefill_chunk: int,
+    backend: str, device: str | None, db_url: str | None, bundle: str | None, seed: int, verbose: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Time prefill and decode of a model at batch 1, with generated weights of its shapes.
+    """Time prefill and decode of a model, with generated weights of its shapes.
 
-    NAME is a released model (gemma-4-31b) or a folder with a config.json. No checkpoint is read.
+    NAME is a released model (gemma-4-31b) or a folder with a config.json. No checkpoint is read. Of a --batch, prefill
+    is what passes until all of it decode.
 
     Example: kerngen bench model gemma-4-31b --context 512,8192
     """
@@ -141,7 +143,7 @@ def model(
         raise UsageError("time at least 2 tokens after a context of at least 1")
     found = find_model(name)
     report = time_model(
-        found.name, found.target, found.drafter if draft else None, lengths, tokens=tokens,
+        found.name, found.target, found.drafter if draft else None, lengths, batch=batch, tokens=tokens,
         num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, device=device,
         db_url=db_url, bundle=bundle, seed=seed,
     )  # fmt: skip
@@ -151,8 +153,9 @@ def model(
     for r in report["rows"]:
         floor = f", floor {r['floor_ms']:.2f} ms" if r["floor_ms"] else ""
         drafted = f", {r['acceptance_length']:.2f} tokens a step" if draft else ""
+        together = f", batch {r['batch']}" if r["batch"] > 1 else ""
         click.echo(
-            f"context {r['context']:6}: prefill {r['prefill_ms']:8.1f} ms, step {r['step_ms']:.3f} ms "
+            f"context {r['context']:6}{together}: prefill {r['prefill_ms']:8.1f} ms, step {r['step_ms']:.3f} ms "
             f"({r['step_ms_min']:.3f}-{r['step_ms_max']:.3f} over {r['runs']} runs){floor}{drafted}"
         )
     click.echo(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights, "

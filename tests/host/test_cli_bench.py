@@ -105,10 +105,24 @@ def test_the_times_of_a_model_come_first(kerngen: Kerngen) -> None:
     assert report["configurations"] == {}
 
 
+@pytest.mark.parametrize("draft", ["--no-draft", "--draft"])
+def test_sequences_that_decode_together_are_timed(kerngen: Kerngen, draft: str) -> None:
+    args = ("bench", "model", TINY, "--backend", "torch", "--context", "9", "--tokens", "3", "--prefill-chunk", "8")
+    code, out, err = kerngen(*args, "--batch", "3", draft)
+    assert code == 0, err
+    assert out.startswith("context      9, batch 3: prefill ")
+    (one,) = json.loads(kerngen(*args, draft, "--json")[1])["rows"]
+    (three,) = json.loads(kerngen(*args, "--batch", "3", draft, "--json")[1])["rows"]
+    assert (one["batch"], three["batch"]) == (1, 3)
+    assert one["step_bytes"] < three["step_bytes"] < 3 * one["step_bytes"]
+    assert three["acceptance_length"] == 1 if draft == "--no-draft" else 1 <= three["acceptance_length"] <= 4
+    assert 0 < three["step_ms_min"] <= three["step_ms"] <= three["step_ms_max"]
+
+
 def test_configurations_are_listed_where_they_are_asked_for(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {
         "context": 8, "prefill_ms": 1.0, "step_ms": 1.0, "step_ms_min": 1.0, "step_ms_max": 1.0, "runs": 5,
-        "floor_ms": 0.0, "acceptance_length": 1.0,
+        "floor_ms": 0.0, "acceptance_length": 1.0, "batch": 1,
     }  # fmt: skip
     report = {
         "model": "m", "device": "H200", "backend": "cuda", "dtype": "bf16", "weight_gb": 1.0, "build_s": 1.0,

@@ -76,11 +76,13 @@ class Arch:
         """NVRTC's virtual architecture: compute_70. PTX for it runs on any GPU of this or a later arch."""
         return f"compute_{self.number}"
 
-    def why_too_large(self, smem_bytes: int) -> str | None:
-        """Why a block cannot have so much shared memory, or None."""
-        if smem_bytes <= self.max_smem_bytes:
-            return None
-        return f"needs {smem_bytes:,} B of shared memory; {self} allows {self.max_smem_bytes:,} B a block"
+    def why_too_large(self, smem_bytes: int, blocks: int = 1) -> str | None:
+        """Why `blocks` blocks of an SM cannot have so much shared memory each, or None."""
+        if smem_bytes > self.max_smem_bytes:
+            return f"needs {smem_bytes:,} B of shared memory; {self} allows {self.max_smem_bytes:,} B a block"
+        if (together := blocks * (smem_bytes + self.reserved_smem_bytes)) > self.smem_per_sm:
+            return f"{blocks} blocks an SM need {together:,} B of shared memory; {self} has {self.smem_per_sm:,} B"
+        return None
 
 
 _VOLTA: dict[str, Any] = {

@@ -8,6 +8,7 @@ in the same run.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ import torch
 
 from kerngen.arch import Arch, Target, find_arch
 from kerngen.cache import CompileCache
-from kerngen.errors import KerngenError
+from kerngen.errors import KerngenError, UsageError
 from kerngen.render import render
 from kerngen.runtime.launcher import Function, Launcher, probe_device, shares_sms
 from kerngen.templates.kernel import Case, Kernel, Tolerance, spread
@@ -314,6 +315,18 @@ def bench_row(launcher: Launcher, kernel: Kernel, case: Case) -> dict[str, Any]:
         except Exception as e:  # a baseline may not support the case; the row says so
             row[f"baseline_{name}_us"] = f"{type(e).__name__}: {e}"[:120]
     return row
+
+
+def load_peers() -> None:
+    """Give torch the operators of the libraries that KERNGEN_PEERS names: what baselines find is timed beside ours.
+
+    Raises UsageError where one cannot be loaded.
+    """
+    for path in filter(None, os.environ.get("KERNGEN_PEERS", "").split(os.pathsep)):
+        try:
+            torch.ops.load_library(path)
+        except OSError as e:
+            raise UsageError(f"KERNGEN_PEERS: {e}", hint="it names libraries of operators, one behind the other") from e
 
 
 def _baselines(kernel: Kernel, case: Case) -> dict[str, list[Callable[[], object]]]:

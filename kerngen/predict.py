@@ -243,8 +243,8 @@ def launch_us(
     fit = occupancy(target.arch, prod(launch.block), regs, smem)
     times, between = _times(launch, t, target, max(fit.blocks_per_sm, 1), k)
     moving = max(times["memory"], times["l2"])
-    norm, exposed = (k.roles_norm, k.roles_exposed) if t.tensor == "roles" else (2.0, k.exposed)
-    executing = max(times["latency"], _together(times["smem"], times["tensor"], times["issue"], norm=norm))
+    executing = max(times["latency"], _together(times["smem"], times["tensor"], times["issue"], norm=_norm(t, k)))
+    exposed = k.roles_exposed if t.tensor == "roles" else k.exposed
     busy = max(moving, executing) + exposed * min(moving, executing)
     if given is not None:
         busy *= 1 + k.spill * min(1.0, (given.spill_store_bytes + given.spill_load_bytes) / (4 * regs))
@@ -280,7 +280,7 @@ def _times(launch: Launch, t: Traffic, target: Target, resident: int, k: Constan
     issue = t.cuda_ops / units / (LANES_PER_CLOCK * clock * k.issue_share)
     smem = (t.smem_bytes or 0) / units / (SMEM_BYTES_PER_CLOCK * clock)
     joining = t.join_bytes / units / (SMEM_BYTES_PER_CLOCK * clock)
-    norm = k.roles_norm if t.tensor == "roles" else 2.0
+    norm = _norm(t, k)
     alone = _together(
         smem, tensor * max(1.0, 4 / warps), issue * max(1.0, 4 / (warps * k.warp_issue)), t.clocks / clock, norm=norm
     )
@@ -299,6 +299,10 @@ def _times(launch: Launch, t: Traffic, target: Target, resident: int, k: Constan
     }
     # Where a block ends and another begins its SM has nothing to do, but for the blocks beside it.
     return times, waiting + (rounds - 1) * (k.start_clocks / clock + waiting) / resident
+
+
+def _norm(t: Traffic, k: Constants) -> float:
+    return k.roles_norm if t.tensor == "roles" else 2.0
 
 
 def _together(*times: float, norm: float = 2.0) -> float:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -324,6 +324,14 @@ class Kernel:
         """Name -> value of what spec.py and its templates both know: `k` in a template. Compiled in, as `p` and `c`."""
         given: Callable[[Any, Any, Arch], Mapping[str, Any]] | None = getattr(self.spec, "constants", None)
         return {} if given is None else given(_CompiledIn(problem), config, arch)
+
+    def bench_cases(self, wanted: str = "", problems: Sequence[str] = ()) -> list[Case]:
+        """The bench cases whose name contains `wanted`; in their place `problems`, if there are any: FIELD=VALUE,...
+        each, and named so. Raises as parse_fields does.
+        """
+        if not problems:
+            return [c for c in self.bench.BENCH_CASES if wanted in c.name]
+        return [replace(self.cases.case_for(parse_fields(self.problem_type, text)), name=text) for text in problems]
 
     def tensor_map(self, problem: Any, config: Any, of: str, shape: tuple[int, ...]) -> TensorMap | None:
         """Of its argument `of`, a tensor of that shape; None where the kernel will not use it."""

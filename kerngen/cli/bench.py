@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,23 +41,19 @@ def kernel(
     from kerngen.bundle import sources_for
     from kerngen.cache import CompileCache
     from kerngen.errors import UsageError
-    from kerngen.measure import bench_row, ceilings
+    from kerngen.measure import bench_row, ceilings, load_peers
     from kerngen.runtime.backend import use_gpu
     from kerngen.runtime.launcher import Launcher
     from kerngen.templates import find_kernel, kernel_names
-    from kerngen.templates.kernel import parse_fields
-    from kerngen.templates.w4a16_gemm import peers
 
     kernels = [find_kernel(n) for n in names or kernel_names()]
     if problems and (len(names) != 1 or case_filter):
         raise UsageError("--problem is of one kernel, in place of its cases",
                          hint="name it, without --case: kerngen bench kernel KERNEL --problem ...")  # fmt: skip
-    peers.operators()  # what KERNGEN_PEERS names is there, before anything is timed
+    load_peers()
     if untuned and (db_url or bundle):
         raise UsageError("--untuned times the defaults: no database is asked", hint="leave out --db and --bundle")
-    asked = {text: parse_fields(kernels[0].problem_type, text) for text in problems}
-    cases = [(kernels[0], replace(kernels[0].cases.case_for(p), name=text)) for text, p in asked.items()]
-    cases = cases or [(k, c) for k in kernels for c in k.bench.BENCH_CASES if case_filter in c.name]
+    cases = [(k, c) for k in kernels for c in k.bench_cases(case_filter, problems)]
     if not cases:
         raise UsageError(f"no bench case contains {case_filter!r}")
     index = use_gpu(device)

@@ -76,7 +76,10 @@ def write_predicted(store: Store, target: Target, folder: Path) -> dict[Path, in
     }
     if not texts:
         raise UsageError(f"{store.where} predicts nothing for {target.device}")
-    return _put(texts, [p for p in place.glob(f"*{PREDICTED}") if p not in texts])
+    for old in place.glob(f"*{PREDICTED}"):
+        if old not in texts:
+            old.unlink()
+    return _put(texts)
 
 
 def write_measured(store: Store, folder: Path) -> dict[Path, int]:
@@ -87,14 +90,12 @@ def write_measured(store: Store, folder: Path) -> dict[Path, int]:
     texts = {folder / name: text for name, text in dump([store], Selection(provenances=["measured"])).items()}
     if not texts:
         raise UsageError(f"{store.where} has no measured winners")
-    return _put(texts, [])
+    return _put(texts)
 
 
-def _put(texts: dict[Path, str], old: Iterable[Path]) -> dict[Path, int]:
+def _put(texts: dict[Path, str]) -> dict[Path, int]:
     for path, text in texts.items():
         publish(text.encode(), path)
-    for path in old:
-        path.unlink()
     return {path: len(text.encode()) for path, text in texts.items()}
 
 

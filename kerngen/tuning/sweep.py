@@ -26,7 +26,7 @@ from kerngen.compile import Cubin
 from kerngen.errors import CompileError, UsageError
 from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Body, Case, Kernel, describe, parse_fields
+from kerngen.templates.kernel import Body, Case, Kernel, describe
 from kerngen.tuning.plan import rank
 from kerngen.tuning.space import valid_of
 from kerngen.tuning.worker import GpuWorker, Observed
@@ -52,10 +52,7 @@ def body_of(kernel: Kernel, template: str) -> Body:
 
 def cases_of(kernel: Kernel, wanted: str, problems: Sequence[str]) -> list[Case]:
     """The bench cases whose name contains `wanted`, or the problems that are written out. Raises UsageError."""
-    if problems:
-        return [kernel.cases.case_for(parse_fields(kernel.problem_type, text)) for text in problems]
-    found = [c for c in kernel.bench.BENCH_CASES if wanted in c.name]
-    if not found:
+    if not (found := kernel.bench_cases(wanted, problems)):
         raise UsageError(f"no bench case of {kernel.name} contains {wanted!r}",
                          hint=f"there are: {', '.join(c.name for c in kernel.bench.BENCH_CASES)}")  # fmt: skip
     return found

@@ -190,10 +190,25 @@ def staging_regs(problem: Problem, config: Config, target: Target) -> int:
     return 0 if target.arch.has_cp_async else config.block_n * problem.head_dim // (64 * config.num_warps)
 
 
-def _why_not_by_halves(problem: Problem, config: Config, target: Target) -> str | None:
+def _why_not_by_warpgroups(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     if not arch.has_wgmma:
         return f"wgmma=True needs wgmma, which {arch} lacks"
+    why_not = _why_not_by_halves if c.warps_d == 2 else _why_not_by_rows
+    if (why := why_not(problem, c)) is not None:
+        return why
+    if c.q_in_regs:
+        return "wgmma=True reads queries from shared memory; use q_in_regs=False"
+    if c.boxes and not (box_rows(problem, c) and box_rows(problem, c, "v")):
+        return f"boxes=True: page_size={problem.page_size} is no multiple of 8 rows"
+    if c.cluster > 1 and not c.boxes:
+        return f"cluster={c.cluster} copies to all its blocks in boxes; use boxes=True"
+    return None
+
+
+def _why_not_by_halves(problem: Problem, config: Config) -> str | None:
+    """Of halves.cu.jinja."""
+    c = config
     if problem.head_dim != 512:
         return f"wgmma=True with warps_d=2 is for head_dim=512, not {problem.head_dim}; use warps_d=1"
     if (c.block_m, c.block_n, c.num_warps) != (64, 64, 8):
@@ -203,25 +218,16 @@ def _why_not_by_halves(problem: Problem, config: Config, target: Target) -> str 
         )
     if c.num_stages < 4:
         return f"num_stages={c.num_stages}: products of two chunks are under way while others come; it takes 4"
-    if c.q_in_regs:
-        return "wgmma=True reads queries from shared memory; use q_in_regs=False"
     if c.ping_pong:
         return "ping_pong=True is for warps_d=1: with warps_d=2 warpgroups wait for each other's probabilities"
     if c.cluster not in (1, 2, 4):
         return f"cluster={c.cluster}: chunks come in one, two or four parts"
-    if c.boxes and not (box_rows(problem, c) and box_rows(problem, c, "v")):
-        return f"boxes=True: page_size={problem.page_size} is no multiple of 8 rows"
-    if c.cluster > 1 and not c.boxes:
-        return f"cluster={c.cluster} copies to all its blocks in boxes; use boxes=True"
     return None
 
 
-def _why_not_by_warpgroups(problem: Problem, config: Config, target: Target) -> str | None:
-    c, arch = config, target.arch
-    if c.warps_d == 2:
-        return _why_not_by_halves(problem, config, target)
-    if not arch.has_wgmma:
-        return f"wgmma=True needs wgmma, which {arch} lacks"
+def _why_not_by_rows(problem: Problem, config: Config) -> str | None:
+    """Of wgmma.cu.jinja."""
+    c = config
     if c.num_warps not in (8, 12) or c.warps_d != 1 or c.block_m != 16 * c.num_warps:
         return (
             f"block_m={c.block_m} warps_d={c.warps_d} num_warps={c.num_warps}: warpgroups, two or three, have 64 rows "
@@ -229,12 +235,6 @@ def _why_not_by_warpgroups(problem: Problem, config: Config, target: Target) -> 
         )
     if c.block_n % 16 or not 16 <= c.block_n <= 256:
         return f"block_n={c.block_n} is no multiple of 16 up to 256"
-    if c.q_in_regs:
-        return "wgmma=True reads queries from shared memory; use q_in_regs=False"
-    if c.boxes and not box_rows(problem, c):
-        return f"boxes=True: page_size={problem.page_size} is no multiple of 8 rows"
-    if c.cluster > 1 and not c.boxes:
-        return f"cluster={c.cluster} copies to all its blocks in boxes; use boxes=True"
     if problem.head_dim // 64 % c.cluster:
         return f"head_dim={problem.head_dim} has {problem.head_dim // 64} blocks of columns, no multiple of {c.cluster}"
     if c.ping_pong and c.num_warps != 8:

@@ -312,9 +312,4 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
         return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
     if not arch.has_cp_async and c.num_stages != 2:
         return f"num_stages={c.num_stages}: without cp.async, {arch} keeps 2 stages and one on its way in registers"
-    need = c.smem_bytes(group_size)
-    if why := arch.why_too_large(need):
-        return why
-    if (together := blocks * (need + arch.reserved_smem_bytes)) > arch.smem_per_sm:
-        return f"{blocks} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
-    return None
+    return arch.why_too_large(c.smem_bytes(group_size), blocks)

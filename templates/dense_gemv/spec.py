@@ -148,9 +148,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"{warps} warps in {c.blocks_per_sm} blocks; {arch} holds {arch.max_warps_per_sm} an SM"
     if (smem := smem_bytes(problem, c, target)) > MAX_STATIC_SMEM:
         return f"needs {smem:,} B of shared memory; {MAX_STATIC_SMEM:,} B are static"
-    if (together := c.blocks_per_sm * (smem + arch.reserved_smem_bytes)) > arch.smem_per_sm:
-        return f"{c.blocks_per_sm} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
-    return None
+    return arch.why_too_large(smem, c.blocks_per_sm)
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

@@ -135,12 +135,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps) // 8 * 8)
     if (need := registers(c, arch)) > available:
         return f"about {need} registers a thread; {warps} warps an SM leave {available}"
-    smem = smem_bytes(p, c, target)
-    if smem > arch.max_smem_bytes:
-        return f"needs {smem:,} B of shared memory; {arch} has {arch.max_smem_bytes:,} B a block"
-    if (together := c.blocks_per_sm * (smem + arch.reserved_smem_bytes)) > arch.smem_per_sm:
-        return f"{c.blocks_per_sm} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,} B"
-    return None
+    return arch.why_too_large(smem_bytes(p, c, target), c.blocks_per_sm)
 
 
 def registers(config: Config, arch: Arch) -> int:

@@ -1,13 +1,12 @@
 """vLLM's W4A16 products on the same weights, where its operators are at hand: Marlin and Machete.
 
-They are if vLLM is installed beside kerngen, or if KERNGEN_PEERS names libraries of operators, such as vLLM's
-`_C_stable_libtorch.abi3.so`, for `torch.ops.load_library`. What each wants its weights to be: vLLM 0.24's
+They are if vLLM is installed beside kerngen, or if torch has loaded its `_C_stable_libtorch.abi3.so` (KERNGEN_PEERS:
+`kerngen.measure.load_peers`). What each wants its weights to be: vLLM 0.24's
 `marlin_utils.py` and `kernels/linear/mixed_precision/machete.py`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -15,8 +14,6 @@ from importlib import import_module
 
 import torch
 from torch import Tensor
-
-from kerngen.errors import UsageError
 
 # vLLM's `scalar_types.uint4b8`: 4 bits, no sign, values less 8, packed as its C++ reads it.
 UINT4B8 = 4 << 8 | 8 << 17 | 1 << 50
@@ -28,12 +25,7 @@ TOLERANCE = 0.02  # of the largest output: both round to 16 bits, in other order
 
 @cache
 def operators() -> frozenset[str]:
-    """Those of vLLM that torch knows here. Raises UsageError where one that KERNGEN_PEERS names cannot be loaded."""
-    for path in filter(None, os.environ.get("KERNGEN_PEERS", "").split(os.pathsep)):
-        try:
-            torch.ops.load_library(path)
-        except OSError as e:
-            raise UsageError(f"KERNGEN_PEERS: {e}", hint="it names libraries of operators, one behind the other") from e
+    """Those of vLLM that torch knows here."""
     with suppress(ImportError):
         import_module("vllm._custom_ops")
     wanted = ("marlin_gemm", "gptq_marlin_repack", "machete_mm", "machete_prepack_B")

@@ -159,24 +159,14 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         p, c, arch = problem, config, target.arch
         if why := w4_tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):
             return why
-        need = smem_bytes(p, c, target)
-        if why := arch.why_too_large(need):
-            return why
-        if (together := c.blocks_per_sm * (need + arch.reserved_smem_bytes)) > arch.smem_per_sm:
-            return (
-                f"{c.blocks_per_sm} blocks an SM need {together:,} B of shared memory; {arch} has {arch.smem_per_sm:,}"
-            )
-        return None
+        return arch.why_too_large(smem_bytes(p, c, target), c.blocks_per_sm)
     if config.gemv:
         return w4_tiling.why_not_gemv(config, problem.num_tokens, problem.k, target.arch)
     if config.warpgroups:
         if why := w4_tiling.why_not_warpgroups(config, problem.k, target.arch):
             return why
-        need = smem_bytes(problem, config, target)
-        if why := target.arch.why_too_large(need):
+        if why := target.arch.why_too_large(smem_bytes(problem, config, target), max(1, config.blocks_per_sm)):
             return why
-        if config.blocks_per_sm * (need + target.arch.reserved_smem_bytes) > target.arch.smem_per_sm:
-            return f"{config.blocks_per_sm} blocks an SM, of {need:,} B of shared memory each, are too many"
     if problem.row_invariant and config.blocks_per_sm and problem.num_tokens > config.block_m:
         return (
             f"row_invariant: {problem.num_tokens} tokens fill several tiles of block_m={config.block_m}, and with "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import UsageError
+from kerngen.measure import load_peers
 from kerngen.templates import find_kernel
 from kerngen.templates.w4a16_gemm import bench, peers
 
@@ -126,7 +127,7 @@ def test_without_vllm_there_are_none() -> None:
 def test_a_library_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNGEN_PEERS", "/nowhere/lib.so")
     with pytest.raises(UsageError, match=r"KERNGEN_PEERS: .*/nowhere/lib\.so"):
-        peers.operators()
+        load_peers()
 
 
 def test_memory_that_ends_is_no_refusal(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:

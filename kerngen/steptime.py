@@ -73,7 +73,7 @@ def _time_batch(engine: Engine, prompts: list[list[int]], most: int, tokens: int
     began = time.perf_counter()
     handles = [engine.submit(Request(prompt, most)) for prompt in prompts]
     try:
-        while engine.load.num_running < len(prompts):
+        while not all(h.tokens for h in handles):  # the last one's prefill is no decode step's
             engine.step()
         all_run = time.perf_counter()
         made = sum(len(h.tokens) for h in handles)

@@ -12,7 +12,8 @@ token's x makes all of its outputs NaN there).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from itertools import product
+from math import ceil
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
@@ -264,25 +265,46 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     return None if best is None else best[1]
 
 
-# Tokens at most -> block_m, block_n, block_k, num_stages, cluster, prefetch: sweeps on an H200 over the 31B's matrices,
-# 5 to 40 % less time than without warpgroups.
-_WARPGROUP_TILES = (
-    (16, (16, 192, 256, 5, 1, 0)),
-    (32, (32, 192, 256, 4, 1, 0)),
-    (64, (64, 256, 128, 5, 1, 0)),
-    (128, (128, 128, 128, 5, 1, 0)),
-    (inf, (256, 128, 64, 4, 2, 4)),
-)
+# Tiles of warpgroups, from sweeps on an H200 over the family's matrices: block_n, the longest block_k and its stages.
+_WARPGROUP_TILES = {
+    16: ((192, 256, 5), (256, 256, 4)),
+    32: ((192, 256, 4), (128, 256, 4), (256, 128, 6)),
+    64: ((128, 256, 3), (192, 128, 5), (256, 128, 5)),
+    128: ((128, 128, 4), (192, 64, 8), (256, 64, 6)),
+    256: ((128, 64, 4),),
+}
+# What an SM takes, in nanoseconds, fitted to those sweeps: for 64 rows of W by 16 columns and block_m tokens; where each
+# tile has a block, for each that an SM gets; where tiles are shared, for that and for each of a tile's sums.
+_STEP_NS = {16: 21.0, 32: 23.5, 64: 31.0, 128: 49.0, 256: 93.0}
+_BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
+_IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two share tokens
 
 
-def _by_warpgroups(problem: Problem) -> tuple[Config, ...]:
-    """Best first; with shorter stages, and more of them, where K is no multiple of long ones."""
-    m, n, k, stages, cluster, ahead = next(tile for most, tile in _WARPGROUP_TILES if problem.num_tokens <= most)
+def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """The tile that takes the least time by the figures above; with shorter stages where K is no multiple of its own."""
+    m, n, num_sms = problem.num_tokens, problem.n, target.device.num_sms
+
+    def time_ns(c: Config) -> float:
+        tiles = ceil(m / c.block_m) * ceil(n / c.block_n)
+        tile_ns = c.block_n / 64 * problem.k / 16 * _STEP_NS[c.block_m]
+        if c.blocks_per_sm == 0:
+            return ceil(tiles / num_sms) * (tile_ns + _BLOCK_NS)
+        whole, sums_ns = tiles / num_sms * tile_ns, c.block_m * c.block_n * _SUM_NS
+        if c.cluster == 2:
+            whole, sums_ns = whole * _IN_PAIRS, sums_ns * _PAIRED_SUMS
+        return whole + _SHARED_NS + sums_ns
+
     found = []
-    while k >= 64:
-        found.append(Config(m, n, k, 16, 1, 1, stages, 1, warpgroups=True, cluster=cluster, prefetch=ahead))
-        k, stages = k // 2, min(2 * stages, 12)
-    return tuple(found)
+    for block_m, tiles in _WARPGROUP_TILES.items():
+        if block_m > 16 and block_m >= 2 * m:
+            continue
+        for (block_n, block_k, stages), shared in product(tiles, (1, 0)):
+            while block_k > 64 and problem.k % block_k:
+                block_k, stages = block_k // 2, min(2 * stages, 12)
+            pairs = 2 if block_m == 256 and shared else 1
+            found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
+                                prefetch=4 * (pairs - 1)))  # fmt: skip
+    return tuple(sorted(found, key=time_ns))
 
 
 def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
@@ -297,7 +319,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
         return (*_straight(problem, target), last)
     if m <= MOST_STREAMED and arch.has_tma and (found := _streamed(problem, target)) is not None:
         return (found, last)
-    first = _by_warpgroups(problem) if m > 8 and arch.has_wgmma else ()  # not of every K
+    first = _by_warpgroups(problem, target) if m > 8 and arch.has_wgmma else ()  # not of every K
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply
         even = problem.n % 128 == 0 and problem.k % 256 == 0

@@ -3,13 +3,14 @@
 //
 // A warp holds STEPS columns of tiles of its strips in registers, the first of them on their way before the kernel that
 // makes x has finished, and fetches anew what it has used. WARPS_K warps share strips and differ in columns: their sums
-// meet in shared memory, in their order. SPLIT_K blocks share a tile likewise: the last of them adds their sums, in their
-// order. No block waits for another.
+// meet in shared memory, in their order. SPLIT_K blocks share a tile likewise: the last of them to begin adds the sums that
+// the others post, in their order. They have all begun then and wait for nobody, so that a grid may be of any size.
 #pragma once
 #include "common/copy.cuh"
 #include "common/mma.cuh"
 #include "common/w4_dequant.cuh"
 #include "common/w4_partials.cuh"
+#include "common/w4_posts.cuh"
 #include "common/w4_rows.cuh"
 #include "common/w4_store.cuh"
 
@@ -105,10 +106,11 @@ template <class S> struct W4Gemv {
     }
 
     // This block's tiles. W is read before pdl_wait, x and everything that is written after it. exchange: EXCHANGE_CHUNKS.
-    // With SPLIT_K > 1 exchange is one more, for who arrived last; counters: one a tile, zero and left so; partials: [tile][SPLIT_K][tokens][strip][8].
+    // With SPLIT_K > 1 exchange is one more, for who began last; counters: one a tile; posts: [tile][SPLIT_K][tokens][strip][8]; both
+    // zero and left so.
     template <class Rows>
     static DEVICE void run(const Rows& rows, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales,
-                           float4* exchange, uint32_t* counters = nullptr, float4* partials = nullptr) {
+                           float4* exchange, uint32_t* counters = nullptr, uint4* posts = nullptr) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_k = warp % WARPS_K, warp_n = warp / WARPS_K;
         const int tiles = rows.template tiles<S>() * TILES_N, split = blockIdx.x % SPLIT_K;
         int tile = blockIdx.x / SPLIT_K, buffer = 0;
@@ -121,6 +123,8 @@ template <class S> struct W4Gemv {
             for (int s = 0; s < STEPS; s++) weights.load(s, w, scales, at, warp_n, column(0, s), true);
         }
         pdl_wait();
+        uint32_t before = 0;
+        if (SPLIT_K > 1 && threadIdx.x == 0 && tile < tiles) before = count_in(counters + tile);
         while (tile < tiles) {
             const int next_tile = PERSISTENT ? tile + int(gridDim.x) : tiles;
             const W4Tile next = next_tile < tiles ? rows.template at<S>(next_tile) : at;
@@ -170,36 +174,45 @@ template <class S> struct W4Gemv {
                     for (int j = 0; j < 2; j++)
                         place(warp_n, warp_k, i)[lane / 4 * TILE_TOKENS + lane % 4 * 2 + j] = quad(i, j);
                 }
+                if (SPLIT_K > 1 && threadIdx.x == 0) *reinterpret_cast<uint32_t*>(exchange + EXCHANGE_CHUNKS) = before;
                 __syncthreads();
                 const int quads = min_of(at.end - at.m0, TILE_TOKENS) * BLOCK_STRIPS * 8;
                 auto store_quad = [&](int q, float4 sum) {
                     store(at.n_strip + q / 8 % BLOCK_STRIPS, at.m0 + q / 8 / BLOCK_STRIPS, q % 8, sum);
                 };
-                auto partial = [&](int k, int q) {
-                    return partials + (int64_t(tile) * SPLIT_K + k) * (BLOCK_STRIPS * TILE_TOKENS * 8) + q;
-                };
-                for (int q = threadIdx.x; q < quads; q += THREADS) {
+                auto sum_of = [&](int q) {
                     const int g = q % 8, strip = q / 8 % BLOCK_STRIPS, of = q / 8 / BLOCK_STRIPS;
                     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
                     for (int k = 0; k < WARPS_K; k++)
                         add(sum, place(strip / STRIPS, k, strip % STRIPS)[g * TILE_TOKENS + of]);
-                    if constexpr (SPLIT_K > 1) put_partial(partial(split, q), sum);
-                    else store_quad(q, sum);
-                }
-                if constexpr (SPLIT_K > 1) {
-                    uint32_t* const before = reinterpret_cast<uint32_t*>(exchange + EXCHANGE_CHUNKS);
-                    __syncthreads();
-                    if (threadIdx.x == 0) *before = arrive(counters + tile);
-                    __syncthreads();
-                    if (*before != SPLIT_K - 1) return;
+                    return sum;
+                };
+                if constexpr (SPLIT_K == 1) {
+                    for (int q = threadIdx.x; q < quads; q += THREADS) store_quad(q, sum_of(q));
+                } else {
+                    auto post_of = [&](int k, int q) {
+                        return posts + (int64_t(tile) * SPLIT_K + k) * (BLOCK_STRIPS * TILE_TOKENS * 8) + q;
+                    };
+                    if (*reinterpret_cast<const uint32_t*>(exchange + EXCHANGE_CHUNKS) != SPLIT_K - 1) {
+                        for (int q = threadIdx.x; q < quads; q += THREADS) post4(post_of(split, q), posted_sums(sum_of(q)));
+                        return;
+                    }
                     if (threadIdx.x == 0) counters[tile] = 0;
-                    for (int q = threadIdx.x; q < quads; q += THREADS) {
-                        float4 part[SPLIT_K], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    for (int q = threadIdx.x; q - lane < quads; q += THREADS) {  // whole warps wait
+                        const uint4* from[SPLIT_K];
+                        uint4 parts[SPLIT_K];
 #pragma unroll
-                        for (int k = 0; k < SPLIT_K; k++) part[k] = get_partial(partial(k, q), true);
+                        for (int k = 0; k < SPLIT_K; k++) from[k] = q < quads && k != split ? post_of(k, q) : nullptr;
+                        receive(parts, from);
+                        if (q >= quads) continue;
+                        const float4 own = sum_of(q);
+                        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-                        for (int k = 0; k < SPLIT_K; k++) add(sum, part[k]);
+                        for (int k = 0; k < SPLIT_K; k++) {
+                            add(sum, k == split ? own : as_sums(parts[k]));
+                            if (k != split) post4(post_of(k, q), make_uint4(0, 0, 0, 0));  // for the next launch
+                        }
                         store_quad(q, sum);
                     }
                 }

@@ -4,12 +4,13 @@
 // A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns; the units are dealt to the blocks in equal
 // runs, and a unit's columns to the warps of its block. What a warp needs of a run lies in few contiguous pieces, which it
 // fetches by bulk copies into a ring of its own: warps never wait for each other's bytes, and what the ring holds is
-// there before the kernel that makes x has finished. Of each unit the warps' sums meet in shared memory, in their order;
-// the parts of a strip meet in the workspace, where the last one adds them in theirs.
+// there before the kernel that makes x has finished. Of each unit the warps' sums meet in shared memory, in their order.
+// The parts of a strip are added in theirs by the block of one of them, to which the others post: all blocks are resident.
 #pragma once
 #include "common/bulk.cuh"
 #include "common/w4_digits.cuh"
 #include "common/w4_partials.cuh"
+#include "common/w4_posts.cuh"
 #include "common/w4_store.cuh"
 
 template <class S> struct W4Stream {
@@ -68,10 +69,10 @@ template <class S> struct W4Stream {
         copy_bulk(slot + WORDS_BYTES, scales + (int64_t(strip) * NUM_GROUPS + first) * 8, count * 64, barrier, policy);
     }
 
-    // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. counters: one a strip,
-    // zero and left so; partials: [strip][SPLIT_K][QUADS]; both null where SPLIT_K is 1.
-    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales,
-                           uint32_t* counters, float4* partials, int num_tokens) {
+    // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
+    // so, [strip][SPLIT_K][QUADS]; null where SPLIT_K is 1.
+    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* posts,
+                           int num_tokens) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int first_unit = UNITS * int(blockIdx.x) / int(gridDim.x), end = UNITS * int(blockIdx.x + 1) / int(gridDim.x);
         Place ahead(first_unit), at(first_unit);
@@ -162,34 +163,38 @@ template <class S> struct W4Stream {
         auto store = [&](int strip, int q, float4 v) {
             store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
         };
-        auto partial = [&](int strip, int k, int q) { return partials + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
-        for (int i = threadIdx.x; i < num_sums; i += THREADS) {
-            const int index = i / quads, q = i - index * quads, unit = first_unit + index;
+        auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
+        auto sum_of = [&](int index, int q) {
             const float4* const sums = all_sums + index * WARPS * QUADS + q % 8 * TOKENS + q / 8;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
             for (int k = 0; k < WARPS; k++) add(sum, sums[k * QUADS]);
-            if constexpr (SPLIT_K > 1) put_partial(partial(unit % NUM_STRIPS, unit / NUM_STRIPS, q), sum);
-            else store(unit % NUM_STRIPS, q, sum);
+            return sum;
+        };
+        for (int i = threadIdx.x; i < num_sums; i += THREADS) {
+            const int index = i / quads, q = i - index * quads, unit = first_unit + index;
+            const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
+            if constexpr (SPLIT_K == 1) store(strip, q, sum_of(index, q));
+            else if (k != strip % SPLIT_K) post4(post_of(strip, k, q), posted_sums(sum_of(index, q)));
         }
         if constexpr (SPLIT_K > 1) {
-            uint32_t* const is_last = reinterpret_cast<uint32_t*>(all_sums);  // of each unit
-            __threadfence();
-            __syncthreads();
-            for (int i = threadIdx.x; i < end - first_unit; i += THREADS) {
-                uint32_t* const counter = counters + (first_unit + i) % NUM_STRIPS;
-                is_last[i] = arrive(counter) == SPLIT_K - 1;
-                if (is_last[i]) *counter = 0;
-            }
-            __syncthreads();
-            for (int i = threadIdx.x; i < num_sums; i += THREADS) {
-                const int index = i / quads, q = i - index * quads, strip = (first_unit + index) % NUM_STRIPS;
-                if (!is_last[index]) continue;
-                float4 of[SPLIT_K], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {  // whole warps wait
+                const int index = i / quads, q = i - index * quads, unit = first_unit + index;
+                const int strip = unit % NUM_STRIPS, mine = strip % SPLIT_K;
+                const bool adds = i < num_sums && unit / NUM_STRIPS == mine;
+                const uint4* from[SPLIT_K];
+                uint4 parts[SPLIT_K];
 #pragma unroll
-                for (int k = 0; k < SPLIT_K; k++) of[k] = get_partial(partial(strip, k, q), true);
+                for (int k = 0; k < SPLIT_K; k++) from[k] = adds && k != mine ? post_of(strip, k, q) : nullptr;
+                receive(parts, from);
+                if (!adds) continue;
+                const float4 own = sum_of(index, q);
+                float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-                for (int k = 0; k < SPLIT_K; k++) add(sum, of[k]);
+                for (int k = 0; k < SPLIT_K; k++) {
+                    add(sum, k == mine ? own : as_sums(parts[k]));
+                    if (k != mine) post4(post_of(strip, k, q), make_uint4(0, 0, 0, 0));  // for the next launch
+                }
                 store(strip, q, sum);
             }
         }

@@ -186,19 +186,21 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     grid = num_blocks(problem, config, target), 1, 1
     block = 32 * config.num_warps + (128 if config.warpgroups else 0), 1, 1  # who copies
     smem, cluster = smem_bytes(problem, config, target), (config.cluster, 1, 1)
-    together = config.warpgroups and config.blocks_per_sm > 0  # blocks that share a tile wait for each other's sums
+    # blocks that share a tile wait for each other's sums
+    together = config.blocks_per_sm > 0 if config.warpgroups else config.stream and config.split_k > 1
     return (Launch("w4a16_gemm", grid, block, smem, pdl=target.arch.has_pdl, cluster=cluster, cooperative=together),)
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Counters, zero between launches, then the partial sums. 0 where no tile is shared.
 
-    A counter a block; with gemv and stream one a tile of rows, of which there is one for all tokens. Warpgroups count
-    nothing: their sums are zero between launches.
+    A counter a block, with gemv one a tile of rows, of which there is one for all tokens. Stream and warpgroups count
+    nothing; their sums and gemv's are zero between launches, too.
     """
     if config.gemv or config.stream:
         tiles = ceil(problem.n / config.block_n)
-        counters, partials = 16 * ceil(tiles / 4), config.partial_bytes(tiles * config.split_k)
+        counters = 16 * ceil(tiles / 4) if config.gemv else 0
+        partials = config.partial_bytes(tiles * config.split_k)
     else:
         counters = 0 if config.warpgroups else 4 * MAX_BLOCKS
         partials = config.partial_bytes(num_blocks(problem, config, target))

@@ -2,6 +2,7 @@
 
     python -m kerngen.tuning.prebuilt --device V100                     tuning_db/prebuilt/V100/*.predicted.txt
     python -m kerngen.tuning.prebuilt --device A100,T4 --trials 4
+    python -m kerngen.tuning.prebuilt --device A100,T4 --renew          the same, where only device code has changed
     python -m kerngen.tuning.prebuilt --measured h200.db                tuning_db/prebuilt/H200/*.txt
 
 A board's problems are those of all released models, each once, searched together as `kerngen tune` does, in a database
@@ -27,6 +28,7 @@ from kerngen.errors import UsageError
 from kerngen.files import publish
 from kerngen.progress import Reporter
 from kerngen.tuning.objective import Predicted
+from kerngen.tuning.renew import renewed
 from kerngen.tuning.report import Report
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
@@ -93,6 +95,17 @@ def write_measured(store: Store, folder: Path) -> dict[Path, int]:
     return _put(texts)
 
 
+def renew(target: Target, folder: Path, *, jobs: int = 1) -> dict[Path, int]:
+    """The predicted sheets of the target's board that name other sources than today's, renewed: their builds.
+
+    Raises DatabaseError where that takes a new search (renew.py).
+    """
+    with CachedCompiler(jobs) as compiler:
+        found = {p: renewed(p, target, compiler) for p in sorted((folder / target.device.name).glob(f"*{PREDICTED}"))}
+    _put({path: text for path, (text, builds) in found.items() if builds})
+    return {path: builds for path, (_, builds) in found.items() if builds}
+
+
 def _put(texts: dict[Path, str]) -> dict[Path, int]:
     for path, text in texts.items():
         publish(text.encode(), path)
@@ -104,14 +117,15 @@ def _put(texts: dict[Path, str]) -> dict[Path, int]:
 @click.option(
     "--measured", "measured", default=None, metavar="FILE|URL", help="A database whose measurements to write."
 )
+@click.option("--renew", "renewing", is_flag=True, help="Keep the winners of what is there, build and time them anew.")
 @click.option("--model", "models", multiple=True, help="Only these. Default: all released models.")
 @click.option("--trials", type=click.IntRange(1), default=TRIALS, show_default=True, help="Configurations a problem.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 @click.option("--db", "db", default=None, metavar="FILE", help="Keep what was tried here. One file a board.")
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=PREBUILT, show_default=True)
 def main(
-    devices: tuple[str, ...], measured: str | None, models: tuple[str, ...], trials: int, jobs: int | None,
-    db: str | None, output: Path,
+    devices: tuple[str, ...], measured: str | None, renewing: bool, models: tuple[str, ...], trials: int,
+    jobs: int | None, db: str | None, output: Path,
 ) -> None:  # fmt: skip
     """Write the sheets that kerngen is shipped with: predicted for boards, or of a database that was measured.
 
@@ -133,6 +147,10 @@ def main(
     for board in boards:
         target = Target.of(board)
         require_target(target.arch)
+        if renewing:
+            for path, builds in renew(target, output, jobs=jobs or os.cpu_count() or 1).items():
+                click.echo(f"{path}  {builds} builds")
+            continue
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerngen-prebuilt-"))
             store = stack.enter_context(Store.open(db or Path(scratch) / "board.sqlite"))

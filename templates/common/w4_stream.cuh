@@ -17,7 +17,7 @@ template <class S> struct W4Stream {
     static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED;
     static constexpr int THREADS = 32 * WARPS, STRIP = 32, TOKENS = S::BLOCK_M;
-    static constexpr int PAIRS = TOKENS / 2, QUADS = TOKENS * STRIP / 4;
+    static constexpr int PAIRS = TOKENS / 2, QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
     static constexpr int NUM_STRIPS = N / STRIP, NUM_TILES = K / STRIP, UNITS = NUM_STRIPS * SPLIT_K;
     // Columns are dealt in groups that share scales.
     static constexpr int GROUP = S::GROUP_SIZE / STRIP, NUM_GROUPS = NUM_TILES / GROUP;
@@ -31,7 +31,7 @@ template <class S> struct W4Stream {
     struct alignas(16) Shared {
         uint8_t slots[WARPS][STAGES][SLOT_BYTES];
         uint64_t barriers[WARPS][STAGES];
-        // behind it, for each unit of a block: float4 sums[WARPS][QUADS]
+        // behind it, for each unit of a block: float4 sums[WARPS][8][num_tokens], of four rows each
     };
 
     // Which groups of columns are a warp's in a part of K.
@@ -74,6 +74,7 @@ template <class S> struct W4Stream {
     static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* posts,
                            int num_tokens) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
         const int first_unit = UNITS * int(blockIdx.x) / int(gridDim.x), end = UNITS * int(blockIdx.x + 1) / int(gridDim.x);
         Place ahead(first_unit), at(first_unit);
         const uint64_t policy = evict_first();
@@ -143,7 +144,7 @@ template <class S> struct W4Stream {
                 ahead.next();
             }
 
-            float4* const sums = all_sums + ((unit - first_unit) * WARPS + warp) * QUADS;
+            float4* const sums = all_sums + ((unit - first_unit) * WARPS + warp) * quads;
 #pragma unroll
             for (int p = 0; p < PAIRS; p++) {
                 float v[4];
@@ -152,23 +153,24 @@ template <class S> struct W4Stream {
                     v[r] = lane % 2 ? 16384.0f * acc[p][r][0] : fmaf(128.0f, acc[p][r][1], acc[p][r][0]);
                     v[r] = (v[r] + __shfl_xor_sync(0xffffffffu, v[r], 1)) * down[p];
                 }
-                if (lane % 2 == 0)
-                    sums[lane / 4 * TOKENS + 2 * p + lane % 4 / 2] = make_float4(v[0], v[1], v[2], v[3]);
+                const int token = 2 * p + lane % 4 / 2;
+                if (lane % 2 == 0 && token < num_tokens)
+                    sums[lane / 4 * num_tokens + token] = make_float4(v[0], v[1], v[2], v[3]);
             }
         }
 
         // All warps meet once: what meeting costs, and the way to memory, is paid by all units together.
         __syncthreads();
-        const int quads = num_tokens * 8, num_sums = (end - first_unit) * quads;  // quad q: rows 4 (q % 8) and on, token q / 8
+        const int num_sums = (end - first_unit) * quads;
         auto store = [&](int strip, int q, float4 v) {
             store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
         };
         auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
         auto sum_of = [&](int index, int q) {
-            const float4* const sums = all_sums + index * WARPS * QUADS + q % 8 * TOKENS + q / 8;
+            const float4* const sums = all_sums + index * WARPS * quads + q % 8 * num_tokens + q / 8;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-            for (int k = 0; k < WARPS; k++) add(sum, sums[k * QUADS]);
+            for (int k = 0; k < WARPS; k++) add(sum, sums[k * quads]);
             return sum;
         };
         for (int i = threadIdx.x; i < num_sums; i += THREADS) {

@@ -18,6 +18,7 @@ SLOTS_PER_MMA = 2  # of a scheduler: a tensor instruction, and the loads of its 
 LEAST_COLUMNS = 32  # a wgmma of fewer tokens takes as long
 LINE_BYTES = 128  # a load takes a clock of L1 for each line that it touches
 MEETING_WAITS = 2  # partial sums out, and the count of who arrived; then come the others' partial sums
+POSTED_WAITS = 2  # sums posted and received, a tile's parts by all who share it
 PARTS_AHEAD, WIDE_PARTS_AHEAD = 16, 4  # of 16 bytes, that the last to arrive loads at once (w4_gemm.cuh, FLIGHT)
 
 
@@ -88,6 +89,8 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         quads = c.warp_n * (c.block_m // c.warps_m) // 128
         waits = MEETING_WAITS + -(-parts * quads // (PARTS_AHEAD if quads < 32 else WIDE_PARTS_AHEAD))
         shared = 4 * blocks * tile_rows * c.block_n * 4  # of two tiles each, out and back
+        if c.warpgroups:
+            waits, shared = POSTED_WAITS, 6 * blocks * c.block_m * c.block_n * 4  # and zero again
     ahead = c.num_stages - (2 if c.wgmma else 1) if arch.has_cp_async else 1
     return Traffic(
         p.dram_bytes,

@@ -147,7 +147,7 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.stream:  # and the sums of all units of a block
         units = -(-(problem.n // STRIP * config.split_k) // num_blocks(problem, config, target))
-        return config.smem_bytes(problem.group_size) + units * config.warps_k * config.block_m * STRIP * 4
+        return config.smem_bytes(problem.group_size) + units * config.warps_k * problem.num_tokens * STRIP * 4
     if config.warpgroups:  # stages, up to 32 tokens on their way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
         leaving = config.block_n // 64 * min(config.block_m, 32) * (64 * 2 + 16)
@@ -275,15 +275,15 @@ _WARPGROUP_TILES = {
     128: ((128, 128, 4), (192, 64, 8), (256, 64, 6)),
     256: ((128, 64, 4),),
 }
-# What an SM takes, in nanoseconds, fitted to those sweeps: for 64 rows of W by 16 columns and block_m tokens; where each
-# tile has a block, for each that an SM gets; where tiles are shared, for that and for each of a tile's sums.
+# What an SM takes, in nanoseconds, fitted to those sweeps: for 64 rows of W by 16 columns and block_m tokens; where
+# each tile has a block, for each that an SM gets; where tiles are shared, for that and for each of a tile's sums.
 _STEP_NS = {16: 21.0, 32: 23.5, 64: 31.0, 128: 49.0, 256: 93.0}
 _BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
 _IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two share tokens
 
 
 def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
-    """The tile that takes the least time by the figures above; with shorter stages where K is no multiple of its own."""
+    """Tiles by the time that the figures above give; with shorter stages where K is no multiple of their own."""
     m, n, num_sms = problem.num_tokens, problem.n, target.device.num_sms
 
     def time_ns(c: Config) -> float:

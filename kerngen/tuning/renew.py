@@ -1,0 +1,103 @@
+"""Renews sheets of predictions whose kernels were rewritten: the same winners, built and timed anew, with no search.
+
+A new search is due where a spec changed, that is what may be chosen or what the model counts. Where only device code
+did, the model would choose as before but for what registers change; this takes minutes in place of an hour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kerngen.arch import Target
+from kerngen.cache import CachedCompiler
+from kerngen.compile import Cubin
+from kerngen.errors import DatabaseError, KerngenError
+from kerngen.predict import MODEL, predict
+from kerngen.render import source_of
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import filled
+from kerngen.tuning_db.serve.filing import filing_of
+from kerngen.tuning_db.serve.freshness import source_sha
+from kerngen.tuning_db.ship.outlook import Cell, Family, Outlook, dump, parse, rounded
+from kerngen.tuning_db.ship.words import SOURCE_DIGITS
+
+
+@dataclass(frozen=True, slots=True)
+class _Rebuilt:
+    """A plan of a family whose source is another today. problem: one that it wins."""
+
+    family: int
+    plan: int
+    config: Any
+    digits: str
+    build: Future[Cubin]
+
+
+def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, int]:
+    """The text of a predicted sheet of the target's board, and how many of its builds are new.
+
+    Raises DatabaseError where that takes a new search: by another model, or what won cannot be built any more.
+    """
+    outlook = parse(path.read_text(), str(path))
+    anew = f"python -m kerngen.tuning.prebuilt --device {outlook.board}"
+    if outlook.model != MODEL:
+        raise DatabaseError(f"{path} is by {outlook.model}, and predictions are by {MODEL}", hint=anew)
+    rebuilt = list(_rebuilt(outlook, target, compiler))
+    families = list(outlook.families)
+    for r in rebuilt:
+        try:
+            build = r.build.result()
+        except KerngenError as e:
+            raise DatabaseError(f"{path}: {r.config} no longer builds: {e.message}", hint=anew) from e
+        families[r.family] = _with(outlook, families[r.family], r, build, target)
+    if not rebuilt:
+        return path.read_text(), 0
+    return dump(replace(outlook, families=tuple(families))), len(rebuilt)
+
+
+def _rebuilt(outlook: Outlook, target: Target, compiler: CachedCompiler) -> Iterator[_Rebuilt]:
+    kernel, of = find_kernel(outlook.kernel), filing_of(outlook.kernel)
+    for f, family in enumerate(outlook.families):
+        for i, plan in enumerate(family.plans):
+            problem = next(_problems(outlook, family, i))
+            config = kernel.config_type(**filled(plan.config, of.config))
+            if (why := kernel.why_invalid(problem, config, target)) is not None:
+                raise DatabaseError(f"{outlook.kernel} on {outlook.board}: {config} is no longer valid: {why}",
+                                    hint=f"python -m kerngen.tuning.prebuilt --device {outlook.board}")  # fmt: skip
+            source = source_of(kernel, problem, config, target.arch)
+            if (digits := source_sha(source)[:SOURCE_DIGITS]) != plan.source:
+                yield _Rebuilt(f, i, config, digits, compiler.submit(source, target.arch))
+
+
+def _problems(outlook: Outlook, family: Family, plan: int) -> Iterator[Any]:
+    """Those that the plan wins."""
+    for cell in family.cells:
+        for point in cell.points:
+            if point.plan == plan:
+                yield _problem(outlook, family, cell, point)
+
+
+def _problem(outlook: Outlook, family: Family, cell: Cell, point: Any) -> Any:
+    kernel, of = find_kernel(outlook.kernel), filing_of(outlook.kernel)
+    dynamic = {} if point.dynamic is None else {outlook.dynamic: point.dynamic}
+    stated = point.fields or {**family.static, **cell.runtime, **dynamic}
+    return kernel.problem_type(**filled(stated, of.fields))
+
+
+def _with(outlook: Outlook, family: Family, r: _Rebuilt, build: Cubin, target: Target) -> Family:
+    """`family` with that plan's digits, and the times that the model gives with what was built."""
+    kernel = find_kernel(outlook.kernel)
+
+    def timed(cell: Cell, point: Any) -> Any:
+        if point.plan != r.plan:
+            return point
+        problem = _problem(outlook, family, cell, point)
+        return replace(point, us=rounded(predict(kernel, problem, r.config, target, build.entries).latency_us))
+
+    plans = [replace(p, source=r.digits) if i == r.plan else p for i, p in enumerate(family.plans)]
+    cells = tuple(replace(c, points=tuple(timed(c, p) for p in c.points)) for c in family.cells)
+    return replace(family, plans=tuple(plans), cells=cells)

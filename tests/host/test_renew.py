@@ -1,0 +1,56 @@
+"""Sheets of predictions whose kernels were rewritten: the same winners, of today's sources and times; else a search."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kerngen.arch import Target, find_device
+from kerngen.cache import CachedCompiler
+from kerngen.errors import DatabaseError
+from kerngen.predict import MODEL
+from kerngen.tuning.prebuilt import renew
+from kerngen.tuning.renew import renewed
+from kerngen.tuning_db.serve.places import PREBUILT
+
+T4 = Target.of(find_device("T4"))
+SHEET = PREBUILT / "T4" / "rmsnorm.predicted.txt"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "T4").mkdir()
+    (tmp_path / "T4" / SHEET.name).write_text(SHEET.read_text())
+    return tmp_path
+
+
+def test_what_is_of_today_is_left_alone(folder: Path) -> None:
+    assert renew(T4, folder) == {}
+    assert (folder / "T4" / SHEET.name).read_text() == SHEET.read_text()
+
+
+def test_another_source_is_built_and_timed_anew(folder: Path) -> None:
+    """With nothing else changed the sheet becomes what it was, to the letter: sources, times and winners."""
+    path = folder / "T4" / SHEET.name
+    first = re.search(r"@([0-9a-f]{12})", SHEET.read_text())
+    assert first is not None
+    old = SHEET.read_text().replace(first[0], "@000000000000")
+    path.write_text(re.sub(r"=[0-9.]+a\b", "=12.5a", old))
+    assert path.read_text() != SHEET.read_text()
+    assert renew(T4, folder) == {path: 1}
+    told, meant = path.read_text(), SHEET.read_text()
+    assert told.count(first[0]) == 1
+    assert told.splitlines()[:6] == meant.splitlines()[:6]
+    family = meant.split("\n\n")[1]
+    assert family in told, "the family of that plan is as it was"
+
+
+def test_what_takes_a_new_search_says_so(folder: Path) -> None:
+    path = folder / "T4" / SHEET.name
+    with CachedCompiler(1) as compiler:
+        path.write_text(SHEET.read_text().replace(MODEL, "roofline-0"))
+        with pytest.raises(DatabaseError, match=f"by roofline-0, and predictions are by {MODEL}") as caught:
+            renewed(path, T4, compiler)
+        assert caught.value.hint == "python -m kerngen.tuning.prebuilt --device T4"

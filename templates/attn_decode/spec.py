@@ -2,7 +2,8 @@
 
 One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
-(fp32, in the workspace). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+(fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.together,
+together.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
 
 From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
 new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
@@ -17,7 +18,7 @@ nothing else that is read here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
@@ -111,6 +112,8 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
     num_splits: int = 1  # parts of the visible keys
+    # The splits of a row are merged by the blocks that made them, which wait for each other: all must be resident.
+    together: bool = False
 
 
 def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
@@ -143,7 +146,8 @@ ARGS: dict[str, tuple[Arg, ...]] = {
 # Volta: m8n8k4, K and V straight to registers. The other body serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16).
 BODIES = (
     Body(
-        "kernel.cu.jinja", ARGS, _SHAPES | {"num_stages": (1, 2, 3, 4, 6)}, serves=lambda arch: arch.has_ldmatrix
+        "kernel.cu.jinja", ARGS, _SHAPES | {"num_stages": (1, 2, 3, 4, 6), "together": (False, True)},
+        serves=lambda arch: arch.has_ldmatrix,
     ),
     Body(
         "volta.cu.jinja", ARGS, _SHAPES | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
@@ -165,10 +169,28 @@ LATENCY_US = 0.8
 
 
 MAX_SLICES = 8  # of the splits, in a block of the combine
+PIECE_QUADS = 8  # a line of fp32: what a block merges for others is in multiples of it
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    return {"MAX_SLICES": MAX_SLICES}
+    found = {"MAX_SLICES": MAX_SLICES}
+    if config.together:
+        found["PIECE"], found["OWNERS"], found["PIECE_ROWS"] = pieces(problem, config)
+    return found
+
+
+def pieces(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """How what a block's rows give is dealt to the num_splits blocks that have the same rows, to be merged together.
+
+    (4-element quads of a piece, whole lines of their fp32; pieces, one a block; rows that a piece touches at most)
+    """
+    p, c = problem, config
+    row = p.head_dim // 4
+    quads = min(c.block_m, p.rows) * row
+    piece = ceil(quads / c.num_splits / PIECE_QUADS) * PIECE_QUADS
+    owners = ceil(quads / piece)
+    ends = ((i * piece, min((i + 1) * piece, quads)) for i in range(owners))
+    return piece, owners, max((end - 1) // row - first // row + 1 for first, end in ends)
 
 
 def outputs(problem: Problem) -> tuple[str, ...]:
@@ -202,7 +224,29 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"num_stages={c.num_stages} needs cp.async, which {arch} lacks; num_stages=1"
     if arch.has_cp_async and c.num_stages < 2:
         return f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
-    return arch.why_too_large(smem_bytes(p, c, target))
+    return why_not_together(p, c, target) or arch.why_too_large(smem_bytes(p, c, target))
+
+
+def why_not_together(problem: Problem, config: Config, target: Target) -> str | None:
+    """Why the blocks cannot merge the splits of their rows among themselves, if they are asked to.
+
+    A block that waits keeps its SM's registers and shared memory, so all of the grid must be resident at once. Certain
+    is one block an SM.
+    """
+    p, c, sms = problem, config, target.device.num_sms
+    if not c.together:
+        return None
+    if not target.arch.has_ldmatrix:
+        return f"together=True: splits are merged by a second launch on {target.arch}; together=False serves"
+    if c.num_splits == 1:
+        return "together=True: num_splits=1 leaves nothing to merge; together=False"
+    if (blocks := prod(_grid(p, c))) > sms:
+        return f"together=True: {blocks} blocks wait for each other, and {sms} SMs hold one each; at most {sms} blocks"
+    return None
+
+
+def _grid(p: Problem, c: Config) -> tuple[int, int, int]:
+    return ceil(p.rows / c.block_m) * c.num_splits, p.num_kv_heads, p.batch
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -226,16 +270,16 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     p, c = problem, config
-    m_blocks = ceil(p.rows / c.block_m)
     decode = Launch(
         "attn_decode",
-        grid=(m_blocks * c.num_splits, p.num_kv_heads, p.batch),
+        grid=_grid(p, c),
         block=(c.num_warps * 32, 1, 1),
         smem_bytes=smem_bytes(p, c, target),
         pdl=target.arch.has_pdl,
         reads_ahead=target.arch.has_pdl,
+        cooperative=c.together,
     )
-    if c.num_splits == 1:
+    if c.num_splits == 1 or c.together:
         return (decode,)
     slices, columns = combine_shape(p.head_dim, c.num_splits)
     rows = p.batch * p.q_len * p.num_q_heads
@@ -251,11 +295,19 @@ def combine_shape(head_dim: int, num_splits: int) -> tuple[int, int]:
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """Partial results, fp32: o [rows, num_splits, head_dim], then lse [rows, num_splits]."""
-    if config.num_splits == 1:
+    """Partial results, fp32: o [rows, num_splits, head_dim], then lse [rows, num_splits].
+
+    Merged together, of each group of blocks with the same rows: o [owners, num_splits, piece], then lse [owners,
+    num_splits, rows of a piece], zero between launches.
+    """
+    p, c = problem, config
+    if c.num_splits == 1:
         return 0
-    rows = problem.batch * problem.q_len * problem.num_q_heads
-    return rows * config.num_splits * (problem.head_dim + 1) * 4
+    if c.together:
+        quads, owners, rows = pieces(p, c)
+        groups = prod(_grid(p, c)) // c.num_splits
+        return groups * 16 * (owners * c.num_splits * quads + ceil(owners * c.num_splits * rows / 4))
+    return p.batch * p.q_len * p.num_q_heads * c.num_splits * (p.head_dim + 1) * 4
 
 
 def cost(problem: Problem) -> Cost:

@@ -25,10 +25,11 @@ MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
 # Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; the norms of its heads, of new keys.
 WAITS, HEAD_WAITS = 5, 2
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
+MERGE_WAITS = 2  # where blocks merge together: partial results out to L2, and the others' from it
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, ...]:
-    """One Traffic for the decode launch and, with several splits, one for the combine."""
+    """One Traffic for the decode launch and, with several splits that are not merged together, one for the combine."""
     p, c, arch = problem, config, target.arch
     dim, warps = p.head_dim // c.split_d, c.num_warps
     m_blocks = ceil(p.rows / c.block_m)
@@ -63,20 +64,23 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         + (EXCHANGE_CLOCKS if c.split_d > 1 else 0)
     )
     partials = workspace_bytes(p, c, target)
+    merged = partials if c.together else 0  # in the same launch: they are received, and zeros left in their place
     least = cost(p).bytes
     decode = Traffic(
         dram_bytes=least,
         flops=tiles * 4 * c.block_m * c.block_n * p.head_dim,
-        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + partials,
+        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + partials + 2 * merged,
         smem_bytes=tiles * moved + merge,
-        cuda_ops=tiles * c.split_d * warp_ops * 32 + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS),
+        cuda_ops=tiles * c.split_d * warp_ops * 32
+        + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS)
+        + merged // 2,
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
         copies=arch.has_cp_async,
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS),
+        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + (MERGE_WAITS if c.together else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
     )
-    if c.num_splits == 1:
+    if c.num_splits == 1 or c.together:
         return (decode,)
     slices, columns = combine_shape(p.head_dim, c.num_splits)
     in_flight = slices * columns * 16 * min(COMBINE_LOADS, ceil(c.num_splits / slices))

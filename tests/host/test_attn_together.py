@@ -1,0 +1,203 @@
+"""attn_decode, its blocks merging the splits among themselves, without a GPU: refusals, launches, pieces, builds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import pytest
+
+from kerngen.arch import ARCHES, Arch, Target, find_arch, find_device
+from kerngen.compile import compile_cubin, require_target
+from kerngen.errors import ToolchainError
+from kerngen.render import render
+from kerngen.templates import find_kernel
+from kerngen.templates.attn_decode.spec import Config, Problem, pieces
+from kerngen.templates.kernel import Case
+from kerngen.tuning.space import candidates
+
+KERNEL = find_kernel("attn_decode")
+H200 = Target.of(find_device("H200"))
+WINDOW = Problem(256, 32, 16, window=1024, source="qkv", num_rotated_pairs=128)
+FULL = Problem(512, 32, 4, source="qk", num_rotated_pairs=64)
+NEWER = [a for a in ARCHES.values() if a.has_ldmatrix]
+SHAPES = [(8, 1, 1), (8, 2, 1), (8, 1, 3), (8, 8, 1), (16, 8, 5), (32, 16, 8), (32, 8, 4)]  # block_m, group, q_len
+
+
+def _config(problem: Problem, target: Target, num_splits: int, together: bool = True) -> Config:
+    config: Config = KERNEL.default_config(problem, target)
+    return replace(config, num_splits=num_splits, together=together)
+
+
+# ---- refusals
+
+
+def test_refusals_say_what_decided() -> None:
+    whole = _config(FULL, H200, 33)
+    assert KERNEL.why_invalid(FULL, whole, H200) is None, "4 * 33 blocks, an SM each"
+    why = KERNEL.why_invalid(FULL, replace(whole, num_splits=34), H200)
+    assert why == "together=True: 136 blocks wait for each other, and 132 SMs hold one each; at most 132 blocks"
+    assert "136 blocks" in (KERNEL.why_invalid(replace(FULL, batch=2), replace(whole, num_splits=17), H200) or "")
+    assert "num_splits=1" in (KERNEL.why_invalid(FULL, replace(whole, num_splits=1), H200) or "")
+    assert KERNEL.why_invalid(FULL, replace(whole, num_splits=1, together=False), H200) is None
+    assert KERNEL.why_invalid(FULL, replace(whole, num_splits=34, together=False), H200) is None
+
+
+def test_rows_of_several_blocks_count() -> None:
+    """128 rows are 4 blocks of 32, each with its own splits."""
+    problem = Problem(256, 32, 2, q_len=8)
+    config = replace(_config(problem, H200, 16), block_m=32)
+    assert KERNEL.why_invalid(problem, config, H200) is None
+    assert "136 blocks" in (KERNEL.why_invalid(problem, replace(config, num_splits=17), H200) or "")
+
+
+def test_a_smaller_board_holds_fewer() -> None:
+    l4 = Target.of(find_device("L4"))
+    config = _config(FULL, l4, 15)
+    assert l4.device.num_sms < 4 * 15
+    assert f"{l4.device.num_sms} SMs" in (KERNEL.why_invalid(FULL, config, l4) or "")
+
+
+def test_volta_launches_twice() -> None:
+    target = Target.of(find_arch("sm70"))
+    problem = replace(FULL, dtype="fp16")
+    config = _config(problem, target, 4)
+    assert "together=False serves" in (KERNEL.why_invalid(problem, config, target) or "")
+    assert len(KERNEL.launches(problem, replace(config, together=False), target)) == 2
+    assert not any(c.together for c in candidates(KERNEL, problem, target).valid)
+
+
+def test_the_tuner_may_choose_it() -> None:
+    found = candidates(KERNEL, FULL, H200).valid
+    for together in (False, True):
+        assert {c.num_splits for c in found if c.together is together} >= {2, 8, 33}
+    assert 66 in {c.num_splits for c in found if not c.together}
+    assert max(c.num_splits for c in found if c.together) == 33
+
+
+# ---- launches and the workspace
+
+
+@pytest.mark.parametrize("problem", [WINDOW, FULL], ids=["window", "full"])
+def test_one_launch_whose_blocks_wait_for_each_other(problem: Problem) -> None:
+    config = _config(problem, H200, 8)
+    (launch,) = KERNEL.launches(problem, config, H200)
+    first, second = KERNEL.launches(problem, replace(config, together=False), H200)
+    assert launch == replace(first, cooperative=True)
+    assert not first.cooperative
+    assert second.entry == "attn_combine"
+    assert prod(launch.grid) <= H200.device.num_sms
+
+
+@pytest.mark.parametrize("problem", [WINDOW, FULL], ids=["window", "full"])
+def test_traffic_has_no_second_launch_but_waits(problem: Problem) -> None:
+    config = _config(problem, H200, 8)
+    together = KERNEL.traffic(problem, config, H200)
+    apart = KERNEL.traffic(problem, replace(config, together=False), H200)
+    assert together is not None
+    assert apart is not None
+    assert (len(together), len(apart)) == (1, 2)
+    assert together[0].waits == apart[0].waits + 2
+    assert (together[0].l2_bytes or 0) > (apart[0].l2_bytes or 0)
+
+
+@pytest.mark.parametrize(("block_m", "group", "q_len"), SHAPES)
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
+def test_pieces_cover_what_a_block_writes(head_dim: int, block_m: int, group: int, q_len: int) -> None:
+    problem = Problem(head_dim, 2 * group, 2, q_len=q_len)
+    for num_splits in (2, 3, 5, 8, 13, 33, 132):
+        config = Config(block_m=block_m, num_splits=num_splits, together=True)
+        piece, owners, piece_rows = pieces(problem, config)
+        quads = min(block_m, problem.rows) * head_dim // 4
+        assert piece % 8 == 0, "whole lines"
+        assert owners <= num_splits
+        assert (owners - 1) * piece < quads <= owners * piece
+        touched = [{q // (head_dim // 4) for q in range(i * piece, min((i + 1) * piece, quads))} for i in range(owners)]
+        assert max(map(len, touched)) == piece_rows
+
+
+def test_workspace_has_a_place_for_each_word() -> None:
+    """Two rows of 64 quads between 8 blocks are pieces of 16 within a row: 8 * 8 of them, and as many lse."""
+    config = _config(WINDOW, H200, 8)
+    assert pieces(WINDOW, config) == (16, 8, 1)
+    one = 16 * (8 * 8 * 16 + 8 * 8 // 4)
+    assert KERNEL.workspace_bytes(WINDOW, config, H200) == 16 * one
+    assert KERNEL.workspace_bytes(replace(WINDOW, batch=3), config, H200) == 48 * one
+    # Three rows among 5 blocks: pieces of 40 quads, which touch two rows; 5 * 5 * 2 lse are rounded up to 16 bytes.
+    three = Problem(256, 2, 2, q_len=3)
+    config = replace(config, num_splits=5)
+    assert pieces(three, config) == (40, 5, 2)
+    assert KERNEL.workspace_bytes(three, config, H200) == 2 * 16 * (5 * 5 * 40 + 13)
+    assert KERNEL.workspace_bytes(three, replace(config, num_splits=1, together=False), H200) == 0
+
+
+# ---- sources
+
+
+def test_two_launches_have_the_source_that_they_had() -> None:
+    """Its digest is what shipped winners are keyed by. A word of what is only for blocks that merge would change it."""
+    for problem, arch in product((WINDOW, FULL), NEWER):
+        problem, target = replace(problem, dtype="fp16"), Target.of(arch)
+        config = _config(problem, target, 4)
+        if KERNEL.why_invalid(problem, config, target) is not None:
+            config = replace(config, num_splits=2)
+        text, apart = (str(render(KERNEL, problem, replace(config, together=t), target)) for t in (True, False))
+        for word in ("merge_splits", "post_rows", "posted", "PIECE", "ld.relaxed"):
+            assert word in text
+            assert word not in apart
+        assert "return hand_over_nothing(workspace, batch, place);" in apart
+        # What is left of the one when its own lines are taken out is left of the other.
+        lines = set(text.splitlines())
+        missing = [line.strip() for line in apart.splitlines() if line not in lines]
+        assert missing == [
+            "return hand_over_nothing(workspace, batch, place);",
+            "hand_over<MERGE_TILES * 8, HEAD_DIM>(",
+            "out, workspace, batch, place, first * 8, row_merge,",
+            "},",
+            "[](int d) { return d; });",
+        ]
+
+
+BUILT = ("sm75", "sm80", "sm90", "sm120")
+
+
+def _builds(arch: Arch) -> list[tuple[Case, Config]]:
+    """The arch's turn of those that differ in what the merge is compiled for: the first case of each, of few splits and
+    of many.
+    """
+    target, seen, found = Target.of(arch), set(), []
+    for case in KERNEL.cases.CASES:
+        p = case.problem
+        if KERNEL.why_unsupported(p, target) is not None:
+            continue
+        for num_splits in (2, 3, 16):
+            config = _config(p, target, num_splits)
+            if KERNEL.why_invalid(p, config, target) is not None:
+                continue
+            if (shape := (p.head_dim, min(config.block_m, p.rows), p.rows % config.block_m, pieces(p, config))) in seen:
+                continue
+            seen.add(shape)
+            found.append((case, config))
+    return found[BUILT.index(arch.name) :: len(BUILT)]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_builds_within_the_limits(name: str) -> None:
+    arch = find_arch(name)
+    try:
+        require_target(arch)
+    except ToolchainError as e:
+        pytest.skip(str(e))
+    target, complaints = Target.of(arch), []
+    builds = _builds(arch)
+    assert len(builds) >= 12
+    for case, config in builds:
+        cubin = compile_cubin(render(KERNEL, case.problem, config, target), arch)
+        (launch,) = KERNEL.launches(case.problem, config, target)
+        made = cubin.entries["attn_decode"]
+        spilled = max(made.spill_store_bytes, made.spill_load_bytes)
+        if spilled > KERNEL.max_spill_bytes or made.static_smem_bytes > 0:
+            complaints.append(f"{case} {config}: {made}")
+        assert made.registers * launch.block[0] <= arch.regs_per_sm
+    assert not complaints, "\n".join(complaints)

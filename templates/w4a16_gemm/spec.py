@@ -258,6 +258,8 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
         share = ceil(ceil(groups / split) / 8)
         block_k = 8 * problem.group_size * share
         config = Config(MOST_STREAMED, STRIP, block_k, STRIP, 1, 8, 3, 1, split_k=split, stream=True)
+        if target.arch.why_too_large(smem_bytes(problem, config, target), 2) is not None:
+            config = replace(config, num_stages=2)  # so that the next launch finds room for its first stages
         if not 5 <= share * problem.group_size // STRIP <= 9 or why_invalid(problem, config, target) is not None:
             continue
         units, blocks = strips * split, num_blocks(problem, config, target)
@@ -269,7 +271,7 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
 
 # Tiles of warpgroups, from sweeps on an H200 over the family's matrices: block_n, the longest block_k and its stages.
 _WARPGROUP_TILES = {
-    16: ((192, 256, 5), (256, 256, 4)),
+    16: ((192, 256, 5), (256, 256, 4), (128, 256, 3)),  # 128 rows in two blocks an SM, where W is large
     32: ((192, 256, 4), (128, 256, 4), (256, 128, 6)),
     64: ((128, 256, 3), (192, 128, 5), (256, 128, 5)),
     128: ((128, 128, 4), (192, 64, 8), (256, 64, 6)),
@@ -280,6 +282,7 @@ _WARPGROUP_TILES = {
 _STEP_NS = {16: 21.0, 32: 23.5, 64: 31.0, 128: 49.0, 256: 93.0}
 _BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
 _IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two share tokens
+_IN_TWO = 0.95  # and of two blocks an SM
 
 
 def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
@@ -292,6 +295,8 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
         if c.blocks_per_sm == 0:
             return ceil(tiles / num_sms) * (tile_ns + _BLOCK_NS)
         whole, sums_ns = tiles / num_sms * tile_ns, c.block_m * c.block_n * _SUM_NS
+        if c.blocks_per_sm == 2:
+            return whole * _IN_TWO + _SHARED_NS + sums_ns
         if c.cluster == 2:
             whole, sums_ns = whole * _IN_PAIRS, sums_ns * _PAIRED_SUMS
         return whole + _SHARED_NS + sums_ns
@@ -301,8 +306,12 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
         if block_m > 16 and block_m >= 2 * m:
             continue
         for (block_n, block_k, stages), shared in product(tiles, (1, 0)):
+            if block_n == 128 and block_m == 16:
+                if n * problem.k < STRAIGHT_WEIGHTS // 2 or not shared:
+                    continue
+                shared = 2
             while block_k > 64 and problem.k % block_k:
-                block_k, stages = block_k // 2, min(2 * stages, 12)
+                block_k, stages = block_k // 2, min(2 * stages, 12 // max(1, shared))
             pairs = 2 if block_m == 256 and shared else 1
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
                                 prefetch=4 * (pairs - 1)))  # fmt: skip

@@ -169,13 +169,14 @@ LATENCY_US = 0.8
 
 
 MAX_SLICES = 8  # of the splits, in a block of the combine
-PIECE_QUADS = 8  # a line of fp32: what a block merges for others is in multiples of it
+LINE_QUADS = 8  # of 4 fp32, a line: what a block merges is in multiples of it
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"MAX_SLICES": MAX_SLICES}
     if config.together:
-        found["PIECE"], found["OWNERS"], found["PIECE_ROWS"] = pieces(problem, config)
+        piece, owners, rows = pieces(problem, config)
+        found |= {"PIECE": piece, "OWNERS": owners, "PIECE_ROWS": rows, "CELL": cell_quads(piece, rows)}
     return found
 
 
@@ -187,10 +188,15 @@ def pieces(problem: Problem, config: Config) -> tuple[int, int, int]:
     p, c = problem, config
     row = p.head_dim // 4
     quads = min(c.block_m, p.rows) * row
-    piece = ceil(quads / c.num_splits / PIECE_QUADS) * PIECE_QUADS
+    piece = ceil(quads / c.num_splits / LINE_QUADS) * LINE_QUADS
     owners = ceil(quads / piece)
     ends = ((i * piece, min((i + 1) * piece, quads)) for i in range(owners))
     return piece, owners, max((end - 1) // row - first // row + 1 for first, end in ends)
+
+
+def cell_quads(piece: int, piece_rows: int) -> int:
+    """What a split posts to a piece's owner, in quads of fp32: the piece, then lines with the lse of its rows."""
+    return piece + ceil(piece_rows / 4 / LINE_QUADS) * LINE_QUADS
 
 
 def outputs(problem: Problem) -> tuple[str, ...]:
@@ -297,16 +303,16 @@ def combine_shape(head_dim: int, num_splits: int) -> tuple[int, int]:
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Partial results, fp32: o [rows, num_splits, head_dim], then lse [rows, num_splits].
 
-    Merged together, of each group of blocks with the same rows: o [owners, num_splits, piece], then lse [owners,
-    num_splits, rows of a piece], zero between launches.
+    Merged together, of each group of blocks with the same rows [owners, num_splits] cells (cell_quads), zero between
+    launches.
     """
     p, c = problem, config
     if c.num_splits == 1:
         return 0
     if c.together:
-        quads, owners, rows = pieces(p, c)
+        piece, owners, rows = pieces(p, c)
         groups = prod(_grid(p, c)) // c.num_splits
-        return groups * 16 * (owners * c.num_splits * quads + ceil(owners * c.num_splits * rows / 4))
+        return groups * owners * c.num_splits * cell_quads(piece, rows) * 16
     return p.batch * p.q_len * p.num_q_heads * c.num_splits * (p.head_dim + 1) * 4
 
 

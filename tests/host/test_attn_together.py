@@ -118,17 +118,17 @@ def test_pieces_cover_what_a_block_writes(head_dim: int, block_m: int, group: in
 
 
 def test_workspace_has_a_place_for_each_word() -> None:
-    """Two rows of 64 quads between 8 blocks are pieces of 16 within a row: 8 * 8 of them, and as many lse."""
+    """Two rows of 64 quads between 8 blocks: pieces of 16, each in a row, from each of 8 splits, with a line of lse."""
     config = _config(WINDOW, H200, 8)
     assert pieces(WINDOW, config) == (16, 8, 1)
-    one = 16 * (8 * 8 * 16 + 8 * 8 // 4)
+    one = 8 * 8 * (16 * 16 + 128)
     assert KERNEL.workspace_bytes(WINDOW, config, H200) == 16 * one
     assert KERNEL.workspace_bytes(replace(WINDOW, batch=3), config, H200) == 48 * one
-    # Three rows among 5 blocks: pieces of 40 quads, which touch two rows; 5 * 5 * 2 lse are rounded up to 16 bytes.
+    # Three rows among 5 blocks: pieces of 40 quads, which touch two rows.
     three = Problem(256, 2, 2, q_len=3)
     config = replace(config, num_splits=5)
     assert pieces(three, config) == (40, 5, 2)
-    assert KERNEL.workspace_bytes(three, config, H200) == 2 * 16 * (5 * 5 * 40 + 13)
+    assert KERNEL.workspace_bytes(three, config, H200) == 2 * 5 * 5 * (40 * 16 + 128)
     assert KERNEL.workspace_bytes(three, replace(config, num_splits=1, together=False), H200) == 0
 
 

@@ -101,6 +101,7 @@ CASES = (
     # few blocks, many tiles
     case_for(Problem(**_shape(layers="sfSF", window=1000, kv_len=1500, ple_width=16))),
     case_for(Problem(**_shape(window=4000, kv_len=5000))),  # more than 32 tiles of keys a block
+    case_for(Problem(**_shape(window=4000, kv_len=40000, page_size=64))),  # and more pages than are kept at hand
     case_for(Problem(**_shape(layers="ss", full_head_dim=256, window=20, kv_len=5000))),
     # sums and products that are exactly zero, which posted words cannot be
     case_for(Problem(**_shape(layers="sfSF", hidden=320, ple_width=64, inner=288, kv_len=50)), zeros=True),

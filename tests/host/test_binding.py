@@ -23,7 +23,9 @@ from kerngen.tuning_db.serve.reader import Reader
 H200 = Target.of(find_device("H200"))
 GEMM = find_kernel("w4a16_gemm")
 DECODE = find_kernel("attn_decode")
-DOWN = GEMM.problem_type(n=5376, k=21504)  # of the 31B, whose winners are shipped
+NORM = find_kernel("add_norm")
+DOWN = GEMM.problem_type(n=5376, k=21504)
+BETWEEN = NORM.problem_type(has_scalar=True)  # layers of the 31B, whose winners are shipped
 GLOBAL = DECODE.problem_type(head_dim=512, num_q_heads=32, num_kv_heads=4)
 MOST_US = 20.0
 
@@ -39,11 +41,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Source]]:
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 9, 100, 256, 3000, 8192])
 def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Source], tokens: int) -> None:
-    problem = replace(DOWN, num_tokens=tokens)
-    winner = lookup(stores, GEMM, problem, H200)
+    problem = replace(BETWEEN, num_tokens=tokens)
+    winner = lookup(stores, NORM, problem, H200)
     assert winner is not None
-    choice = Bindings(stores, H200).choice(GEMM, problem)
-    assert choice.config == GEMM.config_type(**winner.config)
+    choice = Bindings(stores, H200).choice(NORM, problem)
+    assert choice.config == NORM.config_type(**winner.config)
     assert choice.provenance == "measured"
     assert choice.cubin is not None
     assert winner.cubin is not None
@@ -52,10 +54,10 @@ def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Source], tokens
 
 def test_beyond_the_tuned_interval_the_default_serves(stores: list[Source]) -> None:
     bindings = Bindings(stores, H200)
-    above, near = (bindings.choice(GEMM, replace(DOWN, num_tokens=t)) for t in (20000, 20001))
+    above, near = (bindings.choice(NORM, replace(BETWEEN, num_tokens=t)) for t in (20000, 20001))
     assert above.source == DEFAULT
     assert above is near, "one default serves the lengths up to the next power of two"
-    assert above.config == GEMM.default_config(replace(DOWN, num_tokens=32768), H200)
+    assert above.config == NORM.default_config(replace(BETWEEN, num_tokens=32768), H200)
 
 
 def test_one_board_gets_no_other_boards_grid() -> None:
@@ -72,7 +74,7 @@ def _no(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("with_stores", [True, False], ids=["tuned", "defaults"])
-@pytest.mark.parametrize(("kernel", "base"), [(GEMM, DOWN), (DECODE, GLOBAL)], ids=["w4a16_gemm", "attn_decode"])
+@pytest.mark.parametrize(("kernel", "base"), [(NORM, BETWEEN), (DECODE, GLOBAL)], ids=["add_norm", "attn_decode"])
 def test_a_length_never_seen_costs_a_bisection(
     stores: list[Source], kernel: Any, base: Any, with_stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,13 +99,13 @@ def test_what_was_asked_before_is_looked_up_once_and_not_for_ever(
 ) -> None:
     monkeypatch.setattr(binding_module, "CHOICES_KEPT", 5)
     bindings = Bindings(stores, H200)
-    problems = [replace(DOWN, num_tokens=t) for t in (1, 2, 4)] + [replace(GLOBAL, kv_len=512)]
-    first = [bindings.choice(GEMM if isinstance(p, type(DOWN)) else DECODE, p) for p in problems]
+    problems = [replace(BETWEEN, num_tokens=t) for t in (1, 2, 4)] + [replace(GLOBAL, kv_len=512)]
+    first = [bindings.choice(NORM if isinstance(p, type(BETWEEN)) else DECODE, p) for p in problems]
     with monkeypatch.context() as patch:
         patch.setattr(binding_module.Binding, "choice", _no)
         assert [bindings.choice(c.kernel, p) for c, p in zip(first, problems, strict=True)] == first
     for tokens in range(8, 40):
-        bindings.choice(GEMM, replace(DOWN, num_tokens=tokens))
+        bindings.choice(NORM, replace(BETWEEN, num_tokens=tokens))
         assert len(bindings._known) <= 5
     assert [bindings.choice(c.kernel, p) for c, p in zip(first, problems, strict=True)] == first
 

@@ -1,9 +1,10 @@
 """What will run: the configuration and machine code of each problem, decided here for whoever asks.
 
 `Bindings` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
-compiled-in fields) is bound once: its tuned points are read from the databases, or, where there are none, defaults are
-made at powers of two of the dynamic field. From then on a problem never seen before costs a bisection, and one that was
-a look into a dict: a prompt's forward asks hundreds of times.
+compiled-in fields) is bound once: its tuned points are read from the databases, or, where there are none, defaults
+are made at powers of two of the dynamic field (between two of them a kernel may prefer a smaller one's). From then on
+a problem never seen before costs a bisection, and one that was a look into a dict: a prompt's forward asks hundreds
+of times.
 """
 
 from __future__ import annotations
@@ -82,17 +83,35 @@ class Binding:
         return known[1]
 
     def _default(self, problem: Any) -> Choice:
-        """The default of the next power of two on the dynamic axis, or the problem's own where that cannot run it."""
+        """The default of the next power of two on the dynamic axis, or the problem's own where that cannot run it.
+
+        Where the kernel prefers among configurations, that of any power of two below serves as well: no more of them
+        are needed than a bundle has.
+        """
+        above = round_up(getattr(problem, problem.DYNAMIC)) if problem.DYNAMIC else 0
+        found = self._default_at(problem, above)
+        if self.kernel.why_invalid(problem, found.config, self.target) is not None:
+            own = self._default_for(problem)
+            return self._exceptions.setdefault(own.config, own)
+        if self.kernel.has_preference and above > 1 and getattr(problem, problem.DYNAMIC) != above:
+            return self._preferred(problem, found, above)
+        return found
+
+    def _default_at(self, problem: Any, dynamic: int) -> Choice:
+        """The default where the dynamic field, if there is one, is `dynamic`."""
         key = coordinates(bucketed(self.kernel, problem))
         if problem.DYNAMIC:
-            above = round_up(getattr(problem, problem.DYNAMIC))
-            key = (*key, above)
+            key = (*key, dynamic)
         if (found := self._defaults.get(key)) is None:
-            found = self._defaults[key] = self._default_for(_moved(problem, above) if problem.DYNAMIC else problem)
-        if self.kernel.why_invalid(problem, found.config, self.target) is None:
-            return found
-        own = self._default_for(problem)
-        return self._exceptions.setdefault(own.config, own)
+            found = self._defaults[key] = self._default_for(_moved(problem, dynamic) if problem.DYNAMIC else problem)
+        return found
+
+    def _preferred(self, problem: Any, found: Choice, above: int) -> Choice:
+        """Of the defaults of three smaller powers of two too, the one that the kernel prefers for `problem`."""
+        below = [self._default_at(problem, above >> i) for i in range(1, min(4, above.bit_length()))]
+        valid = [c for c in below if self.kernel.why_invalid(problem, c.config, self.target) is None]
+        by_config = {c.config: c for c in reversed([found, *valid])}
+        return by_config[self.kernel.prefer(problem, [found.config, *(c.config for c in valid)], self.target)]
 
     def _default_for(self, problem: Any) -> Choice:
         config = self.kernel.default_config(problem, self.target)

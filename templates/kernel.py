@@ -193,7 +193,8 @@ class Spec(Protocol):
     """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None, outputs(problem): which
     of OUTPUTS the kernel writes for it, workspace_bytes(problem, config, target) -> int, traffic(problem, config,
     target), tensor_map(problem, config, of, shape) -> TensorMap | None for arguments that are maps, MAX_SPILL_BYTES,
-    and constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
+    prefer(problem, configs, target): of the defaults of other values of the dynamic field, the one for `problem`, and
+    constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
     problem comes without RUNTIME fields.
 
     What sees an Arch, `BODIES` and `constants`, decides what is compiled: a cubin depends on the arch alone. All that
@@ -301,6 +302,17 @@ class Kernel:
     def max_spill_bytes(self) -> int:
         """What a default configuration may spill, bytes a thread: MAX_SPILL_BYTES of spec.py, or 0."""
         return getattr(self.spec, "MAX_SPILL_BYTES", 0)
+
+    @property
+    def has_preference(self) -> bool:
+        """Whether `prefer` may say anything but the first."""
+        return hasattr(self.spec, "prefer")
+
+    def prefer(self, problem: Any, configs: Sequence[Any], target: Target) -> Any:
+        """One of `configs`, all valid: the one for `problem` by its spec, where that has an opinion, else the first."""
+        if (chosen := getattr(self.spec, "prefer", None)) is None:
+            return configs[0]
+        return chosen(problem, configs, target)
 
     def smem_bytes(self, problem: Any, config: Any, target: Target) -> int:
         """Shared memory of a block, static and dynamic together."""

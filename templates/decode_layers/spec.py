@@ -35,8 +35,8 @@ UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = 2 * 8 * 640 + 2 * 8 * 520  # of shared memory: scores by warps, of two batches, and Q
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
-# By measurement on an H200, of the 31B at 16384, 32768 and 131072 tokens (docs/performance.md). There a layer saves 20 us.
-SAVED_US = 12.0  # a layer, beside launches of its own
+# By measurement on an H200, of the 31B at 16384 to 131072 tokens (docs/performance.md)
+SAVED_US = 12.0  # a layer, beside launches of its own; of the 31B 20
 US_PER_KEY_BYTE = 0.081e-6  # of a full layer's keys and values, beyond what attn_decode takes to read them
 RING_LIMIT = 220 * 1024  # of shared memory, for the default configuration
 SUM_TILES = 24  # what waiting for the sums of one more block is worth, in tiles that a block multiplies

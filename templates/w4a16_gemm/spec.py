@@ -11,6 +11,7 @@ token's x makes all of its outputs NaN there).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
@@ -285,29 +286,37 @@ _IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two sha
 _IN_TWO = 0.95  # and of two blocks an SM
 
 
+def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
+    """By the figures above, what tiles of warpgroups take."""
+    num_sms = target.device.num_sms
+    tiles = ceil(problem.num_tokens / c.block_m) * ceil(problem.n / c.block_n)
+    tile_ns = c.block_n / 64 * problem.k / 16 * _STEP_NS[c.block_m]
+    if c.blocks_per_sm == 0:
+        return ceil(tiles / num_sms) * (tile_ns + _BLOCK_NS)
+    whole, sums_ns = tiles / num_sms * tile_ns, c.block_m * c.block_n * _SUM_NS
+    if c.blocks_per_sm == 2:
+        return whole * _IN_TWO + _SHARED_NS + sums_ns
+    if c.cluster == 2:
+        whole, sums_ns = whole * _IN_PAIRS, sums_ns * _PAIRED_SUMS
+    return whole + _SHARED_NS + sums_ns
+
+
+def prefer(problem: Problem, configs: Sequence[Config], target: Target) -> Config:
+    """Of the defaults of more and fewer tokens, the one for `problem`: of 384, tiles of 256 leave a third empty."""
+    if not all(c.warpgroups and c.block_m in _STEP_NS for c in configs):
+        return configs[0]
+    return min(configs, key=lambda c: _warpgroups_ns(problem, c, target))
+
+
 def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
-    """Tiles by the time that the figures above give; with shorter stages where K is no multiple of their own."""
-    m, n, num_sms = problem.num_tokens, problem.n, target.device.num_sms
-
-    def time_ns(c: Config) -> float:
-        tiles = ceil(m / c.block_m) * ceil(n / c.block_n)
-        tile_ns = c.block_n / 64 * problem.k / 16 * _STEP_NS[c.block_m]
-        if c.blocks_per_sm == 0:
-            return ceil(tiles / num_sms) * (tile_ns + _BLOCK_NS)
-        whole, sums_ns = tiles / num_sms * tile_ns, c.block_m * c.block_n * _SUM_NS
-        if c.blocks_per_sm == 2:
-            return whole * _IN_TWO + _SHARED_NS + sums_ns
-        if c.cluster == 2:
-            whole, sums_ns = whole * _IN_PAIRS, sums_ns * _PAIRED_SUMS
-        return whole + _SHARED_NS + sums_ns
-
+    """Best first; with shorter stages where K is no multiple of a tile's own."""
     found = []
     for block_m, tiles in _WARPGROUP_TILES.items():
-        if block_m > 16 and block_m >= 2 * m:
+        if block_m > 16 and block_m >= 2 * problem.num_tokens:
             continue
         for (block_n, block_k, stages), shared in product(tiles, (1, 0)):
             if block_n == 128 and block_m == 16:
-                if n * problem.k < STRAIGHT_WEIGHTS // 2 or not shared:
+                if problem.n * problem.k < STRAIGHT_WEIGHTS // 2 or not shared:
                     continue
                 shared = 2
             while block_k > 64 and problem.k % block_k:
@@ -315,7 +324,7 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             pairs = 2 if block_m == 256 and shared else 1
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
                                 prefetch=4 * (pairs - 1)))  # fmt: skip
-    return tuple(sorted(found, key=time_ns))
+    return tuple(sorted(found, key=lambda c: _warpgroups_ns(problem, c, target)))
 
 
 def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:

@@ -60,6 +60,17 @@ def test_beyond_the_tuned_interval_the_default_serves(stores: list[Source]) -> N
     assert above.config == NORM.default_config(replace(BETWEEN, num_tokens=32768), H200)
 
 
+def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
+    """Of 384 tokens tiles of 256 leave a third empty, of 128 none. Bundles have both: defaults of powers of two."""
+    problem, bindings = GEMM.problem_type(n=43008, k=5376), Bindings([], H200)
+    defaults = [GEMM.default_config(replace(problem, num_tokens=1 << i), H200) for i in range(14)]
+    chosen = bindings.choice(GEMM, replace(problem, num_tokens=384))
+    assert (chosen.config.block_m, defaults[9].block_m) == (128, 256)
+    assert chosen is bindings.choice(GEMM, replace(problem, num_tokens=380))
+    assert all(bindings.choice(GEMM, replace(problem, num_tokens=m)).config in defaults for m in range(9, 2000, 7))
+    assert [bindings.choice(GEMM, replace(problem, num_tokens=1 << i)).config for i in range(14)] == defaults
+
+
 def test_one_board_gets_no_other_boards_grid() -> None:
     """An L4 has 58 SMs, and the usual board of its arch 128."""
     problem = GEMM.problem_type(n=43008, k=5376)
@@ -74,7 +85,9 @@ def _no(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("with_stores", [True, False], ids=["tuned", "defaults"])
-@pytest.mark.parametrize(("kernel", "base"), [(NORM, BETWEEN), (DECODE, GLOBAL)], ids=["add_norm", "attn_decode"])
+@pytest.mark.parametrize(
+    ("kernel", "base"), [(NORM, BETWEEN), (DECODE, GLOBAL), (GEMM, DOWN)], ids=["add_norm", "attn_decode", "w4a16_gemm"]
+)
 def test_a_length_never_seen_costs_a_bisection(
     stores: list[Source], kernel: Any, base: Any, with_stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

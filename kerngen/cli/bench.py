@@ -219,3 +219,68 @@ def step(
         return
     for other, mean in found.items():
         click.echo(f"all steps, by their weight: {mean:.4f} with {other}")
+
+
+@bench.command()
+@click.argument("name")
+@click.option("--draft", default=None, help="Folder of the assistant, where NAME is a folder.")
+@click.option(
+    "--phase", type=click.Choice(["decode", "verify", "prefill", "draft"]), default="decode", show_default=True
+)
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences; of a prefill one.")
+@click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Keys of a sequence.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    default=None,
+    help="Of a verify or a prefill. Default: 4, the context.",
+)
+@click.option("--db", "db_url", default=None, help="Tuning database whose winners to run. Default: the user's.")
+@click.option("--untuned", is_flag=True, help="Run the default configurations.")
+@click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def profile(
+    name: str, draft: str | None, phase: str, batch: int, context: int, tokens: int | None, db_url: str | None,
+    untuned: bool, device: str | None, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Show where a step's time is, kernel by kernel, beside what its bytes take at the measured read rate.
+
+    NAME is a released model (gemma-4-31b) or a folder with a config.json. Launches overlap: a kernel's time is by how
+    much it moves the step's end.
+
+    Example: kerngen bench profile gemma-4-31b --batch 32 --context 2048
+    """
+    from kerngen.errors import UsageError
+    from kerngen.measure import ceilings
+    from kerngen.runtime.backend import use_gpu
+    from kerngen.stepprofile import profile_step
+    from kerngen.steps import Step
+    from kerngen.tuning_db import sources_for
+    from kerngen.workload import find_model
+
+    if untuned and db_url:
+        raise UsageError("--untuned runs the defaults: no database is asked", hint="leave out --db")
+    if phase == "prefill" and batch > 1:
+        raise UsageError("a prefill is of one sequence", hint="leave out --batch")
+    if tokens is not None and phase not in ("verify", "prefill"):
+        raise UsageError(f"--tokens says how many a verify or a prefill has; {phase} has one a sequence")
+    step = {
+        "decode": Step.decode(batch, context), "draft": Step.draft(batch, context),
+        "verify": Step.verify(batch, tokens or 4, context), "prefill": Step.prefill(tokens or context, context),
+    }[phase]  # fmt: skip
+    model = find_model(name, draft)
+    use_gpu(device)
+    found = profile_step(model, step, [] if untuned else sources_for(db_url), seed=seed)
+    if as_json:
+        click.echo(json.dumps(asdict(found) | {"model": model.name, "environment": ceilings().environment}))
+        return
+    _print_header(ceilings())
+    click.echo(f"{model.name}, {step.name}: {found.step_us / 1e3:.3f} ms")
+    click.echo(f"{'kernel':18} {'launches':>8} {'us':>9} {'of step':>7} {'us each':>8} {'MB':>9} {'floor us':>9}")
+    for r in found.rows:
+        floor = f"{r.bytes / 1e6:9.1f} {r.floor_us:9.1f}" if r.bytes else ""
+        click.echo(f"{r.kernel[:18]:18} {r.launches:8.1f} {r.moved_us:9.1f} {100 * r.moved_us / found.step_us:6.1f}% "
+                   f"{r.each_us:8.2f} {floor}".rstrip())  # fmt: skip
+    click.echo(f"{'all':18} {'':8} {found.step_us:9.1f} {'':7} {'':8} {sum(r.bytes for r in found.rows) / 1e6:9.1f} "
+               f"{sum(r.floor_us for r in found.rows):9.1f}")  # fmt: skip

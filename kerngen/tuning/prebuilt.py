@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from kerngen.compile import require_target
 from kerngen.errors import UsageError
 from kerngen.files import publish
 from kerngen.progress import Reporter
+from kerngen.templates import find_kernel
 from kerngen.tuning.objective import Predicted
 from kerngen.tuning.renew import renewed
 from kerngen.tuning.report import Report
@@ -45,11 +46,13 @@ TRIALS = 4  # configurations a problem; docs/tuning-database.md says what twelve
 LEFT_TO_DEFAULTS = {("H200", "w4a16_gemm")}
 
 
-def problems_of(models: Iterable[str], target: Target) -> list[Item]:
-    """What these models need, each problem once, with its uses in all of them."""
+def problems_of(models: Iterable[str], target: Target, kernels: Collection[str] = ()) -> list[Item]:
+    """What these models need (of `kernels`, or all), each problem once, with its uses in all of them."""
     found: dict[tuple[str, object], Item] = {}
     for model in models:
         for item in workload(find_model(model), target.arch).items:
+            if kernels and item.kernel not in kernels:
+                continue
             known = found.get((item.kernel, item.problem))
             uses = (*(known.uses if known is not None else ()), *item.uses)
             found[item.kernel, item.problem] = Item(item.kernel, item.problem, uses)
@@ -57,16 +60,18 @@ def problems_of(models: Iterable[str], target: Target) -> list[Item]:
 
 
 def predict(
-    target: Target, models: Sequence[str], store: Store, *, trials: int = TRIALS, jobs: int = 1, quiet: bool = False
-) -> Report:
-    """Search the winners of all problems of `models` on `target` by the cost model, into `store`."""
+    target: Target, models: Sequence[str], store: Store, *, kernels: Collection[str] = (), trials: int = TRIALS,
+    jobs: int = 1, quiet: bool = False,
+) -> Report:  # fmt: skip
+    """Search the winners of all problems of `models` (of `kernels`, or all) on `target` by the model, into `store`."""
     with CachedCompiler(jobs) as compiler, Reporter(f"predict {target.device}", quiet=quiet) as progress:
         tuner = Tuner(Predicted(target), store, compiler, trials=trials, progress=progress)
-        return tuner.run(problems_of(models, target))
+        return tuner.run(problems_of(models, target, kernels))
 
 
-def write_predicted(store: Store, target: Target, folder: Path) -> dict[Path, int]:
-    """The sheets of what `store` predicts for the target's board, in place of those in `folder`: their sizes in bytes.
+def write_predicted(store: Store, target: Target, folder: Path, kernels: Collection[str] = ()) -> dict[Path, int]:
+    """The sheets of what `store` predicts for the target's board, in place of those in `folder` (of `kernels`, or all):
+    their sizes in bytes.
 
     Raises DatabaseError where not all of it is by one cost model and one NVRTC, UsageError where there is nothing.
     """
@@ -79,7 +84,7 @@ def write_predicted(store: Store, target: Target, folder: Path) -> dict[Path, in
     if not texts:
         raise UsageError(f"{store.where} predicts nothing for {target.device}")
     for old in place.glob(f"*{PREDICTED}"):
-        if old not in texts:
+        if old not in texts and not kernels:
             old.unlink()
     return _put(texts)
 
@@ -119,13 +124,14 @@ def _put(texts: dict[Path, str]) -> dict[Path, int]:
 )
 @click.option("--renew", "renewing", is_flag=True, help="Keep the winners of what is there, build and time them anew.")
 @click.option("--model", "models", multiple=True, help="Only these. Default: all released models.")
+@click.option("--kernel", "kernels", multiple=True, help="Predict these alone, and leave other kernels' sheets.")
 @click.option("--trials", type=click.IntRange(1), default=TRIALS, show_default=True, help="Configurations a problem.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 @click.option("--db", "db", default=None, metavar="FILE", help="Keep what was tried here. One file a board.")
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=PREBUILT, show_default=True)
 def main(
-    devices: tuple[str, ...], measured: str | None, renewing: bool, models: tuple[str, ...], trials: int,
-    jobs: int | None, db: str | None, output: Path,
+    devices: tuple[str, ...], measured: str | None, renewing: bool, models: tuple[str, ...],
+    kernels: tuple[str, ...], trials: int, jobs: int | None, db: str | None, output: Path,
 ) -> None:  # fmt: skip
     """Write the sheets that kerngen is shipped with: predicted for boards, or of a database that was measured.
 
@@ -135,6 +141,7 @@ def main(
       python -m kerngen.tuning.prebuilt --measured h200.db
     """
     boards = [find_device(name) for named in devices for name in named.split(",")]
+    kernels = tuple(find_kernel(name).name for name in kernels)
     if bool(boards) == bool(measured):
         raise UsageError("name boards to predict for, or a database that was measured",
                          hint="--device V100, or --measured FILE")  # fmt: skip
@@ -154,10 +161,11 @@ def main(
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerngen-prebuilt-"))
             store = stack.enter_context(Store.open(db or Path(scratch) / "board.sqlite"))
-            report = predict(target, models or MODELS, store, trials=trials, jobs=jobs or os.cpu_count() or 1)
+            report = predict(target, models or MODELS, store, kernels=kernels, trials=trials,
+                             jobs=jobs or os.cpu_count() or 1)  # fmt: skip
             if report.interrupted:
                 raise KeyboardInterrupt
-            sizes = write_predicted(store, target, output)
+            sizes = write_predicted(store, target, output, kernels)
         for kernel, config, reason in report.failures:
             click.echo(f"failed: {kernel} {config}: {reason}", err=True)
         click.echo(f"{board}: {len(report.results) - report.num_of('')} of {len(report.results)} problems, "

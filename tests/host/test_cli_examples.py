@@ -13,7 +13,7 @@ from command import ROOT, Kerngen
 
 from kerngen.cli import cli
 
-NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model", "bench step", "soak")
+NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model", "bench step", "bench profile", "soak")
 NEEDS_A_SERVER = ("worker",)
 NEEDS_MORE = NEEDS_A_GPU + NEEDS_A_SERVER
 # What keeps a test short; the example itself stays as it is.

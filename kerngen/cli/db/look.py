@@ -55,7 +55,7 @@ def ls(
 ) -> None:
     """List the winners by kernel, arch and device.
 
-    Example: kerngen db ls --kernel w4a16_gemm --arch sm90
+    Example: kerngen db ls --kernel attn_decode --arch sm90
     """
     from kerngen.arch import parse_arches
     from kerngen.errors import UnknownName
@@ -98,7 +98,7 @@ def show(
 ) -> None:
     """Show one winner: configuration, resources, and everything observed of it at that tuned point.
 
-    Example: kerngen db show w4a16_gemm --problem n=5376,k=21504,num_tokens=1 --arch sm90
+    Example: kerngen db show add_norm --problem has_scalar=true,num_tokens=32 --arch sm90
     """
     with reading(url, boards_for(arch_name, [device_name])) as stores:
         store, winner = find(stores, subject, fields, arch_name, device_name)
@@ -142,7 +142,7 @@ def explain(
 ) -> None:
     """Say why a configuration won, what else was near, and what was refused, and how often.
 
-    Example: kerngen db explain w4a16_gemm --problem n=5376,k=8192 --arch sm90
+    Example: kerngen db explain add_norm --problem has_scalar=true,num_tokens=8 --arch sm90
     """
     from kerngen.tuning_db.keep.winners import rank
 

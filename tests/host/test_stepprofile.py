@@ -1,0 +1,70 @@
+"""Where a step's time is: launches that overlap count by how far they move its end, kernels by all their launches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command import Kerngen
+
+from kerngen.stepprofile import IDLE, Span, moved, rows_of
+from kerngen.templates import find_kernel
+
+ATTENTION = find_kernel("attn_decode").problem_type(head_dim=256, num_q_heads=32, num_kv_heads=16, kv_len=2048)
+NORM = find_kernel("add_norm").problem_type()
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def test_a_launch_counts_by_how_far_it_moves_the_end() -> None:
+    spans = [
+        Span("first", 0, 10), Span("inside", 2, 8), Span("longer", 4, 15), Span("later", 17, 20), Span("first", 19, 21),
+    ]  # fmt: skip
+    found = moved(reversed(spans))
+    assert found == {
+        "first": (2, 11, 12),
+        "inside": (1, 0, 6),
+        "longer": (1, 5, 11),
+        IDLE: (1, 2, 2),
+        "later": (1, 3, 3),
+    }
+    assert sum(us for _, us, _ in found.values()) == 21, "what passed from the first's begin to the last's end"
+
+
+def test_the_first_launch_counts_from_its_own_begin() -> None:
+    assert moved([Span("only", 1e6, 1e6 + 3)]) == {"only": (1, 3, 3)}
+    assert moved([]) == {}
+
+
+def test_a_kernels_entry_points_are_one_row_with_the_bytes_of_all_its_calls() -> None:
+    calls = {("attn_decode", ATTENTION): 2, ("add_norm", NORM): 1}
+    one = [
+        Span("attn_decode", 0, 8), Span("attn_combine", 7, 9), Span("add_norm", 9, 10),
+        Span("void at::native::copy", 10, 14),
+    ]  # fmt: skip
+    two = [Span(s.name, s.start_us + 14, s.end_us + 14) for s in one]
+    rows = {r.kernel: r for r in rows_of(one + two, 2, calls, read_gbps=4000.0)}
+    assert [*rows] == ["attn_decode", "void at::native::copy", "add_norm"], "the largest first"
+    attention, other = rows["attn_decode"], rows["void at::native::copy"]
+    assert (attention.launches, attention.moved_us, attention.each_us) == (2, 9, 5)
+    assert attention.bytes == 2 * find_kernel("attn_decode").cost(ATTENTION).bytes
+    assert attention.floor_us == pytest.approx(attention.bytes / 4e6)
+    assert (other.launches, other.moved_us, other.bytes, other.floor_us) == (1, 4, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--phase", "prefill", "--batch", "2"], "a prefill is of one sequence"),
+        (["--tokens", "4"], "decode has one a sequence"),
+        (["--untuned", "--db", "x.sqlite"], "leave out --db"),
+        (["--batch", "0"], "0 is not in the range"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(kerngen: Kerngen, options: list[str], told: str) -> None:
+    code, _, err = kerngen("bench", "profile", "gemma-4-31b", *options)
+    assert code == 2
+    assert told in err

@@ -68,7 +68,7 @@ def test_a_step_of_one_kernel_for_all_layers_stays_whole() -> None:
     assert short is model
     assert repeat.is_whole
     assert {repeat.times(*key) for key in repeat.counts} == {1.0}
-    assert not shortened(model, Step.decode(1, 32768), SM90)[1].is_whole
+    assert not shortened(model, Step.decode(1, 262144), SM90)[1].is_whole
 
 
 def test_layers_that_differ_are_all_kept() -> None:

@@ -3,9 +3,8 @@
 Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
 than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one
 tile a block; warpgroups cut what fills no whole round of tiles so, and go through the others whole. A tile that several
-blocks share is summed in fp32 through the workspace in the order of the blocks, by the one that arrives last: the
-result does not depend on which one that is. Device code: w4_gemm.cuh, and for few tokens w4_gemv.cuh and w4_stream.cuh,
-where blocks share a tile by split_k alone.
+blocks share is summed in fp32 through the workspace in the order of the blocks, whoever comes last. Device code:
+w4_gemm.cuh, and for few tokens w4_gemv.cuh and w4_stream.cuh, where blocks share a tile by split_k alone.
 """
 
 from __future__ import annotations

@@ -124,5 +124,7 @@ def profile_step(model: Model, step: Step, sources: Sequence[Source | PerBoard],
 
 
 def _span(event: Any) -> Span:
-    """As torch's profiler has it: of a templated kernel its whole signature, of ours the entry point."""
-    return Span(str(event.name).split("(")[0], float(event.time_range.start), float(event.time_range.end))
+    """As torch's profiler has it, without the signature that it shows of C++ kernels."""
+    name = str(event.name).replace("(anonymous namespace)::", "")
+    name = name.removeprefix("void ").split("(")[0].split("<")[0]
+    return Span(name, float(event.time_range.start), float(event.time_range.end))

@@ -10,6 +10,7 @@ of times.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from operator import attrgetter
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen import closure
 from kerngen.arch import Target
-from kerngen.errors import ProblemError
+from kerngen.errors import ConfigRefused, ProblemError
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates
 from kerngen.tuning_db.serve.filing import round_up
@@ -68,6 +69,7 @@ class Binding:
         self.kernel, self.target, self._bound = kernel, target, bound
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
+        self._smaller: dict[tuple[Any, ...], dict[Any, Choice]] = {}  # that may serve in place of one of those
         self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
 
     def choice(self, problem: Any) -> Choice:
@@ -108,10 +110,22 @@ class Binding:
 
     def _preferred(self, problem: Any, found: Choice, above: int) -> Choice:
         """Of the defaults of three smaller powers of two too, the one that the kernel prefers for `problem`."""
-        below = [self._default_at(problem, above >> i) for i in range(1, min(4, above.bit_length()))]
-        valid = [c for c in below if self.kernel.why_invalid(problem, c.config, self.target) is None]
-        by_config = {c.config: c for c in reversed([found, *valid])}
-        return by_config[self.kernel.prefer(problem, [found.config, *(c.config for c in valid)], self.target)]
+        key = (*coordinates(bucketed(self.kernel, problem)), above)
+        if (others := self._smaller.get(key)) is None:
+            others = self._smaller[key] = self._others(problem, found, above)
+        valid = {c: o for c, o in others.items() if self.kernel.why_invalid(problem, c, self.target) is None}
+        if not valid:
+            return found
+        chosen = self.kernel.prefer(problem, (found.config, *valid), self.target)
+        return valid.get(chosen, found)
+
+    def _others(self, problem: Any, found: Choice, above: int) -> dict[Any, Choice]:
+        """By config, the defaults of three smaller powers of two that are others than `found`."""
+        below = []
+        for dynamic in (above >> i for i in range(1, min(4, above.bit_length()))):
+            with suppress(ConfigRefused, ProblemError):  # what serves fewer is no need
+                below.append(self._default_at(problem, dynamic))
+        return {c.config: c for c in reversed(below) if c.config != found.config}
 
     def _default_for(self, problem: Any) -> Choice:
         config = self.kernel.default_config(problem, self.target)

@@ -280,7 +280,7 @@ def profile(
     click.echo(f"{'kernel':18} {'launches':>8} {'us':>9} {'of step':>7} {'us each':>8} {'MB':>9} {'floor us':>9}")
     for r in found.rows:
         floor = f"{r.bytes / 1e6:9.1f} {r.floor_us:9.1f}" if r.bytes else ""
-        click.echo(f"{r.kernel[:18]:18} {r.launches:8.1f} {r.moved_us:9.1f} {100 * r.moved_us / found.step_us:6.1f}% "
+        click.echo(f"{r.kernel[-18:]:18} {r.launches:8.1f} {r.moved_us:9.1f} {100 * r.moved_us / found.step_us:6.1f}% "
                    f"{r.each_us:8.2f} {floor}".rstrip())  # fmt: skip
     click.echo(f"{'all':18} {'':8} {found.step_us:9.1f} {'':7} {'':8} {sum(r.bytes for r in found.rows) / 1e6:9.1f} "
                f"{sum(r.floor_us for r in found.rows):9.1f}")  # fmt: skip

@@ -145,6 +145,8 @@ def main(
     if bool(boards) == bool(measured):
         raise UsageError("name boards to predict for, or a database that was measured",
                          hint="--device V100, or --measured FILE")  # fmt: skip
+    if renewing and (measured or models or kernels or db):
+        raise UsageError("--renew keeps what is predicted for boards: with --device alone, and --jobs and --output")
     if db is not None and len(boards) != 1:
         raise UsageError("--db is of one board")
     if measured is not None:

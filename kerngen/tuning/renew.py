@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, 
     anew = f"python -m kerngen.tuning.prebuilt --device {outlook.board}"
     if outlook.model != MODEL:
         raise DatabaseError(f"{path} is by {outlook.model}, and predictions are by {MODEL}", hint=anew)
+    if asdict(target.device) != outlook.device:
+        raise DatabaseError(f"{path} is for a {outlook.board} of other figures than kerngen has now", hint=anew)
     rebuilt = list(_rebuilt(outlook, target, compiler))
     families = list(outlook.families)
     for r in rebuilt:
@@ -53,6 +55,9 @@ def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, 
             build = r.build.result()
         except KerngenError as e:
             raise DatabaseError(f"{path}: {r.config} no longer builds: {e.message}", hint=anew) from e
+        if build.nvrtc != outlook.nvrtc:
+            raise DatabaseError(f"{path} was built by NVRTC {'.'.join(map(str, outlook.nvrtc))}, and here is "
+                                f"{'.'.join(map(str, build.nvrtc))}", hint=anew)  # fmt: skip
         families[r.family] = _with(outlook, families[r.family], r, build, target)
     if not rebuilt:
         return path.read_text(), 0
@@ -61,13 +66,16 @@ def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, 
 
 def _rebuilt(outlook: Outlook, target: Target, compiler: CachedCompiler) -> Iterator[_Rebuilt]:
     kernel, of = find_kernel(outlook.kernel), filing_of(outlook.kernel)
+    anew = f"python -m kerngen.tuning.prebuilt --device {outlook.board}"
     for f, family in enumerate(outlook.families):
         for i, plan in enumerate(family.plans):
-            problem = next(_problems(outlook, family, i))
+            if (problem := next(_problems(outlook, family, i), None)) is None:
+                raise DatabaseError(f"{outlook.kernel} on {outlook.board}: {plan.config} wins nothing", hint=anew)
             config = kernel.config_type(**filled(plan.config, of.config))
             if (why := kernel.why_invalid(problem, config, target)) is not None:
-                raise DatabaseError(f"{outlook.kernel} on {outlook.board}: {config} is no longer valid: {why}",
-                                    hint=f"python -m kerngen.tuning.prebuilt --device {outlook.board}")  # fmt: skip
+                raise DatabaseError(
+                    f"{outlook.kernel} on {outlook.board}: {config} is no longer valid: {why}", hint=anew
+                )
             source = source_of(kernel, problem, config, target.arch)
             if (digits := source_sha(source)[:SOURCE_DIGITS]) != plan.source:
                 yield _Rebuilt(f, i, config, digits, compiler.submit(source, target.arch))

@@ -36,7 +36,7 @@ class Tiling:
     # Up to 8 tokens, W from memory straight to registers (w4_gemv.cuh): block_k is what the warps of a tile have under
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
     gemv: bool = False
-    split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves; the last to arrive adds them up
+    split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves, and added up by one of them
     # One or two tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
     # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
     stream: bool = False

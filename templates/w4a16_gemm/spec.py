@@ -217,7 +217,7 @@ def cost(problem: Problem) -> Cost:
 
 def default_config(problem: Problem, target: Target) -> Config:
     for config in _preferred(problem, target):
-        if problem.row_invariant and problem.num_tokens > config.block_m:
+        if problem.row_invariant and problem.num_tokens > config.block_m and not config.warpgroups:
             config = replace(config, blocks_per_sm=0)
         if why_invalid(problem, config, target) is None:
             return config

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from kerngen.arch import Target, find_device
 from kerngen.cache import CachedCompiler
-from kerngen.errors import DatabaseError
+from kerngen.errors import DatabaseError, UsageError
 from kerngen.predict import MODEL
-from kerngen.tuning.prebuilt import renew
+from kerngen.tuning.prebuilt import main, renew
 from kerngen.tuning.renew import renewed
 from kerngen.tuning_db.serve.places import PREBUILT
 
@@ -54,3 +55,16 @@ def test_what_takes_a_new_search_says_so(folder: Path) -> None:
         with pytest.raises(DatabaseError, match=f"by roofline-0, and predictions are by {MODEL}") as caught:
             renewed(path, T4, compiler)
         assert caught.value.hint == "python -m kerngen.tuning.prebuilt --device T4"
+        old = re.sub(r"@[0-9a-f]{12}", "@000000000000", SHEET.read_text(), count=1)
+        path.write_text(re.sub(r"nvrtc [0-9.]+", "nvrtc 11.8", old))
+        with pytest.raises(DatabaseError, match=r"was built by NVRTC 11\.8, and here is"):
+            renewed(path, T4, compiler)
+        path.write_text(SHEET.read_text().replace('"num_sms":40', '"num_sms":41'))
+        with pytest.raises(DatabaseError, match="is for a T4 of other figures"):
+            renewed(path, T4, compiler)
+
+
+def test_what_a_renewal_does_not_heed_is_refused() -> None:
+    done = CliRunner().invoke(main, ["--device", "T4", "--renew", "--kernel", "rmsnorm"])
+    assert isinstance(done.exception, UsageError)
+    assert "--renew keeps what is predicted" in done.exception.message

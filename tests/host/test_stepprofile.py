@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import Kerngen
 
-from kerngen.stepprofile import IDLE, Span, moved, rows_of
+from kerngen.stepprofile import IDLE, Span, _span, moved, rows_of
 from kerngen.templates import find_kernel
 
 ATTENTION = find_kernel("attn_decode").problem_type(head_dim=256, num_q_heads=32, num_kv_heads=16, kv_len=2048)
@@ -37,6 +38,13 @@ def test_a_launch_counts_by_how_far_it_moves_the_end() -> None:
 def test_the_first_launch_counts_from_its_own_begin() -> None:
     assert moved([Span("only", 1e6, 1e6 + 3)]) == {"only": (1, 3, 3)}
     assert moved([]) == {}
+
+
+def test_of_torchs_kernels_the_name_stays() -> None:
+    when = SimpleNamespace(start=1.0, end=3.0)
+    signature = "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::Opaque, 4>(int, float*)"
+    assert _span(SimpleNamespace(name=signature, time_range=when)) == Span("at::native::CatArrayBatchedCopy", 1, 3)
+    assert _span(SimpleNamespace(name="attn_decode", time_range=when)).name == "attn_decode"
 
 
 def test_a_kernels_entry_points_are_one_row_with_the_bytes_of_all_its_calls() -> None:

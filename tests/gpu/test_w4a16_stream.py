@@ -57,7 +57,7 @@ def test_every_way_to_cut_the_work(problem: Problem) -> None:
     assert configs
     for config in configs:
         function = load(KERNEL, problem, config)
-        for _ in range(2):  # the second launch finds the counters as the first one left them
+        for _ in range(2):  # the second launch finds the workspace as the first one left it
             result = check_function(function, KERNEL.cases.case_for(problem))
             assert result.ok, f"{config}: {result.message}"
 

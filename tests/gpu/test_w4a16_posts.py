@@ -1,0 +1,96 @@
+"""w4a16_gemm's shared tiles on a GPU: what blocks post to each other is right, and gone when the next launch begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kerngen.measure import compare, load, target_here
+from kerngen.runtime.launcher import Function, shares_sms
+from kerngen.templates import find_kernel
+from kerngen.templates.w4a16_gemm.spec import Config, Problem
+
+KERNEL = find_kernel("w4a16_gemm")
+FEW, MANY = Problem(2816, 4096, num_tokens=1), Problem(2816, 4096, num_tokens=300)
+
+
+def _warpgroups(m: int, n: int, k: int, stages: int, blocks: int = 1, cluster: int = 1) -> Config:
+    return Config(m, n, k, 16, 1, 1, stages, blocks, warpgroups=True, cluster=cluster)
+
+
+# Each with the numbers of tokens that it is launched with in turn: one Function, one workspace.
+WAYS = [
+    ("stream", Config(2, 32, 1024, 32, 1, 8, 3, 1, split_k=4, stream=True), (1, 2)),
+    ("stream-many-parts", Config(2, 32, 256, 32, 1, 8, 3, 1, split_k=12, stream=True), (2, 1)),
+    ("gemv", Config(8, 64, 768, 64, 1, 8, 1, 0, gemv=True, split_k=3), (1, 5, 8)),
+    ("gemv-many-blocks", Config(8, 32, 128, 32, 1, 4, 1, 0, gemv=True, split_k=8), (8, 2)),
+    ("warpgroups-16", _warpgroups(16, 192, 256, 5), (16, 9, 40)),
+    ("warpgroups-two-blocks", _warpgroups(16, 128, 256, 3, blocks=2), (16, 100)),
+    ("warpgroups-64", _warpgroups(64, 128, 256, 3), (64, 10, 300)),
+    ("warpgroups-256-pairs", _warpgroups(256, 128, 64, 4, cluster=2), (300, 20, 1000)),
+]
+
+
+def _function(config: Config) -> Function:
+    target = target_here()
+    if (why := KERNEL.why_invalid(FEW if config.gemv or config.stream else MANY, config, target)) is not None:
+        pytest.skip(why)
+    return load(KERNEL, FEW if config.gemv or config.stream else MANY, config)
+
+
+def _workspace(function: Function, tokens: tuple[int, ...]) -> torch.Tensor:
+    size = max(function.plan(replace(MANY, num_tokens=t))[1] for t in tokens)
+    assert size > 0, "a tile is shared"
+    return function.workspace(size)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["cooperative", "alone"])
+@pytest.mark.parametrize(("config", "tokens"), [w[1:] for w in WAYS], ids=[w[0] for w in WAYS])
+def test_launches_right_behind_each_other(config: Config, tokens: tuple[int, ...], alone: bool) -> None:
+    """As in a forward: each begins while the one before it, of another number of tokens, still adds up."""
+    if alone and shares_sms():
+        pytest.skip("other processes' grids may be half-resident: launches are cooperative here")
+    function = _function(config)
+    workspace = _workspace(function, tokens)
+    problems = [replace(MANY, num_tokens=t) for t in tokens]
+    cases = [KERNEL.cases.case_for(p) for p in problems]
+    inputs: list[dict[str, Any]] = [KERNEL.cases.inputs(case, torch.device("cuda")) for case in cases]
+    expected = [KERNEL.reference.expected(p, given) for p, given in zip(problems, inputs, strict=True)]
+    turns = [i % len(tokens) for i in range(60)]
+    given = [inputs[i] | {"out": torch.full_like(inputs[i]["out"], float("nan"))} for i in turns]
+    torch.cuda.synchronize()
+    for i, arguments in zip(turns, given, strict=True):
+        function.run(problems[i], arguments, in_forward=True, alone=alone)
+    torch.cuda.synchronize()
+    first: dict[int, torch.Tensor] = {}
+    for launch, (i, arguments) in enumerate(zip(turns, given, strict=True)):
+        result = compare(KERNEL, cases[i], arguments, expected[i])
+        assert result.ok, f"launch {launch}: {result.message}"
+        assert torch.equal(arguments["out"], first.setdefault(i, arguments["out"])), "the same bits each time"
+    assert not workspace.any(), "a word that is not zero would be taken for the next launch's"
+
+
+@pytest.mark.parametrize(("config", "tokens"), [w[1:] for w in WAYS], ids=[w[0] for w in WAYS])
+def test_in_a_graph(config: Config, tokens: tuple[int, ...]) -> None:
+    function = _function(config)
+    workspace = _workspace(function, tokens)
+    problem = replace(MANY, num_tokens=tokens[0])
+    case = KERNEL.cases.case_for(problem)
+    given = KERNEL.cases.inputs(case, torch.device("cuda"))
+    expected = KERNEL.reference.expected(problem, given)
+    function(problem, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            function.run(problem, given, in_forward=True, alone=not shares_sms())
+    for _ in range(20):
+        given["out"].fill_(float("nan"))
+        graph.replay()
+    torch.cuda.synchronize()
+    result = compare(KERNEL, case, given, expected)
+    assert result.ok, result.message
+    assert not workspace.any()

@@ -11,7 +11,6 @@ from kerngen.runtime.binding import DEFAULT
 from kerngen.runtime.launcher import Launcher
 from kerngen.stepgraph import Graph, Stage, StepGraph
 from kerngen.steps import STEPS, Ratio, Step
-from kerngen.templates import find_kernel
 from kerngen.workload import Model
 
 if TYPE_CHECKING:
@@ -53,9 +52,7 @@ def side_by_side(
         graphs: dict[str, Graph] = {}
         tuned: dict[str, int] = {}
         for name, launcher in launchers.items():
-            chosen = {
-                (kernel, problem): launcher.function(find_kernel(kernel), problem) for kernel, problem in held.calls
-            }
+            chosen = held.chosen_by(launcher)
             tuned[name] = sum(f.source != DEFAULT for f in chosen.values())
             graphs[name] = held.capture(chosen)
         ratios = {name: held.compare(graphs[base], graphs[name], pairs=pairs) for name in others}

@@ -21,6 +21,7 @@ from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.launcher import Function, Launcher, shares_sms
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.steps import Ratio, Step, sequence
+from kerngen.templates import find_kernel
 from kerngen.templates.common.row_torch import TORCH_DTYPE
 from kerngen.templates.kernel import Kernel
 from kerngen.workload import Model
@@ -93,6 +94,10 @@ class StepGraph:
                 cache.pages(layer).k.normal_()
                 cache.pages(layer).v.normal_()
         return cache
+
+    def chosen_by(self, launcher: Launcher) -> Chosen:
+        """What `launcher` would run for each of its calls. Raises ConfigRefused, TuningMiss."""
+        return {(kernel, problem): launcher.function(find_kernel(kernel), problem) for kernel, problem in self.calls}
 
     def capture(self, chosen: Chosen) -> Graph:
         """The step with `chosen` in place of what the launcher would run. Raises LaunchError, ConfigRefused."""

@@ -7,7 +7,7 @@ than all that began before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kerngen.templates import find_kernel
@@ -81,15 +81,10 @@ def rows_of(spans: Iterable[Span], replays: int, calls: Mapping[Called, int], re
     floors: dict[str, int] = {}
     for (name, problem), count in calls.items():
         floors[name] = floors.get(name, 0) + count * find_kernel(name).cost(problem).bytes
-    merged: dict[str, tuple[int, float, float]] = {}
-    for entry, (launches, us, ran) in moved(spans).items():
-        name = owner.get(entry, entry)
-        before = merged.get(name, (0, 0.0, 0.0))
-        merged[name] = before[0] + launches, before[1] + us, before[2] + ran
     rows = [
         Row(name, launches / replays, us / replays, ran / launches, floors.get(name, 0),
             floors.get(name, 0) / read_gbps / 1e3)
-        for name, (launches, us, ran) in merged.items()
+        for name, (launches, us, ran) in moved(replace(s, name=owner.get(s.name, s.name)) for s in spans).items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda r: -r.moved_us))
 
@@ -110,7 +105,7 @@ def profile_step(model: Model, step: Step, sources: Sequence[Source | PerBoard],
     stage = Stage(model, seed=seed)
     launcher = Launcher(sources, index=stage.launcher.index)
     held = StepGraph(stage, step)
-    graph = held.capture({(k, p): launcher.function(find_kernel(k), p) for k, p in held.calls})
+    graph = held.capture(held.chosen_by(launcher))
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()

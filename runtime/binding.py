@@ -87,44 +87,36 @@ class Binding:
     def _default(self, problem: Any) -> Choice:
         """The default of the next power of two on the dynamic axis, or the problem's own where that cannot run it.
 
-        Where the kernel prefers among configurations, that of any power of two below serves as well: no more of them
-        are needed than a bundle has.
+        Between two powers the kernel may prefer that of one of the three below: no more of them are needed than a
+        bundle has.
         """
-        above = round_up(getattr(problem, problem.DYNAMIC)) if problem.DYNAMIC else 0
-        found = self._default_at(problem, above)
+        key = coordinates(bucketed(self.kernel, problem))
+        size = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
+        above = round_up(size)
+        found = self._default_at(key, problem, above)
         if self.kernel.why_invalid(problem, found.config, self.target) is not None:
             own = self._default_for(problem)
             return self._exceptions.setdefault(own.config, own)
-        if self.kernel.has_preference and above > 1 and getattr(problem, problem.DYNAMIC) != above:
-            return self._preferred(problem, found, above)
-        return found
-
-    def _default_at(self, problem: Any, dynamic: int) -> Choice:
-        """The default where the dynamic field, if there is one, is `dynamic`."""
-        key = coordinates(bucketed(self.kernel, problem))
-        if problem.DYNAMIC:
-            key = (*key, dynamic)
-        if (found := self._defaults.get(key)) is None:
-            found = self._defaults[key] = self._default_for(_moved(problem, dynamic) if problem.DYNAMIC else problem)
-        return found
-
-    def _preferred(self, problem: Any, found: Choice, above: int) -> Choice:
-        """Of the defaults of three smaller powers of two too, the one that the kernel prefers for `problem`."""
-        key = (*coordinates(bucketed(self.kernel, problem)), above)
-        if (others := self._smaller.get(key)) is None:
-            others = self._smaller[key] = self._others(problem, found, above)
-        valid = {c: o for c, o in others.items() if self.kernel.why_invalid(problem, c, self.target) is None}
-        if not valid:
+        if self.kernel.prefer is None or size == above:
             return found
-        chosen = self.kernel.prefer(problem, (found.config, *valid), self.target)
-        return valid.get(chosen, found)
+        if (others := self._smaller.get((key, above))) is None:
+            others = self._smaller[key, above] = self._others(key, problem, found, above)
+        valid = {c: o for c, o in others.items() if self.kernel.why_invalid(problem, c, self.target) is None}
+        return valid.get(self.kernel.prefer(problem, (found.config, *valid), self.target), found)
 
-    def _others(self, problem: Any, found: Choice, above: int) -> dict[Any, Choice]:
+    def _default_at(self, key: tuple[Any, ...], problem: Any, dynamic: Any) -> Choice:
+        """The default where the dynamic field is `dynamic`; None: there is none. key: the other runtime fields."""
+        if (found := self._defaults.get((key, dynamic))) is None:
+            moved = problem if dynamic is None else _moved(problem, dynamic)
+            found = self._defaults[key, dynamic] = self._default_for(moved)
+        return found
+
+    def _others(self, key: tuple[Any, ...], problem: Any, found: Choice, above: int) -> dict[Any, Choice]:
         """By config, the defaults of three smaller powers of two that are others than `found`."""
         below = []
         for dynamic in (above >> i for i in range(1, min(4, above.bit_length()))):
             with suppress(ConfigRefused, ProblemError):  # what serves fewer is no need
-                below.append(self._default_at(problem, dynamic))
+                below.append(self._default_at(key, problem, dynamic))
         return {c.config: c for c in reversed(below) if c.config != found.config}
 
     def _default_for(self, problem: Any) -> Choice:

@@ -304,15 +304,9 @@ class Kernel:
         return getattr(self.spec, "MAX_SPILL_BYTES", 0)
 
     @property
-    def has_preference(self) -> bool:
-        """Whether `prefer` may say anything but the first."""
-        return hasattr(self.spec, "prefer")
-
-    def prefer(self, problem: Any, configs: Sequence[Any], target: Target) -> Any:
-        """One of `configs`, all valid: the one for `problem` by its spec, where that has an opinion, else the first."""
-        if (chosen := getattr(self.spec, "prefer", None)) is None:
-            return configs[0]
-        return chosen(problem, configs, target)
+    def prefer(self) -> Callable[[Any, Sequence[Any], Target], Any] | None:
+        """The spec's opinion, if it has one: of some configurations, all valid, the one for a problem on a target."""
+        return getattr(self.spec, "prefer", None)
 
     def smem_bytes(self, problem: Any, config: Any, target: Target) -> int:
         """Shared memory of a block, static and dynamic together."""

@@ -103,10 +103,12 @@ def write_measured(store: Store, folder: Path) -> dict[Path, int]:
 def renew(target: Target, folder: Path, *, jobs: int = 1) -> dict[Path, int]:
     """The predicted sheets of the target's board that name other sources than today's, renewed: their builds.
 
-    Raises DatabaseError where that takes a new search (renew.py).
+    Raises DatabaseError where that takes a new search (renew.py), UsageError where there are none.
     """
+    if not (sheets := sorted((folder / target.device.name).glob(f"*{PREDICTED}"))):
+        raise UsageError(f"{folder} has no predicted sheets of {target.device}", hint="without --renew they are made")
     with CachedCompiler(jobs) as compiler:
-        found = {p: renewed(p, target, compiler) for p in sorted((folder / target.device.name).glob(f"*{PREDICTED}"))}
+        found = {p: renewed(p, target, compiler) for p in sheets}
     _put({path: text for path, (text, builds) in found.items() if builds})
     return {path: builds for path, (_, builds) in found.items() if builds}
 
@@ -157,8 +159,10 @@ def main(
         target = Target.of(board)
         require_target(target.arch)
         if renewing:
-            for path, builds in renew(target, output, jobs=jobs or os.cpu_count() or 1).items():
+            found = renew(target, output, jobs=jobs or os.cpu_count() or 1)
+            for path, builds in found.items():
                 click.echo(f"{path}  {builds} builds")
+            click.echo(f"{board}: {len(found)} sheets renewed")
             continue
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerngen-prebuilt-"))

@@ -23,7 +23,7 @@ from kerngen.templates.kernel import filled
 from kerngen.tuning_db.serve.filing import filing_of
 from kerngen.tuning_db.serve.freshness import source_sha
 from kerngen.tuning_db.ship.outlook import Cell, Family, Outlook, dump, parse, rounded
-from kerngen.tuning_db.ship.words import SOURCE_DIGITS
+from kerngen.tuning_db.ship.words import SOURCE_DIGITS, stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, 
     Raises DatabaseError where that takes a new search: by another model, or what won cannot be built any more.
     """
     outlook = parse(path.read_text(), str(path))
-    anew = f"python -m kerngen.tuning.prebuilt --device {outlook.board}"
+    anew = _anew(outlook)
     if outlook.model != MODEL:
         raise DatabaseError(f"{path} is by {outlook.model}, and predictions are by {MODEL}", hint=anew)
     if asdict(target.device) != outlook.device:
@@ -64,9 +64,13 @@ def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, 
     return dump(replace(outlook, families=tuple(families))), len(rebuilt)
 
 
+def _anew(outlook: Outlook) -> str:
+    return f"python -m kerngen.tuning.prebuilt --device {outlook.board}"
+
+
 def _rebuilt(outlook: Outlook, target: Target, compiler: CachedCompiler) -> Iterator[_Rebuilt]:
     kernel, of = find_kernel(outlook.kernel), filing_of(outlook.kernel)
-    anew = f"python -m kerngen.tuning.prebuilt --device {outlook.board}"
+    anew = _anew(outlook)
     for f, family in enumerate(outlook.families):
         for i, plan in enumerate(family.plans):
             if (problem := next(_problems(outlook, family, i), None)) is None:
@@ -91,9 +95,8 @@ def _problems(outlook: Outlook, family: Family, plan: int) -> Iterator[Any]:
 
 def _problem(outlook: Outlook, family: Family, cell: Cell, point: Any) -> Any:
     kernel, of = find_kernel(outlook.kernel), filing_of(outlook.kernel)
-    dynamic = {} if point.dynamic is None else {outlook.dynamic: point.dynamic}
-    stated = point.fields or {**family.static, **cell.runtime, **dynamic}
-    return kernel.problem_type(**filled(stated, of.fields))
+    fields = point.fields or stated(family.static, cell.runtime, outlook.dynamic, point.dynamic)
+    return kernel.problem_type(**filled(fields, of.fields))
 
 
 def _with(outlook: Outlook, family: Family, r: _Rebuilt, build: Cubin, target: Target) -> Family:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from posts import require_clean, require_right_in_a_graph
 
 from kerngen.arch import ARCHES, Arch
 from kerngen.errors import ToolchainError
@@ -49,8 +50,7 @@ def _loaded(problem: Problem, config: Config, arch: Arch | None = None) -> Funct
 
 
 def _require_clean(function: Function, problem: Problem) -> None:
-    _, size = function.plan(problem)
-    assert not function.workspace(size).any(), "a word that is not zero would be taken for the next launch's"
+    require_clean(function.workspace(function.plan(problem)[1]))
 
 
 @pytest.mark.parametrize(("case", "body"), RUNS, ids=str)
@@ -124,19 +124,6 @@ def test_together_right_behind_another(problem: Problem, alone: bool) -> None:
 def test_together_in_a_graph() -> None:
     case = KERNEL.cases.case_for(FULL)
     given = KERNEL.cases.inputs(case, torch.device("cuda"))
-    expected = KERNEL.reference.expected(FULL, given)
     (*_, config) = _configs(FULL)
     function = _loaded(FULL, config)
-    function(FULL, **given)  # the workspace is made outside of the graph
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            function.run(FULL, given, in_forward=True, alone=not shares_sms())
-    for _ in range(20):
-        given["out"].fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    result = compare(KERNEL, case, given, expected)
-    assert result.ok, result.message
-    _require_clean(function, FULL)
+    require_right_in_a_graph(function, case, given, function.workspace(function.plan(FULL)[1]))

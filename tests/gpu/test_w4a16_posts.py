@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from posts import require_clean, require_right_in_a_graph
 
 from kerngen.measure import compare, load, target_here
 from kerngen.runtime.launcher import Function, shares_sms
@@ -70,27 +71,12 @@ def test_launches_right_behind_each_other(config: Config, tokens: tuple[int, ...
         result = compare(KERNEL, cases[i], arguments, expected[i])
         assert result.ok, f"launch {launch}: {result.message}"
         assert torch.equal(arguments["out"], first.setdefault(i, arguments["out"])), "the same bits each time"
-    assert not workspace.any(), "a word that is not zero would be taken for the next launch's"
+    require_clean(workspace)
 
 
 @pytest.mark.parametrize(("config", "tokens"), [w[1:] for w in WAYS], ids=[w[0] for w in WAYS])
 def test_in_a_graph(config: Config, tokens: tuple[int, ...]) -> None:
     function = _function(config)
-    workspace = _workspace(function, tokens)
-    problem = replace(MANY, num_tokens=tokens[0])
-    case = KERNEL.cases.case_for(problem)
+    case = KERNEL.cases.case_for(replace(MANY, num_tokens=tokens[0]))
     given = KERNEL.cases.inputs(case, torch.device("cuda"))
-    expected = KERNEL.reference.expected(problem, given)
-    function(problem, **given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            function.run(problem, given, in_forward=True, alone=not shares_sms())
-    for _ in range(20):
-        given["out"].fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    result = compare(KERNEL, case, given, expected)
-    assert result.ok, result.message
-    assert not workspace.any()
+    require_right_in_a_graph(function, case, given, _workspace(function, tokens))

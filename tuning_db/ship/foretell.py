@@ -15,7 +15,7 @@ from kerngen.tuning_db.serve.filing import filing_of
 from kerngen.tuning_db.serve.values import Build, Winner
 from kerngen.tuning_db.ship.export import Selection
 from kerngen.tuning_db.ship.outlook import Cell, Family, Outlook, Plan, Point, rounded
-from kerngen.tuning_db.ship.words import SOURCE_DIGITS
+from kerngen.tuning_db.ship.words import SOURCE_DIGITS, stated
 
 
 def foretell(store: Store, selection: Selection) -> list[Outlook]:
@@ -76,8 +76,8 @@ def _family(winners: Sequence[Winner], builds: dict[str, Build], dynamic: str) -
         points = []
         for w in sorted(members, key=lambda w: w.problem.dynamic or 0):
             key = w.problem.filed()
-            stated = {**key.static, **key.runtime} | ({} if key.dynamic is None else {dynamic: key.dynamic})
-            said = filled(stated, of.fields) == filled(key.fields, of.fields)
+            fields = stated(key.static, key.runtime, dynamic, key.dynamic)
+            said = filled(fields, of.fields) == filled(key.fields, of.fields)
             points.append(Point(key.dynamic, rounded(w.latency_us), at[w.build_id], None if said else key.fields))
         told.append(Cell(members[0].problem.filed().runtime, tuple(points)))
     told.sort(key=lambda c: [(name, str(type(v)), v) for name, v in sorted(c.runtime.items())])

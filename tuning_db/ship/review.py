@@ -33,7 +33,7 @@ from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Step
 from kerngen.tuning_db.ship import outlook, text
 from kerngen.tuning_db.ship.export import Selection, trials_of
 from kerngen.tuning_db.ship.text import Cell, Look, Point, Run, Sheet, Step, Trial
-from kerngen.tuning_db.ship.words import SOURCE_DIGITS, rounded
+from kerngen.tuning_db.ship.words import SOURCE_DIGITS, rounded, stated
 
 if TYPE_CHECKING:
     from kerngen.cache import CachedCompiler
@@ -188,10 +188,10 @@ def _point(
         if (build := builds.get(o.measurement.build_id or "")) is not None and looks.has(o.measurement):
             trials.append(_trial(w, o, build, runs, looks, builds))
     trials.sort(key=_order)
-    stated = {**key.static, **key.runtime} | ({} if key.dynamic is None else {dynamic: key.dynamic})
+    fields = stated(key.static, key.runtime, dynamic, key.dynamic)
     refused = {outcome: count for outcome, count in w.why.get("refused", {}).items() if outcome != "wrong_result"}
     defaults = filing_of(w.kernel).fields
-    is_said = filled(stated, defaults) == filled(key.fields, defaults)
+    is_said = filled(fields, defaults) == filled(key.fields, defaults)
     return Point(key.dynamic, tuple(trials), None if is_said else key.fields, refused)
 
 
@@ -308,15 +308,15 @@ def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Ca
     sources: dict[str, str | None] = {}
     for cell in sheet.cells:
         for point in cell.points:
-            stated = {**cell.static, **cell.runtime} | ({} if point.dynamic is None else {sheet.dynamic: point.dynamic})
+            fields = stated(cell.static, cell.runtime, sheet.dynamic, point.dynamic)
             try:
-                problem: Any = kernel.problem_type(**filled(point.fields or stated, of.fields))
+                problem: Any = kernel.problem_type(**filled(point.fields or fields, of.fields))
             except (KerngenError, TypeError) as e:
-                done.faults.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)} is no problem of it: {e}")
+                done.faults.append(f"{sheet.kernel} on {sheet.board}: {fields} is no problem of it: {e}")
                 continue
             key = problem_key(kernel, problem)
             if (key.filed().static, key.filed().runtime, key.dynamic) != (cell.static, cell.runtime, point.dynamic):
-                done.faults.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)} is filed otherwise today")
+                done.faults.append(f"{sheet.kernel} on {sheet.board}: {fields} is filed otherwise today")
                 continue
             if cells is not None and key.cell not in cells:
                 continue
@@ -330,7 +330,7 @@ def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Ca
                     sources[what] = None
                 source = sources[what]
                 if source is None or not source_sha(source).startswith(trial.source):
-                    done.stale.append(f"{sheet.kernel} on {sheet.board}: {dict(stated)}: {dict(trial.config)}")
+                    done.stale.append(f"{sheet.kernel} on {sheet.board}: {fields}: {dict(trial.config)}")
                 else:
                     nvrtc = predicted_by if trial.run is None else sheet.runs[trial.run].nvrtc
                     found.append(

@@ -31,6 +31,11 @@ def pairs(fields: Mapping[str, Any]) -> list[str]:
     return [f"{name}={word(value)}" for name, value in sorted(fields.items())]
 
 
+def stated(static: Mapping[str, Any], runtime: Mapping[str, Any], dynamic: str, at: Any) -> dict[str, Any]:
+    """The fields of a problem, by its place in a text. at: of its dynamic field, None where it has none."""
+    return {**static, **runtime} | ({} if at is None else {dynamic: at})
+
+
 def word(value: Any) -> str:
     """JSON, where a plain word needs no quotes."""
     if isinstance(value, str) and _BARE.fullmatch(value) and value not in _NOT_BARE:

@@ -9,6 +9,7 @@
 #include "common/mma.cuh"
 #include "common/w4_dequant.cuh"
 #include "common/w4_partials.cuh"
+#include "common/w4_posts.cuh"
 #include "common/w4_rows.cuh"
 #include "common/w4_store.cuh"
 #include "common/w4_wgmma.cuh"
@@ -51,7 +52,7 @@ template <class S> struct W4Gemm {
     static constexpr int X_CHUNKS = BLOCK_M * BLOCK_K / 8;
     static constexpr int W_AT = X_CHUNKS, S_AT = W_AT + W_CHUNKS;
     static constexpr int STAGE_CHUNKS = ceil_div(S_AT + S_CHUNKS, WGMMA ? 64 : 1) * (WGMMA ? 64 : 1);
-    // What follows the stages: sums of warps that split K, and whether this block arrived last at its two tiles.
+    // What follows the stages: sums of warps that split K.
     static constexpr int EXCHANGE_CHUNKS = (WARPS_K - 1) * TILE_QUADS;
     // Stages on their way while one is multiplied. wgmma reads the one before that too, until its results are waited for.
     static constexpr int AHEAD = NUM_STAGES - (WGMMA ? 2 : 1);
@@ -389,11 +390,45 @@ template <class S> struct W4Gemm {
                 for_each_quad(acc, [&](float4& q, int i) { add(q, other[k * TILE_QUADS + i * 32]); });
     }
 
+    // acc += what the blocks `begin` to `last` post of the tile `at`, in their order; zeros are left in its place.
+    static DEVICE void receive(Fragment (&acc)[STRIPS][TOKEN_TILES], uint4* posts, int begin, int last, const W4Tile& at, int warp_m) {
+        constexpr int QUADS = STRIPS * TOKEN_TILES * 2;
+        constexpr int FLIGHT = QUADS < 32 ? 8 : 4;  // 16-byte loads under way a thread, as registers allow
+        constexpr int Q = min_of(QUADS, FLIGHT), B = FLIGHT / Q;
+#pragma unroll 1
+        for (int b = begin; b <= last; b += B) {
+#pragma unroll
+            for (int q = 0; q < QUADS; q += Q) {
+                uint4 part[FLIGHT];
+                auto wanted = [&](int i) { return b + i / Q <= last && at.m0 + quad_token(q + i % Q, warp_m) < at.end; };
+                auto from = [&](int i) { return posts + (b + i / Q) * int64_t(TILE_QUADS) + quad_place() + (q + i % Q) * 32; };
+                bool all;
+                do {
+                    all = true;
+#pragma unroll
+                    for (int i = 0; i < FLIGHT; i++) {
+                        part[i] = make_uint4(1, 1, 1, 1);
+                        posted4_if(wanted(i), part[i], from(i));
+                    }
+#pragma unroll
+                    for (int i = 0; i < FLIGHT; i++) all &= all_posted(part[i]);
+                } while (!__all_sync(0xffffffffu, all));
+#pragma unroll
+                for (int i = 0; i < FLIGHT; i++) {
+                    if (!wanted(i)) continue;
+                    post4(from(i), make_uint4(0, 0, 0, 0));  // for the next launch
+                    for_quad(acc, q + i % Q, [&](float4& v) { add(v, as_sums(part[i])); });
+                }
+            }
+        }
+    }
+
     // This block's share of all tiles. W is read before pdl_wait, x and everything that is written after it. smem:
-    // what the spec says; counters: one a block, zero and left so; partials: two tiles' sums a block.
+    // what the spec says; posts: a tile's sums a block, zero and left so. Blocks that share a tile wait for each other: with
+    // BLOCKS_PER_SM all are resident.
     template <class Rows>
     static DEVICE void run(const Rows& rows, uint16_t* out, const uint4* x, const uint4* w, const uint4* scales, uint4* smem,
-                           uint32_t* counters, float4* partials) {
+                           uint4* posts) {
         float4* const exchange = reinterpret_cast<float4*>(smem + NUM_STAGES * STAGE_CHUNKS);
         const int warp = threadIdx.x / 32;
         const int warp_n = warp % WARPS_N, warp_m = warp / WARPS_N % WARPS_M, warp_k = warp / (WARPS_N * WARPS_M);
@@ -476,11 +511,6 @@ template <class S> struct W4Gemm {
         const int first_tile = begin / UNITS_PER_TILE, last_tile = (begin + count - 1) / UNITS_PER_TILE;
         auto first_block = [&](int of_tile) { return pieces.of(of_tile * UNITS_PER_TILE); };
         auto last_block = [&](int of_tile) { return pieces.of((of_tile + 1) * UNITS_PER_TILE - 1); };
-        auto partial_of = [&](int b, int of_tile) {
-            const int which = pieces.begin(b) / UNITS_PER_TILE == of_tile ? 0 : 1;
-            return (b * 2 + which) * int64_t(TILE_QUADS) + quad_place();
-        };
-
         Fragment acc[STRIPS][TOKEN_TILES];
         clear(acc);
         int i = 0;  // the unit to multiply
@@ -517,58 +547,20 @@ template <class S> struct W4Gemm {
             if constexpr (WARPS_K > 1) add_warps(acc, exchange, warp_k);
             bool whole = true;
             if constexpr (BLOCKS_PER_SM > 0) {
-                if (first_block(tile) != last_block(tile)) {
-                    whole = false;
-                    float4* const mine = partials + partial_of(blockIdx.x, tile);
-                    if (warp_k == 0)
-                        for_each_quad(acc, [&](float4& q, int j) {
-                            if (quad_token(j, warp_m) + at.m0 < at.end) put_partial(mine + j * 32, q);
-                        });
+                // Of a tile that several blocks share the first one adds up all parts: its last, and the others' first.
+                const int first = first_block(tile);
+                whole = int(blockIdx.x) == first;
+                if (warp_k == 0 && whole) {
+                    receive(acc, posts, first + 1, last_block(tile), at, warp_m);
+                } else if (warp_k == 0) {
+                    uint4* const mine = posts + blockIdx.x * int64_t(TILE_QUADS) + quad_place();
+                    for_each_quad(acc, [&](float4& q, int j) {
+                        if (quad_token(j, warp_m) + at.m0 < at.end) post4(mine + j * 32, posted_sums(q));
+                    });
                 }
             }
             if (whole && warp_k == 0) store(out, acc, rows, at, warp_n, warp_m);
             clear(acc);
-        }
-
-        if constexpr (BLOCKS_PER_SM > 0) {
-            // Both tiles that a block may share are announced together, at the end: a wait in between would let the stream of
-            // weights run dry. Whoever arrives last adds all parts, in the blocks' order.
-            uint32_t* const arrived = reinterpret_cast<uint32_t*>(exchange + EXCHANGE_CHUNKS);
-            __syncthreads();
-            if (threadIdx.x < 2) {
-                const int shared = threadIdx.x ? last_tile : first_tile;
-                const int first = first_block(shared), others = last_block(shared) - first;
-                const bool mine = others && (threadIdx.x == 0 || last_tile != first_tile);
-                arrived[threadIdx.x] = mine && arrive(counters + first) == uint32_t(others);
-            }
-            __syncthreads();
-#pragma unroll 1
-            for (int which = 0; which < 2; which++) {
-                if (!arrived[which]) continue;
-                const int shared = which ? last_tile : first_tile, first = first_block(shared), last = last_block(shared);
-                if (threadIdx.x == 0) counters[first] = 0;
-                if (warp_k) continue;
-                constexpr int QUADS = STRIPS * TOKEN_TILES * 2;
-                constexpr int FLIGHT = QUADS < 32 ? 16 : 4;  // 16-byte loads under way a thread, as registers allow
-                constexpr int Q = min_of(QUADS, FLIGHT), B = FLIGHT / Q;
-                const W4Tile at = rows.template at<S>(shared);
-                clear(acc);
-                for (int b = first; b <= last; b += B) {
-#pragma unroll
-                    for (int q = 0; q < QUADS; q += Q) {
-                        float4 part[FLIGHT];
-#pragma unroll
-                        for (int i = 0; i < FLIGHT; i++) {
-                            const bool wanted = b + i / Q <= last && at.m0 + quad_token(q + i % Q, warp_m) < at.end;
-                            part[i] = get_partial(partials + partial_of(b + i / Q, shared) + (q + i % Q) * 32, wanted);
-                        }
-#pragma unroll
-                        for (int i = 0; i < FLIGHT; i++)
-                            for_quad(acc, q + i % Q, [&](float4& v) { add(v, part[i]); });
-                    }
-                }
-                store(out, acc, rows, at, warp_n, warp_m);
-            }
         }
     }
 };

@@ -2,8 +2,8 @@
 
 Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
 than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one
-tile a block; warpgroups cut what fills no whole round of tiles so, and go through the others whole. A tile that several
-blocks share is summed in fp32 through the workspace in the order of the blocks, whoever comes last. Device code:
+tile a block; warpgroups cut what fills no whole round of tiles so, and go through the others whole. The sums of a tile
+that several blocks share are posted in the workspace, in fp32, and added in the order of the blocks. Device code:
 w4_gemm.cuh, and for few tokens w4_gemv.cuh and w4_stream.cuh, where blocks share a tile by split_k alone.
 """
 
@@ -17,7 +17,6 @@ from kerngen.errors import ProblemError
 from kerngen.templates.common.row_spec import DTYPES
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
-MAX_BLOCKS = 1024  # that share tiles
 GROUP_SIZES = (32, 64, 128)
 MOST_STREAMED = 2  # tokens: digits of more leave no registers for many columns (w4_digits.cuh)
 
@@ -62,9 +61,10 @@ class Tiling:
         return -(-used // 1024) * 1024 if self.wgmma else used
 
     def smem_bytes(self, group_size: int) -> int:
-        """The stages, what the warps that split K exchange, and 16 bytes for who arrived last. All dynamic.
+        """The stages, and what the warps that split K exchange. All dynamic.
 
-        With gemv the exchange alone, twice where tiles follow each other; with stream the slots and a barrier for each.
+        With gemv the exchange alone, twice where tiles follow each other, and 16 bytes for who began last; with stream
+        the slots and a barrier for each.
         """
         if self.stream:
             return -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
@@ -72,7 +72,7 @@ class Tiling:
             sums = self.warps_k * self.block_m * self.block_n * 4
             return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1) + 16 * (self.split_k > 1)
         exchange = (self.warps_k - 1) * self.block_m * self.block_n * 4
-        return self.num_stages * self.stage_bytes(group_size) + exchange + 16
+        return self.num_stages * self.stage_bytes(group_size) + exchange
 
     def num_blocks(self, tiles: int, k: int, num_sms: int) -> int:
         """Of a launch that multiplies `tiles` tiles of K = k."""
@@ -83,14 +83,13 @@ class Tiling:
         if self.warpgroups:  # whole clusters; units are of their tiles
             units = tiles // self.cluster * -(-k // self.block_k)
             resident = max(1, self.blocks_per_sm * num_sms // self.cluster)
-            return self.cluster * min(resident, units, MAX_BLOCKS // self.cluster)
-        return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k), MAX_BLOCKS)
+            return self.cluster * min(resident, units)
+        return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k))
 
-    def partial_bytes(self, blocks: int) -> int:
-        """Two fp32 tiles a block, one with gemv or stream, whose blocks are units. 0 where no tile is shared."""
-        if self.gemv or self.stream:
-            return 0 if self.split_k == 1 else blocks * self.block_m * self.block_n * 4
-        return 0 if self.blocks_per_sm == 0 else blocks * 2 * self.block_m * self.block_n * 4
+    def posted_bytes(self, blocks: int) -> int:
+        """An fp32 tile a block, two with warpgroups, one a unit with gemv and stream. 0 where no tile is shared."""
+        is_shared = self.split_k > 1 if self.gemv or self.stream else self.blocks_per_sm > 0
+        return is_shared * blocks * (2 if self.warpgroups else 1) * self.block_m * self.block_n * 4
 
 
 SPACE = {
@@ -233,12 +232,13 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     if c.block_k % (group_size * c.warps_k):
         return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole groups of {group_size}"
     if (warps := c.warps_k * c.blocks_per_sm) > 16:
-        return f"{warps} warps in {c.blocks_per_sm} blocks an SM; half of the registers serve 16"
+        return f"{warps} warps in {c.blocks_per_sm} blocks an SM; the registers serve 16"
     slot, most = c.block_k // group_size // c.warps_k, ceil(ceil(k // group_size / c.split_k) / c.warps_k)
     if slot > most or k // group_size < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} groups a warp, a slot takes {slot}"
     tiles = -(-most // slot) * slot * (group_size // STRIP)
-    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (64 * warps) // 8 * 8)
+    room = 1 if warps > 8 else 2  # up to eight leave half of the registers to the next launch
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * room * warps) // 8 * 8)
     if (need := 8 * tiles + 48) > available:  # x's words, and its digits and sums
         return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None

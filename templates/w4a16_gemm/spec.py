@@ -23,7 +23,6 @@ from kerngen.templates.common import w4_tiling
 from kerngen.templates.common.row_spec import why_no_dtype
 from kerngen.templates.common.w4_tiling import (
     GEMV_SPACE,
-    MAX_BLOCKS,
     MOST_STREAMED,
     SPACE,
     STREAM_SPACE,
@@ -109,7 +108,7 @@ MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    found = {"MAX_BLOCKS": MAX_BLOCKS, "STREAM_BYTES": config.smem_bytes(problem.group_size)}
+    found = {"STREAM_BYTES": config.smem_bytes(problem.group_size)}
     if not config.warpgroups:
         return found
     rows, blocks = x_box(config)
@@ -187,25 +186,23 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     grid = num_blocks(problem, config, target), 1, 1
     block = 32 * config.num_warps + (128 if config.warpgroups else 0), 1, 1  # who copies
     smem, cluster = smem_bytes(problem, config, target), (config.cluster, 1, 1)
-    # blocks that share a tile wait for each other's sums
-    together = config.blocks_per_sm > 0 if config.warpgroups else config.stream and config.split_k > 1
+    # blocks that share a tile wait for each other's sums; gemv's are under way, whatever the grid (w4_gemv.cuh)
+    together = not config.gemv and (config.split_k > 1 if config.stream else config.blocks_per_sm > 0)
     return (Launch("w4a16_gemm", grid, block, smem, pdl=target.arch.has_pdl, cluster=cluster, cooperative=together),)
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """Counters, zero between launches, then the partial sums. 0 where no tile is shared.
+    """The sums that blocks post to each other, zero between launches; 0 where no tile is shared.
 
-    A counter a block, with gemv one a tile of rows, of which there is one for all tokens. Stream and warpgroups count
-    nothing; their sums and gemv's are zero between launches, too.
+    With gemv a counter before them, a tile of rows, of which there is one for all tokens.
     """
     if config.gemv or config.stream:
         tiles = ceil(problem.n / config.block_n)
         counters = 16 * ceil(tiles / 4) if config.gemv else 0
-        partials = config.partial_bytes(tiles * config.split_k)
+        posts = config.posted_bytes(tiles * config.split_k)
     else:
-        counters = 0 if config.warpgroups else 4 * MAX_BLOCKS
-        partials = config.partial_bytes(num_blocks(problem, config, target))
-    return counters + partials if partials else 0
+        counters, posts = 0, config.posted_bytes(num_blocks(problem, config, target))
+    return counters + posts if posts else 0
 
 
 def cost(problem: Problem) -> Cost:

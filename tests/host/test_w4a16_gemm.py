@@ -232,17 +232,22 @@ def test_tiles_that_blocks_share_have_a_counter_each_and_sums_of_their_own() -> 
     assert spec.workspace_bytes(problem, dataclasses.replace(config, split_k=1), target) == 0
 
 
-def test_counters_lie_at_the_same_place_for_every_number_of_tokens() -> None:
-    """One Function's workspace sees small and large M in turn, and must not read old sums as counts."""
-    arch = find_arch("sm90")
-    few = Problem(256, 384, 32, "bf16", 1)
-    config = Config(block_m=8, blocks_per_sm=2)
-    assert spec.why_invalid(few, config, Target.of(arch)) is None
+@pytest.mark.parametrize("arch", ["sm70", "sm80", "sm90"])
+def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch: str) -> None:
+    """Who adds a tile up waits for the others, so that all must be resident."""
+    target = Target.of(find_arch(arch))
+    few = Problem(256, 384, 32, "fp16", 1)
+    config = Config(block_m=8, blocks_per_sm=2, warp_n=64, num_stages=2)
+    assert spec.why_invalid(few, config, target) is None
     for problem in (few, dataclasses.replace(few, num_tokens=200)):
-        blocks = spec.num_blocks(problem, config, Target.of(arch))
-        assert blocks <= spec.MAX_BLOCKS
-        sums = blocks * 2 * config.block_m * config.block_n * 4
-        assert spec.workspace_bytes(problem, config, Target.of(arch)) - sums == 4 * spec.MAX_BLOCKS
+        blocks = spec.num_blocks(problem, config, target)
+        assert blocks <= 2 * target.device.num_sms
+        assert spec.workspace_bytes(problem, config, target) == blocks * config.block_m * config.block_n * 4
+        (launch,) = spec.launches(problem, config, target)
+        assert launch.cooperative
+        alone = dataclasses.replace(config, blocks_per_sm=0)
+        assert not spec.launches(problem, alone, target)[0].cooperative
+        assert spec.workspace_bytes(problem, alone, target) == 0
 
 
 def _streams(problem: Problem, target: Target) -> list[Config]:

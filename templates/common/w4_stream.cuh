@@ -8,16 +8,16 @@
 // The parts of a strip are added in theirs by the block of one of them, to which the others post: all blocks are resident.
 #pragma once
 #include "common/bulk.cuh"
-#include "common/w4_digits.cuh"
 #include "common/w4_partials.cuh"
 #include "common/w4_posts.cuh"
 #include "common/w4_store.cuh"
+#include "common/w4_stream_x.cuh"
 
 template <class S> struct W4Stream {
     static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED;
     static constexpr int THREADS = 32 * WARPS, STRIP = 32, TOKENS = S::BLOCK_M;
-    static constexpr int PAIRS = TOKENS / 2, QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
+    static constexpr int QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
     static constexpr int NUM_STRIPS = N / STRIP, NUM_TILES = K / STRIP, UNITS = NUM_STRIPS * SPLIT_K;
     // Columns are dealt in groups that share scales.
     static constexpr int GROUP = S::GROUP_SIZE / STRIP, NUM_GROUPS = NUM_TILES / GROUP;
@@ -25,8 +25,9 @@ template <class S> struct W4Stream {
     static constexpr int SLOT_GROUPS = S::BLOCK_K / S::GROUP_SIZE / WARPS, SLOT_TILES = SLOT_GROUPS * GROUP;
     static constexpr int ROUNDS = ceil_div(MOST_GROUPS, SLOT_GROUPS);  // slots that a unit takes
     static constexpr bool EVEN = NUM_GROUPS % (SPLIT_K * WARPS) == 0 && MOST_GROUPS % SLOT_GROUPS == 0;
-    static constexpr int WORDS_BYTES = SLOT_TILES * 512, SLOT_BYTES = WORDS_BYTES + SLOT_GROUPS * 64;
-    static_assert(TOKENS % 2 == 0 && S::BLOCK_N == STRIP && SLOT_GROUPS > 0 && S::BLOCK_K % S::GROUP_SIZE == 0);
+    typedef W4Slots<BF16, SLOT_TILES, GROUP, ROUNDS, EVEN> Slots;
+    static constexpr int WORDS_BYTES = Slots::WORDS_BYTES, SLOT_BYTES = WORDS_BYTES + SLOT_GROUPS * 64;
+    static_assert(S::BLOCK_N == STRIP && SLOT_GROUPS > 0 && S::BLOCK_K % S::GROUP_SIZE == 0);
 
     struct alignas(16) Shared {
         uint8_t slots[WARPS][STAGES][SLOT_BYTES];
@@ -72,8 +73,9 @@ template <class S> struct W4Stream {
     // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
     // so, [strip][SPLIT_K][QUADS]; null where SPLIT_K is 1.
     static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* posts,
-                           int num_tokens) {
+                           int tokens_given) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int num_tokens = TOKENS == 1 ? 1 : tokens_given;
         const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
         const int first_unit = UNITS * int(blockIdx.x) / int(gridDim.x), end = UNITS * int(blockIdx.x + 1) / int(gridDim.x);
         Place ahead(first_unit), at(first_unit);
@@ -89,74 +91,24 @@ template <class S> struct W4Stream {
             if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
         pdl_wait();
 
-        W4Digits tokens[ROUNDS * SLOT_TILES][PAIRS];
-        float down[PAIRS];         // of token 2 p + t / 2, in lane (g, t)
-        int part = -1, count = 0;  // of K, whose columns `tokens` holds; the warp's tiles of it
+        W4StreamX<Slots, TOKENS> tokens;
+        int part = -1;  // of K, whose columns `tokens` holds
         for (int unit = first_unit; unit < end; unit++) {
             if (part != unit / NUM_STRIPS) {
                 part = unit / NUM_STRIPS;
                 const Share share(part, warp);
-                count = share.count * GROUP;
-#pragma unroll
-                for (int p = 0; p < PAIRS; p++) {
-                    const int token = 2 * p + lane / 16;
-                    const bool has_token = token < num_tokens;
-                    const uint32_t* const row = x + token * (K / 2) + share.first * (GROUP * 16) + lane % 4;
-                    uint32_t words[ROUNDS * SLOT_TILES][4], most = 0;
-#pragma unroll
-                    for (int i = 0; i < ROUNDS * SLOT_TILES; i++) {
-#pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            words[i][j] = 0;
-                            if (has_token && (EVEN || i < count)) words[i][j] = row[i * 16 + j * 4];
-                        }
-                    }
-#pragma unroll
-                    for (int i = 0; i < ROUNDS * SLOT_TILES; i++) {
-#pragma unroll
-                        for (int j = 0; j < 4; j++) most = max_abs2<BF16>(most, words[i][j]);
-                    }
-                    float2 of = Half<BF16>::unpack(most);
-                    of.x = max_nan(of.x, of.y);
-                    of.x = max_nan(of.x, __shfl_xor_sync(0xffffffffu, of.x, 1));
-                    of.x = max_nan(of.x, __shfl_xor_sync(0xffffffffu, of.x, 2));
-                    const W4Scaling<BF16> scaling(of.x, has_token);
-                    down[p] = __shfl_sync(0xffffffffu, scaling.down, lane % 4 / 2 * 16);
-#pragma unroll
-                    for (int i = 0; i < ROUNDS * SLOT_TILES; i++) tokens[i][p] = scaling.digits(words[i]);
-                }
+                tokens.load(x + share.first * (GROUP * 16), K / 2, share.count * GROUP, num_tokens);
             }
-            float acc[PAIRS][4][2] = {};
+            typename decltype(tokens)::Sums sums;
 #pragma unroll
             for (int r = 0; r < ROUNDS; r++, at.next()) {
-                const uint8_t* const slot = s.slots[warp][at.slot];
                 barrier_wait(&s.barriers[warp][at.slot], at.parity);
-#pragma unroll
-                for (int i = 0; i < SLOT_TILES; i++) {
-                    const uint4 words = *reinterpret_cast<const uint4*>(slot + i * 512 + lane * 16);
-                    uint2 by_row = *reinterpret_cast<const uint2*>(slot + WORDS_BYTES + i / GROUP * 64 + lane / 4 * 8);
-                    // beyond the warp's share x is zero, and what lies in the slot may be no number
-                    if (!EVEN && r * SLOT_TILES + i >= count) by_row = make_uint2(0, 0);
-                    w4_digit_product<BF16>(acc, words, by_row, tokens[r * SLOT_TILES + i]);
-                }
+                tokens.multiply(sums, s.slots[warp][at.slot], r);
                 __syncwarp();
                 if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
                 ahead.next();
             }
-
-            float4* const sums = all_sums + ((unit - first_unit) * WARPS + warp) * quads;
-#pragma unroll
-            for (int p = 0; p < PAIRS; p++) {
-                float v[4];
-#pragma unroll
-                for (int r = 0; r < 4; r++) {
-                    v[r] = lane % 2 ? 16384.0f * acc[p][r][0] : fmaf(128.0f, acc[p][r][1], acc[p][r][0]);
-                    v[r] = (v[r] + __shfl_xor_sync(0xffffffffu, v[r], 1)) * down[p];
-                }
-                const int token = 2 * p + lane % 4 / 2;
-                if (lane % 2 == 0 && token < num_tokens)
-                    sums[lane / 4 * num_tokens + token] = make_float4(v[0], v[1], v[2], v[3]);
-            }
+            tokens.put(sums, all_sums + ((unit - first_unit) * WARPS + warp) * quads, num_tokens);
         }
 
         // All warps meet once: what meeting costs, and the way to memory, is paid by all units together.
@@ -188,9 +140,10 @@ template <class S> struct W4Stream {
                 uint4 parts[SPLIT_K];
 #pragma unroll
                 for (int k = 0; k < SPLIT_K; k++) from[k] = adds && k != mine ? post_of(strip, k, q) : nullptr;
+                float4 own = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (adds) own = sum_of(index, q);  // while the others' are on their way
                 receive(parts, from);
                 if (!adds) continue;
-                const float4 own = sum_of(index, q);
                 float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
                 for (int k = 0; k < SPLIT_K; k++) {

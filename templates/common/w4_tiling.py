@@ -18,7 +18,8 @@ from kerngen.templates.common.row_spec import DTYPES
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
-MOST_STREAMED = 2  # tokens: digits of more leave no registers for many columns (w4_digits.cuh)
+# Tokens of a tile with stream -> registers for a tile of x: its words, and its digits (w4_stream_x.cuh).
+STREAMED = {1: 6, 2: 8, 4: 12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Tiling:
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
     gemv: bool = False
     split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves, and added up by one of them
-    # One or two tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
+    # Up to four tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
     # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
     stream: bool = False
     # A warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile: see warpgroups.cu.jinja.
@@ -126,7 +127,7 @@ GEMV_SPACE = {
 }
 # For few tokens: see Tiling.stream.
 STREAM_SPACE = {
-    "block_m": (MOST_STREAMED,),
+    "block_m": tuple(STREAMED),
     "block_n": (STRIP,),
     "block_k": (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 2816, 3072, 4096, 5120, 5632),
     "warp_n": (STRIP,),
@@ -220,10 +221,9 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
         return f"prefetch={c.prefetch} is for warpgroups=True"
     if not arch.has_tma:
         return f"stream=True: {arch} has no bulk copies; gemv=True serves up to 8 tokens from sm75 on"
-    if c.block_m != MOST_STREAMED or rows > MOST_STREAMED or c.block_n != STRIP or c.warp_n != STRIP:
-        wants = f"{MOST_STREAMED}, {MOST_STREAMED}, {STRIP} and {STRIP}"
-        return (f"stream takes a strip of W and {MOST_STREAMED} rows of x at most: rows={rows} block_m={c.block_m} "
-                f"block_n={c.block_n} warp_n={c.warp_n} are not {wants}")  # fmt: skip
+    if c.block_m not in STREAMED or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
+        return (f"stream takes a strip of W, and rows of x in a tile of {', '.join(map(str, STREAMED))}: rows={rows} "
+                f"block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
     if c.warps_m != 1 or c.wgmma or c.gemv:
         return f"stream=True goes with warps_m=1, wgmma=False and gemv=False, not {c.warps_m}, {c.wgmma} and {c.gemv}"
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
@@ -239,7 +239,7 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     tiles = -(-most // slot) * slot * (group_size // STRIP)
     room = 1 if warps > 8 else 2  # up to eight leave half of the registers to the next launch
     available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * room * warps) // 8 * 8)
-    if (need := 8 * tiles + 48) > available:  # x's words, and its digits and sums
+    if (need := STREAMED[c.block_m] * tiles + 48 + 2 * c.block_m) > available:
         return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None
 

@@ -4,7 +4,7 @@ With gated, W's rows are gate and up, interleaved by common/w4_pack.py, and out[
 source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4_tiling.py).
 Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default from nine tokens on, of warpgroups that
 copy or multiply (warpgroups.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
-reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for one or two tokens
+reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for up to four tokens
 with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W; an infinity or a NaN among a
 token's x makes all of its outputs NaN there).
 """
@@ -23,9 +23,9 @@ from kerngen.templates.common import w4_tiling
 from kerngen.templates.common.row_spec import why_no_dtype
 from kerngen.templates.common.w4_tiling import (
     GEMV_SPACE,
-    MOST_STREAMED,
     SPACE,
     STREAM_SPACE,
+    STREAMED,
     STRIP,
     WARPGROUP_SPACE,
     WGMMA_SPACE,
@@ -251,11 +251,12 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     get it unmeasured where shared memory holds three such stages, which sm120's does not.
     """
     groups, strips = problem.k // problem.group_size, problem.n // STRIP
+    block_m = min(m for m in STREAMED if m >= problem.num_tokens)
     best: tuple[float, Config] | None = None
     for split in STREAM_SPACE["split_k"]:
         share = ceil(ceil(groups / split) / 8)
         block_k = 8 * problem.group_size * share
-        config = Config(MOST_STREAMED, STRIP, block_k, STRIP, 1, 8, 3, 1, split_k=split, stream=True)
+        config = Config(block_m, STRIP, block_k, STRIP, 1, 8, 3, 1, split_k=split, stream=True)
         if target.arch.why_too_large(smem_bytes(problem, config, target), 2) is not None:
             config = replace(config, num_stages=2)  # so that the next launch finds room for its first stages
         if not 5 <= share * problem.group_size // STRIP <= 9 or why_invalid(problem, config, target) is not None:
@@ -334,7 +335,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
     if m <= 8 and problem.n * problem.k <= STRAIGHT_WEIGHTS and arch.has_ldmatrix:
         return (*_straight(problem, target), last)
-    if m <= MOST_STREAMED and arch.has_tma and (found := _streamed(problem, target)) is not None:
+    if m <= 2 and arch.has_tma and (found := _streamed(problem, target)) is not None:
         return (found, last)
     first = _by_warpgroups(problem, target) if m > 8 and arch.has_wgmma else ()  # not of every K
     if m <= 16:

@@ -19,7 +19,16 @@ SHAPES = ((64, 704, 32), (320, 384, 64), (96, 1536, 128), (5376, 2112, 32), (256
 CASES = [
     Problem(n, k, group, dtype, tokens, gated)
     for n, k, group in SHAPES
-    for dtype, tokens, gated in (("bf16", 1, False), ("fp16", 2, True), ("bf16", 2, True), ("fp16", 1, False))
+    for dtype, tokens, gated in (
+        ("bf16", 1, False),
+        ("fp16", 2, True),
+        ("bf16", 2, True),
+        ("fp16", 1, False),
+        ("bf16", 1, True),
+        ("bf16", 3, False),
+        ("fp16", 4, True),
+        ("bf16", 4, True),
+    )  # fmt: skip
 ]
 
 
@@ -74,13 +83,14 @@ def launched(problem: Problem, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 3e4])
-def test_tokens_of_any_magnitude_and_with_outliers(magnitude: float) -> None:
-    problem = Problem(256, 2112, 32, "bf16", 2)
-    x = torch.randn(2, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * magnitude
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_tokens_of_any_magnitude_and_with_outliers(tokens: int, magnitude: float) -> None:
+    problem = Problem(256, 2112, 32, "bf16", tokens)
+    x = torch.randn(tokens, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * magnitude
     x[0, ::97] *= 500
-    x[1, 64:1024] = 0
+    x[-1, 64:1024] = 0
     out, expected = launched(problem, x.bfloat16())
-    for token in range(2):
+    for token in range(tokens):
         error, size = (out - expected)[token].abs(), expected[token].abs()
         assert error.max() <= 2.0**-7 * size.max()
         # what an outlier leaves of the others: exact to 2^-21 of it, and so to less than a bf16 of the typical output
@@ -88,14 +98,15 @@ def test_tokens_of_any_magnitude_and_with_outliers(magnitude: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_no_number_stays_none_and_stays_in_its_token(bad: float) -> None:
-    problem = Problem(256, 2112, 32, "bf16", 2)
-    x = torch.randn(2, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).bfloat16()
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_what_is_no_number_stays_none_and_stays_in_its_token(tokens: int, bad: float) -> None:
+    problem = Problem(256, 2112, 32, "bf16", tokens)
+    x = torch.randn(tokens, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).bfloat16()
     clean, _ = launched(problem, x.clone())
-    x[1, 1000] = bad
+    x[-1, 1000] = bad
     out, _ = launched(problem, x)
-    assert not out[1].isfinite().any()
-    assert torch.equal(out[0], clean[0])
+    assert not out[-1].isfinite().any()
+    assert torch.equal(out[:-1], clean[:-1])
 
 
 def test_a_token_does_not_depend_on_its_neighbour() -> None:

@@ -6,6 +6,7 @@
 // fetches by bulk copies into a ring of its own: warps never wait for each other's bytes, and what the ring holds is
 // there before the kernel that makes x has finished. Of each unit the warps' sums meet in shared memory, in their order.
 // The parts of a strip are added in theirs by the block of one of them, to which the others post: all blocks are resident.
+// A block's units of other blocks' strips come first, so that nobody waits for what was posted long ago.
 #pragma once
 #include "common/bulk.cuh"
 #include "common/w4_partials.cuh"
@@ -45,14 +46,29 @@ template <class S> struct W4Stream {
         }
     };
 
-    // A warp's place in its run: a unit, a round of it, and the slot that this is in.
+    // The parts of a strip are added in the block of one of them.
+    static DEVICE bool adds(int unit) { return SPLIT_K == 1 || unit % NUM_STRIPS % SPLIT_K == unit / NUM_STRIPS; }
+
+    // A warp's place in its run: a unit, a round of it, and the slot that this is in. Units come first whose sums another
+    // block waits for, and those last, from the run's end on, to which the others' are added: these have come by then.
     struct Place {
+        const int first, end;
         int unit, round = 0, slot = 0;
         uint32_t parity = 0;
-        DEVICE Place(int unit) : unit(unit) {}
+        bool adding = false;
+        DEVICE Place(int first, int end) : first(first), end(end), unit(first) { seek(); }
+        DEVICE bool done() const { return unit < first; }
         DEVICE void next() {
-            if (++round == ROUNDS) round = 0, unit++;
+            if (++round == ROUNDS) round = 0, unit += adding ? -1 : 1, seek();
             if (++slot == STAGES) slot = 0, parity ^= 1;
+        }
+        DEVICE void seek() {
+            if (!adding) {
+                while (unit < end && adds(unit)) unit++;
+                if (unit < end) return;
+                adding = true, unit = end - 1;
+            }
+            while (unit >= first && !adds(unit)) unit--;
         }
     };
 
@@ -78,7 +94,7 @@ template <class S> struct W4Stream {
         const int num_tokens = TOKENS == 1 ? 1 : tokens_given;
         const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
         const int first_unit = UNITS * int(blockIdx.x) / int(gridDim.x), end = UNITS * int(blockIdx.x + 1) / int(gridDim.x);
-        Place ahead(first_unit), at(first_unit);
+        Place ahead(first_unit, end), at(first_unit, end);
         const uint64_t policy = evict_first();
         float4* const all_sums = reinterpret_cast<float4*>(&s + 1);
         if (lane == 0) {
@@ -88,31 +104,9 @@ template <class S> struct W4Stream {
         }
         __syncwarp();
         for (int i = 0; i < STAGES; i++, ahead.next())
-            if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
+            if (lane == 0 && !ahead.done()) fetch(s, w, scales, ahead, policy);
         pdl_wait();
 
-        W4StreamX<Slots, TOKENS> tokens;
-        int part = -1;  // of K, whose columns `tokens` holds
-        for (int unit = first_unit; unit < end; unit++) {
-            if (part != unit / NUM_STRIPS) {
-                part = unit / NUM_STRIPS;
-                const Share share(part, warp);
-                tokens.load(x + share.first * (GROUP * 16), K / 2, share.count * GROUP, num_tokens);
-            }
-            typename decltype(tokens)::Sums sums;
-#pragma unroll
-            for (int r = 0; r < ROUNDS; r++, at.next()) {
-                barrier_wait(&s.barriers[warp][at.slot], at.parity);
-                tokens.multiply(sums, s.slots[warp][at.slot], r);
-                __syncwarp();
-                if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
-                ahead.next();
-            }
-            tokens.put(sums, all_sums + ((unit - first_unit) * WARPS + warp) * quads, num_tokens);
-        }
-
-        // All warps meet once: what meeting costs, and the way to memory, is paid by all units together.
-        __syncthreads();
         const int num_sums = (end - first_unit) * quads;
         auto store = [&](int strip, int q, float4 v) {
             store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
@@ -125,33 +119,59 @@ template <class S> struct W4Stream {
             for (int k = 0; k < WARPS; k++) add(sum, sums[k * quads]);
             return sum;
         };
-        for (int i = threadIdx.x; i < num_sums; i += THREADS) {
-            const int index = i / quads, q = i - index * quads, unit = first_unit + index;
-            const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
-            if constexpr (SPLIT_K == 1) store(strip, q, sum_of(index, q));
-            else if (k != strip % SPLIT_K) post4(post_of(strip, k, q), posted_sums(sum_of(index, q)));
-        }
-        if constexpr (SPLIT_K > 1) {
-            for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {  // whole warps wait
+
+        W4StreamX<Slots, TOKENS> tokens;
+        int part = -1;  // of K, whose columns `tokens` holds
+#pragma unroll 1
+        for (bool adding = false;; adding = true) {
+#pragma unroll 1
+            while (!at.done() && at.adding == adding) {
+                const int unit = at.unit;
+                if (part != unit / NUM_STRIPS) {
+                    part = unit / NUM_STRIPS;
+                    const Share share(part, warp);
+                    tokens.load(x + share.first * (GROUP * 16), K / 2, share.count * GROUP, num_tokens);
+                }
+                typename decltype(tokens)::Sums sums;
+#pragma unroll
+                for (int r = 0; r < ROUNDS; r++, at.next()) {
+                    barrier_wait(&s.barriers[warp][at.slot], at.parity);
+                    tokens.multiply(sums, s.slots[warp][at.slot], r);
+                    __syncwarp();
+                    if (lane == 0 && !ahead.done()) fetch(s, w, scales, ahead, policy);
+                    ahead.next();
+                }
+                tokens.put(sums, all_sums + ((unit - first_unit) * WARPS + warp) * quads, num_tokens);
+            }
+            if (SPLIT_K == 1 && !adding) continue;
+            __syncthreads();  // all warps' sums are there
+            if (adding) break;
+            for (int i = threadIdx.x; i < num_sums; i += THREADS) {
                 const int index = i / quads, q = i - index * quads, unit = first_unit + index;
-                const int strip = unit % NUM_STRIPS, mine = strip % SPLIT_K;
-                const bool adds = i < num_sums && unit / NUM_STRIPS == mine;
+                if (!adds(unit)) post4(post_of(unit % NUM_STRIPS, unit / NUM_STRIPS, q), posted_sums(sum_of(index, q)));
+            }
+        }
+        for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {  // whole warps wait
+            const int index = i / quads, q = i - index * quads, unit = first_unit + index, strip = unit % NUM_STRIPS;
+            const bool is_mine = i < num_sums && adds(unit);
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), own = sum;
+            if (is_mine) own = sum_of(index, q);
+            if constexpr (SPLIT_K == 1) {
+                sum = own;
+            } else {
+                const int mine = strip % SPLIT_K;
                 const uint4* from[SPLIT_K];
                 uint4 parts[SPLIT_K];
 #pragma unroll
-                for (int k = 0; k < SPLIT_K; k++) from[k] = adds && k != mine ? post_of(strip, k, q) : nullptr;
-                float4 own = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (adds) own = sum_of(index, q);  // while the others' are on their way
+                for (int k = 0; k < SPLIT_K; k++) from[k] = is_mine && k != mine ? post_of(strip, k, q) : nullptr;
                 receive(parts, from);
-                if (!adds) continue;
-                float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
                 for (int k = 0; k < SPLIT_K; k++) {
                     add(sum, k == mine ? own : as_sums(parts[k]));
-                    if (k != mine) post4(post_of(strip, k, q), make_uint4(0, 0, 0, 0));  // for the next launch
+                    if (is_mine && k != mine) post4(post_of(strip, k, q), make_uint4(0, 0, 0, 0));  // for the next launch
                 }
-                store(strip, q, sum);
             }
+            if (is_mine) store(strip, q, sum);
         }
     }
 };

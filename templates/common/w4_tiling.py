@@ -19,7 +19,7 @@ from kerngen.templates.common.row_spec import DTYPES
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
 # Tokens of a tile with stream -> registers for a tile of x: its words, and its digits (w4_stream_x.cuh).
-STREAMED = {1: 6, 2: 8, 4: 12}
+STREAMED = {1: 6, 2: 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Tiling:
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
     gemv: bool = False
     split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves, and added up by one of them
-    # Up to four tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
+    # One or two tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
     # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
     stream: bool = False
     # A warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile: see warpgroups.cu.jinja.
@@ -129,10 +129,10 @@ GEMV_SPACE = {
 STREAM_SPACE = {
     "block_m": tuple(STREAMED),
     "block_n": (STRIP,),
-    "block_k": (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 2816, 3072, 4096, 5120, 5632),
+    "block_k": (256, 384, 512, 768, 896, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 2688, 2816, 3072, 4096, 5120, 5632),
     "warp_n": (STRIP,),
     "warps_m": (1,),
-    "warps_k": (4, 8, 16),
+    "warps_k": (4, 8, 12, 16),
     "num_stages": (2, 3, 4, 5, 6, 8),
     "blocks_per_sm": (1, 2),
     "split_k": (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12),

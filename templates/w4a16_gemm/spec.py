@@ -4,7 +4,7 @@ With gated, W's rows are gate and up, interleaved by common/w4_pack.py, and out[
 source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4_tiling.py).
 Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default from nine tokens on, of warpgroups that
 copy or multiply (warpgroups.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
-reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for up to four tokens
+reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for one or two tokens
 with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W; an infinity or a NaN among a
 token's x makes all of its outputs NaN there).
 """
@@ -104,7 +104,7 @@ BODIES = (
 )
 OUTPUTS = ("out",)
 STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv: what counts is when the first bytes arrive
-MAX_SPILL_BYTES = 16  # what ptxas may keep in local memory, a thread; 8 at most in the test cases (sm75, sm120)
+MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:

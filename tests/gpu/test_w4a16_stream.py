@@ -19,16 +19,7 @@ SHAPES = ((64, 704, 32), (320, 384, 64), (96, 1536, 128), (5376, 2112, 32), (256
 CASES = [
     Problem(n, k, group, dtype, tokens, gated)
     for n, k, group in SHAPES
-    for dtype, tokens, gated in (
-        ("bf16", 1, False),
-        ("fp16", 2, True),
-        ("bf16", 2, True),
-        ("fp16", 1, False),
-        ("bf16", 1, True),
-        ("bf16", 3, False),
-        ("fp16", 4, True),
-        ("bf16", 4, True),
-    )  # fmt: skip
+    for dtype, tokens, gated in (("bf16", 1, False), ("fp16", 2, True), ("bf16", 2, True), ("fp16", 1, True))
 ]
 
 
@@ -83,7 +74,7 @@ def launched(problem: Problem, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 3e4])
-@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 2])
 def test_tokens_of_any_magnitude_and_with_outliers(tokens: int, magnitude: float) -> None:
     problem = Problem(256, 2112, 32, "bf16", tokens)
     x = torch.randn(tokens, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * magnitude
@@ -98,7 +89,7 @@ def test_tokens_of_any_magnitude_and_with_outliers(tokens: int, magnitude: float
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 2])
 def test_what_is_no_number_stays_none_and_stays_in_its_token(tokens: int, bad: float) -> None:
     problem = Problem(256, 2112, 32, "bf16", tokens)
     x = torch.randn(tokens, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).bfloat16()

@@ -3,11 +3,12 @@
 #include "common/w4_digits.cuh"
 #include "common/w4_pair_digits.cuh"
 
-// Of a slot: TILES of 32 x 32 weights, 512 bytes each, and behind them their scales by GROUP tiles. ROUNDS slots are what
-// a warp has of a part of K: `count` tiles, all of them where EVEN.
-template <bool BF16_, int TILES_, int GROUP_, int ROUNDS_, bool EVEN_> struct W4Slots {
+// A warp's share of a row of W is STEPS steps of STEP tiles of 32 x 32 weights, in slots of SLOT_STEPS; it has all of them
+// where EVEN. Of a slot: the tiles, 512 bytes each, and behind them their scales by GROUP tiles.
+template <bool BF16_, int STEPS_, int STEP_, int SLOT_STEPS_, int GROUP, bool EVEN_> struct W4Slots {
     static constexpr bool BF16 = BF16_, EVEN = EVEN_;
-    static constexpr int TILES = TILES_, GROUP = GROUP_, ROUNDS = ROUNDS_, WORDS_BYTES = TILES * 512;
+    static constexpr int STEPS = STEPS_, STEP = STEP_, SLOT_STEPS = SLOT_STEPS_, TILES = STEPS * STEP;
+    static constexpr int WORDS_BYTES = SLOT_STEPS * STEP * 512, BYTES = WORDS_BYTES + SLOT_STEPS * STEP / GROUP * 64;
 
     static DEVICE uint4 words(const uint8_t* slot, int tile) {
         return *reinterpret_cast<const uint4*>(slot + tile * 512 + threadIdx.x % 32 * 16);
@@ -18,19 +19,19 @@ template <bool BF16_, int TILES_, int GROUP_, int ROUNDS_, bool EVEN_> struct W4
     }
 };
 
-// The largest |x| of a token from the lanes' own: SAME, the bits of a lane by which those of one token differ.
-template <bool BF16, int... SAME> DEVICE float most_of(uint32_t most) {
+// The largest |x| of a token from the lanes' own: BITS of a lane by which those of one token differ.
+template <bool BF16, int... BITS> DEVICE float most_of(uint32_t most) {
     const float2 of = Half<BF16>::unpack(most);
     float m = max_nan(of.x, of.y);
-    ((m = max_nan(m, __shfl_xor_sync(0xffffffffu, m, SAME))), ...);
+    ((m = max_nan(m, __shfl_xor_sync(0xffffffffu, m, BITS))), ...);
     return m;
 }
 
 // Tokens by pairs, one tile of W a product.
 template <class L, int TOKENS> struct W4StreamX {
-    static constexpr int PAIRS = TOKENS / 2, ALL = L::ROUNDS * L::TILES;
+    static constexpr int PAIRS = TOKENS / 2;
     static_assert(TOKENS % 2 == 0);
-    W4Digits digits[ALL][PAIRS];
+    W4Digits digits[L::TILES][PAIRS];
     float down[PAIRS];  // of token 2 p + t / 2, in lane (g, t)
     int count = 0;      // tiles that the warp has
 
@@ -47,9 +48,9 @@ template <class L, int TOKENS> struct W4StreamX {
             const int token = 2 * p + lane / 16;
             const bool has_token = token < num_tokens;
             const uint32_t* const row = x + token * row_words + lane % 4;
-            uint32_t words[ALL][4], most = 0;
+            uint32_t words[L::TILES][4], most = 0;
 #pragma unroll
-            for (int i = 0; i < ALL; i++) {
+            for (int i = 0; i < L::TILES; i++) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     words[i][j] = 0;
@@ -57,23 +58,24 @@ template <class L, int TOKENS> struct W4StreamX {
                 }
             }
 #pragma unroll
-            for (int i = 0; i < ALL; i++) {
+            for (int i = 0; i < L::TILES; i++) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) most = max_abs2<L::BF16>(most, words[i][j]);
             }
             const W4Scaling<L::BF16> scaling(most_of<L::BF16, 1, 2>(most), has_token);
             down[p] = __shfl_sync(0xffffffffu, scaling.down, lane % 4 / 2 * 16);
 #pragma unroll
-            for (int i = 0; i < ALL; i++) digits[i][p] = scaling.digits(words[i]);
+            for (int i = 0; i < L::TILES; i++) digits[i][p] = scaling.digits(words[i]);
         }
     }
-    DEVICE void multiply(Sums& sums, const uint8_t* slot, int round) const {
+    // Adds the products with tiles `tile` and on, of a step.
+    DEVICE void multiply(Sums& sums, const uint8_t* slot, int in_slot, int tile) const {
 #pragma unroll
-        for (int i = 0; i < L::TILES; i++) {
-            uint2 scales = L::scales(slot, i);
+        for (int i = 0; i < L::STEP; i++) {
+            uint2 scales = L::scales(slot, in_slot + i);
             // beyond the warp's share x is zero, and what lies in the slot may be no number
-            if (!L::EVEN && round * L::TILES + i >= count) scales = make_uint2(0, 0);
-            w4_digit_product<L::BF16>(sums.acc, L::words(slot, i), scales, digits[round * L::TILES + i]);
+            if (!L::EVEN && tile + i >= count) scales = make_uint2(0, 0);
+            w4_digit_product<L::BF16>(sums.acc, L::words(slot, in_slot + i), scales, digits[tile + i]);
         }
     }
     // to: [8][num_tokens], of four rows each. By all lanes of a warp.
@@ -89,15 +91,19 @@ template <class L, int TOKENS> struct W4StreamX {
                 v[r] = (v[r] + __shfl_xor_sync(0xffffffffu, v[r], 1)) * down[p];
             }
             const int token = 2 * p + lane % 4 / 2;
-            if (lane % 2 == 0 && token < num_tokens) to[lane / 4 * num_tokens + token] = make_float4(v[0], v[1], v[2], v[3]);
+            if (lane % 2 == 0 && token < num_tokens)
+                to[lane / 4 * num_tokens + token] = make_float4(v[0], v[1], v[2], v[3]);
         }
     }
 };
 
 // One token, two tiles of W a product.
 template <class L> struct W4StreamX<L, 1> {
-    static constexpr int STEPS = ceil_div(L::TILES, 2), ALL = L::ROUNDS * STEPS;  // STEPS: products of a slot
-    W4PairDigits digits[ALL];
+    static constexpr int PAIRS = L::TILES / 2;
+    static constexpr bool MANY = PAIRS > 6;
+    static_assert(L::STEP % 2 == 0);
+    typedef W4PairDigits<MANY> Digits;
+    Digits digits[PAIRS];
     float down;
     int count = 0;
 
@@ -105,43 +111,49 @@ template <class L> struct W4StreamX<L, 1> {
         float acc[4][2] = {};
     };
 
-    // Whether the first (second) tile of a step is the warp's.
-    DEVICE bool has(int round, int step, bool second) const {
-        return 2 * step + second < L::TILES && (L::EVEN || round * L::TILES + 2 * step + second < count);
-    }
     DEVICE void load(const uint32_t* x, int, int count_, int) {
         count = count_;
-        const bool second = W4PairDigits::digits_of_second();
+        const int second = Digits::digits_of_second();
         const uint32_t* const row = x + second * 16 + threadIdx.x % 4;
-        uint32_t words[ALL][4], most = 0;
-#pragma unroll
-        for (int i = 0; i < ALL; i++) {
+        uint32_t words[PAIRS][4], most = 0;
+        auto read = [&](int i) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 words[i][j] = 0;
-                if (has(i / STEPS, i % STEPS, second))
-                    words[i][j] = row[(i / STEPS * L::TILES + i % STEPS * 2) * 16 + j * 4];
+                if (L::EVEN || 2 * i + second < count) words[i][j] = row[i * 32 + j * 4];
             }
-        }
+        };
 #pragma unroll
-        for (int i = 0; i < ALL; i++) {
+        for (int i = 0; i < PAIRS; i++) {
+            read(i);
+            if (!MANY) continue;
 #pragma unroll
             for (int j = 0; j < 4; j++) most = max_abs2<L::BF16>(most, words[i][j]);
         }
+        if (!MANY) {
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) most = max_abs2<L::BF16>(most, words[i][j]);
+            }
+        }
         const W4Scaling<L::BF16> scaling(most_of<L::BF16, 1, 2, 16>(most), true);
         down = scaling.down;
+        if (MANY) asm volatile("" ::: "memory");  // read again: there are no registers for all of them
 #pragma unroll
-        for (int i = 0; i < ALL; i++) digits[i] = W4PairDigits(scaling.digits(words[i]).b);
+        for (int i = 0; i < PAIRS; i++) {
+            if (MANY) read(i);
+            digits[i] = Digits(scaling.digits(words[i]).b);
+        }
     }
-    DEVICE void multiply(Sums& sums, const uint8_t* slot, int round) const {
-        const bool second = W4PairDigits::sums_of_second();
+    DEVICE void multiply(Sums& sums, const uint8_t* slot, int in_slot, int tile) const {
+        const int second = Digits::sums_of_second() ? 1 : 0;
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            const int first = 2 * i, last = min(first + 1, L::TILES - 1);  // the only one again where there is no second
-            const uint4 words[2] = {L::words(slot, first), L::words(slot, last)};
-            uint2 scales = L::scales(slot, second ? last : first);
-            if (!has(round, i, second)) scales = make_uint2(0, 0);
-            w4_pair_product<L::BF16>(sums.acc, words, scales, digits[round * STEPS + i]);
+        for (int i = 0; i < L::STEP; i += 2) {
+            uint2 scales = L::scales(slot, in_slot + i + second);
+            if (!L::EVEN && tile + i + second >= count) scales = make_uint2(0, 0);
+            w4_pair_product<L::BF16>(sums.acc, L::words(slot, in_slot + i), L::words(slot, in_slot + i + 1), scales,
+                                     digits[(tile + i) / 2]);
         }
     }
     DEVICE void put(const Sums& sums, float4* to, int) const {
@@ -152,7 +164,7 @@ template <class L> struct W4StreamX<L, 1> {
             v[r] = threadIdx.x % 2 ? 16384.0f * acc[0] : fmaf(128.0f, acc[1], acc[0]);
             v[r] += __shfl_xor_sync(0xffffffffu, v[r], 1);
             v[r] += __shfl_xor_sync(0xffffffffu, v[r], 2);
-            v[r] = (r % 2 ? v[r] / 16.0f : v[r]) * down;
+            v[r] = v[r] * Digits::factor(r) * down;
         }
         if (threadIdx.x % 4 == 0) to[threadIdx.x % 32 / 4] = make_float4(v[0], v[1], v[2], v[3]);
     }

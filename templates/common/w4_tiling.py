@@ -18,8 +18,8 @@ from kerngen.templates.common.row_spec import DTYPES
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
-# Tokens of a tile with stream -> registers for a tile of x: its words, and its digits (w4_stream_x.cuh).
-STREAMED = {1: 6, 2: 8}
+STREAMED = (1, 2)  # tokens of a tile with stream: digits of more leave no registers for many columns (w4_digits.cuh)
+MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with (w4_stream_x.cuh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class Tiling:
         """The stages, and what the warps that split K exchange. All dynamic.
 
         With gemv the exchange alone, twice where tiles follow each other, and 16 bytes for who began last; with stream
-        the slots and a barrier for each.
+        the slots, a barrier for each and one more.
         """
         if self.stream:
-            return -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
+            return -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16 + 16
         if self.gemv:
             sums = self.warps_k * self.block_m * self.block_n * 4
             return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1) + 16 * (self.split_k > 1)
@@ -89,7 +89,7 @@ class Tiling:
 
     def posted_bytes(self, blocks: int) -> int:
         """An fp32 tile a block, two with warpgroups, one a unit with gemv and stream. 0 where no tile is shared."""
-        is_shared = self.split_k > 1 if self.gemv or self.stream else self.blocks_per_sm > 0
+        is_shared = self.split_k > 1 if self.gemv else self.blocks_per_sm > 0
         return is_shared * blocks * (2 if self.warpgroups else 1) * self.block_m * self.block_n * 4
 
 
@@ -127,7 +127,7 @@ GEMV_SPACE = {
 }
 # For few tokens: see Tiling.stream.
 STREAM_SPACE = {
-    "block_m": tuple(STREAMED),
+    "block_m": STREAMED,
     "block_n": (STRIP,),
     "block_k": (256, 384, 512, 768, 896, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 2688, 2816, 3072, 4096, 5120, 5632),
     "warp_n": (STRIP,),
@@ -229,19 +229,27 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
         return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
                 "and slots at least, and blocks that go through many strips")  # fmt: skip
-    if c.block_k % (group_size * c.warps_k):
-        return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole groups of {group_size}"
+    step = stream_step(c, group_size)
+    if c.block_k % (step * c.warps_k):
+        return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole steps of {step}"
     if (warps := c.warps_k * c.blocks_per_sm) > 16:
         return f"{warps} warps in {c.blocks_per_sm} blocks an SM; the registers serve 16"
-    slot, most = c.block_k // group_size // c.warps_k, ceil(ceil(k // group_size / c.split_k) / c.warps_k)
-    if slot > most or k // group_size < c.split_k:
-        return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} groups a warp, a slot takes {slot}"
-    tiles = -(-most // slot) * slot * (group_size // STRIP)
+    slot, most = c.block_k // step // c.warps_k, ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k)
+    if slot > most or k // step < c.split_k:
+        return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
+    tiles = most * (step // STRIP)
     room = 1 if warps > 8 else 2  # up to eight leave half of the registers to the next launch
     available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * room * warps) // 8 * 8)
-    if (need := STREAMED[c.block_m] * tiles + 48 + 2 * c.block_m) > available:
+    pairs = ceil(tiles / 2)
+    need = 48 + 8 * tiles if c.block_m > 1 else 48 + 12 * pairs if pairs <= MOST_PAIRS else 72 + 5 * pairs // 2
+    if need > available:
         return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None
+
+
+def stream_step(c: Tiling, group_size: int) -> int:
+    """Columns that a warp takes together with stream: of one token those of two tiles."""
+    return max(group_size, STRIP if c.block_m > 1 else 2 * STRIP)
 
 
 # Of a thread that copies and of one that multiplies, by the rows of a tile: 64 a warpgroup, and one that copies.

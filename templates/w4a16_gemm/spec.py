@@ -145,8 +145,8 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    if config.stream:  # and the sums of all units of a block
-        units = -(-(problem.n // STRIP * config.split_k) // num_blocks(problem, config, target))
+    if config.stream:  # and the sums of all units of a block, which may begin inside one
+        units = -(-(problem.n // STRIP * config.split_k) // num_blocks(problem, config, target)) + (config.split_k == 1)
         return config.smem_bytes(problem.group_size) + units * config.warps_k * problem.num_tokens * STRIP * 4
     if config.warpgroups:  # stages, up to 32 tokens on their way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
@@ -187,7 +187,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     block = 32 * config.num_warps + (128 if config.warpgroups else 0), 1, 1  # who copies
     smem, cluster = smem_bytes(problem, config, target), (config.cluster, 1, 1)
     # blocks that share a tile wait for each other's sums; gemv's are under way, whatever the grid (w4_gemv.cuh)
-    together = not config.gemv and (config.split_k > 1 if config.stream else config.blocks_per_sm > 0)
+    together = not config.gemv and config.blocks_per_sm > 0
     return (Launch("w4a16_gemm", grid, block, smem, pdl=target.arch.has_pdl, cluster=cluster, cooperative=together),)
 
 
@@ -251,7 +251,7 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     get it unmeasured where shared memory holds three such stages, which sm120's does not.
     """
     groups, strips = problem.k // problem.group_size, problem.n // STRIP
-    block_m = min(m for m in STREAMED if m >= problem.num_tokens)
+    block_m = min(problem.num_tokens, STREAMED[-1])
     best: tuple[float, Config] | None = None
     for split in STREAM_SPACE["split_k"]:
         share = ceil(ceil(groups / split) / 8)

@@ -2,8 +2,9 @@
 // `stream` is chosen. S as for W4Gemm.
 //
 // A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns. Its columns are dealt to the warps of a block,
-// and what a warp has of them is a line of steps. The units are dealt to the blocks in equal runs; where SPLIT_K is 1 their
-// steps are, so that a run may begin behind some steps of a unit, and end before some of another.
+// and what a warp has of them is a line of steps. The units are dealt to the blocks in equal runs; where S::SPLIT_K is 0
+// their steps are, so that a run may begin behind some steps of a unit, and end before some of another. Where it is 1 a
+// block of fewer units ends sooner, which is no loss where the next launch's blocks are waiting for its room.
 //
 // What a warp needs of a run lies in few contiguous pieces, which it fetches by bulk copies into a ring of its own: warps
 // never wait for each other's bytes, and what the ring holds is there before the kernel that makes x has finished. Of each
@@ -17,7 +18,7 @@
 #include "common/w4_stream_x.cuh"
 
 template <class S> struct W4Stream {
-    static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
+    static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = max_of(S::SPLIT_K, 1), STAGES = S::NUM_STAGES;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED;
     static constexpr int THREADS = 32 * WARPS, STRIP = 32, TOKENS = S::BLOCK_M;
     static constexpr int QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
@@ -28,7 +29,8 @@ template <class S> struct W4Stream {
     static constexpr int STEPS = ceil_div(ceil_div(NUM_STEPS, SPLIT_K), WARPS);  // of a warp, of a unit, at most
     static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / STEP / WARPS, ROUNDS = ceil_div(STEPS, SLOT_STEPS);
     static constexpr bool EVEN = NUM_TILES % (STEP * SPLIT_K * WARPS) == 0;
-    static constexpr int GRAIN = SPLIT_K == 1 ? 1 : STEPS;  // steps in which runs are dealt
+    static constexpr bool CUTS = S::SPLIT_K == 0;  // units, where a run ends
+    static constexpr int GRAIN = CUTS ? 1 : STEPS;  // steps in which runs are dealt
     typedef W4Slots<BF16, STEPS, STEP, SLOT_STEPS, GROUP, EVEN> Slots;
     static_assert(S::BLOCK_N == STRIP && SLOT_STEPS > 0 && S::BLOCK_K % (STRIP * STEP * WARPS) == 0);
 
@@ -62,8 +64,8 @@ template <class S> struct W4Stream {
             return UNITS * (STEPS / GRAIN) * int(block) / int(gridDim.x) * GRAIN;
         }
         // Of a unit, the block's steps.
-        DEVICE int begin_of(int unit) const { return SPLIT_K == 1 && unit == first_unit ? from : 0; }
-        DEVICE int end_of(int unit) const { return SPLIT_K == 1 && unit == end - 1 ? to : STEPS; }
+        DEVICE int begin_of(int unit) const { return CUTS && unit == first_unit ? from : 0; }
+        DEVICE int end_of(int unit) const { return CUTS && unit == end - 1 ? to : STEPS; }
     };
 
     // A warp's place in its run: a unit, a round of it, and the slot that this is in.
@@ -104,7 +106,7 @@ template <class S> struct W4Stream {
         Place ahead(run), at(run);
         const uint64_t policy = evict_first();
         float4* const all_sums = reinterpret_cast<float4*>(&s + 1);
-        const bool begins_inside = SPLIT_K == 1 && run.from > 0, ends_inside = SPLIT_K == 1 && run.to < STEPS;
+        const bool begins_inside = CUTS && run.from > 0, ends_inside = CUTS && run.to < STEPS;
         if (lane == 0) {
 #pragma unroll
             for (int i = 0; i < STAGES; i++) barrier_init(&s.barriers[warp][i]);
@@ -113,7 +115,7 @@ template <class S> struct W4Stream {
         __syncwarp();
         for (int i = 0; i < STAGES; i++, ahead.next(run))
             if (lane == 0 && ahead.unit < run.end) fetch(s, w, scales, run, ahead, policy);
-        if constexpr (SPLIT_K == 1) {
+        if constexpr (CUTS) {
             if (threadIdx.x == 0)
                 asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(&s.begun)), "n"(THREADS) : "memory");
             __syncthreads();
@@ -179,18 +181,18 @@ template <class S> struct W4Stream {
         if constexpr (SPLIT_K == 1) {
             for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {  // whole warps wait
                 const int index = i / quads, q = i - index * quads, strip = run.first_unit + index;
-                const bool adds = i < num_sums && !(begins_inside && index == 0);
-                const bool is_cut = adds && ends_inside && strip == run.end - 1;
+                const bool is_mine = i < num_sums && !(begins_inside && index == 0);
                 float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (adds) sum = sum_of(index, q);
-                const uint4* const from[1] = {is_cut ? post_of(strip, 0, q) : nullptr};
-                uint4 rest[1];
-                receive(rest, from);
-                if (is_cut) {
+                if (is_mine) sum = sum_of(index, q);
+                if (ends_inside) {
+                    const bool is_cut = is_mine && strip == run.end - 1;
+                    const uint4* const from[1] = {is_cut ? post_of(strip, 0, q) : nullptr};
+                    uint4 rest[1];
+                    receive(rest, from);
                     add(sum, as_sums(rest[0]));
-                    post4(post_of(strip, 0, q), make_uint4(0, 0, 0, 0));  // for the next launch
+                    if (is_cut) post4(post_of(strip, 0, q), make_uint4(0, 0, 0, 0));  // for the next launch
                 }
-                if (adds) store(strip, q, sum);
+                if (is_mine) store(strip, q, sum);
             }
         } else {
             for (int i = threadIdx.x; i < num_sums; i += THREADS) {

@@ -12,7 +12,8 @@ from kerngen.templates.kernel import Traffic
 # scales, of which bf16 has no exponent trick to spare the subtraction; without both where the products are scaled
 # (BIASED); as integers, their product included. For a stage: its barrier and addresses, and each 16 bytes copied. For a
 # turn of gemv and stream.
-UNPACK, UNPACK_FP16, UNPACK_BIASED, AS_INTEGERS = 18, 14, 11, 11
+UNPACK, UNPACK_FP16, UNPACK_BIASED = 18, 14, 11
+AS_INTEGERS = {1: 6, 2: 11}  # and multiplied, by tokens of a tile (w4_stream_x.cuh)
 STAGE_OPS, COPY_OPS, TURN_OPS = 40, 4, 40
 SLOTS_PER_MMA = 2  # of a scheduler: a tensor instruction, and the loads of its operands
 LEAST_COLUMNS = 32  # a wgmma of fewer tokens takes as long
@@ -114,8 +115,8 @@ def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
     gemv's lanes load x four bytes at a time, each warp for itself, and a load touches a line for each row.
     """
     tiles = p.row_tiles * -(-p.n // c.block_n)
-    units = tiles * c.split_k
-    turns = -(-p.k // (c.block_k * c.split_k))
+    units = tiles * c.parts_k
+    turns = -(-p.k // (c.block_k * c.parts_k))
     turn = c.weight_bytes(p.group_size)
     moved = p.row_tiles * matrix_bytes(p.n, p.k, p.group_size)
     weights = units * turns * c.block_n * c.block_k
@@ -123,7 +124,7 @@ def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
     ops = units * turns * 32 * c.num_warps * TURN_OPS
     flops = 0
     if c.stream:
-        ops += weights * AS_INTEGERS // 8
+        ops += weights * AS_INTEGERS[c.block_m] // 8
         smem_bytes = 2 * moved
     else:
         flops = 2 * c.block_m * weights
@@ -132,7 +133,7 @@ def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
     return Traffic(
         p.dram_bytes,
         flops,
-        l2_bytes=moved + tiles * p.tile_rows * p.k * 2 + p.out_bytes + (2 * sums if c.split_k > 1 else 0),
+        l2_bytes=moved + tiles * p.tile_rows * p.k * 2 + p.out_bytes + (2 * sums if c.shares_tiles else 0),
         smem_bytes=smem_bytes,
         cuda_ops=ops,
         bytes_in_flight=turn * c.num_stages,
@@ -140,7 +141,7 @@ def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
         units=units,
         joins=1 if c.warps_k > 1 else 0,
         join_bytes=2 * c.warps_k * sums if c.warps_k > 1 else 0,
-        waits=MEETING_WAITS + 1 if c.split_k > 1 else 0,
+        waits=MEETING_WAITS + 1 if c.shares_tiles else 0,
     )
 
 

@@ -145,8 +145,8 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    if config.stream:  # and the sums of all units of a block, which may begin inside one
-        units = -(-(problem.n // STRIP * config.split_k) // num_blocks(problem, config, target)) + (config.split_k == 1)
+    if config.stream:  # and the sums of all units of a block, one more where it may begin inside one
+        units = ceil(problem.n // STRIP * config.parts_k / num_blocks(problem, config, target)) + (config.split_k == 0)
         return config.smem_bytes(problem.group_size) + units * config.warps_k * problem.num_tokens * STRIP * 4
     if config.warpgroups:  # stages, up to 32 tokens on their way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
@@ -187,7 +187,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     block = 32 * config.num_warps + (128 if config.warpgroups else 0), 1, 1  # who copies
     smem, cluster = smem_bytes(problem, config, target), (config.cluster, 1, 1)
     # blocks that share a tile wait for each other's sums; gemv's are under way, whatever the grid (w4_gemv.cuh)
-    together = not config.gemv and config.blocks_per_sm > 0
+    together = config.shares_tiles and not config.gemv
     return (Launch("w4a16_gemm", grid, block, smem, pdl=target.arch.has_pdl, cluster=cluster, cooperative=together),)
 
 
@@ -199,7 +199,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.gemv or config.stream:
         tiles = ceil(problem.n / config.block_n)
         counters = 16 * ceil(tiles / 4) if config.gemv else 0
-        posts = config.posted_bytes(tiles * config.split_k)
+        posts = config.posted_bytes(tiles * config.parts_k)
     else:
         counters, posts = 0, config.posted_bytes(num_blocks(problem, config, target))
     return counters + posts if posts else 0
@@ -261,7 +261,7 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
             config = replace(config, num_stages=2)  # so that the next launch finds room for its first stages
         if not 5 <= share * problem.group_size // STRIP <= 9 or why_invalid(problem, config, target) is not None:
             continue
-        units, blocks = strips * split, num_blocks(problem, config, target)
+        units, blocks = strips * config.parts_k, num_blocks(problem, config, target)
         waste = -(-units // blocks) * blocks / units * share * 8 * split / groups
         if best is None or waste < best[0]:
             best = waste, config

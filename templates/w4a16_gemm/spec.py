@@ -103,7 +103,10 @@ BODIES = (
     ),
 )
 OUTPUTS = ("out",)
-STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv: what counts is when the first bytes arrive
+STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv: what counts is when the first bytes arrive;
+STREAMED_WEIGHTS = 1 << 25  # for one token up to these
+STREAM_BYTES = 216 * 1024  # of shared memory, for stream's default
+EVEN_ENOUGH = 0.95  # what blocks have of what the one with most has
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
 
 
@@ -245,27 +248,39 @@ def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
 
 
 def _streamed(problem: Problem, target: Target) -> Config | None:
-    """By bulk copies: eight warps with 5 to 9 tiles of a unit each, in the parts of K that deal the units most evenly.
+    """By bulk copies: whole strips where they are dealt evenly, else steps of many strips, or as few parts of few strips
+    as are dealt evenly; 8 to 16 warps with as many steps each, and as much on its way as shared memory holds.
 
-    Sweeps on an H200: 34.8 us in place of the ring's 40.1 for 5376 x 43008, one token. Other boards with bulk copies
-    get it unmeasured where shared memory holds three such stages, which sm120's does not.
+    Sweeps on an H200: docs/performance.md. Other boards with bulk copies get it unmeasured.
     """
-    groups, strips = problem.k // problem.group_size, problem.n // STRIP
-    block_m = min(problem.num_tokens, STREAMED[-1])
-    best: tuple[float, Config] | None = None
-    for split in STREAM_SPACE["split_k"]:
-        share = ceil(ceil(groups / split) / 8)
-        block_k = 8 * problem.group_size * share
-        config = Config(block_m, STRIP, block_k, STRIP, 1, 8, 3, 1, split_k=split, stream=True)
-        if target.arch.why_too_large(smem_bytes(problem, config, target), 2) is not None:
-            config = replace(config, num_stages=2)  # so that the next launch finds room for its first stages
-        if not 5 <= share * problem.group_size // STRIP <= 9 or why_invalid(problem, config, target) is not None:
-            continue
-        units, blocks = strips * config.parts_k, num_blocks(problem, config, target)
-        waste = -(-units // blocks) * blocks / units * share * 8 * split / groups
-        if best is None or waste < best[0]:
-            best = waste, config
-    return None if best is None else best[1]
+    strips, blocks = problem.n // STRIP, target.device.num_sms
+
+    def evenness(split: int) -> float:
+        return strips * split / blocks / ceil(strips * split / blocks)
+
+    parts = [s for s in STREAM_SPACE["split_k"] if s > 1]
+    even = [s for s in (1, *parts) if evenness(s) >= EVEN_ENOUGH]
+    if 1 not in even and strips >= 4 * blocks:
+        even.insert(0, 0)
+    for split in (*even, *sorted(set(parts).difference(even), key=evenness, reverse=True)):
+        if found := _ring_of(problem, target, split):
+            return found
+    return None
+
+
+def _ring_of(problem: Problem, target: Target, split: int) -> Config | None:
+    """Of `stream` with this split_k, the most even one by warps, with a slot of 3 or 4 steps and as many as fit."""
+    base = Config(min(problem.num_tokens, STREAMED[-1]), STRIP, 0, STRIP, 1, 1, 1, 1, split_k=split, stream=True)
+    step = w4_tiling.stream_step(base, problem.group_size)
+    steps = ceil(ceil(problem.k / step) / base.parts_k)
+    for warps in sorted((12, 8, 16), key=lambda w: ceil(steps / w) * w):
+        most = ceil(steps / warps)
+        slot = min((s for s in (3, 4, 2, 1) if s <= most), key=lambda s: (s < 3 <= most, ceil(most / s) * s - most))
+        for stages in sorted(STREAM_SPACE["num_stages"], reverse=True):
+            config = replace(base, block_k=slot * step * warps, warps_k=warps, num_stages=stages)
+            if smem_bytes(problem, config, target) <= STREAM_BYTES and why_invalid(problem, config, target) is None:
+                return config
+    return None
 
 
 # Tiles of warpgroups, from sweeps on an H200 over the family's matrices: block_n, the longest block_k and its stages.
@@ -333,9 +348,11 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     warp_n = 32 if arch.has_ldmatrix else 64
     block_m = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
-    if m <= 8 and problem.n * problem.k <= STRAIGHT_WEIGHTS and arch.has_ldmatrix:
+    streams = m <= STREAMED[-1] and arch.has_tma
+    straight_weights = STREAMED_WEIGHTS if m == 1 and streams else STRAIGHT_WEIGHTS
+    if m <= 8 and problem.n * problem.k <= straight_weights and arch.has_ldmatrix:
         return (*_straight(problem, target), last)
-    if m <= 2 and arch.has_tma and (found := _streamed(problem, target)) is not None:
+    if streams and (found := _streamed(problem, target)) is not None:
         return (found, last)
     first = _by_warpgroups(problem, target) if m > 8 and arch.has_wgmma else ()  # not of every K
     if m <= 16:

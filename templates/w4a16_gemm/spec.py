@@ -248,8 +248,8 @@ def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
 
 
 def _streamed(problem: Problem, target: Target) -> Config | None:
-    """By bulk copies: whole strips where they are dealt evenly, else steps of many strips, or as few parts of few strips
-    as are dealt evenly; 8 to 16 warps with as many steps each, and as much on its way as shared memory holds.
+    """By bulk copies: whole strips where they are dealt evenly, else steps of many strips, or as few parts of few
+    strips as are dealt evenly; 8 to 16 warps with as many steps each, and as much on its way as shared memory holds.
 
     Sweeps on an H200: docs/performance.md. Other boards with bulk copies get it unmeasured.
     """
@@ -269,13 +269,14 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
 
 
 def _ring_of(problem: Problem, target: Target, split: int) -> Config | None:
-    """Of `stream` with this split_k, the most even one by warps, with a slot of 3 or 4 steps and as many as fit."""
+    """Of `stream` with this split_k, the most even one by warps, with slots of 6 or 8 tiles and as many as fit."""
     base = Config(min(problem.num_tokens, STREAMED[-1]), STRIP, 0, STRIP, 1, 1, 1, 1, split_k=split, stream=True)
     step = w4_tiling.stream_step(base, problem.group_size)
     steps = ceil(ceil(problem.k / step) / base.parts_k)
     for warps in sorted((12, 8, 16), key=lambda w: ceil(steps / w) * w):
         most = ceil(steps / warps)
-        slot = min((s for s in (3, 4, 2, 1) if s <= most), key=lambda s: (s < 3 <= most, ceil(most / s) * s - most))
+        sizes = [s for s in (max(1, tiles * STRIP // step) for tiles in (6, 8)) if s <= most] or [most]
+        slot = min(sizes, key=lambda s: -most % s)
         for stages in sorted(STREAM_SPACE["num_stages"], reverse=True):
             config = replace(base, block_k=slot * step * warps, warps_k=warps, num_stages=stages)
             if smem_bytes(problem, config, target) <= STREAM_BYTES and why_invalid(problem, config, target) is None:

@@ -1,10 +1,9 @@
 // W4A16 products with one or two tokens whose weights come through shared memory: what w4a16_gemm is made of where
 // `stream` is chosen. S as for W4Gemm.
 //
-// A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns. Its columns are dealt to the warps of a block,
-// and what a warp has of them is a line of steps. The units are dealt to the blocks in equal runs; where S::SPLIT_K is 0
-// their steps are, so that a run may begin behind some steps of a unit, and end before some of another. Where it is 1 a
-// block of fewer units ends sooner, which is no loss where the next launch's blocks are waiting for its room.
+// A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns; the units are dealt to the blocks in equal
+// runs, and a unit's columns to the warps of its block, in steps. Where SPLIT_K is 1 a block of fewer units ends sooner,
+// which is no loss where the next launch's blocks wait for its room.
 //
 // What a warp needs of a run lies in few contiguous pieces, which it fetches by bulk copies into a ring of its own: warps
 // never wait for each other's bytes, and what the ring holds is there before the kernel that makes x has finished. Of each
@@ -18,7 +17,7 @@
 #include "common/w4_stream_x.cuh"
 
 template <class S> struct W4Stream {
-    static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = max_of(S::SPLIT_K, 1), STAGES = S::NUM_STAGES;
+    static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED;
     static constexpr int THREADS = 32 * WARPS, STRIP = 32, TOKENS = S::BLOCK_M;
     static constexpr int QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
@@ -29,15 +28,12 @@ template <class S> struct W4Stream {
     static constexpr int STEPS = ceil_div(ceil_div(NUM_STEPS, SPLIT_K), WARPS);  // of a warp, of a unit, at most
     static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / STEP / WARPS, ROUNDS = ceil_div(STEPS, SLOT_STEPS);
     static constexpr bool EVEN = NUM_TILES % (STEP * SPLIT_K * WARPS) == 0;
-    static constexpr bool CUTS = S::SPLIT_K == 0;  // units, where a run ends
-    static constexpr int GRAIN = CUTS ? 1 : STEPS;  // steps in which runs are dealt
     typedef W4Slots<BF16, STEPS, STEP, SLOT_STEPS, GROUP, EVEN> Slots;
     static_assert(S::BLOCK_N == STRIP && SLOT_STEPS > 0 && S::BLOCK_K % (STRIP * STEP * WARPS) == 0);
 
     struct alignas(16) Shared {
         uint8_t slots[WARPS][STAGES][Slots::BYTES];
         uint64_t barriers[WARPS][STAGES];
-        alignas(16) uint64_t begun;  // the first unit's sums are there
         // behind it, for each unit of a block: float4 sums[WARPS][8][num_tokens], of four rows each
     };
 
@@ -52,74 +48,52 @@ template <class S> struct W4Stream {
         DEVICE int tiles() const { return min(count * STEP, NUM_TILES - first * STEP); }
     };
 
-    // The block's run of units, `from` steps into the first one and `to` steps into the last one.
-    struct Run {
-        int first_unit, end, from, to;
-        DEVICE Run() {
-            const int first = edge(blockIdx.x), last = edge(blockIdx.x + 1) - 1;
-            first_unit = first / STEPS, from = first - first_unit * STEPS;
-            end = last / STEPS + 1, to = last + 1 - (end - 1) * STEPS;
-        }
-        static DEVICE int edge(uint32_t block) {
-            return UNITS * (STEPS / GRAIN) * int(block) / int(gridDim.x) * GRAIN;
-        }
-        // Of a unit, the block's steps.
-        DEVICE int begin_of(int unit) const { return CUTS && unit == first_unit ? from : 0; }
-        DEVICE int end_of(int unit) const { return CUTS && unit == end - 1 ? to : STEPS; }
-    };
-
     // A warp's place in its run: a unit, a round of it, and the slot that this is in.
     struct Place {
-        int unit, round, slot = 0;
+        int unit, round = 0, slot = 0;
         uint32_t parity = 0;
-        DEVICE Place(const Run& run) : unit(run.first_unit), round(run.from / SLOT_STEPS) {}
-        DEVICE void next(const Run& run) {
-            if (++round * SLOT_STEPS >= run.end_of(unit)) round = 0, unit++;
+        DEVICE Place(int unit) : unit(unit) {}
+        DEVICE void next() {
+            if (++round == ROUNDS) round = 0, unit++;
             if (++slot == STAGES) slot = 0, parity ^= 1;
         }
     };
 
     // Begins to fetch `at`. By one lane of the warp, once all lanes have read what the slot held.
-    static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, const Run& run, const Place& at, uint64_t policy) {
-        const int warp = threadIdx.x / 32, strip = at.unit % NUM_STRIPS, round = at.round * SLOT_STEPS;
+    static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, const Place& at, uint64_t policy) {
+        const int warp = threadIdx.x / 32, strip = at.unit % NUM_STRIPS;
         const Share share(at.unit / NUM_STRIPS, warp);
-        const int begin = max(round, run.begin_of(at.unit)), end = min(min(round + SLOT_STEPS, run.end_of(at.unit)), share.count);
-        const int first = (share.first + begin) * STEP, count = min((share.first + end) * STEP, NUM_TILES) - first;
+        const int first = (share.first + at.round * SLOT_STEPS) * STEP;
+        const int steps = min(SLOT_STEPS, share.count - at.round * SLOT_STEPS);
+        const int count = max(0, min(steps * STEP, NUM_TILES - first));  // tiles
         uint64_t* const barrier = &s.barriers[warp][at.slot];
         uint8_t* const slot = s.slots[warp][at.slot];
-        barrier_expect(barrier, max(0, count / GROUP) * (GROUP * 512 + 64));
-        if (count <= 0) return;
-        const int in_slot = (begin - round) * STEP;
-        copy_bulk(slot + in_slot * 512, w + (int64_t(strip) * NUM_TILES + first) * 32, count * 512, barrier, policy);
-        copy_bulk(slot + Slots::WORDS_BYTES + in_slot / GROUP * 64,
-                  scales + (int64_t(strip) * (NUM_TILES / GROUP) + first / GROUP) * 8, count / GROUP * 64, barrier, policy);
+        barrier_expect(barrier, count / GROUP * (GROUP * 512 + 64));
+        if (!EVEN && count == 0) return;
+        copy_bulk(slot, w + (int64_t(strip) * NUM_TILES + first) * 32, count * 512, barrier, policy);
+        copy_bulk(slot + Slots::WORDS_BYTES, scales + (int64_t(strip) * (NUM_TILES / GROUP) + first / GROUP) * 8,
+                  count / GROUP * 64, barrier, policy);
     }
 
     // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
-    // so, [strip][SPLIT_K][QUADS].
+    // so, [strip][SPLIT_K][QUADS]; null where SPLIT_K is 1.
     static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* posts,
                            int tokens_given) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int num_tokens = TOKENS == 1 ? 1 : tokens_given;
         const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
-        const Run run;
-        Place ahead(run), at(run);
+        const int first_unit = UNITS * int(blockIdx.x) / int(gridDim.x), end = UNITS * int(blockIdx.x + 1) / int(gridDim.x);
+        Place ahead(first_unit), at(first_unit);
         const uint64_t policy = evict_first();
         float4* const all_sums = reinterpret_cast<float4*>(&s + 1);
-        const bool begins_inside = CUTS && run.from > 0, ends_inside = CUTS && run.to < STEPS;
         if (lane == 0) {
 #pragma unroll
             for (int i = 0; i < STAGES; i++) barrier_init(&s.barriers[warp][i]);
             barrier_init_fence();
         }
         __syncwarp();
-        for (int i = 0; i < STAGES; i++, ahead.next(run))
-            if (lane == 0 && ahead.unit < run.end) fetch(s, w, scales, run, ahead, policy);
-        if constexpr (CUTS) {
-            if (threadIdx.x == 0)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(&s.begun)), "n"(THREADS) : "memory");
-            __syncthreads();
-        }
+        for (int i = 0; i < STAGES; i++, ahead.next())
+            if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
         pdl_wait();
 
         auto store = [&](int strip, int q, float4 v) {
@@ -136,72 +110,43 @@ template <class S> struct W4Stream {
 
         W4StreamX<Slots, TOKENS> tokens;
         int part = -1;  // of K, whose columns `tokens` holds
-        for (int unit = run.first_unit; unit < run.end; unit++) {
+        for (int unit = first_unit; unit < end; unit++) {
             if (part != unit / NUM_STRIPS) {
                 part = unit / NUM_STRIPS;
                 const Share share(part, warp);
                 tokens.load(x + share.first * (STEP * 16), K / 2, share.tiles(), num_tokens);
             }
             typename decltype(tokens)::Sums sums;
-            auto round = [&](int r, int begin, int end) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++, at.next()) {
                 barrier_wait(&s.barriers[warp][at.slot], at.parity);
-                const uint8_t* const slot = s.slots[warp][at.slot];
 #pragma unroll
-                for (int i = 0; i < SLOT_STEPS; i++) {
-                    const int step = r * SLOT_STEPS + i;
-                    if (step < STEPS && step >= begin && step < end) tokens.multiply(sums, slot, i * STEP, step * STEP);
-                }
+                for (int i = 0; i < SLOT_STEPS; i++)
+                    if (r * SLOT_STEPS + i < STEPS)
+                        tokens.multiply(sums, s.slots[warp][at.slot], i * STEP, (r * SLOT_STEPS + i) * STEP);
                 __syncwarp();
-                if (lane == 0 && ahead.unit < run.end) fetch(s, w, scales, run, ahead, policy);
-                ahead.next(run), at.next(run);
-            };
-            const int begin = run.begin_of(unit), end = run.end_of(unit);
-            if (begin == 0 && end == STEPS) {
-#pragma unroll
-                for (int r = 0; r < ROUNDS; r++) round(r, 0, STEPS);
-            } else {
-#pragma unroll
-                for (int r = 0; r < ROUNDS; r++)
-                    if (r * SLOT_STEPS < end && (r + 1) * SLOT_STEPS > begin) round(r, begin, end);
+                if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
+                ahead.next();
             }
-            tokens.put(sums, all_sums + ((unit - run.first_unit) * WARPS + warp) * quads, num_tokens);
-            if (begins_inside && unit == run.first_unit) {
-                // posted at once: who adds it up will not wait for it
-                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&s.begun)) : "memory");
-                if (warp == 0) {
-                    barrier_wait(&s.begun, 0);
-                    if (lane < quads) post4(post_of(unit, 0, lane), posted_sums(sum_of(0, lane)));
-                }
-            }
+            tokens.put(sums, all_sums + ((unit - first_unit) * WARPS + warp) * quads, num_tokens);
         }
 
         // All warps meet once: what meeting costs, and the way to memory, is paid by all units together.
         __syncthreads();
-        const int num_sums = (run.end - run.first_unit) * quads;
+        const int num_sums = (end - first_unit) * quads;
         if constexpr (SPLIT_K == 1) {
-            for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {  // whole warps wait
-                const int index = i / quads, q = i - index * quads, strip = run.first_unit + index;
-                const bool is_mine = i < num_sums && !(begins_inside && index == 0);
-                float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (is_mine) sum = sum_of(index, q);
-                if (ends_inside) {
-                    const bool is_cut = is_mine && strip == run.end - 1;
-                    const uint4* const from[1] = {is_cut ? post_of(strip, 0, q) : nullptr};
-                    uint4 rest[1];
-                    receive(rest, from);
-                    add(sum, as_sums(rest[0]));
-                    if (is_cut) post4(post_of(strip, 0, q), make_uint4(0, 0, 0, 0));  // for the next launch
-                }
-                if (is_mine) store(strip, q, sum);
+            for (int i = threadIdx.x; i < num_sums; i += THREADS) {
+                const int index = i / quads, q = i - index * quads;
+                store(first_unit + index, q, sum_of(index, q));
             }
         } else {
             for (int i = threadIdx.x; i < num_sums; i += THREADS) {
-                const int index = i / quads, q = i - index * quads, unit = run.first_unit + index;
+                const int index = i / quads, q = i - index * quads, unit = first_unit + index;
                 const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
                 if (k != strip % SPLIT_K) post4(post_of(strip, k, q), posted_sums(sum_of(index, q)));
             }
             for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {
-                const int index = i / quads, q = i - index * quads, unit = run.first_unit + index;
+                const int index = i / quads, q = i - index * quads, unit = first_unit + index;
                 const int strip = unit % NUM_STRIPS, mine = strip % SPLIT_K;
                 const bool adds = i < num_sums && unit / NUM_STRIPS == mine;
                 const uint4* from[SPLIT_K];

@@ -36,9 +36,7 @@ class Tiling:
     # Up to 8 tokens, W from memory straight to registers (w4_gemv.cuh): block_k is what the warps of a tile have under
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
     gemv: bool = False
-    # With gemv or stream: parts of K that are summed by themselves, and added up by one of them. 0, with stream: whole
-    # strips are dealt out as evenly as their steps allow, and cut where a block's share ends.
-    split_k: int = 1
+    split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves, and added up by one of them
     # One or two tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
     # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
     stream: bool = False
@@ -50,13 +48,9 @@ class Tiling:
     prefetch: int = 0
 
     @property
-    def parts_k(self) -> int:
-        return max(1, self.split_k)
-
-    @property
     def shares_tiles(self) -> bool:
         """Whether blocks add each other's sums, so that the workspace holds some."""
-        return self.split_k > 1 if self.gemv else self.split_k != 1 if self.stream else self.blocks_per_sm > 0
+        return self.split_k > 1 if self.gemv or self.stream else self.blocks_per_sm > 0
 
     @property
     def num_warps(self) -> int:
@@ -76,10 +70,10 @@ class Tiling:
         """The stages, and what the warps that split K exchange. All dynamic.
 
         With gemv the exchange alone, twice where tiles follow each other, and 16 bytes for who began last; with stream
-        the slots, a barrier for each and one more.
+        the slots and a barrier for each.
         """
         if self.stream:
-            return -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16 + 16
+            return -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
         if self.gemv:
             sums = self.warps_k * self.block_m * self.block_n * 4
             return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1) + 16 * (self.split_k > 1)
@@ -89,9 +83,9 @@ class Tiling:
     def num_blocks(self, tiles: int, k: int, num_sms: int) -> int:
         """Of a launch that multiplies `tiles` tiles of K = k."""
         if self.blocks_per_sm == 0:
-            return tiles * self.parts_k
+            return tiles * self.split_k
         if self.gemv or self.stream:
-            return min(self.blocks_per_sm * num_sms, tiles * self.parts_k)
+            return min(self.blocks_per_sm * num_sms, tiles * self.split_k)
         if self.warpgroups:  # whole clusters; units are of their tiles
             units = tiles // self.cluster * -(-k // self.block_k)
             resident = max(1, self.blocks_per_sm * num_sms // self.cluster)
@@ -145,7 +139,7 @@ STREAM_SPACE = {
     "warps_k": (4, 8, 12, 16),
     "num_stages": (2, 3, 4, 5, 6, 8),
     "blocks_per_sm": (1, 2),
-    "split_k": (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12),
+    "split_k": (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12),
 }
 
 
@@ -210,7 +204,7 @@ def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
                 f"warps_k={c.warps_k} warps of a multiple of {STRIP}")  # fmt: skip
     if (c.block_k - STRIP * c.warps_k) * c.split_k >= k:
         return f"block_k={c.block_k} split_k={c.split_k}: a warp's last step lies beyond k={k}"
-    if c.split_k != 1 and (c.split_k < 1 or c.warps_k == 1 or c.blocks_per_sm):
+    if c.split_k > 1 and (c.warps_k == 1 or c.blocks_per_sm):
         return f"split_k={c.split_k} takes warps_k > 1 and blocks_per_sm=0, not {c.warps_k} and {c.blocks_per_sm}"
     if (warps := c.num_warps) > 32:
         return f"{warps} warps a block; at most 32"
@@ -244,8 +238,8 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
         return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole steps of {step}"
     if (warps := c.warps_k * c.blocks_per_sm) > 16:
         return f"{warps} warps in {c.blocks_per_sm} blocks an SM; the registers serve 16"
-    slot, most = c.block_k // step // c.warps_k, ceil(ceil(ceil(k / step) / c.parts_k) / c.warps_k)
-    if slot > most or k // step < c.parts_k or c.split_k < 0:
+    slot, most = c.block_k // step // c.warps_k, ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k)
+    if slot > most or k // step < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
     tiles = most * (step // STRIP)
     room = 1 if warps > 8 else 2  # up to eight leave half of the registers to the next launch

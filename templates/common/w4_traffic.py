@@ -115,8 +115,8 @@ def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
     gemv's lanes load x four bytes at a time, each warp for itself, and a load touches a line for each row.
     """
     tiles = p.row_tiles * -(-p.n // c.block_n)
-    units = tiles * c.parts_k
-    turns = -(-p.k // (c.block_k * c.parts_k))
+    units = tiles * c.split_k
+    turns = -(-p.k // (c.block_k * c.split_k))
     turn = c.weight_bytes(p.group_size)
     moved = p.row_tiles * matrix_bytes(p.n, p.k, p.group_size)
     weights = units * turns * c.block_n * c.block_k

@@ -103,10 +103,8 @@ BODIES = (
     ),
 )
 OUTPUTS = ("out",)
-STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv: what counts is when the first bytes arrive;
-STREAMED_WEIGHTS = 1 << 25  # for one token up to these
-STREAM_BYTES = 216 * 1024  # of shared memory, for stream's default
-EVEN_ENOUGH = 0.95  # what blocks have of what the one with most has
+STRAIGHT_WEIGHTS = 1 << 26  # up to so many weights the default is gemv, but for one token where there are bulk copies
+LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
 
 
@@ -148,8 +146,8 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    if config.stream:  # and the sums of all units of a block, one more where it may begin inside one
-        units = ceil(problem.n // STRIP * config.parts_k / num_blocks(problem, config, target)) + (config.split_k == 0)
+    if config.stream:  # and the sums of all units of a block
+        units = ceil(problem.n // STRIP * config.split_k / num_blocks(problem, config, target))
         return config.smem_bytes(problem.group_size) + units * config.warps_k * problem.num_tokens * STRIP * 4
     if config.warpgroups:  # stages, up to 32 tokens on their way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
@@ -202,7 +200,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.gemv or config.stream:
         tiles = ceil(problem.n / config.block_n)
         counters = 16 * ceil(tiles / 4) if config.gemv else 0
-        posts = config.posted_bytes(tiles * config.parts_k)
+        posts = config.posted_bytes(tiles * config.split_k)
     else:
         counters, posts = 0, config.posted_bytes(num_blocks(problem, config, target))
     return counters + posts if posts else 0
@@ -248,39 +246,28 @@ def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
 
 
 def _streamed(problem: Problem, target: Target) -> Config | None:
-    """By bulk copies: whole strips where they are dealt evenly, else steps of many strips, or as few parts of few
-    strips as are dealt evenly; 8 to 16 warps with as many steps each, and as much on its way as shared memory holds.
+    """By bulk copies: whole strips where there are enough for all blocks, else in a few parts of K.
 
-    Sweeps on an H200: docs/performance.md. Other boards with bulk copies get it unmeasured.
+    Sweeps on an H200 (docs/performance.md). Many long strips want twelve warps and all of shared memory, others eight
+    warps and room for the next launch's ring. Other boards with bulk copies get it unmeasured.
     """
     strips, blocks = problem.n // STRIP, target.device.num_sms
-
-    def evenness(split: int) -> float:
-        return strips * split / blocks / ceil(strips * split / blocks)
-
-    parts = [s for s in STREAM_SPACE["split_k"] if s > 1]
-    even = [s for s in (1, *parts) if evenness(s) >= EVEN_ENOUGH]
-    if 1 not in even and strips >= 4 * blocks:
-        even.insert(0, 0)
-    for split in (*even, *sorted(set(parts).difference(even), key=evenness, reverse=True)):
-        if found := _ring_of(problem, target, split):
-            return found
-    return None
-
-
-def _ring_of(problem: Problem, target: Target, split: int) -> Config | None:
-    """Of `stream` with this split_k, the most even one by warps, with slots of 6 or 8 tiles and as many as fit."""
-    base = Config(min(problem.num_tokens, STREAMED[-1]), STRIP, 0, STRIP, 1, 1, 1, 1, split_k=split, stream=True)
-    step = w4_tiling.stream_step(base, problem.group_size)
-    steps = ceil(ceil(problem.k / step) / base.parts_k)
-    for warps in sorted((12, 8, 16), key=lambda w: ceil(steps / w) * w):
-        most = ceil(steps / warps)
-        sizes = [s for s in (max(1, tiles * STRIP // step) for tiles in (6, 8)) if s <= most] or [most]
-        slot = min(sizes, key=lambda s: -most % s)
-        for stages in sorted(STREAM_SPACE["num_stages"], reverse=True):
-            config = replace(base, block_k=slot * step * warps, warps_k=warps, num_stages=stages)
-            if smem_bytes(problem, config, target) <= STREAM_BYTES and why_invalid(problem, config, target) is None:
-                return config
+    is_long = problem.k >= LONG_ROW
+    are_enough = 2 * strips >= 3 * blocks or (0.9 * blocks <= strips <= blocks and not is_long)
+    for split in (1, 3, 6, 11) if are_enough else (3, 6, 11, 1):
+        base = Config(min(problem.num_tokens, STREAMED[-1]), STRIP, 0, STRIP, 1, 1, 1, 1, split_k=split, stream=True)
+        step = w4_tiling.stream_step(base, problem.group_size)
+        steps = ceil(ceil(problem.k / step) / split)
+        takes_all = split == 1 and is_long
+        most_bytes = target.arch.max_smem_bytes // (1 if takes_all else 2)
+        for warps in sorted((12, 8, 16), key=lambda w: -steps % w) if takes_all else (8, 12, 16):
+            slot = min(max(1, (6 if takes_all else 4) * STRIP // step), ceil(steps / warps))
+            for stages in (6, 5, 4, 3, 2):
+                config = replace(base, block_k=slot * step * warps, warps_k=warps, num_stages=stages)
+                if smem_bytes(problem, config, target) > most_bytes and stages > 2:
+                    continue
+                if why_invalid(problem, config, target) is None:
+                    return config
     return None
 
 
@@ -349,12 +336,12 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     warp_n = 32 if arch.has_ldmatrix else 64
     block_m = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
-    streams = m <= STREAMED[-1] and arch.has_tma
-    straight_weights = STREAMED_WEIGHTS if m == 1 and streams else STRAIGHT_WEIGHTS
-    if m <= 8 and problem.n * problem.k <= straight_weights and arch.has_ldmatrix:
-        return (*_straight(problem, target), last)
-    if streams and (found := _streamed(problem, target)) is not None:
+    is_small = problem.n * problem.k <= STRAIGHT_WEIGHTS
+    streams = m == 1 or (m <= STREAMED[-1] and not is_small)
+    if streams and arch.has_tma and (found := _streamed(problem, target)) is not None:
         return (found, last)
+    if m <= 8 and is_small and arch.has_ldmatrix:
+        return (*_straight(problem, target), last)
     first = _by_warpgroups(problem, target) if m > 8 and arch.has_wgmma else ()  # not of every K
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply

@@ -247,7 +247,7 @@ def _text_config(text: Fields, top: Fields, *, is_drafter: bool) -> ModelConfig:
         moe_intermediate_size=text.integer("moe_intermediate_size") if experts else 0,
         bos_id=text.integer("bos_token_id", default=2, low=0),
         eos_ids=_id_list(text, "eos_token_id"),
-        quant=None if is_drafter else read_quant_config(top),
+        quant=read_quant_config(top),
         placeholder_ids=tuple(i for kind in ("image", "video", "audio") for i in _id_list(top, f"{kind}_token_id")),
     )
 

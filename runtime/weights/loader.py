@@ -54,7 +54,7 @@ def load_model(
 
 
 def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Advance | None = None) -> DrafterWeights:
-    """The assistant's weights on `ops.device`; always dense. Raises CheckpointError before allocating anything."""
+    """The assistant's weights on `ops.device`. Raises CheckpointError before allocating anything."""
     source = CheckpointSource(Checkpoint(folder), config.text, ops, advance)
     build_drafter(source, config)
     source.check_left("")
@@ -157,7 +157,7 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
     hidden, vocab, count = text.hidden_size, text.vocab_size, config.num_centroids
     head = source.head(source.tensor("model.embed_tokens.weight", vocab, hidden))
     if not isinstance(head, DenseLinear):
-        raise TypeError("a drafter's head is dense: its rows are gathered by centroid")
+        raise CheckpointError("the drafter's lm_head is packed, which is not implemented: it must be dense")
     centroids = None
     if count:
         ids = source.tensor("masked_embedding.token_ordering", vocab, dtype=torch.int64)

@@ -43,7 +43,8 @@ def generated_model(
 
 def require_memory(name: str, config: ModelConfig, drafter: DrafterConfig | None) -> None:
     """Raises DeviceError where the dense fp32 weights, which the torch backend makes, do not fit in free memory."""
-    takes = footprint(config, drafter, torch.float32, 1, dense=True)
+    unpacked = None if drafter is None else replace(drafter, text=replace(drafter.text, quant=None))
+    takes = footprint(config, unpacked, torch.float32, 1, dense=True)
     need = takes.weight_bytes + takes.drafter_bytes
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > free:

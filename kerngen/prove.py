@@ -37,13 +37,15 @@ class _Nothing(CompileCache):
         return None
 
 
-def complete(bundle: Bundle, model: str, draft: str | None, targets: list[Target], names: list[str]) -> Verdict:
+def complete(
+    bundle: Bundle, model: str, draft: str | None, draft_weights: str, targets: list[Target], names: list[str]
+) -> Verdict:
     """Whether every problem of the model's workload is launched with machine code that the bundle holds."""
     faults: list[str] = []
     builds = 0
     kinds: dict[str, int] = {}
     for target in targets:
-        load = workload(find_model(model, draft), target.arch)
+        load = workload(find_model(model, draft, draft_weights), target.arch)
         found = readiness(load.only(names) if names else load, Bindings(bundle.sources(), target), _Nothing())
         builds += found.builds
         faults += [f"lacks {b}" for b in found.missing[:_NAMED]]

@@ -93,7 +93,9 @@ def _why_not_compiled(target: Target) -> str:
 
 
 def advice(found: Readiness, model: str, here: Target | None, *, bundle: bool) -> dict[str, str]:
-    """Command -> what it improves. here: this machine's GPU. bundle: the answers came from one."""
+    """Command -> what it improves. model: what follows --model, with the drafter's options. here: this machine's GPU.
+    bundle: the answers came from one.
+    """
     arch, device = found.target.arch.name, found.target.device.name
     is_here = here is not None and here.device.name == device
     usual = (

@@ -148,6 +148,7 @@ def time_model(
         del engine
     return {
         "model": name, "device": board, "backend": ops.name, "dtype": str(ops.dtype).removeprefix("torch."),
+        "draft_weights": None if drafter_config is None else drafter_config.weights,
         "build_s": built, "weight_gb": step_bytes(model, 0)[0] / 1e9, "read_gbps": read_gbps,
         "rows": rows, "configurations": ops.sources(), "outside": ops.outside(), "kernels": _resolved(ops),
     }  # fmt: skip

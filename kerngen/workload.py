@@ -150,11 +150,22 @@ class Model:
     drafter: DrafterConfig | None
 
 
-def find_model(name: str, drafter: str | None = None) -> Model:
+def find_model(name: str, drafter: str | None = None, draft_weights: str = "stored") -> Model:
     """A released model by name, or the one in a Hugging Face folder, whose config.json is read and checked.
 
-    drafter: folder of the assistant that goes with a folder. Raises UnknownName, CheckpointError or UsageError.
+    drafter: folder of the assistant that goes with a folder. draft_weights: what its matrices are kept as, see
+    DrafterConfig.keeping. Raises UnknownName, CheckpointError or UsageError.
     """
+    found = _find_model(name, drafter)
+    if found.drafter is not None:
+        return replace(found, drafter=found.drafter.keeping(draft_weights))
+    if draft_weights != "stored":
+        raise UsageError(f"--draft-weights {draft_weights}: no drafter goes with {name} by itself",
+                         hint="name it: --draft FOLDER")  # fmt: skip
+    return found
+
+
+def _find_model(name: str, drafter: str | None) -> Model:
     if name in MODELS:
         if drafter is not None:
             raise UsageError(f"{name} is a released model, with a drafter of its own: --draft goes with a folder")

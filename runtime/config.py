@@ -8,15 +8,16 @@ others, and the error names it. Fields: transformers' Gemma4TextConfig and Gemma
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.fields import Fields, read_config, read_json, short
-from kerngen.runtime.quant import QuantConfig, read_quant_config
+from kerngen.runtime.quant import INT4_ON_LOAD, QuantConfig, read_quant_config
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+DRAFT_WEIGHTS = ("stored", "int4")  # what a drafter's matrices are kept as
 # What Gemma4TextConfig takes where config.json leaves the field out.
 DEFAULT_GLOBAL_HEAD_DIM = 512
 DEFAULT_ROPE = {
@@ -109,6 +110,22 @@ class DrafterConfig:
     backbone_hidden_size: int
     num_centroids: int  # 0: dense head
     centroid_top_k: int
+
+    @property
+    def weights(self) -> str:
+        """Of DRAFT_WEIGHTS, what its matrices are kept as."""
+        return "stored" if self.text.quant is None else "int4"
+
+    def keeping(self, weights: str) -> DrafterConfig:
+        """This drafter with its matrices kept as one of DRAFT_WEIGHTS. A quantized one is int4 as it is stored.
+
+        Raises UsageError for another name.
+        """
+        if weights not in DRAFT_WEIGHTS:
+            raise UsageError(f"draft weights {weights!r} are not known", hint=f"known: {', '.join(DRAFT_WEIGHTS)}")
+        if weights == "stored" or self.text.quant is not None:
+            return self
+        return replace(self, text=replace(self.text, quant=INT4_ON_LOAD))
 
 
 def read_model_config(folder: Path) -> ModelConfig:

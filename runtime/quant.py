@@ -34,12 +34,18 @@ class QuantConfig:
     """Symmetric int4, one scale for `group_size` inputs; some modules may have one of `other_sizes`.
 
     ignore: module names, or "re:" and a regular expression, that are stored dense. gptq: None for compressed-tensors.
+    on_load: nothing is stored in int4; matrices become so as they are loaded, where kernels take them: weights/int4.py.
     """
 
     group_size: int
     ignore: tuple[str, ...]
     other_sizes: tuple[int, ...] = ()
     gptq: GptqConfig | None = None
+    on_load: bool = False
+
+
+# Of a drafter: the group is that of Q4_0, which assistants are trained for; the head's rows are gathered one by one.
+INT4_ON_LOAD = QuantConfig(32, ("lm_head",), on_load=True)
 
 
 def read_quant_config(top: Fields) -> QuantConfig | None:

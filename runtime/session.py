@@ -71,12 +71,18 @@ class Session:
     def __repr__(self) -> str:
         ops, dtype = self.ops, str(self.ops.dtype).removeprefix("torch.")
         count = "" if self.num_draft_tokens is None else f" {self.num_draft_tokens} tokens"
-        drafting = f", drafting{count}" if self.drafter else ""
+        weights = " in int4" if self.draft_weights == "int4" else ""
+        drafting = f", drafting{count}{weights}" if self.drafter else ""
         return f"<kerngen.Session {self.folder.name}: {ops.name} on {ops.device}, {dtype}{drafting}>"
 
     @property
     def ops(self) -> Ops:
         return self.model.ops
+
+    @property
+    def draft_weights(self) -> str | None:
+        """What the drafter's matrices are kept as, "stored" or "int4"; None without one."""
+        return None if self.drafter is None else self.drafter.config.weights
 
     def encode(self, prompt: Prompt, *, chat: bool = True, **variables: Any) -> list[int]:
         """Token ids of a text or of chat messages ({"role", "content"}), <bos> included.
@@ -215,6 +221,7 @@ def load(
     folder: str | os.PathLike[str],
     *,
     draft: str | os.PathLike[str] | bool = True,
+    draft_weights: str = "stored",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     backend: str = "auto",
@@ -229,6 +236,8 @@ def load(
 
     folder: or a name on the Hugging Face hub, from where what is needed is downloaded (hub.py). draft: the drafter's
     folder or name; True for the one that belongs to the model, if there is one (`find_drafter`), False for none.
+    draft_weights: "int4" makes the drafter's matrices int4 as they are loaded, "stored" leaves them; the output is the
+    same, only how many drafts are accepted may differ.
     device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for
     fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any machine)
     or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a file that `kerngen compile -o`
@@ -241,6 +250,9 @@ def load(
     place = find_checkpoint(folder)
     require_folder(place)
     assistant = _find_assistant(folder, place) if draft is True else find_checkpoint(draft) if draft else None
+    if assistant is None and draft_weights != "stored":
+        raise UsageError(f"draft weights {draft_weights!r} need a drafter, and {place} has none beside it or is to run "
+                         "without", hint="name one: --draft FOLDER, in Python draft=FOLDER")  # fmt: skip
     ops = open_backend(
         backend,
         device=None if device is None else str(device),
@@ -251,7 +263,8 @@ def load(
     if assistant is not None:
         require_draft_tokens(num_draft_tokens, ops)
     with explaining_memory(ops.device):
-        session = open_checkpoint(place, ops, draft=assistant, advance=advance, keep_repacked=keep_repacked)
+        session = open_checkpoint(place, ops, draft=assistant, draft_weights=draft_weights, advance=advance,
+                                  keep_repacked=keep_repacked)  # fmt: skip
         session.num_draft_tokens, session.max_len = num_draft_tokens, max_len
         if max_len is not None:
             session.reserve(max_len)
@@ -287,16 +300,18 @@ def open_checkpoint(
     ops: Ops,
     *,
     draft: Path | None = None,
+    draft_weights: str = "stored",
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,
 ) -> Session:
-    """Load `folder`, and `draft` if it is given. Configurations and tokenizer are checked before any weights.
+    """Load `folder`, and `draft` if it is given, its matrices kept as `draft_weights`. Configurations and tokenizer are
+    checked before any weights.
 
     Raises UsageError or CheckpointError.
     """
     began = time.perf_counter()
     config = read_model_config(folder)
-    drafter_config = read_drafter_config(draft, config) if draft else None
+    drafter_config = read_drafter_config(draft, config).keeping(draft_weights) if draft else None
     codec = TextCodec(folder, config.bos_id)
     if codec.vocab_size > config.vocab_size:
         raise CheckpointError(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.drafting import draft_weights_option
+
 if TYPE_CHECKING:
     from kerngen.measure import Ceilings
 
@@ -106,6 +108,7 @@ def _print_header(limit: Ceilings) -> None:
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences that decode together.")
 @click.option("--tokens", default=128, show_default=True, help="Tokens to generate at each context.")
 @click.option("--draft/--no-draft", default=False, help="Draft with the model's assistant, also generated.")
+@draft_weights_option
 @click.option("--num-draft-tokens", default=3, show_default=True)
 @click.option("--prefill-chunk", default=8192, show_default=True, help="Prompt tokens a prefill pass.")
 @click.option("--backend", type=click.Choice(["torch", "cuda", "auto"]), default="auto", show_default=True)
@@ -116,8 +119,9 @@ def _print_header(limit: Ceilings) -> None:
 @click.option("--verbose", is_flag=True, help="List the configuration that each kernel ran, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def model(
-    name: str, contexts: str, batch: int, tokens: int, draft: bool, num_draft_tokens: int, prefill_chunk: int,
-    backend: str, device: str | None, db_url: str | None, bundle: str | None, seed: int, verbose: bool, as_json: bool,
+    name: str, contexts: str, batch: int, tokens: int, draft: bool, draft_weights: str, num_draft_tokens: int,
+    prefill_chunk: int, backend: str, device: str | None, db_url: str | None, bundle: str | None, seed: int,
+    verbose: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Time prefill and decode of a model, with generated weights of its shapes.
 
@@ -137,7 +141,9 @@ def model(
         raise UsageError(f"--context {contexts!r} is not a list of numbers", hint="--context 512,8192") from None
     if tokens < 2 or min(lengths) < 1:
         raise UsageError("time at least 2 tokens after a context of at least 1")
-    found = find_model(name)
+    if draft_weights != "stored" and not draft:
+        raise UsageError(f"--draft-weights {draft_weights} goes with --draft")
+    found = find_model(name, None, draft_weights)
     report = time_model(
         found.name, found.target, found.drafter if draft else None, lengths, batch=batch, tokens=tokens,
         num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, device=device,
@@ -154,8 +160,9 @@ def model(
             f"context {r['context']:6}{together}: prefill {r['prefill_ms']:8.1f} ms, step {r['step_ms']:.3f} ms "
             f"({r['step_ms_min']:.3f}-{r['step_ms_max']:.3f} over {r['runs']} runs){floor}{drafted}"
         )
-    click.echo(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights, "
-               f"{report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
+    int4 = ", the drafter's in int4" if report["draft_weights"] == "int4" else ""
+    click.echo(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights"
+               f"{int4}, {report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
     if report["read_gbps"]:
         click.echo(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")
     for line in chosen_lines(report["configurations"], report["outside"]):
@@ -170,6 +177,7 @@ def model(
 @bench.command()
 @click.argument("name")
 @click.option("--draft", default=None, help="Folder of the assistant, where NAME is a folder.")
+@draft_weights_option
 @click.option("--db", "db_urls", multiple=True, help="Tuning database; several are compared with the first.")
 @click.option("--untuned", is_flag=True, help="Compare all with the default configurations.")
 @click.option("--pairs", type=click.IntRange(4), default=20, show_default=True, help="Runs of each, in turn.")
@@ -177,8 +185,8 @@ def model(
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def step(
-    name: str, draft: str | None, db_urls: tuple[str, ...], untuned: bool, pairs: int, device: str | None, seed: int,
-    as_json: bool,
+    name: str, draft: str | None, draft_weights: str, db_urls: tuple[str, ...], untuned: bool, pairs: int,
+    device: str | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare tuning databases by what the steps of a model take with their winners, run in turn on generated weights.
 
@@ -193,7 +201,7 @@ def step(
     from kerngen.tuning_db import sources_for
     from kerngen.workload import find_model
 
-    model = find_model(name, draft)
+    model = find_model(name, draft, draft_weights)
     contenders = {url: sources_for(url) for url in db_urls} or {"yours": sources_for(None)}
     if untuned or len(contenders) == 1:
         contenders = {"untuned": [], **contenders}
@@ -224,6 +232,7 @@ def step(
 @bench.command()
 @click.argument("name")
 @click.option("--draft", default=None, help="Folder of the assistant, where NAME is a folder.")
+@draft_weights_option
 @click.option(
     "--phase", type=click.Choice(["decode", "verify", "prefill", "draft"]), default="decode", show_default=True
 )
@@ -241,8 +250,8 @@ def step(
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(
-    name: str, draft: str | None, phase: str, batch: int, context: int, tokens: int | None, db_url: str | None,
-    untuned: bool, device: str | None, seed: int, as_json: bool,
+    name: str, draft: str | None, draft_weights: str, phase: str, batch: int, context: int, tokens: int | None,
+    db_url: str | None, untuned: bool, device: str | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Show where a step's time is, kernel by kernel, beside what its bytes take at the measured read rate.
 
@@ -269,7 +278,7 @@ def profile(
         "decode": Step.decode(batch, context), "draft": Step.draft(batch, context),
         "verify": Step.verify(batch, tokens or 4, context), "prefill": Step.prefill(tokens or context, context),
     }[phase]  # fmt: skip
-    model = find_model(name, draft)
+    model = find_model(name, draft, draft_weights)
     use_gpu(device)
     found = profile_step(model, step, [] if untuned else sources_for(db_url), seed=seed)
     if as_json:

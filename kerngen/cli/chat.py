@@ -175,7 +175,8 @@ def chat(conversation: Conversation, *, hide_thinking: bool = False) -> None:
 
 def title(conversation: Conversation) -> str:
     session = conversation.session
-    drafting = "" if session.drafter is None else ", drafting"
+    weights = " in int4" if session.draft_weights == "int4" else ""
+    drafting = "" if session.drafter is None else f", drafting{weights}"
     dtype = str(session.ops.dtype).removeprefix("torch.")
     return (
         f"{session.folder.name}: {session.ops.name} on {session.ops.device}, {dtype}{drafting}; "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Target, find_device, parse_arches
+from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.signing import signers, signing_options
 from kerngen.compile import Cubin
 from kerngen.errors import CacheError, UsageError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
               help="Boards to choose for (kerngen arch ls). Default: the usual one of each arch.")  # fmt: skip
 @click.option("--model", default=None, help="A model's name or folder: compile what its workload needs.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@draft_weights_option
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option("--cases", is_flag=True, help="Compile the kernels' test cases instead of a model's workload.")
 @click.option("--ptx", is_flag=True, help="Make PTX, which newer GPUs run through the driver, instead of cubins.")
@@ -49,6 +51,7 @@ def compile(
     device_names: str | None,
     model: str | None,
     draft: str | None,
+    draft_weights: str,
     kernels: tuple[str, ...],
     cases: bool,
     ptx: bool,
@@ -81,6 +84,8 @@ def compile(
         raise UsageError("--model and --cases are two things to compile", hint="give one of them")
     if model is None and not cases:
         raise UsageError("name what to compile: --model NAME for a workload, or --cases for the test cases")
+    if cases and (draft is not None or draft_weights != "stored"):
+        raise UsageError("--draft and --draft-weights go with --model NAME: test cases have no drafter")
     is_bundle = output is not None and model is not None and not ptx
     if (key_files or unsigned) and not is_bundle:
         raise UsageError("--key and --unsigned go with a bundle: --model NAME -o FILE")
@@ -97,7 +102,7 @@ def compile(
         builds = [b for target in targets for b in case_builds(target, names, notes)]
     else:
         stores = [] if untuned else stores_for(db_url or None, targets)
-        models = [find_model(str(model), draft)]
+        models = [find_model(str(model), draft, draft_weights)]
         builds = models_builds(models, targets, stores, notes, chosen, names)
     require_allowed(builds, cache, ptx=ptx)
     keys: list[SecretKey] = []

@@ -15,6 +15,7 @@ import click
 from kerngen.arch import ARCHES
 from kerngen.boards import DEVICES, NEAR, Device, distance, is_slice, nearest
 from kerngen.cli.doctor_model import examine, print_model, target_of
+from kerngen.cli.drafting import draft_weights_option
 from kerngen.errors import KerngenError, UsageError
 
 
@@ -137,6 +138,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _gpu, _cache, _d
 @click.command()
 @click.option("--model", default=None, help="A model's name or folder: say what its kernels would run, and its memory.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@draft_weights_option
 @click.option("--arch", "arch_name", default=None, help="With --model: for this arch. Default: the GPU that is here.")
 @click.option("--device", "device_name", default=None, help="With --model: for this board (kerngen arch ls).")
 @click.option("--db", "db_url", default=None, help="With --model: this tuning database. Default: as a run.")
@@ -145,8 +147,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _gpu, _cache, _d
               help="With --model: tokens of a sequence, for its memory.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
-    model: str | None, draft: str | None, arch_name: str | None, device_name: str | None, db_url: str | None,
-    bundle: str | None, context: int, as_json: bool,
+    model: str | None, draft: str | None, draft_weights: str, arch_name: str | None, device_name: str | None,
+    db_url: str | None, bundle: str | None, context: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Say what this machine can compile for, run and measure, and what to install for the rest.
 
@@ -160,15 +162,16 @@ def doctor(
     """
     from kerngen.runtime.ops.outside import OUTSIDE
 
-    if model is None and (arch_name or device_name or db_url or draft):
-        raise UsageError("--arch, --device, --db and --draft go with a --model", hint="--model gemma-4-31b")
+    if model is None and (arch_name or device_name or db_url or draft or draft_weights != "stored"):
+        raise UsageError("--arch, --device, --db, --draft and --draft-weights go with a --model",
+                         hint="--model gemma-4-31b")  # fmt: skip
     shipped = bundle or (None if db_url else os.environ.get("KERNGEN_BUNDLE"))
     findings = [check() for check in CHECKS] + ([_bundle(shipped)] if shipped else [])
     needed = [f for f in findings if f.subject == "bundle" or (f.subject == "compile" and model is None)]
     works = all(f.ok or "compiles for" in f.text for f in needed)
     about = None
     if model is not None and works:
-        about = examine(model, draft, target_of(arch_name, device_name), db_url, bundle, context)
+        about = examine(model, draft, draft_weights, target_of(arch_name, device_name), db_url, bundle, context)
         works = about.pop("works")
     if as_json:
         click.echo(json.dumps({"findings": [asdict(f) for f in findings], "outside": OUTSIDE, "model": about}))

@@ -34,8 +34,9 @@ def gpu_here() -> Target | None:
 
 
 def examine(
-    model: str, draft: str | None, target: Target, db_url: str | None, bundle: str | None, context: int
-) -> dict[str, Any]:
+    model: str, draft: str | None, draft_weights: str, target: Target, db_url: str | None, bundle: str | None,
+    context: int,
+) -> dict[str, Any]:  # fmt: skip
     """What `print_model` prints; `works`: whether every kernel is there, or can be made."""
     from kerngen.bundle import sources_for
     from kerngen.readiness import KINDS, advice, readiness
@@ -45,12 +46,14 @@ def examine(
     from kerngen.templates.common.row_torch import TORCH_DTYPE
     from kerngen.workload import find_model, workload
 
-    found = find_model(model, draft)
+    found = find_model(model, draft, draft_weights)
     load = workload(found, target.arch)
     sources, cache, shipped = sources_for(db_url, bundle)
     if shipped is not None:
         shipped.require(target.arch)
     ready = readiness(load, Bindings(sources, target), cache)
+    named = [model, *(("--draft", draft) if draft else ())]
+    named += ("--draft-weights", draft_weights) if draft_weights != "stored" else ()
     dtype = TORCH_DTYPE[target.arch.dtype]
     sizes = {"as released": footprint(found.target, found.drafter, dtype, context)}
     if found.target.quant is not None:
@@ -61,7 +64,7 @@ def examine(
         "builds": ready.builds, "in_database": ready.stored, "missing": [str(b) for b in ready.missing],
         "blocked": ready.blocked, "unsupported": ready.unsupported,
         "outside": {name: OUTSIDE[name] for name in load.missing},
-        "commands": advice(ready, model, gpu_here(), bundle=shipped is not None),
+        "commands": advice(ready, " ".join(named), gpu_here(), bundle=shipped is not None),
         "memory": {"context": context, "device_gib": target.device.mem_gib} | {
             what: {"weights": s.weight_bytes, "drafter": s.drafter_bytes, "cache": s.cache_bytes}
             for what, s in sizes.items()

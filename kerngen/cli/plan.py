@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from kerngen.runtime.footprint import Plan
 
 
-def print_plan(model: str, draft: str | None, *, as_json: bool) -> None:
-    """For the released model or the folder `model`. Raises as find_model does."""
+def print_plan(model: str, draft: str | None, draft_weights: str, *, as_json: bool) -> None:
+    """For the released model or the folder `model`, with its drafter. Raises as find_model does."""
     import torch
 
     from kerngen.runtime.footprint import RESERVE_BYTES, plan
     from kerngen.workload import find_model
 
-    found = find_model(model, draft)
+    found = find_model(model, draft, draft_weights)
     plans = {"as released": plan(found.target, found.drafter, torch.bfloat16)}
     if found.target.quant is not None:
         plans["unquantized"] = plan(found.target, found.drafter, torch.bfloat16, dense=True)

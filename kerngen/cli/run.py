@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.drafting import draft_weights_option
+
 if TYPE_CHECKING:
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import Completion, CompletionStream, Prompt, Session
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--draft", type=click.Path(path_type=Path), default=None,
               help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
 @click.option("--no-draft", is_flag=True, help="Decode without a drafter.")
+@draft_weights_option
 @click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
               help="Tokens drafted a step. Default: as many as pay, as measured.")  # fmt: skip
 @click.option("--backend", type=click.Choice(["auto", "torch", "cuda"]), default="auto", show_default=True,
@@ -62,6 +65,7 @@ def run(
     system: str | None,
     draft: Path | None,
     no_draft: bool,
+    draft_weights: str,
     num_draft_tokens: int | None,
     backend: str,
     dtype: str | None,
@@ -96,10 +100,12 @@ def run(
     if plan:
         from kerngen.cli.plan import print_plan
 
-        print_plan(str(model), None if draft is None else str(draft), as_json=as_json)
+        print_plan(str(model), None if draft is None else str(draft), draft_weights, as_json=as_json)
         return
     if draft and no_draft:
         raise UsageError("--draft and --no-draft contradict each other")
+    if no_draft and draft_weights != "stored":
+        raise UsageError(f"--draft-weights {draft_weights} and --no-draft contradict each other")
     if prompt is not None and prompts is not None:
         raise UsageError("--prompt and --prompts contradict each other")
     if system is not None and no_chat:
@@ -120,8 +126,9 @@ def run(
 
         lines = checked_lines(click.get_current_context().with_resource(opened(prompts)), chat=not no_chat)
     with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
-        session = load(model, draft=draft or not no_draft, device=device, dtype=dtype, backend=backend,
-                       db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens, keep_repacked=keep_repacked,
+        session = load(model, draft=draft or not no_draft, draft_weights=draft_weights, device=device, dtype=dtype,
+                       backend=backend, db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens,
+                       keep_repacked=keep_repacked,
                        advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""))  # fmt: skip
     session.plain_text = plain_text
     for warning in caught:
@@ -229,6 +236,7 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
         "device": str(ops.device),
         "dtype": str(ops.dtype).removeprefix("torch."),
         "drafter": None if session.drafter_folder is None else str(session.drafter_folder),
+        "draft_weights": session.draft_weights,
         "configurations": ops.sources(),
         "outside": ops.outside(),
     }
@@ -247,8 +255,9 @@ def _summary(result: Completion, session: Session) -> str:
         f"{stats.num_tokens} new, {stats.tokens_per_s:.1f}/s, ended by {result.stop_reason}",
     ]
     if session.drafter_folder is not None:
+        weights = " in int4" if session.draft_weights == "int4" else ""
         lines.append(
-            f"{session.drafter_folder} drafts {'' if session.num_draft_tokens is not None else 'up to '}"
+            f"{session.drafter_folder}{weights} drafts {'' if session.num_draft_tokens is not None else 'up to '}"
             f"{stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens accepted a step "
             f"({stats.num_steps} steps; by position {_shares(stats.acceptance_by_position)})"
         )

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from kerngen.cli.drafting import draft_weights_option
+
 MAX_PROMPT = 32_768
 SHOWN_DIFFERENCES = 10
 REPRODUCIBLE_DRAFTS = 3
@@ -28,6 +30,7 @@ REPRODUCIBLE_DRAFTS = 3
 @click.option("--drafting", type=click.Choice(["off", "on", "both"]), default="both", show_default=True,
               help="both: half of the time each.")  # fmt: skip
 @click.option("--draft", default=None, help="The drafter's folder. Default: the one that goes with MODEL.")
+@draft_weights_option
 @click.option("--num-draft-tokens", type=click.IntRange(1, 7), default=None,
               help="Tokens drafted a step. Default: as many as pay; with --reproducible 3.")  # fmt: skip
 @click.option("--cancel", type=click.FloatRange(0, 1), default=0.1, show_default=True,
@@ -59,6 +62,7 @@ def soak(
     max_new_tokens: int,
     drafting: str,
     draft: str | None,
+    draft_weights: str,
     num_draft_tokens: int | None,
     cancel: float,
     kv_memory: float | None,
@@ -91,12 +95,12 @@ def soak(
     from kerngen.soak.models import open_model
     from kerngen.soak.report import soak as run
 
-    if drafting == "off" and (draft or num_draft_tokens):
-        raise UsageError("--drafting off contradicts --draft and --num-draft-tokens")
+    if drafting == "off" and (draft or num_draft_tokens or draft_weights != "stored"):
+        raise UsageError("--drafting off contradicts --draft, --draft-weights and --num-draft-tokens")
     with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
         opened = open_model(
-            model, draft=draft, drafting=drafting != "off", generated=generated, backend=backend, device=device,
-            dtype=dtype, db_url=db_url, bundle=bundle, seed=seed,
+            model, draft=draft, draft_weights=draft_weights, drafting=drafting != "off", generated=generated,
+            backend=backend, device=device, dtype=dtype, db_url=db_url, bundle=bundle, seed=seed,
             advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""),
         )  # fmt: skip
     for warning in caught:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Arch, Target, find_arch, find_device
+from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.duration import Duration
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.cli.tune_objective import objective_for, worker_for
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 @click.option("--arch", "arch_name", cls=Needed, help="What to tune for, e.g. sm70.")
 @click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@draft_weights_option
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option(
     "--objective",
@@ -54,6 +56,7 @@ def tune(
     arch_name: str,
     model: str,
     draft: str | None,
+    draft_weights: str,
     kernels: tuple[str, ...],
     objective: str,
     device_name: str | None,
@@ -92,7 +95,7 @@ def tune(
         return
     began = time.monotonic()  # recording a model takes seconds, which are the user's too
     arch = find_arch(arch_name)
-    found = find_model(model, draft)
+    found = find_model(model, draft, draft_weights)
     names = [name for k in kernels for name in k.split(",")]
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds

@@ -39,6 +39,7 @@ def open_model(
     name: str,
     *,
     draft: str | None,
+    draft_weights: str,
     drafting: bool,
     generated: bool,
     backend: str,
@@ -52,19 +53,20 @@ def open_model(
     """The released model or the folder `name`, with a drafter where `drafting`.
 
     Weights are the checkpoint's where the folder has any, else, or where `generated`, random ones from `seed`. draft:
-    the drafter's folder, None for the one that goes with the model. advance: is told how many bytes of how many are
-    loaded. Raises as `load` and `open_backend` do, and UsageError where there is no drafter to be had.
+    the drafter's folder, None for the one that goes with the model; draft_weights: see `load`. advance: is told how
+    many bytes of how many are loaded. Raises as `load` and `open_backend` do, and UsageError where there is no drafter
+    to be had.
     """
     began = time.perf_counter()
     if not generated and any(Path(name).glob("*.safetensors")):
-        session = load(name, draft=draft or drafting, device=device, dtype=dtype, backend=backend, db=db_url,
-                       bundle=bundle, advance=advance)  # fmt: skip
+        session = load(name, draft=draft or drafting, draft_weights=draft_weights, device=device, dtype=dtype,
+                       backend=backend, db=db_url, bundle=bundle, advance=advance)  # fmt: skip
         if drafting and session.drafter is None:
             raise UsageError(
                 f"no drafter lies in or beside {name}", hint="name one with --draft, or use --drafting off"
             )
         return Opened(name, session.model, session.drafter, f"weights of {name}", time.perf_counter() - began)
-    found = find_model(name, draft)
+    found = find_model(name, draft, draft_weights)
     if drafting and found.drafter is None:
         raise UsageError(f"{name} is a folder without weights, and no drafter goes with it by itself",
                          hint="name one with --draft, or use --drafting off")  # fmt: skip

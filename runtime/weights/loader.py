@@ -54,7 +54,10 @@ def load_model(
 
 
 def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Advance | None = None) -> DrafterWeights:
-    """The assistant's weights on `ops.device`. Raises CheckpointError before allocating anything."""
+    """The assistant's weights on `ops.device`, each matrix made int4 as it comes where `config` says so.
+
+    Raises CheckpointError before allocating anything.
+    """
     source = CheckpointSource(Checkpoint(folder), config.text, ops, advance)
     build_drafter(source, config)
     source.check_left("")

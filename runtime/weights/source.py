@@ -18,6 +18,7 @@ from torch import Tensor
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
+from kerngen.runtime.weights.int4 import becomes_int4, to_int4
 from kerngen.runtime.weights.quantized import FLOATS, INTS, IgnoreList, Packed, find_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.stage import Stage
@@ -138,20 +139,29 @@ class CheckpointSource:
     def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
         """The linears called `parts`, one under the other, repacked for the backend.
 
-        Stays packed if all of them are, in groups of one size; a mixture becomes dense.
+        Stays packed if all of them are, in groups of one size; a mixture becomes dense. What is dense becomes int4
+        where the config has that done as weights are loaded.
         """
+        weights = self._joined(parts, in_features, gated)
+        return weights if self.is_dry else self.ops.prepare(weights)
+
+    def _joined(self, parts: Parts, in_features: int, gated: bool) -> Linear:
         rows = sum(out for _, out in parts)
-        weights: Linear
         if group := self._common_group([parts], in_features):
             packed = self._allocate((rows, in_features // 8), torch.int32)
             scales = self._allocate((rows, in_features // group), self.ops.dtype)
             self._fill_packed(parts, in_features, packed, scales)
-            weights = W4Linear(packed, scales, rows, in_features, group, fused_name(parts), gated)
-        else:
-            dense = self._allocate((rows, in_features), self.ops.dtype)
-            self._fill_dense(parts, dense)
-            weights = DenseLinear(dense)
-        return weights if self.is_dry else self.ops.prepare(weights)
+            return W4Linear(packed, scales, rows, in_features, group, fused_name(parts), gated)
+        dense = self._allocate((rows, in_features), self.ops.dtype)
+        self._fill_dense(parts, dense)
+        quant = self.config.quant
+        if quant is None or not becomes_int4(quant, rows, in_features, self.ops.dtype) or self._is_ignored(parts):
+            return DenseLinear(dense)
+        packed, scales = to_int4(dense, quant.group_size)
+        return W4Linear(packed, scales, rows, in_features, quant.group_size, fused_name(parts), gated)
+
+    def _is_ignored(self, parts: Parts) -> bool:
+        return any(module in self._ignored for module, _ in parts)
 
     def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
         dense = self._allocate((out_features, in_features), self.ops.dtype)
@@ -214,7 +224,8 @@ class CheckpointSource:
     def _find(self, module: str, shape: tuple[int, ...]) -> Packed | None:
         """As find_packed, looked at once."""
         if (module, shape) not in self._packed:
-            found = find_packed(self.checkpoint, self.config.quant, module, shape, self._ignored)
+            stored = None if self.config.quant and self.config.quant.on_load else self.config.quant
+            found = find_packed(self.checkpoint, stored, module, shape, self._ignored)
             self._packed[module, shape] = found
         return self._packed[module, shape]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
+from kerngen.runtime.weights.int4 import becomes_int4
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model
 from kerngen.runtime.weights.quantized import IgnoreList
@@ -44,15 +45,17 @@ class SyntheticSource:
 
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int, *, gated: bool = False) -> Linear:
         rows = sum(out for _, out in parts)
-        if not self._is_quantized([module for module, _ in parts], in_features):
+        if not self._is_quantized([module for module, _ in parts], rows, in_features):
             return self.ops.prepare(DenseLinear(self._matrix(rows, in_features)))
         packed, scales = self._packed(rows, in_features)
         group_size = in_features // scales.shape[-1]
         return self.ops.prepare(W4Linear(packed, scales, rows, in_features, group_size, fused_name(parts), gated))
 
-    def _is_quantized(self, modules: Sequence[str], in_features: int) -> bool:
+    def _is_quantized(self, modules: Sequence[str], rows: int, in_features: int) -> bool:
         quant = self.config.quant
         if quant is None or in_features % quant.group_size:
+            return False
+        if quant.on_load and not becomes_int4(quant, rows, in_features, self.ops.dtype):
             return False
         return not any(module in self._ignored for module in modules)
 
@@ -81,7 +84,7 @@ class SyntheticSource:
 
     def _experts(self, modules: list[str], rows: int, in_features: int) -> Experts:
         num = self.config.num_experts
-        if not self._is_quantized(modules, in_features):
+        if not self._is_quantized(modules, rows, in_features):
             return DenseExperts(self._matrix(num, rows, in_features))
         packed, scales = self._packed(num * rows, in_features)
         return W4Experts(packed.view(num, rows, -1), scales.view(num, rows, -1), rows, in_features,
@@ -98,5 +101,5 @@ def synthetic_model(config: ModelConfig, ops: Ops, seed: int = 0) -> ModelWeight
 
 
 def synthetic_drafter(config: DrafterConfig, ops: Ops, seed: int = 0) -> DrafterWeights:
-    """Random weights of an assistant's shapes; dense, as the released ones are."""
+    """Random weights of an assistant's shapes, int4 where it is quantized or loading makes them so."""
     return build_drafter(SyntheticSource(config.text, ops, seed), config)

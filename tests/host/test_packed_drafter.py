@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_tensors, quantize
+from checkpoints import edit_config, edit_tensors, quantize
 from command import ROOT
 
 from kerngen.errors import CheckpointError
@@ -57,9 +56,7 @@ def test_it_changes_no_token(folder: Path) -> None:
 
 def test_packed_tensors_need_a_config_that_says_so(folder: Path) -> None:
     quantize(folder, 32)
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, lambda c: c.pop("quantization_config"))
     with pytest.raises(CheckpointError, match=r"packed, but config\.json has no quantization_config"):
         loaded(folder, KernelOps(Reference(), torch.bfloat16))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kerngen.cli.db.common import echo_json
+from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.duration import Duration
 from kerngen.errors import DeviceError, UsageError
 
@@ -25,6 +26,7 @@ _LISTED = 20  # faults that are told one by one
 @click.argument("file", metavar="FILE|URL")
 @click.option("--model", default=None, help="Prove too that nothing has to be compiled to run this model.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@draft_weights_option
 @click.option("--arch", "arch_names", default=None, help="With --model: on these arches. Default: the file's own.")
 @click.option("--device", "device_names", default=None, help="With --model: on these boards. Default: the file's own.")
 @click.option("--kernel", "kernels", multiple=True, help="With --model: only this kernel; may be given several times.")
@@ -52,9 +54,9 @@ _LISTED = 20  # faults that are told one by one
 @click.option("--allow-unsigned", is_flag=True, help="Take it although nobody signed it who is trusted here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 def verify(
-    file: str, model: str | None, draft: str | None, arch_names: str | None, device_names: str | None,
-    kernels: tuple[str, ...], rebuild: bool, jobs: int | None, deepest: str | None, tolerance: float,
-    time_budget: float | None, allow_unsigned: bool, as_json: bool,
+    file: str, model: str | None, draft: str | None, draft_weights: str, arch_names: str | None,
+    device_names: str | None, kernels: tuple[str, ...], rebuild: bool, jobs: int | None, deepest: str | None,
+    tolerance: float, time_budget: float | None, allow_unsigned: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Prove what a database is: its structure, the digest of each row, and who signed it. Exit 1 if a level fails.
 
@@ -70,12 +72,14 @@ def verify(
     began = time.monotonic()
     if time_budget is not None and deepest is None:
         raise UsageError("--time-budget goes with --run", hint="kerngen db verify FILE --run fast --time-budget 5m")
-    if model is None and (arch_names or device_names or draft or kernels):
-        raise UsageError("--arch, --device, --draft and --kernel go with a --model", hint="--model gemma-4-31b")
+    if model is None and (arch_names or device_names or draft or kernels or draft_weights != "stored"):
+        raise UsageError("--arch, --device, --draft, --draft-weights and --kernel go with a --model",
+                         hint="--model gemma-4-31b")  # fmt: skip
     verdicts = examine(file, LEVELS[:2] if allow_unsigned else LEVELS[:3])
     if (model or rebuild) and all(v.ok is not False for v in verdicts):
         where = arch_names, device_names
-        verdicts += _prove(file, model, draft, where, kernels, rebuild, jobs, allow_unsigned, quiet=as_json)
+        drafter = draft, draft_weights
+        verdicts += _prove(file, model, drafter, where, kernels, rebuild, jobs, allow_unsigned, quiet=as_json)
     if deepest is not None:
         left = _left(began, time_budget)
         verdicts += _run(file, verdicts, deepest, tolerance / 100, left, allow_unsigned, quiet=as_json)
@@ -98,8 +102,8 @@ def verify(
 
 
 def _prove(
-    file: str, model: str | None, draft: str | None, where: tuple[str | None, str | None], kernels: tuple[str, ...],
-    rebuild: bool, jobs: int | None, allow_unsigned: bool, *, quiet: bool,
+    file: str, model: str | None, drafter: tuple[str | None, str], where: tuple[str | None, str | None],
+    kernels: tuple[str, ...], rebuild: bool, jobs: int | None, allow_unsigned: bool, *, quiet: bool,
 ) -> list[Verdict]:  # fmt: skip
     from kerngen import prove
     from kerngen.bundle import Bundle
@@ -109,7 +113,7 @@ def _prove(
     found: list[Verdict] = []
     if model is not None:
         names = [n for k in kernels for n in k.split(",")]
-        found.append(prove.complete(bundle, model, draft, _boards(bundle.targets, *where), names))
+        found.append(prove.complete(bundle, model, *drafter, _boards(bundle.targets, *where), names))
     if rebuild:
         with Reporter("rebuild", quiet=quiet) as bar:
             found.append(prove.rebuilt(bundle, jobs or os.cpu_count() or 1, bar))

@@ -15,7 +15,8 @@ from checkpoints import edit_config, quantize
 from command import ROOT, Kerngen
 from torch import Tensor
 
-from kerngen.arch import find_arch
+from kerngen.arch import ARCHES, Target, find_arch
+from kerngen.cli.db.move import cells_of
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
 from kerngen.runtime.drafting import Drafter
@@ -35,7 +36,9 @@ from kerngen.runtime.weights.layout import DrafterWeights
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.runtime.weights.synthetic import synthetic_drafter
 from kerngen.steps import Step, sequence
+from kerngen.templates import find_kernel
 from kerngen.templates.common.w4_pack import dequantize, separate, unpack
+from kerngen.tuning_db import problem_key
 from kerngen.workload import MODELS, find_model, workload
 
 TINY = ROOT / "examples" / "tiny"
@@ -234,6 +237,18 @@ def test_its_steps_ask_for_int4_products(name: str, arch: str) -> None:
     assert all(
         u.phase == "draft" for i in workload(made, a).items if (i.kernel, i.problem) in new for u in i.uses
     )  # fmt: skip
+    assert {problem_key(find_kernel(kernel), p).cell for kernel, p in before | after} == cells_of(name, a), "exported"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("arch", list(ARCHES))
+def test_untuned_they_run_in_a_default_configuration(name: str, arch: str) -> None:
+    a = find_arch(arch)
+    target, kernel = Target.of(a), find_kernel("w4a16_gemm")
+    for item in workload(find_model(name, None, "int4"), a).items:
+        if item.kernel == kernel.name:
+            assert kernel.why_unsupported(item.problem, target) is None
+            assert kernel.why_invalid(item.problem, kernel.default_config(item.problem, target), target) is None
 
 
 def test_generated_weights_are_of_the_same_shapes() -> None:

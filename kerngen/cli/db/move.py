@@ -172,13 +172,15 @@ def build(
 
 
 def cells_of(model: str, arch: Any) -> set[str]:
-    """ProblemKey.cell of all that a model needs on an arch."""
+    """ProblemKey.cell of all that a model needs on an arch, whatever its drafter's weights are kept as."""
+    from kerngen.runtime.config import DRAFT_WEIGHTS
     from kerngen.templates import find_kernel
     from kerngen.tuning_db import problem_key
     from kerngen.workload import find_model, workload
 
-    load = workload(find_model(model, None), arch)
-    return {problem_key(find_kernel(item.kernel), item.problem).cell for item in load.items}
+    kinds = DRAFT_WEIGHTS if find_model(model).drafter is not None else DRAFT_WEIGHTS[:1]
+    items = [item for kind in kinds for item in workload(find_model(model, None, kind), arch).items]
+    return {problem_key(find_kernel(item.kernel), item.problem).cell for item in items}
 
 
 @click.command("import")

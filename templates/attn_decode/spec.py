@@ -3,7 +3,7 @@
 One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
 (fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.together,
-together.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+together.cuh.jinja). With Config.warpgroups a warp copies and warpgroups multiply (warpgroups.cu.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
 
 From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
 new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
@@ -24,7 +24,7 @@ from typing import ClassVar
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
-from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap
 
 SOURCES = ("q", "raw_q", "qkv", "qk")
 MAX_Q_LEN = 8  # new tokens a sequence: more are a prefill's
@@ -114,6 +114,9 @@ class Config:
     num_splits: int = 1  # parts of the visible keys
     # The splits of a row are merged by the blocks that made them, which wait for each other: all must be resident.
     together: bool = False
+    # One more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: num_stages boxes are K's and
+    # V's on their way to the block, and split_d warps, one warpgroup or two, share a tile of 64 keys.
+    warpgroups: bool = False
 
 
 def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
@@ -146,10 +149,27 @@ ARGS: dict[str, tuple[Arg, ...]] = {
 # Volta: m8n8k4, K and V straight to registers. The other body serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16).
 # `together` was right and, of batch 7, 10 % faster on an H200 (docs/performance.md); its layout has changed since.
 _STAGED = _SHAPES | {"num_stages": (1, 2, 3, 4, 6)}
+_MAPS = (Arg("k_map", "map", of="k_cache"), Arg("v_map", "map", of="v_cache"))
+_BY_WARPGROUPS: dict[str, Choices] = {
+    "block_m": (8, 16, 24, 32, 40, 48, 56, 64),
+    "block_n": (16,),
+    "split_d": (4, 8),
+    "num_warps": (4, 8, 12),
+    "num_stages": (8, 9, 10, 11, 12, 13, 16, 20, 24, 32),
+    "num_splits": split_choices,
+}
 BODIES = (
-    Body("kernel.cu.jinja", ARGS, _STAGED, serves=lambda arch: arch.has_ldmatrix, when={"together": False}),
     Body(
-        "kernel.cu.jinja", ARGS, _STAGED, serves=lambda arch: arch.has_ldmatrix, when={"together": True}, proven=False,
+        "kernel.cu.jinja", ARGS, _STAGED, serves=lambda arch: arch.has_ldmatrix,
+        when={"together": False, "warpgroups": False},
+    ),
+    Body(
+        "kernel.cu.jinja", ARGS, _STAGED, serves=lambda arch: arch.has_ldmatrix,
+        when={"together": True, "warpgroups": False}, proven=False,
+    ),
+    Body(
+        "warpgroups.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
+        serves=lambda arch: arch.has_wgmma, when={"together": False, "warpgroups": True}, proven=False,
     ),
     Body(
         "volta.cu.jinja", ARGS, _SHAPES | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
@@ -168,14 +188,22 @@ MAX_SPILL_BYTES = 8
 RING_BYTES = 128 * 1024
 # Bytes that must be under way on an SM to cover the memory's latency (~0.8 us times the SM's share of the rate).
 LATENCY_US = 0.8
+# Of a thread, beside the accumulators and statistics of its warpgroup.
+WARPGROUP_SPARE_REGS = 30
 
 
 MAX_SLICES = 8  # of the splits, in a block of the combine
 LINE_QUADS = 8  # of 4 fp32, a line: what a block merges is in multiples of it
 
 
+TILE = 64  # keys that a warpgroup multiplies at once
+
+
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"MAX_SLICES": MAX_SLICES}
+    if config.warpgroups:
+        found |= {"K_TILES": k_tiles(config), "SMEM_BYTES": _smem_by_warpgroups(problem, config)}
+        found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config)
     if config.together:
         piece, owners, rows = pieces(problem, config)
         found |= {"PIECE": piece, "OWNERS": owners, "PIECE_ROWS": rows, "CELL": cell_quads(piece, rows)}
@@ -201,6 +229,24 @@ def cell_quads(piece: int, piece_rows: int) -> int:
     return piece + ceil(piece_rows / 4 / LINE_QUADS) * LINE_QUADS
 
 
+def k_tiles(config: Config) -> int:
+    """Tiles of keys that warpgroups have room for: half of the boxes, in whole tiles, and one at least."""
+    return max(1, config.num_stages * config.block_n // TILE // 2)
+
+
+def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
+    """Of the caches as 64 columns, 8 rows, the blocks of columns, the blocks of rows, and the heads of all pages: so a box
+    of block_n rows, which no page's end divides, is contiguous in the cache and lies as wgmma reads it."""
+    if not config.warpgroups or 0 in shape:
+        return None
+    pages, heads, size, dim = shape
+    row = dim * 2
+    return TensorMap(
+        (64, 8, dim // 64, size // 8, pages * heads), (row, 128, 8 * row, size * row),
+        (64, 8, dim // 64, config.block_n // 8, 1),
+    )  # fmt: skip
+
+
 def outputs(problem: Problem) -> tuple[str, ...]:
     """The caches only where the problem owns K and V; else they are read."""
     return OUTPUTS if problem.owns_kv else ("out",)
@@ -215,6 +261,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     dim = p.head_dim // c.split_d
     if c.num_warps % c.split_d:
         return f"num_warps={c.num_warps} is no multiple of split_d={c.split_d}"
+    if c.warpgroups:
+        return _why_not_by_warpgroups(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
     least = 64 if arch.has_ldmatrix else 128
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
@@ -233,6 +281,50 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if arch.has_cp_async and c.num_stages < 2:
         return f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
     return why_not_together(p, c, target) or arch.why_too_large(smem_bytes(p, c, target))
+
+
+def registers_held(p: Problem, c: Config) -> int:
+    """By a thread of a multiplying warpgroup: of the output, the scores, their probabilities and the rows' statistics."""
+    return p.head_dim * c.block_m * 4 // c.split_d // 128 + c.block_m // 2 + c.block_m // 4 + c.block_m // 2
+
+
+def dealt(p: Problem, c: Config) -> tuple[int, int]:
+    """(warps beside num_warps, registers of a thread that multiplies), where warpgroups do.
+
+    One warp copies, and all have the same. Where that is not enough its registers are dealt out: by warpgroups, of which
+    it then has a whole one. An SM's registers are in four parts, and warps go to them in turn.
+    """
+    same = min(255, 512 // ceil((c.num_warps + 1) / 4) // 8 * 8)
+    if registers_held(p, c) + WARPGROUP_SPARE_REGS <= same:
+        return 1, same
+    return 4, {4: 255, 8: 240, 12: 160}[c.num_warps]
+
+
+def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
+    if not arch.has_wgmma:
+        return f"warpgroups=True needs wgmma, which {arch} (number {arch.number}) lacks; warpgroups=False"
+    if c.together:
+        return "together=True: with warpgroups=True splits are merged by a second launch (of 1 or more); together=False"
+    if c.split_d not in (4, 8):
+        return f"split_d={c.split_d}: one warpgroup or two, 4 or 8 warps, share a tile with warpgroups=True"
+    if c.block_n != 16:
+        return f"block_n={c.block_n}: a page of page_size={p.page_size} is sure to hold boxes of 16 keys; block_n=16"
+    if c.block_m % 8 or not 8 <= c.block_m <= TILE:
+        return f"block_m={c.block_m} is no multiple of 8 up to {TILE}"
+    if c.block_m >= p.rows + 8:
+        return f"block_m={c.block_m}: {p.rows} rows fill {c.block_m - 8}"
+    if c.num_stages * c.block_n < 2 * TILE:
+        return f"num_stages={c.num_stages} boxes of {c.block_n} keys have no room for {TILE} keys and their values"
+    held, (_, limit) = registers_held(p, c), dealt(p, c)
+    if held + WARPGROUP_SPARE_REGS > limit:
+        return (
+            f"output, scores and statistics take {held} registers a thread; with {WARPGROUP_SPARE_REGS} for the rest "
+            f"that is over {limit}"
+        )
+    results, room = c.num_warps // c.split_d * c.block_m * p.head_dim * 4, c.num_stages * c.block_n * p.head_dim * 2
+    if results > room:
+        return f"{results:,} B of results of {c.num_warps // c.split_d} teams meet in rings of {room:,} B"
+    return None
 
 
 def why_not_together(problem: Problem, config: Config, target: Target) -> str | None:
@@ -257,8 +349,21 @@ def _grid(p: Problem, c: Config) -> tuple[int, int, int]:
     return ceil(p.rows / c.block_m) * c.num_splits, p.num_kv_heads, p.batch
 
 
+def _smem_by_warpgroups(p: Problem, c: Config) -> int:
+    """Queries, the rings, each warpgroup's probabilities, new keys and values, turns, statistics, barriers."""
+    row, warpgroups = p.head_dim * 2, c.num_warps // 4
+    new = 2 * p.q_len * row if p.owns_kv else 0
+    turns = 0 if p.source == "q" else p.q_len * row
+    stats = warpgroups * c.block_m * (4 + 1) * 4
+    barriers = 16 * (k_tiles(c) + c.num_stages - k_tiles(c) * (TILE // c.block_n))
+    shown = warpgroups * c.block_m * TILE * 2
+    return c.block_m * row + c.num_stages * c.block_n * row + shown + new + turns + stats + barriers
+
+
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c = problem, config
+    if c.warpgroups:
+        return _smem_by_warpgroups(p, c)
     teams = c.num_warps // c.split_d
     queries = c.block_m * p.head_dim * 2
     scores = c.num_warps * c.block_n * c.block_m * 4 if c.split_d > 1 else 0
@@ -281,7 +386,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     decode = Launch(
         "attn_decode",
         grid=_grid(p, c),
-        block=(c.num_warps * 32, 1, 1),
+        block=((c.num_warps + (dealt(p, c)[0] if c.warpgroups else 0)) * 32, 1, 1),
         smem_bytes=smem_bytes(p, c, target),
         pdl=target.arch.has_pdl,
         reads_ahead=target.arch.has_pdl,
@@ -331,6 +436,8 @@ def cost(problem: Problem) -> Cost:
 def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
     """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
+    if c.warpgroups:  # a tile of keys or as many values are in use
+        return (c.num_stages * c.block_n - TILE) * p.head_dim * 2
     if not target.arch.has_ldmatrix:
         return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
     return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2

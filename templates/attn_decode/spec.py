@@ -3,7 +3,8 @@
 One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
 (fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.together,
-together.cuh.jinja). With Config.warpgroups a warp copies and warpgroups multiply (warpgroups.cu.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+together.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (warpgroups.cu.jinja). Method:
+Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
 
 From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
 new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
@@ -114,8 +115,8 @@ class Config:
     num_splits: int = 1  # parts of the visible keys
     # The splits of a row are merged by the blocks that made them, which wait for each other: all must be resident.
     together: bool = False
-    # One more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: num_stages boxes are K's and
-    # V's on their way to the block, and split_d warps, one warpgroup or two, share a tile of 64 keys.
+    # One more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: a block has room for
+    # num_stages boxes of K and V, and split_d warps, one warpgroup or two, share a tile of 64 keys.
     warpgroups: bool = False
 
 
@@ -235,8 +236,10 @@ def k_tiles(config: Config) -> int:
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
-    """Of the caches as 64 columns, 8 rows, the blocks of columns, the blocks of rows, and the heads of all pages: so a box
-    of block_n rows, which no page's end divides, is contiguous in the cache and lies as wgmma reads it."""
+    """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages.
+
+    So a box of block_n rows, which no page's end divides, is contiguous in the cache and lies as wgmma reads it.
+    """
     if not config.warpgroups or 0 in shape:
         return None
     pages, heads, size, dim = shape
@@ -284,15 +287,15 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 
 def registers_held(p: Problem, c: Config) -> int:
-    """By a thread of a multiplying warpgroup: of the output, the scores, their probabilities and the rows' statistics."""
+    """By a thread of a multiplying warpgroup: output, scores, probabilities and statistics of rows."""
     return p.head_dim * c.block_m * 4 // c.split_d // 128 + c.block_m // 2 + c.block_m // 4 + c.block_m // 2
 
 
 def dealt(p: Problem, c: Config) -> tuple[int, int]:
     """(warps beside num_warps, registers of a thread that multiplies), where warpgroups do.
 
-    One warp copies, and all have the same. Where that is not enough its registers are dealt out: by warpgroups, of which
-    it then has a whole one. An SM's registers are in four parts, and warps go to them in turn.
+    One warp copies, and all have the same. Where that is not enough registers are dealt out to warpgroups, and the one
+    that copies has a whole one. An SM's registers are in four parts, and warps go to them in turn.
     """
     same = min(255, 512 // ceil((c.num_warps + 1) / 4) // 8 * 8)
     if registers_held(p, c) + WARPGROUP_SPARE_REGS <= same:
@@ -350,14 +353,14 @@ def _grid(p: Problem, c: Config) -> tuple[int, int, int]:
 
 
 def _smem_by_warpgroups(p: Problem, c: Config) -> int:
-    """Queries, the rings, each warpgroup's probabilities, new keys and values, turns, statistics, barriers."""
+    """Queries, the rings, each warpgroup's probabilities or turns before, new keys and values, statistics, barriers."""
     row, warpgroups = p.head_dim * 2, c.num_warps // 4
     new = 2 * p.q_len * row if p.owns_kv else 0
     turns = 0 if p.source == "q" else p.q_len * row
     stats = warpgroups * c.block_m * (4 + 1) * 4
     barriers = 16 * (k_tiles(c) + c.num_stages - k_tiles(c) * (TILE // c.block_n))
     shown = warpgroups * c.block_m * TILE * 2
-    return c.block_m * row + c.num_stages * c.block_n * row + shown + new + turns + stats + barriers
+    return c.block_m * row + c.num_stages * c.block_n * row + max(shown, turns) + new + stats + barriers
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

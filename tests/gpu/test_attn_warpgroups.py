@@ -1,0 +1,98 @@
+"""Decode attention by warpgroups on a GPU that has them: every case, lengths around edges, one launch on another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from bodies import valid_here, wrong_of
+
+from kerngen.measure import check_function, compare, load
+from kerngen.runtime.launcher import Function
+from kerngen.templates import Case, find_kernel
+from kerngen.templates.attn_decode.spec import Config, Problem
+
+KERNEL = find_kernel("attn_decode")
+SPLITS = (1, 3, 2, 8, 20)
+# (split_d, num_warps, num_stages): one team of one warpgroup, two of them, one of two, and three, if they fit.
+TEAMS = ((4, 8, 12), (8, 8, 9), (4, 4, 8), (4, 12, 10), (8, 8, 16), (4, 8, 8), (4, 4, 20))
+# As Gemma 4 has them: a window's layer and a full one, and one whose K and V another kernel has made.
+WINDOW = Problem(256, 32, 16, window=1024, kv_len=8192, source="qkv", num_rotated_pairs=128)
+FULL = Problem(512, 32, 4, kv_len=8192, source="qk", num_rotated_pairs=64)
+PLAIN = Problem(512, 16, 2, kv_len=8192)
+MODEL = [replace(p, q_len=q_len) for p in (WINDOW, FULL, PLAIN) for q_len in (1, 4, 5, 8)]
+LENGTHS = (0, 1, 4, 5, 8, 15, 16, 17, 63, 64, 65, 79, 80, 81, 1023, 1024, 1025, 1029, 1087, 8192)
+
+
+def _configs(case: Case, num_splits: int, count: int, first: int = 0) -> list[Config]:
+    """`count` of those that serve here, from the `first` on: the fewest blocks of rows that the registers allow."""
+    found = []
+    for split_d, num_warps, num_stages in TEAMS:
+        shapes = [Config(m, 16, split_d, num_warps, num_stages, num_splits, warpgroups=True) for m in range(64, 0, -8)]
+        found += valid_here(KERNEL, case, shapes)[:1]
+    assert found
+    return [found[(first + i) % len(found)] for i in range(min(count, len(found)))]
+
+
+@cache
+def _loaded(problem: Problem, config: Config) -> Function:
+    return load(KERNEL, problem, config)
+
+
+@pytest.mark.parametrize(("turn", "case"), list(enumerate(KERNEL.cases.CASES)), ids=str)
+def test_by_warpgroups(turn: int, case: Case) -> None:
+    """Each case takes its turn of the shapes and of the splits."""
+    configs = _configs(case, SPLITS[turn % len(SPLITS)], 2, turn)
+    assert wrong_of(KERNEL, case, configs) == []
+
+
+@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
+def test_at_lengths_of_a_model(problem: Problem) -> None:
+    """One Function at every length: splits without keys, tiles of fewer chunks, rows whose windows begin elsewhere."""
+    full = KERNEL.cases.case_for(problem)
+    for config in (*_configs(full, 8, 2), *_configs(full, 33, 1, 1)):
+        function = _loaded(problem, config)
+        for kv_len in LENGTHS:
+            case = KERNEL.cases.case_for(replace(problem, kv_len=kv_len))
+            result = check_function(function, case)
+            assert result.ok, f"{config} kv_len={kv_len}: {result.message}"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "q_len", "page_size"),
+    [(d, g, q, s) for (d, s), (g, q) in product(
+        ((256, 48), (512, 16), (512, 80)), ((1, 3), (2, 5), (4, 7), (8, 2), (8, 6), (16, 4), (16, 8)))],
+)  # fmt: skip
+def test_groups_pages_and_ragged_batches(head_dim: int, group: int, q_len: int, page_size: int) -> None:
+    for window, source in ((0, "q"), (40, "qkv")):
+        turned = 0 if source == "q" else head_dim // 4
+        problem = Problem(
+            head_dim, 2 * group, 2, q_len, page_size, window, "bf16", False, 7, 700, source, turned,
+        )  # fmt: skip
+        lens = [0, q_len - 1, page_size - 1, page_size + 1, 0, 700, 39 + q_len]
+        case = Case("ragged", problem, head_dim + group + q_len, {"kv_lens": lens})
+        assert wrong_of(KERNEL, case, _configs(case, 3, 1, group + q_len)) == []
+
+
+@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
+def test_right_behind_another_with_the_same_bits(problem: Problem) -> None:
+    """As in a forward: a launch begins while the one before it, of other inputs, still has the same workspace."""
+    cases = [replace(KERNEL.cases.case_for(problem), seed=seed) for seed in range(3)]
+    inputs: list[dict[str, Any]] = [KERNEL.cases.inputs(case, torch.device("cuda")) for case in cases]
+    expected = [KERNEL.reference.expected(problem, given) for given in inputs]
+    for config in _configs(cases[0], 8, 2):
+        function = _loaded(problem, config)
+        given = [inputs[i % 3] | {"out": torch.full_like(inputs[i % 3]["out"], float("nan"))} for i in range(60)]
+        torch.cuda.synchronize()
+        for arguments in given:
+            function.run(problem, arguments, in_forward=True)
+        torch.cuda.synchronize()
+        for i, arguments in enumerate(given):
+            if i < 3:
+                result = compare(KERNEL, cases[i], arguments, expected[i])
+                assert result.ok, f"{config}, launch {i}: {result.message}"
+            assert torch.equal(arguments["out"], given[i % 3]["out"]), f"{config}: launch {i} is another than {i % 3}"

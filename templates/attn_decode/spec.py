@@ -300,7 +300,7 @@ def dealt(p: Problem, c: Config) -> tuple[int, int]:
     same = min(255, 512 // ceil((c.num_warps + 1) / 4) // 8 * 8)
     if registers_held(p, c) + WARPGROUP_SPARE_REGS <= same:
         return 1, same
-    return 4, {4: 255, 8: 240, 12: 160}[c.num_warps]
+    return 4, {8: 240, 12: 160}.get(c.num_warps, same)
 
 
 def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
@@ -310,6 +310,8 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
         return "together=True: with warpgroups=True splits are merged by a second launch (of 1 or more); together=False"
     if c.split_d not in (4, 8):
         return f"split_d={c.split_d}: one warpgroup or two, 4 or 8 warps, share a tile with warpgroups=True"
+    if c.num_warps not in (4, 8, 12):
+        return f"num_warps={c.num_warps}: one to three warpgroups, 4, 8 or 12 warps, multiply with warpgroups=True"
     if c.block_n != 16:
         return f"block_n={c.block_n}: a page of page_size={p.page_size} is sure to hold boxes of 16 keys; block_n=16"
     if c.block_m % 8 or not 8 <= c.block_m <= TILE:

@@ -6,6 +6,7 @@ from math import ceil
 
 from kerngen.arch import Target
 from kerngen.templates.attn_decode.spec import (
+    TILE,
     Config,
     Problem,
     bytes_in_flight,
@@ -25,12 +26,15 @@ MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
 # Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; the norms of its heads, of new keys.
 WAITS, HEAD_WAITS = 5, 2
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
+PRODUCT_CLOCKS = 32  # that a product by a warpgroup takes at least, its operands from shared memory
 MERGE_WAITS = 2  # where blocks merge together: partial results out to L2, and the others' from it
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, ...]:
     """One Traffic for the decode launch and, with several splits that are not merged together, one for the combine."""
     p, c, arch = problem, config, target.arch
+    if c.warpgroups:
+        return _by_warpgroups(p, c, target)
     dim, warps = p.head_dim // c.split_d, c.num_warps
     m_blocks = ceil(p.rows / c.block_m)
     streams = p.batch * p.num_kv_heads * m_blocks  # of keys, each through its own blocks
@@ -80,8 +84,39 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + (MERGE_WAITS if c.together else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
     )
-    if c.num_splits == 1 or c.together:
-        return (decode,)
+    return (decode,) if c.num_splits == 1 or c.together else (decode, _combine(p, c, partials))
+
+
+def _combine(p: Problem, c: Config, partials: int) -> Traffic:
     slices, columns = combine_shape(p.head_dim, c.num_splits)
     in_flight = slices * columns * 16 * min(COMBINE_LOADS, ceil(c.num_splits / slices))
-    return decode, Traffic(0, 0, l2_bytes=partials, cuda_ops=partials // 2, bytes_in_flight=in_flight)
+    return Traffic(0, 0, l2_bytes=partials, cuda_ops=partials // 2, bytes_in_flight=in_flight)
+
+
+def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]:
+    """Of warpgroups.cu.jinja: each warpgroup of a team makes all scores of a tile, and its columns of the output."""
+    m_blocks, teams, sharing = ceil(p.rows / c.block_m), c.num_warps // c.split_d, c.split_d // 4
+    streams = p.batch * p.num_kv_heads * m_blocks
+    blocks, tiles = streams * c.num_splits, streams * ceil(max(p.visible, 1) / TILE)
+    tile_bytes = TILE * p.head_dim * 2 * 2
+    scores, outputs = p.head_dim // 16 * sharing, p.head_dim // 64 * (TILE // 16)  # products, of a tile
+    operands = (TILE + c.block_m) * 16 * 2  # of a product, both from shared memory
+    heads = 0 if p.source == "q" else min(c.block_m, p.rows) + (2 * p.q_len if p.owns_kv else 0)
+    turns = 0 if p.source == "q" else p.q_len
+    results = blocks * teams * c.block_m * p.head_dim * 4 * 2
+    partials, least = workspace_bytes(p, c, target), cost(p).bytes
+    decode = Traffic(
+        dram_bytes=least,
+        flops=tiles * (scores + outputs) * 2 * TILE * c.block_m * 16,
+        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + partials,
+        smem_bytes=tiles * (tile_bytes + (scores + outputs) * operands) + results,
+        cuda_ops=tiles * sharing * TILE * c.block_m * SCORE_OPS
+        + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS),
+        bytes_in_flight=int(bytes_in_flight(p, c, target)),
+        copies=True,
+        tensor="roles",
+        joins=1,
+        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS),
+        clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
+    )
+    return (decode,) if c.num_splits == 1 else (decode, _combine(p, c, partials))

@@ -156,7 +156,7 @@ _BY_WARPGROUPS: dict[str, Choices] = {
     "block_n": (16,),
     "split_d": (4, 8),
     "num_warps": (4, 8, 12),
-    "num_stages": (8, 9, 10, 11, 12, 13, 16, 20, 24, 32),
+    "num_stages": (6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32),
     "num_splits": split_choices,
 }
 BODIES = (
@@ -318,8 +318,8 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
         return f"block_m={c.block_m} is no multiple of 8 up to {TILE}"
     if c.block_m >= p.rows + 8:
         return f"block_m={c.block_m}: {p.rows} rows fill {c.block_m - 8}"
-    if c.num_stages * c.block_n < 2 * TILE:
-        return f"num_stages={c.num_stages} boxes of {c.block_n} keys have no room for {TILE} keys and their values"
+    if c.num_stages < (least := TILE // c.block_n + 2):
+        return f"num_stages={c.num_stages}: a tile of keys and two boxes of values are used at once; at least {least}"
     held, (_, limit) = registers_held(p, c), dealt(p, c)
     if held + WARPGROUP_SPARE_REGS > limit:
         return (

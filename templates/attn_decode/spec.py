@@ -190,7 +190,8 @@ RING_BYTES = 128 * 1024
 # Bytes that must be under way on an SM to cover the memory's latency (~0.8 us times the SM's share of the rate).
 LATENCY_US = 0.8
 # Of a thread, beside the accumulators and statistics of its warpgroup.
-WARPGROUP_SPARE_REGS = 30
+WARPGROUP_SPARE_REGS = 24
+SAME_SPARE_REGS = 30  # where all warps have as many: with 24 one of 300 builds spilled
 
 
 MAX_SLICES = 8  # of the splits, in a block of the combine
@@ -298,9 +299,9 @@ def dealt(p: Problem, c: Config) -> tuple[int, int]:
     that copies has a whole one. An SM's registers are in four parts, and warps go to them in turn.
     """
     same = min(255, 512 // ceil((c.num_warps + 1) / 4) // 8 * 8)
-    if registers_held(p, c) + WARPGROUP_SPARE_REGS <= same:
+    if registers_held(p, c) + SAME_SPARE_REGS <= same:
         return 1, same
-    return 4, {8: 240, 12: 160}.get(c.num_warps, same)
+    return 4, {8: 232, 12: 160}.get(c.num_warps, same)
 
 
 def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
@@ -360,7 +361,8 @@ def _smem_by_warpgroups(p: Problem, c: Config) -> int:
     new = 2 * p.q_len * row if p.owns_kv else 0
     turns = 0 if p.source == "q" else p.q_len * row
     stats = warpgroups * c.block_m * (4 + 1) * 4
-    barriers = 16 * (k_tiles(c) + c.num_stages - k_tiles(c) * (TILE // c.block_n))
+    places = k_tiles(c) + c.num_stages - k_tiles(c) * (TILE // c.block_n)
+    barriers = 8 * places * (c.num_warps // c.split_d + 1)
     shown = warpgroups * c.block_m * TILE * 2
     return c.block_m * row + c.num_stages * c.block_n * row + max(shown, turns) + new + stats + barriers
 

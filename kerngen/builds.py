@@ -13,7 +13,7 @@ from kerngen.cache import CachedCompiler, CompileCache, compiling_is_forbidden
 from kerngen.compile import Cubin, Ptx, nvrtc_version, source_key
 from kerngen.errors import CompileError, ProblemError, TuningMiss
 from kerngen.render import render
-from kerngen.runtime.binding import DEFAULT, Bindings, Choice
+from kerngen.runtime.binding import DEFAULT, Bindings, Choice, middle
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates
@@ -70,9 +70,11 @@ def choices(load: Workload, bindings: Bindings, unsupported: Counter[str]) -> It
 
 
 def lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
-    """(kernel, problem) of the workload, and every power of two between two of its tuned lengths.
+    """(kernel, problem) of the workload, and every power of two between two of its tuned lengths, of a kernel that
+    prefers some the middles between them too.
 
-    A length that has no winner runs the default of the power of two above it: with these none is met unprepared.
+    A length that has no winner runs the default of the power of two above it, or what the kernel prefers: with these none
+    is met unprepared.
     """
     lines: dict[tuple[Any, ...], dict[int, Any]] = {}
     for item in load.items:
@@ -83,8 +85,10 @@ def lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
             line = (item.kernel, *static_fields(problem).values(), *coordinates(bucketed(kernel, problem)))
             lines.setdefault(line, {})[getattr(problem, problem.DYNAMIC)] = problem
     for (kernel_name, *_), points in lines.items():
-        for exponent in range(min(points).bit_length(), max(points).bit_length()):
-            if (length := 1 << exponent) not in points:
+        powers = [1 << e for e in range(min(points).bit_length(), max(points).bit_length())]
+        between = powers if find_kernel(kernel_name).prefer is None else [n for p in powers for n in (middle(p), p)]
+        for length in between:
+            if length not in points and min(points) < length < max(points):
                 above = points[min(n for n in points if n > length)]
                 try:
                     yield kernel_name, replace(above, **{above.DYNAMIC: length})

@@ -280,11 +280,12 @@ _WARPGROUP_TILES = {
     32: ((192, 256, 4), (128, 256, 4), (256, 128, 6)),
     64: ((128, 256, 3), (192, 128, 5), (256, 128, 5)),
     128: ((128, 128, 4), (192, 64, 8), (256, 64, 6)),
+    192: ((128, 64, 6), (192, 64, 4)),
     256: ((128, 64, 4),),
 }
 # What an SM takes, in nanoseconds, fitted to those sweeps: for 64 rows of W by 16 columns and block_m tokens; where
 # each tile has a block, for each that an SM gets; where tiles are shared, for that and for each of a tile's sums.
-_STEP_NS = {16: 21.0, 32: 23.5, 64: 31.0, 128: 49.0, 256: 93.0}
+_STEP_NS = {16: 21.0, 32: 23.5, 64: 31.0, 128: 49.0, 192: 72.0, 256: 93.0}
 _BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
 _IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two share tokens
 _IN_TWO = 0.95  # and of two blocks an SM

@@ -61,14 +61,19 @@ def test_beyond_the_tuned_interval_the_default_serves(stores: list[Source]) -> N
 
 
 def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
-    """Of 384 tokens tiles of 256 leave a third empty, of 128 none. Bundles have both: defaults of powers of two."""
+    """Of 384 tokens tiles of 256 leave a third empty, of 192 none. Bundles have both: defaults of powers of two, and of
+    the middles between them.
+    """
     problem, bindings = GEMM.problem_type(n=43008, k=5376), Bindings([], H200)
-    defaults = [GEMM.default_config(replace(problem, num_tokens=1 << i), H200) for i in range(14)]
+    defaults = {
+        m: GEMM.default_config(replace(problem, num_tokens=m), H200) for i in range(14) for m in (1 << i, 3 << i)
+    }
     chosen = bindings.choice(GEMM, replace(problem, num_tokens=384))
-    assert (chosen.config.block_m, defaults[9].block_m) == (128, 256)
+    assert (chosen.config.block_m, defaults[512].block_m) == (192, 256)
     assert chosen is bindings.choice(GEMM, replace(problem, num_tokens=380))
-    assert all(bindings.choice(GEMM, replace(problem, num_tokens=m)).config in defaults for m in range(9, 2000, 7))
-    assert [bindings.choice(GEMM, replace(problem, num_tokens=1 << i)).config for i in range(14)] == defaults
+    known = set(defaults.values())
+    assert all(bindings.choice(GEMM, replace(problem, num_tokens=m)).config in known for m in range(9, 2000, 7))
+    assert all(bindings.choice(GEMM, replace(problem, num_tokens=1 << i)).config == defaults[1 << i] for i in range(14))
 
 
 def test_one_board_gets_no_other_boards_grid() -> None:
@@ -103,7 +108,7 @@ def test_a_length_never_seen_costs_a_bisection(
         began = time.perf_counter()
         chosen.add(id(bindings.choice(kernel, replace(base, **{base.DYNAMIC: n}))))
         times.append(1e6 * (time.perf_counter() - began))
-    assert len(chosen) <= 14, "choices are shared by the lengths between two points"
+    assert len(chosen) <= 20, "choices are shared by the lengths between two points"
     assert statistics.median(times) < MOST_US, f"{statistics.median(times):.1f} us"
 
 

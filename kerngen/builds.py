@@ -70,11 +70,11 @@ def choices(load: Workload, bindings: Bindings, unsupported: Counter[str]) -> It
 
 
 def lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
-    """(kernel, problem) of the workload, and every power of two between two of its tuned lengths, of a kernel that
-    prefers some the middles between them too.
+    """(kernel, problem) of the workload, and every power of two between two of its tuned lengths, for a kernel that
+    prefers some defaults the middles between them too.
 
-    A length that has no winner runs the default of the power of two above it, or what the kernel prefers: with these none
-    is met unprepared.
+    A length that has no winner runs the default of the power of two above it, or the one that the kernel prefers: with
+    these none is met unprepared.
     """
     lines: dict[tuple[Any, ...], dict[int, Any]] = {}
     for item in load.items:

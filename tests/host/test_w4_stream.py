@@ -1,0 +1,65 @@
+"""The dealing of common/w4_stream.cuh, restated: every tile of W is fetched and multiplied once, by one warp."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from math import ceil
+
+from kerngen.arch import Target, find_device
+from kerngen.templates import find_kernel
+from kerngen.templates.common.w4_tiling import STREAM_SPACE, STREAMED, STRIP, stream_step
+from kerngen.templates.w4a16_gemm.spec import Config, Problem
+
+KERNEL = find_kernel("w4a16_gemm")
+H200 = Target.of(find_device("H200"))
+
+
+def dealt(problem: Problem, config: Config) -> Counter[tuple[int, int]]:
+    """(strip, tile) of all copies, each at its place in a slot; and of all products, which must be the same."""
+    strips, tiles, group = problem.n // STRIP, problem.k // STRIP, problem.group_size // STRIP
+    step = stream_step(config, problem.group_size) // STRIP
+    slot_steps = config.block_k // STRIP // step // config.warps_k
+    steps = ceil(tiles / step)
+    most = ceil(ceil(steps / config.split_k) / config.warps_k)
+    units, blocks = strips * config.split_k, KERNEL.launches(problem, config, H200)[0].grid[0]
+    copied: Counter[tuple[int, int]] = Counter()
+    multiplied: Counter[tuple[int, int]] = Counter()
+    for unit in range(units):
+        assert sum(units * b // blocks <= unit < units * (b + 1) // blocks for b in range(blocks)) == 1
+        part, strip = divmod(unit, strips)
+        begin = steps * part // config.split_k
+        whole = steps * (part + 1) // config.split_k - begin
+        for warp in range(config.warps_k):
+            first, last = begin + whole * warp // config.warps_k, begin + whole * (warp + 1) // config.warps_k
+            assert last - first <= most
+            owned = min((last - first) * step, tiles - first * step)
+            for round_ in range(ceil(most / slot_steps)):
+                at = (first + round_ * slot_steps) * step
+                count = max(0, min(min(slot_steps, last - first - round_ * slot_steps) * step, tiles - at))
+                assert count % group == 0
+                assert at % group == 0 or count == 0
+                copied.update((strip, at + i) for i in range(count))
+                for i in range(slot_steps):
+                    if round_ * slot_steps + i < most:
+                        own = (round_ * slot_steps + i) * step
+                        multiplied.update((strip, first * step + own + j) for j in range(step) if own + j < owned)
+    assert copied == multiplied
+    return copied
+
+
+def test_every_tile_is_multiplied_once() -> None:
+    rng = random.Random(5)
+    seen = 0
+    while seen < 60:
+        group = rng.choice((32, 64, 128))
+        problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 60), group, "bf16", rng.choice((1, 2)))
+        config = Config(
+            rng.choice(STREAMED), STRIP, 32 * rng.randrange(8, 120), STRIP, 1, rng.choice((2, 3, 4, 8, 12, 16)), 2, 1,
+            split_k=rng.choice(STREAM_SPACE["split_k"]), stream=True,
+        )  # fmt: skip
+        if KERNEL.why_invalid(problem, config, H200) is None:
+            seen += 1
+            found = dealt(problem, config)
+            assert len(found) == problem.n // STRIP * (problem.k // STRIP)
+            assert set(found.values()) == {1}

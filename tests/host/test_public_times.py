@@ -26,8 +26,8 @@ def times() -> tuple[Published, ...]:
 
 
 def test_what_was_published_is_predicted_within_reason(times: tuple[Published, ...]) -> None:
-    """Of other kernels that do the same: up to 1.6 off each, and a board's by a third at most. One token's W4A16 is less
-    than that: Marlin takes 1.6 times as long on an H200, measured.
+    """Of other kernels that do the same: up to 1.6 off each, and a board's by a third at most. One token's W4A16 takes
+    less than theirs: Marlin 1.6 times as long on an H200, measured.
     """
     boards: dict[str, list[float]] = {}
     for t in times:

@@ -325,7 +325,10 @@ def test_the_command_says_what_is_done_and_what_is_left(
         sys.setswitchinterval(switching)
     assert cut.exit_code == 1
     assert "0 of 3 files complete" in cut.output
-    assert "left: scale-one.csv: 33 configurations" in cut.output
+    told = re.search(r"recorded (.*?) in .*left: scale-one.csv: (\d+) configurations", cut.output, re.DOTALL)
+    assert told is not None, cut.output
+    done = sum(map(int, re.findall(r"\d+", told[1])))  # in so little time a fast host may record one
+    assert int(told[2]) + done == 33
     assert whole.exit_code == 0, whole.output
     assert re.search("recorded 1[89] compile_failed, ", whole.output)
     assert "3 of 3 files complete" in whole.output

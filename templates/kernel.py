@@ -484,6 +484,15 @@ def parse_fields(cls: type[Any], text: str) -> Any:
     return cls(**values)
 
 
+def parse_over(value: Any, text: str) -> Any:
+    """A Config, or a Problem whose fields all have defaults, with the fields that `text` names in place of its own.
+    Raises as parse_fields does.
+    """
+    named = {part.partition("=")[0].strip() for part in text.split(",")}
+    parsed = fields_of(parse_fields(type(value), text))
+    return replace(value, **{n: v for n, v in parsed.items() if n in named})
+
+
 def _parse_value(key: str, raw: str, type_name: str) -> Any:
     if type_name == "bool":
         if raw.lower() in ("1", "true", "yes"):

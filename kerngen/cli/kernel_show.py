@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -128,19 +128,18 @@ def problem_of(k: Kernel, text: str, arch: Arch) -> Any:
 
 def _config(k: Kernel, text: str, found: Candidates) -> Any:
     """The default configuration with the fields that `text` names."""
-    from kerngen.templates.kernel import fields_of, parse_fields
+    from kerngen.templates.kernel import fields_of, parse_over
 
     default = found.default
-    if not text:
-        return default
-    named = {part.partition("=")[0].strip() for part in text.split(",")}
-    parsed = {n: v for n, v in fields_of(parse_fields(k.config_type, text)).items() if n in named}
-    for name, value in parsed.items():  # why_invalid answers for the space, and promises nothing outside of it
+    config = parse_over(default, text)
+    for name, value in fields_of(
+        config
+    ).items():  # why_invalid answers for the space, and promises nothing outside of it
         known = dict.fromkeys(v for part in found.space for v in part.get(name, ()))
         if value not in (*known, getattr(default, name)):
             raise UsageError(f"{name}={value} is not in {k.name}'s space",
                              hint=f"{name}: {', '.join(map(str, known)) or getattr(default, name)}")  # fmt: skip
-    return replace(default, **parsed)
+    return config
 
 
 def _winner(k: Kernel, problem: Any, target: Target) -> Winner | None:

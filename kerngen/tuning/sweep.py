@@ -2,8 +2,10 @@
 
     python -m kerngen.tuning.sweep attn_prefill --body wgmma.cu.jinja --case d256 --most 24
     python -m kerngen.tuning.sweep w4a16_gemm --body warpgroups.cu.jinja --problem n=43008,k=5376,num_tokens=32
+    python -m kerngen.tuning.sweep attn_decode --case window --config warpgroups=true,num_splits=8
 
-For each case the default configuration first, then of the body's valid ones those that the cost model expects most of.
+For each case the default configuration first, then of the body's valid ones those that the cost model expects most of,
+or those of --config, of whichever body. What the board reads and multiplies at comes first: a share is a share of that.
 Each is compared with the fp32 reference before it is timed, in a process of its own: one that is wrong, that faults or
 that waits for ever (--timeout) is a line that says so, and the next goes on. Nothing is written to a database.
 """
@@ -26,7 +28,7 @@ from kerngen.compile import Cubin
 from kerngen.errors import CompileError, UsageError
 from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Body, Case, Kernel, describe
+from kerngen.templates.kernel import Body, Case, Kernel, describe, parse_over
 from kerngen.tuning.plan import rank
 from kerngen.tuning.space import valid_of
 from kerngen.tuning.worker import GpuWorker, Observed
@@ -58,13 +60,27 @@ def cases_of(kernel: Kernel, wanted: str, problems: Sequence[str]) -> list[Case]
     return found
 
 
+def of_body(kernel: Kernel, body: Body, problem: Any, target: Target, most: int) -> list[Any]:
+    """The body's configurations of which the cost model expects most, best first."""
+    return [config for _, config in rank(kernel, problem, target, valid_of(kernel, body, problem, target))[:most]]
+
+
+def written_out(kernel: Kernel, problem: Any, target: Target, texts: Sequence[str]) -> list[Any]:
+    """FIELD=VALUE,... each, unnamed fields as the default's. Raises as parse_fields and require_valid do."""
+    default = kernel.default_config(problem, target)
+    configs = [parse_over(default, text) for text in texts]
+    for config in configs:
+        kernel.require_valid(problem, config, target)
+    return configs
+
+
 def sweep(
-    kernel: Kernel, body: Body, case: Case, target: Target, gpu: GpuWorker, compiler: CachedCompiler, most: int
+    kernel: Kernel, case: Case, configs: Sequence[Any], target: Target, gpu: GpuWorker, compiler: CachedCompiler
 ) -> Iterator[Tried]:
-    """The default of `case`, then the body's best by the cost model, as each is done."""
+    """The default of `case`, then `configs`, as each is done."""
     problem = case.problem
-    default = rank(kernel, problem, target, [kernel.default_config(problem, target)])
-    wanted = [*default, *rank(kernel, problem, target, valid_of(kernel, body, problem, target))[:most]]
+    default = kernel.default_config(problem, target)
+    wanted = [(rank(kernel, problem, target, [config])[0][0], config) for config in (default, *configs)]
     compiles: list[Future[Cubin]] = [
         compiler.submit(render(kernel, problem, config, target), target.arch) for _, config in wanted
     ]
@@ -87,27 +103,48 @@ def _line(kernel: Kernel, case: Case, tried: Tried) -> str:
 
 @click.command()
 @click.argument("name", metavar="KERNEL")
-@click.option("--body", "template", required=True, help="The template of the body to try.")
+@click.option("--body", "template", default=None, help="The template of the body to try.")
+@click.option(
+    "--config",
+    "configs",
+    multiple=True,
+    help="FIELD=VALUE,...: this, unnamed fields as the default's, in place of a body's; may be given several times.",
+)
 @click.option("--case", "wanted", default="", help="Only bench cases whose name contains this.")
 @click.option("--problem", "problems", multiple=True, help="FIELD=VALUE,...: this in place of the bench cases.")
 @click.option("--most", type=click.IntRange(1), default=24, show_default=True, help="Configurations a case.")
 @click.option("--timeout", "timeout_s", type=float, default=20.0, show_default=True, help="Seconds a configuration.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 def main(
-    name: str, template: str, wanted: str, problems: tuple[str, ...], most: int, timeout_s: float, jobs: int | None
+    name: str,
+    template: str | None,
+    configs: tuple[str, ...],
+    wanted: str,
+    problems: tuple[str, ...],
+    most: int,
+    timeout_s: float,
+    jobs: int | None,
 ) -> None:
-    """Time the configurations of one body of KERNEL on this GPU. Exit code 1 if one is wrong or fails."""
+    """Time configurations of KERNEL on this GPU. Exit code 1 if one is wrong or fails."""
+    if (template is None) == (not configs):
+        raise UsageError("what to try is not clear", hint="name either --body, or each configuration by --config")
     kernel = find_kernel(name)
-    body, cases = body_of(kernel, template), cases_of(kernel, wanted, problems)
+    body, cases = template and body_of(kernel, template), cases_of(kernel, wanted, problems)
     failed = 0
     with GpuWorker(timeout_s) as gpu, CachedCompiler(jobs or os.cpu_count() or 1) as compiler:
         target = Target.of(gpu.device())
-        if not body.serves(target.arch):
+        if body and not body.serves(target.arch):
             raise UsageError(f"{template} does not serve {target.arch}")
+        limits = gpu.ceilings()
+        click.echo(f"{target.device}: reads {limits.read_gbps:.0f} GB/s, multiplies {limits.matmul_tflops:.0f} TFLOP/s")
         for case in cases:
             click.echo(f"{case.name} {describe(case.problem)}")
             done = []
-            for tried in sweep(kernel, body, case, target, gpu, compiler, most):
+            if body:
+                chosen = of_body(kernel, body, case.problem, target, most)
+            else:
+                chosen = written_out(kernel, case.problem, target, configs)
+            for tried in sweep(kernel, case, chosen, target, gpu, compiler):
                 click.echo(_line(kernel, case, tried))
                 done.append(tried)
             failed += sum(t.seen.p50_us is None for t in done)

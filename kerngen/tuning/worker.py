@@ -23,6 +23,7 @@ from kerngen.templates.kernel import Kernel, spread
 from kerngen.tuning.objective import FIGURES
 
 if TYPE_CHECKING:
+    from kerngen.measure import Ceilings
     from kerngen.steps import Ratio, Step
     from kerngen.tuning.stepworker import Exchanged
     from kerngen.workload import Model
@@ -80,6 +81,11 @@ class GpuWorker:
     def uuid(self) -> str:
         """Its identity, as NVML writes it."""
         found: str = self._call(_uuid)
+        return found
+
+    def ceilings(self) -> Ceilings:
+        """What it reads, copies and multiplies at, measured now."""
+        found: Ceilings = self._call(_ceilings)
         return found
 
     def clocks(self) -> Clocks | None:
@@ -194,6 +200,12 @@ def _uuid() -> str:
 
 
 @cache
+def _ceilings() -> Ceilings:
+    from kerngen.measure import ceilings
+
+    return ceilings()
+
+
 def _watch() -> Watch:
     return Watch(_uuid())
 

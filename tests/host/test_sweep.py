@@ -11,6 +11,7 @@ import pytest
 from kerngen.arch import Device, Target, find_device
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.cli import run_command
+from kerngen.measure import Ceilings
 from kerngen.templates import find_kernel
 from kerngen.tuning import sweep
 from kerngen.tuning.worker import Observed
@@ -35,6 +36,9 @@ class PlayedGpu:
     def device(self) -> Device:
         return find_device("H200")
 
+    def ceilings(self) -> Ceilings:
+        return Ceilings(4580.0, 4100.0, 790.0, {})
+
     def measure(self, kernel: Any, problem: Any, config: Any, image: bytes) -> Observed:
         assert image[:4] == b"\x7fELF"
         self.seen.append(config)
@@ -53,13 +57,27 @@ def test_it_tells_what_came_of_each(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert _run(monkeypatch, *ARGUMENTS, "--most", "6", "--timeout", "3", "--jobs", "2") == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert len(lines) == 1 + 1 + 6 + 1
-    assert "n=512" in lines[0]
-    assert "wrong_result: out[3, 1] is nan, reference 1" in lines[2]
-    assert lines[1].split()[1] == "us"
-    assert all("warpgroups=True" in line for line in lines[2:8])
+    assert len(lines) == 1 + 1 + 1 + 6 + 1
+    assert "reads 4580 GB/s, multiplies 790 TFLOP/s" in lines[0]
+    assert "n=512" in lines[1]
+    assert "wrong_result: out[3, 1] is nan, reference 1" in lines[3]
+    assert lines[2].split()[1] == "us"
+    assert all("warpgroups=True" in line for line in lines[3:9])
     assert "best: " in lines[-1]
     assert "1 configurations are wrong or failed" in err
+
+
+def test_configurations_that_are_written_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "GpuWorker", PlayedGpu)
+    given = ("--config", "block_m=32", "--config", "block_m=64,block_n=128", "--timeout", "3", "--jobs", "2")
+    assert _run(monkeypatch, ARGUMENTS[0], *ARGUMENTS[3:], *given) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 1 + 3 + 1
+    assert "block_m=32" in lines[3]
+    assert "block_m=64" in lines[4]
+    assert "block_n=128" in lines[4]
 
 
 def test_the_quickest_by_the_model_are_tried_first(tmp_path: Path) -> None:
@@ -68,7 +86,8 @@ def test_the_quickest_by_the_model_are_tried_first(tmp_path: Path) -> None:
     target = Target.of(find_device("H200"))
     case, gpu = GEMM.cases.case_for(problem), PlayedGpu(3.0)
     with CachedCompiler(2, CompileCache(tmp_path)) as compiler:
-        _, *found = sweep.sweep(GEMM, body, case, target, gpu, compiler, 10)  # type: ignore[arg-type]
+        best = sweep.of_body(GEMM, body, problem, target, 10)
+        _, *found = sweep.sweep(GEMM, case, best, target, gpu, compiler)  # type: ignore[arg-type]
     assert len(found) == 10
     assert [t.expected_us for t in found] == sorted(t.expected_us for t in found)
     assert all(t.config.warpgroups for t in found)
@@ -79,6 +98,8 @@ def test_the_quickest_by_the_model_are_tried_first(tmp_path: Path) -> None:
     [
         (("rmsnorm", "--body", "x.cu"), "rmsnorm has 0 bodies"),
         (("w4a16_gemm", "--body", "kernel.cu.jinja"), "w4a16_gemm has 2 bodies"),
+        (("rmsnorm",), "what to try is not clear"),
+        ((*ARGUMENTS, "--config", "block_m=32"), "what to try is not clear"),
         ((*ARGUMENTS[:4], "tokens=3"), "unknown problem field 'tokens'"),
         ((*ARGUMENTS[:4], "n=many"), "n='many' is not of type int"),
         ((*ARGUMENTS[:3], "--case", "nonsense"), "no bench case of w4a16_gemm contains 'nonsense'"),

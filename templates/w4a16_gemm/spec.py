@@ -104,7 +104,7 @@ BODIES = (
 )
 OUTPUTS = ("out",)
 # Up to so many weights the default is gemv: what counts is when the first bytes arrive. For one token stream is faster
-# alone from far fewer on, but the 26B-A4B's step, of many small products, took 1.85 ms so in place of 1.63.
+# alone from far fewer on, but in the one run in which the 26B-A4B's small products took it, its step was slower.
 STRAIGHT_WEIGHTS = 1 << 26
 STREAMED_WEIGHTS = 1 << 25  # for one token
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips

@@ -71,13 +71,43 @@ def test_configurations_that_are_written_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sweep, "GpuWorker", PlayedGpu)
-    given = ("--config", "block_m=32", "--config", "block_m=64,block_n=128", "--timeout", "3", "--jobs", "2")
+    given = ("--config", "block_m=16", "--config", "block_m=64,num_stages=3", "--timeout", "3", "--jobs", "2")
     assert _run(monkeypatch, ARGUMENTS[0], *ARGUMENTS[3:], *given) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 1 + 3 + 1
-    assert "block_m=32" in lines[3]
+    assert "block_m=16" in lines[3]
     assert "block_m=64" in lines[4]
-    assert "block_n=128" in lines[4]
+    assert "num_stages=3" in lines[4]
+
+
+def test_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sweep, "GpuWorker", PlayedGpu)
+    plan = tmp_path / "plan.txt"
+    plan.write_text("# two problems\nw4a16_gemm n=512,k=256,num_tokens=40\n  block_m=16  # small\n\n"
+                    "w4a16_gemm n=512,k=256,num_tokens=1\n  block_n=64,warp_n=64\n")  # fmt: skip
+    assert _run(monkeypatch, "--plan", str(plan), "--timeout", "3", "--jobs", "2") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:2] for line in lines] == ["H2", "w4", "  ", "  ", "  ", "w4", "  ", "  ", "  "]
+    assert "block_m=16" in lines[3]
+    assert "block_n=64" in lines[7]
+    assert "best: " in lines[8]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "plans nothing"),
+        ("  block_m=32\n", "line 1: a configuration stands before the first problem"),
+        ("\nw4a16 n=512,k=256\n", "line 2: unknown kernel 'w4a16'"),
+        ("w4a16_gemm n=512\n", "line 1: k must be given"),
+    ],
+)
+def test_a_plan_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    (plan := tmp_path / "plan.txt").write_text(text)
+    assert _run(monkeypatch, "--plan", str(plan)) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_the_quickest_by_the_model_are_tried_first(tmp_path: Path) -> None:
@@ -87,8 +117,9 @@ def test_the_quickest_by_the_model_are_tried_first(tmp_path: Path) -> None:
     case, gpu = GEMM.cases.case_for(problem), PlayedGpu(3.0)
     with CachedCompiler(2, CompileCache(tmp_path)) as compiler:
         best = sweep.of_body(GEMM, body, problem, target, 10)
-        _, *found = sweep.sweep(GEMM, case, best, target, gpu, compiler)  # type: ignore[arg-type]
-    assert len(found) == 10
+        planned = sweep.Planned(GEMM, case, [], [c for c in best if c != GEMM.default_config(problem, target)])
+        _, *found = sweep.sweep([planned], target, gpu, compiler)  # type: ignore[arg-type]
+    assert len(found) in (9, 10)
     assert [t.expected_us for t in found] == sorted(t.expected_us for t in found)
     assert all(t.config.warpgroups for t in found)
 
@@ -99,6 +130,8 @@ def test_the_quickest_by_the_model_are_tried_first(tmp_path: Path) -> None:
         (("rmsnorm", "--body", "x.cu"), "rmsnorm has 0 bodies"),
         (("w4a16_gemm", "--body", "kernel.cu.jinja"), "w4a16_gemm has 2 bodies"),
         (("rmsnorm",), "what to try is not clear"),
+        ((), "what to try is not clear"),
+        (("--config", "block_m=32"), "what to try is not clear"),
         ((*ARGUMENTS, "--config", "block_m=32"), "what to try is not clear"),
         ((*ARGUMENTS[:4], "tokens=3"), "unknown problem field 'tokens'"),
         ((*ARGUMENTS[:4], "n=many"), "n='many' is not of type int"),

@@ -69,7 +69,9 @@ class Binding:
         self.kernel, self.target, self._bound = kernel, target, bound
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
-        self._smaller: dict[tuple[Any, ...], dict[Any, Choice]] = {}  # that may serve in place of one of those
+        self._nearby: dict[
+            tuple[Any, ...], dict[Any, Choice]
+        ] = {}  # defaults of lengths near one that may serve in its place
         self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
 
     def choice(self, problem: Any) -> Choice:
@@ -99,8 +101,8 @@ class Binding:
             return self._exceptions.setdefault(own.config, own)
         if self.kernel.prefer is None or size == above:
             return found
-        if (others := self._smaller.get((key, above))) is None:
-            others = self._smaller[key, above] = self._others(key, problem, found, above)
+        if (others := self._nearby.get((key, above))) is None:
+            others = self._nearby[key, above] = self._others(key, problem, found, above)
         valid = {c: o for c, o in others.items() if self.kernel.why_invalid(problem, c, self.target) is None}
         return valid.get(self.kernel.prefer(problem, (found.config, *valid), self.target), found)
 

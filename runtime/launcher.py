@@ -11,7 +11,9 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +23,8 @@ import torch
 
 from kerngen.arch import Device, Target, arch_of_capability
 from kerngen.boards import identify, plain_name
-from kerngen.cache import CompileCache
-from kerngen.errors import DeviceError, LaunchError, ToolchainError
+from kerngen.cache import CachedCompiler, CompileCache
+from kerngen.errors import DeviceError, KerngenError, LaunchError, ToolchainError
 from kerngen.files import make_room_for_cupy
 from kerngen.runtime import tensor_maps
 from kerngen.runtime.binding import Bindings, Choice
@@ -31,6 +33,7 @@ from kerngen.templates.call import Call
 from kerngen.templates.kernel import Arg, Kernel, Launch, describe
 
 if TYPE_CHECKING:
+    from kerngen.compile import Cubin
     from kerngen.tuning_db import Source
     from kerngen.tuning_db.serve.boards import PerBoard
 
@@ -354,6 +357,25 @@ class Launcher:
         if (known := self._by_choice.get(choice)) is None:
             known = self._by_choice[choice] = self._loaded(choice)
         return known
+
+    def build(
+        self, asked: Iterable[tuple[Kernel, Any]], jobs: int, say: Callable[[int, int, str], None] = lambda *_: None
+    ) -> None:
+        """Compile in `jobs` processes what serves these (kernel, problem) and is not built yet.
+
+        say: done, of all, what. What cannot be compiled is left to `function`, which says why.
+        """
+        with CachedCompiler(jobs, self._cache) as compiler:
+            building: dict[str, tuple[str, Future[Cubin]]] = {}
+            for kernel, problem in asked:
+                with suppress(KerngenError):
+                    choice = self._bindings.choice(kernel, problem)
+                    if choice.cubin is None and choice not in self._by_choice:
+                        building.setdefault(choice.text, (kernel.name, compiler.submit(choice.text, self.target.arch)))
+            for i, (name, made) in enumerate(building.values()):
+                say(i, len(building), name)
+                with suppress(KerngenError):
+                    made.result()
 
     def launch(self, call: Call[Any], *, in_forward: bool = False, alone: bool = False) -> None:
         """Run `call` on torch's current stream. in_forward, alone: see Function.run."""

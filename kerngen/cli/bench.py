@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import asdict
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +15,7 @@ from kerngen.cli.drafting import draft_weights_option
 
 if TYPE_CHECKING:
     from kerngen.measure import Ceilings
+    from kerngen.progress import Reporter
 
 
 @click.group()
@@ -27,16 +31,18 @@ def bench() -> None:
 @click.option("--db", "db_url", default=None, help="Tuning database whose winners to time. Default: the user's.")
 @click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--untuned", is_flag=True, help="Time the default configurations.")
+@click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def kernel(
     names: tuple[str, ...], case_filter: str, problems: tuple[str, ...], db_url: str | None, bundle: str | None,
-    untuned: bool, device: str | None, as_json: bool,
+    untuned: bool, jobs: int | None, device: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels' bench cases, with their baselines. All kernels if none is named. Exit code 1 if a case fails.
 
-    Peers are among the baselines where they are at hand: vLLM's products, if it is installed. --problem
-    n=8192,k=2816,num_tokens=48 times that one of w4a16_gemm.
+    What is not built yet is compiled first, and a line is printed as soon as its case is timed. Peers are among the
+    baselines where they are at hand: vLLM's products, if it is installed. --problem n=8192,k=2816,num_tokens=48
+    times that one of w4a16_gemm.
 
     Example: kerngen bench kernel attn_decode w4a16_gemm
     """
@@ -44,6 +50,7 @@ def kernel(
     from kerngen.cache import CompileCache
     from kerngen.errors import UsageError
     from kerngen.measure import bench_row, ceilings, load_peers
+    from kerngen.progress import Reporter
     from kerngen.runtime.backend import use_gpu
     from kerngen.runtime.launcher import Launcher
     from kerngen.templates import find_kernel, kernel_names
@@ -63,40 +70,64 @@ def kernel(
     launcher = Launcher(sources, cache, index=index)
     if shipped is not None:
         shipped.require(launcher.target.arch)
-    rows = [bench_row(launcher, k, case) for k, case in cases]
-    limit = ceilings()
+    with Reporter("bench", quiet=as_json) as bar:
+        launcher.build([(k, case.problem) for k, case in cases], jobs or os.cpu_count() or 1, bar.update)
+        limit, rows = ceilings(), []
+        if not as_json:
+            _print_head(limit, bar)
+        for i, (k, case) in enumerate(cases):
+            bar.update(i, len(cases), f"{k.name} {case.name}")
+            rows.append(bench_row(launcher, k, case))
+            if not as_json:
+                bar.print(_row_line(rows[-1]))
     if as_json:
         click.echo(json.dumps({"environment": limit.environment, "read_gbps": limit.read_gbps,
                                "copy_gbps": limit.copy_gbps, "matmul_tflops": limit.matmul_tflops,
                                "rows": rows}))  # fmt: skip
-    else:
-        _print_rows(rows, limit)
+    for line in () if as_json else _beside_baselines(rows):
+        click.echo(line)
     if failed := [r for r in rows if "error" in r]:
         click.echo(f"{len(failed)} of {len(rows)} cases failed", err=True)
         raise click.exceptions.Exit(1)
 
 
-def _print_rows(rows: list[dict[str, Any]], limit: Ceilings) -> None:
-    _print_header(limit)
-    click.echo(f"{'kernel':15} {'case':34} {'us':>9} {'p10-p90':>17} {'GB/s':>6} {'read%':>5} {'TF/s':>6} "
-               f"{'mm%':>5}  baselines (us)")  # fmt: skip
-    for r in rows:
-        if "error" in r:
-            click.echo(f"{r['kernel']:15} {r['case']:34} {r['error']}")
-            continue
-        base = "  ".join(
-            f"{k[9:-3]} {v:.1f}" if isinstance(v, float) else f"{k[9:-3]} -"
-            for k, v in r.items()
-            if k.startswith("baseline_")
-        )
-        click.echo(f"{r['kernel']:15} {r['case']:34} {r['p50_us']:9.2f} {r['p10_us']:8.2f}-{r['p90_us']:8.2f} "
-                   f"{r['gbps']:6.0f} {100 * r['share_read']:5.1f} {r['tflops']:6.1f} "
-                   f"{100 * r['share_matmul']:5.1f}  {base}")  # fmt: skip
+def _print_head(limit: Ceilings, bar: Reporter) -> None:
+    bar.print(_limits_line(limit))
+    bar.print(f"{'kernel':15} {'case':34} {'us':>9} {'p10-p90':>17} {'GB/s':>6} {'read%':>5} {'TF/s':>6} "
+              f"{'mm%':>5}  baselines (us)")  # fmt: skip
 
 
-def _print_header(limit: Ceilings) -> None:
+def _row_line(r: dict[str, Any]) -> str:
+    if "error" in r:
+        return f"{r['kernel']:15} {r['case']:34} {r['error']}"
+    base = "  ".join(f"{name} {us:.1f}" if isinstance(us, float) else f"{name} -" for name, us in _baselines(r))
+    return (f"{r['kernel']:15} {r['case']:34} {r['p50_us']:9.2f} {r['p10_us']:8.2f}-{r['p90_us']:8.2f} "
+            f"{r['gbps']:6.0f} {100 * r['share_read']:5.1f} {r['tflops']:6.1f} "
+            f"{100 * r['share_matmul']:5.1f}  {base}")  # fmt: skip
+
+
+def _baselines(row: dict[str, Any]) -> Iterator[tuple[str, float | str]]:
+    """(name, us or why there is none)"""
+    return ((key[9:-3], us) for key, us in row.items() if key.startswith("baseline_"))
+
+
+def _beside_baselines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Of each baseline that was timed on several cases: its time over ours, in the worst case and the median."""
+    ratios: dict[str, list[tuple[float, str]]] = {}
+    for row in rows:
+        for name, us in _baselines(row):
+            if isinstance(us, float):
+                ratios.setdefault(name, []).append((us / row["p50_us"], f"{row['kernel']} {row['case']}"))
+    for name, found in ratios.items():
+        if len(found) > 1:
+            least, case = min(found)
+            middle = median(ratio for ratio, _ in found)
+            yield f"{name} over ours: {least:.2f} at least ({case}), {middle:.2f} in the median of {len(found)}"
+
+
+def _limits_line(limit: Ceilings) -> str:
     env = limit.environment
-    click.echo(
+    return (
         f"{env['gpu']}, driver {env['driver']}, torch {env['torch']}; measured limits of this run: "
         f"read {limit.read_gbps:.0f} GB/s, copy {limit.copy_gbps:.0f} GB/s, matmul {limit.matmul_tflops:.0f} TFLOP/s"
     )
@@ -208,7 +239,7 @@ def step(
     use_gpu(device)
     limit = ceilings()
     if not as_json:
-        _print_header(limit)
+        click.echo(_limits_line(limit))
     rows = []
     for row in side_by_side(model, contenders, pairs=pairs, seed=seed):
         rows.append(row)
@@ -284,7 +315,7 @@ def profile(
     if as_json:
         click.echo(json.dumps(asdict(found) | {"model": model.name, "environment": ceilings().environment}))
         return
-    _print_header(ceilings())
+    click.echo(_limits_line(ceilings()))
     click.echo(f"{model.name}, {step.name}: {found.step_us / 1e3:.3f} ms")
     click.echo(f"{'kernel':18} {'launches':>8} {'us':>9} {'of step':>7} {'us each':>8} {'MB':>9} {'floor us':>9}")
     for r in found.rows:

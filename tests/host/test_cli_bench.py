@@ -72,7 +72,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> Non
     limit = Ceilings(4500.0, 4100.0, 780.0, {"gpu": "H200", "driver": "580", "torch": "2"})
     monkeypatch.setattr("kerngen.measure.ceilings", lambda: limit)
     monkeypatch.setattr("kerngen.measure.bench_row", lambda *_: rows.pop(0))
-    target = SimpleNamespace(target=Target.of(find_device("H200")))
+    target = SimpleNamespace(target=Target.of(find_device("H200")), build=lambda asked, jobs, say: list(asked))
     monkeypatch.setattr(launcher, "Launcher", lambda *_, **__: target)
 
 
@@ -161,6 +161,20 @@ def test_a_problem_that_is_written_out_is_timed_in_place_of_the_cases(
     ):
         code, _, err = kerngen("bench", "kernel", *args)
         assert (code, says in err) == (2, True), err
+
+
+def test_baselines_are_summed_up(kerngen: Kerngen, current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ((3.0, 9.0), (1.8, "RuntimeError: group 32"), (4.0, 2.0))
+    rows = [
+        {"kernel": "w4a16_gemm", "case": f"c{i}", **ROW, "baseline_marlin_us": marlin, "baseline_machete_us": machete}
+        for i, (marlin, machete) in enumerate(given)
+    ]
+    _pretend(monkeypatch, rows)
+    problems = [x for n in (1, 2, 3) for x in ("--problem", f"n=96,k=64,num_tokens={n}")]
+    code, out, err = kerngen("bench", "kernel", "w4a16_gemm", *problems)
+    assert code == 0, err
+    assert "marlin over ours: 0.90 at least (w4a16_gemm c1), 1.50 in the median of 3" in out
+    assert "machete over ours: 1.00 at least (w4a16_gemm c2), 2.75 in the median of 2" in out
 
 
 def test_defaults_are_nobodys_choice(kerngen: Kerngen) -> None:

@@ -66,6 +66,17 @@ def test_the_winner_is_loaded_as_it_was_stored(resolve: Any) -> None:
     assert (found.image, found.config, found.source) == (winner.cubin.image, CONFIG, "user (measured)")
 
 
+@pytest.mark.usefixtures("resolve")
+def test_what_is_asked_for_is_compiled_ahead(tmp_path: Path) -> None:
+    cache, said = CompileCache(tmp_path), []
+    here = launcher.Launcher([], cache)
+    here.build([(KERNEL, PROBLEM), (KERNEL, PROBLEM)], 1, lambda *told: said.append(told))
+    assert said == [(0, 1, KERNEL.name)]
+    text = render(KERNEL, PROBLEM, KERNEL.default_config(PROBLEM, here.target), here.target)
+    assert (built := cache.find(text, SM90)) is not None
+    assert here.function(KERNEL, PROBLEM).image == built.image
+
+
 def test_without_a_winner_the_default_is_compiled(resolve: Any) -> None:
     found = resolve()
     assert found.config == KERNEL.default_config(PROBLEM, Target.of(SM90))

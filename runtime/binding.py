@@ -69,9 +69,7 @@ class Binding:
         self.kernel, self.target, self._bound = kernel, target, bound
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
-        self._nearby: dict[
-            tuple[Any, ...], dict[Any, Choice]
-        ] = {}  # defaults of lengths near one that may serve in its place
+        self._nearby: dict[tuple[Any, ...], dict[Any, Choice]] = {}  # by length: others near it
         self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
 
     def choice(self, problem: Any) -> Choice:

@@ -28,7 +28,7 @@ from kerngen.templates.kernel import Tolerance
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
     """out [1, hidden], k_caches and v_caches, a tuple of a layer each, in fp32, holding values of their dtypes. Layers
-    without K and V of their own give the caches that they attend to.
+    without K and V of their own give the caches that they attend to, as they are where no layer has any.
     """
     p, eps = problem, inputs["eps"]
 
@@ -48,6 +48,8 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
             slots = _given(inputs, letter, "slots").where(inputs["kv_lens"] > 0, -1)
             old = inputs["k_caches"][index], inputs["v_caches"][index]
             last[letter] = written(old[0], slots, k), written(old[1], slots, v)
+        elif not p.makes_kv:
+            last[letter.lower()] = inputs["k_caches"][index].float(), inputs["v_caches"][index].float()
         caches.append(last[letter.lower()])
         attended = _attended(p, letter, q, caches[-1], inputs)
         stream = add(stream, _product(attended, w, "out", p.dtype), w["post_attention_norm"])

@@ -154,7 +154,7 @@ class KVPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerInStep:
-    """A layer of a model with what it attends by, as attend_decode does. window: 0 on a full-attention layer. pages: its
+    """A layer of a model with what it attends by, as in attend_decode. window: 0 on a full-attention layer. pages: its
     own, or those of the layer that it shares. slots, block_table: of its kind; slots None where no layer owns K and V.
     """
 

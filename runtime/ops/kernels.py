@@ -301,7 +301,7 @@ class KernelOps:
             )  # fmt: skip
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
-        if layers_spec.why_unsupported(call.problem, target) is not None or not layers_spec.pays(call.problem):
+        if layers_spec.why_unsupported(call.problem, target) or not layers_spec.pays(call.problem, target):
             return None
         return self.executor.run(call, self._at("all layers"))
 

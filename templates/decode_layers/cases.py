@@ -24,8 +24,8 @@ SCORE_STD = 3.0  # single keys carry weight, so that one key too many or too few
 
 
 def case_for(problem: Problem, **options: Any) -> Case:
-    """options: `zeros`, rows of products that are exactly zero; `signed`, scales of either sign, as matrices that become
-    int4 on load have them; `first_position`, what is added to the position.
+    """options: `zeros`, rows of products that are exactly zero; `signed`, scales of either sign, as of matrices that
+    become int4 on load; `first_position`, what is added to the position.
     """
     p = problem
     heads = f"q{p.num_q_heads}-{p.num_kv_heads}x{p.head_dim}-{p.num_full_kv_heads}x{p.full_head_dim}"

@@ -92,14 +92,15 @@ def decode_layers(
     two letters, in the order in which they come first.
 
     residual [1, H] in the weights' dtype or fp32, not written; ple [1, L, P] or None; positions [1] int64, kv_lens [1]
-    int32 with the token, if any layer owns its key: what full attention sees. Of sliding layers, and of full ones: slots [1] int64, the row of the caches that the token's
-    K and V go to, block_table [1, max_pages] int32, inv_freq [d / 2] fp32 with its first num_rotated_pairs to turn.
-    Matrices as w4a16_gemm's, packed [N / 32, K / 32, 32, 4] int32 and scales [N / 32, K / group_size, 32]: qkv as
-    qkv_norm_rope's, q alone in S and F; out; gate_up as w4a16_gated's; down. Norms [H], those of heads [d]; caches
-    [num_pages, nkv, page_size, d]; ple_gates [P, H], ple_projections [H, P]; layer_scalars [1]. window: of sliding
-    layers. max_kv_len: no kv_len is longer; 0 for what the block table holds. All but what is said above is of the
-    weights' dtype, and on a GPU each tensor begins at a multiple of 16 bytes. Returns norm(h; final_norm) [1, H].
-    Raises ProblemError where lists, shapes and `layers` do not fit together.
+    int32, what full attention sees, the token with it if any layer owns its key. Of sliding layers, and of full ones:
+    slots [1] int64, the row of the caches that the token's K and V go to, block_table [1, max_pages] int32, inv_freq
+    [d / 2] fp32 with its first num_rotated_pairs to turn. Matrices as w4a16_gemm's, packed [N / 32, K / 32, 32, 4]
+    int32 and scales [N / 32, K / group_size, 32]: qkv as qkv_norm_rope's, q alone in S and F; out; gate_up as
+    w4a16_gated's; down. Norms [H], those of heads [d]; caches [num_pages, nkv, page_size, d]; ple_gates [P, H],
+    ple_projections [H, P]; layer_scalars [1]. window: of sliding layers. max_kv_len: no kv_len is longer; 0 for what
+    the block table holds. All but what is said above is of the weights' dtype, and on a GPU each tensor begins at a
+    multiple of 16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes and `layers` do
+    not fit together.
     """
     require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
     given: dict[str, list[Tensor]] = {
@@ -111,7 +112,8 @@ def decode_layers(
     }  # fmt: skip
     of_ple = {"ple_gate": ple_gates, "ple_projection": ple_projections, "post_ple_norm": post_ple_norms}
     caches = {"k_cache": k_caches, "v_cache": v_caches}
-    count, own, kinds = len(layers), [letter.islower() for letter in layers], [layers[i].lower() for i in sources(layers)]
+    count, own = len(layers), [letter.islower() for letter in layers]
+    kinds = [layers[index].lower() for index in sources(layers)]  # of the caches
     require(count > 0, "there are no layers")
     for wanted, lists in (
         (count, given), (sum(own), {"k_norm": k_norms}), (len(kinds), caches), (0 if ple is None else count, of_ple),

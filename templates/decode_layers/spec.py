@@ -35,10 +35,12 @@ UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = 2 * 8 * 640 + 2 * 8 * 520  # of shared memory: scores by warps, of two batches, and Q
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
-# By measurement on an H200, of the 31B at 16384 to 131072 tokens (docs/performance.md)
+# By measurement on an H200, of the 31B at 16384 to 131072 tokens (docs/performance.md), with a block on every SM
 SAVED_US = 12.0  # a layer, beside launches of its own; of the 31B 20
-US_PER_KEY_BYTE = 0.081e-6  # of a full layer's keys and values, beyond what attn_decode takes to read them
-# No GPU has confirmed yet what all capitals mean. They are compiled, checked and run where an op asks; no forward asks.
+READ_US_PER_KEY_BYTE = 0.28e-6  # of a full layer's keys and values,
+US_PER_KEY_BYTE = 0.081e-6  # beyond what attn_decode takes to read them
+# No GPU has confirmed layers yet of which none owns K and V. They are compiled, checked and run where an op asks for
+# them; no forward does.
 DRAFTERS_PROVEN = False
 RING_LIMIT = 220 * 1024  # of shared memory, for the default configuration
 SUM_TILES = 24  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
@@ -48,8 +50,8 @@ MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of t
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One token through `layers`: a letter each, s for sliding and f for full attention; capitals own no K and V and
-    attend to those of the last layer of their kind that does. Of a drafter's layers, all capitals, none does, and all of
-    a kind attend to the same cache, which is given. h [hidden] enters as `residual`. In each layer
+    attend to those of the last layer of their kind that does. Of a drafter's layers, all capitals, none does, and all
+    of a kind attend to the same cache, which is given. h [hidden] enters as `residual`. In each layer
 
     q, k, v = norm(h; input_norm) Qkv^T, heads normed and turned (qkv_norm_rope); K and V go to the cache;
     h = h + norm(attention(q) Out^T; post_attention_norm); x = norm(h; pre_ffn_norm);
@@ -329,16 +331,19 @@ def _gate_rows(p: Problem, blocks: int) -> int:
     return 4 * ceil(p.ple_width / 4 / blocks)
 
 
-def pays(problem: Problem) -> bool:
+def pays(problem: Problem, target: Target) -> bool:
     """Whether launches of other kernels would take longer: in long contexts attn_decode reads keys faster than this
-    kernel does. kv_len is what contexts reach at most: three quarters of it are counted.
+    kernel does, all the more where a small drafter has shares for few blocks. kv_len is what contexts reach at most:
+    three quarters of it are counted.
     """
     p = problem
     if not p.makes_kv and not DRAFTERS_PROVEN:
         return False
+    sms_of_block = target.device.num_sms / num_blocks(p, default_config(p, target), target)
+    us_per_byte = US_PER_KEY_BYTE + READ_US_PER_KEY_BYTE * (sms_of_block - 1)
     heads, dim = p.heads_of("f")
     key_bytes = 0.75 * p.kv_len * 2 * heads * dim * ELEMENT_BYTES[p.dtype]
-    return sum(letter in "fF" for letter in p.layers) * key_bytes * US_PER_KEY_BYTE <= SAVED_US * len(p.layers)
+    return sum(letter in "fF" for letter in p.layers) * key_bytes * us_per_byte <= SAVED_US * len(p.layers)
 
 
 @lru_cache(maxsize=1024)

@@ -205,6 +205,11 @@ BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out", "k_caches", "v_caches")
 
 
+def outputs(problem: Problem) -> tuple[str, ...]:
+    """The caches only where a layer owns K and V; else they are read."""
+    return OUTPUTS if problem.makes_kv else ("out",)
+
+
 def sources(layers: str) -> tuple[int, ...]:
     """The layers whose caches a caller gives: those that own K and V, or if none does the first of each kind."""
     own = tuple(index for index, letter in enumerate(layers) if letter.islower())
@@ -229,7 +234,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "MAX_QKV": _most(p, 0, 0),
         "MAX_ATTENDED": _most(p, 1, 1),
         "MAX_INNER": _most(p, 3, 1),
-        "NEW_KEY": int(p.makes_kv),
+        "NEW_KEY": int(p.makes_kv),  # of the keys that are seen: one, the last, is none of the cache's
         "UNIT_ELEMENTS": _unit_elements(p),
         "WORK_BYTES": _work_bytes(p),
         "SHARED_BYTES": _shared_bytes(p, c),

@@ -16,6 +16,7 @@ from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.completion import Answer, Completion, CompletionStream
 from kerngen.runtime.config import (
     ModelConfig,
+    in_int4,
     read_drafter_config,
     read_eos_ids,
     read_model_config,
@@ -71,8 +72,7 @@ class Session:
     def __repr__(self) -> str:
         ops, dtype = self.ops, str(self.ops.dtype).removeprefix("torch.")
         count = "" if self.num_draft_tokens is None else f" {self.num_draft_tokens} tokens"
-        weights = " in int4" if self.draft_weights == "int4" else ""
-        drafting = f", drafting{count}{weights}" if self.drafter else ""
+        drafting = f", drafting{count}{in_int4(self.draft_weights)}" if self.drafter else ""
         return f"<kerngen.Session {self.folder.name}: {ops.name} on {ops.device}, {dtype}{drafting}>"
 
     @property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.drafting import draft_weights_option
+from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
     from kerngen.runtime.sampling import Sampling
@@ -255,10 +256,10 @@ def _summary(result: Completion, session: Session) -> str:
         f"{stats.num_tokens} new, {stats.tokens_per_s:.1f}/s, ended by {result.stop_reason}",
     ]
     if session.drafter_folder is not None:
-        weights = " in int4" if session.draft_weights == "int4" else ""
+        most = "" if session.num_draft_tokens is not None else "up to "
         lines.append(
-            f"{session.drafter_folder}{weights} drafts {'' if session.num_draft_tokens is not None else 'up to '}"
-            f"{stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens accepted a step "
+            f"{session.drafter_folder}{in_int4(session.draft_weights)} drafts {most}{stats.num_draft_tokens} a step: "
+            f"{stats.acceptance_length:.2f} tokens accepted a step "
             f"({stats.num_steps} steps; by position {_shares(stats.acceptance_by_position)})"
         )
     return "\n".join([*lines, *chosen_lines(ops.sources(), ops.outside())])

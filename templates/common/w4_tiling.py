@@ -247,7 +247,7 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     available = _stream_registers(c, arch)
     pairs = ceil(tiles / 2)
     if c.block_m in HALVED:
-        need = _HALVED_REGISTERS + 4 * tiles
+        need = _halved_registers(tiles, 0)
     else:
         need = 48 + 8 * tiles if c.block_m > 1 else 72 + 5 * pairs // 2 if pairs > MOST_PAIRS else 48 + 12 * pairs
     if need > available:
@@ -266,11 +266,14 @@ def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
     return ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k) * step // STRIP
 
 
-_HALVED_REGISTERS = 72  # of a thread, beside x and what sums begin with: with 64 a few bytes spilled
+def _halved_registers(tiles: int, begun: int) -> int:
+    """Of a thread, as measured: in fp16, with x of `tiles` tiles and what the sums of `begun` steps begin with."""
+    return 58 + 5 * tiles + 9 * begun // 2
 
 
 def _stream_registers(c: Tiling, arch: Arch) -> int:
-    return min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.warps_k * stream_blocks(c)) // 8 * 8)
+    """That a thread may have: each scheduler has a quarter of an SM's registers, and whole warps."""
+    return min(arch.max_regs_per_thread, arch.regs_per_sm // (128 * ceil(c.warps_k * stream_blocks(c) / 4)) // 8 * 8)
 
 
 def stream_has_many(c: Tiling, k: int, group_size: int, arch: Arch) -> bool:
@@ -279,8 +282,8 @@ def stream_has_many(c: Tiling, k: int, group_size: int, arch: Arch) -> bool:
     """
     tiles = stream_tiles(c, k, group_size)
     if c.block_m in HALVED:
-        kept = 4 * tiles * STRIP // stream_step(c, group_size)
-        return _HALVED_REGISTERS + 4 * tiles + kept > _stream_registers(c, arch)
+        steps = tiles * STRIP // stream_step(c, group_size)
+        return _halved_registers(tiles, steps) > _stream_registers(c, arch)
     return ceil(tiles / 2) > MOST_PAIRS
 
 

@@ -130,7 +130,7 @@ template <class L> struct W4HalvesX {
             sum = fmaf(d[j / 4][j % 4], by_row[j / 2], sum);
         }
     }
-    // to: [8][num_tokens], of four rows each. By all lanes of a warp.
+    // to: [num_tokens][8], of four rows each. By all lanes of a warp.
     DEVICE void put(const Sums& sums, float4* to, int num_tokens) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -139,7 +139,7 @@ template <class L> struct W4HalvesX {
             float v[4];
 #pragma unroll
             for (int r = 0; r < 4; r++) v[r] = sums.acc[r / 2][r % 2 * 2 + j] * (r % 2 ? 0x1p20f : 0x1p24f) * down[j];
-            if (token < num_tokens) to[lane / 4 * num_tokens + token] = make_float4(v[0], v[1], v[2], v[3]);
+            if (token < num_tokens) to[token * 8 + lane / 4] = make_float4(v[0], v[1], v[2], v[3]);
         }
     }
 };

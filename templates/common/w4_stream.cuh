@@ -35,7 +35,7 @@ template <class S> struct W4Stream {
     struct alignas(16) Shared {
         uint8_t slots[WARPS][STAGES][Slots::BYTES];
         uint64_t barriers[WARPS][STAGES];
-        // behind it, for each unit of a block: float4 sums[WARPS][8][num_tokens], of four rows each
+        // behind it, for each unit of a block: float4 sums[WARPS][num_tokens][8], of four rows each
     };
 
     // Which steps are a warp's in a part of K.
@@ -102,7 +102,7 @@ template <class S> struct W4Stream {
         };
         auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
         auto sum_of = [&](int index, int q) {
-            const float4* const sums = all_sums + index * WARPS * quads + q % 8 * num_tokens + q / 8;
+            const float4* const sums = all_sums + index * WARPS * quads + q;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
             for (int k = 0; k < WARPS; k++) add(sum, sums[k * quads]);

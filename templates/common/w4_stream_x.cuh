@@ -77,7 +77,7 @@ template <class L, int TOKENS> struct W4StreamX {
             w4_digit_product<L::BF16>(sums.acc, L::words(slot, in_slot + i), scales, digits[tile + i]);
         }
     }
-    // to: [8][num_tokens], of four rows each. By all lanes of a warp.
+    // to: [num_tokens][8], of four rows each. By all lanes of a warp.
     DEVICE void put(const Sums& sums, float4* to, int num_tokens) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -91,7 +91,7 @@ template <class L, int TOKENS> struct W4StreamX {
             }
             const int token = 2 * p + lane % 4 / 2;
             if (lane % 2 == 0 && token < num_tokens)
-                to[lane / 4 * num_tokens + token] = make_float4(v[0], v[1], v[2], v[3]);
+                to[token * 8 + lane / 4] = make_float4(v[0], v[1], v[2], v[3]);
         }
     }
 };

@@ -5,7 +5,8 @@ head), and one split of the sequence's visible tiles. With more than one split, 
 (fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.together,
 together.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (warpgroups.cu.jinja), and the
 splits of a cluster of blocks are merged through its shared memory (Config.cluster): attn_combine has fewer partial
-results to merge, or none. Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+results to merge, or none; together there, whoever comes last merges them and nobody waits. Method: Flash-Decoding (Dao
+et al., 2023) over the online softmax of arXiv 1805.02867.
 
 From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
 new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
@@ -114,7 +115,8 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
     num_splits: int = 1  # parts of the visible keys
-    # The splits of a row are merged by the blocks that made them, which wait for each other: all must be resident.
+    # The splits of a row are merged by the blocks that made them, which wait for each other: all must be resident. With
+    # warpgroups the last of those blocks does it, and none waits.
     together: bool = False
     # One more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: split_d warps, one or two
     # warpgroups, share a tile of 64 keys, and a block has room for num_stages pieces of tiles (`parts`).
@@ -176,6 +178,10 @@ BODIES = (
         serves=lambda arch: arch.has_wgmma, when={"together": False, "warpgroups": True}, proven=False,
     ),
     Body(
+        "warpgroups.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
+        serves=lambda arch: arch.has_wgmma, when={"together": True, "warpgroups": True}, proven=False,
+    ),
+    Body(
         "volta.cu.jinja", ARGS, _SHAPES | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
         serves=lambda arch: not arch.has_ldmatrix,
     ),
@@ -211,7 +217,8 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
         found |= {"PARTS": parts(problem), "SMEM_BYTES": _smem_by_warpgroups(problem, config)}
         found["COPIER_REGISTERS"] = COPIER_REGS
         found["BLOCKS_PER_SM"], found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
-    if config.together:
+        found["ITEM_WORDS"] = item_words(config)
+    elif config.together:
         piece, owners, rows = pieces(problem, config)
         found |= {"PIECE": piece, "OWNERS": owners, "PIECE_ROWS": rows, "CELL": cell_quads(piece, rows)}
     return found
@@ -248,6 +255,14 @@ def piece_bytes(problem: Problem) -> int:
 def partials(config: Config) -> int:
     """Partial results that a row has, where the blocks do not merge together: one where there is nothing to merge."""
     return config.num_splits // config.cluster
+
+
+def item_words(config: Config) -> int:
+    """Of the workspace, where the last of warpgroups' blocks merges 128 columns of a row.
+
+    What each cluster found of them; then on lines of their own how many have come, and the lse of each.
+    """
+    return partials(config) * 128 + ceil((1 + partials(config)) / 32) * 32
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
@@ -331,8 +346,6 @@ def dealt(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int]:
 def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
     if not arch.has_wgmma:
         return f"warpgroups=True needs wgmma, which {arch} (number {arch.number}) lacks; warpgroups=False"
-    if c.together:
-        return "together=True: with warpgroups=True clusters merge splits, or a second launch (of 1 or more) does"
     if c.split_d not in (4, 8):
         return f"split_d={c.split_d}: one warpgroup or two, 4 or 8 warps, share a tile with warpgroups=True"
     if c.num_warps not in (4, 8, 12):
@@ -351,6 +364,8 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
         return f"cluster={c.cluster}: a cluster has 1, 2, 4 or 8 blocks wherever it lies"
     if c.num_splits % c.cluster:
         return f"num_splits={c.num_splits}: whole clusters have them; a multiple of cluster={c.cluster}"
+    if c.together and not 2 <= partials(c) <= 32:
+        return f"together=True: the last block merges 2 to 32 results of a row; num_splits / cluster is {partials(c)}"
     held, (*_, limit) = registers_held(p, c), dealt(p, c, arch)
     if held + WARPGROUP_SPARE_REGS > limit:
         return (
@@ -427,7 +442,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
         pdl=target.arch.has_pdl,
         reads_ahead=target.arch.has_pdl,
         cluster=(c.cluster, 1, 1),
-        cooperative=c.together,
+        cooperative=c.together and not c.warpgroups,
     )
     if partials(c) == 1 or c.together:
         return (decode,)
@@ -448,14 +463,16 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Partial results, fp32: o [rows, partials, head_dim], then lse [rows, partials].
 
     Merged together, of each group of blocks with the same rows [owners, num_splits] cells (cell_quads), zero between
-    launches.
+    launches. By the last block, of each group [rows, head_dim / 128] items (item_words), counts zero between launches.
     """
     p, c = problem, config
     if partials(c) == 1:
         return 0
+    groups = prod(_grid(p, c)) // c.num_splits
+    if c.together and c.warpgroups:
+        return groups * min(c.block_m, p.rows) * p.head_dim // 128 * item_words(c) * 4
     if c.together:
         piece, owners, rows = pieces(p, c)
-        groups = prod(_grid(p, c)) // c.num_splits
         return groups * owners * c.num_splits * cell_quads(piece, rows) * 16
     return p.batch * p.q_len * p.num_q_heads * partials(c) * (p.head_dim + 1) * 4
 

@@ -117,7 +117,7 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
         copies=True,
         tensor="roles",
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + (MERGE_WAITS if c.cluster > 1 else 0),
+        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + MERGE_WAITS * ((c.cluster > 1) + c.together),
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
     )
-    return (decode,) if partials(c) == 1 else (decode, _combine(p, c, moved_on))
+    return (decode,) if partials(c) == 1 or c.together else (decode, _combine(p, c, moved_on))

@@ -17,8 +17,11 @@ from kerngen.templates import Case, find_kernel
 from kerngen.templates.attn_decode.spec import Config, Problem
 
 KERNEL = find_kernel("attn_decode")
-# (num_splits, cluster): merged by a second launch, by clusters, and by clusters and then that.
-SPLITS = ((1, 1), (3, 1), (2, 2), (8, 8), (20, 4), (4, 4), (16, 8))
+# (num_splits, cluster, together): merged by a second launch, by clusters, by both, and by the last block or cluster.
+SPLITS = (
+    (1, 1, False), (3, 1, False), (2, 2, False), (8, 8, False), (20, 4, False), (3, 1, True), (4, 4, False),
+    (16, 8, False), (16, 8, True), (8, 2, True), (32, 1, True),
+)  # fmt: skip
 # (split_d, num_warps, num_stages): one team of one warpgroup, two of them, one of two, and three, if they fit; rings so
 # small that two blocks share an SM, and that a piece is used while the next one comes.
 TEAMS = (
@@ -32,13 +35,13 @@ MODEL = [replace(p, q_len=q_len) for p in (WINDOW, FULL, PLAIN) for q_len in (1,
 LENGTHS = (0, 1, 4, 5, 8, 15, 16, 17, 63, 64, 65, 79, 80, 81, 1023, 1024, 1025, 1029, 1087, 8192)
 
 
-def _configs(case: Case, splits: tuple[int, int], count: int, first: int = 0) -> list[Config]:
+def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int = 0) -> list[Config]:
     """`count` of those that serve here, from the `first` on: the fewest blocks of rows that the registers allow."""
+    num_splits, cluster, together = splits
     found = []
     for split_d, num_warps, num_stages in TEAMS:
         shapes = [
-            Config(m, 16, split_d, num_warps, num_stages, splits[0], warpgroups=True, cluster=splits[1])
-            for m in range(64, 0, -8)
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster) for m in range(64, 0, -8)
         ]
         found += valid_here(KERNEL, case, shapes)[:1]
     assert found
@@ -62,8 +65,9 @@ def test_at_lengths_of_a_model(problem: Problem) -> None:
     """One Function at every length: splits without keys, tiles of fewer chunks, rows whose windows begin elsewhere."""
     full = KERNEL.cases.case_for(problem)
     for config in (
-        *_configs(full, (8, 8), 3), *_configs(full, (8, 1), 1, 3), *_configs(full, (33, 1), 1, 1),
-        *_configs(full, (32, 8), 2, 2), *_configs(full, (6, 2), 1, 4), *_configs(full, (16, 4), 1, 5),
+        *_configs(full, (8, 8, False), 3), *_configs(full, (8, 1, False), 1, 3), *_configs(full, (33, 1, False), 1, 1),
+        *_configs(full, (32, 8, False), 2, 2), *_configs(full, (6, 2, False), 1, 4),
+        *_configs(full, (16, 4, True), 1, 5), *_configs(full, (32, 8, True), 2), *_configs(full, (31, 1, True), 1, 6),
     ):  # fmt: skip
         function = _loaded(problem, config)
         for kv_len in LENGTHS:
@@ -85,8 +89,11 @@ def test_groups_pages_and_ragged_batches(head_dim: int, group: int, q_len: int, 
         )  # fmt: skip
         lens = [0, q_len - 1, page_size - 1, page_size + 1, 0, 700, 39 + q_len]
         case = Case("ragged", problem, head_dim + group + q_len, {"kv_lens": lens})
-        configs = (*_configs(case, (3, 1), 1, group + q_len), *_configs(case, (4, 4), 1, group))
-        assert wrong_of(KERNEL, case, list(configs)) == []
+        configs = [
+            c for i, splits in enumerate(((3, 1, False), (4, 4, False), (6, 2, True)))
+            for c in _configs(case, splits, 1, group + q_len * i)
+        ]  # fmt: skip
+        assert wrong_of(KERNEL, case, configs) == []
 
 
 @pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
@@ -95,7 +102,11 @@ def test_right_behind_another_with_the_same_bits(problem: Problem) -> None:
     cases = [replace(KERNEL.cases.case_for(problem), seed=seed) for seed in range(3)]
     inputs: list[dict[str, Any]] = [KERNEL.cases.inputs(case, torch.device("cuda")) for case in cases]
     expected = [KERNEL.reference.expected(problem, given) for given in inputs]
-    for config in (*_configs(cases[0], (8, 1), 2), *_configs(cases[0], (8, 8), 2), *_configs(cases[0], (16, 4), 1, 2)):
+    for config in (
+        *_configs(cases[0], (8, 1, False), 2), *_configs(cases[0], (8, 8, False), 2),
+        *_configs(cases[0], (16, 4, False), 1, 2), *_configs(cases[0], (32, 8, True), 2),
+        *_configs(cases[0], (8, 1, True), 1),
+    ):  # fmt: skip
         function = _loaded(problem, config)
         given = [inputs[i % 3] | {"out": torch.full_like(inputs[i % 3]["out"], float("nan"))} for i in range(60)]
         torch.cuda.synchronize()

@@ -15,7 +15,16 @@ from test_tensor_maps import box_of
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_decode.spec import TILE, Config, Problem, dealt, partials, parts, piece_bytes
+from kerngen.templates.attn_decode.spec import (
+    TILE,
+    Config,
+    Problem,
+    dealt,
+    item_words,
+    partials,
+    parts,
+    piece_bytes,
+)  # fmt: skip
 from kerngen.tuning.space import candidates
 
 KERNEL = find_kernel("attn_decode")
@@ -27,7 +36,8 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True)
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"together": True}, "together=True: with warpgroups=True clusters merge splits, or a second launch"),
+        ({"together": True}, "the last block merges 2 to 32 results of a row; num_splits / cluster is 33"),
+        ({"together": True, "num_splits": 8, "cluster": 8}, "num_splits / cluster is 1"),
         ({"split_d": 2}, "split_d=2: one warpgroup or two, 4 or 8 warps"),
         ({"num_warps": 16}, "num_warps=16: one to three warpgroups"),
         ({"num_warps": 4}, "num_warps=4 is no multiple of split_d=8"),
@@ -121,6 +131,18 @@ def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_sp
             for i in range(rank + w * cluster, items, num_warps * cluster)
         )  # fmt: skip
         assert taken == Counter(range(items))
+
+
+def test_the_last_block_merges_in_one_launch_and_waits_for_none() -> None:
+    config = replace(CONFIG, num_splits=32, cluster=8, together=True)
+    (decode,) = KERNEL.launches(FULL, config, H200)
+    assert (decode.cluster, decode.cooperative) == ((8, 1, 1), False)
+    assert not KERNEL.body(config, H200.arch).proven
+    assert item_words(config) == 4 * 128 + 32
+    assert item_words(replace(config, cluster=1)) == 32 * 128 + 64
+    # Where a sequence's counts lie does not depend on the batch.
+    one, three = (KERNEL.workspace_bytes(replace(FULL, batch=n), config, H200) for n in (1, 3))
+    assert three == 3 * one == 3 * 4 * 32 * 4 * item_words(config) * 4
 
 
 class _Barrier:

@@ -122,6 +122,7 @@ class Config:
     # warpgroups, share a tile of 64 keys, and a block has room for num_stages pieces of tiles (`parts`).
     warpgroups: bool = False
     cluster: int = 1  # with warpgroups: consecutive splits of the same rows, merged through the cluster's shared memory
+    prefetch: bool = False  # with warpgroups: keys are asked into L2 whole, when the first columns of a tile are copied
 
 
 def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
@@ -130,6 +131,12 @@ def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
     sms = target.device.num_sms
     even = {int(sms * waves / blocks) for waves in (0.25, 1 / 3, 0.5, 1, 2, 4)}
     return tuple(sorted({*LADDER, *(s for s in even if 1 <= s <= sms)}))
+
+
+def split_choices_in_clusters(problem: Problem, target: Target) -> tuple[int, ...]:
+    """Those, and the next fewer that clusters of up to 8 blocks divide."""
+    choices = split_choices(problem, target)
+    return tuple(sorted({*choices, *(s // 8 * 8 for s in choices if s >= 8)}))
 
 
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
@@ -161,8 +168,9 @@ _BY_WARPGROUPS: dict[str, Choices] = {
     "split_d": (4, 8),
     "num_warps": (4, 8, 12),
     "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24),
-    "num_splits": split_choices,
+    "num_splits": split_choices_in_clusters,
     "cluster": (1, 2, 4, 8),
+    "prefetch": (False, True),
 }
 BODIES = (
     Body(
@@ -297,8 +305,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"num_warps={c.num_warps} is no multiple of split_d={c.split_d}"
     if c.warpgroups:
         return _why_not_by_warpgroups(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
-    if c.cluster != 1:
-        return f"cluster={c.cluster}: clusters of blocks merge splits with warpgroups=True alone; cluster=1"
+    if c.cluster != 1 or c.prefetch:
+        return f"cluster={c.cluster}, prefetch={c.prefetch} are warpgroups=True's; cluster=1, prefetch=False"
     least = 64 if arch.has_ldmatrix else 128
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"

@@ -41,7 +41,8 @@ def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int =
     found = []
     for split_d, num_warps, num_stages in TEAMS:
         shapes = [
-            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster) for m in range(64, 0, -8)
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster, num_stages % 2 == 0)
+            for m in range(64, 0, -8)
         ]
         found += valid_here(KERNEL, case, shapes)[:1]
     assert found

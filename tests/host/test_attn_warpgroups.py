@@ -14,6 +14,8 @@ import torch
 from test_tensor_maps import box_of
 
 from kerngen.arch import Target, find_arch, find_device
+from kerngen.compile import compile_cubin
+from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import (
     TILE,
@@ -50,7 +52,8 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True)
         ({"num_stages": 3}, "65,536 B of results of 1 teams meet in a ring of 49,152 B"),
         ({"cluster": 3}, "cluster=3: a cluster has 1, 2, 4 or 8 blocks"),
         ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
-        ({"cluster": 3, "warpgroups": False, "num_stages": 2}, "cluster=3: clusters of blocks merge"),
+        ({"cluster": 3, "warpgroups": False, "num_stages": 2}, "cluster=3, prefetch=False are warpgroups"),
+        ({"prefetch": True, "warpgroups": False, "num_stages": 2}, "prefetch=True are warpgroups"),
         ({"num_stages": 13}, "B of shared memory"),
         ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
     ],
@@ -99,6 +102,23 @@ def test_two_blocks_share_an_sm_where_they_fit() -> None:
     assert 2 * (KERNEL.smem_bytes(problem, config, H200) + 1024) <= H200.arch.smem_per_sm
     assert dealt(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255)
     assert dealt(replace(problem, q_len=3), replace(config, block_m=24, num_stages=4), H200.arch) == (2, 4, 224)
+
+
+def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
+    """An SM's registers are dealt out by four warps of a block and eight registers of a thread."""
+    window = Problem(256, 32, 16, window=1024)
+    for problem, config in (
+        (Problem(512, 32, 4), Config(8, 16, 8, 8, 5, 8, warpgroups=True, cluster=8)),
+        (window, Config(8, 16, 4, 8, 11, 8, warpgroups=True, cluster=8)),
+        (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 9, 1, warpgroups=True)),
+        (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, True, 8, True)),
+    ):
+        blocks, copiers, _ = dealt(problem, config, H200.arch)
+        assert blocks == 2
+        takes = compile_cubin(render(KERNEL, problem, config, H200), H200.arch).entries["attn_decode"]
+        warps = -(-(config.num_warps + copiers) // 4) * 4
+        assert takes.spill_store_bytes == 0
+        assert blocks * warps * 32 * (-(-takes.registers // 8) * 8) <= H200.arch.regs_per_sm, config
 
 
 def test_clusters_leave_fewer_results_to_merge_or_none() -> None:

@@ -341,7 +341,8 @@ def dealt(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int]:
     """
     held, warps = registers_held(p, c), c.num_warps + 4  # with those of the copier, or in their place
     smem = _smem_by_warpgroups(p, c) + arch.reserved_smem_bytes
-    for blocks in (2, 1) if 2 * smem <= arch.smem_per_sm else (1,):
+    twice = 2 * smem <= arch.smem_per_sm and c.num_warps < 12  # whose 64 registers are too few to merge clusters
+    for blocks in (2, 1) if twice else (1,):
         same = min(255, arch.regs_per_sm // (32 * blocks * warps) // 8 * 8)
         if held + SAME_SPARE_REGS <= same:
             return blocks, 1, same

@@ -19,7 +19,6 @@ from kerngen.templates.common.row_spec import DTYPES
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
 STREAMED = (1, 2)  # tokens of a tile with stream: digits of more leave no registers for many columns (w4_digits.cuh)
-HALVED = (4, 8)  # the same, in fp16 (w4_halves.cuh): no GPU has run it yet, so nothing chooses it
 MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with: see stream_has_many
 
 
@@ -38,7 +37,7 @@ class Tiling:
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
     gemv: bool = False
     split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves, and added up by one of them
-    # Up to eight tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
+    # One or two tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
     # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
     stream: bool = False
     # A warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile: see warpgroups.cu.jinja.
@@ -226,9 +225,8 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
         return f"prefetch={c.prefetch} is for warpgroups=True"
     if not arch.has_tma:
         return f"stream=True: {arch} has no bulk copies; gemv=True serves up to 8 tokens from sm75 on"
-    if c.block_m not in STREAMED + HALVED or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
-        tokens = ", ".join(map(str, STREAMED + HALVED))
-        return (f"stream takes a strip of W, and rows of x in a tile of {tokens}: rows={rows} "
+    if c.block_m not in STREAMED or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
+        return (f"stream takes a strip of W, and rows of x in a tile of {', '.join(map(str, STREAMED))}: rows={rows} "
                 f"block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
     if c.warps_m != 1 or c.wgmma or c.gemv:
         return f"stream=True goes with warps_m=1, wgmma=False and gemv=False, not {c.warps_m}, {c.wgmma} and {c.gemv}"
@@ -244,12 +242,9 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     slot, most = c.block_k // step // c.warps_k, tiles * STRIP // step
     if slot > most or k // step < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
-    available = _stream_registers(c, arch)
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.warps_k * stream_blocks(c)) // 8 * 8)
     pairs = ceil(tiles / 2)
-    if c.block_m in HALVED:
-        need = _halved_registers(tiles, 0)
-    else:
-        need = 48 + 8 * tiles if c.block_m > 1 else 72 + 5 * pairs // 2 if pairs > MOST_PAIRS else 48 + 12 * pairs
+    need = 48 + 8 * tiles if c.block_m > 1 else 72 + 5 * pairs // 2 if stream_has_many(tiles) else 48 + 12 * pairs
     if need > available:
         return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None
@@ -266,24 +261,8 @@ def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
     return ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k) * step // STRIP
 
 
-def _halved_registers(tiles: int, begun: int) -> int:
-    """Of a thread, as measured: in fp16, with x of `tiles` tiles and what the sums of `begun` steps begin with."""
-    return 58 + 5 * tiles + 9 * begun // 2
-
-
-def _stream_registers(c: Tiling, arch: Arch) -> int:
-    """That a thread may have: each scheduler has a quarter of an SM's registers, and whole warps."""
-    return min(arch.max_regs_per_thread, arch.regs_per_sm // (128 * ceil(c.warps_k * stream_blocks(c) / 4)) // 8 * 8)
-
-
-def stream_has_many(c: Tiling, k: int, group_size: int, arch: Arch) -> bool:
-    """Whether a warp has so many tiles that it keeps x of them alone, and not what sums begin with: w4_pair_digits.cuh
-    for one token, w4_halves.cuh.
-    """
-    tiles = stream_tiles(c, k, group_size)
-    if c.block_m in HALVED:
-        steps = tiles * STRIP // stream_step(c, group_size)
-        return _halved_registers(tiles, steps) > _stream_registers(c, arch)
+def stream_has_many(tiles: int) -> bool:
+    """Whether a warp with so many keeps one token's digits of them alone (w4_pair_digits.cuh)."""
     return ceil(tiles / 2) > MOST_PAIRS
 
 

@@ -10,10 +10,10 @@ from kerngen.templates.kernel import Traffic
 
 # Instructions of a lane, from the SASS of the sm90 bodies, rounded. For 8 weights: out of the nibbles and times their
 # scales, of which bf16 has no exponent trick to spare the subtraction; without both where the products are scaled
-# (BIASED); with stream, their product included. For a stage: its barrier and addresses, and each 16 bytes copied. For a
+# (BIASED); as integers, their product included. For a stage: its barrier and addresses, and each 16 bytes copied. For a
 # turn of gemv and stream.
 UNPACK, UNPACK_FP16, UNPACK_BIASED = 18, 14, 11
-STREAM_OPS = {1: 6, 2: 11, 4: 10, 8: 10}  # and multiplied, by tokens of a tile (w4_stream_x.cuh, w4_halves.cuh)
+AS_INTEGERS = {1: 6, 2: 11}  # and multiplied, by tokens of a tile (w4_stream_x.cuh)
 STAGE_OPS, COPY_OPS, TURN_OPS = 40, 4, 40
 SLOTS_PER_MMA = 2  # of a scheduler: a tensor instruction, and the loads of its operands
 LEAST_COLUMNS = 32  # a wgmma of fewer tokens takes as long
@@ -124,7 +124,7 @@ def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
     ops = units * turns * 32 * c.num_warps * TURN_OPS
     flops = 0
     if c.stream:
-        ops += weights * STREAM_OPS[c.block_m] // 8
+        ops += weights * AS_INTEGERS[c.block_m] // 8
         smem_bytes = 2 * moved
     else:
         flops = 2 * c.block_m * weights

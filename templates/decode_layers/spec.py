@@ -39,9 +39,6 @@ LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 SAVED_US = 12.0  # a layer, beside launches of its own; of the 31B 20
 READ_US_PER_KEY_BYTE = 0.28e-6  # of a full layer's keys and values,
 US_PER_KEY_BYTE = 0.081e-6  # beyond what attn_decode takes to read them
-# No GPU has confirmed layers yet of which none owns K and V. They are compiled, checked and run where an op asks for
-# them; no forward does.
-DRAFTERS_PROVEN = False
 RING_LIMIT = 220 * 1024  # of shared memory, for the default configuration
 SUM_TILES = 24  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
@@ -342,8 +339,6 @@ def pays(problem: Problem, target: Target) -> bool:
     three quarters of it are counted.
     """
     p = problem
-    if not p.makes_kv and not DRAFTERS_PROVEN:
-        return False
     sms_of_block = target.device.num_sms / num_blocks(p, default_config(p, target), target)
     us_per_byte = US_PER_KEY_BYTE + READ_US_PER_KEY_BYTE * (sms_of_block - 1)
     heads, dim = p.heads_of("f")

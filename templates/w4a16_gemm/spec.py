@@ -4,9 +4,9 @@ With gated, W's rows are gate and up, interleaved by common/w4_pack.py, and out[
 source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4_tiling.py).
 Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default from nine tokens on, of warpgroups that
 copy or multiply (warpgroups.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
-reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and with bulk copies
-(common/w4_stream.cuh, best for a large W; an infinity or a NaN among a token's x makes all of its outputs NaN there), W
-multiplied as integers for one or two tokens, and in fp16 for up to eight.
+reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for one or two tokens
+with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W; an infinity or a NaN among a
+token's x makes all of its outputs NaN there).
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ri
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"STREAM_BYTES": config.smem_bytes(problem.group_size)}
     if config.stream:
-        many = w4_tiling.stream_has_many(config, problem.k, problem.group_size, arch)
-        found |= {"MANY_TILES": many, "STREAM_BLOCKS": w4_tiling.stream_blocks(config)}
+        tiles = w4_tiling.stream_tiles(config, problem.k, problem.group_size)
+        found |= {"MANY_TILES": w4_tiling.stream_has_many(tiles), "STREAM_BLOCKS": w4_tiling.stream_blocks(config)}
     if not config.warpgroups:
         return found
     rows, blocks = x_box(config)

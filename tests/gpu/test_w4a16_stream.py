@@ -1,4 +1,4 @@
-"""The body of w4a16_gemm with bulk copies: configurations of every kind, and tokens that are hard to scale."""
+"""The body of w4a16_gemm that multiplies integers: configurations of every kind, and tokens that are hard to scale."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 
 from kerngen.arch import ARCHES, Target
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4_tiling import HALVED, STREAM_SPACE, STREAMED
 from kerngen.templates.kernel import Case
-from kerngen.templates.w4a16_gemm.spec import Config, Problem
+from kerngen.templates.w4a16_gemm.spec import STREAM_SPACE, Config, Problem
 
 KERNEL = find_kernel("w4a16_gemm")
-TOKENS = (
-    ("bf16", 1, False), ("fp16", 2, True), ("bf16", 2, True), ("fp16", 1, True),
-    ("bf16", 3, False), ("bf16", 4, True), ("fp16", 5, True), ("bf16", 8, False), ("fp16", 8, False),
-)  # fmt: skip
 SHAPES = ((64, 704, 32), (320, 384, 64), (96, 1536, 128), (5376, 2112, 32), (2560, 10240, 32), (64, 5376, 32))
-CASES = [Problem(n, k, group, dtype, tokens, gated) for n, k, group in SHAPES for dtype, tokens, gated in TOKENS]
+CASES = [
+    Problem(n, k, group, dtype, tokens, gated)
+    for n, k, group in SHAPES
+    for dtype, tokens, gated in (("bf16", 1, False), ("fp16", 2, True), ("bf16", 2, True), ("fp16", 1, True))
+]
 
 
 def target_here() -> Target:
@@ -33,14 +32,13 @@ def target_here() -> Target:
     return Target.of(arch)
 
 
-def some_configs(problem: Problem, target: Target, most: int, tiles: tuple[int, ...]) -> list[Config]:
-    """Valid ones, drawn with the problem as the seed. tiles: tokens of a tile."""
+def some_configs(problem: Problem, target: Target, most: int) -> list[Config]:
+    """Valid ones, drawn with the problem as the seed."""
     rng = random.Random(str(problem))
     found: dict[Config, None] = {}
     slots = [problem.group_size * s for s in range(1, 12)]
     for _ in range(20000):
         space: dict[str, Any] = {name: rng.choice(choices) for name, choices in STREAM_SPACE.items()}
-        space["block_m"] = rng.choice(tiles)
         space["block_k"] = rng.choice(slots) * space["warps_k"]
         config = Config(**space, stream=True)
         if KERNEL.why_invalid(problem, config, target) is None:
@@ -55,7 +53,7 @@ def test_every_way_to_cut_the_work(problem: Problem) -> None:
     from kerngen.measure import check_function, load
 
     target = target_here()
-    configs = some_configs(problem, target, 4, STREAMED) + some_configs(problem, target, 4, HALVED)
+    configs = some_configs(problem, target, 4)
     assert configs
     for config in configs:
         function = load(KERNEL, problem, config)
@@ -64,11 +62,11 @@ def test_every_way_to_cut_the_work(problem: Problem) -> None:
             assert result.ok, f"{config}: {result.message}"
 
 
-def launched(problem: Problem, x: torch.Tensor, tiles: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def launched(problem: Problem, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of `x` by the body, and by the kernel's fp32 reference."""
     from kerngen.measure import load
 
-    config = some_configs(problem, target_here(), 1, tiles)[0]
+    config = some_configs(problem, target_here(), 1)[0]
     case: Case = KERNEL.cases.case_for(problem)
     inputs = KERNEL.cases.inputs(case, "cuda") | {"x": x}
     load(KERNEL, problem, config)(problem, **inputs)
@@ -76,13 +74,13 @@ def launched(problem: Problem, x: torch.Tensor, tiles: tuple[int, ...]) -> tuple
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 3e4])
-@pytest.mark.parametrize(("tokens", "tiles"), [(1, STREAMED), (2, STREAMED), (2, HALVED), (4, HALVED), (7, HALVED)])
-def test_tokens_of_any_magnitude_and_with_outliers(tokens: int, tiles: tuple[int, ...], magnitude: float) -> None:
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_tokens_of_any_magnitude_and_with_outliers(tokens: int, magnitude: float) -> None:
     problem = Problem(256, 2112, 32, "bf16", tokens)
     x = torch.randn(tokens, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * magnitude
     x[0, ::97] *= 500
     x[-1, 64:1024] = 0
-    out, expected = launched(problem, x.bfloat16(), tiles)
+    out, expected = launched(problem, x.bfloat16())
     for token in range(tokens):
         error, size = (out - expected)[token].abs(), expected[token].abs()
         assert error.max() <= 2.0**-7 * size.max()
@@ -91,29 +89,28 @@ def test_tokens_of_any_magnitude_and_with_outliers(tokens: int, tiles: tuple[int
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize(("tokens", "tiles"), [(1, STREAMED), (2, STREAMED), (2, HALVED), (4, HALVED), (7, HALVED)])
-def test_what_is_no_number_stays_none_and_stays_in_its_token(tokens: int, tiles: tuple[int, ...], bad: float) -> None:
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_what_is_no_number_stays_none_and_stays_in_its_token(tokens: int, bad: float) -> None:
     problem = Problem(256, 2112, 32, "bf16", tokens)
     x = torch.randn(tokens, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).bfloat16()
-    clean, _ = launched(problem, x.clone(), tiles)
+    clean, _ = launched(problem, x.clone())
     x[-1, 1000] = bad
-    out, _ = launched(problem, x, tiles)
+    out, _ = launched(problem, x)
     assert not out[-1].isfinite().any()
     assert torch.equal(out[:-1], clean[:-1])
 
 
-@pytest.mark.parametrize("tiles", [STREAMED, HALVED])
-def test_a_token_does_not_depend_on_its_neighbour(tiles: tuple[int, ...]) -> None:
+def test_a_token_does_not_depend_on_its_neighbour() -> None:
     from kerngen.measure import load
 
     problem = Problem(2560, 10240, 32, "bf16", 2)
     x = torch.randn(2, 10240, device="cuda", generator=torch.Generator("cuda").manual_seed(3)).bfloat16()
-    both, _ = launched(problem, x, tiles)
+    both, _ = launched(problem, x)
     x[1] *= 3
-    again, _ = launched(problem, x, tiles)
+    again, _ = launched(problem, x)
     assert torch.equal(both[0], again[0])
     alone = replace(problem, num_tokens=1)
-    config = some_configs(problem, target_here(), 1, tiles)[0]  # what `launched` takes
+    config = some_configs(problem, target_here(), 1)[0]  # what `launched` takes
     inputs = KERNEL.cases.inputs(KERNEL.cases.case_for(problem), "cuda")
     out = torch.empty(1, problem.n, dtype=torch.bfloat16, device="cuda")
     load(KERNEL, alone, config)(alone, **inputs | {"x": x[:1], "out": out, "num_tokens": 1})

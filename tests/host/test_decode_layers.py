@@ -169,12 +169,6 @@ DRAFTED = [("both", "SSSF", 10), ("k_eq_v", "SSSF", 17), ("sliding", "S", 8), ("
 DRAFTED += [("both", "SF", length) for length in (1, 5, 6, 7, 8, 15, 16)]  # ends of the window of 6, and of pages
 
 
-@pytest.fixture
-def proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers_spec, "DRAFTERS_PROVEN", True)
-
-
-@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize(("name", "letters", "length"), DRAFTED)
 def test_a_draft_means_what_it_does_step_by_step(
     name: str, letters: str, length: int, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +185,6 @@ def test_a_draft_means_what_it_does_step_by_step(
     torch.testing.assert_close(got, want, atol=5e-5, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("name", "letters", "length"), DRAFTED)
 def test_a_draft_rounds_where_the_kernels_of_single_layers_do(
@@ -212,7 +205,6 @@ def drafts_asked_of(
     return {launched.kernel for launched in sequence(model, Step.draft(rows, context), find_arch(arch))}
 
 
-@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_an_int4_drafter_goes_through_all_layers_at_once(name: str) -> None:
     asked = drafts_asked_of(name)
@@ -222,11 +214,6 @@ def test_an_int4_drafter_goes_through_all_layers_at_once(name: str) -> None:
         assert "decode_layers" not in drafts_asked_of(name, **changed), changed
 
 
-def test_none_does_before_a_gpu_has_confirmed_it() -> None:
-    assert layers_spec.DRAFTERS_PROVEN or "decode_layers" not in drafts_asked_of("gemma-4-31b")
-
-
-@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize(("name", "longest"), [("gemma-4-31b", 65536), ("gemma-4-12b", 262144), ("gemma-4-e4b", 16384)])
 def test_drafts_in_long_contexts_go_layer_by_layer(name: str, longest: int) -> None:
     """The E4B's drafter has weights for 40 blocks, which are slow to read many keys."""

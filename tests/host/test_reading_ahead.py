@@ -29,7 +29,6 @@ from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
-from kerngen.templates.decode_layers import spec as layers_spec
 from kerngen.templates.kernel import Launch, spread
 
 R = TypeVar("R")
@@ -158,8 +157,7 @@ def test_forwards_have_written_what_all_layers_at_once_read_ahead() -> None:
     assert "decode_layers" in watched.asked
 
 
-def test_drafts_have_written_what_all_layers_at_once_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers_spec, "DRAFTERS_PROVEN", True)
+def test_drafts_have_written_what_all_layers_at_once_read_ahead() -> None:
     target, folder = Target.of(find_arch("sm90")), TINY.with_name("gemma-4-tiny-assistant")
     with Chain() as chain:
         ops = KernelOps(watched := Watched(chain, target), torch.bfloat16)

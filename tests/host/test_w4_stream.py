@@ -8,7 +8,7 @@ from math import ceil
 
 from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4_tiling import HALVED, STREAM_SPACE, STREAMED, STRIP, stream_step
+from kerngen.templates.common.w4_tiling import STREAM_SPACE, STREAMED, STRIP, stream_step
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
 KERNEL = find_kernel("w4a16_gemm")
@@ -51,13 +51,11 @@ def dealt(problem: Problem, config: Config) -> Counter[tuple[int, int]]:
 def test_every_tile_is_multiplied_once() -> None:
     rng = random.Random(5)
     seen = 0
-    while seen < 120:
+    while seen < 60:
         group = rng.choice((32, 64, 128))
-        n, k = STRIP * rng.randrange(1, 40), group * rng.randrange(2, 60)
-        problem = Problem(n, k, group, "bf16", rng.choice((1, 2, 5)))
-        warps = rng.choice((2, 3, 4, 8, 12, 16))
+        problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 60), group, "bf16", rng.choice((1, 2)))
         config = Config(
-            rng.choice(STREAMED + HALVED), STRIP, 32 * rng.randrange(8, 120), STRIP, 1, warps, 2, 1,
+            rng.choice(STREAMED), STRIP, 32 * rng.randrange(8, 120), STRIP, 1, rng.choice((2, 3, 4, 8, 12, 16)), 2, 1,
             split_k=rng.choice(STREAM_SPACE["split_k"]), stream=True,
         )  # fmt: skip
         if KERNEL.why_invalid(problem, config, H200) is None:

@@ -113,7 +113,7 @@ def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkey
             assert ("attn_decode" in kernels) == (not at_once)
             made[at_once] = _drafted(stage, cache, length)
         for got, want in zip(made[True], made[False], strict=True):
-            # bf16 in other orders: each of the layers rounds a dozen rows, 2^-9 each, and so the scores of keys as large
+            # bf16 in other orders: each layer rounds a dozen rows, 2^-9 each, and so the scores of keys as large
             # as these; an H200 had 0.046
             assert want.isfinite().all()
             assert (got - want).norm() < 0.1 * want.norm(), f"{length} keys"

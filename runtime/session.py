@@ -128,8 +128,8 @@ class Session:
 
         temperature 0 is greedy; top_k 0 and top_p 1 keep every token; the same seed draws the same tokens. sampling: in
         place of these four, with penalties and more. stop: texts before which the answer ends. logprobs, mask: as in
-        `Request`; a mask is this call's alone. Raises UsageError for a request that cannot be right, NumericsError where the
-        model computes NaN, DeviceError where memory runs out.
+        `Request`; a mask is this call's alone. Raises UsageError for a request that cannot be right, NumericsError
+        where the model computes NaN, DeviceError where memory runs out.
         """
         stream = self.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                              seed=seed, sampling=sampling, stop=stop, chat=chat, logprobs=logprobs,

@@ -30,7 +30,7 @@ class TokenMask(Protocol):
 
     def fill(self, bits: NDArray[np.int32]) -> bool:
         """Says which tokens may come next: sets all of bits [ceil(vocab / 32)], where token t is bit t % 32 of word
-        t // 32, and 1 allows it. False: every token may, whatever is in `bits`. May be asked twice before a token comes.
+        t // 32, and 1 allows it. False: every token may, whatever is in `bits`. May be asked twice before a token.
         """
 
 

@@ -154,7 +154,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """A decode step of all that run, then a chunk of prefill; returns the tokens that are known by now.
+        """A decode step of all that run, then a chunk of prefill; returns the tokens that are known by now, one event a
+        request.
 
         Where the device runs behind, those are the step's before this one. A request that ends in an error has its
         event too: see `Handle.error`. What interrupts a step (Ctrl-C, a callback that raises) costs no token: all begin
@@ -177,12 +178,14 @@ class Engine:
         # all while somebody's mask waits for them.
         waits = any(h.request.mask is not None for h in self.scheduler.running)
         newest = self._num_steps - (self._lag if decodes and not waits else 0)
-        events = []
+        events: dict[Handle, Event] = {}
         while self._pending and self._pending[0].number <= newest:
-            events += self._collect(self._pending.popleft())
+            for event in self._collect(self._pending.popleft()):
+                known = events.get(event.handle)
+                events[event.handle] = event if known is None else known.then(event)
         if not self.has_work:
             self._pending.clear()  # steps that were started before their last request had ended
-        return events
+        return list(events.values())
 
     def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
         """All of them, in order. Raises the first error, the others cancelled."""

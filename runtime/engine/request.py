@@ -207,3 +207,7 @@ class Event:
     handle: Handle
     tokens: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def then(self, later: Event) -> Event:
+        """Both, as one."""
+        return Event(self.handle, self.tokens + later.tokens, self.logprobs + later.logprobs)

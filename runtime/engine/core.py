@@ -322,20 +322,18 @@ class Engine:
             handle = step.rows[i][0]
             if not handle.is_done:  # a callback may have cancelled it
                 num_drafts = -1 if step.choice is None else 0 if handle.request.mask is not None else step.choice.length
-                tokens, wanted = result.tokens[i], handle.request.logprobs
+                again = len(handle.tokens) - handle.num_made
+                new = self._take(handle, num_drafts, result.tokens[i], result.is_finite[i])
                 said: list[TokenLogprobs] = []
-                if wanted is not None and result.logprobs is not None:
-                    each = zip(result.logprobs[i], tokens, strict=False)  # of all, and those that count
+                if (wanted := handle.request.logprobs) is not None and result.logprobs is not None:
+                    each = zip(result.logprobs[i][again:], new, strict=False)  # beyond the new ones nothing counts
                     said = [read_logprobs(words, token, wanted) for words, token in each]
-                num_known = len(handle.tokens)
-                new = self._take(handle, num_drafts, tokens, said, result.is_finite[i])
-                events.append(Event(handle, new, handle.logprobs[num_known:]))
+                handle.logprobs += said
+                events.append(Event(handle, new, said))
         return events
 
-    def _take(
-        self, handle: Handle, num_drafts: int, tokens: list[int], said: list[TokenLogprobs], is_finite: bool
-    ) -> list[int]:
-        """A step's tokens and what is said of each, cut where the answer ends. num_drafts: -1 for a prefill."""
+    def _take(self, handle: Handle, num_drafts: int, tokens: list[int], is_finite: bool) -> list[int]:
+        """A step's tokens, cut where the answer ends. num_drafts: -1 for a prefill."""
         request, count = handle.request, len(tokens)
         if num_drafts < 0:
             handle.first_token_at = handle.first_token_at or time.perf_counter()
@@ -353,7 +351,7 @@ class Engine:
             )
             self._end(handle, "error")
             return []
-        tokens, said = tokens[len(again) :], said[len(again) :]
+        tokens = tokens[len(again) :]
         new: list[int] = []
         reason = ""
         for token in tokens[: request.max_new_tokens - len(handle.tokens)]:
@@ -374,7 +372,6 @@ class Engine:
             handle.error = self._no_number(len(request.prompt) + len(handle.tokens) + (len(new) if broken else 0))
             new = new if broken else []
         handle.tokens += new
-        handle.logprobs += said[: len(new)]
         handle.num_made += len(new)
         if handle.is_done:  # cancelled by the callback, or ended by what its mask raised
             return new
@@ -445,13 +442,13 @@ class Engine:
             raise UsageError(f"all {vocab} tokens are suppressed; none is left to generate")
         if len(never.union(held_ids(request, self.model.config.eos_ids, vocab))) == vocab:
             raise UsageError(f"all {vocab} tokens are suppressed or end the answer before min_tokens are made")
+        if request.max_new_tokens < 1:
+            raise UsageError(f"{request.max_new_tokens} new tokens were asked for; at least 1 is made")
         if sampling.min_tokens > request.max_new_tokens:
             raise UsageError(f"min_tokens {sampling.min_tokens} is more than the {request.max_new_tokens} new tokens "
                              "that were asked for")  # fmt: skip
         if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
             raise UsageError(f"logprobs {request.logprobs} of the likeliest tokens; there are 0 to {MOST_LOGPROBS}")
-        if request.max_new_tokens < 1:
-            raise UsageError(f"{request.max_new_tokens} new tokens were asked for; at least 1 is made")
         if (need := len(prompt) + request.max_new_tokens) > self.max_len:
             raise UsageError(
                 f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones need {need}; "

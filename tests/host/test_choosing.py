@@ -221,7 +221,8 @@ def engine_for(model: Gemma4, drafter: Drafter | None = None, **options: Any) ->
 def knowing(models: Models, requests: list[Request], **options: Any) -> tuple[Engine, Oracle]:
     """An engine whose drafter is right most of the time."""
     model, drafter = models
-    oracle = oracle_for(drafter, requests, [expected(model, r)[0] for r in requests])
+    # Steps that were started before a stop token was read go on beyond it.
+    oracle = oracle_for(drafter, requests, [expected(model, r)[0] + [0] * r.max_new_tokens for r in requests])
     oracle.engine = engine_for(model, oracle, **options)
     return oracle.engine, oracle
 
@@ -273,12 +274,13 @@ def test_preemption_makes_the_state_again(models: Models, drafts: int) -> None:
         assert_nothing_is_held(engine)
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["as they are", "reversed"])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_what_is_made_again_is_said_once(models: Models, drafts: int) -> None:
-    """A reproducible engine makes a preempted request's tokens again, masked ones and all."""
-    model, drafter = models
-    requests = [r for r in requests_of_all_kinds() if r.mask is not None or r.sampling.is_penalized or r.logprobs]
-    engine = engine_for(model, drafter, num_draft_tokens=drafts, prefill_chunk=8, reproducible=True, max_batch=4,
+def test_what_is_made_again_is_said_once(models: Models, drafts: int, order: int) -> None:
+    """A reproducible engine makes a preempted request's tokens again, masked ones and all; the latest are preempted."""
+    model, _ = models
+    requests = requests_of_all_kinds()[::order]
+    engine, _ = knowing(models, requests, num_draft_tokens=drafts, prefill_chunk=8, reproducible=True, max_batch=4,
                         num_pages={"full": 16, "sliding": 40})  # fmt: skip
     asked = [fresh(r) for r in requests]
     handles = [engine.submit(r) for r in asked]
@@ -572,6 +574,36 @@ def test_a_masks_row_moves_with_its_request(models: Models) -> None:
     engine = engine_for(model, drafter, lag=1)
     for made, request in zip(engine.generate_many([fresh(r) for r in requests]), requests, strict=True):
         assert_made(made, model, request)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_interrupts_a_step_costs_no_token(models: Models, monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+    """All begin again with what they have: counts, masks and what is said of each token."""
+    requests = requests_of_all_kinds(8)
+    engine, _ = knowing(models, requests, lag=lag, prefill_chunk=13)
+    forward, calls = Gemma4.forward, 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        hidden = forward(*args, **kwargs)
+        if calls % 5 == 4 and calls < 30:
+            raise KeyboardInterrupt
+        return hidden
+
+    handles = [engine.submit(fresh(r)) for r in requests]
+    raised = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Gemma4, "forward", interrupted)
+        while engine.has_work:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                raised += 1
+    assert raised == 6
+    for handle, request in zip(handles, requests, strict=True):
+        assert_made(handle, models[0], request)
+    assert_nothing_is_held(engine)
 
 
 def test_the_protocol_is_what_masks_are() -> None:

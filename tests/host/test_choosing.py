@@ -385,6 +385,21 @@ def test_an_answer_that_is_long_enough_takes_the_short_way_again(
     assert_made(handle, model, request)
 
 
+def test_min_tokens_hold_back_what_is_made_again(model: Gemma4) -> None:
+    request = Request(prompt(8), 18, Sampling(min_tokens=7), STOPS)
+    tokens, _ = expected(model, request)
+    assert tokens[:7] != expected(model, replace(request, sampling=Sampling()))[0][:7]
+    engine = engine_for(model, reproducible=True)
+    handle = engine.submit(request)
+    while len(handle.tokens) < 7:
+        engine.step()
+    engine.scheduler.restart()
+    engine.runner.clear()
+    while engine.has_work:
+        engine.step()
+    assert_made(handle, model, request)
+
+
 def test_the_models_own_end_is_held_back_too(model: Gemma4) -> None:
     forced = Sampling(logit_bias=((EOS, 90.0), (7, 60.0)), min_tokens=3)
     for stop_ids in ((EOS,), ()):

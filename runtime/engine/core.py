@@ -330,6 +330,9 @@ class Engine:
                     said = [read_logprobs(words, token, wanted) for words, token in each]
                 handle.logprobs += said
                 events.append(Event(handle, new, said))
+                if not handle.is_done:
+                    with self._ending(handle):
+                        self._ask_mask(handle)
         return events
 
     def _take(self, handle: Handle, num_drafts: int, tokens: list[int], is_finite: bool) -> list[int]:
@@ -382,12 +385,9 @@ class Engine:
             self.cache.wipe()
         elif reason or len(handle.tokens) == request.max_new_tokens:
             self._end(handle, reason or "length")
-        else:
-            if num_drafts >= 0:
-                handle.num_cached += count
-                self.scheduler.settle(handle)
-            with self._ending(handle):
-                self._ask_mask(handle)
+        elif num_drafts >= 0:
+            handle.num_cached += count
+            self.scheduler.settle(handle)
         return new
 
     def _ask_mask(self, handle: Handle) -> None:

@@ -552,7 +552,7 @@ def test_a_mask_that_raises_has_ended_its_request(models: Models, at: str, error
     model, drafter = models
     other = Request(prompt(5), 12)
     engine = engine_for(model, drafter)
-    good, bad = engine.submit(other), engine.submit(Request(prompt(6), 9, mask=Raising(), stops=lambda t: False))
+    good, bad = engine.submit(other), engine.submit(Request(prompt(6), 9, mask=Raising(), logprobs=0))
     raised = 0
     while engine.has_work:
         try:
@@ -562,6 +562,8 @@ def test_a_mask_that_raises_has_ended_its_request(models: Models, at: str, error
     is_ours = isinstance(error, KerngenError)
     assert raised == (not is_ours)
     assert (bad.stop_reason, bad.error) == (("error", error) if is_ours else ("cancelled", None))
+    assert len(bad.tokens) == (2 if at == "accept" and not is_ours else 3)
+    assert [p.token for p in bad.logprobs] == bad.tokens
     assert_made(good, model, other)
     assert_nothing_is_held(engine)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kerngen.errors import UsageError
 from kerngen.runtime.backend import explaining_memory
-from kerngen.runtime.engine import Generation, Stats
+from kerngen.runtime.engine import Generation, Stats, TokenLogprobs
 from kerngen.runtime.text import TextCodec
 
 if TYPE_CHECKING:
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """text: without special tokens, and without the stop string. tokens: as generated, a stop token included.
-    stop_reason: "stop" or "length"."""
+    stop_reason: "stop" or "length". logprobs: an entry a token, where they were asked for."""
 
     text: str
     tokens: list[int]
     stop_reason: str
     stats: Stats
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Answer:
@@ -67,7 +68,7 @@ class Answer:
         end = len(self._text) if self._end is None else self._end
         rest = self._text[self._shown : end]
         self._shown = end
-        return rest, Completion(text, made.tokens, made.stop_reason, made.stats)
+        return rest, Completion(text, made.tokens, made.stop_reason, made.stats, made.logprobs)
 
 
 class CompletionStream(Iterator[str]):

@@ -159,8 +159,8 @@ def run(
     else:
         if system is not None:
             said = [{"role": "system", "content": system}, {"role": "user", "content": said}]
-        stream = session.stream(said, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, stop=stop, chat=not no_chat,
-                                **asdict(sampling))  # fmt: skip
+        stream = session.stream(said, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, sampling=sampling, stop=stop,
+                                chat=not no_chat)  # fmt: skip
         code = _show(stream, session, sampling, as_json)
     if not sampling.is_greedy and not (as_json and prompts is None):
         click.echo(_sampling(sampling, suggested), err=True)
@@ -216,12 +216,14 @@ def _sampling(sampling: Sampling, suggested: dict[str, float]) -> str:
 
 
 def _report(result: Completion, session: Session, sampling: Sampling) -> dict[str, Any]:
+    from kerngen.cli.prompts import SAMPLING
+
     stats, ops = result.stats, session.ops
     return {
         "text": result.text,
         "tokens": result.tokens,
         "stop_reason": result.stop_reason,
-        "sampling": asdict(sampling),
+        "sampling": {name: getattr(sampling, name) for name in SAMPLING},
         "num_prompt_tokens": stats.num_prompt_tokens,
         "num_tokens": stats.num_tokens,
         "load_s": session.load_s,

@@ -189,7 +189,9 @@ def test_constants_come_from_the_spec(template: Path) -> None:
 def test_flags_are_what_they_say_in_conditions_too(template: Path) -> None:
     spec = template.with_name("spec.py")
     template.write_text(template.read_text() + "// {{ 1 if k.YES else 0 }} {{ 1 if k.NO else 0 }} {{ k.NO }}\n")
-    spec.write_text(spec.read_text() + "\ndef constants(problem, config, arch):\n    return {'YES': True, 'NO': False}\n")
+    spec.write_text(
+        spec.read_text() + "\ndef constants(problem, config, arch):\n    return {'YES': True, 'NO': False}\n"
+    )
     assert _render().endswith("// 1 0 false\n")
 
 

@@ -122,8 +122,8 @@ class Config:
     # warpgroups, share a tile of 64 keys, and a block has room for num_stages pieces of tiles (key_pieces).
     warpgroups: bool = False
     cluster: int = 1  # with warpgroups: consecutive splits of the same rows, merged through the cluster's shared memory
-    # With warpgroups: parts of their columns that the keys of a tile come in, each used as it comes; 1: they come in whole
-    # boxes, as values do, and are used when all have come.
+    # With warpgroups: parts of their columns that the keys of a tile come in, each used as it comes; 1: they come in
+    # whole boxes, as values do, and are used when all have come.
     key_parts: int = 2
 
 

@@ -119,10 +119,12 @@ class Config:
     # warpgroups the last of those blocks does it, and none waits.
     together: bool = False
     # One more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: split_d warps, one or two
-    # warpgroups, share a tile of 64 keys, and a block has room for num_stages pieces of tiles (`parts`).
+    # warpgroups, share a tile of 64 keys, and a block has room for num_stages pieces of tiles (key_pieces).
     warpgroups: bool = False
     cluster: int = 1  # with warpgroups: consecutive splits of the same rows, merged through the cluster's shared memory
-    prefetch: bool = False  # with warpgroups: keys are asked into L2 whole, when the first columns of a tile are copied
+    # With warpgroups: parts of their columns that the keys of a tile come in, each used as it comes; 1: they come in
+    # whole boxes, as values do, and are used when all have come.
+    key_parts: int = 2
 
 
 def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
@@ -170,7 +172,7 @@ _BY_WARPGROUPS: dict[str, Choices] = {
     "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24),
     "num_splits": split_choices_in_clusters,
     "cluster": (1, 2, 4, 8),
-    "prefetch": (False, True),
+    "key_parts": (1, 2, 4),
 }
 BODIES = (
     Body(
@@ -222,7 +224,7 @@ TILE = 64  # keys that a warpgroup multiplies at once
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"MAX_SLICES": MAX_SLICES}
     if config.warpgroups:
-        found |= {"PARTS": parts(problem), "SMEM_BYTES": _smem_by_warpgroups(problem, config)}
+        found |= {"SMEM_BYTES": _smem_by_warpgroups(problem, config)}
         found["COPIER_REGISTERS"] = COPIER_REGS
         found["BLOCKS_PER_SM"], found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
         found["ITEM_WORDS"] = item_words(config)
@@ -251,13 +253,13 @@ def cell_quads(piece: int, piece_rows: int) -> int:
     return piece + ceil(piece_rows / 4 / LINE_QUADS) * LINE_QUADS
 
 
-def parts(problem: Problem) -> int:
-    """Pieces that the keys of a tile come in, by columns, and its values, by keys: all have the same size."""
-    return min(4, problem.head_dim // 64)
+def key_pieces(config: Config) -> int:
+    """Pieces that the keys of a tile come in, by columns or, whole, by keys; its values come in as many, by keys."""
+    return TILE // config.block_n if config.key_parts == 1 else config.key_parts
 
 
-def piece_bytes(problem: Problem) -> int:
-    return TILE * problem.head_dim * 2 // parts(problem)
+def piece_bytes(problem: Problem, config: Config) -> int:
+    return TILE * problem.head_dim * 2 // key_pieces(config)
 
 
 def partials(config: Config) -> int:
@@ -276,13 +278,13 @@ def item_words(config: Config) -> int:
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
     """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages.
 
-    So a box of block_n rows, which no page's end divides, lies as wgmma reads it. One of values has all columns, and is
-    contiguous in the cache; one of keys has those of a piece.
+    So a box of block_n rows, which no page's end divides, lies as wgmma reads it. One of all columns, as values come
+    in, is contiguous in the cache.
     """
     if not config.warpgroups or 0 in shape:
         return None
     pages, heads, size, dim = shape
-    row, blocks = dim * 2, dim // 64 // (parts(problem) if of == "k_cache" else 1)
+    row, blocks = dim * 2, dim // 64 // (config.key_parts if of == "k_cache" else 1)
     return TensorMap(
         (64, 8, dim // 64, size // 8, pages * heads), (row, 128, 8 * row, size * row),
         (64, 8, blocks, config.block_n // 8, 1),
@@ -305,8 +307,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"num_warps={c.num_warps} is no multiple of split_d={c.split_d}"
     if c.warpgroups:
         return _why_not_by_warpgroups(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
-    if c.cluster != 1 or c.prefetch:
-        return f"cluster={c.cluster}, prefetch={c.prefetch} are warpgroups=True's; cluster=1, prefetch=False"
+    if c.cluster != 1 or c.key_parts != 2:
+        return f"cluster={c.cluster}, key_parts={c.key_parts} are warpgroups=True's; cluster=1, key_parts=2"
     least = 64 if arch.has_ldmatrix else 128
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
@@ -365,6 +367,13 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
         return f"block_m={c.block_m} is no multiple of 8 up to {TILE}"
     if c.block_m >= p.rows + 8:
         return f"block_m={c.block_m}: {p.rows} rows fill {c.block_m - 8}"
+    most = min(4, p.head_dim // 64)
+    if c.key_parts not in (1, 2, 4) or c.key_parts > most:
+        return f"key_parts={c.key_parts}: 1, 2 or 4 parts have whole blocks of 64 columns; {most} at most"
+    if c.key_parts == 1 and c.num_stages % (TILE // c.block_n):
+        return (
+            f"num_stages={c.num_stages}: whole keys lie in four places side by side; a multiple of 4 with key_parts=1"
+        )
     if c.num_stages < 2:
         return f"num_stages={c.num_stages}: a piece is in use while the next one is awaited; at least 2"
     if c.num_stages > 32:
@@ -381,7 +390,7 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
             f"output, scores and statistics take {held} registers a thread; with {WARPGROUP_SPARE_REGS} for the rest "
             f"that is over {limit}"
         )
-    results, room = c.num_warps // c.split_d * c.block_m * p.head_dim * 4, c.num_stages * piece_bytes(p)
+    results, room = c.num_warps // c.split_d * c.block_m * p.head_dim * 4, c.num_stages * piece_bytes(p, c)
     if results > room:
         return f"{results:,} B of results of {c.num_warps // c.split_d} teams meet in a ring of {room:,} B"
     return None
@@ -417,7 +426,7 @@ def _smem_by_warpgroups(p: Problem, c: Config) -> int:
     stats = warpgroups * c.block_m * (4 + 1) * 4
     barriers = 8 * c.num_stages * (c.num_warps // c.split_d + 1)
     shown = warpgroups * c.block_m * TILE * 2
-    return c.block_m * row + c.num_stages * piece_bytes(p) + max(shown, turns) + new + stats + barriers
+    return c.block_m * row + c.num_stages * piece_bytes(p, c) + max(shown, turns) + new + stats + barriers
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -499,8 +508,8 @@ def cost(problem: Problem) -> Cost:
 def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
     """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
-    if c.warpgroups:  # two pieces are in use
-        return max(c.num_stages - 2, 1) * piece_bytes(p)
+    if c.warpgroups:  # two pieces are in use, or a tile's whole keys
+        return max(c.num_stages - (key_pieces(c) if c.key_parts == 1 else 2), 1) * piece_bytes(p, c)
     if not target.arch.has_ldmatrix:
         return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
     return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2

@@ -22,10 +22,11 @@ SPLITS = (
     (1, 1, False), (3, 1, False), (2, 2, False), (8, 8, False), (20, 4, False), (3, 1, True), (4, 4, False),
     (16, 8, False), (16, 8, True), (8, 2, True), (32, 1, True),
 )  # fmt: skip
-# (split_d, num_warps, num_stages): one team of one warpgroup, two of them, one of two, and three, if they fit; rings so
-# small that two blocks share an SM, and that a piece is used while the next one comes.
+# (split_d, num_warps, num_stages, key_parts): one team of one warpgroup, two of them, one of two, and three, if they
+# fit; rings so small that two blocks share an SM, and that a piece is used while the next comes; keys whole, in parts.
 TEAMS = (
-    (4, 8, 12), (8, 8, 9), (4, 4, 6), (4, 12, 10), (8, 8, 16), (4, 8, 7), (4, 4, 20), (8, 8, 5), (4, 4, 2),
+    (4, 8, 12, 1), (8, 8, 9, 4), (4, 4, 6, 2), (4, 12, 10, 4), (8, 8, 16, 1), (4, 8, 5, 2), (4, 4, 20, 4),
+    (8, 8, 5, 4), (4, 4, 2, 2), (8, 8, 8, 1), (4, 8, 4, 1),
 )  # fmt: skip
 # As Gemma 4 has them: a window's layer and a full one, and one whose K and V another kernel has made.
 WINDOW = Problem(256, 32, 16, window=1024, kv_len=8192, source="qkv", num_rotated_pairs=128)
@@ -39,9 +40,9 @@ def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int =
     """`count` of those that serve here, from the `first` on: the fewest blocks of rows that the registers allow."""
     num_splits, cluster, together = splits
     found = []
-    for split_d, num_warps, num_stages in TEAMS:
+    for split_d, num_warps, num_stages, key_parts in TEAMS:
         shapes = [
-            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster, num_stages % 2 == 0)
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster, key_parts)
             for m in range(64, 0, -8)
         ]
         found += valid_here(KERNEL, case, shapes)[:1]

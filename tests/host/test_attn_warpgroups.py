@@ -23,8 +23,8 @@ from kerngen.templates.attn_decode.spec import (
     Problem,
     dealt,
     item_words,
+    key_pieces,
     partials,
-    parts,
     piece_bytes,
 )  # fmt: skip
 from kerngen.tuning.space import candidates
@@ -32,7 +32,7 @@ from kerngen.tuning.space import candidates
 KERNEL = find_kernel("attn_decode")
 H200 = Target.of(find_device("H200"))
 FULL = Problem(512, 32, 4, q_len=4, source="qk", num_rotated_pairs=64)
-CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True)
+CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True, key_parts=4)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,13 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True)
         ({"num_stages": 3}, "65,536 B of results of 1 teams meet in a ring of 49,152 B"),
         ({"cluster": 3}, "cluster=3: a cluster has 1, 2, 4 or 8 blocks"),
         ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
-        ({"cluster": 3, "warpgroups": False, "num_stages": 2}, "cluster=3, prefetch=False are warpgroups"),
-        ({"prefetch": True, "warpgroups": False, "num_stages": 2}, "prefetch=True are warpgroups"),
+        ({"cluster": 3, "warpgroups": False, "num_stages": 2}, "cluster=3, key_parts=4 are warpgroups"),
+        (
+            {"warpgroups": False, "num_stages": 2},
+            "cluster=1, key_parts=4 are warpgroups=True's; cluster=1, key_parts=2",
+        ),
+        ({"key_parts": 3}, "key_parts=3: 1, 2 or 4 parts"),
+        ({"key_parts": 1}, "num_stages=10: whole keys lie in four places side by side; a multiple of 4"),
         ({"num_stages": 13}, "B of shared memory"),
         ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
     ],
@@ -67,6 +72,10 @@ def test_refusals_say_what_decided(changes: dict[str, int], why: str) -> None:
 def test_results_of_many_teams_need_the_room_of_the_rings() -> None:
     problem = Problem(128, 64, 4, q_len=4)
     config = Config(64, 16, 4, 8, 7, warpgroups=True)
+    parts = replace(config, key_parts=4)
+    assert KERNEL.why_invalid(problem, parts, H200) == (
+        "key_parts=4: 1, 2 or 4 parts have whole blocks of 64 columns; 2 at most"
+    )
     why = KERNEL.why_invalid(problem, config, H200)
     assert why == "65,536 B of results of 2 teams meet in a ring of 57,344 B"
     assert KERNEL.why_invalid(problem, replace(config, num_stages=8), H200) is None
@@ -97,7 +106,7 @@ def test_launches_have_warps_that_copy() -> None:
 
 
 def test_two_blocks_share_an_sm_where_they_fit() -> None:
-    problem, config = Problem(512, 32, 4), Config(8, 16, 4, 4, 6, warpgroups=True)
+    problem, config = Problem(512, 32, 4), Config(8, 16, 4, 4, 6, warpgroups=True, key_parts=4)
     assert dealt(problem, config, H200.arch) == (2, 1, 128)
     assert 2 * (KERNEL.smem_bytes(problem, config, H200) + 1024) <= H200.arch.smem_per_sm
     assert dealt(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255)
@@ -108,10 +117,12 @@ def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
     """An SM's registers are dealt out by four warps of a block and eight registers of a thread."""
     window = Problem(256, 32, 16, window=1024)
     for problem, config in (
-        (Problem(512, 32, 4), Config(8, 16, 8, 8, 5, 8, warpgroups=True, cluster=8)),
-        (window, Config(8, 16, 4, 8, 11, 8, warpgroups=True, cluster=8)),
-        (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 9, 1, warpgroups=True)),
-        (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, True, 8, True)),
+        (Problem(512, 32, 4), Config(8, 16, 8, 8, 5, 8, warpgroups=True, cluster=8, key_parts=4)),
+        (Problem(512, 32, 4), Config(8, 16, 4, 4, 3, 48, True, True, 8)),
+        (window, Config(8, 16, 4, 8, 11, 8, warpgroups=True, cluster=8, key_parts=4)),
+        (window, Config(8, 16, 4, 4, 12, 8, warpgroups=True, cluster=8, key_parts=1)),
+        (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 5, 1, warpgroups=True)),
+        (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, True, 8, 1)),
     ):
         blocks, copiers, _ = dealt(problem, config, H200.arch)
         assert blocks == 2
@@ -189,7 +200,13 @@ class _Barrier:
         return lambda: self.phase % 2 != parity
 
 
-def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, num_parts: int, rng: random.Random) -> list[int]:
+def _pieces_of(tile: int, num_chunks: int, key_parts: int) -> tuple[int, int]:
+    """Of its keys, and of its keys and values."""
+    count = min(4, num_chunks - tile * 4)
+    return (count, 2 * count) if key_parts == 1 else (key_parts, key_parts - -count * key_parts // 4)
+
+
+def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, key_parts: int, rng: random.Random) -> list[int]:
     """A block's copier and warpgroups in any order, and copies that come in any order. Returns the pieces as used.
 
     An agent yields what it waits for; a place whose piece is in use must hold just that piece.
@@ -199,15 +216,12 @@ def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, num_parts: i
     place: list[tuple[int, int] | None] = [None] * stages  # tile and number in it of what lies there
     coming: list[Callable[[], None]] = []
     used: list[int] = []
-    value_chunks = 4 // num_parts
-
-    def pieces_of(tile: int) -> int:
-        return num_parts + -(-min(4, num_chunks - tile * 4) // value_chunks)
+    whole, key_pieces = key_parts == 1, 4 if key_parts == 1 else key_parts
 
     def copier() -> Iterator[Callable[[], bool]]:
         stage, parity = 0, 0
         for tile in range(-(-num_chunks // 4)):
-            for piece in range(pieces_of(tile)):
+            for piece in range(_pieces_of(tile, num_chunks, key_parts)[1]):
                 yield free[stage].passed(parity ^ 1)
                 barrier, at, what = full[tile % teams][stage], stage, (tile, piece)
                 barrier.arrive(expected=1)
@@ -225,23 +239,24 @@ def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, num_parts: i
     def warpgroup(team: int) -> Iterator[Callable[[], bool]]:
         parities = [0] * stages
         for tile in range(team, -(-num_chunks // 4), teams):
-            stage, in_use = tile * 2 * num_parts % stages, None
-            for piece in range(pieces_of(tile)):
+            stage, in_use = tile * 2 * key_pieces % stages, list[tuple[int, int]]()
+            num_keys, num_pieces = _pieces_of(tile, num_chunks, key_parts)
+            for piece in range(num_pieces):
                 yield full[team][stage].passed(parities[stage])
                 parities[stage] ^= 1
-                for at, what in ((stage, piece), in_use or (stage, piece)):
-                    assert place[at] == (tile, what)
-                yield lambda: True
-                if in_use:
-                    free[in_use[0]].arrive()
-                in_use = (stage, piece)
+                in_use.append((stage, piece))
+                assert not whole or piece >= num_keys or stage == in_use[0][0] + piece, "keys lie side by side"
                 used.append(tile * 8 + piece)
                 stage = (stage + 1) % stages
-                if piece in (num_parts - 1, pieces_of(tile) - 1):  # scores are made, or the tile is done
-                    yield lambda: True
-                    assert place[in_use[0]] == (tile, in_use[1])
-                    free[in_use[0]].arrive()
-                    in_use = None
+                ends = piece in (num_keys - 1, num_pieces - 1)  # scores are made, or the tile is done
+                if whole and piece < num_keys and not ends:
+                    continue
+                yield lambda: True
+                for at, what in in_use:
+                    assert place[at] == (tile, what)
+                for at, _ in in_use if ends else in_use[:-1]:
+                    free[at].arrive()
+                in_use = [] if ends else in_use[-1:]
 
     agents = [copier(), *(warpgroup(t) for t in range(teams) for _ in range(warpgroups))]
     waits: dict[int, Callable[[], bool]] = dict.fromkeys(range(len(agents)), lambda: True)
@@ -263,13 +278,13 @@ def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, num_parts: i
 @pytest.mark.parametrize(("teams", "warpgroups"), [(1, 1), (1, 2), (2, 1), (3, 1)])
 def test_pieces_are_used_as_they_lie_and_nobody_waits_for_ever(teams: int, warpgroups: int) -> None:
     rng = random.Random(teams)
-    for num_parts, num_chunks in product((2, 4), (0, 1, 3, 4, 5, 8, 13, 30, 33)):
+    for key_parts, num_chunks in product((1, 2, 4), (0, 1, 3, 4, 5, 8, 13, 30, 33)):
         pieces = [
             tile * 8 + i for tile in range(-(-num_chunks // 4))
-            for i in range(num_parts + -(-min(4, num_chunks - tile * 4) // (4 // num_parts)))
+            for i in range(_pieces_of(tile, num_chunks, key_parts)[1])
         ]  # fmt: skip
-        for stages in (2, 3, 4, 5, 7, 8, 11, 16, 24, 32):
-            used = _run(num_chunks, stages, teams, warpgroups, num_parts, rng)
+        for stages in (4, 8, 12, 16, 32) if key_parts == 1 else (2, 3, 4, 5, 7, 8, 11, 16, 24, 32):
+            used = _run(num_chunks, stages, teams, warpgroups, key_parts, rng)
             assert Counter(used) == Counter(dict.fromkeys(pieces, warpgroups))
 
 
@@ -299,18 +314,24 @@ def _read_as_rows(smem: torch.Tensor, at: int, stride: int, step: int) -> torch.
     return found
 
 
-@pytest.mark.parametrize(("head_dim", "page_size"), [(128, 16), (256, 48), (512, 64)])
-def test_products_find_keys_where_boxes_bring_them(head_dim: int, page_size: int) -> None:
-    """A tile of keys whose chunks lie in pages anywhere, a piece of its columns after another."""
-    problem, config = Problem(head_dim, 8, 2, page_size=page_size), Config(8, 16, 4, 4, 8, warpgroups=True)
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "key_parts"), [(128, 16, 2), (256, 48, 4), (512, 64, 4), (512, 64, 2), (256, 16, 1)]
+)
+def test_products_find_keys_where_boxes_bring_them(head_dim: int, page_size: int, key_parts: int) -> None:
+    """A tile of keys whose chunks lie in pages anywhere, a part of its columns after another."""
+    problem = Problem(head_dim, 8, 2, page_size=page_size)
+    config = Config(8, 16, 4, 4, 8, warpgroups=True, key_parts=key_parts)
     cache = torch.randint(0, 2**15, (9, 2, page_size, head_dim)).to(torch.int16)
     seen = KERNEL.tensor_map(problem, config, "k_cache", tuple(cache.shape))
     assert seen is not None
-    columns, head = head_dim // parts(problem), 1
+    columns, head = head_dim // key_parts, 1
+    assert key_parts == 1 or TILE * columns * 2 == piece_bytes(problem, config) == 16 * 2 * head_dim * 4 // key_pieces(
+        config
+    )
     where = [(5, 0), (2, page_size - 16), (8, 0), (0, page_size - 16)]  # page and first row of each chunk
     keys = torch.cat([cache[page, head, first : first + 16] for page, first in where])
-    for part in range(parts(problem)):
-        smem = torch.zeros(piece_bytes(problem) // 2, dtype=torch.int16)
+    for part in range(key_parts):
+        smem = torch.zeros(TILE * columns, dtype=torch.int16)
         for chunk, (page, first) in enumerate(where):
             box = box_of(cache, seen, (0, 0, part * (columns // 64), first // 8, page * 2 + head)).reshape(-1, 8, 8)
             for line, sixteen in product(range(len(box)), range(8)):  # 128 bytes of 16 each, swizzled as they land

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 340.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 10.0, 40.0
@@ -17,12 +18,19 @@ NUM_COLOURS = 10  # in page.css
 COUNTED = ("number", "rows", "tokens", "keys")  # units of what has no halves
 PER_TICK = 52.0  # pixels that a tick's label needs, along x
 
+Pixels = tuple[float, float]  # x, y
 
-def px(value: float) -> str:
-    """A coordinate. Raises ValueError for what is no number: that must not reach a page."""
+
+def finite(value: float) -> float:
+    """`value`. Raises ValueError for what is no number: that must not reach a page."""
     if not math.isfinite(value):
         raise ValueError(f"a plot was given {value}")
-    return f"{value:.1f}".removesuffix(".0")
+    return value
+
+
+def px(value: float) -> str:
+    """A coordinate. Raises ValueError for what is no number."""
+    return f"{finite(value):.1f}".removesuffix(".0")
 
 
 def short(value: float) -> str:
@@ -139,15 +147,46 @@ class Plot:
     # -- what is drawn
 
     def line(self, points: Sequence[tuple[float, float]], kind: str, *, is_stepped: bool = False) -> None:
-        """Through `points`, values not pixels. kind: classes."""
-        if len(points) < 2:
-            return
-        path, was = [], ""
-        for i, (a, b) in enumerate(points):
-            x, y = px(self.x(a)), px(self.y(b))
-            path.append(f"M{x} {y}" if not i else f"H{x}V{y}" if is_stepped and y != was else f"L{x} {y}")
-            was = y
-        self.parts.append(f'<path class="line {kind}" d="{"".join(path)}"/>')
+        """Through `points`, values not pixels; what of it lies outside the axes is cut off there. kind: classes."""
+        corners = [(finite(self.x(a)), finite(self.y(b))) for a, b in points]
+        if is_stepped:
+            corners = [c for i, (x, y) in enumerate(corners) for c in ((x, corners[max(i - 1, 0)][1]), (x, y))][1:]
+        path: list[str] = []
+        was: tuple[str, str] | None = None
+        for start, end in pairwise(corners):
+            if (piece := self._within(start, end)) is None:
+                continue
+            (x0, y0), (x1, y1) = ((px(x), px(y)) for x, y in piece)
+            if (x0, y0) == (x1, y1) == was:  # a step of no height
+                continue
+            if (x0, y0) != was:
+                path.append(f"M{x0} {y0}")
+            path.append(f"H{x1}" if y1 == y0 else f"V{y1}" if x1 == x0 else f"L{x1} {y1}")
+            was = x1, y1
+        if path:
+            self.parts.append(f'<path class="line {kind}" d="{"".join(path)}"/>')
+
+    def _within(self, start: Pixels, end: Pixels) -> tuple[Pixels, Pixels] | None:
+        """What of a straight line lies between the axes' ends, all in pixels; None if it has no length there.
+
+        Source: Liang and Barsky, A New Concept and Method for Line Clipping, ACM TOG 3(1), 1984.
+        """
+        enters, leaves = 0.0, 1.0  # as shares of the way from start to end
+        for scale, a, b in ((self.x, start[0], end[0]), (self.y, start[1], end[1])):
+            low, high = sorted((scale.start, scale.end))
+            if a == b:
+                if not low <= a <= high:
+                    return None
+                continue
+            near, far = sorted(((low - a) / (b - a), (high - a) / (b - a)))
+            enters, leaves = max(enters, near), min(leaves, far)
+        if enters >= leaves:
+            return None
+        (x0, y0), (x1, y1) = start, end
+        return (
+            start if enters == 0 else (x0 + enters * (x1 - x0), y0 + enters * (y1 - y0)),
+            end if leaves == 1 else (x0 + leaves * (x1 - x0), y0 + leaves * (y1 - y0)),
+        )
 
     def marks(self, points: Sequence[tuple[float, float]], kind: str, *, first: int | None = None) -> None:
         """A dot at each point. first: the row of the figure's table that tells of the first; the others follow it."""
@@ -173,12 +212,12 @@ class Plot:
 
     def across(self, kind: str, *, x: float | None = None, y: float | None = None) -> None:
         """A line at one value of either axis, from edge to edge."""
-        (x0, x1), (y0, y1) = (self.x.start, self.x.end), (self.y.start, self.y.end)
+        (x0, x1), (y0, y1) = (self.x.low, self.x.high), (self.y.low, self.y.high)
         if x is not None:
-            x0 = x1 = self.x(x)
+            x0 = x1 = x
         if y is not None:
-            y0 = y1 = self.y(y)
-        self.parts.append(f'<path class="line {kind}" d="M{px(x0)} {px(y0)}L{px(x1)} {px(y1)}"/>')
+            y0 = y1 = y
+        self.line([(x0, y0), (x1, y1)], kind)
 
     # -- the whole
 

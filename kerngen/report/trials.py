@@ -163,8 +163,8 @@ def _prediction(id: str, kernel: str, device: Device, trials: list[Trial]) -> Fi
                    log_y=True)  # fmt: skip
     low, high = plot.x.low, plot.x.high
     plot.line([(low, low), (high, high)], "one")
-    plot.line([(low, low * 2), (high / 2, high)], "bound")
-    plot.line([(low * 2, low), (high, high / 2)], "bound")
+    for times in (2, 0.5):  # of times all alike, both lie outside
+        plot.line([(low, low * times), (high, high * times)], "bound")
     points = [(measured, predicted) for _, measured, predicted in pairs_us]
     plot.marks(points[len(table.rows) :], f"{colour(0)} faint")
     plot.marks(points[: len(table.rows)], f"{colour(0)} faint", first=0)

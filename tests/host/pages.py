@@ -103,3 +103,21 @@ def marks_of(svg: ElementTree.Element) -> list[tuple[int, float, float]]:
                 x, y = map(float, point.removesuffix("h0").split())
                 found.append((int(first) + i, value_at(svg.attrib["data-x"], x), value_at(svg.attrib["data-y"], y)))
     return found
+
+
+def corners_of(path: ElementTree.Element) -> list[list[tuple[float, float]]]:
+    """The corners of a line in pixels: a list for each piece that is drawn without lifting the pen."""
+    pieces: list[list[tuple[float, float]]] = []
+    for to, numbers in re.findall(r"([MLHV])([-\d. ]+)", path.attrib["d"]):
+        at = [float(n) for n in numbers.split()]
+        if to == "M":
+            pieces.append([])
+        x, y = pieces[-1][-1] if pieces[-1] else (0.0, 0.0)
+        pieces[-1].append((at[0], y) if to == "H" else (x, at[0]) if to == "V" else (at[0], at[1]))
+    return pieces
+
+
+def area_of(svg: ElementTree.Element) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Pixels between which a plot's values lie: (left, right), (top, bottom)."""
+    x, y = (sorted(map(float, svg.attrib[name].split()[-2:])) for name in ("data-x", "data-y"))
+    return (x[0], x[1]), (y[0], y[1])

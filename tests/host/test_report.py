@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Kerngen
-from pages import Node, marks_of, read_page, rows_of, svgs
+from pages import SVG, Node, area_of, corners_of, marks_of, read_page, rows_of, svgs, value_at
 from sheets import measured_store
 from test_tuning_db import H200, add_build, key_of, measured
 
 from kerngen.arch import Target, find_arch
 from kerngen.predict import predict
-from kerngen.report.facts import Wanted, gather
+from kerngen.report.facts import Facts, Wanted, gather
 from kerngen.report.figure import us
 from kerngen.report.page import write_report
-from kerngen.report.svg import Scale, px, short
+from kerngen.report.svg import Plot, Scale, px, short
+from kerngen.report.trials import predictions
 from kerngen.steps import Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, Winner, problem_key
@@ -98,6 +100,12 @@ def require_sound(text: str) -> None:
             for name, value in element.attrib.items():
                 if name in ("d", "x", "y", "width", "height", "viewBox"):
                     assert re.fullmatch(r"[MLHVh\d. -]*", value), f"{element.tag} {name}={value}"
+        (left, right), (top, bottom) = area_of(plot)
+        for path in plot.iter(f"{SVG}path"):
+            if (path.get("class") or "").split()[:1] == ["line"]:
+                for x, y in (corner for piece in corners_of(path) for corner in piece):
+                    assert left <= x <= right, f"{plot[0].text}: {path.attrib}"
+                    assert top <= y <= bottom, f"{plot[0].text}: {path.attrib}"
     for f in page.all("figure"):
         assert f.one("figcaption").one("h3").text.strip()
         assert rows_of(f), "there is a table behind it"
@@ -366,3 +374,68 @@ def test_a_plot_takes_no_number_that_is_none() -> None:
         assert 2 <= len(ticks) <= 300 / 34, (low, high, ticks)
         assert all(low <= t <= high for t in ticks)
     assert Scale("trial", "number", 1.0, 2.0, 0.0, 300.0).ticks(30.0) == [1.0, 2.0]
+
+
+def drawn(plot: Plot) -> list[list[list[tuple[float, float]]]]:
+    """The pieces of each line of a plot, in pixels."""
+    (svg,) = svgs(plot.render("p"))
+    return [corners_of(p) for p in svg.iter(f"{SVG}path") if (p.get("class") or "").startswith("line")]
+
+
+@pytest.mark.parametrize(
+    ("points", "pieces"),
+    [
+        ([(0, 0), (10, 10)], [[(0, 100), (100, 0)]]),
+        ([(0, 0), (10, 0), (10, 10)], [[(0, 100), (100, 100), (100, 0)]]),  # along its edges
+        ([(-10, -10), (20, 20)], [[(0, 100), (100, 0)]]),
+        ([(20, 20), (5, 5)], [[(100, 0), (50, 50)]]),
+        ([(-5, 5), (5, 15)], []),  # a corner and no more
+        ([(-4, 7), (4, 15)], []),  # past a corner, in the sight of both of its sides
+        ([(-5, 6), (5, 16), (5, 5)], [[(50, 0), (50, 50)]]),
+        ([(5, -5), (5, 15)], [[(50, 100), (50, 0)]]),
+        ([(11, 0), (11, 10)], []),
+        ([(-20, 5), (-10, 5)], []),
+        ([(2, 2), (2, 20), (8, 20), (8, 2)], [[(20, 80), (20, 0)], [(80, 0), (80, 80)]]),  # out, and in again
+        ([(5, 5), (15, 5), (15, 8), (5, 8), (15, 2)], [[(50, 50), (100, 50)], [(100, 20), (50, 20), (100, 50)]]),
+        ([(5, 5), (15, 5), (5, 5)], [[(50, 50), (100, 50), (50, 50)]]),  # back as it went
+        ([(5, 5)], []),
+        ([], []),
+    ],
+)
+def test_a_line_ends_where_its_axes_do(
+    points: list[tuple[float, float]], pieces: list[list[tuple[float, float]]]
+) -> None:
+    plot = Plot("p", "p", Scale("x", "number", 0.0, 10.0, 0.0, 100.0), Scale("y", "number", 0.0, 10.0, 100.0, 0.0))
+    plot.line(points, "one")
+    assert drawn(plot) == ([pieces] if pieces else [])
+
+
+def test_a_stepped_line_is_cut_at_its_steps() -> None:
+    plot = Plot("p", "p", Scale("x", "number", 0.0, 10.0, 0.0, 100.0), Scale("y", "number", 0.0, 10.0, 100.0, 0.0))
+    plot.line([(0, 20), (2, 5), (4, 5), (20, 0)], "one", is_stepped=True)
+    plot.across("one", x=3)
+    plot.across("one", y=11)
+    assert drawn(plot) == [[[(20, 0), (20, 50), (40, 50), (100, 50)]], [[(30, 100), (30, 0)]]]
+
+
+@pytest.mark.parametrize("widest", [1.0, 1.6, 1.99, 2.5, 300.0])
+def test_a_factor_of_two_is_drawn_where_the_axes_have_it(file: Path, widest: float) -> None:
+    """Times that differ by less leave no place for its lines."""
+    with Store.open(file, read_only=True) as store:
+        trials = [t for t in gather([store], Wanted(kernels=frozenset(["rmsnorm"]))).trials if t.us and t.predicted_us]
+    trials = [
+        replace(t, row=replace(t.row, p50_us=10.0 * widest ** (i % 2)), predicted_us=10.0) for i, t in enumerate(trials)
+    ]
+    (figure,) = predictions(Facts(trials=trials))
+    (plot,) = svgs(figure.svg)
+    (left, right), (top, bottom) = area_of(plot)
+    bounds = [p for p in plot.iter(f"{SVG}path") if p.get("class") == "line bound"]
+    _, low, high, *_ = plot.attrib["data-x"].split()
+    assert len(bounds) == (2 if float(high) > 2 * float(low) else 0)
+    for path, times in zip(bounds, (2, 0.5), strict=False):
+        (((x0, y0), (x1, y1)),) = corners_of(path)
+        for x, y in ((x0, y0), (x1, y1)):
+            assert value_at(plot.attrib["data-y"], y) == pytest.approx(
+                times * value_at(plot.attrib["data-x"], x), rel=0.01
+            )
+        assert (x0 == left and y1 == top) if times == 2 else (y0 == bottom and x1 == right)

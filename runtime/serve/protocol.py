@@ -1,7 +1,7 @@
-"""What clients send, as OpenAI's API has it, with what vLLM's adds. Unknown fields are let pass, as both do.
+"""What clients send: OpenAI's fields, and those that vLLM adds. Unknown ones are let pass, as both do.
 
-Source: OpenAI's API reference (chat completions, completions) and vLLM 0.24's `entrypoints/openai/protocol.py`, of which
-names and meanings are taken.
+Source: OpenAI's API reference (chat completions, completions); vLLM 0.24, `entrypoints/openai/protocol.py`, for names
+and meanings of the others.
 """
 
 from __future__ import annotations

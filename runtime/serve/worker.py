@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """load: arguments of `kerngen.runtime.session.load`. max_len: tokens of a sequence. max_batch: sequences at once, where
-    memory takes as many."""
+    """load: arguments of `kerngen.load`. max_len: tokens of a sequence. max_batch: of them at once, where memory takes
+    as many.
+    """
 
     load: Mapping[str, Any]
     max_len: int

@@ -85,9 +85,10 @@ def lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
             line = (item.kernel, *static_fields(problem).values(), *coordinates(bucketed(kernel, problem)))
             lines.setdefault(line, {})[getattr(problem, problem.DYNAMIC)] = problem
     for (kernel_name, *_), points in lines.items():
-        powers = [1 << e for e in range(min(points).bit_length(), max(points).bit_length())]
-        between = powers if find_kernel(kernel_name).prefer is None else [n for p in powers for n in (middle(p), p)]
-        for length in between:
+        between = {1 << e for e in range(min(points).bit_length(), max(points).bit_length())}
+        if find_kernel(kernel_name).prefer is not None:
+            between |= {middle(power) for power in between}  # of 2 it is 2
+        for length in sorted(between):
             if length not in points and min(points) < length < max(points):
                 above = points[min(n for n in points if n > length)]
                 try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kerngen.errors import UsageError
 from kerngen.runtime.backend import explaining_memory
-from kerngen.runtime.engine import Generation, Stats
+from kerngen.runtime.engine import Generation, Stats, TokenLogprobs
 from kerngen.runtime.text import TextCodec
 
 if TYPE_CHECKING:
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """text: without special tokens, and without the stop string. tokens: as generated, a stop token included.
-    stop_reason: "stop" or "length"."""
+    stop_reason: "stop" or "length". logprobs: an entry a token, where they were asked for."""
 
     text: str
     tokens: list[int]
     stop_reason: str
     stats: Stats
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class UpToStop:
@@ -90,7 +91,8 @@ class Answer:
         """What is left to show, and all of it."""
         self._text.push(self._decoder.finish())
         text = self._text.text if self._text.is_over else self._codec.decode(made.tokens)
-        return self._text.rest(), Completion(text, made.tokens, made.stop_reason, made.stats)
+        done = Completion(text, made.tokens, made.stop_reason, made.stats, made.logprobs)
+        return self._text.rest(), done
 
 
 class CompletionStream(Iterator[str]):

@@ -26,6 +26,11 @@ DEFAULT_ROPE = {
 }
 
 
+def in_int4(draft_weights: str | None) -> str:
+    """ " in int4" where they are, else nothing: what follows the drafter in a line for people."""
+    return " in int4" if draft_weights == "int4" else ""
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """theta, how many of the head_dim / 2 pairs rotate, and the divisor of their frequencies."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import DrafterConfig, LayerConfig
-from kerngen.runtime.model import DecoderStack, Gemma4
+from kerngen.runtime.model import DecoderStack, Gemma4, Seen
 from kerngen.runtime.ops import Ops, fitting
 from kerngen.runtime.weights.layout import CentroidWeights, DrafterWeights
 
@@ -46,19 +46,24 @@ class Drafter:
         embedded = self.target.embed(ids).to(ops.dtype)
         residual = ops.linear(torch.cat((embedded, hidden), dim=-1), self.weights.pre).to(ops.residual_dtype)
 
+        def seen(layer: LayerConfig) -> Seen:
+            window = layer.window + 1 if layer.is_sliding else 0
+            return window, cache.pages(self._donors[layer.kind]), None, cache.groups[layer.kind].block_table
+
         def attend(layer: LayerConfig, q: Tensor) -> Tensor:
             config, rope = self.config.text, self.stack.ropes[layer.kind]
             q_norm = self.weights.layers[layer.index].q_norm
-            pages, table = cache.pages(self._donors[layer.kind]), cache.groups[layer.kind].block_table
-            window = layer.window + 1 if layer.is_sliding else 0
+            window, pages, _, table = seen(layer)
             return ops.attend_decode(
                 q, config.num_q_heads, q_norm, None, rope, lengths, pages, None, table, kv_lens, 1, window, max_kv_len,
                 config.rms_norm_eps,
             ).flatten(1)  # fmt: skip
 
-        row = self.stack.first(residual)
-        for index in range(len(self.stack.layers)):
-            row = self.stack.layer(index, residual, row, attend, None)
+        row = self.stack.decoded(residual, None, seen, lengths, kv_lens, max_kv_len) if len(ids) == 1 else None
+        if row is None:
+            row = self.stack.first(residual)
+            for index in range(len(self.stack.layers)):
+                row = self.stack.layer(index, residual, row, attend, None)
         return row, ops.linear(row, self.weights.post)
 
     def logits(self, y: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kerngen.errors import CheckpointError, KerngenError, UsageError
 from kerngen.runtime.backend import explaining_memory
 from kerngen.runtime.completion import Answer, Completion
-from kerngen.runtime.engine import Engine, Handle, Request
+from kerngen.runtime.engine import Engine, Handle, Request, TokenMask
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import MAX_BATCH, MAX_NEW_TOKENS, Prompt, Session
 
@@ -26,6 +26,8 @@ class Job:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     chat: bool = True
+    logprobs: int | None = None
+    mask: TokenMask | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +98,9 @@ class Outcomes(Iterator[tuple[int, Completion | KerngenError]]):
             self._require_room(len(ids), job.max_new_tokens)
         except (UsageError, CheckpointError) as e:  # a chat template may refuse one chat and not the next
             return _Slot(outcome=e)
-        return _Slot(Request(ids, job.max_new_tokens, job.sampling, session.stop_ids, answer.ends_with), answer)
+        request = Request(ids, job.max_new_tokens, job.sampling, session.stop_ids, answer.ends_with,
+                          logprobs=job.logprobs, mask=job.mask)  # fmt: skip
+        return _Slot(request, answer)
 
     def _require_room(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         most = self._session.config.max_positions

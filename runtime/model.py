@@ -34,6 +34,7 @@ def rounded_scale(value: float, dtype: torch.dtype) -> float:
 
 
 Attend = Callable[[LayerConfig, Tensor], Tensor]
+Seen = tuple[int, KVPages, Tensor | None, Tensor]  # window, pages, slots and block table, as LayerInStep has them
 
 
 class DecoderStack:
@@ -52,6 +53,28 @@ class DecoderStack:
         self.ops = ops
         dims = {layer.kind: layer.head_dim for layer in config.layers}
         self.ropes = {kind: make_rope(rope, dims[kind], ops.device) for kind, rope in config.rope.items()}
+
+    def decoded(
+        self,
+        residual: Tensor,
+        ple: Tensor | None,
+        seen: Callable[[LayerConfig], Seen],
+        positions: Tensor,
+        kv_lens: Tensor,
+        max_kv_len: int,
+    ) -> Tensor | None:
+        """The final norm's output [1, H] of one token, where one kernel serves all layers; else None, and nothing is
+        done. seen: what a layer attends by. The rest as Ops.decode_layers has it.
+        """
+        self.ops.place = self.name
+        layers = []
+        for w, layer in zip(self.layers, self.config.layers, strict=True):
+            window, pages, slots, table = seen(layer)
+            layers.append(LayerInStep(w, window, self.ropes[layer.kind], pages, slots, table))
+        return self.ops.decode_layers(
+            residual, ple, layers, self.config.num_q_heads, positions, kv_lens, max_kv_len, self.norm,
+            self.config.rms_norm_eps,
+        )  # fmt: skip
 
     def first(self, residual: Tensor) -> Tensor:
         """The projections of layer 0."""
@@ -160,8 +183,13 @@ class Gemma4:
         self.ops.place = ""
         residual = self.embed(batch.ids)
         ple = self._ple(batch.ids, residual)
-        if (done := self._decoded(batch, cache, residual, ple)) is not None:
-            return done
+        if batch.cu_seqlens is None and len(batch.ids) == 1:
+            done = self.stack.decoded(
+                residual, ple, lambda layer: self._seen(batch, cache, layer), batch.positions, batch.kv_lens,
+                batch.max_kv_len,
+            )  # fmt: skip
+            if done is not None:
+                return done
         row, attend = self.stack.first(residual), self._attend(batch, cache)
         for index in range(len(self.stack.layers)):
             if index == self._first_shared and outputs != "all":
@@ -179,19 +207,9 @@ class Gemma4:
             return row[batch.cu_seqlens[1:].long() - 1]
         return row
 
-    def _decoded(self, batch: Batch, cache: KVCache, residual: Tensor, ple: Tensor | None) -> Tensor | None:
-        """The final norm's output [1, H] of a step of one token, where one kernel serves all layers."""
-        if batch.cu_seqlens is not None or len(batch.ids) != 1:
-            return None
-        layers = [
-            LayerInStep(w, layer.window, self.stack.ropes[layer.kind], cache.pages(layer), batch.slots[layer.kind],
-                        cache.groups[layer.kind].block_table)
-            for w, layer in zip(self.weights.layers, self.config.layers, strict=True)
-        ]  # fmt: skip
-        return self.ops.decode_layers(
-            residual, ple, layers, self.config.num_q_heads, batch.positions, batch.kv_lens, batch.max_kv_len,
-            self.weights.norm, self.config.rms_norm_eps,
-        )  # fmt: skip
+    @staticmethod
+    def _seen(batch: Batch, cache: KVCache, layer: LayerConfig) -> Seen:
+        return layer.window, cache.pages(layer), batch.slots[layer.kind], cache.groups[layer.kind].block_table
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Capped logits [n, vocab] fp32 of hidden states [n, H] after the final norm, -inf for suppressed tokens."""
@@ -244,4 +262,4 @@ class Gemma4:
         return attend
 
 
-__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "KVPages", "make_rope", "rounded_scale"]
+__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "KVPages", "Seen", "make_rope", "rounded_scale"]

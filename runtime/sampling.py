@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, or temperature, top-k and top-p; and which drafts a step accepts.
+"""From logits to tokens: greedy, or temperature, min-p, top-k and top-p; and which drafts a step accepts.
 
 The token at a position of a sequence is a function of the logits there, the request's parameters and one uniform
 number, which is a function of the request's seed and of that position alone. So it does not depend on who else is in
@@ -29,16 +29,34 @@ from kerngen.errors import UsageError
 # a gap between two logits, divided by these, is 0 or beyond the range of exp.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
 CUTS = (64, 1024)  # how many of the likeliest tokens a step may look at in place of all: picking few beats sorting many
+MOST_PENALTY = 2.0  # of what is subtracted for a token that was generated, either way, as OpenAI's
+MOST_BIAS = 100.0  # either way, as OpenAI's: enough to forbid a token or to force it
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """temperature 0 is greedy. top_k 0 and top_p 1 keep every token. Filters apply in that order, as transformers'."""
+    """temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 keep every token; min_p drops what is less likely than so
+    many times the likeliest. repetition_penalty 1 and the other two penalties 0 change nothing: of tokens that the
+    prompt or the answer has, logits are divided by the first where they are positive, else multiplied (transformers);
+    of tokens that the answer has, frequency_penalty times their number and presence_penalty are subtracted (OpenAI).
+    logit_bias: (token, what is added to its logit). min_tokens: so many are made before one that would end the answer,
+    one of the request's stop_ids or the model's end of sequence, may be chosen.
+
+    Order: tokens that may not be chosen, biases, repetition, frequency, presence, and of a row that is sampled then
+    temperature, min_p, top_k and top_p. Source: the docstring of vLLM's Sampler, vllm/v1/sample/sampler.py of 0.20,
+    and transformers' logits processors.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -51,16 +69,41 @@ class Sampling:
             raise UsageError(f"top_p {self.top_p} is not in (0, 1]")
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise UsageError(f"seed {self.seed} does not fit in 64 bits")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min_p {self.min_p} is not in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MOST_PENALTY <= (value := getattr(self, name)) <= MOST_PENALTY:
+                raise UsageError(f"{name} {value} is not in [-{MOST_PENALTY:g}, {MOST_PENALTY:g}]")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise UsageError(f"repetition_penalty {self.repetition_penalty} is not a number above 0; 1 changes nothing")
+        if bad := [(t, b) for t, b in self.logit_bias if not -MOST_BIAS <= b <= MOST_BIAS]:
+            raise UsageError(f"logit_bias {bad[0][1]} of token {bad[0][0]} is not in [-{MOST_BIAS:g}, {MOST_BIAS:g}]")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise UsageError("logit_bias names a token twice", hint="give each token one bias")
+        if self.min_tokens < 0:
+            raise UsageError(f"min_tokens {self.min_tokens} is negative; 0 lets an answer end at once")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
     @property
-    def floats(self) -> tuple[float, float]:
-        """(temperature, top_p) in the range of fp32; temperature 0 only where greedy."""
+    def is_penalized(self) -> bool:
+        """Whether it matters what was generated, or what the prompt holds."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+    @property
+    def floats(self) -> tuple[float, float, float]:
+        """(temperature, top_p, min_p) in the range of fp32; temperature 0 only where greedy."""
         temperature = 0.0 if self.is_greedy else min(max(self.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
-        return temperature, max(self.top_p, torch.finfo(torch.float32).tiny)  # the likeliest has 0 before it: it stays
+        # The likeliest has 0 before it: it stays.
+        return temperature, max(self.top_p, torch.finfo(torch.float32).tiny), self.min_p
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """(repetition, frequency, presence) in the range of fp32."""
+        repetition = min(max(self.repetition_penalty, MIN_TEMPERATURE), MAX_TEMPERATURE)
+        return repetition, self.frequency_penalty, self.presence_penalty
 
     @property
     def key(self) -> int:
@@ -70,25 +113,33 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Requests' parameters, an entry a row: temperature [n] fp32 (0: greedy), top_p [n] fp32, top_k, key [n] int64."""
+    """Requests' parameters, an entry a row: temperature [n] fp32 (0: greedy), top_p [n] fp32, top_k, key [n] int64.
+
+    min_p [n] fp32; None where it is 0 in every row, and nothing is spent on it.
+    """
 
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
     key: Tensor
+    min_p: Tensor | None = None
 
     @staticmethod
     def of(sampling: Sequence[Sampling], device: torch.device | str = "cpu") -> Parameters:
         floats = torch.tensor([s.floats for s in sampling], dtype=torch.float32, device=device)
         ints = torch.tensor([(s.top_k, s.key) for s in sampling], dtype=torch.int64, device=device)
-        return Parameters(floats[:, 0], floats[:, 1], ints[:, 0], ints[:, 1])
+        min_p = floats[:, 2] if any(s.min_p for s in sampling) else None
+        return Parameters(floats[:, 0], floats[:, 1], ints[:, 0], ints[:, 1], min_p)
 
     def repeated(self, count: int) -> Parameters:
         """Each row `count` times: a verification chooses so many tokens of each sequence."""
         if count == 1:
             return self
-        each = (t.repeat_interleave(count) for t in (self.temperature, self.top_p, self.top_k, self.key))
-        return Parameters(*each)
+        temperature, top_p, top_k, key = (
+            t.repeat_interleave(count) for t in (self.temperature, self.top_p, self.top_k, self.key)
+        )
+        min_p = None if self.min_p is None else self.min_p.repeat_interleave(count)
+        return Parameters(temperature, top_p, top_k, key, min_p)
 
 
 def cut_for(sampling: Iterable[Sampling]) -> int:
@@ -149,6 +200,8 @@ def distribution(logits: Tensor, wanted: Parameters, cut: int = 0) -> tuple[Tens
     rank = torch.arange(top.shape[-1], device=top.device)
     dropped = (rank >= wanted.top_k[:, None]) & (wanted.top_k > 0)[:, None]
     scaled = (top - top[:, :1]) / wanted.temperature.clamp(min=MIN_TEMPERATURE)[:, None]  # the likeliest is 0 anyway
+    if wanted.min_p is not None:
+        dropped = dropped | (scaled < wanted.min_p.log()[:, None])  # log p - log max p
     probs = torch.softmax(scaled.masked_fill(dropped, -math.inf), dim=-1)
     before = probs.cumsum(-1) - probs  # the mass of likelier tokens: keep until it reaches top_p
     top_p = torch.where(wanted.top_p < 1, wanted.top_p, math.inf)[:, None]

@@ -16,13 +16,14 @@ from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.completion import Answer, Completion, CompletionStream
 from kerngen.runtime.config import (
     ModelConfig,
+    in_int4,
     read_drafter_config,
     read_eos_ids,
     read_model_config,
     read_suppressed_ids,
 )
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import CacheShape, Engine, Request, require_draft_tokens
+from kerngen.runtime.engine import CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.fields import require_folder
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
 from kerngen.runtime.model import Gemma4
@@ -71,8 +72,7 @@ class Session:
     def __repr__(self) -> str:
         ops, dtype = self.ops, str(self.ops.dtype).removeprefix("torch.")
         count = "" if self.num_draft_tokens is None else f" {self.num_draft_tokens} tokens"
-        weights = " in int4" if self.draft_weights == "int4" else ""
-        drafting = f", drafting{count}{weights}" if self.drafter else ""
+        drafting = f", drafting{count}{in_int4(self.draft_weights)}" if self.drafter else ""
         return f"<kerngen.Session {self.folder.name}: {ops.name} on {ops.device}, {dtype}{drafting}>"
 
     @property
@@ -118,17 +118,22 @@ class Session:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         chat: bool = True,
+        logprobs: int | None = None,
+        mask: TokenMask | None = None,
     ) -> Completion:
         """The model's answer to `prompt` (see `encode`).
 
-        temperature 0 is greedy; top_k 0 and top_p 1 keep every token; the same seed draws the same tokens. stop: texts
-        before which the answer ends. Raises UsageError for a request that cannot be right, NumericsError where the
-        model computes NaN, DeviceError where memory runs out.
+        temperature 0 is greedy; top_k 0 and top_p 1 keep every token; the same seed draws the same tokens. sampling: in
+        place of these four, with penalties and more. stop: texts before which the answer ends. logprobs, mask: as in
+        `Request`; a mask is this call's alone. Raises UsageError for a request that cannot be right, NumericsError
+        where the model computes NaN, DeviceError where memory runs out.
         """
         stream = self.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                             seed=seed, stop=stop, chat=chat)  # fmt: skip
+                             seed=seed, sampling=sampling, stop=stop, chat=chat, logprobs=logprobs,
+                             mask=mask)  # fmt: skip
         for _ in stream:
             pass
         return stream.completion
@@ -142,13 +147,17 @@ class Session:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         chat: bool = True,
+        logprobs: int | None = None,
+        mask: TokenMask | None = None,
     ) -> CompletionStream:
         """As `generate`, in pieces. Other generations may run meanwhile; `close` ends it before its end."""
         answer = Answer(self.codec, stop)
-        request = Request(self.encode(prompt, chat=chat), max_new_tokens, Sampling(temperature, top_k, top_p, seed),
-                          self.stop_ids, answer.ends_with)  # fmt: skip
+        request = Request(self.encode(prompt, chat=chat), max_new_tokens,
+                          _sampling(sampling, temperature, top_k, top_p, seed), self.stop_ids, answer.ends_with,
+                          logprobs=logprobs, mask=mask)  # fmt: skip
         with explaining_memory(self.ops.device):
             engine = self.reserve(len(request.prompt) + max(max_new_tokens, 1))
             return CompletionStream(self, answer, engine.follow(request))
@@ -162,8 +171,10 @@ class Session:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         chat: bool = True,
+        logprobs: int | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """The answers to `prompts`, in order, made beside each other, as many at once as memory takes.
@@ -171,12 +182,13 @@ class Session:
         Each is what `generate` gives for that prompt alone, as far as rounding allows. on_done: told the number of a
         prompt and its answer, as soon as that is complete. The rest as in `generate`.
         """
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling = _sampling(sampling, temperature, top_k, top_p, seed)
         answers = [Answer(self.codec, stop) for _ in prompts]
         requests = [
-            Request(self.encode(p, chat=chat), max_new_tokens, sampling, self.stop_ids, answer.ends_with)
+            Request(self.encode(p, chat=chat), max_new_tokens, sampling, self.stop_ids, answer.ends_with,
+                    logprobs=logprobs)
             for p, answer in zip(prompts, answers, strict=True)
-        ]
+        ]  # fmt: skip
         made: dict[int, Completion] = {}
         with explaining_memory(self.ops.device):
             longest = max((len(r.prompt) for r in requests), default=1) + max(max_new_tokens, 1)
@@ -215,6 +227,15 @@ class Session:
             num_pages=pages,
         )
         return self._engine
+
+
+def _sampling(given: Sampling | None, temperature: float, top_k: int, top_p: float, seed: int) -> Sampling:
+    """`given`, or what the four say. Raises UsageError for both."""
+    single = Sampling(temperature, top_k, top_p, seed)
+    if given is not None and single != Sampling():
+        raise UsageError("sampling and one of temperature, top_k, top_p and seed contradict each other",
+                         hint="say all of it in sampling")  # fmt: skip
+    return single if given is None else given
 
 
 def load(

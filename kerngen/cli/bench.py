@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.drafting import draft_weights_option
+from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
     from kerngen.measure import Ceilings
@@ -191,9 +192,10 @@ def model(
             f"context {r['context']:6}{together}: prefill {r['prefill_ms']:8.1f} ms, step {r['step_ms']:.3f} ms "
             f"({r['step_ms_min']:.3f}-{r['step_ms_max']:.3f} over {r['runs']} runs){floor}{drafted}"
         )
-    int4 = ", the drafter's in int4" if report["draft_weights"] == "int4" else ""
+    weights = in_int4(report["draft_weights"])
+    drafter = f", the drafter's{weights}" if weights else ""
     click.echo(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights"
-               f"{int4}, {report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
+               f"{drafter}, {report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
     if report["read_gbps"]:
         click.echo(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")
     for line in chosen_lines(report["configurations"], report["outside"]):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kerngen.cli.run import chosen_lines
 from kerngen.errors import KerngenError
+from kerngen.runtime.config import in_int4
 from kerngen.runtime.conversation import ContextFull, Conversation, Piece, Reply
 
 if TYPE_CHECKING:
@@ -175,8 +176,7 @@ def chat(conversation: Conversation, *, hide_thinking: bool = False) -> None:
 
 def title(conversation: Conversation) -> str:
     session = conversation.session
-    weights = " in int4" if session.draft_weights == "int4" else ""
-    drafting = "" if session.drafter is None else f", drafting{weights}"
+    drafting = "" if session.drafter is None else f", drafting{in_int4(session.draft_weights)}"
     dtype = str(session.ops.dtype).removeprefix("torch.")
     return (
         f"{session.folder.name}: {session.ops.name} on {session.ops.device}, {dtype}{drafting}; "

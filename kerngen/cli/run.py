@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.drafting import draft_weights_option
+from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
     from kerngen.runtime.sampling import Sampling
@@ -158,8 +159,8 @@ def run(
     else:
         if system is not None:
             said = [{"role": "system", "content": system}, {"role": "user", "content": said}]
-        stream = session.stream(said, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, stop=stop, chat=not no_chat,
-                                **asdict(sampling))  # fmt: skip
+        stream = session.stream(said, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, sampling=sampling, stop=stop,
+                                chat=not no_chat)  # fmt: skip
         code = _show(stream, session, sampling, as_json)
     if not sampling.is_greedy and not (as_json and prompts is None):
         click.echo(_sampling(sampling, suggested), err=True)
@@ -215,12 +216,14 @@ def _sampling(sampling: Sampling, suggested: dict[str, float]) -> str:
 
 
 def _report(result: Completion, session: Session, sampling: Sampling) -> dict[str, Any]:
+    from kerngen.cli.prompts import SAMPLING
+
     stats, ops = result.stats, session.ops
     return {
         "text": result.text,
         "tokens": result.tokens,
         "stop_reason": result.stop_reason,
-        "sampling": asdict(sampling),
+        "sampling": {name: getattr(sampling, name) for name in SAMPLING},
         "num_prompt_tokens": stats.num_prompt_tokens,
         "num_tokens": stats.num_tokens,
         "load_s": session.load_s,
@@ -255,10 +258,10 @@ def _summary(result: Completion, session: Session) -> str:
         f"{stats.num_tokens} new, {stats.tokens_per_s:.1f}/s, ended by {result.stop_reason}",
     ]
     if session.drafter_folder is not None:
-        weights = " in int4" if session.draft_weights == "int4" else ""
+        most = "" if session.num_draft_tokens is not None else "up to "
         lines.append(
-            f"{session.drafter_folder}{weights} drafts {'' if session.num_draft_tokens is not None else 'up to '}"
-            f"{stats.num_draft_tokens} a step: {stats.acceptance_length:.2f} tokens accepted a step "
+            f"{session.drafter_folder}{in_int4(session.draft_weights)} drafts {most}{stats.num_draft_tokens} a step: "
+            f"{stats.acceptance_length:.2f} tokens accepted a step "
             f"({stats.num_steps} steps; by position {_shares(stats.acceptance_by_position)})"
         )
     return "\n".join([*lines, *chosen_lines(ops.sources(), ops.outside())])

@@ -5,19 +5,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from kerngen.errors import NumericsError, UsageError
+from kerngen.errors import KerngenError, NumericsError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine.changes import held_ids
 from kerngen.runtime.engine.draft_length import Choice, DraftLength
+from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.engine.pages import PagePool
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import Runner, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
+from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
@@ -115,9 +119,12 @@ class Engine:
     # -- many requests
 
     def submit(self, request: Request) -> Handle:
-        """Queue `request`; `step` works on it. Raises UsageError if it cannot be right or does not fit alone."""
+        """Queue `request`; `step` works on it. Raises UsageError if it cannot be right or does not fit alone, or if its
+        mask allows no first token.
+        """
         self._check(request)
         handle = Handle(request, self._num_requests, time.perf_counter())
+        self._ask_mask(handle)
         self.scheduler.add(handle)
         self._num_requests += 1
         return handle
@@ -147,7 +154,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """A decode step of all that run, then a chunk of prefill; returns the tokens that are known by now.
+        """A decode step of all that run, then a chunk of prefill; returns the tokens that are known by now, one event a
+        request.
 
         Where the device runs behind, those are the step's before this one. A request that ends in an error has its
         event too: see `Handle.error`. What interrupts a step (Ctrl-C, a callback that raises) costs no token: all begin
@@ -166,14 +174,18 @@ class Engine:
         self.scheduler.admit()
         decodes = self._decode()
         self._prefill()
-        # With nothing to decode there is nothing for the device to run meanwhile: a first token is read at once.
-        newest = self._num_steps - (self._lag if decodes else 0)
-        events = []
+        # With nothing to decode there is nothing for the device to run meanwhile: a first token is read at once. So are
+        # all while somebody's mask waits for them.
+        waits = any(h.request.mask is not None for h in self.scheduler.running)
+        newest = self._num_steps - (self._lag if decodes and not waits else 0)
+        events: dict[Handle, Event] = {}
         while self._pending and self._pending[0].number <= newest:
-            events += self._collect(self._pending.popleft())
+            for event in self._collect(self._pending.popleft()):
+                known = events.get(event.handle)
+                events[event.handle] = event if known is None else known.then(event)
         if not self.has_work:
             self._pending.clear()  # steps that were started before their last request had ended
-        return events
+        return list(events.values())
 
     def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
         """All of them, in order. Raises the first error, the others cancelled."""
@@ -264,7 +276,10 @@ class Engine:
         if not scheduler.running:
             return False
         bucket = self.runner.bucket(len(scheduler.running))
-        choice = self._lengths.choose(bucket) if self._fixed is None else Choice(self._fixed, bucket)
+        if not self.runner.reproducible and all(h.request.mask is not None for h in scheduler.running):
+            choice = Choice(0, bucket)  # nobody would accept one
+        else:
+            choice = self._lengths.choose(bucket) if self._fixed is None else Choice(self._fixed, bucket)
         num_drafts = choice.length
         scheduler.grow_running(num_drafts + 1)
         self.runner.add_pages(scheduler.new_pages)
@@ -300,14 +315,24 @@ class Engine:
         result = step.wait()
         live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]
         if step.choice is not None and self._fixed is None:
-            self._lengths.observe(step.choice, result.seconds, [len(result.tokens[i]) - 1 for i in live])
+            drafted = [i for i in live if step.rows[i][0].request.mask is None]
+            self._lengths.observe(step.choice, result.seconds, [len(result.tokens[i]) - 1 for i in drafted])
         events = []
         for i in live:
             handle = step.rows[i][0]
             if not handle.is_done:  # a callback may have cancelled it
-                num_drafts = -1 if step.choice is None else step.choice.length
+                num_drafts = -1 if step.choice is None else 0 if handle.request.mask is not None else step.choice.length
+                again = len(handle.tokens) - handle.num_made
                 new = self._take(handle, num_drafts, result.tokens[i], result.is_finite[i])
-                events.append(Event(handle, new))
+                said: list[TokenLogprobs] = []
+                if (wanted := handle.request.logprobs) is not None and result.logprobs is not None:
+                    each = zip(result.logprobs[i][again:], new, strict=False)  # beyond the new ones nothing counts
+                    said = [read_logprobs(words, token, wanted) for words, token in each]
+                handle.logprobs += said
+                events.append(Event(handle, new, said))
+                if not handle.is_done:
+                    with self._ending(handle):
+                        self._ask_mask(handle)
         return events
 
     def _take(self, handle: Handle, num_drafts: int, tokens: list[int], is_finite: bool) -> list[int]:
@@ -336,6 +361,11 @@ class Engine:
             if token < 0:
                 break
             new.append(token)
+            if request.mask is not None:
+                with self._ending(handle):
+                    request.mask.accept(token)
+                if handle.is_done:
+                    break
             if token in request.stop_ids or self._is_stopped(handle, token):
                 reason = "stop"
                 break
@@ -346,7 +376,7 @@ class Engine:
             new = new if broken else []
         handle.tokens += new
         handle.num_made += len(new)
-        if handle.is_done:  # cancelled by the callback
+        if handle.is_done:  # cancelled by the callback, or ended by what its mask raised
             return new
         if handle.error is not None:
             self._end(handle, "error")
@@ -359,6 +389,28 @@ class Engine:
             handle.num_cached += count
             self.scheduler.settle(handle)
         return new
+
+    def _ask_mask(self, handle: Handle) -> None:
+        """What may follow, if the request has a mask. Raises UsageError where that is nothing."""
+        request, vocab = handle.request, self.model.config.vocab_size
+        if request.mask is None or handle.num_made < len(handle.tokens):
+            return
+        never = [*self.model.suppressed_ids, *request.suppressed_ids]
+        if len(handle.tokens) < request.sampling.min_tokens:
+            never += held_ids(request, self.model.config.eos_ids, vocab)
+        handle.allowed = allowed_bits(request.mask, vocab, never, len(handle.tokens))
+
+    @contextmanager
+    def _ending(self, handle: Handle) -> Iterator[None]:
+        """What raises in here has ended its request: a KerngenError is that request's alone."""
+        try:
+            yield
+        except KerngenError as e:
+            handle.error = e
+            self._end(handle, "error")
+        except BaseException:
+            self.cancel(handle)
+            raise
 
     def _is_stopped(self, handle: Handle, token: int) -> bool:
         """What the request's callback says; one that raises has ended its request."""
@@ -382,10 +434,21 @@ class Engine:
             raise UsageError(f"token {bad[0]} of the prompt is outside the vocabulary of {vocab}")
         if bad := [i for i in request.suppressed_ids if not 0 <= i < vocab]:
             raise UsageError(f"suppressed token {bad[0]} is outside the vocabulary of {vocab}")
-        if len(self.model.suppressed_ids | set(request.suppressed_ids)) == vocab:
+        sampling = request.sampling
+        if bad := [t for t, _ in sampling.logit_bias if not 0 <= t < vocab]:
+            raise UsageError(f"token {bad[0]} of logit_bias is outside the vocabulary of {vocab}")
+        never = self.model.suppressed_ids | set(request.suppressed_ids)
+        if len(never) == vocab:
             raise UsageError(f"all {vocab} tokens are suppressed; none is left to generate")
+        if len(never.union(held_ids(request, self.model.config.eos_ids, vocab))) == vocab:
+            raise UsageError(f"all {vocab} tokens are suppressed or end the answer before min_tokens are made")
         if request.max_new_tokens < 1:
             raise UsageError(f"{request.max_new_tokens} new tokens were asked for; at least 1 is made")
+        if sampling.min_tokens > request.max_new_tokens:
+            raise UsageError(f"min_tokens {sampling.min_tokens} is more than the {request.max_new_tokens} new tokens "
+                             "that were asked for")  # fmt: skip
+        if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
+            raise UsageError(f"logprobs {request.logprobs} of the likeliest tokens; there are 0 to {MOST_LOGPROBS}")
         if (need := len(prompt) + request.max_new_tokens) > self.max_len:
             raise UsageError(
                 f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones need {need}; "

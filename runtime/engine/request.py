@@ -7,7 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kerngen.errors import NumericsError
+import numpy as np
+from numpy.typing import NDArray
+
+from kerngen.errors import KerngenError
+from kerngen.runtime.engine.mask import TokenMask
+from kerngen.runtime.logprobs import TokenLogprobs
 from kerngen.runtime.sampling import Sampling
 
 GREEDY = Sampling()
@@ -17,6 +22,8 @@ GREEDY = Sampling()
 class Request:
     """prompt: token ids. The answer ends after max_new_tokens, after one of stop_ids, or after the token at which
     `stops` returns True; it is told each token once, in order. suppressed_ids: never chosen, beside the model's.
+    logprobs: of each token, and so many of the likeliest ones at its place; None for none (logprobs.py). mask: what may
+    be chosen, one token at a time (mask.py); it is this request's alone.
     """
 
     prompt: Sequence[int]
@@ -25,6 +32,8 @@ class Request:
     stop_ids: Sequence[int] = ()
     stops: Callable[[int], bool] | None = None
     suppressed_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    mask: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +79,15 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """tokens: what was generated, a stop token included. stop_reason: "stop", "length" or "cancelled"."""
+    """tokens: what was generated, a stop token included. stop_reason: "stop", "length" or "cancelled".
+
+    logprobs: an entry a token, where the request asked for them.
+    """
 
     tokens: list[int]
     stop_reason: str
     stats: Stats
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +116,19 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """A request under way. `tokens`, `stop_reason` and `error` are for everyone, the rest is the engine's.
+    """A request under way. `tokens`, `logprobs`, `stop_reason` and `error` are for everyone, the rest is the engine's.
 
-    stop_reason: "" while it runs; "error" where `error` says what the model computed in place of a token.
+    logprobs: an entry a token, where the request asked for them. stop_reason: "" while it runs; "error" where `error`
+    says why there is no further token: what the model computed in its place, or that the request's mask allows none.
     """
 
     request: Request
     order: int  # of arrival: who came last is preempted first
     began: float
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_reason: str = ""
-    error: NumericsError | None = None
+    error: KerngenError | None = None
 
     phase: Phase = Phase.WAITING
     row: int = -1  # of the decode batch
@@ -124,6 +139,7 @@ class Handle:
     num_published: int = 0
     goal: int = 0  # tokens to prefill
     num_made: int = 0  # of `tokens`, since it was admitted or by prefilling them again
+    allowed: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # by its mask, of the next token
     num_cached: int = 0  # tokens in the cache, as far as the host knows
     in_flight: deque[int] = field(default_factory=deque)  # the most tokens that each step not yet read may add
     first_token_at: float = 0.0
@@ -181,12 +197,17 @@ class Handle:
 
     @property
     def generation(self) -> Generation:
-        return Generation(list(self.tokens), self.stop_reason, self.stats)
+        return Generation(list(self.tokens), self.stop_reason, self.stats, list(self.logprobs))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """New tokens of one request; `handle.is_done` says whether they are its last."""
+    """New tokens of one request; `handle.is_done` says whether they are its last. logprobs: as `Handle.logprobs`."""
 
     handle: Handle
     tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def then(self, later: Event) -> Event:
+        """Both, as one."""
+        return Event(self.handle, self.tokens + later.tokens, self.logprobs + later.logprobs)

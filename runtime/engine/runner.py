@@ -10,42 +10,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine.changes import Changes, Values, Way
 from kerngen.runtime.engine.request import Handle
 from kerngen.runtime.engine.scheduler import Chunk, NewPage
+from kerngen.runtime.logprobs import logprob_words
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseExperts
 from kerngen.runtime.ops.outside import GATHERED_ROWS
-from kerngen.runtime.sampling import Parameters, choose, cut_for, likeliest
+from kerngen.runtime.sampling import Parameters, choose, likeliest
 
 # Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LEAST_KV_LEN = 512  # of a graph: kernels choose their KV splits by the longest context, in powers of two from here
 TOKEN, LENGTH, LIMIT, TOP_K, KEY = range(5)  # rows of `Runner.ints`
-TEMPERATURE, TOP_P = range(2)  # rows of `Runner.floats`
-
-
-class Way(NamedTuple):
-    """How a step chooses tokens. cut: see sampling.cut_for. masked: some row suppresses tokens of its own."""
-
-    sampled: bool = False
-    cut: int = 0
-    masked: bool = False
-
-    @staticmethod
-    def of(handles: Sequence[Handle]) -> Way:
-        sampling = [h.request.sampling for h in handles]
-        masked = any(h.request.suppressed_ids for h in handles)
-        if all(s.is_greedy for s in sampling):
-            return Way(masked=masked)
-        return Way(True, cut_for(sampling), masked)
+TEMPERATURE, TOP_P, MIN_P = range(3)  # rows of `Runner.floats`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +41,13 @@ class Result:
     """Each row's new tokens, of which one that is -1 could not be chosen.
 
     is_finite: whether the hidden state that gave its last token is. seconds: the step took, 0 where that is not known.
+    logprobs: [rows, q_len, words] of its tokens, what `read_logprobs` reads; None where nobody asked.
     """
 
     tokens: list[list[int]]
     is_finite: list[bool]
     seconds: float
+    logprobs: NDArray[np.int64] | None = None
 
 
 Wait = Callable[[], Result]
@@ -90,17 +80,22 @@ class Runner:
         self.buckets = buckets or (BUCKETS if ops.supports_graphs else ())
         device = ops.device
         self.ints = torch.zeros(5, max_batch, dtype=torch.int64, device=device)
-        self.floats = torch.zeros(2, max_batch, dtype=torch.float32, device=device)
+        self.floats = torch.zeros(3, max_batch, dtype=torch.float32, device=device)
         self.hidden = torch.zeros(max_batch, config.hidden_size, dtype=ops.dtype, device=device)
         experts = any(w.moe is not None and isinstance(w.moe.gate_up, DenseExperts) for w in model.weights.layers)
         self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
-        self._mask: Tensor | None = None  # [max_batch, vocab] of what a row suppresses, once one does
+        self.changes = Changes(max_batch, config.vocab_size, config.eos_ids, device, self._sent)
         self._graphs: dict[tuple[int, int, Way, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory: Any = None  # the pool that all graphs share
 
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+    @property
+    def written(self) -> list[Tensor]:
+        """What a step changes of its rows, the cache aside."""
+        return [self.ints, self.hidden, *self.changes.written]
 
     def bucket(self, batch: int) -> int:
         return min(next((b for b in self.buckets if b >= batch), batch), len(self.hidden))
@@ -116,9 +111,8 @@ class Runner:
             tensor[:, last] = 0
         if row != last:
             self.hidden[row] = self.hidden[last]
-            if self._mask is not None:
-                self._mask[row] = self._mask[last]
         self.hidden[last] = 0
+        self.changes.leave(row, last)
 
     def clear(self) -> None:
         """No row stands for anybody."""
@@ -143,13 +137,7 @@ class Runner:
         self.ints[:, rows] = self._sent(ints, torch.int64).T
         self.floats[:, rows] = self._sent([s.floats for s in sampling], torch.float32).T
         self.cache.tables[:, rows] = self._tables(handles, self.cache.tables.shape[2])
-        for i, handle in enumerate(handles, first):
-            if handle.request.suppressed_ids and self._mask is None:
-                shape = len(self.hidden), self.model.config.vocab_size
-                self._mask = torch.zeros(shape, dtype=torch.bool, device=self.hidden.device)
-            if self._mask is not None:
-                self._mask[i] = False
-                self._mask[i].index_fill_(0, self._sent(list(handle.request.suppressed_ids), torch.int64), True)
+        self.changes.join(first, handles)
 
     def _tables(self, handles: Sequence[Handle], width: int) -> Tensor:
         """[2, len(handles), width] int32."""
@@ -160,8 +148,7 @@ class Runner:
                 tables[i, j, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         return self._sent(tables, torch.int32)
 
-    def _sent(self, values: Tensor | Sequence[int] | Sequence[Sequence[float]],
-              dtype: torch.dtype) -> Tensor:  # fmt: skip
+    def _sent(self, values: Values, dtype: torch.dtype) -> Tensor:
         """`values` on the device, without waiting for it: torch reuses pinned memory once its copies have ended."""
         tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
         if self.hidden.is_cuda:
@@ -199,9 +186,9 @@ class Runner:
             hidden = hidden[self._sent(done, torch.int64)]
         joining = [handles[i] for i in done]
         self._join(num_running, joining)
+        self.changes.guide(num_running, joining)
         rows = slice(num_running, num_running + len(done))
-        chosen = self._choose(hidden, self.ints[LENGTH, rows], rows, 1, Way.of(joining))
-        return self._result(self._advance(chosen[:, None], None, hidden, rows), began=None)
+        return self._result(self._emit(hidden, self.ints[LENGTH, rows], None, rows, Way.of(joining)), 1, began=None)
 
     # -- decode
 
@@ -209,6 +196,7 @@ class Runner:
         """Start a step of rows 0 to len(handles) - 1. longest: tokens that any of them may ever hold."""
         batch = self.bucket(len(handles))
         way = Way.of(handles)
+        self.changes.guide(0, handles)
         began: float | torch.cuda.Event | None
         tokens = batch * (num_drafts + 1)
         if self.model.ops.supports_graphs and (self._most_captured is None or tokens <= self._most_captured):
@@ -219,14 +207,14 @@ class Runner:
         else:
             began = self._now()
             result = self.step(batch, num_drafts, way, self.max_kv_len)
-        return self._result(result[: len(handles)], began=began)
+        return self._result(result[: len(handles)], num_drafts + 1, began=began)
 
     def step(self, batch: int, num_drafts: int, way: Way, max_kv_len: int) -> Tensor:
         """One decode step of rows 0 to batch - 1, all on the device.
 
-        Returns [batch, num_drafts + 3] int64, see `_read`. A token that is -1 could not be chosen; the step that may be
-        running behind goes on from token 0. max_kv_len: no context is longer, nor will be when a captured step is
-        replayed.
+        Returns what `_read` reads, int64: [batch, num_drafts + 3], and more columns where `way` has log-probabilities.
+        A token that is -1 could not be chosen; the step that may be running behind goes on from token 0. max_kv_len: no
+        context is longer, nor will be when a captured step is replayed.
         """
         self.model.ops.row_invariant = self.reproducible
         cache, rows = self.cache.rows(batch), slice(0, batch)
@@ -237,29 +225,38 @@ class Runner:
             ids = torch.cat((ids, drafts), dim=1)
         fed = Batch.decode(ids, lengths, cache, max_kv_len, self.model.ops)
         states = self.model.forward(fed, cache)  # [batch * q_len, H]
-        tokens = self._choose(states, fed.positions, rows, num_drafts + 1, way)
-        return self._advance(tokens.view(batch, -1), drafts, states, rows)
+        return self._emit(states, fed.positions, drafts, rows, way)
 
-    def _advance(self, tokens: Tensor, drafts: Tensor | None, states: Tensor, rows: slice) -> Tensor:
-        """`rows` go on with tokens [n, q_len], chosen from states [n * q_len, H]. Returns what the host will read."""
-        return self.model.ops.decode_advance(
-            tokens, drafts, states, self.ints[TOKEN, rows], self.ints[LENGTH, rows], self.ints[LIMIT, rows],
-            self.hidden[rows],
+    def _emit(self, states: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, way: Way) -> Tensor:
+        """Choose what follows the tokens at positions [n], which gave states [n, H]: of each row its last known token
+        and `drafts`. The rows go on with it. Returns what the host will read.
+        """
+        tokens, words = self._choose(states, positions, drafts, rows, way)
+        chosen = tokens.view(rows.stop - rows.start, -1)
+        result = self.model.ops.decode_advance(
+            chosen, self.changes.refuse(drafts, rows, way), states, self.ints[TOKEN, rows], self.ints[LENGTH, rows],
+            self.ints[LIMIT, rows], self.hidden[rows],
         )  # fmt: skip
+        self.changes.count(result, rows, way)
+        return result if words is None else torch.cat((result, words.view(len(result), -1)), dim=1)
 
-    def _choose(self, hidden: Tensor, positions: Tensor, rows: slice, q_len: int, way: Way) -> Tensor:
-        """The tokens [n] that follow the ones at positions [n], which gave hidden [n, H]; q_len a row."""
-        if not way.sampled and not way.masked:
-            return self.model.greedy(hidden, screened=not self.reproducible)
-        logits = self.model.logits(hidden)
-        if way.masked and self._mask is not None:
-            mask = self._mask[rows]
-            logits = logits.masked_fill(mask if q_len == 1 else mask.repeat_interleave(q_len, 0), float("-inf"))
-        if not way.sampled:
-            return likeliest(logits)
-        ints, floats = self.ints[:, rows], self.floats[:, rows]
-        wanted = Parameters(floats[TEMPERATURE], floats[TOP_P], ints[TOP_K], ints[KEY]).repeated(q_len)
-        return choose(logits, positions + 1, wanted, way.cut)
+    def _choose(
+        self, hidden: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, way: Way
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens [n] that follow the ones at positions [n], which gave hidden [n, H], and their `logprob_words`."""
+        if not way.needs_logits:
+            return self.model.greedy(hidden, screened=not self.reproducible), None
+        raw = self.model.logits(hidden)
+        logits = self.changes.apply(raw, positions + 1, drafts, rows, way)
+        if way.sampled:
+            ints, floats = self.ints[:, rows], self.floats[:, rows]
+            min_p = floats[MIN_P] if way.min_p else None
+            wanted = Parameters(floats[TEMPERATURE], floats[TOP_P], ints[TOP_K], ints[KEY], min_p)
+            q_len = 1 if drafts is None else drafts.shape[1] + 1
+            tokens = choose(logits, positions + 1, wanted.repeated(q_len), way.cut)
+        else:
+            tokens = likeliest(logits)
+        return tokens, logprob_words(raw, tokens) if way.logprobs else None
 
     def _graph(self, batch: int, num_drafts: int, way: Way, longest: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The step as a CUDA graph and the tensor that it leaves its result in, captured when first asked for.
@@ -270,14 +267,15 @@ class Runner:
         key = batch, num_drafts, way, max_kv_len
         if key in self._graphs:
             return self._graphs[key]
-        saved = self.ints.clone(), self.hidden.clone()
+        written = self.written
+        saved = [tensor.clone() for tensor in written]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
                 self.step(batch, num_drafts, way, max_kv_len)
-                self.ints.copy_(saved[0])
-                self.hidden.copy_(saved[1])
+                for tensor, was in zip(written, saved, strict=True):
+                    tensor.copy_(was)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
@@ -296,7 +294,7 @@ class Runner:
         event.record()
         return event
 
-    def _result(self, result: Tensor, *, began: float | torch.cuda.Event | None) -> Wait:
+    def _result(self, result: Tensor, q_len: int, *, began: float | torch.cuda.Event | None) -> Wait:
         """Copies what the host will read out of the way of the next step; the function returned waits for it."""
         if result.is_cuda:
             ended = torch.cuda.Event(enable_timing=True)
@@ -309,15 +307,19 @@ class Runner:
             def wait() -> Result:
                 copied.synchronize()
                 seconds = began.elapsed_time(ended) / 1e3 if isinstance(began, torch.cuda.Event) else 0.0
-                return _read(buffer, seconds)
+                return _read(buffer, q_len, seconds)
 
             return wait
         seconds = time.perf_counter() - began if isinstance(began, float) else 0.0
         kept = result.clone()
-        return lambda: _read(kept, seconds)
+        return lambda: _read(kept, q_len, seconds)
 
 
-def _read(result: Tensor, seconds: float) -> Result:
-    """result [rows, q_len + 2]: how many tokens count, q_len tokens, whether the state that gave the last is finite."""
-    rows: list[list[int]] = result.tolist()
-    return Result([row[1 : row[0] + 1] for row in rows], [bool(row[-1]) for row in rows], seconds)
+def _read(result: Tensor, q_len: int, seconds: float) -> Result:
+    """result [rows, q_len + 2 + ...]: how many tokens count, q_len tokens, whether the state that gave the last is
+    finite; then, where anybody asked, the words of each token's log-probabilities.
+    """
+    rows: list[list[int]] = result[:, : q_len + 2].tolist()
+    words = result[:, q_len + 2 :]
+    logprobs = words.view(len(words), q_len, -1).numpy() if words.shape[1] else None
+    return Result([row[1 : row[0] + 1] for row in rows], [bool(row[-1]) for row in rows], seconds, logprobs)

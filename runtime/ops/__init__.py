@@ -154,15 +154,15 @@ class KVPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerInStep:
-    """A layer of the model with what it attends by. window: 0 on a full-attention layer. pages: its own, or those of
-    the layer that it shares. slots, block_table: of its kind, as attend_decode's.
+    """A layer of a model with what it attends by, as in attend_decode. window: 0 on a full-attention layer. pages: its
+    own, or those of the layer that it shares. slots, block_table: of its kind; slots None where no layer owns K and V.
     """
 
     weights: LayerWeights
     window: int
     rope: Rope
     pages: KVPages
-    slots: Tensor
+    slots: Tensor | None
     block_table: Tensor
 
 

@@ -288,20 +288,20 @@ class KernelOps:
         if (weights := _int4_layers(layers, ple)) is None or (letters := _letters(layers)) is None:
             return None
         sliding, full = (next((x for x in layers if bool(x.window) == w), layers[0]) for w in (True, False))
-        owners = [x for x, letter in zip(layers, letters, strict=True) if letter.islower()]
+        given = [layers[index].pages for index in layers_spec.sources(letters)]
         try:
             call = decode_layers(
                 residual, ple, positions, kv_lens, sliding.slots, full.slots, sliding.block_table, full.block_table,
                 sliding.rope.inv_freq, full.rope.inv_freq, **weights,
-                k_norms=[x.weights.k_norm for x in owners if x.weights.k_norm is not None],
-                k_caches=[x.pages.k for x in owners], v_caches=[x.pages.v for x in owners], final_norm=final_norm,
+                k_norms=[x.weights.k_norm for x in layers if x.weights.k_norm is not None],
+                k_caches=[pages.k for pages in given], v_caches=[pages.v for pages in given], final_norm=final_norm,
                 layers=letters, num_q_heads=num_q_heads, window=sliding.window or 1,
                 num_rotated_pairs=sliding.rope.num_rotated, num_full_rotated_pairs=full.rope.num_rotated, eps=eps,
                 max_kv_len=max_kv_len,
             )  # fmt: skip
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
-        if layers_spec.why_unsupported(call.problem, target) is not None or not layers_spec.pays(call.problem):
+        if layers_spec.why_unsupported(call.problem, target) or not layers_spec.pays(call.problem, target):
             return None
         return self.executor.run(call, self._at("all layers"))
 
@@ -438,14 +438,15 @@ def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str,
 
 def _letters(layers: Sequence[LayerInStep]) -> str | None:
     """decode_layers' `layers`; None where windows differ, or where a layer shares K and V of another than the last of
-    its kind that owns some.
+    its kind that owns some, or if none does, than the first of its kind.
     """
     letters, last = "", {}
-    for layer in layers:
+    own = [layer.weights.k_norm is not None for layer in layers]
+    for layer, owns in zip(layers, own, strict=True):
         letter = "s" if layer.window else "f"
-        if layer.weights.k_norm is not None:
+        if owns or (not any(own) and letter not in last):
             last[letter] = layer.pages
         elif last.get(letter) is not layer.pages:
             return None
-        letters += letter if layer.weights.k_norm is not None else letter.upper()
+        letters += letter if owns else letter.upper()
     return letters if len({layer.window for layer in layers if layer.window}) <= 1 else None

@@ -3,8 +3,10 @@
 One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
 (fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.together,
-together.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (warpgroups.cu.jinja). Method:
-Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+together.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (warpgroups.cu.jinja), and the
+splits of a cluster of blocks are merged through its shared memory (Config.cluster): attn_combine has fewer partial
+results to merge, or none; together there, whoever comes last merges them and nobody waits. Method: Flash-Decoding (Dao
+et al., 2023) over the online softmax of arXiv 1805.02867.
 
 From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
 new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
@@ -113,11 +115,14 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
     num_splits: int = 1  # parts of the visible keys
-    # The splits of a row are merged by the blocks that made them, which wait for each other: all must be resident.
+    # The splits of a row are merged by the blocks that made them, which wait for each other: all must be resident. With
+    # warpgroups the last of those blocks does it, and none waits.
     together: bool = False
-    # One more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: a block has room for
-    # num_stages boxes of K and V, and split_d warps, one warpgroup or two, share a tile of 64 keys.
+    # One more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: split_d warps, one or two
+    # warpgroups, share a tile of 64 keys, and a block has room for num_stages pieces of tiles (`parts`).
     warpgroups: bool = False
+    cluster: int = 1  # with warpgroups: consecutive splits of the same rows, merged through the cluster's shared memory
+    prefetch: bool = False  # with warpgroups: keys are asked into L2 whole, when the first columns of a tile are copied
 
 
 def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
@@ -126,6 +131,12 @@ def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
     sms = target.device.num_sms
     even = {int(sms * waves / blocks) for waves in (0.25, 1 / 3, 0.5, 1, 2, 4)}
     return tuple(sorted({*LADDER, *(s for s in even if 1 <= s <= sms)}))
+
+
+def split_choices_in_clusters(problem: Problem, target: Target) -> tuple[int, ...]:
+    """Those, and the next fewer that clusters of up to 8 blocks divide."""
+    choices = split_choices(problem, target)
+    return tuple(sorted({*choices, *(s // 8 * 8 for s in choices if s >= 8)}))
 
 
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
@@ -156,8 +167,10 @@ _BY_WARPGROUPS: dict[str, Choices] = {
     "block_n": (16,),
     "split_d": (4, 8),
     "num_warps": (4, 8, 12),
-    "num_stages": (6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32),
-    "num_splits": split_choices,
+    "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24),
+    "num_splits": split_choices_in_clusters,
+    "cluster": (1, 2, 4, 8),
+    "prefetch": (False, True),
 }
 BODIES = (
     Body(
@@ -171,6 +184,10 @@ BODIES = (
     Body(
         "warpgroups.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
         serves=lambda arch: arch.has_wgmma, when={"together": False, "warpgroups": True}, proven=False,
+    ),
+    Body(
+        "warpgroups.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
+        serves=lambda arch: arch.has_wgmma, when={"together": True, "warpgroups": True}, proven=False,
     ),
     Body(
         "volta.cu.jinja", ARGS, _SHAPES | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
@@ -191,6 +208,7 @@ RING_BYTES = 128 * 1024
 LATENCY_US = 0.8
 # Of a thread, beside the accumulators and statistics of its warpgroup.
 WARPGROUP_SPARE_REGS = 24
+COPIER_REGS = 32  # where they are dealt: of a thread of the warpgroup that copies
 SAME_SPARE_REGS = 30  # where all warps have as many: with 24 one of 300 builds spilled
 
 
@@ -204,9 +222,11 @@ TILE = 64  # keys that a warpgroup multiplies at once
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"MAX_SLICES": MAX_SLICES}
     if config.warpgroups:
-        found |= {"K_TILES": k_tiles(config), "SMEM_BYTES": _smem_by_warpgroups(problem, config)}
-        found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config)
-    if config.together:
+        found |= {"PARTS": parts(problem), "SMEM_BYTES": _smem_by_warpgroups(problem, config)}
+        found["COPIER_REGISTERS"] = COPIER_REGS
+        found["BLOCKS_PER_SM"], found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
+        found["ITEM_WORDS"] = item_words(config)
+    elif config.together:
         piece, owners, rows = pieces(problem, config)
         found |= {"PIECE": piece, "OWNERS": owners, "PIECE_ROWS": rows, "CELL": cell_quads(piece, rows)}
     return found
@@ -231,23 +251,41 @@ def cell_quads(piece: int, piece_rows: int) -> int:
     return piece + ceil(piece_rows / 4 / LINE_QUADS) * LINE_QUADS
 
 
-def k_tiles(config: Config) -> int:
-    """Tiles of keys that warpgroups have room for: half of the boxes, in whole tiles, and one at least."""
-    return max(1, config.num_stages * config.block_n // TILE // 2)
+def parts(problem: Problem) -> int:
+    """Pieces that the keys of a tile come in, by columns, and its values, by keys: all have the same size."""
+    return min(4, problem.head_dim // 64)
+
+
+def piece_bytes(problem: Problem) -> int:
+    return TILE * problem.head_dim * 2 // parts(problem)
+
+
+def partials(config: Config) -> int:
+    """Partial results that a row has, where the blocks do not merge together: one where there is nothing to merge."""
+    return config.num_splits // config.cluster
+
+
+def item_words(config: Config) -> int:
+    """Of the workspace, where the last of warpgroups' blocks merges 128 columns of a row.
+
+    What each cluster found of them; then on lines of their own how many have come, and the lse of each.
+    """
+    return partials(config) * 128 + ceil((1 + partials(config)) / 32) * 32
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
     """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages.
 
-    So a box of block_n rows, which no page's end divides, is contiguous in the cache and lies as wgmma reads it.
+    So a box of block_n rows, which no page's end divides, lies as wgmma reads it. One of values has all columns, and is
+    contiguous in the cache; one of keys has those of a piece.
     """
     if not config.warpgroups or 0 in shape:
         return None
     pages, heads, size, dim = shape
-    row = dim * 2
+    row, blocks = dim * 2, dim // 64 // (parts(problem) if of == "k_cache" else 1)
     return TensorMap(
         (64, 8, dim // 64, size // 8, pages * heads), (row, 128, 8 * row, size * row),
-        (64, 8, dim // 64, config.block_n // 8, 1),
+        (64, 8, blocks, config.block_n // 8, 1),
     )  # fmt: skip
 
 
@@ -267,6 +305,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"num_warps={c.num_warps} is no multiple of split_d={c.split_d}"
     if c.warpgroups:
         return _why_not_by_warpgroups(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
+    if c.cluster != 1 or c.prefetch:
+        return f"cluster={c.cluster}, prefetch={c.prefetch} are warpgroups=True's; cluster=1, prefetch=False"
     least = 64 if arch.has_ldmatrix else 128
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
@@ -292,23 +332,29 @@ def registers_held(p: Problem, c: Config) -> int:
     return p.head_dim * c.block_m * 4 // c.split_d // 128 + c.block_m // 2 + c.block_m // 4 + c.block_m // 2
 
 
-def dealt(p: Problem, c: Config) -> tuple[int, int]:
-    """(warps beside num_warps, registers of a thread that multiplies), where warpgroups do.
+def dealt(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int]:
+    """(blocks that an SM is to hold; warps beside num_warps; registers of a thread that multiplies), by warpgroups.
 
-    One warp copies, and all have the same. Where that is not enough registers are dealt out to warpgroups, and the one
-    that copies has a whole one. An SM's registers are in four parts, and warps go to them in turn.
+    Two blocks where shared memory and registers allow that. One warp copies, and all have the same. Where that is not
+    enough registers are dealt out to warpgroups, and the one that copies has a whole one. A block takes them by four
+    warps.
     """
-    same = min(255, 512 // ceil((c.num_warps + 1) / 4) // 8 * 8)
-    if registers_held(p, c) + SAME_SPARE_REGS <= same:
-        return 1, same
-    return 4, {8: 232, 12: 160}.get(c.num_warps, same)
+    held, warps = registers_held(p, c), c.num_warps + 4  # with those of the copier, or in their place
+    smem = _smem_by_warpgroups(p, c) + arch.reserved_smem_bytes
+    twice = 2 * smem <= arch.smem_per_sm and c.num_warps < 12  # whose 64 registers are too few to merge clusters
+    for blocks in (2, 1) if twice else (1,):
+        same = min(255, arch.regs_per_sm // (32 * blocks * warps) // 8 * 8)
+        if held + SAME_SPARE_REGS <= same:
+            return blocks, 1, same
+        more = min(232, (same // 8 * 8 * warps - 4 * COPIER_REGS) // c.num_warps // 8 * 8)
+        if held + WARPGROUP_SPARE_REGS <= more:
+            break
+    return blocks, 4, more
 
 
 def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
     if not arch.has_wgmma:
         return f"warpgroups=True needs wgmma, which {arch} (number {arch.number}) lacks; warpgroups=False"
-    if c.together:
-        return "together=True: with warpgroups=True splits are merged by a second launch (of 1 or more); together=False"
     if c.split_d not in (4, 8):
         return f"split_d={c.split_d}: one warpgroup or two, 4 or 8 warps, share a tile with warpgroups=True"
     if c.num_warps not in (4, 8, 12):
@@ -319,17 +365,25 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
         return f"block_m={c.block_m} is no multiple of 8 up to {TILE}"
     if c.block_m >= p.rows + 8:
         return f"block_m={c.block_m}: {p.rows} rows fill {c.block_m - 8}"
-    if c.num_stages < (least := TILE // c.block_n + 2):
-        return f"num_stages={c.num_stages}: a tile of keys and two boxes of values are used at once; at least {least}"
-    held, (_, limit) = registers_held(p, c), dealt(p, c)
+    if c.num_stages < 2:
+        return f"num_stages={c.num_stages}: a piece is in use while the next one is awaited; at least 2"
+    if c.num_stages > 32:
+        return f"num_stages={c.num_stages}: a thread has a bit for the phase of each place; at most 32"
+    if c.cluster not in (1, 2, 4, 8):
+        return f"cluster={c.cluster}: a cluster has 1, 2, 4 or 8 blocks wherever it lies"
+    if c.num_splits % c.cluster:
+        return f"num_splits={c.num_splits}: whole clusters have them; a multiple of cluster={c.cluster}"
+    if c.together and not 2 <= partials(c) <= 32:
+        return f"together=True: the last block merges 2 to 32 results of a row; num_splits / cluster is {partials(c)}"
+    held, (*_, limit) = registers_held(p, c), dealt(p, c, arch)
     if held + WARPGROUP_SPARE_REGS > limit:
         return (
             f"output, scores and statistics take {held} registers a thread; with {WARPGROUP_SPARE_REGS} for the rest "
             f"that is over {limit}"
         )
-    results, room = c.num_warps // c.split_d * c.block_m * p.head_dim * 4, c.num_stages * c.block_n * p.head_dim * 2
+    results, room = c.num_warps // c.split_d * c.block_m * p.head_dim * 4, c.num_stages * piece_bytes(p)
     if results > room:
-        return f"{results:,} B of results of {c.num_warps // c.split_d} teams meet in rings of {room:,} B"
+        return f"{results:,} B of results of {c.num_warps // c.split_d} teams meet in a ring of {room:,} B"
     return None
 
 
@@ -356,15 +410,14 @@ def _grid(p: Problem, c: Config) -> tuple[int, int, int]:
 
 
 def _smem_by_warpgroups(p: Problem, c: Config) -> int:
-    """Queries, the rings, each warpgroup's probabilities or turns before, new keys and values, statistics, barriers."""
+    """Queries, the ring, each warpgroup's probabilities or turns before, new keys and values, statistics, barriers."""
     row, warpgroups = p.head_dim * 2, c.num_warps // 4
     new = 2 * p.q_len * row if p.owns_kv else 0
     turns = 0 if p.source == "q" else p.q_len * row
     stats = warpgroups * c.block_m * (4 + 1) * 4
-    places = k_tiles(c) + c.num_stages - k_tiles(c) * (TILE // c.block_n)
-    barriers = 8 * places * (c.num_warps // c.split_d + 1)
+    barriers = 8 * c.num_stages * (c.num_warps // c.split_d + 1)
     shown = warpgroups * c.block_m * TILE * 2
-    return c.block_m * row + c.num_stages * c.block_n * row + max(shown, turns) + new + stats + barriers
+    return c.block_m * row + c.num_stages * piece_bytes(p) + max(shown, turns) + new + stats + barriers
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -393,41 +446,44 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     decode = Launch(
         "attn_decode",
         grid=_grid(p, c),
-        block=((c.num_warps + (dealt(p, c)[0] if c.warpgroups else 0)) * 32, 1, 1),
+        block=((c.num_warps + (dealt(p, c, target.arch)[1] if c.warpgroups else 0)) * 32, 1, 1),
         smem_bytes=smem_bytes(p, c, target),
         pdl=target.arch.has_pdl,
         reads_ahead=target.arch.has_pdl,
-        cooperative=c.together,
+        cluster=(c.cluster, 1, 1),
+        cooperative=c.together and not c.warpgroups,
     )
-    if c.num_splits == 1 or c.together:
+    if partials(c) == 1 or c.together:
         return (decode,)
-    slices, columns = combine_shape(p.head_dim, c.num_splits)
+    slices, columns = combine_shape(p.head_dim, partials(c))
     rows = p.batch * p.q_len * p.num_q_heads
     grid = (rows, p.head_dim // (4 * columns), 1)
     combine = Launch("attn_combine", grid, (slices * columns, 1, 1), 0, pdl=target.arch.has_pdl)
     return (decode, combine)
 
 
-def combine_shape(head_dim: int, num_splits: int) -> tuple[int, int]:
-    """(slices that the splits are dealt to, columns of 4 elements) of a combine block."""
-    slices = min(num_splits, MAX_SLICES)
+def combine_shape(head_dim: int, num_partials: int) -> tuple[int, int]:
+    """(slices that the partial results are dealt to, columns of 4 elements) of a combine block."""
+    slices = min(num_partials, MAX_SLICES)
     return slices, min(head_dim // 4, 32 if slices > 4 else 64 if slices > 2 else 128)
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """Partial results, fp32: o [rows, num_splits, head_dim], then lse [rows, num_splits].
+    """Partial results, fp32: o [rows, partials, head_dim], then lse [rows, partials].
 
     Merged together, of each group of blocks with the same rows [owners, num_splits] cells (cell_quads), zero between
-    launches.
+    launches. By the last block, of each group [rows, head_dim / 128] items (item_words), counts zero between launches.
     """
     p, c = problem, config
-    if c.num_splits == 1:
+    if partials(c) == 1:
         return 0
+    groups = prod(_grid(p, c)) // c.num_splits
+    if c.together and c.warpgroups:
+        return groups * min(c.block_m, p.rows) * p.head_dim // 128 * item_words(c) * 4
     if c.together:
         piece, owners, rows = pieces(p, c)
-        groups = prod(_grid(p, c)) // c.num_splits
         return groups * owners * c.num_splits * cell_quads(piece, rows) * 16
-    return p.batch * p.q_len * p.num_q_heads * c.num_splits * (p.head_dim + 1) * 4
+    return p.batch * p.q_len * p.num_q_heads * partials(c) * (p.head_dim + 1) * 4
 
 
 def cost(problem: Problem) -> Cost:
@@ -443,8 +499,8 @@ def cost(problem: Problem) -> Cost:
 def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
     """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
-    if c.warpgroups:  # a tile of keys or as many values are in use
-        return (c.num_stages * c.block_n - TILE) * p.head_dim * 2
+    if c.warpgroups:  # two pieces are in use
+        return max(c.num_stages - 2, 1) * piece_bytes(p)
     if not target.arch.has_ldmatrix:
         return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
     return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
@@ -469,7 +525,7 @@ def predicted_us(problem: Problem, config: Config, target: Target) -> float:
     on_sm = ceil(blocks / device.num_sms)
     rate = min(sm_rate, min(resident, on_sm) * bytes_in_flight(p, c, target) / LATENCY_US)
     us = on_sm * tiles * c.block_n * p.head_dim * 2 * 2 / rate + ceil(on_sm / resident) * (BLOCK_US + idle * TILE_US)
-    if c.num_splits > 1:  # partial results are written and read through L2, at about twice the memory's rate
+    if partials(c) > 1:  # partial results are written and read through L2, at about twice the memory's rate
         us += COMBINE_US + workspace_bytes(p, c, target) / gbps / 1e3
     return us
 

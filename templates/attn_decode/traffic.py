@@ -12,6 +12,7 @@ from kerngen.templates.attn_decode.spec import (
     bytes_in_flight,
     combine_shape,
     cost,
+    partials,
     workspace_bytes,
 )
 from kerngen.templates.kernel import Traffic
@@ -27,7 +28,7 @@ MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
 WAITS, HEAD_WAITS = 5, 2
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 PRODUCT_CLOCKS = 32  # that a product by a warpgroup takes at least, its operands from shared memory
-MERGE_WAITS = 2  # where blocks merge together: partial results out to L2, and the others' from it
+MERGE_WAITS = 2  # where blocks merge together: partial results out to L2 or another SM, and the others' from it
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, ...]:
@@ -67,13 +68,13 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         + SOFTMAX_CLOCKS
         + (EXCHANGE_CLOCKS if c.split_d > 1 else 0)
     )
-    partials = workspace_bytes(p, c, target)
-    merged = partials if c.together else 0  # in the same launch: they are received, and zeros left in their place
+    moved_on = workspace_bytes(p, c, target)
+    merged = moved_on if c.together else 0  # in the same launch: they are received, and zeros left in their place
     least = cost(p).bytes
     decode = Traffic(
         dram_bytes=least,
         flops=tiles * 4 * c.block_m * c.block_n * p.head_dim,
-        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + partials + 2 * merged,
+        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + moved_on + 2 * merged,
         smem_bytes=tiles * moved + merge,
         cuda_ops=tiles * c.split_d * warp_ops * 32
         + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS)
@@ -84,13 +85,13 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + (MERGE_WAITS if c.together else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
     )
-    return (decode,) if c.num_splits == 1 or c.together else (decode, _combine(p, c, partials))
+    return (decode,) if c.num_splits == 1 or c.together else (decode, _combine(p, c, moved_on))
 
 
-def _combine(p: Problem, c: Config, partials: int) -> Traffic:
-    slices, columns = combine_shape(p.head_dim, c.num_splits)
-    in_flight = slices * columns * 16 * min(COMBINE_LOADS, ceil(c.num_splits / slices))
-    return Traffic(0, 0, l2_bytes=partials, cuda_ops=partials // 2, bytes_in_flight=in_flight)
+def _combine(p: Problem, c: Config, moved: int) -> Traffic:
+    slices, columns = combine_shape(p.head_dim, partials(c))
+    in_flight = slices * columns * 16 * min(COMBINE_LOADS, ceil(partials(c) / slices))
+    return Traffic(0, 0, l2_bytes=moved, cuda_ops=moved // 2, bytes_in_flight=in_flight)
 
 
 def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]:
@@ -104,11 +105,11 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
     heads = 0 if p.source == "q" else min(c.block_m, p.rows) + (2 * p.q_len if p.owns_kv else 0)
     turns = 0 if p.source == "q" else p.q_len
     results = blocks * teams * c.block_m * p.head_dim * 4 * 2
-    partials, least = workspace_bytes(p, c, target), cost(p).bytes
+    moved_on, least = workspace_bytes(p, c, target), cost(p).bytes
     decode = Traffic(
         dram_bytes=least,
         flops=tiles * (scores + outputs) * 2 * TILE * c.block_m * 16,
-        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + partials,
+        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + moved_on,
         smem_bytes=tiles * (tile_bytes + (scores + outputs) * operands) + results,
         cuda_ops=tiles * sharing * TILE * c.block_m * SCORE_OPS
         + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS),
@@ -116,7 +117,7 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
         copies=True,
         tensor="roles",
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS),
+        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + MERGE_WAITS * ((c.cluster > 1) + c.together),
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
     )
-    return (decode,) if c.num_splits == 1 else (decode, _combine(p, c, partials))
+    return (decode,) if partials(c) == 1 or c.together else (decode, _combine(p, c, moved_on))

@@ -6,7 +6,7 @@
 // many, there are no registers for that: a weight's first bit is turned over, and lower nibbles move up (<true>), which
 // takes one instruction more for each word, and all rows come out 16 times too large.
 #pragma once
-#include "common/w4_digits.cuh"
+#include "common/w4_integers.cuh"
 
 // What a lane keeps of two tiles: digit g % 4 of the first one's columns where g < 4, else of the second one's; and what
 // the sums of columns 2 t and 2 t + 1 of the operand begin with, in rows g and g + 8.
@@ -34,13 +34,6 @@ template <bool MANY> struct W4PairDigits {
     DEVICE uint32_t of_second(int k) const { return digits_of_second() ? digits[k] : 0; }
 };
 
-// The upper halves of four bytes, n, as 16 (n - 8).
-DEVICE uint32_t w4_sixteenfold(uint32_t word) {
-    uint32_t bytes;
-    asm("lop3.b32 %0, %1, 0xf0f0f0f0, %2, 0x6a;" : "=r"(bytes) : "r"(word), "r"(0x80808080u));
-    return bytes;
-}
-
 // acc[r][c] += scale_r (W q)[r][c] / factor(r). words: the lane's of both tiles; scales: of rows 4 g + r, of the tile whose
 // sums are the lane's; c: columns 2 t + c of the digits.
 template <bool BF16, bool MANY>
@@ -59,7 +52,7 @@ DEVICE void w4_pair_product(float (&acc)[4][2], const uint4& first, const uint4&
             const uint32_t u = w[0][2 * h + k], v = w[1][2 * h + k];
             const uint32_t b[2] = {x.of_first(k), x.of_second(k)};
             if constexpr (MANY)
-                mma_s8s8(d, {w4_sixteenfold(u << 4), w4_sixteenfold(u), w4_sixteenfold(v << 4), w4_sixteenfold(v)}, b);
+                mma_s8s8(d, {sixteenfold(u << 4), sixteenfold(u), sixteenfold(v << 4), sixteenfold(v)}, b);
             else mma_u8s8(d, {u & 0x0f0f0f0f, u & 0xf0f0f0f0, v & 0x0f0f0f0f, v & 0xf0f0f0f0}, b);
         }
 #pragma unroll

@@ -1,5 +1,6 @@
 // W4A16 products with one or two tokens whose weights come through shared memory: what w4a16_gemm is made of where
-// `stream` is chosen. S as for W4Gemm.
+// `stream` is chosen. S as for W4Gemm, with MANY_TILES, whether a warp's share of one token leaves no registers for more
+// than its digits.
 //
 // A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns; the units are dealt to the blocks in equal
 // runs, and a unit's columns to the warps of its block, in steps. Where SPLIT_K is 1 a block of fewer units ends sooner,
@@ -28,13 +29,13 @@ template <class S> struct W4Stream {
     static constexpr int STEPS = ceil_div(ceil_div(NUM_STEPS, SPLIT_K), WARPS);  // of a warp, of a unit, at most
     static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / STEP / WARPS, ROUNDS = ceil_div(STEPS, SLOT_STEPS);
     static constexpr bool EVEN = NUM_TILES % (STEP * SPLIT_K * WARPS) == 0;
-    typedef W4Slots<BF16, STEPS, STEP, SLOT_STEPS, GROUP, EVEN> Slots;
+    typedef W4Slots<BF16, STEPS, STEP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES> Slots;
     static_assert(S::BLOCK_N == STRIP && SLOT_STEPS > 0 && S::BLOCK_K % (STRIP * STEP * WARPS) == 0);
 
     struct alignas(16) Shared {
         uint8_t slots[WARPS][STAGES][Slots::BYTES];
         uint64_t barriers[WARPS][STAGES];
-        // behind it, for each unit of a block: float4 sums[WARPS][8][num_tokens], of four rows each
+        // behind it, for each unit of a block: float4 sums[WARPS][num_tokens][8], of four rows each
     };
 
     // Which steps are a warp's in a part of K.
@@ -101,7 +102,7 @@ template <class S> struct W4Stream {
         };
         auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
         auto sum_of = [&](int index, int q) {
-            const float4* const sums = all_sums + index * WARPS * quads + q % 8 * num_tokens + q / 8;
+            const float4* const sums = all_sums + index * WARPS * quads + q;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
             for (int k = 0; k < WARPS; k++) add(sum, sums[k * quads]);

@@ -1,12 +1,11 @@
 // What a warp of w4_stream.cuh keeps of x in registers, and its products with a slot of weights.
 #pragma once
-#include "common/w4_digits.cuh"
 #include "common/w4_pair_digits.cuh"
 
 // A warp's share of a row of W is STEPS steps of STEP tiles of 32 x 32 weights, in slots of SLOT_STEPS; it has all of them
-// where EVEN. Of a slot: the tiles, 512 bytes each, and behind them their scales by GROUP tiles.
-template <bool BF16_, int STEPS_, int STEP_, int SLOT_STEPS_, int GROUP, bool EVEN_> struct W4Slots {
-    static constexpr bool BF16 = BF16_, EVEN = EVEN_;
+// where EVEN. Of a slot: the tiles, 512 bytes each, and behind them their scales by GROUP tiles. MANY: see W4PairDigits.
+template <bool BF16_, int STEPS_, int STEP_, int SLOT_STEPS_, int GROUP, bool EVEN_, bool MANY_> struct W4Slots {
+    static constexpr bool BF16 = BF16_, EVEN = EVEN_, MANY = MANY_;
     static constexpr int STEPS = STEPS_, STEP = STEP_, SLOT_STEPS = SLOT_STEPS_, TILES = STEPS * STEP;
     static constexpr int WORDS_BYTES = SLOT_STEPS * STEP * 512, BYTES = WORDS_BYTES + SLOT_STEPS * STEP / GROUP * 64;
 
@@ -78,7 +77,7 @@ template <class L, int TOKENS> struct W4StreamX {
             w4_digit_product<L::BF16>(sums.acc, L::words(slot, in_slot + i), scales, digits[tile + i]);
         }
     }
-    // to: [8][num_tokens], of four rows each. By all lanes of a warp.
+    // to: [num_tokens][8], of four rows each. By all lanes of a warp.
     DEVICE void put(const Sums& sums, float4* to, int num_tokens) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -92,7 +91,7 @@ template <class L, int TOKENS> struct W4StreamX {
             }
             const int token = 2 * p + lane % 4 / 2;
             if (lane % 2 == 0 && token < num_tokens)
-                to[lane / 4 * num_tokens + token] = make_float4(v[0], v[1], v[2], v[3]);
+                to[token * 8 + lane / 4] = make_float4(v[0], v[1], v[2], v[3]);
         }
     }
 };
@@ -100,7 +99,7 @@ template <class L, int TOKENS> struct W4StreamX {
 // One token, two tiles of W a product.
 template <class L> struct W4StreamX<L, 1> {
     static constexpr int PAIRS = L::TILES / 2;
-    static constexpr bool MANY = PAIRS > 6;
+    static constexpr bool MANY = L::MANY;
     static_assert(L::STEP % 2 == 0);
     typedef W4PairDigits<MANY> Digits;
     Digits digits[PAIRS];
@@ -126,16 +125,8 @@ template <class L> struct W4StreamX<L, 1> {
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) {
             read(i);
-            if (!MANY) continue;
 #pragma unroll
             for (int j = 0; j < 4; j++) most = max_abs2<L::BF16>(most, words[i][j]);
-        }
-        if (!MANY) {
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) most = max_abs2<L::BF16>(most, words[i][j]);
-            }
         }
         const W4Scaling<L::BF16> scaling(most_of<L::BF16, 1, 2, 16>(most), true);
         down = scaling.down;

@@ -19,7 +19,7 @@ from kerngen.templates.common.row_spec import DTYPES
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
 STREAMED = (1, 2)  # tokens of a tile with stream: digits of more leave no registers for many columns (w4_digits.cuh)
-MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with (w4_stream_x.cuh)
+MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with: see stream_has_many
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +238,13 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
         return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole steps of {step}"
     if (warps := c.warps_k * c.blocks_per_sm) > 16:
         return f"{warps} warps in {c.blocks_per_sm} blocks an SM; the registers serve 16"
-    slot, most = c.block_k // step // c.warps_k, ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k)
+    tiles = stream_tiles(c, k, group_size)
+    slot, most = c.block_k // step // c.warps_k, tiles * STRIP // step
     if slot > most or k // step < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
-    tiles = most * (step // STRIP)
-    room = 1 if warps > 8 else 2  # up to eight leave half of the registers to the next launch
-    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * room * warps) // 8 * 8)
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.warps_k * stream_blocks(c)) // 8 * 8)
     pairs = ceil(tiles / 2)
-    need = 48 + 8 * tiles if c.block_m > 1 else 48 + 12 * pairs if pairs <= MOST_PAIRS else 72 + 5 * pairs // 2
+    need = 48 + 8 * tiles if c.block_m > 1 else 72 + 5 * pairs // 2 if stream_has_many(tiles) else 48 + 12 * pairs
     if need > available:
         return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None
@@ -254,6 +253,22 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
 def stream_step(c: Tiling, group_size: int) -> int:
     """Columns that a warp takes together with stream: of one token those of two tiles."""
     return max(group_size, STRIP if c.block_m > 1 else 2 * STRIP)
+
+
+def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
+    """Of a strip's part of K = k, that a warp has with stream at most."""
+    step = stream_step(c, group_size)
+    return ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k) * step // STRIP
+
+
+def stream_has_many(tiles: int) -> bool:
+    """Whether a warp with so many keeps one token's digits of them alone (w4_pair_digits.cuh)."""
+    return ceil(tiles / 2) > MOST_PAIRS
+
+
+def stream_blocks(c: Tiling) -> int:
+    """An SM, that have registers with stream: of up to eight warps as many again, which are the next launch's."""
+    return c.blocks_per_sm * (1 if c.warps_k * c.blocks_per_sm > 8 else 2)
 
 
 # Of a thread that copies and of one that multiplies, by the rows of a tile: 64 a warpgroup, and one that copies.

@@ -1,4 +1,4 @@
-"""What decode_layers is timed on: the dense models' layers, a few of each kind."""
+"""What decode_layers is timed on: the dense models' layers, a few of each kind, and a drafter's."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _12B: dict[str, Any] = {
     "hidden": 3840, "num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 1, "inner": 15360,
 }  # fmt: skip
 _31B: dict[str, Any] = {}  # the defaults
+# The 31B's drafter, which attends to the 31B's keys and values.
+_DRAFTER: dict[str, Any] = {"hidden": 1024, "k_eq_v": False, "inner": 8192, "window": 1025}
 
 BENCH_CASES: tuple[Case, ...] = (
     case_for(Problem("sfSF", **_E2B)),
@@ -29,6 +31,8 @@ BENCH_CASES: tuple[Case, ...] = (
     case_for(Problem("ssf", **_12B)),
     case_for(Problem("ssf", **_31B)),
     case_for(Problem("ssf", **_31B, kv_len=8192)),
+    case_for(Problem("SSSF", **_DRAFTER), signed=True),
+    case_for(Problem("SSSF", **_DRAFTER, kv_len=8192), signed=True),
 )
 
 

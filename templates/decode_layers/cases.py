@@ -15,7 +15,7 @@ from kerngen.templates.common.heads_torch import inverse_frequencies
 from kerngen.templates.common.row_torch import Draw, poisoned
 from kerngen.templates.common.w4_pack import drawn, pack
 from kerngen.templates.decode_layers.op import decode_layers
-from kerngen.templates.decode_layers.spec import LAYER_TENSORS, MATRICES, Problem
+from kerngen.templates.decode_layers.spec import LAYER_TENSORS, MATRICES, Problem, sources
 from kerngen.templates.kernel import Case
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
@@ -24,7 +24,9 @@ SCORE_STD = 3.0  # single keys carry weight, so that one key too many or too few
 
 
 def case_for(problem: Problem, **options: Any) -> Case:
-    """options: `zeros`, rows of products that are exactly zero; `first_position`, what is added to the position."""
+    """options: `zeros`, rows of products that are exactly zero; `signed`, scales of either sign, as of matrices that
+    become int4 on load; `first_position`, what is added to the position.
+    """
     p = problem
     heads = f"q{p.num_q_heads}-{p.num_kv_heads}x{p.head_dim}-{p.num_full_kv_heads}x{p.full_head_dim}"
     inner = f"i{p.inner}" + (f"-{p.shared_inner}" if p.shared_inner else "")
@@ -92,9 +94,39 @@ def _kinds() -> tuple[Case, ...]:
     return tuple(case_for(Problem(**_shape(**shape))) for shape in shapes)
 
 
+def _drafters() -> tuple[Case, ...]:
+    """No layer owns K and V: the last key is one of the cache's, at the ends of tiles, pages and windows."""
+    turns = (("bf16", "bf16"), ("fp16", "fp32"))
+    lens = {
+        ("SSSF", 64, 16): (0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 66, 67, 79, 80, 81, 200),
+        ("SF", 49, 32): (31, 32, 33, 47, 48, 49, 50, 51, 64, 65, 97),
+        ("SF", 513, 64): (511, 512, 513, 514, 576, 577),
+        ("SFSF", 2, 16): (1, 2, 3, 16, 17, 33),
+    }
+    cases = []
+    for (layers, window, page_size), some in lens.items():
+        for turn, kv_len in enumerate(some):
+            dtype, residual = turns[turn % 2]
+            shape = {"window": window, "page_size": page_size, "dtype": dtype, "residual_dtype": residual}
+            cases.append(case_for(Problem(**_shape(layers=layers, kv_len=kv_len, **shape)), signed=True))
+    more: dict[str, Any] = {"hidden": 256, "inner": 512}
+    shapes: tuple[dict[str, Any], ...] = (
+        {"layers": "F", "head_dim": 512, "kv_len": 100},
+        {"layers": "SS", "full_head_dim": 256, "window": 21, "kv_len": 5000},
+        {"layers": "FS", "kv_len": 70, "ple_width": 32},
+        {"num_q_heads": 4, "num_kv_heads": 2, "kv_len": 300, **more},
+        {"num_q_heads": 16, "num_kv_heads": 8, "kv_len": 300, "dtype": "fp16", "residual_dtype": "fp32", **more},
+        {"num_q_heads": 32, "num_kv_heads": 16, "num_full_kv_heads": 4, "kv_len": 1027, "window": 1025, **more},
+        {"window": 4001, "kv_len": 5000},  # more than 32 tiles of keys a block
+        {"window": 4001, "kv_len": 40000, "page_size": 64},  # and more pages than are kept at hand
+    )
+    return (*cases, *(case_for(Problem(**_shape(**{"layers": "SSSF"} | s)), signed=True) for s in shapes))
+
+
 CASES = (
     *_kinds(),
     *_around(),
+    *_drafters(),
     # every block of a board has weights, and tiles of keys
     case_for(Problem(**_shape(hidden=1024, inner=2112, window=1024, kv_len=4099, k_eq_v=True, page_size=64))),
     case_for(Problem(**_shape(hidden=1024, inner=2400, window=1000, kv_len=4100, dtype="fp16", residual_dtype="fp16"))),
@@ -113,8 +145,8 @@ CASES = (
 def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     """Every argument but the workspace. Rows are normal, weights so that products have a deviation of about 1, norms of
     q so that scores have one of SCORE_STD. `out` is NaN, and so are the rows of the caches that the token's K and V go
-    to, and those that it does not see. Pages are scattered, otherwise for sliding layers than for full ones; a table
-    has those alone in which keys are seen.
+    to, and those that it does not see. Where no layer owns K and V the token's position has no key. Pages are
+    scattered, otherwise for sliding layers than for full ones; a table has those alone in which keys are seen.
     """
     p: Problem = case.problem
     draw = Draw(case.seed, device)
@@ -123,20 +155,24 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     layers: list[Tensor | None] = []
     caches: list[tuple[Tensor, Tensor]] = []
     last: dict[str, tuple[Tensor, Tensor]] = {}
-    for letter in p.layers:
-        tensors = _layer(p, letter, draw, zeros)
+    given = sources(p.layers)
+    for index, letter in enumerate(p.layers):
+        tensors = _layer(p, letter, draw, zeros, signed=case.options.get("signed", False))
         layers += [tensors[name] for name in LAYER_TENSORS]
-        if letter.islower():
-            last[letter] = _cache(p, letter, *tables[letter], draw), _cache(p, letter, *tables[letter], draw)
+        if index in given:
+            kind = letter.lower()
+            last[kind] = _cache(p, letter, *tables[kind], draw), _cache(p, letter, *tables[kind], draw)
         caches.append(last[letter.lower()])
     ple = None
     if p.ple_width:
         ple = draw.normal(1, len(p.layers), p.ple_width, dtype=p.dtype)
         if zeros:
             ple[:, ::2] = 0.0
-    at = p.kv_len - 1
-    slots = {kind: table[:, at // p.page_size].long() * p.page_size + at % p.page_size
-             for kind, (table, _) in tables.items()}  # fmt: skip
+    at = p.kv_len - 1 if p.makes_kv else p.kv_len
+    slots: dict[str, Tensor | None] = {"s": None, "f": None}
+    if p.makes_kv:
+        slots = {kind: table[:, at // p.page_size].long() * p.page_size + at % p.page_size
+                 for kind, (table, _) in tables.items()}  # fmt: skip
     return {
         "out": poisoned(1, p.hidden, dtype=p.dtype, device=device),
         "k_caches": tuple(k for k, _ in caches),
@@ -162,14 +198,16 @@ def _norm(p: Problem, draw: Draw, size: int, mean: float = 1.0) -> Tensor:
     return draw.normal(size, dtype=p.dtype, mean=mean, std=0.25 * mean) * (2 * draw.integers(0, 2, size) - 1)
 
 
-def _layer(p: Problem, letter: str, draw: Draw, zeros: bool) -> dict[str, Tensor | None]:
-    """What layer `letter` brings along. zeros: every third strip of a product is zero."""
+def _layer(p: Problem, letter: str, draw: Draw, zeros: bool, *, signed: bool) -> dict[str, Tensor | None]:
+    """What layer `letter` brings along. zeros: every third strip of a product is zero. signed: see case_for."""
     _, dim = p.heads_of(letter)
     made: dict[str, Tensor | None] = {}
     for name, (n, k) in zip(MATRICES, p.matrices(letter), strict=True):
         packed, scales = pack(*drawn(draw, n, k, p.group_size, p.dtype))
         if zeros:
             scales[::3] = 0.0
+        if signed:
+            scales *= 2 * draw.integers(0, 2, *scales.shape) - 1
         made |= {f"{name}_packed": packed, f"{name}_scales": scales}
     share = min(1.0, DEEP / len(p.layers))  # that a layer has in the stream, which stays near 1
     for name in ("input_norm", "pre_ffn_norm"):
@@ -200,7 +238,8 @@ def _cache(p: Problem, letter: str, table: Tensor, num_pages: int, draw: Draw) -
     """[num_pages, heads, page_size, head_dim]: numbers in rows of older keys that are seen, NaN in all others."""
     heads, dim = p.heads_of(letter)
     cache = poisoned(num_pages, heads, p.page_size, dim, dtype=p.dtype, device=draw.device)
-    at = torch.arange(max(0, p.kv_len - p.window) if letter == "s" else 0, p.kv_len - 1, device=draw.device)
+    first, end = max(0, p.kv_len - p.window) if letter in "sS" else 0, p.kv_len - 1 if p.makes_kv else p.kv_len
+    at = torch.arange(first, end, device=draw.device)
     cache[table[0, at // p.page_size].long(), :, at % p.page_size] = draw.normal(len(at), heads, dim, dtype=p.dtype)
     return cache
 
@@ -217,6 +256,6 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
         plural = name if name.endswith(("packed", "scales")) else f"{name}s"
         given[plural] = [t for t in inputs["layers"][i :: len(LAYER_TENSORS)] if t is not None]
     for name in ("k_caches", "v_caches"):
-        given[name] = [c for letter, c in zip(p.layers, inputs[name], strict=True) if letter.islower()]
+        given[name] = [inputs[name][index] for index in sources(p.layers)]
     given |= {n: getattr(p, n) for n in ("layers", "num_q_heads", "window", "num_rotated_pairs")}
     return decode_layers, given | {"num_full_rotated_pairs": p.num_full_rotated_pairs, "max_kv_len": p.kv_len}

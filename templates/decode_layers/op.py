@@ -10,7 +10,7 @@ from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import keys_that_matter, require
 from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 from kerngen.templates.common.w4_tiling import STRIP
-from kerngen.templates.decode_layers.spec import LAYER_TENSORS, MATRICES, Problem
+from kerngen.templates.decode_layers.spec import LAYER_TENSORS, MATRICES, Problem, sources
 
 
 @op(
@@ -48,8 +48,8 @@ def decode_layers(
     ple: Tensor | None,
     positions: Tensor,
     kv_lens: Tensor,
-    slots: Tensor,
-    full_slots: Tensor,
+    slots: Tensor | None,
+    full_slots: Tensor | None,
     block_table: Tensor,
     full_block_table: Tensor,
     inv_freq: Tensor,
@@ -87,17 +87,20 @@ def decode_layers(
 
     layers: a letter each, s for sliding and f for full attention; S and F own no K and V and attend to those of the
     last s or f before them. Lists have a tensor a layer in this order, but k_norms, k_caches and v_caches one for each
-    layer that owns K and V, and those of the per-layer inputs none where ple is None.
+    layer that owns K and V, and those of the per-layer inputs none where ple is None. Layers may be S and F alone, a
+    drafter's: k_norms is empty then, slots and full_slots are None, and k_caches and v_caches have one for each of the
+    two letters, in the order in which they come first.
 
     residual [1, H] in the weights' dtype or fp32, not written; ple [1, L, P] or None; positions [1] int64, kv_lens [1]
-    int32 with the token. Of sliding layers, and of full ones: slots [1] int64, the row of the caches that the token's
-    K and V go to, block_table [1, max_pages] int32, inv_freq [d / 2] fp32 with its first num_rotated_pairs to turn.
-    Matrices as w4a16_gemm's, packed [N / 32, K / 32, 32, 4] int32 and scales [N / 32, K / group_size, 32]: qkv as
-    qkv_norm_rope's, q alone in S and F; out; gate_up as w4a16_gated's; down. Norms [H], those of heads [d]; caches
-    [num_pages, nkv, page_size, d]; ple_gates [P, H], ple_projections [H, P]; layer_scalars [1]. window: of sliding
-    layers. max_kv_len: no kv_len is longer; 0 for what the block table holds. All but what is said above is of the
-    weights' dtype, and on a GPU each tensor begins at a multiple of 16 bytes. Returns norm(h; final_norm) [1, H].
-    Raises ProblemError where lists, shapes and `layers` do not fit together.
+    int32, what full attention sees, the token with it if any layer owns its key. Of sliding layers, and of full ones:
+    slots [1] int64, the row of the caches that the token's K and V go to, block_table [1, max_pages] int32, inv_freq
+    [d / 2] fp32 with its first num_rotated_pairs to turn. Matrices as w4a16_gemm's, packed [N / 32, K / 32, 32, 4]
+    int32 and scales [N / 32, K / group_size, 32]: qkv as qkv_norm_rope's, q alone in S and F; out; gate_up as
+    w4a16_gated's; down. Norms [H], those of heads [d]; caches [num_pages, nkv, page_size, d]; ple_gates [P, H],
+    ple_projections [H, P]; layer_scalars [1]. window: of sliding layers. max_kv_len: no kv_len is longer; 0 for what
+    the block table holds. All but what is said above is of the weights' dtype, and on a GPU each tensor begins at a
+    multiple of 16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes and `layers` do
+    not fit together.
     """
     require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
     given: dict[str, list[Tensor]] = {
@@ -108,23 +111,30 @@ def decode_layers(
         "layer_scalar": layer_scalars,
     }  # fmt: skip
     of_ple = {"ple_gate": ple_gates, "ple_projection": ple_projections, "post_ple_norm": post_ple_norms}
-    of_owners = {"k_norm": k_norms, "k_cache": k_caches, "v_cache": v_caches}
-    owners, count = [letter for letter in layers if letter.islower()], len(layers)
-    require(len(owners) > 0, f"layers={layers!r} has no layer that owns K and V")
-    for wanted, lists in ((count, given), (len(owners), of_owners), (0 if ple is None else count, of_ple)):
+    caches = {"k_cache": k_caches, "v_cache": v_caches}
+    count, own = len(layers), [letter.islower() for letter in layers]
+    kinds = [layers[index].lower() for index in sources(layers)]  # of the caches
+    require(count > 0, "there are no layers")
+    for wanted, lists in (
+        (count, given), (sum(own), {"k_norm": k_norms}), (len(kinds), caches), (0 if ple is None else count, of_ple),
+    ):  # fmt: skip
         for name, those in lists.items():
             require(len(those) == wanted, f"{len(those)} tensors of {name}; {wanted} go with layers={layers!r}")
+    for name, slot in (("slots", slots), ("full_slots", full_slots)):
+        why = "a row of the caches" if any(own) else "None: no layer writes to a cache"
+        require((slot is not None) == any(own), f"{name} of layers={layers!r} is {why}")
     require(ple is None or ple.shape[1] == count, f"ple has {ple is not None and ple.shape[1]} layers, not {count}")
 
-    first = dict(zip(reversed(owners), reversed(k_caches), strict=True))  # of each kind
+    first = dict(zip(reversed(kinds), reversed(k_caches), strict=True))  # of each kind
     sliding, full = (first.get(letter, k_caches[0]) for letter in "sf")
-    full_rows = qkv_packed[layers.index("f")].shape[0] * STRIP if "f" in first else 0
+    full_rows = qkv_packed[layers.index("f")].shape[0] * STRIP if "f" in layers else 0
     inner = {letter.isupper(): w.shape[1] * STRIP for letter, w in zip(layers, down_packed, strict=True)}
+    own_inner = inner[min(inner)]  # of layers that own K and V, or of all if none does
     max_keys = max_kv_len or (full_block_table if "f" in first else block_table).shape[1] * sliding.shape[2]
     problem = Problem(
         layers, residual.shape[1], num_q_heads, sliding.shape[1], sliding.shape[3], full.shape[1], full.shape[3],
-        full_rows == (num_q_heads + full.shape[1]) * full.shape[3], inner[False],
-        0 if inner.get(True, inner[False]) == inner[False] else inner[True], 0 if ple is None else ple.shape[2],
+        full_rows == (num_q_heads + full.shape[1]) * full.shape[3], own_inner,
+        0 if inner.get(True, own_inner) == own_inner else inner[True], 0 if ple is None else ple.shape[2],
         window, sliding.shape[2], num_rotated_pairs, num_full_rotated_pairs,
         out_packed[0].shape[1] * STRIP // out_scales[0].shape[1], DTYPE_NAME[final_norm.dtype],
         DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, 0 if "f" in first else window),
@@ -133,15 +143,15 @@ def decode_layers(
         ("inv_freq", inv_freq, problem.head_dim), ("full_inv_freq", full_inv_freq, problem.full_head_dim),
     ):  # fmt: skip
         require(2 * len(frequencies) == dim, f"{name} has {len(frequencies)} entries for heads of {dim}")
-    own = [letter.islower() for letter in layers]
-    last = {name: list(_of_last_owner(layers, tensors)) for name, tensors in of_owners.items()}
+    last = {name: list(_of_last_source(layers, tensors)) for name, tensors in caches.items()}
+    norms = iter(k_norms)
     by_layer: list[dict[str, Tensor | None]] = []
     for index, letter in enumerate(layers):
         tensors: dict[str, Tensor | None] = {name: those[index] for name, those in given.items()}
         tensors |= {name: those[index] if those else None for name, those in of_ple.items()}
-        tensors["k_norm"] = last["k_norm"][index] if own[index] else None
-        caches = {name: last[name][index] for name in ("k_cache", "v_cache")}
-        _require_shapes(problem, f"layer {index} ({letter})", letter, tensors | caches)
+        tensors["k_norm"] = next(norms) if own[index] else None
+        attended = {name: those[index] for name, those in last.items()}
+        _require_shapes(problem, f"layer {index} ({letter})", letter, tensors | attended)
         by_layer.append(tensors)
     out = empty(final_norm, 1, problem.hidden)
     arguments = {
@@ -154,12 +164,12 @@ def decode_layers(
     return Call("decode_layers", problem, arguments, out)
 
 
-def _of_last_owner(layers: str, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Of each layer the tensor of the layer that owns what it attends to: itself, or the last of its kind before it."""
-    rest, last = iter(tensors), {}
-    for letter in layers:
-        if letter.islower():
-            last[letter] = next(rest)
+def _of_last_source(layers: str, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Of each layer the cache that it attends to: its own, or that of the last of `sources` of its kind before it."""
+    given, last = dict(zip(sources(layers), tensors, strict=True)), {}
+    for index, letter in enumerate(layers):
+        if index in given:
+            last[letter.lower()] = given[index]
         yield last[letter.lower()]
 
 

@@ -27,8 +27,8 @@ from kerngen.templates.kernel import Tolerance
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
-    """out [1, hidden], k_caches and v_caches, a tuple of a layer each, in fp32, holding values of their dtypes. Layers
-    without K and V of their own give the caches that they attend to.
+    """out [1, hidden], and if any layer owns K and V k_caches and v_caches, a tuple of a layer each, in fp32, holding
+    values of their dtypes. Layers without K and V of their own give the caches that they attend to.
     """
     p, eps = problem, inputs["eps"]
 
@@ -48,6 +48,8 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
             slots = _given(inputs, letter, "slots").where(inputs["kv_lens"] > 0, -1)
             old = inputs["k_caches"][index], inputs["v_caches"][index]
             last[letter] = written(old[0], slots, k), written(old[1], slots, v)
+        elif not p.makes_kv:
+            last[letter.lower()] = inputs["k_caches"][index], inputs["v_caches"][index]
         caches.append(last[letter.lower()])
         attended = _attended(p, letter, q, caches[-1], inputs)
         stream = add(stream, _product(attended, w, "out", p.dtype), w["post_attention_norm"])
@@ -57,8 +59,11 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
             of_ple = w["ple_gate"], w["ple_projection"], w["post_ple_norm"]
             stream = add_per_layer(stream, inputs["ple"][:, index], *of_ple, eps, p.dtype, p.residual_dtype)
         stream = rounded(stream * w["layer_scalar"].float(), p.residual_dtype)
+    out = norm(stream, inputs["final_norm"])
+    if not p.makes_kv:
+        return {"out": out}
     k_caches, v_caches = zip(*caches, strict=True)
-    return {"out": norm(stream, inputs["final_norm"]), "k_caches": k_caches, "v_caches": v_caches}
+    return {"out": out, "k_caches": k_caches, "v_caches": v_caches}
 
 
 def _tensors(inputs: dict[str, Any], index: int) -> dict[str, Any]:

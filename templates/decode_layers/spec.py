@@ -35,9 +35,10 @@ UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = 2 * 8 * 640 + 2 * 8 * 520  # of shared memory: scores by warps, of two batches, and Q
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
-# By measurement on an H200, of the 31B at 16384 to 131072 tokens (docs/performance.md)
+# By measurement on an H200, of the 31B at 16384 to 131072 tokens (docs/performance.md), with a block on every SM
 SAVED_US = 12.0  # a layer, beside launches of its own; of the 31B 20
-US_PER_KEY_BYTE = 0.081e-6  # of a full layer's keys and values, beyond what attn_decode takes to read them
+READ_US_PER_KEY_BYTE = 0.28e-6  # of a full layer's keys and values,
+US_PER_KEY_BYTE = 0.081e-6  # beyond what attn_decode takes to read them
 RING_LIMIT = 220 * 1024  # of shared memory, for the default configuration
 SUM_TILES = 24  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
@@ -46,13 +47,15 @@ MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of t
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One token through `layers`: a letter each, s for sliding and f for full attention; capitals own no K and V and
-    attend to those of the last layer of their kind that does. h [hidden] enters as `residual`. In each layer
+    attend to those of the last layer of their kind that does. Of a drafter's layers, all capitals, none does, and all
+    of a kind attend to the same cache, which is given. h [hidden] enters as `residual`. In each layer
 
     q, k, v = norm(h; input_norm) Qkv^T, heads normed and turned (qkv_norm_rope); K and V go to the cache;
     h = h + norm(attention(q) Out^T; post_attention_norm); x = norm(h; pre_ffn_norm);
     h = h + norm((gelu_tanh(x Gate^T) * (x Up^T)) Down^T; post_ffn_norm);
     with ple_width h = h + norm((gelu_tanh(h PleGate^T) * ple) PleProjection^T; post_ple_norm); h = h * layer_scalar.
-    out = norm(h; final_norm). kv_len: keys that the token sees in full attention, itself among them.
+    out = norm(h; final_norm). kv_len: keys that the token sees in full attention, itself among them where a layer owns
+    K and V; a drafter's sees those of the cache alone, and of them its sliding layers the last `window`.
 
     inner: rows of Gate, and of Up; shared_inner: the same in layers that own no K and V, 0 where that is inner. k_eq_v:
     full layers have no V of their own but the raw K. Matrices are int4 with scales by group_size, those of the
@@ -89,7 +92,7 @@ class Problem:
             len(p.layers) > 0 and not p.layers.strip("sfSF"),
             f"layers={p.layers!r} has letters other than s, f, S and F",
         )
-        for kind in "sf":
+        for kind in "sf" if p.makes_kv else "":
             first = next((letter for letter in p.layers if letter.lower() == kind), kind)
             require(
                 first == kind, f"layers={p.layers!r}: the first {first!r} has no layer before it whose K and V it sees"
@@ -114,6 +117,11 @@ class Problem:
             for n, k in p.matrices(letter):
                 require_matrix(n, k, p.group_size, p.dtype)
             require_matrix(p.inner_of(letter), p.hidden, p.group_size, p.dtype)  # gate, and up: whole strips of each
+
+    @property
+    def makes_kv(self) -> bool:
+        """Whether any layer owns K and V: then the token's own key is the last that it sees."""
+        return not self.layers.isupper()
 
     def inner_of(self, letter: str) -> int:
         return self.shared_inner or self.inner if letter.isupper() else self.inner
@@ -194,6 +202,17 @@ BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out", "k_caches", "v_caches")
 
 
+def outputs(problem: Problem) -> tuple[str, ...]:
+    """The caches only where a layer owns K and V; else they are read."""
+    return OUTPUTS if problem.makes_kv else ("out",)
+
+
+def sources(layers: str) -> tuple[int, ...]:
+    """The layers whose caches a caller gives: those that own K and V, or if none does the first of each kind."""
+    own = tuple(index for index, letter in enumerate(layers) if letter.islower())
+    return own or tuple(layers.index(letter) for letter in dict.fromkeys(layers))
+
+
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
     p, c = problem, config
     kinds = _kinds(p)
@@ -212,6 +231,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "MAX_QKV": _most(p, 0, 0),
         "MAX_ATTENDED": _most(p, 1, 1),
         "MAX_INNER": _most(p, 3, 1),
+        "NEW_KEY": int(p.makes_kv),  # of the keys that are seen: one, the last, is none of the cache's
         "UNIT_ELEMENTS": _unit_elements(p),
         "WORK_BYTES": _work_bytes(p),
         "SHARED_BYTES": _shared_bytes(p, c),
@@ -313,14 +333,17 @@ def _gate_rows(p: Problem, blocks: int) -> int:
     return 4 * ceil(p.ple_width / 4 / blocks)
 
 
-def pays(problem: Problem) -> bool:
+def pays(problem: Problem, target: Target) -> bool:
     """Whether launches of other kernels would take longer: in long contexts attn_decode reads keys faster than this
-    kernel does. kv_len is what contexts reach at most: three quarters of it are counted.
+    kernel does, all the more where a small drafter has shares for few blocks. kv_len is what contexts reach at most:
+    three quarters of it are counted.
     """
     p = problem
+    sms_of_block = target.device.num_sms / num_blocks(p, default_config(p, target), target)
+    us_per_byte = US_PER_KEY_BYTE + READ_US_PER_KEY_BYTE * (sms_of_block - 1)
     heads, dim = p.heads_of("f")
     key_bytes = 0.75 * p.kv_len * 2 * heads * dim * ELEMENT_BYTES[p.dtype]
-    return sum(letter in "fF" for letter in p.layers) * key_bytes * US_PER_KEY_BYTE <= SAVED_US * len(p.layers)
+    return sum(letter in "fF" for letter in p.layers) * key_bytes * us_per_byte <= SAVED_US * len(p.layers)
 
 
 @lru_cache(maxsize=1024)

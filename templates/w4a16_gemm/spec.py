@@ -113,6 +113,9 @@ MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ri
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"STREAM_BYTES": config.smem_bytes(problem.group_size)}
+    if config.stream:
+        tiles = w4_tiling.stream_tiles(config, problem.k, problem.group_size)
+        found |= {"MANY_TILES": w4_tiling.stream_has_many(tiles), "STREAM_BLOCKS": w4_tiling.stream_blocks(config)}
     if not config.warpgroups:
         return found
     rows, blocks = x_box(config)

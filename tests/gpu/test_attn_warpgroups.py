@@ -17,9 +17,16 @@ from kerngen.templates import Case, find_kernel
 from kerngen.templates.attn_decode.spec import Config, Problem
 
 KERNEL = find_kernel("attn_decode")
-SPLITS = (1, 3, 2, 8, 20)
-# (split_d, num_warps, num_stages): one team of one warpgroup, two of them, one of two, and three, if they fit.
-TEAMS = ((4, 8, 12), (8, 8, 9), (4, 4, 8), (4, 12, 10), (8, 8, 16), (4, 8, 7), (4, 4, 20), (8, 8, 6))
+# (num_splits, cluster, together): merged by a second launch, by clusters, by both, and by the last block or cluster.
+SPLITS = (
+    (1, 1, False), (3, 1, False), (2, 2, False), (8, 8, False), (20, 4, False), (3, 1, True), (4, 4, False),
+    (16, 8, False), (16, 8, True), (8, 2, True), (32, 1, True),
+)  # fmt: skip
+# (split_d, num_warps, num_stages): one team of one warpgroup, two of them, one of two, and three, if they fit; rings so
+# small that two blocks share an SM, and that a piece is used while the next one comes.
+TEAMS = (
+    (4, 8, 12), (8, 8, 9), (4, 4, 6), (4, 12, 10), (8, 8, 16), (4, 8, 7), (4, 4, 20), (8, 8, 5), (4, 4, 2),
+)  # fmt: skip
 # As Gemma 4 has them: a window's layer and a full one, and one whose K and V another kernel has made.
 WINDOW = Problem(256, 32, 16, window=1024, kv_len=8192, source="qkv", num_rotated_pairs=128)
 FULL = Problem(512, 32, 4, kv_len=8192, source="qk", num_rotated_pairs=64)
@@ -28,11 +35,15 @@ MODEL = [replace(p, q_len=q_len) for p in (WINDOW, FULL, PLAIN) for q_len in (1,
 LENGTHS = (0, 1, 4, 5, 8, 15, 16, 17, 63, 64, 65, 79, 80, 81, 1023, 1024, 1025, 1029, 1087, 8192)
 
 
-def _configs(case: Case, num_splits: int, count: int, first: int = 0) -> list[Config]:
+def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int = 0) -> list[Config]:
     """`count` of those that serve here, from the `first` on: the fewest blocks of rows that the registers allow."""
+    num_splits, cluster, together = splits
     found = []
     for split_d, num_warps, num_stages in TEAMS:
-        shapes = [Config(m, 16, split_d, num_warps, num_stages, num_splits, warpgroups=True) for m in range(64, 0, -8)]
+        shapes = [
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster, num_stages % 2 == 0)
+            for m in range(64, 0, -8)
+        ]
         found += valid_here(KERNEL, case, shapes)[:1]
     assert found
     return [found[(first + i) % len(found)] for i in range(min(count, len(found)))]
@@ -54,7 +65,11 @@ def test_by_warpgroups(turn: int, case: Case) -> None:
 def test_at_lengths_of_a_model(problem: Problem) -> None:
     """One Function at every length: splits without keys, tiles of fewer chunks, rows whose windows begin elsewhere."""
     full = KERNEL.cases.case_for(problem)
-    for config in (*_configs(full, 8, 2), *_configs(full, 33, 1, 1)):
+    for config in (
+        *_configs(full, (8, 8, False), 3), *_configs(full, (8, 1, False), 1, 3), *_configs(full, (33, 1, False), 1, 1),
+        *_configs(full, (32, 8, False), 2, 2), *_configs(full, (6, 2, False), 1, 4),
+        *_configs(full, (16, 4, True), 1, 5), *_configs(full, (32, 8, True), 2), *_configs(full, (31, 1, True), 1, 6),
+    ):  # fmt: skip
         function = _loaded(problem, config)
         for kv_len in LENGTHS:
             case = KERNEL.cases.case_for(replace(problem, kv_len=kv_len))
@@ -75,7 +90,11 @@ def test_groups_pages_and_ragged_batches(head_dim: int, group: int, q_len: int, 
         )  # fmt: skip
         lens = [0, q_len - 1, page_size - 1, page_size + 1, 0, 700, 39 + q_len]
         case = Case("ragged", problem, head_dim + group + q_len, {"kv_lens": lens})
-        assert wrong_of(KERNEL, case, _configs(case, 3, 1, group + q_len)) == []
+        configs = [
+            c for i, splits in enumerate(((3, 1, False), (4, 4, False), (6, 2, True)))
+            for c in _configs(case, splits, 1, group + q_len * i)
+        ]  # fmt: skip
+        assert wrong_of(KERNEL, case, configs) == []
 
 
 @pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
@@ -84,7 +103,11 @@ def test_right_behind_another_with_the_same_bits(problem: Problem) -> None:
     cases = [replace(KERNEL.cases.case_for(problem), seed=seed) for seed in range(3)]
     inputs: list[dict[str, Any]] = [KERNEL.cases.inputs(case, torch.device("cuda")) for case in cases]
     expected = [KERNEL.reference.expected(problem, given) for given in inputs]
-    for config in _configs(cases[0], 8, 2):
+    for config in (
+        *_configs(cases[0], (8, 1, False), 2), *_configs(cases[0], (8, 8, False), 2),
+        *_configs(cases[0], (16, 4, False), 1, 2), *_configs(cases[0], (32, 8, True), 2),
+        *_configs(cases[0], (8, 1, True), 1),
+    ):  # fmt: skip
         function = _loaded(problem, config)
         given = [inputs[i % 3] | {"out": torch.full_like(inputs[i % 3]["out"], float("nan"))} for i in range(60)]
         torch.cuda.synchronize()

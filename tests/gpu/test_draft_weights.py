@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from kerngen.runtime.backend import open_backend
+from kerngen.runtime.cache import KVCache
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.ops import W4Linear
 from kerngen.runtime.session import open_checkpoint
 from kerngen.runtime.weights.int4 import to_int4
 from kerngen.stepgraph import Stage, StepGraph
-from kerngen.steps import Step
+from kerngen.steps import Step, _of_layers, sequence
 from kerngen.templates.common.row_torch import gelu_gated
 from kerngen.templates.common.w4_pack import dequantize
+from kerngen.templates.decode_layers import spec as layers_spec
 from kerngen.templates.w4a16_gemm.reference import tolerance
 from kerngen.templates.w4a16_gemm.spec import Problem
 from kerngen.workload import find_model
@@ -57,7 +60,9 @@ def _generate(backend: str, draft: Path | None, weights: str = "stored") -> tupl
     return found.tokens, found.stats.acceptance_length
 
 
-def test_a_drafter_in_int4_changes_no_token() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_drafter_in_int4_changes_no_token(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers_spec, "pays", lambda problem, target: at_once)
     expected, _ = _generate("torch", None)
     assert len(expected) > 32
     drafted, acceptance = _generate("cuda", ASSISTANT, "int4")
@@ -70,5 +75,54 @@ def test_its_step_is_a_graph_of_int4_products() -> None:
     names = {name for name, _ in graph.calls}
     assert "w4a16_gemm" in names
     assert "gelu_gate" not in names
+    base, again = graph.capture({}), graph.capture({})
+    assert 0.9 < graph.compare(base, again, pairs=20).median < 1.1
+
+
+def _drafted(stage: Stage, cache: KVCache, length: int) -> tuple[Tensor, Tensor]:
+    """What three drafts from `length` keys give, the head's inputs and the hidden states, [3, d] and [3, T]."""
+    rng = torch.Generator("cuda").manual_seed(length)
+    width, drafter, rows = stage.made.config.hidden_size, stage.drafter, []
+    assert drafter is not None
+    hidden = torch.randn(1, width, generator=rng, device="cuda").to(stage.made.ops.dtype)
+    with torch.inference_mode():
+        for token in (4, 5, 6):
+            ids, lengths = torch.tensor([[token], [length]], device="cuda")
+            y, hidden = drafter.step(ids, hidden, lengths, cache, cache.tables.shape[2] * cache.page_size)
+            rows.append((y, hidden))
+    return torch.cat([y for y, _ in rows]).float(), torch.cat([h for _, h in rows]).float()
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-12b", "gemma-4-e4b", "gemma-4-e2b"])
+def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Released drafters, beside the two layers of their targets whose keys they read, at ends of pages and windows."""
+    model, room = find_model(name, None, "int4"), 5056
+    donors = sorted(model.target.donor(kind).index for kind in ("sliding", "full"))
+    stage = Stage(_of_layers(model, donors))
+    ops, config = stage.made.ops, stage.made.config
+    cache, window = KVCache.whole(config, ops, batch=1, max_len=room), config.window
+    caches = [tensor.normal_() for x in config.layers for tensor in (cache.pages(x).k, cache.pages(x).v)]
+    before = [tensor.clone() for tensor in caches]
+    for length in (1, 2, 63, 64, 65, window - 1, window, window + 1, window + 2, 5000):
+        made = {}
+        for at_once in (True, False):
+            monkeypatch.setattr(layers_spec, "pays", lambda problem, target, at_once=at_once: at_once)
+            kernels = {launched.kernel for launched in sequence(stage.model, Step.draft(1, room), stage.target.arch)}
+            if at_once and "decode_layers" not in kernels:
+                pytest.skip(f"decode_layers does not serve it on {stage.target.arch}")
+            assert ("attn_decode" in kernels) == (not at_once)
+            made[at_once] = _drafted(stage, cache, length)
+        for got, want in zip(made[True], made[False], strict=True):
+            # bf16 in other orders: each layer rounds a dozen rows, 2^-9 each, and so the scores of keys as large
+            # as these; an H200 had 0.046
+            assert want.isfinite().all()
+            assert (got - want).norm() < 0.1 * want.norm(), f"{length} keys"
+    assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True)), "a drafter writes no key"
+
+
+def test_its_layers_at_once_are_a_graph() -> None:
+    graph = StepGraph(Stage(find_model(str(TARGET), str(ASSISTANT), "int4")), Step.draft(1, 128))
+    if "decode_layers" not in {name for name, _ in graph.calls}:
+        pytest.skip("decode_layers does not serve it here")
     base, again = graph.capture({}), graph.capture({})
     assert 0.9 < graph.compare(base, again, pairs=20).median < 1.1

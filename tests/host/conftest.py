@@ -21,6 +21,7 @@ FIRST = (
     "test_cli_process.py",  # 40 s: processes, each of which imports torch
     "test_examples.py",  # 43 s
     "test_soak.py",  # 35 s
+    "test_choosing.py",  # 45 s
     "test_engine_batches.py",  # 36 s
     "test_cluster.py",  # 33 s: processes that wait for each other
     "test_library.py",  # 27 s: mypy over the wheel and torch

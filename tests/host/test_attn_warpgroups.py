@@ -1,16 +1,32 @@
-"""attn_decode by warpgroups without a GPU: refusals, launches, boxes. test_warpgroup_bodies.py builds it."""
+"""attn_decode by warpgroups without a GPU: refusals, launches, boxes, and by emulation who waits for whom and what lies
+where. test_warpgroup_bodies.py builds it."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from test_tensor_maps import box_of
 
 from kerngen.arch import Target, find_arch, find_device
+from kerngen.compile import compile_cubin
+from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_decode.spec import Config, Problem, dealt, k_tiles
+from kerngen.templates.attn_decode.spec import (
+    TILE,
+    Config,
+    Problem,
+    dealt,
+    item_words,
+    partials,
+    parts,
+    piece_bytes,
+)  # fmt: skip
 from kerngen.tuning.space import candidates
 
 KERNEL = find_kernel("attn_decode")
@@ -22,7 +38,8 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True)
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"together": True}, "together=True: with warpgroups=True splits are merged by a second launch"),
+        ({"together": True}, "the last block merges 2 to 32 results of a row; num_splits / cluster is 33"),
+        ({"together": True, "num_splits": 8, "cluster": 8}, "num_splits / cluster is 1"),
         ({"split_d": 2}, "split_d=2: one warpgroup or two, 4 or 8 warps"),
         ({"num_warps": 16}, "num_warps=16: one to three warpgroups"),
         ({"num_warps": 4}, "num_warps=4 is no multiple of split_d=8"),
@@ -30,7 +47,13 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True)
         ({"block_m": 12}, "block_m=12 is no multiple of 8 up to 64"),
         ({"block_m": 72}, "block_m=72 is no multiple of 8 up to 64"),
         ({"block_m": 40}, "block_m=40: 32 rows fill 32"),
-        ({"num_stages": 5}, "num_stages=5: a tile of keys and two boxes of values are used at once; at least 6"),
+        ({"num_stages": 1}, "num_stages=1: a piece is in use while the next one is awaited; at least 2"),
+        ({"num_stages": 33}, "num_stages=33: a thread has a bit for the phase of each place; at most 32"),
+        ({"num_stages": 3}, "65,536 B of results of 1 teams meet in a ring of 49,152 B"),
+        ({"cluster": 3}, "cluster=3: a cluster has 1, 2, 4 or 8 blocks"),
+        ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
+        ({"cluster": 3, "warpgroups": False, "num_stages": 2}, "cluster=3, prefetch=False are warpgroups"),
+        ({"prefetch": True, "warpgroups": False, "num_stages": 2}, "prefetch=True are warpgroups"),
         ({"num_stages": 13}, "B of shared memory"),
         ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
     ],
@@ -43,10 +66,10 @@ def test_refusals_say_what_decided(changes: dict[str, int], why: str) -> None:
 
 def test_results_of_many_teams_need_the_room_of_the_rings() -> None:
     problem = Problem(128, 64, 4, q_len=4)
-    config = Config(64, 16, 4, 8, 8, warpgroups=True)
+    config = Config(64, 16, 4, 8, 7, warpgroups=True)
     why = KERNEL.why_invalid(problem, config, H200)
-    assert why == "65,536 B of results of 2 teams meet in rings of 32,768 B"
-    assert KERNEL.why_invalid(problem, replace(config, num_stages=16), H200) is None
+    assert why == "65,536 B of results of 2 teams meet in a ring of 57,344 B"
+    assert KERNEL.why_invalid(problem, replace(config, num_stages=8), H200) is None
 
 
 @pytest.mark.parametrize("name", ["sm70", "sm80", "sm120"])
@@ -69,27 +92,237 @@ def test_launches_have_warps_that_copy() -> None:
     assert combine == apart[1]
     assert KERNEL.workspace_bytes(FULL, CONFIG, H200) == 4 * 32 * 33 * (512 + 1) * 4
     one_each = replace(CONFIG, split_d=4)
-    assert dealt(FULL, one_each) == (4, 232)
+    assert dealt(FULL, one_each, H200.arch) == (1, 4, 232)
     assert KERNEL.launches(FULL, one_each, H200)[0].block == (12 * 32, 1, 1)
 
 
-def test_keys_have_half_of_the_boxes_in_whole_tiles() -> None:
-    assert [k_tiles(replace(CONFIG, num_stages=n)) for n in (6, 8, 15, 16, 24, 31)] == [1, 1, 1, 2, 3, 3]
+def test_two_blocks_share_an_sm_where_they_fit() -> None:
+    problem, config = Problem(512, 32, 4), Config(8, 16, 4, 4, 6, warpgroups=True)
+    assert dealt(problem, config, H200.arch) == (2, 1, 128)
+    assert 2 * (KERNEL.smem_bytes(problem, config, H200) + 1024) <= H200.arch.smem_per_sm
+    assert dealt(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255)
+    assert dealt(replace(problem, q_len=3), replace(config, block_m=24, num_stages=4), H200.arch) == (2, 4, 224)
+
+
+def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
+    """An SM's registers are dealt out by four warps of a block and eight registers of a thread."""
+    window = Problem(256, 32, 16, window=1024)
+    for problem, config in (
+        (Problem(512, 32, 4), Config(8, 16, 8, 8, 5, 8, warpgroups=True, cluster=8)),
+        (window, Config(8, 16, 4, 8, 11, 8, warpgroups=True, cluster=8)),
+        (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 9, 1, warpgroups=True)),
+        (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, True, 8, True)),
+    ):
+        blocks, copiers, _ = dealt(problem, config, H200.arch)
+        assert blocks == 2
+        takes = compile_cubin(render(KERNEL, problem, config, H200), H200.arch).entries["attn_decode"]
+        warps = -(-(config.num_warps + copiers) // 4) * 4
+        assert takes.spill_store_bytes == 0
+        assert blocks * warps * 32 * (-(-takes.registers // 8) * 8) <= H200.arch.regs_per_sm, config
+
+
+def test_clusters_leave_fewer_results_to_merge_or_none() -> None:
+    config = replace(CONFIG, num_splits=8)
+    for cluster in (1, 2, 4, 8):
+        config = replace(config, cluster=cluster)
+        decode, *combine = KERNEL.launches(FULL, config, H200)
+        assert (decode.grid, decode.cluster) == ((8, 4, 1), (cluster, 1, 1))
+        assert partials(config) == 8 // cluster
+        assert len(combine) == (cluster < 8)
+        assert KERNEL.workspace_bytes(FULL, config, H200) == (4 * 32 * (8 // cluster) * 513 * 4 if cluster < 8 else 0)
+
+
+@pytest.mark.parametrize(("m_blocks", "num_splits", "cluster"), [(1, 8, 8), (3, 8, 2), (2, 16, 4), (3, 5, 1)])
+def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_splits: int, cluster: int) -> None:
+    """Place of shape.cuh.jinja, and who takes which 128 columns of which row of a cluster's result."""
+    places = []
+    for first in range(0, m_blocks * num_splits, cluster):
+        blocks = range(first, first + cluster)
+        splits = [x // (m_blocks * cluster) * cluster + x % cluster for x in blocks]
+        rows = {x // cluster % m_blocks for x in blocks}
+        assert splits == list(range(splits[0], splits[0] + cluster))
+        assert splits[0] % cluster == 0
+        assert len(rows) == 1
+        places += [(s, *rows) for s in splits]
+    assert sorted(places) == list(product(range(num_splits), range(m_blocks)))
+    for num_warps, items in product((4, 8, 12), (1, 2, 40 * 4)):
+        taken = Counter(
+            i for rank in range(cluster) for w in range(num_warps)
+            for i in range(rank + w * cluster, items, num_warps * cluster)
+        )  # fmt: skip
+        assert taken == Counter(range(items))
+
+
+def test_the_last_block_merges_in_one_launch_and_waits_for_none() -> None:
+    config = replace(CONFIG, num_splits=32, cluster=8, together=True)
+    (decode,) = KERNEL.launches(FULL, config, H200)
+    assert (decode.cluster, decode.cooperative) == ((8, 1, 1), False)
+    assert not KERNEL.body(config, H200.arch).proven
+    assert item_words(config) == 4 * 128 + 32
+    assert item_words(replace(config, cluster=1)) == 32 * 128 + 64
+    # Where a sequence's counts lie does not depend on the batch.
+    one, three = (KERNEL.workspace_bytes(replace(FULL, batch=n), config, H200) for n in (1, 3))
+    assert three == 3 * one == 3 * 4 * 32 * 4 * item_words(config) * 4
+
+
+class _Barrier:
+    """An mbarrier: a phase ends with its arrivals and the bytes that were announced."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals = self.pending = arrivals
+        self.phase = self.pieces = 0
+
+    def arrive(self, expected: int = 0) -> None:
+        self.pending -= 1
+        self.pieces += expected
+        self._end()
+
+    def come(self) -> None:
+        self.pieces -= 1
+        self._end()
+
+    def _end(self) -> None:
+        if self.pending == 0 and self.pieces == 0:
+            self.phase, self.pending = self.phase + 1, self.arrivals
+
+    def passed(self, parity: int) -> Callable[[], bool]:
+        return lambda: self.phase % 2 != parity
+
+
+def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, num_parts: int, rng: random.Random) -> list[int]:
+    """A block's copier and warpgroups in any order, and copies that come in any order. Returns the pieces as used.
+
+    An agent yields what it waits for; a place whose piece is in use must hold just that piece.
+    """
+    free = [_Barrier(warpgroups) for _ in range(stages)]
+    full = [[_Barrier(1) for _ in range(stages)] for _ in range(teams)]
+    place: list[tuple[int, int] | None] = [None] * stages  # tile and number in it of what lies there
+    coming: list[Callable[[], None]] = []
+    used: list[int] = []
+    value_chunks = 4 // num_parts
+
+    def pieces_of(tile: int) -> int:
+        return num_parts + -(-min(4, num_chunks - tile * 4) // value_chunks)
+
+    def copier() -> Iterator[Callable[[], bool]]:
+        stage, parity = 0, 0
+        for tile in range(-(-num_chunks // 4)):
+            for piece in range(pieces_of(tile)):
+                yield free[stage].passed(parity ^ 1)
+                barrier, at, what = full[tile % teams][stage], stage, (tile, piece)
+                barrier.arrive(expected=1)
+                place[at] = None
+
+                def come(barrier: _Barrier = barrier, at: int = at, what: tuple[int, int] = what) -> None:
+                    place[at] = what
+                    barrier.come()
+
+                coming.append(come)
+                stage += 1
+                if stage == stages:
+                    stage, parity = 0, parity ^ 1
+
+    def warpgroup(team: int) -> Iterator[Callable[[], bool]]:
+        parities = [0] * stages
+        for tile in range(team, -(-num_chunks // 4), teams):
+            stage, in_use = tile * 2 * num_parts % stages, None
+            for piece in range(pieces_of(tile)):
+                yield full[team][stage].passed(parities[stage])
+                parities[stage] ^= 1
+                for at, what in ((stage, piece), in_use or (stage, piece)):
+                    assert place[at] == (tile, what)
+                yield lambda: True
+                if in_use:
+                    free[in_use[0]].arrive()
+                in_use = (stage, piece)
+                used.append(tile * 8 + piece)
+                stage = (stage + 1) % stages
+                if piece in (num_parts - 1, pieces_of(tile) - 1):  # scores are made, or the tile is done
+                    yield lambda: True
+                    assert place[in_use[0]] == (tile, in_use[1])
+                    free[in_use[0]].arrive()
+                    in_use = None
+
+    agents = [copier(), *(warpgroup(t) for t in range(teams) for _ in range(warpgroups))]
+    waits: dict[int, Callable[[], bool]] = dict.fromkeys(range(len(agents)), lambda: True)
+    while waits:
+        ready = [i for i, passed in waits.items() if passed()]
+        if coming and (not ready or rng.random() < 0.3):
+            coming.pop(rng.randrange(len(coming)))()
+            continue
+        assert ready, f"{num_chunks} chunks, {stages} places, {teams} teams: all wait for ever"
+        i = rng.choice(ready)
+        try:
+            waits[i] = next(agents[i])
+        except StopIteration:
+            del waits[i]
+    assert not coming
+    return used
+
+
+@pytest.mark.parametrize(("teams", "warpgroups"), [(1, 1), (1, 2), (2, 1), (3, 1)])
+def test_pieces_are_used_as_they_lie_and_nobody_waits_for_ever(teams: int, warpgroups: int) -> None:
+    rng = random.Random(teams)
+    for num_parts, num_chunks in product((2, 4), (0, 1, 3, 4, 5, 8, 13, 30, 33)):
+        pieces = [
+            tile * 8 + i for tile in range(-(-num_chunks // 4))
+            for i in range(num_parts + -(-min(4, num_chunks - tile * 4) // (4 // num_parts)))
+        ]  # fmt: skip
+        for stages in (2, 3, 4, 5, 7, 8, 11, 16, 24, 32):
+            used = _run(num_chunks, stages, teams, warpgroups, num_parts, rng)
+            assert Counter(used) == Counter(dict.fromkeys(pieces, warpgroups))
 
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(128, 16), (256, 48), (512, 64)])
-def test_a_box_is_contiguous_and_lies_in_blocks(head_dim: int, page_size: int) -> None:
+def test_a_box_of_values_is_contiguous_and_lies_in_blocks(head_dim: int, page_size: int) -> None:
     """[8 rows after 8][64 columns after 64][8][64], of any 16 keys that begin at a multiple of 16."""
     problem = Problem(head_dim, 8, 2, page_size=page_size)
     config = Config(8, 16, 4, 4, 8, warpgroups=True)
     cache = torch.randint(0, 2**15, (3, 2, page_size, head_dim)).to(torch.int16)
-    seen = KERNEL.tensor_map(problem, config, "k_cache", tuple(cache.shape))
+    seen = KERNEL.tensor_map(problem, config, "v_cache", tuple(cache.shape))
     assert seen is not None
     page, head, first = 2, 1, page_size - 16
     brought = box_of(cache, seen, (0, 0, 0, first // 8, page * 2 + head))
     rows = cache[page, head, first : first + 16]
     assert torch.equal(brought[0], rows.reshape(2, 8, head_dim // 64, 64).transpose(1, 2))
     assert KERNEL.tensor_map(problem, replace(config, warpgroups=False), "k_cache", tuple(cache.shape)) is None
+
+
+def _read_as_rows(smem: torch.Tensor, at: int, stride: int, step: int) -> torch.Tensor:
+    """[64 keys][16 columns] as a product reads them from byte `at + step`: eight rows after eight `stride` bytes on,
+    swizzled by the bits of the address."""
+    found = torch.empty((TILE, 16), dtype=smem.dtype)
+    for row, half in product(range(TILE), range(2)):
+        address = at + row // 8 * stride + row % 8 * 128 + step + half * 16
+        address ^= (address >> 7 & 7) << 4
+        found[row, half * 8 : half * 8 + 8] = smem[address // 2 : address // 2 + 8]
+    return found
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(128, 16), (256, 48), (512, 64)])
+def test_products_find_keys_where_boxes_bring_them(head_dim: int, page_size: int) -> None:
+    """A tile of keys whose chunks lie in pages anywhere, a piece of its columns after another."""
+    problem, config = Problem(head_dim, 8, 2, page_size=page_size), Config(8, 16, 4, 4, 8, warpgroups=True)
+    cache = torch.randint(0, 2**15, (9, 2, page_size, head_dim)).to(torch.int16)
+    seen = KERNEL.tensor_map(problem, config, "k_cache", tuple(cache.shape))
+    assert seen is not None
+    columns, head = head_dim // parts(problem), 1
+    where = [(5, 0), (2, page_size - 16), (8, 0), (0, page_size - 16)]  # page and first row of each chunk
+    keys = torch.cat([cache[page, head, first : first + 16] for page, first in where])
+    for part in range(parts(problem)):
+        smem = torch.zeros(piece_bytes(problem) // 2, dtype=torch.int16)
+        for chunk, (page, first) in enumerate(where):
+            box = box_of(cache, seen, (0, 0, part * (columns // 64), first // 8, page * 2 + head)).reshape(-1, 8, 8)
+            for line, sixteen in product(range(len(box)), range(8)):  # 128 bytes of 16 each, swizzled as they land
+                address = chunk * 16 * columns * 2 + line * 128 + sixteen * 16
+                address ^= (address >> 7 & 7) << 4
+                smem[address // 2 : address // 2 + 8] = box[line, sixteen]
+        for k in range(columns // 16):
+            its = keys[:, part * columns + k * 16 :][:, :16]
+            assert torch.equal(_read_as_rows(smem, k // 4 * 1024, columns * 16, k % 4 * 32), its)
+        for row, chunk in product(range(TILE), range(columns // 8)):  # `placed`, where keys are put by hand
+            at = row // 8 * (columns * 16) + chunk // 8 * 1024 + row % 8 * 128 + (chunk % 8 ^ row % 8) * 16
+            assert torch.equal(smem[at // 2 : at // 2 + 8], keys[row, part * columns + chunk * 8 :][:8])
 
 
 def test_traffic_covers_the_cost() -> None:

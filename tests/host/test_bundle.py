@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import ROOT, Kerngen
@@ -107,6 +108,17 @@ def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
     prepared = {id(bindings.choice(find_kernel("attn_decode"), p)) for p in problems}
     for length in (65, 100, 700, 5000, 100_000):
         assert id(bindings.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
+
+
+def test_no_length_between_is_prepared_twice() -> None:
+    """w4a16_gemm prefers middles too: between 1 and 2 there is none."""
+    load = workload(find_model("gemma-4-31b"), find_arch("sm90")).only(["w4a16_gemm"])
+    ends = tuple(item for item in load.items if item.problem.num_tokens in (1, 16))
+    lengths: dict[Any, list[int]] = {}
+    for _, problem in lengths_between(replace(load, items=ends)):
+        lengths.setdefault(replace(problem, num_tokens=1), []).append(problem.num_tokens)
+    assert lengths
+    assert all(sorted(found) == [1, 2, 3, 4, 6, 8, 12, 16] for found in lengths.values())
 
 
 def test_what_a_bundle_lacks_is_an_error_where_nothing_may_be_compiled(

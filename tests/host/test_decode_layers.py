@@ -22,7 +22,8 @@ from kerngen.errors import ProblemError
 from kerngen.render import render
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import LayerConfig, ModelConfig, read_model_config
+from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig, read_model_config
+from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
@@ -31,10 +32,12 @@ from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseLinear, Ops, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps, layers_spec
-from kerngen.runtime.weights.synthetic import synthetic_model
+from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
+from kerngen.steps import Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.templates.decode_layers.op import decode_layers
 from kerngen.templates.decode_layers.spec import LAYER_TENSORS, Problem
+from kerngen.workload import MODELS as MODEL_NAMES
 from kerngen.workload import RELEASED, find_model
 
 KERNEL = find_kernel("decode_layers")
@@ -129,6 +132,98 @@ def test_it_rounds_where_the_kernels_of_single_layers_do(config: ModelConfig, dt
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got[1], want[1], strict=True))
 
 
+# ---- a drafter's layers
+
+
+def drafter_for(target: ModelConfig, letters: str) -> DrafterConfig:
+    """A small int4 one with these layers, all capitals, of other sizes than its target."""
+    layers = [
+        replace(donor, index=index, intermediate_size=160, kv_source=-1)
+        for index, donor in enumerate(target.donor("sliding" if letter == "S" else "full") for letter in letters)
+    ]
+    text = replace(target, hidden_size=96, layers=tuple(layers), ple_size=0, ple_vocab_size=0)
+    return DrafterConfig(text, target.hidden_size, 0, 0)
+
+
+def drafted(config: ModelConfig, letters: str, ops: Ops, length: int) -> Tensor:
+    """What three drafts behind `length` tokens give, the head's inputs and the hidden states [3, H + T]."""
+    model = Gemma4(config, synthetic_model(config, ops, 0), ops)
+    drafting = drafter_for(config, letters)
+    drafter = Drafter(drafting, synthetic_drafter(drafting, ops, 1), model)
+    cache = KVCache.whole(config, ops, batch=1, max_len=64, page_size=16)
+    prompt = torch.arange(length) * 7 % config.vocab_size
+    hidden = model.forward(Batch.prefill(prompt, 0, cache), cache, outputs="last")
+    if isinstance(ops, KernelOps) and isinstance(ops.executor, Watched):
+        ops.executor.asked.clear()
+    pages = [cache.pages(layer) for layer in config.layers if layer.owns_kv]
+    before = [t.clone() for p in pages for t in (p.k, p.v)]
+    rows = []
+    for step in range(3):
+        y, hidden = drafter.step(torch.tensor([4 + step]), hidden, torch.tensor([length]), cache, 64)
+        rows.append(torch.cat((y, hidden), dim=-1))
+    assert all(torch.equal(a, b) for a, b in zip(before, (t for p in pages for t in (p.k, p.v)), strict=True))
+    return torch.cat(rows)
+
+
+DRAFTED = [("both", "SSSF", 10), ("k_eq_v", "SSSF", 17), ("sliding", "S", 8), ("full", "FF", 16), ("all", "FSS", 33)]
+DRAFTED += [("both", "SF", length) for length in (1, 5, 6, 7, 8, 15, 16)]  # ends of the window of 6, and of pages
+
+
+@pytest.mark.parametrize(("name", "letters", "length"), DRAFTED)
+def test_a_draft_means_what_it_does_step_by_step(
+    name: str, letters: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32, which no kernel computes in, against eager torch."""
+    monkeypatch.setattr(layers_spec, "why_unsupported", lambda problem, target: None)
+    executor = Watched(H200)
+    got, want = (
+        drafted(MODELS[name], letters, ops, length)
+        for ops in (KernelOps(executor, torch.float32), TorchOps(torch.device("cpu"), torch.float32))
+    )
+    assert executor.asked.count("decode_layers") == 3
+    assert not {"attn_decode", "add_norm"} & set(executor.asked)
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "letters", "length"), DRAFTED)
+def test_a_draft_rounds_where_the_kernels_of_single_layers_do(
+    name: str, letters: str, length: int, dtype: torch.dtype
+) -> None:
+    together, apart = Watched(H200), Watched(None)
+    got, want = (drafted(MODELS[name], letters, KernelOps(x, dtype), length) for x in (together, apart))
+    assert together.asked.count("decode_layers") == 3
+    assert "decode_layers" not in apart.asked
+    assert torch.equal(got, want)
+
+
+def drafts_asked_of(
+    name: str, weights: str = "int4", *, rows: int = 1, context: int = 512, arch: str = "sm90"
+) -> set[str]:
+    """The kernels that a released model's draft asks for."""
+    model = find_model(name, None, weights)
+    return {launched.kernel for launched in sequence(model, Step.draft(rows, context), find_arch(arch))}
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_an_int4_drafter_goes_through_all_layers_at_once(name: str) -> None:
+    asked = drafts_asked_of(name)
+    assert "decode_layers" in asked
+    assert not {"attn_decode", "add_norm", "rmsnorm"} & asked
+    for changed in ({"weights": "stored"}, {"rows": 2}, {"arch": "sm80"}):
+        assert "decode_layers" not in drafts_asked_of(name, **changed), changed
+
+
+@pytest.mark.parametrize(("name", "longest"), [("gemma-4-31b", 65536), ("gemma-4-12b", 262144), ("gemma-4-e4b", 16384)])
+def test_drafts_in_long_contexts_go_layer_by_layer(name: str, longest: int) -> None:
+    """The E4B's drafter has weights for 40 blocks, which are slow to read many keys."""
+    for context in (longest, 2 * longest):
+        if context <= find_model(name).target.max_positions:
+            asked = drafts_asked_of(name, context=context)
+            assert ("decode_layers" in asked) == (context == longest)
+            assert ("attn_decode" in asked) == (context > longest)
+
+
 # ---- who has a share of what
 
 
@@ -204,7 +299,11 @@ GIVEN = _given()
         ({"residual": torch.zeros(2, 64, dtype=torch.bfloat16)}, "one token, not 2"),
         ({"layers": "sfS"}, "4 tensors of input_norm; 3 go with layers='sfS'"),
         ({"layers": "sfsF"}, "2 tensors of k_norm; 3 go with layers='sfsF'"),
-        ({"layers": "SFSF"}, "no layer that owns K and V"),
+        ({"layers": "SFSF"}, "2 tensors of k_norm; 0 go with layers='SFSF'"),
+        ({"layers": "SFSF", "k_norms": []}, "slots of layers='SFSF' is None: no layer writes to a cache"),
+        ({"slots": None}, "slots of layers='sfSF' is a row of the caches"),
+        ({"full_slots": None}, "full_slots of layers='sfSF' is a row of the caches"),
+        ({"layers": ""}, "there are no layers"),
         ({"layers": "sfXF"}, "letters other than s, f, S and F"),
         ({"layers": "sfSf"}, "2 tensors of k_norm; 3 go with"),
         ({"ple": None}, "4 tensors of ple_gate; 0 go with"),
@@ -248,6 +347,24 @@ def test_layers_that_own_nothing_get_what_they_attend_to() -> None:
     without = {"ple": None, "ple_gates": [], "ple_projections": [], "post_ple_norms": []}
     given = decode_layers(**GIVEN | without).arguments["layers"]
     assert given[LAYER_TENSORS.index("ple_gate") :: len(LAYER_TENSORS)] == (None,) * 4
+
+
+def test_layers_of_which_none_owns_anything_get_what_is_given_for_their_kind() -> None:
+    case = next(c for c in KERNEL.cases.CASES if c.problem.layers == "SFSF")
+    op, given = KERNEL.cases.op_call(case, KERNEL.cases.inputs(case, "cpu"))
+    call = op(**given)
+    assert call.problem == case.problem
+    assert call.problem.inner_of("S") == case.problem.inner
+    k = call.arguments["k_caches"]
+    assert k[2] is k[0] is given["k_caches"][0]
+    assert k[3] is k[1] is given["k_caches"][1]
+    assert call.arguments["slots"] is call.arguments["full_slots"] is None
+    norms = call.arguments["layers"][LAYER_TENSORS.index("k_norm") :: len(LAYER_TENSORS)]
+    assert norms == (None,) * 4
+    with pytest.raises(ProblemError, match="3 tensors of k_cache; 2 go with layers='SFSF'"):
+        op(**given | {"k_caches": [*given["k_caches"], given["k_caches"][0]]})
+    with pytest.raises(ProblemError, match="the first 'F' has no layer before it whose K and V it sees"):
+        Problem("sFS")
 
 
 def test_a_step_is_bounded_by_the_keys_that_it_may_see() -> None:

@@ -35,7 +35,7 @@ from kerngen.runtime.weights.kept import leaves
 from kerngen.runtime.weights.layout import DrafterWeights
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.runtime.weights.synthetic import synthetic_drafter
-from kerngen.steps import Step, sequence
+from kerngen.steps import Launched, Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.templates.common.w4_pack import dequantize, separate, unpack
 from kerngen.tuning_db import problem_key
@@ -216,6 +216,12 @@ def test_the_31bs_drafter_takes_what_int4_takes() -> None:
     assert (made - head) / (stored - head) == pytest.approx(4.5 / 16, abs=1e-3)
 
 
+def _multiplied(launched: Launched) -> list[tuple[int, int]]:
+    """Rows and columns of its matrices: one, or those of all layers."""
+    p = launched.problem
+    return [(p.n, p.k)] if launched.kernel == "w4a16_gemm" else [m for letter in p.layers for m in p.matrices(letter)]
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("arch", ["sm70", "sm90"])
 def test_its_steps_ask_for_int4_products(name: str, arch: str) -> None:
@@ -225,15 +231,16 @@ def test_its_steps_ask_for_int4_products(name: str, arch: str) -> None:
     assert made.target == stored.target
     launched = sequence(made, step, a)
     dense = [p for p in sequence(stored, step, a) if p.kernel == "dense_gemv" and p.problem.n < 100_000]
-    assert {p.problem.group_size for p in launched if p.kernel == "w4a16_gemm"} == {GROUP}
-    shapes = sorted((p.problem.n, p.problem.k) for p in launched if p.kernel == "w4a16_gemm")
+    int4 = [p for p in launched if p.kernel in ("w4a16_gemm", "decode_layers")]
+    assert {p.problem.group_size for p in int4} == {GROUP}
+    shapes = sorted(shape for p in int4 for shape in _multiplied(p))
     assert shapes == sorted((p.problem.n, p.problem.k) for p in dense)
     assert len(shapes) == 18
     assert not {p.kernel for p in launched} & {"gelu_gate"}, "gate and up are multiplied in the product"
     before, after = ({(i.kernel, i.problem) for i in workload(m, a).items} for m in (stored, made))
     new = after - before
-    assert {kernel for kernel, _ in new} == {"w4a16_gemm"}
-    assert {p.num_tokens for _, p in new} == {1, 2, 4, 8, 16, 32}
+    assert {kernel for kernel, _ in new} == {"w4a16_gemm"} | {p.kernel for p in int4}
+    assert {p.num_tokens for kernel, p in new if kernel == "w4a16_gemm"} == {1, 2, 4, 8, 16, 32}
     assert all(
         u.phase == "draft" for i in workload(made, a).items if (i.kernel, i.problem) in new for u in i.uses
     )  # fmt: skip

@@ -524,10 +524,10 @@ class Graphless:
     @contextmanager
     def capture(self, graph: Any, pool: Any) -> Iterator[None]:
         assert pool == ("pool" if self.num_captured else None)
-        saved = self.runner.ints.clone(), self.runner.hidden.clone()
+        saved = [(tensor, tensor.clone()) for tensor in self.runner.written]
         yield
-        self.runner.ints.copy_(saved[0])
-        self.runner.hidden.copy_(saved[1])
+        for tensor, was in saved:
+            tensor.copy_(was)
         self.num_captured += 1
         self.most_tokens = max(self.most_tokens, self.asked[0] * (self.asked[1] + 1))
         asked, result = self.asked, self.result

@@ -76,7 +76,8 @@ def _attending(call: Call[Any]) -> Iterator[tuple[dict[str, Any], int, int]]:
             kind = "" if letter in "sS" else "full_"
             of_kind = {"block_table": given[f"{kind}block_table"], "slot_mapping": given[f"{kind}slots"]}
             same = {name: given[name] for name in ("kv_lens", "positions")}
-            yield {"k_cache": k_cache, **same, **of_kind}, 1, 0 if kind else p.window
+            q_len = int(p.makes_kv)  # without a key of the token's own all are read ahead
+            yield {"k_cache": k_cache, **same, **of_kind}, q_len, 0 if kind else p.window + 1 - q_len
 
 
 class Watched(Reference):
@@ -87,10 +88,12 @@ class Watched(Reference):
         self.chain = chain
         self.num_read = 0  # keys
         self.asked: set[str] = set()
+        self.num_drafts = 0  # through all layers at once
 
     def run(self, call: Call[R], where: str) -> R:
         self.chain.inside = True
         self.asked.add(call.kernel)
+        self.num_drafts += call.kernel == "decode_layers" and not call.problem.makes_kv
         try:
             attending = list(_attending(call))
             for given, q_len, window in attending:
@@ -152,6 +155,20 @@ def test_forwards_have_written_what_all_layers_at_once_read_ahead() -> None:
         engine.generate([config.bos_id, *range(3, 72)], max_new_tokens=6)
     assert watched.num_read > 100 * len(config.layers)
     assert "decode_layers" in watched.asked
+
+
+def test_drafts_have_written_what_all_layers_at_once_read_ahead() -> None:
+    target, folder = Target.of(find_arch("sm90")), TINY.with_name("gemma-4-tiny-assistant")
+    with Chain() as chain:
+        ops = KernelOps(watched := Watched(chain, target), torch.bfloat16)
+        config = read_model_config(TINY)
+        model = Gemma4(config, load_model(TINY, config, ops), ops)
+        drafter_config = read_drafter_config(folder, config).keeping("int4")
+        drafter = Drafter(drafter_config, load_drafter(folder, drafter_config, ops), model)
+        engine = Engine(model, drafter, max_len=120, num_draft_tokens=2, prefill_chunk=40, page_size=16)
+        engine.generate([config.bos_id, *range(3, 72)], max_new_tokens=6)
+    assert watched.num_drafts > 2
+    assert watched.num_read > 100 * len(drafter_config.text.layers)
 
 
 def test_embed_lets_its_successor_start_after_its_own_wait() -> None:

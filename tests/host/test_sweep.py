@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import ROOT
 
 from kerngen.arch import Device, Target, find_device
 from kerngen.cache import CachedCompiler, CompileCache
@@ -108,6 +109,13 @@ def test_a_plan_that_is_none(
     (plan := tmp_path / "plan.txt").write_text(text)
     assert _run(monkeypatch, "--plan", str(plan)) == 2
     assert says in capsys.readouterr().err
+
+
+def test_plans_that_are_kept_can_run() -> None:
+    target, plans = Target.of(find_device("H200")), sorted((ROOT / "data" / "sweeps" / "h200").glob("*.txt"))
+    for planned in [p for path in plans for p in sweep.read_plan(path)]:
+        assert planned.texts
+        assert sweep.written_out(planned.kernel, planned.case.problem, target, planned.texts)
 
 
 def test_the_quickest_by_the_model_are_tried_first(tmp_path: Path) -> None:

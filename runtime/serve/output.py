@@ -39,7 +39,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of call `index` (from 0). id, name: with the first of a call, then None. arguments: a piece of their JSON."""
+    """More of call `index`, from 0. id, name: with the first of a call, then None. arguments: a piece of their JSON."""
 
     index: int
     id: str | None

@@ -72,10 +72,7 @@ class Guides:
     """
 
     def __init__(self, codec: TextCodec, vocab_size: int, stop_ids: Sequence[int]) -> None:
-        try:
-            import llguidance
-        except ImportError as e:
-            raise UsageError(f"guided answers need llguidance: {e}", hint="pip install 'kerngen[serve]'") from e
+        llguidance = _llguidance()
         self._library, self._codec, self.vocab_size = llguidance, codec, vocab_size
         try:
             read = llguidance.LLTokenizer(codec.to_json(), n_vocab=vocab_size)
@@ -135,6 +132,14 @@ class Guides:
         if probe.is_error() or (probe.is_stopped() and not probe.is_accepting()):
             raise UsageError("the answer cannot be guided so: nothing that ends satisfies it")
         return matcher
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as e:
+        raise UsageError(f"guided answers need llguidance: {e}", hint="pip install 'kerngen[serve]'") from e
+    return llguidance
 
 
 class _PlainTokenizer:
@@ -203,7 +208,7 @@ def call_grammar(
     is_required: bool = True,
     is_parallel: bool = True,
 ) -> str:
-    """Of calls of `tools` (as template_tools gives them) in Gemma-4's syntax, of `name` alone where it is given.
+    """Of calls of `tools` (OpenAI's, which template_tools takes) in Gemma-4's syntax, of `name` alone where it is given.
 
     tokens: TextCodec.call_ids. is_parallel: more than one may be made. is_required: nothing but calls is said; else
     text and thoughts may stand before them, and there may be none. Arguments are what a function's `parameters` allow.
@@ -218,7 +223,8 @@ def call_grammar(
     for at, function in enumerate(chosen):
         if not re.fullmatch(r"[A-Za-z0-9_.:/-]{1,128}", function["name"]):
             raise UsageError(f"{function['name']!r} is no name of a function: letters, digits, _ and - are")
-        arguments = _Arguments(function["parameters"], f"tool {function['name']}: parameters", f"t{at}_", quote)
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        arguments = _Arguments(parameters, f"tool {function['name']}: parameters", f"t{at}_", quote)
         calls.append(f"<[{first}]> {_literal('call:' + function['name'])} {arguments.whole} <[{last}]>")
         rules += arguments.rules
     rules += ["call: " + "\n  | ".join(calls), *_shared(quote)]
@@ -518,8 +524,6 @@ def _regex(pattern: str, *, from_end_to_end: bool = False) -> str:
 
     llguidance matches from end to end and knows neither, so they are taken off each alternative.
     """
-    import llguidance
-
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
         raise UsageError(f"a regular expression is a text of at most {MAX_PATTERN_CHARS:,} characters")
     anything = "" if from_end_to_end else "(?s:.*)"
@@ -530,7 +534,7 @@ def _regex(pattern: str, *, from_end_to_end: bool = False) -> str:
         is_end = branch.endswith("$") and (len(before) - len(before.rstrip("\\"))) % 2 == 0
         inner = branch.removeprefix("^")
         branches.append(f"{start}({inner[:-1] if is_end else inner}){'' if is_end else anything}")
-    return str(llguidance.regex_to_lark("|".join(branches), "dw"))
+    return str(_llguidance().regex_to_lark("|".join(branches), "dw"))
 
 
 def _alternatives(pattern: str) -> list[str]:

@@ -214,6 +214,7 @@ def test_a_call_satisfies_its_schema(guides: Guides, byte_fallback: Guides, name
 def test_calls_are_of_the_tools_that_may_be_called(guides: Guides) -> None:
     tools = [tool("now", {"type": "object", "properties": {}}), tool("get.weather-2", SCHEMAS["flat"])]
     tools.append(tool("a", {"type": "object"}))
+    del tools[0]["function"]["parameters"]
     some = guides.calls(tools)
     now = guides.calls(tools, name="now", is_parallel=False)
     maybe = guides.calls(tools, is_required=False)
@@ -274,8 +275,9 @@ def test_stop_tokens_follow_where_the_answer_may_end_and_alone_where_it_must(gui
     assert set(STOPS) < set(allowed(guide))
     for token in TINY.encode("c", plain=True)[1:]:
         guide.accept(token)
-    assert sorted(allowed(guide)) == sorted(STOPS)
+    assert sorted(allowed(guide)) == sorted(allowed(guide)) == sorted(STOPS), "asked twice"
     guide.accept(106)
+    assert set(TINY.end_of_turn_ids + TINY.end_of_calls_ids) < set(STOPS)
 
 
 def test_a_token_that_is_not_allowed_is_refused(guides: Guides) -> None:

@@ -197,7 +197,7 @@ WORDS = [
     "thought\n",
 ]
 PIECES = [*([i] for i in CONTROL.values()), *(encode(w) for w in WORDS)]
-SOUPS = st.lists(st.sampled_from(PIECES) | st.lists(st.integers(0, 1023), max_size=2), max_size=40)
+SOUPS = st.lists(st.sampled_from(PIECES) | st.lists(st.integers(0, 1100), max_size=2), max_size=40)
 
 
 @settings(max_examples=400, deadline=None)
@@ -355,3 +355,46 @@ BAD_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": 3}}
 def test_tools_that_are_none_are_refused(tools: list[dict[str, Any]]) -> None:
     with pytest.raises(UsageError, match="tools"):
         template_tools(tools)
+
+
+def test_tools_are_written_in_the_words_of_the_template() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "place": {"$ref": "#/$defs/Place", "description": "where"},
+            "unit": {"anyOf": [{"enum": ["c", "f"]}, {"type": "null"}], "default": None},
+            "days": {"type": ["integer", "null"]},
+            "kind": {"allOf": [{"const": "now"}]},
+            "many": {"type": "array", "items": {"$ref": "#/$defs/Place"}},
+            "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        },
+        "$defs": {
+            "Place": {"type": "object", "properties": {"city": {"type": "string"}, "near": {"$ref": "#/$defs/Place"}}}
+        },
+    }
+    [told] = template_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    place = {"type": "object", "properties": {"city": {"type": "string"}, "near": {"type": "object"}}}
+    assert told["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "place": {**place, "description": "where"},
+            "unit": {"enum": ["c", "f"], "type": "string", "nullable": True, "default": None},
+            "days": {"type": "integer", "nullable": True},
+            "kind": {"enum": ["now"], "type": "string"},
+            "many": {"type": "array", "items": place},
+            "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        },
+    }
+
+
+def test_tools_that_grow_without_bound_are_refused() -> None:
+    twice = {f"d{n}": {"properties": {k: {"$ref": f"#/$defs/d{n + 1}"} for k in "ab"}} for n in range(30)}
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    loop = {"$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}}, "$ref": "#/$defs/x"}
+    for parameters in ({"$ref": "#/$defs/d0", "$defs": twice}, deep):
+        with pytest.raises(UsageError, match="more than 10,000 parts, or is nested"):
+            template_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    [told] = template_tools([{"type": "function", "function": {"name": "f", "parameters": loop}}])
+    assert told["function"]["parameters"] == {"type": "object"}

@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError, UsageError
+from kerngen.runtime.serve.schema import MAX_NESTED, referred
 from kerngen.runtime.text import TextCodec
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_PATTERN_CHARS = 4096  # of a regular expression: compiling takes time with its square, 0.13 s for twice as many
-MAX_NESTED = 100  # objects and lists in each other, in a schema
 # llguidance calls itself for each rule of a chain: 8 MB are too few for 2,000, and it would crash.
 STACK_BYTES = 256 * 1024 * 1024
 NUM_KEPT = 64  # compiled grammars: a chat with tools asks for the same one again and again
@@ -110,13 +110,17 @@ class Guides:
             raise UsageError(f"the grammar has {len(grammar):,} characters; {MAX_GRAMMAR_CHARS:,} are allowed")
         limits = self._library.LLParserLimits(**_LIMITS)
         made: list[tuple[LLMatcher, LLMatcher]] = []
+        failed: list[BaseException] = []
 
         def make() -> None:
-            matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-            probe = matcher.deep_copy()
-            if not probe.is_error():
-                probe.compute_bitmask()
-            made.append((matcher, probe))
+            try:
+                matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+                probe = matcher.deep_copy()
+                if not probe.is_error():
+                    probe.compute_bitmask()
+                made.append((matcher, probe))
+            except BaseException as e:  # its Rust code may panic, which is no Exception
+                failed.append(e)
 
         with _STACK:
             before = threading.stack_size(STACK_BYTES)
@@ -126,6 +130,8 @@ class Guides:
             finally:
                 threading.stack_size(before)
         thread.join()
+        if failed:
+            raise UsageError(f"the answer cannot be guided so: llguidance failed: {failed[0]}") from failed[0]
         matcher, probe = made[0]
         if matcher.is_error():
             raise UsageError(f"the answer cannot be guided so: {_said(matcher.get_error())}")
@@ -195,7 +201,7 @@ def regex_grammar(pattern: str) -> str:
 
 def choice_grammar(choices: Sequence[str]) -> str:
     """Of one of `choices`."""
-    if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
+    if not choices or not _is_texts(choices):
         raise UsageError("a choice is a list of at least one text")
     return f"body: {' | '.join(map(_literal, choices))}\n"
 
@@ -208,7 +214,7 @@ def call_grammar(
     is_required: bool = True,
     is_parallel: bool = True,
 ) -> str:
-    """Of calls of `tools` (OpenAI's, which template_tools takes) in Gemma-4's syntax, of `name` alone where it is given.
+    """Of calls of `tools` (OpenAI's, as template_tools takes them) in Gemma-4's syntax; of `name` alone if it is given.
 
     tokens: TextCodec.call_ids. is_parallel: more than one may be made. is_required: nothing but calls is said; else
     text and thoughts may stand before them, and there may be none. Arguments are what a function's `parameters` allow.
@@ -333,11 +339,11 @@ class _Arguments:
             allowed = [schema["const"]] if "const" in asked else schema["enum"]
             if not isinstance(allowed, list) or not allowed:
                 raise UsageError(f"{where}.enum is no list of at least one value")
+            if beside := sorted(asked - {"enum", "const", "type", "nullable"}):
+                raise UsageError(f"{where}: {', '.join(beside)} beside enum cannot be enforced in a call's arguments")
             typed = [v for v in allowed if not kinds or any(_is_a(v, kind) for kind in kinds)]
             if not typed:
                 raise UsageError(f"{where}: no value of enum is of type {schema['type']}")
-            if beside := sorted(asked - {"enum", "const", "type", "nullable"}):
-                raise UsageError(f"{where}: {', '.join(beside)} beside enum cannot be enforced in a call's arguments")
             return self._rule(" | ".join(self._constant(value, where) for value in typed))
         if not kinds:
             return "any"
@@ -351,7 +357,7 @@ class _Arguments:
             if len(kinds) > 1:
                 raise UsageError(f"{where}: keywords of {' and of '.join(kinds)}, and no type")
         kinds = [kinds] if isinstance(kinds, str) else kinds
-        if not isinstance(kinds, list) or not all(kind in _OF_TYPE for kind in kinds):
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in _OF_TYPE for kind in kinds):
             raise UsageError(f"{where}.type is none of {', '.join(_OF_TYPE)}: {_dumped(kinds)[:100]}")
         return [*kinds, "null"] if schema.get("nullable") is True and kinds and "null" not in kinds else kinds
 
@@ -380,7 +386,7 @@ class _Arguments:
         if "pattern" in schema:
             regexes.append(_regex(schema["pattern"]))
         if "format" in schema:
-            if schema["format"] not in _FORMATS:
+            if not isinstance(schema["format"], str) or schema["format"] not in _FORMATS:
                 raise UsageError(f"{where}: format {schema['format']!r} cannot be enforced in a call's arguments",
                                  hint=f"what can be: {', '.join(_FORMATS)}")  # fmt: skip
             regexes.append(_regex(_FORMATS[schema["format"]], from_end_to_end=True))
@@ -401,17 +407,15 @@ class _Arguments:
             most = len(prefix)
         if least > (len(prefix) if rest is False else least if most is None else most):
             raise UsageError(f"{where}: no array has as many as {least} items")
-        # rule n: what follows the first n items, of which the last must be there or may be
-        more = ""
+        more = ""  # what may follow the first n items, from the last n on
         if most is None or most > len(prefix):
             item = self._value(rest, f"{where}.items")
-            low, high = max(least - len(prefix), 0), "" if most is None else most - len(prefix)
+            low, high = max(least - len(prefix), 0), None if most is None else most - len(prefix)
             if prefix:
-                more = f'("," {item}){{{low},{high}}}'
+                more = _times(f'"," {item}', low, high)
             else:
-                high = "" if high == "" else int(high) - 1
-                more = f'{item} ("," {item}){{{max(low - 1, 0)},{high}}}'
-                more = more if low else f"({more})?"
+                others = _times(f'"," {item}', max(low - 1, 0), None if high is None else high - 1)
+                more = f"{item} {others}" if low else f"({item} {others})?"
         for n in reversed(range(len(prefix))):
             comma = '"," ' if n else ""
             more = f"{comma}{prefix[n]} {self._rule(more) if more else ''}"
@@ -420,15 +424,15 @@ class _Arguments:
 
     def _object(self, schema: Mapping[str, Any], where: str) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
+        if not isinstance(properties, Mapping) or not _is_texts(required):
             raise UsageError(f"{where}: properties are an object, required is a list of names")
         # Members that no property names are only written where the schema speaks of them, or of no member.
         others = schema.get("additionalProperties", "properties" not in schema)
         members = dict(properties) | {name: others for name in required if name not in properties}
         rest = ""
         if others is not False:
-            bare = [re.escape(name) for name in members if re.fullmatch(_BARE, name)]
-            key = self._terminal(f"/{_BARE}:/ & ~/({'|'.join(bare)}):/") if bare else "KEY"
+            bare = "|".join(re.escape(name) for name in members if re.fullmatch(_BARE, name))
+            key = self._terminal(f"/{_BARE}:/ & ~/({_llguidance().regex_to_lark(bare)}):/") if bare else "KEY"
             rest = self._rule(f"{key} {self._value(others, f'{where}.additionalProperties')}")
         # two rules for each member: what follows where members stand before it, and where it would be the first
         behind, first = (f'("," {rest})*', f'({rest} ("," {rest})*)?') if rest else ("", "")
@@ -460,15 +464,10 @@ class _Arguments:
         seen: list[Any] = []
         while isinstance(schema, Mapping) and "$ref" in schema:
             ref = schema["$ref"]
-            if not isinstance(ref, str) or not re.match(r"#(/|$)", ref) or ref in seen:
+            found = referred(self._root, ref) if isinstance(ref, str) and ref not in seen else None
+            if found is None:
                 raise UsageError(f"{where}: $ref {_dumped(ref)[:100]} leads nowhere in the same schema")
             seen.append(ref)
-            found: Any = self._root
-            for part in ref[2:].split("/") if len(ref) > 1 else []:
-                part = part.replace("~1", "/").replace("~0", "~")
-                found = found.get(part) if isinstance(found, Mapping) else None
-            if not isinstance(found, Mapping):
-                raise UsageError(f"{where}: there is no {ref} in the schema")
             schema, where = found, f"{where} ({ref})"
         return schema, where
 
@@ -496,6 +495,10 @@ class _Arguments:
         return _literal(_dumped(value))
 
 
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
+
+
 def _is_a(value: Any, kind: str) -> bool:
     kinds: dict[str, Callable[[Any], bool]] = {
         "string": lambda v: isinstance(v, str),
@@ -512,11 +515,16 @@ def _is_a(value: Any, kind: str) -> bool:
 def _bounds(schema: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
     least, most = schema.get(low, 0), schema.get(high)
     for name, bound in ((low, least), (high, most)):
-        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or not 0 <= bound <= 10**6):
+        if name in schema and (not isinstance(bound, int) or isinstance(bound, bool) or not 0 <= bound <= 10**6):
             raise UsageError(f"{where}.{name} is {_dumped(bound)}, not a number from 0 to 1,000,000")
     if most is not None and most < least:
         raise UsageError(f"{where}: {low} {least} is more than {high} {most}")
     return least, most
+
+
+def _times(body: str, low: int, high: int | None) -> str:
+    """`body` from `low` to `high` times; Lark has no {0,0}."""
+    return "" if high == 0 else f"({body}){{{low},{'' if high is None else high}}}"
 
 
 def _regex(pattern: str, *, from_end_to_end: bool = False) -> str:

@@ -18,11 +18,11 @@ from typing import Any
 from uuid import uuid4
 
 from kerngen.errors import UsageError
+from kerngen.runtime.serve.schema import written_out
 from kerngen.runtime.text import CALL, END_OF_CALL, QUOTE, TextCodec
 
 THOUGHT = "thought\n"  # a thought's channel, its first line, which is no part of it
 MAX_HEAD_CHARS = 256  # of call:NAME
-MAX_SCHEMAS, MAX_NESTED = 10_000, 100  # of a tool's parameters, written out
 _HEAD = re.compile(r"\s*call:\s*([^\s{}\[\],\"]+)\s*")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _SPACE = " \t\n\r"
@@ -482,9 +482,7 @@ def _refuse(constant: str) -> Any:
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """OpenAI's `tools` as the template's variable of that name: functions with name, description and parameters.
 
-    The template reads type, enum, properties, items, required and nullable, and would say nothing of the rest: $ref is
-    written out, const becomes enum, and what may be null besides one type is nullable. Raises UsageError for what is no
-    function, for two of one name, and for parameters that grow too large when they are written out.
+    Raises UsageError for what is no function, for two of one name, and for parameters that are too large.
     """
     told: list[dict[str, Any]] = []
     for at, tool in enumerate(tools):
@@ -496,67 +494,8 @@ def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, Mapping):
             raise UsageError(f"tools[{at}].function.parameters is no JSON schema")
-        parameters = _WrittenOut(parameters, f"tools[{at}].function.parameters").schema
+        parameters = written_out(parameters, f"tools[{at}].function.parameters")
         description = function.get("description") or ""
         said = {"name": function["name"], "description": description, "parameters": parameters}
         told.append({"type": "function", "function": said})
     return told
-
-
-class _WrittenOut:
-    """A JSON schema in the words that the template reads, as far as they go."""
-
-    def __init__(self, root: Mapping[str, Any], where: str) -> None:
-        self._root, self._where, self._left = root, where, MAX_SCHEMAS
-        self.schema = self._of(root, ())
-        for name in ("$defs", "definitions"):
-            self.schema.pop(name, None)
-
-    def _of(self, schema: Any, within: tuple[str, ...]) -> Any:
-        """`schema`, which may be none. within: what was referred to on the way to it."""
-        if not isinstance(schema, Mapping):
-            return schema
-        self._left -= 1
-        if self._left < 0 or len(within) > MAX_NESTED:
-            raise UsageError(
-                f"{self._where} has more than {MAX_SCHEMAS:,} parts, or is nested deeper than {MAX_NESTED}"
-            )
-        ref = schema.get("$ref")
-        if isinstance(ref, str):
-            target = None if ref in within else _at(self._root, ref)
-            rest = {key: value for key, value in schema.items() if key != "$ref"}
-            return self._of({**(target or {"type": "object"}), **rest}, (*within, ref))
-        said = dict(schema)
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            parts = said.get(keyword)
-            if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-                continue
-            some = [part for part in parts if part.get("type") != "null"]
-            if len(some) == 1:
-                del said[keyword]
-                null = {"nullable": True} if len(some) < len(parts) else {}
-                return self._of({**some[0], **said, **null}, (*within, ""))
-        kinds = said.get("type")
-        if isinstance(kinds, list) and "null" in kinds and len(kinds) == 2:
-            said |= {"type": next(kind for kind in kinds if kind != "null"), "nullable": True}
-        if "const" in said:
-            said["enum"] = [said.pop("const")]
-        if isinstance(said.get("enum"), list) and "type" not in said and all(isinstance(v, str) for v in said["enum"]):
-            said["type"] = "string"
-        deeper = (*within, "")
-        if isinstance(said.get("properties"), Mapping):
-            said["properties"] = {name: self._of(part, deeper) for name, part in said["properties"].items()}
-        for key in ("items", "additionalProperties"):
-            if key in said:
-                said[key] = self._of(said[key], deeper)
-        return said
-
-
-def _at(root: Mapping[str, Any], ref: str) -> Mapping[str, Any] | None:
-    """What `ref` names in the same schema, None where there is nothing."""
-    if not ref.startswith("#"):
-        return None
-    found: Any = root
-    for part in ref[2:].split("/") if len(ref) > 1 else []:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else None

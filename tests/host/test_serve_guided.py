@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from command import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kerngen.errors import UsageError
 from kerngen.runtime.serve.guided import (
+    _ANNOTATIONS,
+    _KNOWN,
     MAX_GRAMMAR_CHARS,
     Guide,
     Guides,
@@ -23,7 +27,7 @@ from kerngen.runtime.serve.guided import (
     json_grammar,
     regex_grammar,
 )
-from kerngen.runtime.serve.output import ContentDelta, Output, ReasoningDelta, ToolCallDelta
+from kerngen.runtime.serve.output import ContentDelta, Output, ReasoningDelta, ToolCallDelta, template_tools
 from kerngen.runtime.text import TextCodec
 
 VOCAB_SIZE = 1040  # more than the tokenizer's 1,024, and no multiple of 32
@@ -104,7 +108,7 @@ def is_valid(schema: Any, value: Any, root: Any = None) -> bool:
         checks += [re.search(schema.get("pattern", ""), value) is not None]
     if isinstance(value, int | float) and not isinstance(value, bool):
         checks += [schema.get("minimum", value) <= value <= schema.get("maximum", value)]
-        checks += [value < schema.get("exclusiveMaximum", value + 1), "multipleOf" not in schema]
+        checks += ["exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"], "multipleOf" not in schema]
         checks[-1] |= "multipleOf" in schema and value % schema["multipleOf"] == 0
     if isinstance(value, list):
         first = schema.get("prefixItems", [])
@@ -195,6 +199,74 @@ def calls_of(tokens: list[int], codec: TextCodec = TINY) -> tuple[list[tuple[str
     text = "".join(d.text for d in deltas if isinstance(d, ContentDelta))
     thought = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
     return [(name, json.loads(arguments)) for name, arguments in made], text, thought
+
+
+CONSTANTS = st.none() | st.booleans() | st.integers(-99, 99) | st.text('ab"}<|é\n ', max_size=4)
+NAMES = st.text('abC _:é"{', max_size=3)
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def of(properties: dict[str, Any], others: bool | None, count: int) -> dict[str, Any]:
+        schema = {"type": "object", "properties": properties, "required": sorted(properties)[:count]}
+        return schema if others is None else schema | {"additionalProperties": others and {"type": "boolean"}}
+
+    return st.builds(of, st.dictionaries(NAMES, inner, max_size=4), st.none() | st.booleans(), st.integers(0, 4))
+
+
+def arrays(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def of(first: list[Any], items: Any, least: int, more: int | None) -> dict[str, Any]:
+        schema = {"type": "array", "prefixItems": first, "items": items, "minItems": least}
+        return schema if more is None else schema | {"maxItems": least + more}
+
+    return st.builds(of, st.lists(inner, max_size=2), inner, st.integers(0, 3), st.none() | st.integers(0, 2))
+
+
+LEAVES = (
+    st.sampled_from(
+        [{"type": t} for t in ("string", "integer", "number", "boolean", "null")] + [{"type": ["null", "number"]}]
+    )
+    | st.builds(lambda values: {"enum": values}, st.lists(CONSTANTS, min_size=1, max_size=3))
+    | st.builds(
+        lambda a, b: {"type": "integer", "minimum": a, "maximum": a + b}, st.integers(-99, 99), st.integers(0, 99)
+    )
+    | st.builds(
+        lambda a, b: {"type": "string", "minLength": a, "maxLength": a + b}, st.integers(0, 3), st.integers(0, 3)
+    )
+)
+TREES = st.recursive(LEAVES, lambda inner: objects(inner) | arrays(inner) | st.builds(
+    lambda parts: {"anyOf": parts}, st.lists(inner, min_size=1, max_size=2)), max_leaves=8)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(schema=objects(TREES), seed=st.integers(0, 10**6))
+def test_any_schema_is_satisfied(guides: Guides, schema: dict[str, Any], seed: int) -> None:
+    value = json.loads(TINY.decode(said(guides, TINY, guides.guide(json_grammar(schema)), seed)))
+    assert is_valid(schema, value), value
+    [(_, value)], _, _ = calls_of(
+        said(guides, TINY, guides.guide(guides.calls([tool("f", schema)], is_parallel=False)), seed)
+    )
+    assert is_valid(schema, value), value
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3)
+    | st.sampled_from(["string", "object", "array", "null", "number", "#", "#/$defs/a", "#/a", "^a|[", "date", "(a+"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(_KNOWN | _ANNOTATIONS)), inner),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(schema=ANYTHING, name=st.sampled_from(sorted(_KNOWN)))
+def test_what_is_no_schema_is_refused(guides: Guides, schema: Any, name: str) -> None:
+    """As an error of the request, whatever it is."""
+    for make in (json_grammar, lambda s: guides.calls([tool("f", {"type": "object", "properties": {"x": s}})]),
+                 lambda s: guides.calls([tool("f", {"type": "object", name: s})]),
+                 lambda s: str(template_tools([tool("f", {name: s})]))):  # fmt: skip
+        with contextlib.suppress(UsageError):
+            grammar = make(schema)
+            if "body:" in grammar:
+                guides.guide(grammar)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -336,7 +408,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(guides: Guides, schema: Any
         ({"anyOf": []}, "anyOf is no list"),
         ({"allOf": [{}, {}]}, "allOf of several schemas"),
         ({"anyOf": [{}], "type": "string"}, "type beside anyOf"),
-        ({"$ref": "#/$defs/none"}, "there is no #/\\$defs/none"),
+        ({"$ref": "#/$defs/none"}, "leads nowhere"),
         ({"$ref": "http://x"}, "leads nowhere"),
         ({"$ref": "#/properties/x"}, "leads nowhere"),
         ({"type": "array", "prefixItems": [{}], "items": False, "minItems": 2}, "no array has as many"),

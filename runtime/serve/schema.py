@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kerngen.errors import UsageError
+from kerngen.runtime.serve.lark import MAX_PATTERN_CHARS
 
 MAX_SCHEMAS, MAX_NESTED = 10_000, 100  # of a tool's parameters: schemas, written out, and how deep
 
@@ -18,6 +19,20 @@ def referred(root: Mapping[str, Any], ref: str) -> Mapping[str, Any] | None:
     for part in ref[2:].split("/") if len(ref) > 1 else []:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found if isinstance(found, Mapping) else None
+
+
+def require_small(schema: Any) -> None:
+    """Raises UsageError for a schema that is nested too deep, or has too long a name or regular expression."""
+    level = [schema]
+    for _ in range(MAX_NESTED):
+        for value in level:
+            texts = [*value, value.get("pattern")] if isinstance(value, Mapping) else []
+            if any(isinstance(text, str) and len(text) > MAX_PATTERN_CHARS for text in texts):
+                raise UsageError(f"a pattern, and a name, have at most {MAX_PATTERN_CHARS:,} characters")
+        parts = [v.values() if isinstance(v, Mapping) else v for v in level if isinstance(v, Mapping | list)]
+        level = [part for whole in parts for part in whole]
+    if level:
+        raise UsageError(f"the schema is nested deeper than {MAX_NESTED}")
 
 
 def written_out(schema: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kerngen.errors import UsageError
+from kerngen.runtime.serve.calls import _ANNOTATIONS, _KNOWN
 from kerngen.runtime.serve.guided import (
-    _ANNOTATIONS,
-    _KNOWN,
     MAX_GRAMMAR_CHARS,
     Guide,
     Guides,
@@ -27,7 +26,8 @@ from kerngen.runtime.serve.guided import (
     json_grammar,
     regex_grammar,
 )
-from kerngen.runtime.serve.output import ContentDelta, Output, ReasoningDelta, ToolCallDelta, template_tools
+from kerngen.runtime.serve.output import ContentDelta, Output, ReasoningDelta, ToolCallDelta
+from kerngen.runtime.serve.turns import template_tools
 from kerngen.runtime.text import TextCodec
 
 VOCAB_SIZE = 1040  # more than the tokenizer's 1,024, and no multiple of 32
@@ -456,6 +456,9 @@ def test_hostile_schemas_are_bounded(guides: Guides) -> None:
     for make in (json_grammar, lambda s: guides.calls([tool("f", {"type": "object", "properties": {"x": s}})])):
         with pytest.raises(UsageError, match="nested deeper"):
             make(nested(5000))
+        with pytest.raises(UsageError, match="at most 4,096"):
+            make({"type": "string", "pattern": "a?" * 5000})
+        guides.guide(make({"type": "object", "properties": {"pattern": {"title": "t" * 5000}}}))
         guides.guide(make(nested(40)))
     chain = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(2000)}
     chain["d2000"] = {"type": "null"}

@@ -21,9 +21,8 @@ from kerngen.runtime.serve.output import (
     Output,
     ReasoningDelta,
     ToolCallDelta,
-    template_messages,
-    template_tools,
 )
+from kerngen.runtime.serve.turns import template_messages, template_tools
 from kerngen.runtime.text import TextCodec
 
 TINY = TextCodec(ROOT / "examples/tiny/gemma-4-tiny", 2)

@@ -1,11 +1,11 @@
-"""What Gemma-4 says, taken apart as its tokens come: thoughts, content, tool calls; and turns written for its template.
+"""What Gemma-4 says, taken apart as its tokens come: thoughts, content, tool calls.
 
 A call is <|tool_call>call:NAME{key:value,…}<tool_call|>: keys bare, strings between two tokens <|"|> with nothing
 escaped in them, numbers, true, false and null as in JSON, objects and arrays of the same. Several calls follow each
-other with nothing between them. A thought is <|channel>thought, a newline, and text up to <channel|>. Sources: the
-released chat template (google/gemma-4-31B-it, 2026-07-09: format_argument, strip_thinking, and the loop over
-messages), https://ai.google.dev/gemma/docs/capabilities/text/function-calling-gemma4, and how vLLM
-(tool_parsers/gemma4_tool_parser.py, reasoning/gemma4_reasoning_parser.py) and llama.cpp (models/templates) read them.
+other with nothing between them. A thought is <|channel>thought, a newline, and text up to <channel|>. Sources: the chat
+template as vLLM carries it (examples/tool_chat_template_gemma4.jinja: format_argument, strip_thinking), how vLLM
+(tool_parsers/gemma4_tool_parser.py, reasoning/gemma4_reasoning_parser.py) and llama.cpp (models/templates) read both,
+and https://ai.google.dev/gemma/docs/capabilities/text/function-calling-gemma4.
 """
 
 from __future__ import annotations

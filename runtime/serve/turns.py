@@ -1,4 +1,8 @@
-"""OpenAI's messages and tools as Gemma-4's chat template reads them (google/gemma-4-31B-it, 2026-07-09)."""
+"""OpenAI's messages and tools as Gemma-4's chat template reads them.
+
+Sources: vLLM's copy (examples/tool_chat_template_gemma4.jinja), llama.cpp's older one (models/templates/gemma4.jinja),
+and what is published of the release of 2026-07-09, which refuses arguments that are no mapping.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
 @click.option("--name", "names", multiple=True, help="What clients call it; repeatable. Default: MODEL's name.")
 @click.option("--api-key", "keys", multiple=True, envvar=KEYS_VARIABLE, metavar="KEY",
-              help=f"Asked of every request; repeatable. Default: ${KEYS_VARIABLE}, with commas; else none.")  # fmt: skip
+              help=f"Asked of every request; repeatable. Default: ${KEYS_VARIABLE}, with commas.")  # fmt: skip
 @click.option("--context", type=click.IntRange(16), default=None,
               help="Tokens of a sequence, prompt and answer. Default: the model's own, 32768 at most.")  # fmt: skip
 @click.option("--max-batch", type=click.IntRange(1), default=64, show_default=True,
@@ -69,7 +69,8 @@ def serve(
 ) -> None:
     """Serve the Gemma-4 checkpoint MODEL (a folder, or a name on the Hugging Face hub) to OpenAI's clients.
 
-    Ends with exit code 0 after SIGTERM, once the answers that are under way have ended.
+    Ends with exit code 0 after SIGTERM or Ctrl-C, once the answers that are under way have ended; with 1 where the
+    engine has died.
 
     Example: kerngen serve ./gemma-4-31b-it-qat-w4a16-ct --port 8000
     """

@@ -27,6 +27,7 @@ from kerngen.runtime.serve.page import chat_page
 from kerngen.runtime.serve.service import Service
 
 _T = TypeVar("_T")
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 OPEN = ("/health", "/ping", "/version", "/metrics", "/")  # no key is asked for
 
 
@@ -139,16 +140,30 @@ async def detokenize(request: Request, body: protocol.Detokenize) -> Response:
 # -- completions
 
 
+def _require_supported(body: protocol.Completion | protocol.ChatCompletion) -> None:
+    """Raises ApiError for what would change the answer and is not there: nothing is left out in silence."""
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0}
+    asked = {name: getattr(body, name) not in (None, value) for name, value in neutral.items()}
+    asked |= {"logit_bias": bool(body.logit_bias), "logprobs": bool(body.logprobs) or body.logprobs == 0}
+    if isinstance(body, protocol.ChatCompletion):
+        asked["logprobs"] = bool(body.logprobs)
+        asked["response_format"] = body.response_format is not None and body.response_format.type != "text"
+        asked["tool_choice"] = body.tool_choice not in (None, "none", "auto")
+    if name := next((name for name, is_asked in asked.items() if is_asked), None):
+        raise ApiError(400, f"{name} is not supported yet", param=name, code="unsupported")
+
+
 @_router.post("/v1/completions")
 async def completions(request: Request, body: protocol.Completion) -> Response:
     service = _service(request)
     service.require_model(body.model)
+    _require_supported(body)
     for name, value in (("suffix", body.suffix), ("best_of", (body.best_of or 1) > (body.n or 1))):
         if value:
             raise ApiError(400, f"{name} is not supported", param=name)
     prompts = [await service.encode(p) if isinstance(p, str) else p for p in _prompts(body)]
     count = body.n or 1
-    rooms = [service.room(prompt, body.max_tokens or (16 if body.max_tokens is None else None)) for prompt in prompts]
+    rooms = [service.room(prompt, body.max_tokens or DEFAULT_TOKENS) for prompt in prompts]
     generators, echoes = [], []
     for i, (prompt, room) in enumerate(zip(prompts, rooms, strict=True)):
         for j in range(count):
@@ -205,6 +220,7 @@ def _prompts(body: protocol.Completion) -> list[str | list[int]]:
 async def chat_completions(request: Request, body: protocol.ChatCompletion) -> Response:
     service = _service(request)
     service.require_model(body.model)
+    _require_supported(body)
     messages = checked_messages(body.messages)
     variables = dict(body.chat_template_kwargs or {})
     if body.tools and body.tool_choice != "none":

@@ -1,4 +1,7 @@
-"""What every request passes first: keys, and bounds on how much of a body comes and how long that takes."""
+"""What every request passes first: keys, and bounds on how much of a body comes and how long that takes.
+
+All routes take JSON: a body is read as that whatever its content type says, for curl's is another.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ class Gate:
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, again, send)
+        other = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        await self._app({**scope, "headers": [*other, (b"content-type", b"application/json")]}, again, send)
 
     async def _body(self, length: bytes | None, receive: Receive) -> bytes | None:
         """All of it; None where the client leaves before its end."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,24 +125,37 @@ async def _serve(service: Service, settings: Settings, listening: socket.socket,
     )  # fmt: skip
     server = _Server(config, service)
     host, port = listening.getsockname()[:2]
-    say(f"serving {', '.join(service.names)} at http://{f'[{host}]' if ':' in host else host}:{port} "
-        "(the page), /v1 (OpenAI's API); Ctrl-C ends it")  # fmt: skip
-    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    serving, is_said = asyncio.ensure_future(server.serve(sockets=[listening])), False
     while not serving.done():
+        if server.started and not is_said:
+            is_said = True
+            say(f"serving {', '.join(service.names)} at http://{f'[{host}]' if ':' in host else host}:{port} "
+                "(the page), /v1 (OpenAI's API); Ctrl-C ends it")  # fmt: skip
         if not service.client.is_alive and not server.should_exit:
             say(f"the engine has ended: {service.client.why_dead}")
             server.should_exit = server.force_exit = True
-        await asyncio.wait([serving], timeout=WATCH_S)
+        await asyncio.wait([serving], timeout=WATCH_S if is_said else 0.01)
     await serving
     return 0 if service.client.is_alive else 1
 
 
 class _Server(uvicorn.Server):
-    """Tells the service that it drains, so that nobody is let in on a connection that is kept."""
+    """Tells the service that it drains, so that nobody is let in on a connection that is kept. A signal that ended it
+    has done what it was for: uvicorn would raise it once more.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.is_draining = True

@@ -19,6 +19,33 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 MISSING = f"no browser is installed ({', '.join(NAMES)} on the PATH, or KERNGEN_TEST_BROWSER=FILE)"
 ANSWER_S = 60.0
 
+# Text and what lies behind it, as the browser painted them: the worst ratio, and where.
+_CONTRAST = """((texts) => {
+  const canvas = document.createElement("canvas").getContext("2d");
+  const rgb = (css) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = css; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; }
+    return [255, 255, 255];
+  };
+  let worst = [99, ""];
+  for (const e of document.querySelectorAll(texts)) {
+    if (!e.textContent.trim() || !e.checkVisibility()) continue;
+    const style = getComputedStyle(e);
+    let back = behind(e);
+    if (e.classList.contains("within")) back = rgb(getComputedStyle(e.previousElementSibling).fill);
+    const [a, b] = [light(rgb(e.namespaceURI.endsWith("svg") ? style.fill : style.color)), light(back)];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < worst[0]) worst = [ratio, `${e.tagName} ${e.getAttribute("class")}: ${e.textContent.slice(0, 40)}`];
+  }
+  return worst;
+})"""
+
 
 def find_browser() -> str | None:
     """The one that $KERNGEN_TEST_BROWSER names, or the first of NAMES on the PATH."""
@@ -62,6 +89,11 @@ class Page:
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", "it throws"))
         return answer["result"].get("value")
+
+    def contrast(self, texts: str) -> tuple[float, str]:
+        """The worst ratio between a text that this selector finds and what lies behind it, and where that is."""
+        ratio, where = self.ask(f"{_CONTRAST}({json.dumps(texts)})")
+        return ratio, where
 
     def move(self, x: float, y: float) -> None:
         """The pointer to a place in the window."""

@@ -23,7 +23,7 @@ LEAST_CONTRAST = 4.5  # WCAG 2.2, AA, of text in normal size
 KEY = "sesame"
 
 # The page's fetch, watched, and played where a test puts what it should answer into `plays`:
-# {status, body}, or {pieces: [text], pause: ms between them}.
+# {status, body}, {pieces: [text], pause: ms between them}, or {more: fields of the request, which the server answers}.
 PLAYED = """
 window.asked = []; window.plays = [];
 const fetched = window.fetch;
@@ -32,6 +32,7 @@ window.fetch = async (path, options) => {
   asked.push(JSON.parse(options.body));
   const play = plays.shift();
   if (!play) return fetched(path, options);
+  if (play.more) return fetched(path, {...options, body: JSON.stringify({...asked.at(-1), ...play.more})});
   if (play.status) return new Response(play.body, {status: play.status});
   const encoder = new TextEncoder();
   return new Response(new ReadableStream({async start(to) {
@@ -132,6 +133,13 @@ class Chat:
 
     def idle(self) -> None:
         self.page.until("running === null")
+
+    def running(self, count: int) -> None:
+        """Wait until so many requests are at work at the server."""
+        end = time.monotonic() + 10
+        while (found := self.server.metric("num_requests_running")) != count:
+            assert time.monotonic() < end, found
+            time.sleep(0.02)
 
     def replies(self) -> list[str]:
         found: list[str] = self.page.ask("[...document.querySelectorAll('.reply .body')].map((e) => e.innerText)")
@@ -238,17 +246,14 @@ def test_an_answer_comes_and_is_kept(chat: Chat) -> None:
 
 
 def test_stopping_ends_the_request_at_the_server(chat: Chat) -> None:
-    chat.page.ask("settings.temperature = '100'")  # it rambles, and does not end
+    chat.play({"more": {"ignore_eos": True}})
     chat.send("Go on")
     chat.page.until("document.querySelector('.reply .body').innerText.length > 20")
-    assert chat.server.metric("num_requests_running") == 1
+    chat.running(1)
     assert chat.page.ask("page.stop.checkVisibility() && !page.send.checkVisibility()")
     chat.page.press("Escape")
     chat.idle()
-    end = time.monotonic() + 5
-    while chat.server.metric("num_requests_running"):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    chat.running(0)
     (reply,) = chat.replies()
     assert chat.page.ask("document.querySelector('.reply .tools span').textContent").endswith("stopped")
     chat.again()
@@ -340,11 +345,14 @@ def test_what_a_model_says_is_no_markup(chat: Chat) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["*a ", "**a* ", "*a", "[", "[a](", "`", "``a`", "> ", "- ", "1. ", "|a", "~~", "<br>", "https://a(", "_a_"],
-)
+    ["*a ", "**a* ", "*a", "[", "[a](", "`", "``a`", "> ", "- ", "1. ", "|a", "~~", "<br>", "https://a(", "_a_",
+     "*a | b* ", "[a | ](https://b)", "**a _b | c_ d**", "***a | b***", "( | )"],
+)  # fmt: skip
 def test_hostile_markdown_is_quick_and_shallow(chat: Chat, piece: str) -> None:
+    """Many of it, or many that open and then as many that close."""
     ms, depth = chat.page.ask(f"""(() => {{
-      const text = {json.dumps(piece)}.repeat(20000), began = performance.now(), made = nodes([text, text]);
+      const text = {json.dumps(piece.split(" | "))}.map((part) => part.repeat(20000)).join("");
+      const began = performance.now(), made = nodes([text, text]);
       let deepest = 0;
       const walk = document.createTreeWalker(made[0]);
       for (let node = walk.currentNode; node; node = walk.nextNode()) {{
@@ -493,7 +501,7 @@ def test_it_can_be_read(chat: Chat, size: tuple[int, int], dark: bool) -> None:
     chat.open(kept=kept, width=size[0], height=size[1], dark=dark)
     page = chat.page
     page.ask("document.querySelector('details').open = isFollowing = true; follow()")
-    page.ask("note('It was cleared.', () => 0); page.keys.hidden = false")
+    page.ask("note('It was cleared, ' + 'all'.repeat(99), () => 0); page.keys.hidden = false")
     page.until("scroller.scrollTop + scroller.clientHeight >= scroller.scrollHeight - 1")
     for where in ("document.documentElement", "document.body", "page.scroller"):
         assert page.ask(f"{where}.scrollWidth <= {where}.clientWidth"), f"{where} scrolls aside"

@@ -10,7 +10,6 @@ import hmac
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -24,6 +23,7 @@ from kerngen.runtime.serve.errors import ApiError, json_response
 from kerngen.runtime.serve.gate import Gate
 from kerngen.runtime.serve.messages import checked_messages
 from kerngen.runtime.serve.metrics import CONTENT_TYPE
+from kerngen.runtime.serve.page import chat_page
 from kerngen.runtime.serve.service import Service
 
 _T = TypeVar("_T")
@@ -87,7 +87,8 @@ async def version() -> Response:
 
 @_router.get("/")
 async def page() -> Response:
-    return HTMLResponse((files("kerngen.runtime.serve") / "page.html").read_text(encoding="utf-8"))
+    html, headers = chat_page()
+    return HTMLResponse(html, headers=headers)
 
 
 @_router.get("/v1/models")

@@ -140,6 +140,11 @@ class TextCodec:
         """The token's own text, "" where there is none."""
         return self._tokenizer.id_to_token(index) or ""
 
+    def token_text(self, index: int) -> str:
+        """What the token alone is as text, a special one its name; a replacement character for a part of one."""
+        with _blaming(f"{self._path} cannot decode the token {index}"):
+            return str(self._tokenizer.decode([index], skip_special_tokens=False))
+
     def decode(self, ids: Sequence[int]) -> str:
         with _blaming(f"{self._path} cannot decode the tokens"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kerngen.runtime.engine import TokenLogprobs
 from kerngen.runtime.serve.choices import Part
 from kerngen.runtime.serve.output import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from kerngen.runtime.text import TextCodec
 
 
 @dataclass(slots=True)
@@ -19,11 +21,15 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    accepted: int = 0  # drafts that became tokens, and those that did not
+    rejected: int = 0
 
     def add(self, part: Part) -> None:
         self.completion_tokens += len(part.tokens)
         if part.stats is not None:
             self.cached_tokens = max(self.cached_tokens, part.stats.num_cached_tokens)
+            self.accepted += sum(part.stats.accepted)
+            self.rejected += sum(part.stats.drafted) - sum(part.stats.accepted)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -31,6 +37,8 @@ class Usage:
             "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"accepted_prediction_tokens": self.accepted,
+                                          "rejected_prediction_tokens": self.rejected},
         }  # fmt: skip
 
 
@@ -83,9 +91,11 @@ class Message:
     content: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, part: Part) -> None:
+        self.logprobs += part.logprobs
         for delta in part.deltas:
             if isinstance(delta, ContentDelta):
                 self.content += delta.text
@@ -98,13 +108,47 @@ class Message:
                 self.calls[delta.index]["function"]["arguments"] += delta.arguments
         self.finish_reason = part.finish_reason or self.finish_reason
 
-    def body(self, index: int, *, with_reasoning: bool) -> dict[str, Any]:
+    def body(self, index: int, codec: TextCodec, *, with_reasoning: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
         if with_reasoning and self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.calls:
             message["tool_calls"] = self.calls
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
+        return {"index": index, "message": message, "logprobs": chat_logprobs(self.logprobs, codec),
+                "finish_reason": self.finish_reason}  # fmt: skip
+
+
+def chat_logprobs(found: Sequence[TokenLogprobs], codec: TextCodec) -> dict[str, Any] | None:
+    """As a chat's choices have them; None where none were asked for."""
+    if not found:
+        return None
+
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        text = codec.token_text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+    return {"content": [told(x.token, x.logprob) | {"top_logprobs": [told(*pair) for pair in x.top]} for x in found]}
+
+
+@dataclass(slots=True)
+class TextLogprobs:
+    """As a completion's choices have them. offset: of the next token in the text."""
+
+    codec: TextCodec
+    offset: int = 0
+
+    def body(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        """Of the tokens that came now; None where none were asked for."""
+        if not found:
+            return None
+        texts, offsets = [self.codec.token_text(x.token) for x in found], []
+        for text in texts:
+            offsets.append(self.offset)
+            self.offset += len(text)
+        return {
+            "tokens": texts, "token_logprobs": [x.logprob for x in found], "text_offset": offsets,
+            "top_logprobs": [{self.codec.token_text(i): logprob for i, logprob in x.top} for x in found],
+        }  # fmt: skip
 
 
 def text_of(deltas: Sequence[Delta]) -> str:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kerngen.runtime.completion import UpToStop
-from kerngen.runtime.engine import Stats
+from kerngen.runtime.engine import Stats, TokenLogprobs
 from kerngen.runtime.sampling import Sampling
+from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.guided import choice_grammar, json_grammar, regex_grammar
 from kerngen.runtime.serve.output import ContentDelta, Delta, Output, ToolCallDelta
 from kerngen.runtime.serve.protocol import _Generation
 from kerngen.runtime.serve.service import Service
+from kerngen.runtime.serve.worker import Guiding
 from kerngen.runtime.text import TextCodec
 
 _T = TypeVar("_T")
+_MORE = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
 _SUGGESTED = ("temperature", "top_k", "top_p")  # where generation_config.json says more than OpenAI's defaults
 
 
@@ -26,6 +31,7 @@ class Part:
 
     index: int
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     finish_reason: str | None = None
     stats: Stats | None = None
@@ -60,10 +66,12 @@ class TextReader:
 
 
 class ChatReader:
-    """Thoughts, content and calls; stop strings end the content. prompt: what the answer follows."""
+    """Thoughts, content and calls; stop strings end the content. prompt: what the answer follows. calls: whether the
+    request has tools.
+    """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str], prompt: Sequence[int]) -> None:
-        self._output, self._text = Output(codec, prompt), UpToStop(stop)
+    def __init__(self, codec: TextCodec, stop: Sequence[str], prompt: Sequence[int], *, calls: bool) -> None:
+        self._output, self._text = Output(codec, prompt, calls=calls), UpToStop(stop)
 
     @property
     def is_over(self) -> bool:
@@ -92,25 +100,80 @@ def _content(text: str) -> list[Delta]:
 
 def sampling_of(service: Service, body: _Generation, index: int) -> Sampling:
     """The parameters of choice `index`: as asked for, else as the checkpoint suggests, else OpenAI's defaults."""
-    values = {"temperature": 1.0, **{n: v for n, v in service.suggested.items() if n in _SUGGESTED}}
-    values |= {n: v for n in _SUGGESTED if (v := getattr(body, n)) is not None}
-    top_k = max(int(values.get("top_k", 0)), 0)
-    seed = secrets.randbits(62) if body.seed is None else body.seed
-    return Sampling(float(values["temperature"]), top_k, float(values.get("top_p", 1.0)), seed + index)
+    values: dict[str, Any] = {"temperature": 1.0}
+    values |= {name: value for name, value in service.suggested.items() if name in _SUGGESTED}
+    values |= {name: value for name in (*_SUGGESTED, *_MORE) if (value := getattr(body, name)) is not None}
+    values["top_k"] = max(int(values.get("top_k", 0)), 0)  # vLLM's clients say -1 for all
+    values["logit_bias"] = tuple((_token(name), bias) for name, bias in (body.logit_bias or {}).items())
+    values["seed"] = (secrets.randbits(62) if body.seed is None else body.seed) + index
+    return Sampling(**values)
+
+
+def _token(name: str) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise ApiError(400, f"logit_bias: {name!r:.40} is no token's number", param="logit_bias")
+    return int(name)
+
+
+def guiding_of(
+    service: Service, body: _Generation, grammar: str | None, prompt: Sequence[int], *, may_think: bool = False
+) -> Guiding | None:
+    """What the answer must be: `grammar`, or one of the fields by which vLLM's clients ask for such. may_think: a thought
+    may come first, as it does where the prompt ends in one.
+    """
+    asked: list[str] = [] if grammar is None else [grammar]
+    if body.guided_json is not None:
+        asked.append(json_grammar(_schema(body.guided_json)))
+    if body.guided_regex is not None:
+        asked.append(regex_grammar(body.guided_regex))
+    if body.guided_choice is not None:
+        asked.append(choice_grammar(body.guided_choice))
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise ApiError(400, "an answer follows one grammar: response_format, tool_choice or one of guided_*")
+    thoughts = service.codec.channel_ids
+    if thoughts is None:
+        return Guiding(asked[0])
+    marks = [i for i in prompt if i in thoughts]
+    is_thinking = bool(marks) and marks[-1] == thoughts[0]
+    return Guiding(asked[0], may_think=may_think and not is_thinking, is_thinking=is_thinking)
+
+
+def _schema(given: dict[str, Any] | str) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as e:
+        raise ApiError(400, f"guided_json is not JSON: {e}", param="guided_json") from None
 
 
 def stops_of(body: _Generation) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What all choices of a request share. logprobs: see the engine's Request."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    logprobs: int | None = None
+    guiding: Guiding | None = None
+
+
+def stop_ids_of(service: Service, body: _Generation, more: Sequence[int] = ()) -> tuple[int, ...]:
+    return (*(() if body.ignore_eos else service.stop_ids), *more, *(body.stop_token_ids or ()))
+
+
 async def choice(
-    service: Service, body: _Generation, index: int, prompt: Sequence[int], max_new_tokens: int, reader: Reader,
-    sampling: Sampling,
-) -> AsyncGenerator[Part, None]:  # fmt: skip
-    """One answer to `prompt`, in parts."""
-    stop_ids = (*(() if body.ignore_eos else service.stop_ids), *(body.stop_token_ids or ()))
+    service: Service, asked: Asked, index: int, reader: Reader, sampling: Sampling
+) -> AsyncGenerator[Part, None]:
+    """One answer, in parts."""
     has_calls = False
-    stream = service.follow(prompt, max_new_tokens, sampling, stop_ids)
+    stream = service.follow(asked.prompt, asked.max_new_tokens, sampling, asked.stop_ids, asked.logprobs, asked.guiding)
     try:
         async for made in stream:
             deltas: list[Delta] = []
@@ -118,18 +181,18 @@ async def choice(
             for count, token in enumerate(shown, 1):
                 deltas += reader.push(token)
                 if reader.is_over:
-                    yield Part(index, made.tokens[:count], deltas, "stop", made.stats)
+                    yield Part(index, made.tokens[:count], made.logprobs[:count], deltas, "stop", made.stats)
                     return
             if made.reason:
                 deltas += reader.finish()
             has_calls = has_calls or any(isinstance(d, ToolCallDelta) for d in deltas)
             reason = "tool_calls" if made.reason == "stop" and has_calls else made.reason or None
-            yield Part(index, made.tokens, deltas, reason, made.stats)
+            yield Part(index, made.tokens, made.logprobs, deltas, reason, made.stats)
     finally:
         await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def merged(generators: Sequence[AsyncGenerator[_T, None]]) -> AsyncIterator[_T]:
+async def merged(generators: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
     """What all of them yield, as it comes. The first error ends them all, as whoever leaves the loop does."""
     if len(generators) == 1:
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.serve.worker import Cancel, Failed, Loading, Made, Options, Ready, Submit, Told, serve
+from kerngen.runtime.serve.worker import Cancel, Failed, Guiding, Loading, Made, Options, Ready, Submit, Told, serve
 
 if TYPE_CHECKING:
     from kerngen.runtime.engine import Load
@@ -67,7 +67,13 @@ class EngineClient:
         return len(self._streams)
 
     async def stream(
-        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        logprobs: int | None = None,
+        guiding: Guiding | None = None,
     ) -> AsyncIterator[Made]:
         """What the engine makes of a request, as it comes. Whoever leaves the loop early, or is cancelled, ends it, and
         what it holds is free at once.
@@ -80,7 +86,9 @@ class EngineClient:
         queue = self._streams[number] = asyncio.Queue()
         is_over = False
         try:
-            self._outbox.put(Submit(number, array("i", prompt), max_new_tokens, sampling, tuple(stop_ids)))
+            self._outbox.put(
+                Submit(number, array("i", prompt), max_new_tokens, sampling, tuple(stop_ids), logprobs, guiding)
+            )
             while not is_over:
                 made = await queue.get()
                 is_over = bool(made.reason)
@@ -152,4 +160,4 @@ class EngineClient:
         if not self._ready.done():
             self._ready.set_exception(EngineFailed(failed.message, hint=failed.hint))
         for number, queue in self._streams.items():
-            queue.put_nowait(Made(number, [], "error", error=failed.message))
+            queue.put_nowait(Made(number, [], reason="error", error=failed.message))

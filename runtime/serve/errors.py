@@ -22,6 +22,10 @@ _TYPES = {
 }  # fmt: skip
 
 
+class ClientGone(Exception):
+    """Nobody waits for the answer."""
+
+
 class ApiError(Exception):
     """What a client is told in place of an answer. param: the field that is wrong. code: one word for programs."""
 
@@ -84,6 +88,12 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
+
+    async def gone(_: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # which nobody reads
+
+    app.add_exception_handler(Exception, any_error)
+    app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(ApiError, any_error)
     app.add_exception_handler(KerngenError, any_error)
 

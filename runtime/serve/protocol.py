@@ -47,6 +47,9 @@ class _Generation(_Body):
     stop: Stop | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool = False
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=4096)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from starlette.requests import Request
+
 from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineClient
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.metrics import Metrics
-from kerngen.runtime.serve.worker import Made, Ready
+from kerngen.runtime.serve.worker import Guiding, Made, Ready
 from kerngen.runtime.text import TextCodec
 
 RETRY_AFTER_S = 1
@@ -104,11 +106,12 @@ class Service:
         return wanted or most
 
     async def follow(
-        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
-    ) -> AsyncIterator[Made]:
+        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int],
+        logprobs: int | None, guiding: Guiding | None,
+    ) -> AsyncIterator[Made]:  # fmt: skip
         """As EngineClient.stream, watched."""
         watch, last = self.metrics.watch(), None
-        stream = self.client.stream(prompt, max_new_tokens, sampling, stop_ids)
+        stream = self.client.stream(prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding)
         try:
             async for made in stream:
                 watch.tokens(len(made.tokens))
@@ -120,3 +123,9 @@ class Service:
 
     def close(self) -> None:
         self._texts.shutdown(wait=False, cancel_futures=True)
+
+
+def service_of(request: Request) -> Service:
+    """That of the app which answers `request`."""
+    service: Service = request.app.state.service
+    return service

@@ -33,9 +33,10 @@ def template_messages(
     caller: dict[str, Any] = {}
     for at, message in enumerate(messages):
         where = f"messages[{at}]"
-        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        named = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(named, str) or named not in _ROLES:
             raise UsageError(f"{where} has no role of {', '.join(_ROLES)}")
-        role = _ROLES[message["role"]]
+        role = _ROLES[named]
         turn: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where)}
         turn |= {key: message[key] for key in _KEPT if message.get(key) is not None}
         if role == "tool":

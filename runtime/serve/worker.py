@@ -12,6 +12,7 @@ import traceback
 import warnings
 from array import array
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -21,8 +22,11 @@ from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
-    from kerngen.runtime.engine import Engine, Event, Handle, Load, Stats
+    from kerngen.runtime.engine import Engine, Event, Handle, Load, Stats, TokenLogprobs
+    from kerngen.runtime.serve.guided import Guide, Guides
     from kerngen.runtime.session import Session
+
+COMPILING_S = 0.002  # how often it is seen that a grammar is compiled, where nothing else is to do
 
 # -- what the engine is told
 
@@ -39,14 +43,25 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Guiding:
+    """A grammar that the answer follows, as `Guides.guide` has it."""
+
+    grammar: str
+    may_think: bool = False
+    is_thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
-    """A request; `number` is the other process's name for it."""
+    """A request; `number` is the other process's name for it. logprobs, guiding: see the engine's Request."""
 
     number: int
     prompt: array[int]
     max_new_tokens: int
     sampling: Sampling
     stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    guiding: Guiding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +104,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """New tokens of a request. reason: why they are its last, "" where they are not; stats then, and `error` in words
-    where that is why ("error": the model computed no number; "refused": the engine does not take the request)."""
+    """New tokens of a request, with what is known of each where that was asked for. reason: why they are its last, ""
+    where they are not; stats then, and `error` in words where that is why ("error": the model computed no number;
+    "refused": the engine does not take the request, or cannot guide it on).
+    """
 
     number: int
     tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: str = ""
     stats: Stats | None = None
     error: str = ""
@@ -162,6 +180,10 @@ class _Loop:
         self._connection, self._session, self._engine = connection, session, engine
         self._by_number: dict[int, Handle] = {}
         self._numbers: dict[Handle, int] = {}
+        # Grammars are compiled beside the steps: some take long.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="kerngen-grammar")
+        self._compiling: dict[int, tuple[Submit, Future[Guide]]] = {}
+        self._guides: Guides | None = None
 
     def run(self) -> None:
         from kerngen.runtime.backend import explaining_memory
@@ -170,28 +192,49 @@ class _Loop:
         with explaining_memory(self._session.ops.device):
             while True:
                 made: list[Made] = []
-                while connection.poll(0 if engine.has_work or made else None):
+                while connection.poll(0 if engine.has_work or made else COMPILING_S if self._compiling else None):
                     if (told := connection.recv()) is None:
                         return
                     made += self._heed(told)
+                for number in [n for n, (_, guide) in self._compiling.items() if guide.done()]:
+                    made += self._submit(*self._compiling.pop(number))
                 if engine.has_work:
                     made += [self._made(event) for event in engine.step() if event.handle in self._numbers]
                 if made:
                     connection.send(Told(made, engine.load))
 
     def _heed(self, told: Submit | Cancel) -> Sequence[Made]:
-        if isinstance(told, Cancel):
-            if (handle := self._by_number.pop(told.number, None)) is None:
-                return ()  # it had ended meanwhile
-            del self._numbers[handle]
-            self._engine.cancel(handle)
-            return (Made(told.number, [], "cancelled", handle.stats),)
+        if isinstance(told, Submit):
+            if told.guiding is None:
+                return self._submit(told)
+            self._compiling[told.number] = told, self._compiler.submit(self._guide, told.guiding)
+            return ()
+        if self._compiling.pop(told.number, None) is not None:
+            return (Made(told.number, [], reason="cancelled"),)
+        if (handle := self._by_number.pop(told.number, None)) is None:
+            return ()  # it had ended meanwhile
+        del self._numbers[handle]
+        self._engine.cancel(handle)
+        return (Made(told.number, [], reason="cancelled", stats=handle.stats),)
+
+    def _guide(self, wanted: Guiding) -> Guide:
+        """In the compiler's thread."""
+        from kerngen.runtime.serve.guided import Guides
+
+        if self._guides is None:
+            session = self._session
+            self._guides = Guides(session.codec, session.config.vocab_size, session.stop_ids)
+        return self._guides.guide(wanted.grammar, may_think=wanted.may_think, is_thinking=wanted.is_thinking)
+
+    def _submit(self, told: Submit, guide: Future[Guide] | None = None) -> Sequence[Made]:
         from kerngen.runtime.engine import Request
 
         try:
-            handle = self._engine.submit(Request(told.prompt, told.max_new_tokens, told.sampling, told.stop_ids))
-        except UsageError as e:
-            return (Made(told.number, [], "refused", error=e.message),)
+            mask = None if guide is None else guide.result()
+            handle = self._engine.submit(Request(told.prompt, told.max_new_tokens, told.sampling, told.stop_ids,
+                                                 logprobs=told.logprobs, mask=mask))  # fmt: skip
+        except KerngenError as e:
+            return (Made(told.number, [], reason="refused", error=e.message),)
         self._by_number[told.number] = handle
         self._numbers[handle] = told.number
         return ()
@@ -200,7 +243,8 @@ class _Loop:
         handle = event.handle
         number = self._numbers[handle]
         if not handle.is_done:
-            return Made(number, event.tokens)
+            return Made(number, event.tokens, event.logprobs)
         del self._numbers[handle], self._by_number[number]
         error = "" if handle.error is None else handle.error.message
-        return Made(number, event.tokens, handle.stop_reason, handle.stats, error)
+        reason = "refused" if isinstance(handle.error, UsageError) else handle.stop_reason
+        return Made(number, event.tokens, event.logprobs, reason, handle.stats, error)

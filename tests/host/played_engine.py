@@ -11,11 +11,11 @@ from command import ROOT
 
 from kerngen.errors import UsageError
 from kerngen.runtime.config import read_eos_ids, read_model_config
-from kerngen.runtime.engine import Stats
+from kerngen.runtime.engine import Stats, TokenLogprobs
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineFailed
 from kerngen.runtime.serve.service import Limits, Service
-from kerngen.runtime.serve.worker import Made, Ready
+from kerngen.runtime.serve.worker import Guiding, Made, Ready
 from kerngen.runtime.text import TextCodec
 
 TINY = ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16"
@@ -32,22 +32,26 @@ class PlayedEngine:
         self.pause_s = 0.0
         self.is_alive, self.why_dead = True, ""
         self.fails: str | None = None
+        self.fails_at = 0
         self.refuses: str | None = None
         self.asked: list[tuple[list[int], int, Sampling, tuple[int, ...]]] = []
+        self.guided: list[Guiding | None] = []
         self.num_left = 0
         self.load = None
 
     async def stream(
-        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = (), **more: Any
-    ) -> AsyncIterator[Made]:
+        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = (),
+        logprobs: int | None = None, guiding: Guiding | None = None,
+    ) -> AsyncIterator[Made]:  # fmt: skip
         self.asked.append((list(array("i", prompt)), max_new_tokens, sampling, tuple(stop_ids)))
+        self.guided.append(guiding)
         number, made, is_over = len(self.asked), 0, False
         try:
-            for step in self.script(prompt):
+            for at, step in enumerate(self.script(prompt)):
                 await asyncio.sleep(self.pause_s)
                 if self.refuses is not None:
                     raise UsageError(self.refuses)
-                if self.fails is not None:
+                if self.fails is not None and at >= self.fails_at:
                     raise EngineFailed(self.fails)
                 tokens = step[: max_new_tokens - made]
                 ends = next((i for i, t in enumerate(tokens, 1) if t in stop_ids), None)
@@ -56,7 +60,8 @@ class PlayedEngine:
                 reason = "stop" if ends is not None else "length" if made == max_new_tokens else ""
                 is_over = bool(reason)
                 stats = Stats(len(prompt), made, made, 0, made, 0.1, 0.2, num_cached_tokens=3) if reason else None
-                yield Made(number, tokens, reason, stats)
+                found = [TokenLogprobs(t, -0.5, tuple((t + i, -0.5 - i) for i in range(logprobs or 0))) for t in tokens]
+                yield Made(number, tokens, [] if logprobs is None else found, reason, stats)
                 if is_over:
                     return
         finally:

@@ -49,6 +49,7 @@ def test_a_chat(client: TestClient, played: tuple[Service, PlayedEngine]) -> Non
     assert answer["usage"] == {
         "prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }  # fmt: skip
     assert room == MAX_LEN - len(prompt)
     assert (sampling.temperature, sampling.seed) == (0, 7)
@@ -127,6 +128,49 @@ def test_typed_control_tokens_are_text(client: TestClient, played: tuple[Service
     assert with_token == without
 
 
+def test_how_tokens_are_chosen(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    asked = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
+             "min_tokens": 2, "logit_bias": {"7": -100, "9": 3}, "top_k": -1}  # fmt: skip
+    assert client.post(CHAT, json=HI | asked).status_code == 200
+    sampling = played[1].asked[0][2]
+    assert sampling.logit_bias == ((7, -100), (9, 3))
+    assert sampling.top_k == 0
+    assert all(getattr(sampling, name) == asked[name] for name in list(asked)[:5])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client: TestClient, played: tuple[Service, PlayedEngine], stream: bool) -> None:
+    steps = words(played[0].codec, "Hello there")
+    answer = client.post(CHAT, json=HI | {"logprobs": True, "top_logprobs": 2, "stream": stream})
+    if stream:
+        found = [x for e in _events(answer.text) for x in (e["choices"][0]["logprobs"] or {"content": []})["content"]]
+    else:
+        found = answer.json()["choices"][0]["logprobs"]["content"]
+    assert len(found) == len(steps) + 1, "the stop token's too"
+    assert "".join(x["token"] for x in found[:-1]) == "Hello there"
+    assert all(bytes(x["bytes"]).decode() == x["token"] and len(x["top_logprobs"]) == 2 for x in found)
+    answer = client.post(TEXT, json={"prompt": "a", "logprobs": 1, "stream": stream})
+    choices = [e["choices"][0] for e in _events(answer.text)] if stream else answer.json()["choices"]
+    tokens = [t for c in choices if c["logprobs"] for t in c["logprobs"]["tokens"]]
+    offsets = [o for c in choices if c["logprobs"] for o in c["logprobs"]["text_offset"]]
+    assert tokens[: len(steps)] == [x["token"] for x in found[:-1]]
+    assert offsets == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+
+
+def test_what_an_answer_must_be(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for asked in (
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"guided_json": schema}, {"guided_json": json.dumps(schema)}, {"guided_regex": "[a-z]+"},
+        {"guided_choice": ["yes", "no"]},
+    ):  # fmt: skip
+        assert client.post(CHAT, json=HI | asked).status_code == 200, asked
+    assert all(guiding is not None and guiding.grammar.startswith("body:") for guiding in played[1].guided)
+    client.post(CHAT, json=HI | {"response_format": {"type": "text"}})
+    assert played[1].guided[-1] is None
+
+
 def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
     token = words(played[0].codec, "Hello there")[1][0]
     client.post(CHAT, json=HI | {"ignore_eos": True, "stop_token_ids": [token], "max_tokens": 5})
@@ -139,10 +183,9 @@ def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, Play
         (CHAT, {}, 400, "messages", "messages"),
         (CHAT, {"messages": []}, 400, "messages", "messages"),
         (CHAT, {"messages": "Hi"}, 400, "messages", "messages"),
-        (CHAT, {"messages": [{"role": "wizard", "content": "Hi"}]}, 400, "role", "messages.0.role"),
-        (CHAT, {"messages": [{"role": "user"}]}, 400, "no content", "messages.0.content"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone",
-         "messages.0.content"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "Hi"}]}, 400, "messages[0] has no role", None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text", None),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0]", None),
         (CHAT, HI | {"temperature": -1}, 400, "temperature", "temperature"),
         (CHAT, HI | {"temperature": "hot"}, 400, "temperature", "temperature"),
         (CHAT, HI | {"n": 0}, 400, "n:", "n"),
@@ -151,7 +194,13 @@ def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, Play
         (CHAT, HI | {"model": "gpt-9"}, 404, "there is tiny, also", "model"),
         (CHAT, HI | {"stop": ""}, 400, "empty stop string", None),
         (CHAT, HI | {"seed": 1 << 70}, 400, "seed", None),
-        (CHAT, HI | {"logit_bias": {"1": 2}}, 400, "not supported", "logit_bias"),
+        (CHAT, HI | {"logit_bias": {"x": 2}}, 400, "no token's number", "logit_bias"),
+        (CHAT, HI | {"logit_bias": {"1": 200}}, 400, "logit_bias", None),
+        (CHAT, HI | {"tool_choice": "required"}, 400, "there are no tools", "tool_choice"),
+        (CHAT, HI | {"response_format": {"type": "json_schema"}}, 400, "schema is missing", "response_format"),
+        (CHAT, HI | {"guided_json": "{"}, 400, "not JSON", "guided_json"),
+        (CHAT, HI | {"guided_regex": "a", "guided_choice": ["b"]}, 400, "one grammar", None),
+        (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "not together with echo", "echo"),
         (CHAT, HI | {"tools": [{"type": "gun"}]}, 400, "tools", "tools.0.type"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode", None),
         (TEXT, {"prompt": []}, 400, "empty", "prompt"),
@@ -245,8 +294,13 @@ def test_an_engine_that_fails(client: TestClient, played: tuple[Service, PlayedE
     engine.fails = "the model computed NaN"
     answer = client.post(CHAT, json=HI)
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the model computed NaN")
+    assert client.post(CHAT, json=HI | {"stream": True}).status_code == 503, "no token had come"
+    engine.fails_at = 1
     last = _events(client.post(CHAT, json=HI | {"stream": True}).text)[-1]
     assert last["error"]["message"] == "the model computed NaN"
+    engine.refuses, engine.fails = "the cache holds less", None
+    assert client.post(CHAT, json=HI | {"stream": True}).status_code == 400
+    engine.refuses = None
     engine.is_alive, engine.why_dead = False, "its process died"
     assert client.get("/health").status_code == 503
     assert client.post(CHAT, json=HI).json()["error"]["message"] == "its process died"

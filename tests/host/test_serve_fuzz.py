@@ -30,16 +30,24 @@ PATHS = (
     "/",
 )
 STRANGE: tuple[Any, ...] = (
-    None, True, 0, -1, 1, 2, 10**400, 1e308, float("nan"), float("inf"), "", "a", "\x00", "\ud800", "<turn|>", "<bos>" * 9,
-    "\U0001f600" * 99, "a" * 3000, [], [[]], [[[]]], {}, {"": None}, [None], [1, "a"], [10**9], ["a"] * 70, {"a": {"b": []}},
+    None, True, 0, -1, 1, 10**400, 1e308, float("nan"), float("inf"), "", "a", "\x00", "\ud800", "<turn|>", "<bos>" * 9,
+    "\U0001f600" * 99, "a" * 3000, [], [[]], [[[]]], {}, {"": None}, [None], [1, "a"], [10**9], ["a"] * 70, {"a": {}},
 )  # fmt: skip
 
 
 def _sensible(random: random.Random) -> dict[str, Any]:
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
-    fields = {"model": "tiny", "temperature": 1, "top_p": 0.5, "top_k": 3, "n": 2, "max_tokens": 3, "seed": 1,
+    schema = {"type": "object", "properties": {"a": {"type": ["string", "null"], "enum": ["x"]}}, "required": ["a"]}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                         {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": [call]},
+                         {"role": "tool", "tool_call_id": "c", "content": "1"}][: random.choice((1, 1, 1, 3))],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}  # fmt: skip
+    fields: dict[str, Any] = {
+              "model": "tiny", "temperature": 1, "top_p": 0.5, "top_k": 3, "n": 2, "max_tokens": 3, "seed": 1,
               "stop": ["x"], "stream": True, "stream_options": {"include_usage": True}, "logit_bias": {"1": 1},
-              "logprobs": True, "top_logprobs": 2, "response_format": {"type": "text"}, "tool_choice": "auto",
+              "logprobs": True, "top_logprobs": 2,
+              "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+              "tool_choice": {"type": "function", "function": {"name": "f"}}, "guided_choice": ["a", "b"],
               "ignore_eos": True, "chat_template_kwargs": {"enable_thinking": True}, "user": "me"}  # fmt: skip
     body = {"prompt": "Hi", "tokens": [1, 2], **chat}
     return body | {name: fields[name] for name in random.sample(sorted(fields), random.randrange(4))}
@@ -76,7 +84,7 @@ def _body(random: random.Random) -> bytes:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_every_request_has_an_answer(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    service, engine = played_service(limits=Limits(queue=8, body_bytes=20_000))
+    service, _ = played_service(limits=Limits(queue=8, body_bytes=20_000))
     draw, statuses = random.Random(seed), Counter[int]()
     with TestClient(make_app(service), raise_server_exceptions=False) as client:
         for number in range(COUNT // 3):
@@ -88,7 +96,7 @@ def test_every_request_has_an_answer(seed: int, caplog: pytest.LogCaptureFixture
             assert answer.status_code < 500, told
             if answer.status_code >= 400 and method != "HEAD":
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, told
-            elif answer.headers["content-type"].startswith("text/event-stream"):
+            elif answer.headers.get("content-type", "").startswith("text/event-stream"):
                 assert answer.text.endswith("data: [DONE]\n\n"), told
                 assert '"error"' not in answer.text, told
     assert statuses[200] > COUNT / 30, statuses

@@ -49,6 +49,31 @@ def test_it_says_what_run_says(server: Served, tmp_path: Path, monkeypatch: pyte
     assert server.metric("spec_decode_num_drafts_total") > 0
 
 
+def test_an_answer_is_what_it_must_be(server: Served) -> None:
+    """Guided, in company of others that are not, and with what is known of its tokens."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "of": {"enum": ["blue", "red"]}},
+              "required": ["n", "of"], "additionalProperties": False}  # fmt: skip
+    asked = [
+        ASKED | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}, "max_tokens": 100},
+        ASKED | {"guided_choice": ["yes", "no"], "logprobs": True, "top_logprobs": 1},
+        ASKED | {"repetition_penalty": 1.3, "logit_bias": {"5": -100}},
+        ASKED,
+    ]
+    url = f"{server.url}/v1/chat/completions"
+    alone = server.http.post(url, json=ASKED).json()["choices"][0]["message"]["content"]
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda body: server.http.post(url, json=body).json(), asked))
+    said = [answer["choices"][0]["message"]["content"] for answer in answers]
+    found = json.loads(said[0])
+    assert isinstance(found["n"], int)
+    assert found["of"] in ("blue", "red")
+    assert said[1] in ("yes", "no")
+    assert all(x["logprob"] <= 0 for x in answers[1]["choices"][0]["logprobs"]["content"])
+    assert said[3] == alone
+    refused = server.http.post(url, json=ASKED | {"guided_regex": "(?=a)b"})
+    assert refused.status_code == 400, refused.text
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_frees_what_it_held(server: Served, stream: bool) -> None:
     body = json.dumps(LONG | {"stream": stream, "n": 3}).encode()

@@ -81,8 +81,17 @@ def _template_error(error: Exception, template: Path, root: Path) -> TemplateErr
 # -- what a template sees
 
 
+class _Flag(str):
+    """A bool as C++ writes it, which in a template's conditions is what it says."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return self == "true"
+
+
 def _literal(value: object) -> object:
-    return str(value).lower() if isinstance(value, bool) else value
+    return _Flag(str(value).lower()) if isinstance(value, bool) else value
 
 
 class _Fields:

@@ -108,6 +108,7 @@ OUTPUTS = ("out",)
 STRAIGHT_WEIGHTS = 1 << 26
 STREAMED_WEIGHTS = 1 << 25  # for one token
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips
+LONGEST_ROW = 5 * LONG_ROW  # from here on it takes all of shared memory also where strips are cut into parts
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
 
 
@@ -255,7 +256,7 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     """By bulk copies: whole strips where there are enough for all blocks, else in a few parts of K.
 
     Sweeps on an H200 (docs/performance.md). Many long strips want twelve warps and all of shared memory, others eight
-    warps and room for the next launch's ring. Other boards with bulk copies get it unmeasured.
+    warps and room for the next launch's ring, but for the longest. Other boards with bulk copies get it unmeasured.
     """
     strips, blocks = problem.n // STRIP, target.device.num_sms
     is_long = problem.k >= LONG_ROW
@@ -265,9 +266,10 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
         step = w4_tiling.stream_step(base, problem.group_size)
         steps = ceil(ceil(problem.k / step) / split)
         takes_all = split == 1 and is_long
-        most_bytes = target.arch.max_smem_bytes // (1 if takes_all else 2)
+        has_all = takes_all or problem.k >= LONGEST_ROW
+        most_bytes = target.arch.max_smem_bytes // (1 if has_all else 2)
         for warps in sorted((12, 8, 16), key=lambda w: -steps % w) if takes_all else (8, 12, 16):
-            slot = min(max(1, (6 if takes_all else 4) * STRIP // step), ceil(steps / warps))
+            slot = min(max(1, (6 if takes_all else 8 if has_all else 4) * STRIP // step), ceil(steps / warps))
             for stages in (6, 5, 4, 3, 2):
                 config = replace(base, block_k=slot * step * warps, warps_k=warps, num_stages=stages)
                 if smem_bytes(problem, config, target) > most_bytes and stages > 2:

@@ -101,7 +101,8 @@ def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkey
     stage = Stage(_of_layers(model, donors))
     ops, config = stage.made.ops, stage.made.config
     cache, window = KVCache.whole(config, ops, batch=1, max_len=room), config.window
-    caches = [tensor.normal_() for x in config.layers for tensor in (cache.pages(x).k, cache.pages(x).v)]
+    # Scores of a few units: were they larger, one key would take all, and a last bit would say which.
+    caches = [tensor.normal_(std=0.1) for x in config.layers for tensor in (cache.pages(x).k, cache.pages(x).v)]
     before = [tensor.clone() for tensor in caches]
     for length in (1, 2, 63, 64, 65, window - 1, window, window + 1, window + 2, 5000):
         made = {}
@@ -113,10 +114,9 @@ def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkey
             assert ("attn_decode" in kernels) == (not at_once)
             made[at_once] = _drafted(stage, cache, length)
         for got, want in zip(made[True], made[False], strict=True):
-            # bf16 in other orders: each layer rounds a dozen rows, 2^-9 each, and so the scores of keys as large
-            # as these; an H200 had 0.046
+            # bf16 in other orders: each layer rounds a dozen rows, 2^-9 each
             assert want.isfinite().all()
-            assert (got - want).norm() < 0.1 * want.norm(), f"{length} keys"
+            assert (got - want).norm() < 0.05 * want.norm(), f"{length} keys"
     assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True)), "a drafter writes no key"
 
 

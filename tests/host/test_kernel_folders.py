@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from itertools import product
@@ -30,6 +31,7 @@ from elftools.elf.elffile import ELFFile
 from kerngen.arch import ARCHES, Arch, Target, find_arch
 from kerngen.cache import CachedCompiler, CompileCache
 from kerngen.compile import Cubin, compile_ptx, supported_targets
+from kerngen.errors import ConfigRefused
 from kerngen.render import render
 from kerngen.templates import Case, Kernel, find_kernel, kernel_names
 from kerngen.templates.contract import ARG_KINDS
@@ -413,6 +415,26 @@ def test_runtime_fields_are_not_compiled_in(kernel: Kernel, arch: Arch) -> None:
                 )
                 compared += 1
     assert compared or not kernel.problem_type.RUNTIME or not served
+
+
+@EACH_KERNEL
+@EACH_ARCH
+def test_what_a_configuration_chooses_is_compiled_in(kernel: Kernel, arch: Arch) -> None:
+    """A yes or no, in a body's space or what chooses the body, gives another source than the opposite does."""
+    target, rng = Target.of(arch), random.Random(9)
+    served = [c.problem for c in kernel.cases.CASES if kernel.why_unsupported(c.problem, target) is None]
+    for body, problem in product(kernel.bodies(arch) if served else (), rng.sample(served, min(len(served), 12))):
+        choices = body.choices(problem, target)
+        for _ in range(40):
+            config = kernel.config_type(**{name: rng.choice(values) for name, values in choices.items()})
+            if kernel.why_invalid(problem, config, target) is not None:
+                continue
+            source = render(kernel, problem, config, target)
+            for name in (n for n, values in choices.items() if isinstance(values[0], bool)):
+                other = replace(config, **{name: not getattr(config, name)})
+                if kernel.why_invalid(problem, other, target) is None:
+                    with suppress(ConfigRefused):  # no body has it so
+                        assert render(kernel, problem, other, target) != source, f"{name} of {describe(config)}"
 
 
 @EACH_KERNEL

@@ -186,6 +186,14 @@ def test_constants_come_from_the_spec(template: Path) -> None:
     assert _render().endswith("// 512 true\n")
 
 
+def test_flags_are_what_they_say_in_conditions_too(template: Path) -> None:
+    spec = template.with_name("spec.py")
+    template.write_text(template.read_text() + "// {{ 1 if k.YES else 0 }} {{ 1 if k.NO else 0 }} {{ k.NO }}\n")
+    flags = "\ndef constants(problem, config, arch):\n    return {'YES': True, 'NO': False}\n"
+    spec.write_text(spec.read_text() + flags)
+    assert _render().endswith("// 1 0 false\n")
+
+
 def test_constants_know_nothing_of_a_launch(template: Path) -> None:
     spec = template.with_name("spec.py")
     spec.write_text(

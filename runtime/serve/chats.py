@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kerngen.errors import UsageError
+from kerngen.runtime.chat import THINKING
 from kerngen.runtime.serve.answers import Heading, Message, Usage, chat_logprobs, deltas_of
 from kerngen.runtime.serve.calls import call_grammar
 from kerngen.runtime.serve.choices import (
@@ -26,8 +27,6 @@ from kerngen.runtime.serve.protocol import ChatCompletion, NamedTool
 from kerngen.runtime.serve.sending import send_events, send_whole
 from kerngen.runtime.serve.service import Service, service_of
 from kerngen.runtime.serve.turns import template_messages, template_tools
-
-THINKING = "enable_thinking"  # the variable by which a template turns thinking on
 
 router = APIRouter()
 

@@ -118,8 +118,8 @@ def _token(name: str) -> int:
 def guiding_of(
     service: Service, body: _Generation, grammar: str | None, prompt: Sequence[int], *, may_think: bool = False
 ) -> Guiding | None:
-    """What the answer must be: `grammar`, or one of the fields by which vLLM's clients ask for such. may_think: a thought
-    may come first, as it does where the prompt ends in one.
+    """What the answer must be: `grammar`, or what vLLM's clients ask for by other fields. may_think: a thought may come
+    first, as it does where the prompt ends in one.
     """
     asked: list[str] = [] if grammar is None else [grammar]
     if body.guided_json is not None:

@@ -18,6 +18,7 @@ from kerngen.runtime.fields import read_file, read_json
 
 MAX_TEMPLATE_BYTES = 1024 * 1024  # Gemma-4's has 12 kB
 MAX_RENDER_S = 10.0
+THINKING = "enable_thinking"  # the variable by which a template turns thinking on
 _NO_CHAT = "--no-chat passes the prompt as it is"
 # What a tokenizer of Gemma's is called to have where tokenizer_config.json does not say.
 _DEFAULT_TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")}

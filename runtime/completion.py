@@ -27,24 +27,29 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-class Answer:
-    """The text of one answer as its tokens come, which ends where one of `stop` begins."""
+class UpToStop:
+    """A text that comes in pieces, and ends where one of `stop` begins."""
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
+    def __init__(self, stop: Sequence[str] = ()) -> None:
         if "" in stop:
             raise UsageError("an empty stop string stops everything")
-        self._codec, self._stop = codec, tuple(stop)
-        self._decoder = codec.stream()
+        self._stop = tuple(stop)
         self._text = ""
         self._shown = 0
-        self._end: int | None = None  # of the text, where a stop string begins
+        self._end: int | None = None
 
-    def ends_with(self, token: int) -> bool:
-        """Takes the next token; whether a stop string is complete with it."""
-        self._add(self._decoder.push([token]))
+    @property
+    def is_over(self) -> bool:
+        """Whether a stop string is complete."""
         return self._end is not None
 
-    def _add(self, piece: str) -> None:
+    @property
+    def text(self) -> str:
+        return self._text[: self._end]
+
+    def push(self, piece: str) -> None:
+        if self._end is not None:
+            return
         before = len(self._text)
         self._text += piece
         found = [self._text.find(s, max(before - len(s) + 1, 0)) for s in self._stop]
@@ -52,23 +57,42 @@ class Answer:
 
     def news(self) -> str:
         """The text since the last call that no stop string can take back."""
-        end = self._end
-        if end is None:
-            starts = [n for s in self._stop for n in range(1, len(s)) if self._text.endswith(s[:n])]
-            end = len(self._text) - max(starts, default=0)
+        starts = [n for s in self._stop for n in range(1, len(s)) if self._text.endswith(s[:n])]
+        return self._up_to(len(self._text) - max(starts, default=0) if self._end is None else self._end)
+
+    def rest(self) -> str:
+        """The text since the last call: no more will come."""
+        return self._up_to(len(self._text) if self._end is None else self._end)
+
+    def _up_to(self, end: int) -> str:
         piece = self._text[self._shown : end]
         self._shown = max(end, self._shown)
         return piece
 
+
+class Answer:
+    """The text of one answer as its tokens come, which ends where one of `stop` begins."""
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
+        self._codec = codec
+        self._text = UpToStop(stop)
+        self._decoder = codec.stream()
+
+    def ends_with(self, token: int) -> bool:
+        """Takes the next token; whether a stop string is complete with it."""
+        self._text.push(self._decoder.push([token]))
+        return self._text.is_over
+
+    def news(self) -> str:
+        """The text since the last call that no stop string can take back."""
+        return self._text.news()
+
     def finish(self, made: Generation) -> tuple[str, Completion]:
         """What is left to show, and all of it."""
-        if self._end is None:
-            self._add(self._decoder.finish())
-        text = self._codec.decode(made.tokens) if self._end is None else self._text[: self._end]
-        end = len(self._text) if self._end is None else self._end
-        rest = self._text[self._shown : end]
-        self._shown = end
-        return rest, Completion(text, made.tokens, made.stop_reason, made.stats, made.logprobs)
+        self._text.push(self._decoder.finish())
+        text = self._text.text if self._text.is_over else self._codec.decode(made.tokens)
+        done = Completion(text, made.tokens, made.stop_reason, made.stats, made.logprobs)
+        return self._text.rest(), done
 
 
 class CompletionStream(Iterator[str]):

@@ -10,6 +10,7 @@ import torch
 
 from kerngen.errors import DeviceError, UsageError
 from kerngen.runtime.backend import explaining_memory
+from kerngen.runtime.chat import THINKING
 from kerngen.runtime.completion import Answer, Completion
 from kerngen.runtime.engine import CacheShape, Engine, Handle, Request
 from kerngen.runtime.sampling import Sampling
@@ -17,7 +18,6 @@ from kerngen.runtime.session import CACHE_SHARE, Session
 from kerngen.runtime.text import TextCodec, TextStream
 
 DEFAULT_CONTEXT = 32_768  # tokens of a chat for which nobody asked for more: its cache is allocated at once
-THINKING = "enable_thinking"  # the variable by which a template turns thinking on
 
 
 class ContextFull(UsageError):

@@ -18,6 +18,8 @@ MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
 # Ends a turn of the chat format (id 106); config.json's eos_token_id may leave it out.
 END_OF_TURN = "<turn|>"
 CHANNEL, END_OF_CHANNEL = "<|channel>", "<channel|>"  # around what the model thinks (ids 100 and 101)
+CALL, END_OF_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'  # a call, and its strings (ids 48, 49 and 52)
+TOOL_ANSWER = "<|tool_response>"  # behind its calls the model waits for answers, which begin so (id 50)
 
 
 @contextmanager
@@ -61,6 +63,22 @@ class TextCodec:
         """The tokens that begin and end a thought, None where the tokenizer has none."""
         first, last = (self._tokenizer.token_to_id(token) for token in (CHANNEL, END_OF_CHANNEL))
         return None if first is None or last is None else (first, last)
+
+    @property
+    def call_ids(self) -> tuple[int, int, int] | None:
+        """The tokens that begin and end a tool call and quote its strings, None where the tokenizer has none."""
+        first, last, quote = (self._tokenizer.token_to_id(token) for token in (CALL, END_OF_CALL, QUOTE))
+        return None if first is None or last is None or quote is None else (first, last, quote)
+
+    @property
+    def end_of_calls_ids(self) -> tuple[int, ...]:
+        """What ends a turn that calls tools: were it no stop token, the model would make up the answers."""
+        token = self._tokenizer.token_to_id(TOOL_ANSWER)
+        return () if token is None else (token,)
+
+    def to_json(self) -> str:
+        """tokenizer.json as it is used: for libraries that read it themselves."""
+        return str(self._tokenizer.to_str())
 
     @property
     def vocab_size(self) -> int:
@@ -121,6 +139,11 @@ class TextCodec:
     def token(self, index: int) -> str:
         """The token's own text, "" where there is none."""
         return self._tokenizer.id_to_token(index) or ""
+
+    def token_text(self, index: int) -> str:
+        """What the token alone is as text, a special one its name; a replacement character for a part of one."""
+        with _blaming(f"{self._path} cannot decode the token {index}"):
+            return str(self._tokenizer.decode([index], skip_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         with _blaming(f"{self._path} cannot decode the tokens"):

@@ -25,6 +25,7 @@ COMMANDS = {
     "compile": ("kerngen.cli.compile", "Build every kernel of a model, into one folder if you like."),
     "release": ("kerngen.cli.release", "Build all released models for each architecture, into one file each."),
     "run": ("kerngen.cli.run", "Generate text with a Gemma-4 checkpoint."),
+    "serve": ("kerngen.cli.serve", "Serve a Gemma-4 checkpoint to OpenAI's clients, and a page to chat."),
     "bench": ("kerngen.cli.bench", "Time kernels, or a model's step, against this GPU's measured limits."),
     "soak": ("kerngen.cli.soak", "Load a model with random requests for minutes, and check every answer."),
     "doctor": ("kerngen.cli.doctor", "Say what this machine can compile for, run and measure."),

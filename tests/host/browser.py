@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,33 @@ from typing import Any
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 MISSING = f"no browser is installed ({', '.join(NAMES)} on the PATH, or KERNGEN_TEST_BROWSER=FILE)"
 ANSWER_S = 60.0
+
+# Text and what lies behind it, as the browser painted them: the worst ratio, and where.
+_CONTRAST = """((texts) => {
+  const canvas = document.createElement("canvas").getContext("2d");
+  const rgb = (css) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = css; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; }
+    return [255, 255, 255];
+  };
+  let worst = [99, ""];
+  for (const e of document.querySelectorAll(texts)) {
+    if (!e.textContent.trim() || !e.checkVisibility()) continue;
+    const style = getComputedStyle(e);
+    let back = behind(e);
+    if (e.classList.contains("within")) back = rgb(getComputedStyle(e.previousElementSibling).fill);
+    const [a, b] = [light(rgb(e.namespaceURI.endsWith("svg") ? style.fill : style.color)), light(back)];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < worst[0]) worst = [ratio, `${e.tagName} ${e.getAttribute("class")}: ${e.textContent.slice(0, 40)}`];
+  }
+  return worst;
+})"""
 
 
 def find_browser() -> str | None:
@@ -40,14 +68,18 @@ class Page:
         for domain in ("Page", "Runtime", "Network", "Log"):
             self._call(f"{domain}.enable")
 
-    def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Show the file, and wait until it is loaded. width, height: of the window, in CSS pixels."""
+    def before(self, script: str) -> None:
+        """Run `script` on every page opened from now on, before its own."""
+        self._call("Page.addScriptToEvaluateOnNewDocument", source=script)
+
+    def open(self, path: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Show the file or the address, and wait until it is loaded. width, height: of the window, in CSS pixels."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                    mobile=width < 600)  # fmt: skip
         self._loaded = False
-        self._call("Page.navigate", url=path.resolve().as_uri())
+        self._call("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         while not self._loaded:
             self._event(self._read())
 
@@ -58,9 +90,39 @@ class Page:
             raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", "it throws"))
         return answer["result"].get("value")
 
+    def contrast(self, texts: str) -> tuple[float, str]:
+        """The worst ratio between a text that this selector finds and what lies behind it, and where that is."""
+        ratio, where = self.ask(f"{_CONTRAST}({json.dumps(texts)})")
+        return ratio, where
+
     def move(self, x: float, y: float) -> None:
         """The pointer to a place in the window."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def type(self, text: str) -> None:
+        """The text into what has the focus."""
+        self._call("Input.insertText", text=text)
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """Enter, Escape or Tab, down and up."""
+        code = {"Enter": 13, "Escape": 27, "Tab": 9}[key]
+        pressed = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        self._call("Input.dispatchKeyEvent", type="keyDown", **pressed, **({"text": "\r"} if key == "Enter" else {}))
+        self._call("Input.dispatchKeyEvent", type="keyUp", **pressed)
+
+    def until(self, expression: str, seconds: float = 10.0) -> Any:
+        """What `expression` is on the page once that is true. Raises TimeoutError with what the page shows."""
+        end = time.monotonic() + seconds
+        while not (found := self.ask(expression)):
+            if time.monotonic() > end:
+                shown = self.ask("document.body.innerText")
+                raise TimeoutError(f"{expression}: {found!r} after {seconds:g} s, on a page that shows\n{shown}")
+            time.sleep(0.02)
+        return found
+
+    def forget(self, origin: str) -> None:
+        """What pages of `origin` (scheme, host and port) have stored."""
+        self._call("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
 
     def picture(self, path: Path) -> None:
         """A PNG of the window."""
@@ -106,8 +168,8 @@ class Page:
 
 
 @contextmanager
-def browsing(executable: str) -> Iterator[Page]:
-    """A browser of its own, with a profile that is gone with it."""
+def browsing(executable: str, seconds: float = ANSWER_S) -> Iterator[Page]:
+    """A browser of its own, with a profile that is gone with it; it is ended where it takes longer than `seconds`."""
     with tempfile.TemporaryDirectory(prefix="kg-browser-", ignore_cleanup_errors=True) as profile:
         asked, to_browser = os.pipe()
         from_browser, answered = os.pipe()
@@ -122,7 +184,7 @@ def browsing(executable: str) -> Iterator[Page]:
         )  # fmt: skip
         os.close(asked)
         os.close(answered)
-        silent = threading.Timer(ANSWER_S, started.kill)  # then reading ends, and the test with it
+        silent = threading.Timer(seconds, started.kill)  # then reading ends, and the test with it
         silent.start()
         try:
             yield Page(to_browser, from_browser)

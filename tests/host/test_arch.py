@@ -84,6 +84,8 @@ def test_devices_have_sources_and_known_arches() -> None:
         ("kerngen.tuning_db.serve.values", ("kerngen.templates", "kerngen.compile", "jinja2", "zstandard")),
         ("kerngen.tuning_db.serve.canonical", ("kerngen.compile", "jinja2", "zstandard", "multiprocessing")),
         ("kerngen.tuning_db.serve.bound", ("multiprocessing", "jinja2", "sqlalchemy", "torch", "cupy")),
+        ("kerngen.runtime.serve.output", ("torch", "cupy", "llguidance", "jinja2")),
+        ("kerngen.runtime.serve.guided", ("torch", "cupy", "llguidance", "jinja2")),
     ],
 )
 def test_layers_stay_light(module: str, heavy: tuple[str, ...]) -> None:

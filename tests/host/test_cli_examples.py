@@ -15,7 +15,8 @@ from kerngen.cli import cli
 
 NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model", "bench step", "bench profile", "soak")
 NEEDS_A_SERVER = ("worker",)
-NEEDS_MORE = NEEDS_A_GPU + NEEDS_A_SERVER
+GOES_ON = ("serve",)  # test_serve_process.py
+NEEDS_MORE = NEEDS_A_GPU + NEEDS_A_SERVER + GOES_ON
 # What keeps a test short; the example itself stays as it is.
 LESS = {
     "": ("--kernel", "embed", "--jobs", "1", "--trials", "1"),
@@ -70,7 +71,7 @@ def test_every_command_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, c in COMMANDS.items() if _examples(c) and n not in NEEDS_A_GPU + NEEDS_A_SERVER]
+    "name", [n for n, c in COMMANDS.items() if _examples(c) and n not in NEEDS_MORE]
 )
 def test_the_example_runs(kerngen: Kerngen, name: str) -> None:
     (args,) = _examples(COMMANDS[name])

@@ -14,33 +14,6 @@ from kerngen.tuning_db import Store
 
 LEAST_CONTRAST = 4.5  # WCAG 2.2, AA, of text in normal size
 
-# Text and what lies behind it, as the browser painted them: the worst ratio, and where.
-CONTRAST = """(() => {
-  const canvas = document.createElement("canvas").getContext("2d");
-  const rgb = (css) => {
-    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = css; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
-    .map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = (e) => {
-    for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; }
-    return [255, 255, 255];
-  };
-  let worst = [99, ""];
-  for (const e of document.querySelectorAll("h1, h2, h3, p, a, label, select, summary, th, td, li, svg text")) {
-    if (!e.textContent.trim()) continue;
-    const style = getComputedStyle(e);
-    let back = behind(e);
-    if (e.classList.contains("within")) back = rgb(getComputedStyle(e.previousElementSibling).fill);
-    const [a, b] = [light(rgb(e.namespaceURI.endsWith("svg") ? style.fill : style.color)), light(back)];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < worst[0]) worst = [ratio, `${e.tagName} ${e.getAttribute("class")}: ${e.textContent.slice(0, 40)}`];
-  }
-  return worst;
-})()"""
-
 # What leaves its plot, and texts of an axis that lie over each other.
 CROWDED = """(() => {
   const found = [];
@@ -88,7 +61,7 @@ def test_it_can_be_read(browser: Page, path: Path, size: tuple[int, int], dark: 
         "no scrolling aside"
     )
     assert browser.ask(CROWDED) == []
-    ratio, where = browser.ask(CONTRAST)
+    ratio, where = browser.contrast("h1, h2, h3, p, a, label, select, summary, th, td, li, svg text")
     assert ratio >= LEAST_CONTRAST, where
     back = browser.ask("getComputedStyle(document.documentElement).backgroundColor")
     assert (back == "rgb(255, 255, 255)") is not dark

@@ -1,0 +1,122 @@
+"""The app: who may ask, the routes by which a server is watched, and text to tokens; answers have files of their own.
+
+Source: OpenAI's API reference; for the others vLLM 0.24, `entrypoints/openai/api_server.py`.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import HTMLResponse, Response
+
+import kerngen
+from kerngen.runtime.serve import chats, completions, errors, protocol
+from kerngen.runtime.serve.errors import ApiError, json_response
+from kerngen.runtime.serve.gate import Gate
+from kerngen.runtime.serve.metrics import CONTENT_TYPE
+from kerngen.runtime.serve.page import chat_page
+from kerngen.runtime.serve.service import Service, service_of
+from kerngen.runtime.serve.turns import template_messages
+
+OPEN = ("/health", "/ping", "/version", "/metrics", "/")  # no key is asked for
+
+
+def make_app(service: Service, keys: Sequence[str] = ()) -> FastAPI:
+    """keys: one of them must come with every request but those for OPEN; none: none is asked for."""
+    app = FastAPI(
+        title="kerngen", version=kerngen.__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json"
+    )
+    app.state.service, app.state.keys = service, [key.encode() for key in keys]
+    for router in (_router, completions.router, chats.router):
+        app.include_router(router)
+    errors.install(app)
+    app.add_middleware(Gate, limits=service.limits, allowed=lambda path, header: _is_allowed(app, path, header))
+    return app
+
+
+def _is_allowed(app: FastAPI, path: str, header: bytes) -> bool:
+    if not app.state.keys or path in OPEN:
+        return True
+    scheme, _, key = header.partition(b" ")
+    # all are compared: how long it takes says nothing of them
+    return scheme.lower() == b"bearer" and sum(hmac.compare_digest(key.strip(), k) for k in app.state.keys) > 0
+
+
+_router = APIRouter()
+
+
+# -- what is watched
+
+
+@_router.get("/health")
+@_router.get("/ping")
+async def health(request: Request) -> Response:
+    service = service_of(request)
+    if service.client.is_alive and not service.is_draining:
+        return Response(status_code=200)
+    return errors.response_of(ApiError(503, service.client.why_dead or "the server is about to stop"))
+
+
+@_router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(service_of(request).metrics.text(), media_type=CONTENT_TYPE)
+
+
+@_router.get("/version")
+async def version() -> Response:
+    return json_response({"version": kerngen.__version__})
+
+
+@_router.get("/")
+async def page() -> Response:
+    html, headers = chat_page()
+    return HTMLResponse(html, headers=headers)
+
+
+@_router.get("/v1/models")
+async def models(request: Request) -> Response:
+    service = service_of(request)
+    return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+
+@_router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    service = service_of(request)
+    service.require_model(name)
+    return json_response(_model(service, name))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "kerngen", "root": service.names[0],
+            "parent": None, "max_model_len": service.ready.max_len}  # fmt: skip
+
+
+# -- text and tokens
+
+
+@_router.post("/tokenize")
+async def tokenize(request: Request, body: protocol.Tokenize) -> Response:
+    service = service_of(request)
+    service.require_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "either prompt or messages is tokenized")
+    if body.prompt is not None:
+        ids = await service.encode(body.prompt, with_bos=body.add_special_tokens)
+    else:
+        messages = template_messages(body.messages or [], service.codec.template_reads)
+        ids = await service.encode_chat(messages, **(body.chat_template_kwargs or {}))
+    texts = [service.codec.token(i) for i in ids] if body.return_token_strs else None
+    return json_response({"count": len(ids), "max_model_len": service.ready.max_len, "tokens": ids,
+                          "token_strs": texts})  # fmt: skip
+
+
+@_router.post("/detokenize")
+async def detokenize(request: Request, body: protocol.Detokenize) -> Response:
+    service = service_of(request)
+    service.require_model(body.model)
+    if bad := [i for i in body.tokens if not 0 <= i < service.config.vocab_size]:
+        raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {service.config.vocab_size}", param="tokens")
+    return json_response({"prompt": await service.off_loop(service.codec.decode, body.tokens)})

@@ -1,0 +1,120 @@
+"""/v1/chat/completions: the assistant's next turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kerngen.errors import UsageError
+from kerngen.runtime.chat import THINKING
+from kerngen.runtime.serve.answers import Heading, Message, Usage, chat_logprobs, deltas_of
+from kerngen.runtime.serve.calls import call_grammar
+from kerngen.runtime.serve.choices import (
+    Asked,
+    ChatReader,
+    Part,
+    choice,
+    guiding_of,
+    sampling_of,
+    stop_ids_of,
+    stops_of,
+)
+from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.guided import json_grammar
+from kerngen.runtime.serve.protocol import ChatCompletion, NamedTool
+from kerngen.runtime.serve.sending import send_events, send_whole
+from kerngen.runtime.serve.service import Service, service_of
+from kerngen.runtime.serve.turns import template_messages, template_tools
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, body: ChatCompletion) -> Response:
+    service = service_of(request)
+    service.require_model(body.model)
+    codec, count = service.codec, body.n or 1
+    tools = _tools(service, body)
+    messages = template_messages(body.messages, codec.template_reads)
+    variables = dict(body.chat_template_kwargs or {})
+    if tools:
+        variables["tools"] = template_tools(tools)
+    if body.reasoning_effort is not None:
+        variables.setdefault(THINKING, body.reasoning_effort != "none")
+    prompt = await service.encode_chat(messages, **variables)
+    asked = Asked(
+        prompt,
+        service.room(prompt, body.max_completion_tokens or body.max_tokens),
+        stop_ids_of(service, body, codec.end_of_calls_ids if tools else ()),
+        (body.top_logprobs or 0) if body.logprobs else None,
+        guiding_of(service, body, _grammar(service, body, tools), prompt, may_think=bool(variables.get(THINKING))),
+    )
+    generators = [
+        choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, calls=bool(tools)),
+               sampling_of(service, body, i)) for i in range(count)
+    ]  # fmt: skip
+    heading = Heading.of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion",
+                         body.model or service.names[0])  # fmt: skip
+    usage = Usage(len(prompt))
+    if body.stream:
+        begun: set[int] = set()
+
+        def chunks(part: Part) -> list[dict[str, Any]]:
+            deltas = deltas_of(part.deltas, with_reasoning=body.include_reasoning)
+            if part.index not in begun:
+                begun.add(part.index)
+                deltas.insert(0, {"role": "assistant", "content": ""})
+            if (part.finish_reason or part.logprobs) and not deltas:
+                deltas.append({})
+            last, found = len(deltas) - 1, chat_logprobs(part.logprobs, codec)
+            return [
+                {"index": part.index, "delta": delta, "logprobs": found if i == last else None,
+                 "finish_reason": part.finish_reason if i == last else None} for i, delta in enumerate(deltas)
+            ]  # fmt: skip
+
+        return await send_events(request, service, body.stream_options, heading, usage, generators, chunks)
+    made = [Message() for _ in range(count)]
+
+    def add(part: Part) -> None:
+        usage.add(part)
+        made[part.index].add(part)
+
+    def whole() -> dict[str, Any]:
+        choices = [m.body(i, codec, with_reasoning=body.include_reasoning) for i, m in enumerate(made)]
+        return heading.body(choices, usage)
+
+    return await send_whole(request, service, generators, add, whole)
+
+
+def _tools(service: Service, body: ChatCompletion) -> list[dict[str, Any]]:
+    """Those that the model is told of."""
+    if not body.tools or body.tool_choice == "none":
+        if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
+            raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+        return []
+    if service.codec.call_ids is None:
+        raise ApiError(400, "this model has no tokens for tool calls", param="tools")
+    return [tool.model_dump(exclude_none=True) for tool in body.tools]
+
+
+def _grammar(service: Service, body: ChatCompletion, tools: list[dict[str, Any]]) -> str | None:
+    """What response_format or tool_choice says of the answer."""
+    wanted, choice = body.response_format, body.tool_choice
+    try:
+        if choice == "required" or isinstance(choice, NamedTool):
+            name = choice.function.name if isinstance(choice, NamedTool) else None
+            is_parallel = name is None and body.parallel_tool_calls is not False
+            if service.codec.call_ids is None:
+                raise UsageError("this model has no tokens for tool calls")
+            return call_grammar(tools, service.codec.call_ids, name=name, is_parallel=is_parallel)
+    except UsageError as e:
+        raise ApiError(400, e.message, param="tools") from e
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return json_grammar()
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise ApiError(400, "response_format.json_schema.schema is missing", param="response_format")
+    return json_grammar(wanted.json_schema.schema_)

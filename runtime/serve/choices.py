@@ -1,0 +1,232 @@
+"""An answer as it comes: tokens from the engine, taken apart into what is thought, said and called."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from kerngen.runtime.completion import UpToStop
+from kerngen.runtime.engine import Stats, TokenLogprobs
+from kerngen.runtime.sampling import Sampling
+from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.guided import choice_grammar, json_grammar, regex_grammar
+from kerngen.runtime.serve.output import ContentDelta, Delta, Output, ToolCallDelta
+from kerngen.runtime.serve.protocol import _Generation
+from kerngen.runtime.serve.service import Service
+from kerngen.runtime.serve.worker import Guiding
+from kerngen.runtime.text import TextCodec
+
+_T = TypeVar("_T")
+_MORE = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+_SUGGESTED = ("temperature", "top_k", "top_p")  # where generation_config.json says more than OpenAI's defaults
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of choice `index`: what came with these tokens. finish_reason and stats come with the last part."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+    finish_reason: str | None = None
+    stats: Stats | None = None
+
+
+class Reader(Protocol):
+    """Makes deltas of tokens. is_over: a stop string is complete."""
+
+    def push(self, token: int) -> list[Delta]: ...
+    def finish(self) -> list[Delta]: ...
+    @property
+    def is_over(self) -> bool: ...
+
+
+class TextReader:
+    """All of it is content, special tokens left out."""
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str]) -> None:
+        self._stream, self._text = codec.stream(), UpToStop(stop)
+
+    @property
+    def is_over(self) -> bool:
+        return self._text.is_over
+
+    def push(self, token: int) -> list[Delta]:
+        self._text.push(self._stream.push([token]))
+        return _content(self._text.news())
+
+    def finish(self) -> list[Delta]:
+        self._text.push(self._stream.finish())
+        return _content(self._text.rest())
+
+
+class ChatReader:
+    """Thoughts, content and calls; stop strings end the content. prompt: what the answer follows. calls: whether the
+    request has tools.
+    """
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str], prompt: Sequence[int], *, calls: bool) -> None:
+        self._output, self._text = Output(codec, prompt, calls=calls), UpToStop(stop)
+
+    @property
+    def is_over(self) -> bool:
+        return self._text.is_over
+
+    def push(self, token: int) -> list[Delta]:
+        return self._stopped(self._output.push([token]))
+
+    def finish(self) -> list[Delta]:
+        return [*self._stopped(self._output.finish()), *_content(self._text.rest())]
+
+    def _stopped(self, deltas: Sequence[Delta]) -> list[Delta]:
+        found: list[Delta] = []
+        for delta in deltas:
+            if not isinstance(delta, ContentDelta):
+                found += [*_content(self._text.rest()), delta]  # no stop string reaches over it
+                continue
+            self._text.push(delta.text)
+            found += _content(self._text.news())
+        return found
+
+
+def _content(text: str) -> list[Delta]:
+    return [ContentDelta(text)] if text else []
+
+
+def sampling_of(service: Service, body: _Generation, index: int) -> Sampling:
+    """The parameters of choice `index`: as asked for, else as the checkpoint suggests, else OpenAI's defaults."""
+    values: dict[str, Any] = {"temperature": 1.0}
+    values |= {name: value for name, value in service.suggested.items() if name in _SUGGESTED}
+    values |= {name: value for name in (*_SUGGESTED, *_MORE) if (value := getattr(body, name)) is not None}
+    values["top_k"] = max(int(values.get("top_k", 0)), 0)  # vLLM's clients say -1 for all
+    values["logit_bias"] = tuple((_token(name), bias) for name, bias in (body.logit_bias or {}).items())
+    values["seed"] = (secrets.randbits(62) if body.seed is None else body.seed) + index
+    return Sampling(**values)
+
+
+def _token(name: str) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise ApiError(400, f"logit_bias: {name!r:.40} is no token's number", param="logit_bias")
+    return int(name)
+
+
+def guiding_of(
+    service: Service, body: _Generation, grammar: str | None, prompt: Sequence[int], *, may_think: bool = False
+) -> Guiding | None:
+    """What the answer must be: `grammar`, or what vLLM's clients ask for by other fields. may_think: a thought may come
+    first, as it does where the prompt ends in one.
+    """
+    asked: list[str] = [] if grammar is None else [grammar]
+    if body.guided_json is not None:
+        asked.append(json_grammar(_schema(body.guided_json)))
+    if body.guided_regex is not None:
+        asked.append(regex_grammar(body.guided_regex))
+    if body.guided_choice is not None:
+        asked.append(choice_grammar(body.guided_choice))
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise ApiError(400, "an answer follows one grammar: response_format, tool_choice or one of guided_*")
+    thoughts = service.codec.channel_ids
+    if thoughts is None:
+        return Guiding(asked[0])
+    marks = [i for i in prompt if i in thoughts]
+    is_thinking = bool(marks) and marks[-1] == thoughts[0]
+    return Guiding(asked[0], may_think=may_think and not is_thinking, is_thinking=is_thinking)
+
+
+def _schema(given: dict[str, Any] | str) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as e:
+        raise ApiError(400, f"guided_json is not JSON: {e}", param="guided_json") from None
+
+
+def stops_of(body: _Generation) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What all choices of a request share. logprobs: see the engine's Request."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    logprobs: int | None = None
+    guiding: Guiding | None = None
+
+
+def stop_ids_of(service: Service, body: _Generation, more: Sequence[int] = ()) -> tuple[int, ...]:
+    return (*(() if body.ignore_eos else service.stop_ids), *more, *(body.stop_token_ids or ()))
+
+
+async def choice(
+    service: Service, asked: Asked, index: int, reader: Reader, sampling: Sampling
+) -> AsyncGenerator[Part, None]:
+    """One answer, in parts."""
+    has_calls = False
+    stream = service.follow(asked.prompt, asked.max_new_tokens, sampling, asked.stop_ids, asked.logprobs, asked.guiding)
+    try:
+        async for made in stream:
+            deltas: list[Delta] = []
+            shown = made.tokens[:-1] if made.reason == "stop" else made.tokens
+            for count, token in enumerate(shown, 1):
+                deltas += reader.push(token)
+                if reader.is_over:
+                    yield Part(index, made.tokens[:count], made.logprobs[:count], deltas, "stop", made.stats)
+                    return
+            if made.reason:
+                deltas += reader.finish()
+            has_calls = has_calls or any(isinstance(d, ToolCallDelta) for d in deltas)
+            reason = "tool_calls" if made.reason == "stop" and has_calls else made.reason or None
+            yield Part(index, made.tokens, made.logprobs, deltas, reason, made.stats)
+    finally:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def merged(generators: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
+    """What all of them yield, as it comes. The first error ends them all, as whoever leaves the loop does."""
+    if len(generators) == 1:
+        try:
+            async for item in generators[0]:
+                yield item
+        finally:
+            await generators[0].aclose()
+        return
+    queue: asyncio.Queue[tuple[_T | None, BaseException | None]] = asyncio.Queue()
+
+    async def drain(generator: AsyncGenerator[_T, None]) -> None:
+        error: BaseException | None = None
+        try:
+            async for item in generator:
+                queue.put_nowait((item, None))
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            await generator.aclose()
+            queue.put_nowait((None, error))
+
+    tasks = [asyncio.ensure_future(drain(g)) for g in generators]
+    try:
+        left = len(tasks)
+        while left:
+            came, error = await queue.get()
+            if error is not None:
+                raise error
+            if came is None:
+                left -= 1
+            else:
+                yield came
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

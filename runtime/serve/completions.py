@@ -1,0 +1,90 @@
+"""/v1/completions: what follows a text, or tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kerngen.runtime.serve.answers import Heading, TextLogprobs, Usage, text_of
+from kerngen.runtime.serve.choices import (
+    Asked,
+    Part,
+    TextReader,
+    choice,
+    guiding_of,
+    sampling_of,
+    stop_ids_of,
+    stops_of,
+)
+from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.protocol import Completion
+from kerngen.runtime.serve.sending import send_events, send_whole
+from kerngen.runtime.serve.service import service_of
+
+DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def completions(request: Request, body: Completion) -> Response:
+    service = service_of(request)
+    service.require_model(body.model)
+    for name, value in (("suffix", body.suffix), ("best_of", (body.best_of or 1) > (body.n or 1))):
+        if value:
+            raise ApiError(400, f"{name} is not supported", param=name)
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "logprobs are of what is generated: not together with echo", param="echo")
+    prompts = [await service.encode(p) if isinstance(p, str) else p for p in _prompts(body)]
+    count, codec = body.n or 1, service.codec
+    generators, echoes = [], []
+    for i, prompt in enumerate(prompts):
+        room = service.room(prompt, body.max_tokens or DEFAULT_TOKENS)
+        guiding = guiding_of(service, body, None, prompt)
+        asked = Asked(prompt, room, stop_ids_of(service, body), body.logprobs, guiding)
+        for j in range(count):
+            reader = TextReader(codec, stops_of(body))
+            generators.append(choice(service, asked, i * count + j, reader, sampling_of(service, body, j)))
+            echoes.append(await service.off_loop(codec.decode, prompt) if body.echo else "")
+    heading = Heading.of("cmpl", "text_completion", body.model or service.names[0])
+    usage = Usage(sum(map(len, prompts)))
+    logprobs = [TextLogprobs(codec, len(echo)) for echo in echoes]
+
+    def told(index: int, text: str, of_tokens: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": of_tokens, "finish_reason": reason, "stop_reason": None}
+
+    if body.stream:
+        unsaid = dict(enumerate(echoes))
+
+        def chunks(part: Part) -> list[dict[str, Any]]:
+            text, found = unsaid.pop(part.index, "") + text_of(part.deltas), logprobs[part.index].body(part.logprobs)
+            is_news = text or found or part.finish_reason
+            return [told(part.index, text, found, part.finish_reason)] if is_news else []
+
+        return await send_events(request, service, body.stream_options, heading, usage, generators, chunks)
+    texts, reasons, found = list(echoes), [""] * len(echoes), [list(p.logprobs) for p in map(Part, range(len(echoes)))]
+
+    def add(part: Part) -> None:
+        usage.add(part)
+        texts[part.index] += text_of(part.deltas)
+        found[part.index] += part.logprobs
+        reasons[part.index] = part.finish_reason or ""
+
+    def whole() -> dict[str, Any]:
+        choices = [told(i, texts[i], logprobs[i].body(found[i]), reasons[i]) for i in range(len(texts))]
+        return heading.body(choices, usage)
+
+    return await send_whole(request, service, generators, add, whole)
+
+
+def _prompts(body: Completion) -> list[str | list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "the prompt is empty", param="prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)

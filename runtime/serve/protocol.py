@@ -1,0 +1,131 @@
+"""What clients send: OpenAI's fields, and those that vLLM adds. Unknown ones are let pass, as both do.
+
+Source: OpenAI's API reference (chat completions, completions); vLLM 0.24, `entrypoints/openai/protocol.py`, for names
+and meanings of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_STOPS = 64
+MAX_CHOICES = 64
+MAX_LOGPROBS = 20
+
+Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+Bias = Annotated[dict[str, float], Field(max_length=1024)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _Generation(_Body):
+    """Fields that both kinds of completion have. None: as the model's generation_config.json says, else OpenAI's
+    default."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)  # 0 and -1 keep every token
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: Bias | None = None
+    seed: int | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool = False
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=4096)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class Completion(_Generation):
+    """POST /v1/completions. prompt: a text, tokens, or several of either."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+
+class Function(_Body):
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.\-]+$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(_Body):
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatCompletion(_Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Annotated[list[Tool], Field(max_length=256)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Tokenize(_Body):
+    """POST /tokenize: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Detokenize(_Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]

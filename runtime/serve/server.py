@@ -1,0 +1,165 @@
+"""The server's life: the engine is started, uvicorn listens, and both end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from kerngen.errors import UsageError
+from kerngen.runtime.config import read_eos_ids, read_model_config, read_sampling
+from kerngen.runtime.hub import find_checkpoint
+from kerngen.runtime.serve.app import make_app
+from kerngen.runtime.serve.client import EngineClient, EngineFailed
+from kerngen.runtime.serve.service import Limits, Service
+from kerngen.runtime.serve.worker import Options, Ready
+from kerngen.runtime.text import TextCodec
+
+DEFAULT_CONTEXT = 32_768
+WATCH_S = 0.5  # how often it is seen that the engine has died
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """load: arguments of `kerngen.load`. drain_s: how long answers may still take once the server is told to stop."""
+
+    load: Mapping[str, Any]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    names: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    context: int | None = None
+    max_batch: int = 64
+    limits: Limits = field(default_factory=Limits)
+    drain_s: float = 60.0
+
+
+def run(
+    settings: Settings,
+    *,
+    on_load: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Serve until a signal says so. Returns the exit code: 1 where the engine died. Raises UsageError, EngineFailed."""
+    return asyncio.run(_run(settings, on_load, say))
+
+
+async def _run(settings: Settings, on_load: Callable[[int, int], None] | None, say: Callable[[str], None]) -> int:
+    listening = _listen(settings.host, settings.port)  # a port that is taken is known before the weights are there
+    try:
+        service = await _open(settings, on_load, say)
+        try:
+            return await _serve(service, settings, listening, say)
+        finally:
+            await service.client.close()
+            service.close()
+    finally:
+        listening.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as e:
+        raise UsageError(f"--host {host}: {e.strerror or e}") from e
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as e:
+        listening.close()
+        raise UsageError(f"{host} port {port}: {e.strerror or e}", hint="--port takes another one, 0 any") from e
+    return listening
+
+
+async def _open(settings: Settings, on_load: Callable[[int, int], None] | None, say: Callable[[str], None]) -> Service:
+    folder = find_checkpoint(settings.load["folder"])
+    config = read_model_config(folder)
+    codec = TextCodec(folder, config.bos_id)
+    load = {**settings.load, "folder": str(folder)}
+    context = settings.context or min(config.max_positions, DEFAULT_CONTEXT)
+    if context > config.max_positions:
+        raise UsageError(f"--context {context}: the model takes {config.max_positions:,} tokens")
+    client = EngineClient(Options(load, context, settings.max_batch), on_load)
+    ready = await client.start()
+    for warning in ready.warnings:
+        say(f"warning: {warning}")
+    say(_summary(ready))
+    return Service(
+        client=client,
+        ready=ready,
+        codec=codec,
+        config=config,
+        names=settings.names or (_name(settings.load["folder"]),),
+        suggested=read_sampling(folder),
+        stop_ids=tuple(dict.fromkeys((*read_eos_ids(folder, config), *codec.end_of_turn_ids))),
+        limits=settings.limits,
+        created=int(time.time()),
+    )
+
+
+def _name(model: str) -> str:
+    """A name on the hub as it is, a folder by its own."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
+
+
+def _summary(ready: Ready) -> str:
+    drafting = f", drafts by {Path(ready.drafter).name}" if ready.drafter else ""
+    return (f"{ready.where}{drafting}; loaded in {ready.load_s:.1f} s; {ready.max_batch} sequences of up to "
+            f"{ready.max_len:,} tokens")  # fmt: skip
+
+
+async def _serve(service: Service, settings: Settings, listening: socket.socket, say: Callable[[str], None]) -> int:
+    config = uvicorn.Config(
+        make_app(service, settings.keys), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(max(settings.drain_s, 1)), h11_max_incomplete_event_size=65536,
+    )  # fmt: skip
+    server = _Server(config, service)
+    host, port = listening.getsockname()[:2]
+    serving, is_said = asyncio.ensure_future(server.serve(sockets=[listening])), False
+    while not serving.done():
+        if server.started and not is_said:
+            is_said = True
+            say(f"serving {', '.join(service.names)} at http://{f'[{host}]' if ':' in host else host}:{port} "
+                "(the page), /v1 (OpenAI's API); Ctrl-C ends it")  # fmt: skip
+        if not service.client.is_alive and not server.should_exit:
+            say(f"the engine has ended: {service.client.why_dead}")
+            server.should_exit = server.force_exit = True
+        await asyncio.wait([serving], timeout=WATCH_S if is_said else 0.01)
+    await serving
+    return 0 if service.client.is_alive else 1
+
+
+class _Server(uvicorn.Server):
+    """Tells the service that it drains, so that nobody is let in on a connection that is kept. A signal that ended it
+    has done what it was for: uvicorn would raise it once more.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.is_draining = True
+        await super().shutdown(sockets)
+
+
+__all__ = ["EngineFailed", "Settings", "run"]

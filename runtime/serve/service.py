@@ -1,0 +1,131 @@
+"""What the routes share: the model's names and limits, its text, and requests on their way through the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from kerngen.runtime.config import ModelConfig
+from kerngen.runtime.sampling import Sampling
+from kerngen.runtime.serve.client import EngineClient
+from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.metrics import Metrics
+from kerngen.runtime.serve.worker import Guiding, Made, Ready
+from kerngen.runtime.text import TextCodec
+
+RETRY_AFTER_S = 1
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """queue: sequences that are at work or wait; more are sent away. body_bytes: of a request, which must have come
+    within body_s seconds.
+    """
+
+    queue: int = 256
+    body_bytes: int = 16 * 1024 * 1024
+    body_s: float = 30.0
+
+
+@dataclass(slots=True)
+class Service:
+    """names: what clients may call the model, the first is what it calls itself. suggested: sampling parameters of
+    generation_config.json. stop_ids: tokens that end an answer. created: when the
+    server began, in seconds."""
+
+    client: EngineClient
+    ready: Ready
+    codec: TextCodec
+    config: ModelConfig
+    names: Sequence[str]
+    suggested: Mapping[str, float]
+    stop_ids: tuple[int, ...]
+    created: int
+    limits: Limits = field(default_factory=Limits)
+    is_draining: bool = False
+    metrics: Metrics = field(init=False)
+    _num_inside: int = field(default=0, init=False)
+    _texts: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.names[0], lambda: self.client.load)
+        # One thread: the tokenizer's handling of control tokens is a state of it.
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="kerngen-text")
+
+    def require_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ApiError(404, f"the model {name!r} is not served here; there is {', '.join(self.names)}",
+                           param="model", code="model_not_found")  # fmt: skip
+
+    @contextmanager
+    def admitted(self, count: int = 1) -> Iterator[None]:
+        """A place for `count` sequences, which the queue has, or nobody comes in. Raises ApiError."""
+        if self.is_draining or not self.client.is_alive:
+            raise ApiError(503, self.client.why_dead or "the server is about to stop", code="unavailable")
+        if self._num_inside + count > self.limits.queue:
+            raise ApiError(429, f"{self._num_inside} requests are at work or wait, and {self.limits.queue} may",
+                           code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})  # fmt: skip
+        self._num_inside += count
+        try:
+            yield
+        finally:
+            self._num_inside -= count
+
+    async def off_loop(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
+        """What the tokenizer or the chat template takes its time for, beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._texts, lambda: function(*arguments, **named))
+
+    async def encode(self, text: str, *, with_bos: bool = True) -> list[int]:
+        """Control tokens in it are text."""
+        ids = await self.off_loop(self.codec.encode, text, plain=True)
+        return ids if with_bos else ids[1:]
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Through the chat template; control tokens in what is said are text."""
+        return await self.off_loop(self.codec.encode_chat, messages, plain=True, **variables)
+
+    def room(self, prompt: Sequence[int], wanted: int | None) -> int:
+        """New tokens that may follow `prompt`. Raises ApiError where `wanted` are more, or there are none."""
+        if bad := [i for i in prompt if not 0 <= i < self.config.vocab_size]:
+            raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {self.config.vocab_size}", param="prompt")
+        most = self.ready.max_len - len(prompt)
+        if not prompt:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        if most < 1 or (wanted or 1) > most:
+            asked = "" if wanted is None else f" and {wanted} new ones"
+            raise ApiError(400, f"the prompt has {len(prompt)} tokens{asked}; {self.ready.max_len} are held together",
+                           param="messages", code="context_length_exceeded")  # fmt: skip
+        return wanted or most
+
+    async def follow(
+        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int],
+        logprobs: int | None, guiding: Guiding | None,
+    ) -> AsyncIterator[Made]:  # fmt: skip
+        """As EngineClient.stream, watched."""
+        watch, last = self.metrics.watch(), None
+        stream = self.client.stream(prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding)
+        try:
+            async for made in stream:
+                watch.tokens(len(made.tokens))
+                last = made if made.reason else None
+                yield made
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+            watch.ended("abort" if last is None else last.reason, None if last is None else last.stats)
+
+    def close(self) -> None:
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+
+def service_of(request: Request) -> Service:
+    """That of the app which answers `request`."""
+    service: Service = request.app.state.service
+    return service

@@ -1,0 +1,250 @@
+"""The engine's process: it loads the model, takes requests from a pipe, and tells what each step made.
+
+It knows tokens alone. Text, HTTP and whoever waits are the other process's business (client.py), so that none of it
+stands between two steps. It ends when it is told to, and when the other process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+import warnings
+from array import array
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from kerngen.errors import KerngenError, UsageError
+from kerngen.runtime.sampling import Sampling
+
+if TYPE_CHECKING:
+    from kerngen.runtime.engine import Engine, Event, Handle, Load, Stats, TokenLogprobs
+    from kerngen.runtime.serve.guided import Guide, Guides
+    from kerngen.runtime.session import Session
+
+COMPILING_S = 0.002  # how often it is seen that a grammar is compiled, where nothing else is to do
+
+# -- what the engine is told
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """load: arguments of `kerngen.load`. max_len: tokens of a sequence. max_batch: of them at once, where memory takes
+    as many.
+    """
+
+    load: Mapping[str, Any]
+    max_len: int
+    max_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Guiding:
+    """A grammar that the answer follows, as `Guides.guide` has it."""
+
+    grammar: str
+    may_think: bool = False
+    is_thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request; `number` is the other process's name for it. logprobs, guiding: see the engine's Request."""
+
+    number: int
+    prompt: array[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    guiding: Guiding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    number: int
+
+
+# -- what the engine tells
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Bytes of the weights that are there, of all."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """max_len, max_batch: what fitted. where: backend, device and dtype, in words. warnings: the checkpoint's."""
+
+    max_len: int
+    max_batch: int
+    num_pages: Mapping[str, int]
+    where: str
+    load_s: float
+    drafter: str | None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why there is no engine, or no longer one. what: for whoever must mend it, "" where `message` says all."""
+
+    message: str
+    hint: str | None = None
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """New tokens of a request, with what is known of each where that was asked for. reason: why they are its last, ""
+    where they are not; stats then, and `error` in words where that is why ("error": the model computed no number;
+    "refused": the engine does not take the request, or cannot guide it on).
+    """
+
+    number: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reason: str = ""
+    stats: Stats | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What came of a step, and who is where after it. drafted, accepted: drafts since the start, by position."""
+
+    made: list[Made] = field(default_factory=list)
+    load: Load | None = None
+
+
+def serve(connection: Connection, options: Options) -> None:
+    """The process: until `connection` ends, or says None."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a group gets them together, and it is the other that stops
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(BrokenPipeError, EOFError, ConnectionResetError):
+        try:
+            session, engine = _open(connection, options)
+        except KerngenError as e:
+            connection.send(Failed(e.message, e.hint))
+            return
+        except Exception as e:
+            connection.send(Failed(f"{type(e).__name__}: {e}", what=traceback.format_exc()))
+            return
+        try:
+            _Loop(connection, session, engine).run()
+        except KerngenError as e:
+            connection.send(Failed(e.message, e.hint))
+        except Exception as e:
+            connection.send(Failed(f"{type(e).__name__}: {e}", what=traceback.format_exc()))
+
+
+def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
+    from kerngen.runtime.backend import explaining_memory
+    from kerngen.runtime.session import load
+
+    told = 0
+
+    def advance(done: int, total: int) -> None:
+        nonlocal told
+        if done - told > total // 200 or done == total:
+            told = done
+            connection.send(Loading(done, total))
+
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        session = load(**options.load, advance=advance)
+    session.max_len = min(options.max_len, session.config.max_positions)
+    with explaining_memory(session.ops.device):
+        engine = session.reserve(session.max_len, options.max_batch)
+    ops = session.ops
+    connection.send(Ready(
+        engine.max_len, engine.max_batch, engine.load.num_pages,
+        f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}", session.load_s,
+        None if session.drafter_folder is None else os.fspath(session.drafter_folder),
+        tuple(str(w.message) for w in caught),
+    ))  # fmt: skip
+    return session, engine
+
+
+class _Loop:
+    """Steps while there is work, and between them what the pipe has."""
+
+    def __init__(self, connection: Connection, session: Session, engine: Engine) -> None:
+        self._connection, self._session, self._engine = connection, session, engine
+        self._by_number: dict[int, Handle] = {}
+        self._numbers: dict[Handle, int] = {}
+        # Grammars are compiled beside the steps: some take long.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="kerngen-grammar")
+        self._compiling: dict[int, tuple[Submit, Future[Guide]]] = {}
+        self._guides: Guides | None = None
+
+    def run(self) -> None:
+        from kerngen.runtime.backend import explaining_memory
+
+        engine, connection = self._engine, self._connection
+        with explaining_memory(self._session.ops.device):
+            while True:
+                made: list[Made] = []
+                while connection.poll(0 if engine.has_work or made else COMPILING_S if self._compiling else None):
+                    if (told := connection.recv()) is None:
+                        return
+                    made += self._heed(told)
+                for number in [n for n, (_, guide) in self._compiling.items() if guide.done()]:
+                    made += self._submit(*self._compiling.pop(number))
+                if engine.has_work:
+                    made += [self._made(event) for event in engine.step() if event.handle in self._numbers]
+                if made:
+                    connection.send(Told(made, engine.load))
+
+    def _heed(self, told: Submit | Cancel) -> Sequence[Made]:
+        if isinstance(told, Submit):
+            if told.guiding is None:
+                return self._submit(told)
+            self._compiling[told.number] = told, self._compiler.submit(self._guide, told.guiding)
+            return ()
+        if self._compiling.pop(told.number, None) is not None:
+            return (Made(told.number, [], reason="cancelled"),)
+        if (handle := self._by_number.pop(told.number, None)) is None:
+            return ()  # it had ended meanwhile
+        del self._numbers[handle]
+        self._engine.cancel(handle)
+        return (Made(told.number, [], reason="cancelled", stats=handle.stats),)
+
+    def _guide(self, wanted: Guiding) -> Guide:
+        """In the compiler's thread."""
+        from kerngen.runtime.serve.guided import Guides
+
+        if self._guides is None:
+            session = self._session
+            self._guides = Guides(session.codec, session.config.vocab_size, session.stop_ids)
+        return self._guides.guide(wanted.grammar, may_think=wanted.may_think, is_thinking=wanted.is_thinking)
+
+    def _submit(self, told: Submit, guide: Future[Guide] | None = None) -> Sequence[Made]:
+        from kerngen.runtime.engine import Request
+
+        try:
+            mask = None if guide is None else guide.result()
+            handle = self._engine.submit(Request(told.prompt, told.max_new_tokens, told.sampling, told.stop_ids,
+                                                 logprobs=told.logprobs, mask=mask))  # fmt: skip
+        except KerngenError as e:
+            return (Made(told.number, [], reason="refused", error=e.message),)
+        self._by_number[told.number] = handle
+        self._numbers[handle] = told.number
+        return ()
+
+    def _made(self, event: Event) -> Made:
+        handle = event.handle
+        number = self._numbers[handle]
+        if not handle.is_done:
+            return Made(number, event.tokens, event.logprobs)
+        del self._numbers[handle], self._by_number[number]
+        error = "" if handle.error is None else handle.error.message
+        reason = "refused" if isinstance(handle.error, UsageError) else handle.stop_reason
+        return Made(number, event.tokens, event.logprobs, reason, handle.stats, error)

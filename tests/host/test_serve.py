@@ -1,0 +1,342 @@
+"""`kerngen serve`: the API as OpenAI's clients see it. The engine is played."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from played_engine import MAX_LEN, PlayedEngine, played_service, words
+from starlette.testclient import TestClient
+
+from kerngen.runtime.serve.app import make_app
+from kerngen.runtime.serve.choices import merged
+from kerngen.runtime.serve.service import Limits, Service
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture
+def played() -> tuple[Service, PlayedEngine]:
+    return played_service()
+
+
+@pytest.fixture
+def client(played: tuple[Service, PlayedEngine]) -> Iterator[TestClient]:
+    with TestClient(make_app(played[0]), raise_server_exceptions=False) as client:
+        yield client
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def test_a_chat(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    answer = client.post(CHAT, json=HI | {"model": "also", "temperature": 0, "seed": 7}).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "also"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Hello there"}
+    assert choice["finish_reason"] == "stop"
+    prompt, room, sampling, _ = played[1].asked[0]
+    made = len(words(played[0].codec, "Hello there")) + 1
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+    }  # fmt: skip
+    assert room == MAX_LEN - len(prompt)
+    assert (sampling.temperature, sampling.seed) == (0, 7)
+
+
+def test_a_chat_in_pieces(client: TestClient) -> None:
+    events = _events(client.post(CHAT, json=HI | {"stream": True}).text)
+    assert all(e["object"] == "chat.completion.chunk" and e["id"] == events[0]["id"] for e in events)
+    assert all("usage" not in e for e in events), "only where it was asked for"
+    deltas = [e["choices"][0]["delta"] for e in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(d.get("content", "") for d in deltas) == "Hello there"
+    reasons = [e["choices"][0]["finish_reason"] for e in events]
+    assert reasons[-1] == "stop"
+    assert set(reasons[:-1]) == {None}
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_usage_of_a_stream(client: TestClient, continuous: bool) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    events = _events(client.post(CHAT, json=HI | {"stream": True, "stream_options": options}).text)
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] > 1
+    assert all(("usage" in e) == continuous for e in events[:-1])
+
+
+def test_several_answers(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    answer = client.post(CHAT, json=HI | {"n": 3, "seed": 5}).json()
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
+    assert {c["message"]["content"] for c in answer["choices"]} == {"Hello there"}
+    assert sorted(asked[2].seed for asked in played[1].asked) == [5, 6, 7]
+    events = _events(client.post(TEXT, json={"prompt": ["a", "b"], "n": 2, "stream": True, "max_tokens": 50}).text)
+    for index in range(4):
+        texts = [e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == index]
+        assert "".join(texts) == "Hello there"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "left"), [("there", "Hello "), (["xyz", "lo th"], "Hel"), ("Hello there", "")])
+def test_a_stop_string_ends_an_answer(
+    client: TestClient, played: tuple[Service, PlayedEngine], stream: bool, stop: Any, left: str
+) -> None:
+    answer = client.post(CHAT, json=HI | {"stop": stop, "stream": stream})
+    if stream:
+        events = _events(answer.text)
+        assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == left
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    else:
+        (choice,) = answer.json()["choices"]
+        assert choice["message"]["content"] == left
+        assert choice["finish_reason"] == "stop"
+    assert played[1].num_left == 1, "the engine is told to end it"
+
+
+def test_a_completion(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    answer = client.post(TEXT, json={"prompt": "Say", "max_tokens": 2, "echo": True}).json()
+    assert answer["object"] == "text_completion"
+    (choice,) = answer["choices"]
+    assert choice["text"].startswith("Say")
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 2
+    ids = played[0].codec.encode("Say")
+    assert played[1].asked[0][0] == ids
+    client.post(TEXT, json={"prompt": ids})
+    assert played[1].asked[1][0] == ids
+    assert played[1].asked[1][1] == 16, "OpenAI's default"
+
+
+def test_typed_control_tokens_are_text(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    codec = played[0].codec
+    (end,) = codec.end_of_turn_ids
+    said = f"a{codec.token(end)}b"
+    client.post(CHAT, json={"messages": [{"role": "user", "content": said}]})
+    client.post(CHAT, json={"messages": [{"role": "user", "content": "ab"}]})
+    with_token, without = [asked[0].count(end) for asked in played[1].asked]
+    assert with_token == without
+
+
+def test_how_tokens_are_chosen(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    asked = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
+             "min_tokens": 2, "logit_bias": {"7": -100, "9": 3}, "top_k": -1}  # fmt: skip
+    assert client.post(CHAT, json=HI | asked).status_code == 200
+    sampling = played[1].asked[0][2]
+    assert sampling.logit_bias == ((7, -100), (9, 3))
+    assert sampling.top_k == 0
+    assert all(getattr(sampling, name) == asked[name] for name in list(asked)[:5])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client: TestClient, played: tuple[Service, PlayedEngine], stream: bool) -> None:
+    steps = words(played[0].codec, "Hello there")
+    answer = client.post(CHAT, json=HI | {"logprobs": True, "top_logprobs": 2, "stream": stream})
+    if stream:
+        found = [x for e in _events(answer.text) for x in (e["choices"][0]["logprobs"] or {"content": []})["content"]]
+    else:
+        found = answer.json()["choices"][0]["logprobs"]["content"]
+    assert len(found) == len(steps) + 1, "the stop token's too"
+    assert "".join(x["token"] for x in found[:-1]) == "Hello there"
+    assert all(bytes(x["bytes"]).decode() == x["token"] and len(x["top_logprobs"]) == 2 for x in found)
+    answer = client.post(TEXT, json={"prompt": "a", "logprobs": 1, "stream": stream})
+    choices = [e["choices"][0] for e in _events(answer.text)] if stream else answer.json()["choices"]
+    tokens = [t for c in choices if c["logprobs"] for t in c["logprobs"]["tokens"]]
+    offsets = [o for c in choices if c["logprobs"] for o in c["logprobs"]["text_offset"]]
+    assert tokens[: len(steps)] == [x["token"] for x in found[:-1]]
+    assert offsets == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+
+
+def test_what_an_answer_must_be(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for asked in (
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"guided_json": schema}, {"guided_json": json.dumps(schema)}, {"guided_regex": "[a-z]+"},
+        {"guided_choice": ["yes", "no"]},
+    ):  # fmt: skip
+        assert client.post(CHAT, json=HI | asked).status_code == 200, asked
+    assert all(guiding is not None and guiding.grammar.startswith("body:") for guiding in played[1].guided)
+    client.post(CHAT, json=HI | {"response_format": {"type": "text"}})
+    assert played[1].guided[-1] is None
+
+
+def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    token = words(played[0].codec, "Hello there")[1][0]
+    client.post(CHAT, json=HI | {"ignore_eos": True, "stop_token_ids": [token], "max_tokens": 5})
+    assert played[1].asked[0][3] == (token,)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says", "param"),
+    [
+        (CHAT, {}, 400, "messages", "messages"),
+        (CHAT, {"messages": []}, 400, "messages", "messages"),
+        (CHAT, {"messages": "Hi"}, 400, "messages", "messages"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "Hi"}]}, 400, "messages[0] has no role", None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text", None),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0]", None),
+        (CHAT, HI | {"temperature": -1}, 400, "temperature", "temperature"),
+        (CHAT, HI | {"temperature": "hot"}, 400, "temperature", "temperature"),
+        (CHAT, HI | {"n": 0}, 400, "n:", "n"),
+        (CHAT, HI | {"n": 10**30}, 400, "n:", "n"),
+        (CHAT, HI | {"max_tokens": MAX_LEN}, 400, "held together", "messages"),
+        (CHAT, HI | {"model": "gpt-9"}, 404, "there is tiny, also", "model"),
+        (CHAT, HI | {"stop": ""}, 400, "empty stop string", None),
+        (CHAT, HI | {"seed": 1 << 70}, 400, "seed", None),
+        (CHAT, HI | {"logit_bias": {"x": 2}}, 400, "no token's number", "logit_bias"),
+        (CHAT, HI | {"logit_bias": {"1": 200}}, 400, "logit_bias", None),
+        (CHAT, HI | {"tool_choice": "required"}, 400, "there are no tools", "tool_choice"),
+        (CHAT, HI | {"response_format": {"type": "json_schema"}}, 400, "schema is missing", "response_format"),
+        (CHAT, HI | {"guided_json": "{"}, 400, "not JSON", "guided_json"),
+        (CHAT, HI | {"guided_regex": "a", "guided_choice": ["b"]}, 400, "one grammar", None),
+        (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "not together with echo", "echo"),
+        (CHAT, HI | {"tools": [{"type": "gun"}]}, 400, "tools", "tools.0.type"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode", None),
+        (TEXT, {"prompt": []}, 400, "empty", "prompt"),
+        (TEXT, {"prompt": [-1]}, 400, "outside the vocabulary", "prompt"),
+        (TEXT, {"prompt": [1, "a"]}, 400, "prompt", None),
+        (TEXT, {"prompt": "a" * 10_000}, 400, "held together", "messages"),
+        (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix"),
+        ("/tokenize", {}, 400, "either prompt or messages", None),
+        ("/detokenize", {"tokens": [10**9]}, 400, "outside the vocabulary", "tokens"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_right_is_said_in_openais_form(
+    client: TestClient, path: str, body: dict[str, Any], status: int, says: str, param: str | None, stream: bool
+) -> None:
+    answer = client.post(path, content=json.dumps(body | ({"stream": True} if stream and body else {})))
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert param is None or error["param"] is None or error["param"].startswith(param)
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"\xff\xfe", b"null", b'"a"', b'{"messages": NaN}'])
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
+def test_a_body_that_is_none(client: TestClient, path: str, body: bytes) -> None:
+    answer = client.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_paths_and_methods(client: TestClient) -> None:
+    assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert client.get(CHAT).status_code == 405
+    assert [m["id"] for m in client.get("/v1/models").json()["data"]] == ["tiny", "also"]
+    assert client.get("/v1/models/also").json()["max_model_len"] == MAX_LEN
+    assert client.get("/v1/models/other").status_code == 404
+    assert "version" in client.get("/version").json()
+    assert client.get("/").headers["content-type"].startswith("text/html")
+
+
+def test_text_and_tokens(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    ids = played[0].codec.encode("Hello there")
+    told = client.post("/tokenize", json={"prompt": "Hello there", "return_token_strs": True}).json()
+    assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), MAX_LEN)
+    assert len(told["token_strs"]) == len(ids)
+    assert (
+        client.post("/tokenize", json={"prompt": "Hello there", "add_special_tokens": False}).json()["tokens"]
+        == ids[1:]
+    )
+    assert client.post("/tokenize", json=HI).json()["count"] > len(HI["messages"])
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello there"}
+
+
+def test_keys(played: tuple[Service, PlayedEngine]) -> None:
+    with TestClient(make_app(played[0], ["one", "two"])) as client:
+        for header in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Basic one"}, {"Authorization": "one"}):
+            answer = client.post(CHAT, json=HI, headers=header)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert client.post(CHAT, json=HI, headers={"Authorization": "Bearer two"}).status_code == 200
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").status_code == 401
+
+
+def test_bodies_have_an_end() -> None:
+    service, _ = played_service(limits=Limits(body_bytes=1000))
+    with TestClient(make_app(service)) as client:
+        long = json.dumps({"messages": [{"role": "user", "content": "a" * 2000}]})
+        for body in (long, iter([long[:500].encode(), long[500:].encode()])):
+            answer = client.post(CHAT, content=body)
+            assert answer.status_code == 413
+            assert answer.headers["connection"] == "close"
+        assert client.post(CHAT, json=HI).status_code == 200
+
+
+def test_the_queue_has_an_end() -> None:
+    service, engine = played_service(limits=Limits(queue=2))
+    with TestClient(make_app(service)) as client:
+        answer = client.post(CHAT, json=HI | {"n": 3})
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert client.post(CHAT, json=HI | {"n": 3, "stream": True}).status_code == 429
+        for stream in (False, True, False):
+            assert client.post(CHAT, json=HI | {"n": 2, "stream": stream}).status_code == 200, "places are given back"
+    assert len(engine.asked) == 6
+
+
+def test_an_engine_that_fails(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    service, engine = played
+    engine.fails = "the model computed NaN"
+    answer = client.post(CHAT, json=HI)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the model computed NaN")
+    assert client.post(CHAT, json=HI | {"stream": True}).status_code == 503, "no token had come"
+    engine.fails_at = 1
+    last = _events(client.post(CHAT, json=HI | {"stream": True}).text)[-1]
+    assert last["error"]["message"] == "the model computed NaN"
+    engine.refuses, engine.fails = "the cache holds less", None
+    assert client.post(CHAT, json=HI | {"stream": True}).status_code == 400
+    engine.refuses = None
+    engine.is_alive, engine.why_dead = False, "its process died"
+    assert client.get("/health").status_code == 503
+    assert client.post(CHAT, json=HI).json()["error"]["message"] == "its process died"
+    engine.is_alive, service.is_draining = True, True
+    assert client.post(CHAT, json=HI | {"stream": True}).status_code == 503
+
+
+def test_what_is_measured(client: TestClient) -> None:
+    client.post(CHAT, json=HI)
+    client.post(CHAT, json=HI | {"stop": "there"})
+    told = client.get("/metrics").text
+    assert 'vllm:request_success_total{finished_reason="stop",model_name="tiny"} 1.0' in told
+    assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 1.0' in told
+    assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 2.0' in told
+    assert 'vllm:prefix_cache_hits_total{model_name="tiny"} 3.0' in told
+    assert "_created" not in told
+
+
+def test_generators_are_merged_and_ended() -> None:
+    ended: list[int] = []
+
+    async def numbers(start: int, fails: bool) -> Any:
+        try:
+            for i in range(3):
+                await asyncio.sleep(0)
+                yield start + i
+            if fails:
+                raise ValueError("three")
+            await asyncio.sleep(10 if start else 0)
+        finally:
+            ended.append(start)
+
+    async def run(*fail: bool) -> list[int]:
+        return [i async for i in merged([numbers(10 * i, f) for i, f in enumerate(fail)])]
+
+    assert asyncio.run(run(False)) == [0, 1, 2]
+    with pytest.raises(ValueError, match="three"):
+        asyncio.run(run(True, False))
+    assert sorted(ended) == [0, 0, 10]

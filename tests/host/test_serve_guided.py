@@ -1,0 +1,482 @@
+"""Whatever the model would like to say, under a guide it says what was asked for: random tokens stand for the model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from command import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from kerngen.errors import UsageError
+from kerngen.runtime.serve.calls import _ANNOTATIONS, _KNOWN
+from kerngen.runtime.serve.guided import (
+    MAX_GRAMMAR_CHARS,
+    Guide,
+    Guides,
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+)
+from kerngen.runtime.serve.output import ContentDelta, Output, ReasoningDelta, ToolCallDelta
+from kerngen.runtime.serve.turns import template_tools
+from kerngen.runtime.text import TextCodec
+
+VOCAB_SIZE = 1040  # more than the tokenizer's 1,024, and no multiple of 32
+TINY = TextCodec(ROOT / "examples/tiny/gemma-4-tiny", 2)
+STOPS = (1, 106, 50)
+
+
+@pytest.fixture(scope="module")
+def guides() -> Guides:
+    return Guides(TINY, VOCAB_SIZE, STOPS)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Guides:
+    """As Gemma-4's tokenizer: spaces are ▁, and characters that have no token are bytes."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>']
+    words = ["▁", "▁the", "call", '":', '{"', "true", "null", "\n\n"]
+    pieces = [*special, *[f"<0x{i:02X}>" for i in range(256)], *map(chr, range(0x21, 0x7F)), *words]
+    tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Guides(TextCodec(folder, 2), len(pieces), (1,))
+
+
+def allowed(guide: Guide, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    bits = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
+    assert guide.fill(bits)
+    tokens = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    assert len(tokens), "some token must be allowed"
+    return tokens.tolist()
+
+
+def said(guides: Guides, codec: TextCodec, guide: Guide, seed: int, stops: tuple[int, ...] = STOPS) -> list[int]:
+    """Tokens of an answer, at random among those allowed; those that end something are likely, so that it ends."""
+    rng = np.random.default_rng(seed)
+    ends = {*stops, *(codec.channel_ids or ()), *(codec.call_ids or ())}
+    ends |= {i for i in range(codec.vocab_size) if codec.token(i) in ('"', "}", "]", ",", ":", "0", '",', '"}')}
+    tokens: list[int] = []
+    while len(tokens) < 2000:
+        may = allowed(guide, guides.vocab_size)
+        assert max(may) < codec.vocab_size
+        likely = [i for i in may if i in ends]
+        token = int(rng.choice(likely if likely and rng.random() < 0.4 else may))
+        guide.accept(token)
+        if token in stops:
+            return tokens
+        tokens.append(token)
+    raise AssertionError(f"it did not end: {codec.decode(tokens)[:300]}")
+
+
+def is_valid(schema: Any, value: Any, root: Any = None) -> bool:
+    """The keywords that the tests use."""
+    if isinstance(schema, bool):
+        return schema
+    root = schema if root is None else root
+    if "$ref" in schema:
+        target = root
+        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
+            target = target[part]
+        return is_valid(target, value, root)
+    kinds = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict,
+             "integer": int, "number": (int, float)}  # fmt: skip
+    types = schema.get("type", list(kinds))
+    types = [types] if isinstance(types, str) else types
+    fits = [k for k in types if isinstance(value, kinds[k]) and (k == "boolean" or not isinstance(value, bool))]
+    if not fits and not (schema.get("nullable") and value is None):
+        return False
+    checks = [
+        "enum" not in schema or value in schema["enum"],
+        "const" not in schema or value == schema["const"],
+        all(any(is_valid(s, value, root) for s in schema[k]) for k in ("anyOf", "oneOf") if k in schema),
+        all(is_valid(s, value, root) for s in schema.get("allOf", [])),
+    ]
+    if isinstance(value, str):
+        checks += [schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 10**9)]
+        checks += [re.search(schema.get("pattern", ""), value) is not None]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        checks += [schema.get("minimum", value) <= value <= schema.get("maximum", value)]
+        checks += ["exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"], "multipleOf" not in schema]
+        checks[-1] |= "multipleOf" in schema and value % schema["multipleOf"] == 0
+    if isinstance(value, list):
+        first = schema.get("prefixItems", [])
+        checks += [schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", 10**9)]
+        checks += [is_valid(s, v, root) for s, v in zip(first, value, strict=False)]
+        checks += [is_valid(schema.get("items", True), v, root) for v in value[len(first) :]]
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        checks += [key in value for key in schema.get("required", [])]
+        others = schema.get("additionalProperties", True)
+        checks += [is_valid(known.get(key, others), v, root) for key, v in value.items()]
+    return all(checks)
+
+
+TREE = {
+    "type": "object",
+    "properties": {
+        "leaf": {"type": "integer"},
+        "below": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2},
+    },
+    "required": ["leaf"],
+    "additionalProperties": False,
+}  # fmt: skip
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "flat": {"type": "object", "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 8, "description": "where"}, "days": {"type": "integer"},
+        "unit": {"type": "string", "enum": ["celsius", 'q"}\n<turn|>', ""]}, "rain": {"type": "boolean"},
+        "share": {"type": "number"}}, "required": ["days", "unit"]},
+    "numbers": {"type": "object", "properties": {
+        "a": {"type": "integer", "minimum": 3, "maximum": 17},
+        "b": {"type": "number", "minimum": 0.5, "exclusiveMaximum": 2},
+        "c": {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 100}}, "required": ["a", "b", "c"]},
+    "arrays": {"type": "object", "properties": {
+        "none": {"type": "array", "items": {"type": "null"}, "maxItems": 0},
+        "some": {"type": "array", "items": {"type": ["integer", "null"]}, "minItems": 2, "maxItems": 4},
+        "pair": {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": 7}], "items": False, "minItems": 1},
+        "more": {"type": "array", "prefixItems": [{"type": "boolean"}], "items": {"const": "x"}, "minItems": 3},
+        "any": {"type": "array", "items": {"type": "boolean"}}}, "required": ["none", "some", "pair", "more"]},
+    "patterns": {"type": "object", "properties": {
+        "word": {"type": "string", "pattern": "^[a-z]{2,4}$"},
+        "has": {"type": "string", "pattern": "x/y", "maxLength": 6},
+        "either": {"type": "string", "pattern": "^(a|b)|[0-9]$", "maxLength": 4},
+        "money": {"type": "string", "pattern": "^\\$\\d+\\$$"}}, "required": ["word", "has", "either", "money"]},
+    "nested": {"type": "object", "properties": {"tree": {"$ref": "#/$defs/tree"}}, "required": ["tree"],
+               "$defs": {"tree": TREE}},
+    "choices": {"type": "object", "properties": {
+        "a": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+        "b": {"oneOf": [{"type": "object", "properties": {"k": {"const": "p"}}, "required": ["k"]},
+                        {"type": "boolean"}]},
+        "c": {"allOf": [{"$ref": "#/$defs/kind"}]}, "d": {"enum": [1, None, "x", [1, {"y": True}]]}},
+        "required": ["a", "b", "c", "d"], "$defs": {"kind": {"type": "string", "enum": ["u", "v"]}}},
+    "names": {"type": "object", "properties": {"a b": {"const": 1}, 'q"': {"const": 2}, "x:y": {"const": 3},
+              "Zoë": {"const": 4}, "b": {"const": 5}},
+              "required": ["a b", 'q"', "x:y", "Zoë"], "additionalProperties": False},
+    "map": {"type": "object", "additionalProperties": {"type": "integer"}},
+    "others": {"type": "object", "properties": {"a": {"const": "x"}}, "required": ["a", "z"],
+               "additionalProperties": {"type": "boolean"}},
+    "nothing": {"type": "object", "properties": {}, "additionalProperties": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_json_satisfies_its_schema(guides: Guides, name: str) -> None:
+    grammar = json_grammar(SCHEMAS[name])
+    for seed in range(6):
+        text = TINY.decode(said(guides, TINY, guides.guide(grammar), seed))
+        assert is_valid(SCHEMAS[name], json.loads(text)), text
+
+
+def test_any_json_object_without_a_schema(guides: Guides) -> None:
+    for seed in range(6):
+        assert isinstance(json.loads(TINY.decode(said(guides, TINY, guides.guide(json_grammar()), seed))), dict)
+
+
+def tool(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": dict(parameters)}}
+
+
+def calls_of(tokens: list[int], codec: TextCodec = TINY) -> tuple[list[tuple[str, Any]], str, str]:
+    """The calls, what is said beside them, and what is thought."""
+    output = Output(codec)
+    deltas = output.push(tokens) + output.finish()
+    made: list[tuple[str, str]] = []
+    for delta in deltas:
+        if isinstance(delta, ToolCallDelta):
+            made += [(delta.name, "")] if delta.name is not None else []
+            made[-1] = (made[-1][0], made[-1][1] + delta.arguments)
+    text = "".join(d.text for d in deltas if isinstance(d, ContentDelta))
+    thought = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
+    return [(name, json.loads(arguments)) for name, arguments in made], text, thought
+
+
+CONSTANTS = st.none() | st.booleans() | st.integers(-99, 99) | st.text('ab"}<|é\n ', max_size=4)
+NAMES = st.text('abC _:é"{', max_size=3)
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def of(properties: dict[str, Any], others: bool | None, count: int) -> dict[str, Any]:
+        schema = {"type": "object", "properties": properties, "required": sorted(properties)[:count]}
+        return schema if others is None else schema | {"additionalProperties": others and {"type": "boolean"}}
+
+    return st.builds(of, st.dictionaries(NAMES, inner, max_size=4), st.none() | st.booleans(), st.integers(0, 4))
+
+
+def arrays(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def of(first: list[Any], items: Any, least: int, more: int | None) -> dict[str, Any]:
+        schema = {"type": "array", "prefixItems": first, "items": items, "minItems": least}
+        return schema if more is None else schema | {"maxItems": least + more}
+
+    return st.builds(of, st.lists(inner, max_size=2), inner, st.integers(0, 3), st.none() | st.integers(0, 2))
+
+
+LEAVES = (
+    st.sampled_from(
+        [{"type": t} for t in ("string", "integer", "number", "boolean", "null")] + [{"type": ["null", "number"]}]
+    )
+    | st.builds(lambda values: {"enum": values}, st.lists(CONSTANTS, min_size=1, max_size=3))
+    | st.builds(
+        lambda a, b: {"type": "integer", "minimum": a, "maximum": a + b}, st.integers(-99, 99), st.integers(0, 99)
+    )
+    | st.builds(
+        lambda a, b: {"type": "string", "minLength": a, "maxLength": a + b}, st.integers(0, 3), st.integers(0, 3)
+    )
+)
+TREES = st.recursive(LEAVES, lambda inner: objects(inner) | arrays(inner) | st.builds(
+    lambda parts: {"anyOf": parts}, st.lists(inner, min_size=1, max_size=2)), max_leaves=8)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(schema=objects(TREES), seed=st.integers(0, 10**6))
+def test_any_schema_is_satisfied(guides: Guides, schema: dict[str, Any], seed: int) -> None:
+    value = json.loads(TINY.decode(said(guides, TINY, guides.guide(json_grammar(schema)), seed)))
+    assert is_valid(schema, value), value
+    [(_, value)], _, _ = calls_of(
+        said(guides, TINY, guides.guide(guides.calls([tool("f", schema)], is_parallel=False)), seed)
+    )
+    assert is_valid(schema, value), value
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3)
+    | st.sampled_from(["string", "object", "array", "null", "number", "#", "#/$defs/a", "#/a", "^a|[", "date", "(a+"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(_KNOWN | _ANNOTATIONS)), inner),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(schema=ANYTHING, name=st.sampled_from(sorted(_KNOWN)))
+def test_what_is_no_schema_is_refused(guides: Guides, schema: Any, name: str) -> None:
+    """As an error of the request, whatever it is."""
+    for make in (json_grammar, lambda s: guides.calls([tool("f", {"type": "object", "properties": {"x": s}})]),
+                 lambda s: guides.calls([tool("f", {"type": "object", name: s})]),
+                 lambda s: str(template_tools([tool("f", {name: s})]))):  # fmt: skip
+        with contextlib.suppress(UsageError):
+            grammar = make(schema)
+            if "body:" in grammar:
+                guides.guide(grammar)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_call_satisfies_its_schema(guides: Guides, byte_fallback: Guides, name: str) -> None:
+    for made_for, codec, stops in ((guides, TINY, STOPS), (byte_fallback, byte_fallback._codec, (1,))):
+        grammar = made_for.calls([tool("look_up", SCHEMAS[name])], is_parallel=False)
+        for seed in range(6):
+            tokens = said(made_for, codec, made_for.guide(grammar), seed, stops)
+            [(called, arguments)], text, _ = calls_of(tokens, codec)
+            assert (called, text) == ("look_up", "")
+            assert is_valid(SCHEMAS[name], arguments), arguments
+            if name not in ("map", "others", "names"):  # as the template writes them
+                keys = list(arguments)
+                assert keys == sorted(keys, key=str.lower)
+
+
+def test_calls_are_of_the_tools_that_may_be_called(guides: Guides) -> None:
+    tools = [tool("now", {"type": "object", "properties": {}}), tool("get.weather-2", SCHEMAS["flat"])]
+    tools.append(tool("a", {"type": "object"}))
+    del tools[0]["function"]["parameters"]
+    some = guides.calls(tools)
+    now = guides.calls(tools, name="now", is_parallel=False)
+    maybe = guides.calls(tools, is_required=False)
+    names, most, beside = set(), 0, 0
+    for seed in range(20):
+        made, text, _ = calls_of(said(guides, TINY, guides.guide(some), seed))
+        assert (len(made) > 0, text) == (True, "")
+        most = max(most, len(made))
+        names |= {name for name, _ in made}
+        [(name, _)], text, _ = calls_of(said(guides, TINY, guides.guide(now), seed))
+        assert (name, text) == ("now", "")
+        made, text, _ = calls_of(said(guides, TINY, guides.guide(maybe), seed))
+        beside += bool(text) and not made
+    assert names == {"now", "get.weather-2", "a"}
+    assert most > 1
+    assert beside, "without a call, too"
+
+
+@pytest.mark.parametrize("is_thinking", [False, True])
+def test_a_thought_may_come_first(guides: Guides, is_thinking: bool) -> None:
+    grammar = choice_grammar(["yes", "no"])
+    seen = set()
+    for seed in range(20):
+        tokens = said(guides, TINY, guides.guide(grammar, may_think=True, is_thinking=is_thinking), seed)
+        output = Output(TINY, prompt=[100] if is_thinking else [])
+        deltas = output.push(tokens) + output.finish()
+        assert deltas[-1] in (ContentDelta("yes"), ContentDelta("no"))
+        assert (101 in tokens) == (is_thinking or tokens[0] == 100)
+        seen.add(101 in tokens)
+    assert seen == ({True} if is_thinking else {True, False})
+
+
+PATTERNS = {
+    "[a-c]{3}": "[abc]{3}", "^a|b$": "a|b", r"\d{2}/\d": "[0-9]{2}/[0-9]", r"^(?:x|\|)[|]$": r"[x|]\|", r"a\$": r"a\$",
+    "<turn.>": "<turn.>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("pattern", "text"), PATTERNS.items())
+def test_a_regular_expression_is_matched_from_end_to_end(guides: Guides, pattern: str, text: str) -> None:
+    for seed in range(4):
+        assert re.fullmatch(text, TINY.decode(said(guides, TINY, guides.guide(regex_grammar(pattern)), seed)))
+
+
+def test_one_of_the_choices_is_made(guides: Guides, byte_fallback: Guides) -> None:
+    choices = ["yes", "no", "no, never", 'a "b"\n<turn|>', "é😀"]
+    for made_for, codec, stops in ((guides, TINY, STOPS), (byte_fallback, byte_fallback._codec, (1,))):
+        grammar = choice_grammar(choices)
+        made = {codec.decode(said(made_for, codec, made_for.guide(grammar), n, stops)) for n in range(40)}
+        assert made == set(choices)
+
+
+def test_stop_tokens_follow_where_the_answer_may_end_and_alone_where_it_must(guides: Guides) -> None:
+    guide = guides.guide(choice_grammar(["ab", "abc"]))
+    assert not set(STOPS) & set(allowed(guide))
+    for token in TINY.encode("ab", plain=True)[1:]:
+        guide.accept(token)
+    assert set(STOPS) < set(allowed(guide))
+    for token in TINY.encode("c", plain=True)[1:]:
+        guide.accept(token)
+    assert sorted(allowed(guide)) == sorted(allowed(guide)) == sorted(STOPS), "asked twice"
+    guide.accept(106)
+    assert set(TINY.end_of_turn_ids + TINY.end_of_calls_ids) < set(STOPS)
+
+
+def test_a_token_that_is_not_allowed_is_refused(guides: Guides) -> None:
+    guide = guides.guide(choice_grammar(["ab"]))
+    with pytest.raises(UsageError, match="cannot be guided on"):
+        guide.accept(TINY.encode("b", plain=True)[1])
+    with pytest.raises(UsageError, match="cannot be guided on"):
+        allowed(guide)
+    with pytest.raises(ValueError, match="int32"):
+        guides.guide(choice_grammar(["ab"])).fill(np.zeros(4, np.int32))
+
+
+def test_control_tokens_never_stand_in_strings(guides: Guides) -> None:
+    guide = guides.guide(json_grammar({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}))
+    for token in TINY.encode('{"a":"x', plain=True)[1:]:
+        guide.accept(token)
+    special = {i for i in range(107) if not TINY.decode([i])}
+    assert {1, 48, 49, 52, 100, 105, 106} <= special
+    assert not special & set(allowed(guide))
+
+
+@pytest.mark.parametrize(
+    ("schema", "wrong"),
+    [
+        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"type": "string", "format": "colour"}, "colour"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"type": "what"}, "what"),
+        (False, "is an object"),
+        ([], "is an object"),
+        ({"$ref": "#"}, "nothing that ends"),
+        ({"const": {1, 2}}, "JSON can hold"),
+        ({"const": "x" * MAX_GRAMMAR_CHARS}, "characters"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused(guides: Guides, schema: Any, wrong: str) -> None:
+    with pytest.raises(UsageError, match=wrong):
+        guides.guide(json_grammar(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "wrong"),
+    [
+        ({"not": {}}, r"parameters.x: not cannot be enforced"),
+        ({"type": "array", "uniqueItems": True, "contains": {}}, r"x: contains, uniqueItems cannot"),
+        ({"type": "string", "format": "colour"}, "format 'colour'"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"type": "string", "pattern": "("}, "unclosed group"),
+        ({"type": "string", "minLength": -1}, "minLength is -1"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "more than"),
+        ({"type": "integer", "minimum": "3"}, "bounds are numbers"),
+        ({"type": "what"}, "x.type is none of"),
+        ({"minLength": 1, "minimum": 1}, "keywords of string and of number, and no type"),
+        ({"enum": []}, "enum is no list"),
+        ({"type": "string", "enum": [1]}, "no value of enum"),
+        ({"anyOf": []}, "anyOf is no list"),
+        ({"allOf": [{}, {}]}, "allOf of several schemas"),
+        ({"anyOf": [{}], "type": "string"}, "type beside anyOf"),
+        ({"$ref": "#/$defs/none"}, "leads nowhere"),
+        ({"$ref": "http://x"}, "leads nowhere"),
+        ({"$ref": "#/properties/x"}, "leads nowhere"),
+        ({"type": "array", "prefixItems": [{}], "items": False, "minItems": 2}, "no array has as many"),
+        (False, "no schema that a value can satisfy"),
+        (3, "no schema that a value can satisfy"),
+        ({"type": "object", "properties": {"y": {"$ref": "#"}}, "required": ["y"]}, None),
+    ],
+)
+def test_parameters_that_cannot_be_enforced_are_refused(guides: Guides, schema: Any, wrong: str | None) -> None:
+    tools = [tool("f", {"type": "object", "properties": {"x": schema}, "required": ["x"]})]
+    if wrong is None:  # it never ends: the guide says so when it is too long
+        guide = guides.guide(guides.calls(tools))
+        with pytest.raises(UsageError, match="cannot be guided on"):
+            said(guides, TINY, guide, 0)
+        return
+    with pytest.raises(UsageError, match=wrong):
+        guides.guide(guides.calls(tools))
+
+
+def test_tools_that_cannot_be_called_are_refused(guides: Guides) -> None:
+    with pytest.raises(UsageError, match="no tool named g"):
+        guides.calls([tool("f", {"type": "object"})], name="g")
+    with pytest.raises(UsageError, match="no tools"):
+        guides.calls([])
+    with pytest.raises(UsageError, match="no name of a function"):
+        guides.calls([tool("f{", {"type": "object"})])
+    with pytest.raises(UsageError, match="arguments of a function are an object"):
+        guides.calls([tool("f", {"type": "string"})])
+    with pytest.raises(UsageError, match="a choice is"):
+        choice_grammar([])
+    with pytest.raises(UsageError, match="regular expression is a text"):
+        regex_grammar(3)  # type: ignore[arg-type]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_hostile_schemas_are_bounded(guides: Guides) -> None:
+    """In depth, in size, and in time."""
+    begun = time.perf_counter()
+    for make in (json_grammar, lambda s: guides.calls([tool("f", {"type": "object", "properties": {"x": s}})])):
+        with pytest.raises(UsageError, match="nested deeper"):
+            make(nested(5000))
+        with pytest.raises(UsageError, match="at most 4,096"):
+            make({"type": "string", "pattern": "a?" * 5000})
+        guides.guide(make({"type": "object", "properties": {"pattern": {"title": "t" * 5000}}}))
+        guides.guide(make(nested(40)))
+    chain = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(2000)}
+    chain["d2000"] = {"type": "null"}
+    below = {"type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": chain}
+    guides.guide(guides.calls([tool("f", below)]))
+    guides.guide(json_grammar(below))
+    options = {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(500)}}
+    said(guides, TINY, guides.guide(guides.calls([tool("f", options)])), 0)
+    for pattern in ("a?" * 2000, "(" * 50_000 + ")" * 50_000, "(a{1,1000}){1,1000}", "(a|aa)*" * 200):
+        with contextlib.suppress(UsageError):
+            allowed(guides.guide(regex_grammar(pattern)))
+    assert time.perf_counter() - begun < 20
+
+
+def test_a_grammar_is_compiled_once(guides: Guides) -> None:
+    grammar = json_grammar(SCHEMAS["nested"] | {"title": "once"})
+    before = guides._compiled.cache_info().misses
+    one, other = guides.guide(grammar), guides.guide(grammar)
+    assert guides._compiled.cache_info().misses == before + 1
+    one.accept(TINY.encode("{", plain=True)[1])
+    assert allowed(one) != allowed(other)

@@ -1,0 +1,130 @@
+"""`kerngen serve` as a process: a model answers, who leaves frees what it held, and it ends in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from command import Kerngen
+from served import TINY, Served, served
+
+ASKED = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0, "max_tokens": 40}
+LONG = {"prompt": "The", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as found:
+        yield found
+
+
+def _until(is_so: object, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_it_says_what_run_says(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                               capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    code, out, _ = Kerngen(tmp_path, monkeypatch, capsys)(
+        "run", str(TINY), "--prompt", ASKED["messages"][0]["content"], "--max-new-tokens", "40", "--json",  # type: ignore[index]
+        "--backend", "torch", "--temperature", "0",
+    )  # fmt: skip
+    assert code == 0
+    with ThreadPoolExecutor(6) as threads:
+        answers = threads.map(
+            lambda _: server.http.post(f"{server.url}/v1/chat/completions", json=ASKED).json(), range(6)
+        )
+    said = {answer["choices"][0]["message"]["content"] for answer in answers}
+    assert said == {json.loads(out)["text"]}
+    assert server.metric("prefix_cache_hits_total") >= 0
+    assert server.metric("spec_decode_num_drafts_total") > 0
+
+
+def test_an_answer_is_what_it_must_be(server: Served) -> None:
+    """Guided, in company of others that are not, and with what is known of its tokens."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22]}, "of": {"enum": ["blue", "red"]}},
+              "required": ["n", "of"], "additionalProperties": False}  # fmt: skip
+    asked = [
+        ASKED | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}, "max_tokens": 200},
+        ASKED | {"guided_choice": ["yes", "no"], "logprobs": True, "top_logprobs": 1},
+        ASKED | {"repetition_penalty": 1.3, "logit_bias": {"5": -100}},
+        ASKED,
+    ]
+    url = f"{server.url}/v1/chat/completions"
+    alone = server.http.post(url, json=ASKED).json()["choices"][0]["message"]["content"]
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda body: server.http.post(url, json=body).json(), asked))
+    said = [answer["choices"][0]["message"]["content"] for answer in answers]
+    found = json.loads(said[0])
+    assert found["n"] in (1, 22)
+    assert found["of"] in ("blue", "red")
+    assert said[1] in ("yes", "no")
+    assert all(x["logprob"] <= 0 for x in answers[1]["choices"][0]["logprobs"]["content"])
+    assert said[3] == alone
+    refused = server.http.post(url, json=ASKED | {"guided_regex": "(?=a)b"})
+    assert refused.status_code == 400, refused.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_frees_what_it_held(server: Served, stream: bool) -> None:
+    body = json.dumps(LONG | {"stream": stream, "n": 3}).encode()
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        _until(lambda: server.metric("num_requests_running") == 3)
+    _until(lambda: server.metric("num_requests_running") == 0)
+    assert server.metric("num_requests_waiting") == 0
+    assert server.metric("kv_cache_usage_perc") == 0
+
+
+def test_it_ends_once_answers_have(tmp_path: Path) -> None:
+    with served("--no-draft") as found, ThreadPoolExecutor(1) as threads:
+        long = threads.submit(lambda: found.http.post(f"{found.url}/v1/completions", json=LONG))
+        _until(lambda: found.metric("num_requests_running") == 1)
+        found.process.send_signal(signal.SIGTERM)
+        answer = long.result(120)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 120
+        assert found.process.wait(60) == 0
+
+
+def test_it_says_that_the_engine_died(tmp_path: Path) -> None:
+    with served("--no-draft") as found, ThreadPoolExecutor(1) as threads:
+        long = threads.submit(lambda: found.http.post(f"{found.url}/v1/completions", json=LONG))
+        _until(lambda: found.metric("num_requests_running") == 1)
+        os.kill(found.engine(), signal.SIGKILL)
+        assert long.result(120).status_code == 503
+        assert found.process.wait(60) == 1
+        assert any("the engine has ended: the engine's process died" in line for line in found.said)
+
+
+def test_what_cannot_be_served(kerngen_here: Kerngen, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, err = kerngen_here("serve", str(TINY), "--port", port)
+        assert (code, "--port takes another one" in err) == (2, True), err
+    for arguments, status, says in (
+        ((str(tmp_path / "none"),), 2, "none"),
+        ((str(TINY), "--context", "1000000"), 2, "--context 1000000"),
+        ((str(TINY), "--draft", "x", "--no-draft"), 2, "contradict"),
+        ((str(TINY), "--api-key", ""), 2, "an API key is empty"),
+        ((str(TINY), "--host", "no.such.host.invalid"), 2, "--host no.such.host.invalid"),
+        ((str(TINY), "--draft", str(tmp_path)), 1, str(tmp_path)),
+    ):
+        code, out, err = kerngen_here("serve", *arguments, "--port", "0", "--backend", "torch")
+        assert (code, out) == (status, ""), (arguments, err)
+        assert says in err
+
+
+@pytest.fixture
+def kerngen_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)

@@ -70,9 +70,7 @@ def test_every_command_has_an_example() -> None:
     assert [name for name, examples in verbs.items() if len(examples) != 1] == []
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, c in COMMANDS.items() if _examples(c) and n not in NEEDS_MORE]
-)
+@pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if _examples(c) and n not in NEEDS_MORE])
 def test_the_example_runs(kerngen: Kerngen, name: str) -> None:
     (args,) = _examples(COMMANDS[name])
     assert " ".join(args).startswith(name)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from command import ROOT
 from played_engine import MAX_LEN, PlayedEngine, played_service, words
 from starlette.testclient import TestClient
 
@@ -317,6 +319,15 @@ def test_what_is_measured(client: TestClient) -> None:
     assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 2.0' in told
     assert 'vllm:prefix_cache_hits_total{model_name="tiny"} 3.0' in told
     assert "_created" not in told
+
+
+def test_the_dashboard_asks_for_what_there_is(client: TestClient) -> None:
+    client.post(CHAT, json=HI)
+    there = set(re.findall(r"^# TYPE (\S+)", client.get("/metrics").text, re.M))
+    dashboard = json.loads((ROOT / "examples" / "serving" / "grafana.json").read_text())
+    asked = {m for p in dashboard["panels"] for t in p["targets"] for m in re.findall(r"vllm:\w+", t["expr"])}
+    assert len(asked) > 10
+    assert {re.sub(r"_bucket$", "", name) for name in asked} <= there
 
 
 def test_generators_are_merged_and_ended() -> None:

@@ -1,0 +1,73 @@
+"""openai-python against `kerngen serve`: what a client uses, each with the answer that it must have.
+
+    kerngen serve examples/tiny/gemma-4-tiny-w4a16 --context 256 --api-key secret
+    pip install openai && python examples/serving/with_openai.py http://127.0.0.1:8000/v1 secret
+
+Exits with an AssertionError where one is not as it should be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import openai
+
+MESSAGES: Any = [{"role": "user", "content": "Why is the sky blue?"}]
+SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["blue", "red"]}}, "required": ["colour"],
+          "additionalProperties": False}  # fmt: skip
+TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+
+
+def main(url: str, key: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key=key)
+    model = client.models.list().data[0].id
+    asked: Any = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+
+    whole = client.chat.completions.create(**asked)
+    said = whole.choices[0].message.content
+    print(f"{model}: {said!r}")
+    assert whole.usage.completion_tokens <= 24
+
+    pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == said
+    assert pieces[-1].usage == whole.usage or pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+    print(f"streamed in {len(pieces)} chunks, the same")
+
+    found = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in found)
+    text = client.completions.create(model=model, prompt="The", max_tokens=4, logprobs=1).choices[0]
+    assert len(text.logprobs.tokens) == 4 or text.finish_reason == "stop"
+
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    answer = client.chat.completions.create(**{**asked, "max_tokens": 120}, response_format=wanted)
+    print(f"by a schema: {json.loads(answer.choices[0].message.content)}")
+    called = client.chat.completions.create(**{**asked, "max_tokens": 120}, tools=[TOOL], tool_choice="required")
+    call = called.choices[0].message.tool_calls[0].function
+    print(f"a call: {call.name}({json.loads(call.arguments)})")
+
+    for wrong, error in (
+        ({"model": "no such model"}, openai.NotFoundError),
+        ({"temperature": -1}, openai.BadRequestError),
+        ({"max_tokens": 10**7}, openai.BadRequestError),
+    ):
+        try:
+            client.chat.completions.create(**{**asked, **wrong})
+        except error as e:
+            print(f"{type(e).__name__}: {e.body['message']}")
+        else:
+            raise AssertionError(f"{wrong} was taken")
+
+    async def together() -> set[str]:
+        many = openai.AsyncOpenAI(base_url=url, api_key=key)
+        answers = await asyncio.gather(*[many.chat.completions.create(**asked) for _ in range(8)])
+        return {a.choices[0].message.content for a in answers}
+
+    assert asyncio.run(together()) == {said}
+    print("eight at once say what one says alone")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", sys.argv[2] if len(sys.argv) > 2 else "none")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.loading import load_arguments, load_options
 from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
@@ -25,17 +25,7 @@ if TYPE_CHECKING:
 @click.option("--prompts", default=None, metavar="FILE",
               help="Prompts as JSON lines, - for standard input; answers as JSON lines in their order.")  # fmt: skip
 @click.option("--system", default=None, help="What the model is told before everything else.")
-@click.option("--draft", type=click.Path(path_type=Path), default=None,
-              help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
-@click.option("--no-draft", is_flag=True, help="Decode without a drafter.")
-@draft_weights_option
-@click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
-              help="Tokens drafted a step. Default: as many as pay, as measured.")  # fmt: skip
-@click.option("--backend", type=click.Choice(["auto", "torch", "cuda"]), default="auto", show_default=True,
-              help="cuda: kerngen's kernels; torch: eager, on any machine.")  # fmt: skip
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
-              help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before.")  # fmt: skip
-@click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
+@load_options
 @click.option("--max-new-tokens", type=click.IntRange(1), default=None,
               help="Default: 256; in a chat as many as its context holds.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(0), default=None,
@@ -53,10 +43,6 @@ if TYPE_CHECKING:
 @click.option("--hide-thinking", is_flag=True, help="In a chat: do not show what it thinks.")
 @click.option("--plain-text", is_flag=True,
               help="Take control tokens in the prompt, such as <turn|>, for text.")  # fmt: skip
-@click.option("--keep-repacked", is_flag=True,
-              help="Keep weights as the kernels want them beside MODEL; later starts read those.")  # fmt: skip
-@click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
-@click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--plan", is_flag=True, help="Print what MODEL takes and what fits on GPUs of 16 to 141 GB, and no more.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 def run(
@@ -64,13 +50,6 @@ def run(
     prompt: str | None,
     prompts: str | None,
     system: str | None,
-    draft: Path | None,
-    no_draft: bool,
-    draft_weights: str,
-    num_draft_tokens: int | None,
-    backend: str,
-    dtype: str | None,
-    device: str | None,
     max_new_tokens: int | None,
     temperature: float | None,
     top_k: int | None,
@@ -82,11 +61,11 @@ def run(
     think: bool,
     hide_thinking: bool,
     plain_text: bool,
-    keep_repacked: bool,
-    db_url: str | None,
-    bundle: str | None,
     plan: bool,
     as_json: bool,
+    draft: Path | None,
+    draft_weights: str,
+    **where: Any,
 ) -> None:
     """Generate text with the Gemma-4 checkpoint in the folder MODEL, or of that name on the Hugging Face hub.
 
@@ -103,10 +82,7 @@ def run(
 
         print_plan(str(model), None if draft is None else str(draft), draft_weights, as_json=as_json)
         return
-    if draft and no_draft:
-        raise UsageError("--draft and --no-draft contradict each other")
-    if no_draft and draft_weights != "stored":
-        raise UsageError(f"--draft-weights {draft_weights} and --no-draft contradict each other")
+    arguments = load_arguments(model, draft=draft, draft_weights=draft_weights, **where)
     if prompt is not None and prompts is not None:
         raise UsageError("--prompt and --prompts contradict each other")
     if system is not None and no_chat:
@@ -127,10 +103,7 @@ def run(
 
         lines = checked_lines(click.get_current_context().with_resource(opened(prompts)), chat=not no_chat)
     with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
-        session = load(model, draft=draft or not no_draft, draft_weights=draft_weights, device=device, dtype=dtype,
-                       backend=backend, db=db_url or None, bundle=bundle, num_draft_tokens=num_draft_tokens,
-                       keep_repacked=keep_repacked,
-                       advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""))  # fmt: skip
+        session = load(**arguments, advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""))
     session.plain_text = plain_text
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.loading import load_arguments, load_options
 
 KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
 
@@ -30,21 +29,7 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
 @click.option("--max-body-mb", type=click.IntRange(1), default=16, show_default=True, help="Of a request.")
 @click.option("--drain", "drain_s", type=click.FloatRange(0), default=60.0, show_default=True,
               help="Seconds that answers have to end after SIGTERM or Ctrl-C.")  # fmt: skip
-@click.option("--draft", type=click.Path(path_type=Path), default=None,
-              help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one.")  # fmt: skip
-@click.option("--no-draft", is_flag=True, help="Decode without a drafter.")
-@draft_weights_option
-@click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
-              help="Tokens drafted a step. Default: as many as pay, as measured.")  # fmt: skip
-@click.option("--backend", type=click.Choice(["auto", "torch", "cuda"]), default="auto", show_default=True,
-              help="cuda: kerngen's kernels; torch: eager, on any machine.")  # fmt: skip
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
-              help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before.")  # fmt: skip
-@click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
-@click.option("--keep-repacked", is_flag=True,
-              help="Keep weights as the kernels want them beside MODEL; later starts read those.")  # fmt: skip
-@click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's.")
-@click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
+@load_options
 def serve(
     model: Path,
     host: str,
@@ -56,16 +41,7 @@ def serve(
     max_queue: int,
     max_body_mb: int,
     drain_s: float,
-    draft: Path | None,
-    no_draft: bool,
-    draft_weights: str,
-    num_draft_tokens: int | None,
-    backend: str,
-    dtype: str | None,
-    device: str | None,
-    keep_repacked: bool,
-    db_url: str | None,
-    bundle: str | None,
+    **where: Any,
 ) -> None:
     """Serve the Gemma-4 checkpoint MODEL (a folder, or a name on the Hugging Face hub) to OpenAI's clients.
 
@@ -83,21 +59,12 @@ def serve(
         raise UsageError(f"the server is not installed: {e}", hint="pip install 'kerngen[serve]'") from e
     from kerngen.runtime.serve.service import Limits
 
-    if draft and no_draft:
-        raise UsageError("--draft and --no-draft contradict each other")
-    if no_draft and draft_weights != "stored":
-        raise UsageError(f"--draft-weights {draft_weights} and --no-draft contradict each other")
+    arguments = load_arguments(model, **where)
     given = [key for text in keys for key in text.split(",")]
     if any(not key.strip() for key in given):
         raise UsageError("an API key is empty")
-    load: dict[str, Any] = {
-        "folder": os.fspath(model), "draft": os.fspath(draft) if draft else not no_draft,
-        "draft_weights": draft_weights,
-        "device": device, "dtype": dtype, "backend": backend, "db": db_url or None, "bundle": bundle,
-        "num_draft_tokens": num_draft_tokens, "keep_repacked": keep_repacked,
-    }  # fmt: skip
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
-    settings = Settings(load, host, port, names, tuple(given), context, max_batch, limits, drain_s)
+    settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s)
     with Reporter("loading weights, MB") as bar:
         code = run(
             settings,

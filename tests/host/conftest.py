@@ -23,6 +23,8 @@ FIRST = (
     "test_soak.py",  # 35 s
     "test_choosing.py",  # 45 s
     "test_engine_batches.py",  # 36 s
+    "test_serve_page.py",  # 28 s, where there is a browser
+    "test_serve_process.py",  # 25 s: servers of the tiny checkpoint
     "test_cluster.py",  # 33 s: processes that wait for each other
     "test_library.py",  # 27 s: mypy over the wheel and torch
     "test_tune.py",  # 25 s

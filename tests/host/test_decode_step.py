@@ -130,7 +130,7 @@ def test_a_step_ends_as_it_is_said(ops: Ops, dtype: torch.dtype, q_len: int) -> 
         for ours, theirs in zip((token, lengths, hidden[:batch]), wanted[1:], strict=True):
             equal(ours, theirs)
         assert bool((rows[:, batch:] == -5).all() and (hidden[batch:] == 3).all()), "other rows are left alone"
-        made = _read(result, 0.5)
+        made = _read(result, q_len, 0.5)
         assert made.tokens == [row[1 : 1 + row[0]] for row in wanted[0]]
         assert made.is_finite == [bool(row[-1]) for row in wanted[0]]
         seen |= {(row[0], row[-1]) for row in wanted[0]}

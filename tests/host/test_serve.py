@@ -279,6 +279,29 @@ def test_bodies_have_an_end() -> None:
         assert client.post(CHAT, json=HI).status_code == 200
 
 
+@pytest.mark.parametrize("goes", [False, True])
+def test_a_body_that_does_not_come(goes: bool) -> None:
+    """It stops after its first half, or its client leaves there: that one gets no answer."""
+    service, engine = played_service(limits=Limits(body_s=0.05))
+    sent: list[Any] = []
+    came = [{"type": "http.request", "body": b'{"messages": ', "more_body": True}]
+    came += [{"type": "http.disconnect"}] if goes else []
+
+    async def receive() -> Any:
+        if came:
+            return came.pop(0)
+        await asyncio.sleep(10)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b"",
+             "headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}  # fmt: skip
+    asyncio.run(make_app(service)(scope, receive, send))
+    assert [m.get("status") for m in sent[:1]] == ([] if goes else [408])
+    assert not engine.asked
+
+
 def test_the_queue_has_an_end() -> None:
     service, engine = played_service(limits=Limits(queue=2))
     with TestClient(make_app(service)) as client:

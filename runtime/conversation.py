@@ -17,7 +17,7 @@ from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import CACHE_SHARE, Session
 from kerngen.runtime.text import TextCodec, TextStream
 
-DEFAULT_CONTEXT = 32_768  # tokens of a chat for which nobody asked for more: its cache is allocated at once
+DEFAULT_CONTEXT = 32_768  # tokens of a chat, or a server's sequence, unless more is asked for: a cache is made at once
 
 
 class ContextFull(UsageError):
@@ -47,8 +47,7 @@ class Parts:
         self._pieces: deque[Piece] = deque()
         self._thought: TextStream | None = None
         self._name: str | None = None  # of the channel, None once it is complete
-        marks = [i for i in prompt if i in (self._open, self._close)]
-        if marks and marks[-1] == self._open:
+        if codec.open_thought(prompt) is not None:
             self._thought = codec.stream()
 
     def ends_with(self, token: int) -> bool:

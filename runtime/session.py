@@ -316,6 +316,11 @@ def find_drafter(folder: Path) -> Path | None:
     return next((d for d in (folder / ASSISTANT, *beside) if (d / "config.json").is_file()), None)
 
 
+def stop_ids_of(folder: Path, config: ModelConfig, codec: TextCodec) -> tuple[int, ...]:
+    """The tokens that end an answer of the model in `folder`, each once."""
+    return tuple(dict.fromkeys((*read_eos_ids(folder, config), *codec.end_of_turn_ids)))
+
+
 def open_checkpoint(
     folder: Path,
     ops: Ops,
@@ -343,14 +348,13 @@ def open_checkpoint(
     drafter = None
     if draft and drafter_config:
         drafter = Drafter(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
-    stops = dict.fromkeys((*read_eos_ids(folder, config), *codec.end_of_turn_ids))
     return Session(
         folder=folder,
         config=config,
         codec=codec,
         model=model,
         drafter=drafter,
-        stop_ids=tuple(stops),
+        stop_ids=stop_ids_of(folder, config, codec),
         load_s=time.perf_counter() - began,
         drafter_folder=draft,
     )

@@ -80,6 +80,12 @@ class TextCodec:
         """tokenizer.json as it is used: for libraries that read it themselves."""
         return str(self._tokenizer.to_str())
 
+    def open_thought(self, ids: Sequence[int]) -> int | None:
+        """Where in `ids` the text of a thought begins that they do not end; None where there is none."""
+        first, last = self.channel_ids or (-1, -1)
+        at = next((at for at in reversed(range(len(ids))) if ids[at] in (first, last)), None)
+        return None if at is None or ids[at] == last else at + 1
+
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()

@@ -132,9 +132,7 @@ def _config(k: Kernel, text: str, found: Candidates) -> Any:
 
     default = found.default
     config = parse_over(default, text)
-    for name, value in fields_of(
-        config
-    ).items():  # why_invalid answers for the space, and promises nothing outside of it
+    for name, value in fields_of(config).items():  # why_invalid answers for the space, and promises nothing beyond
         known = dict.fromkeys(v for part in found.space for v in part.get(name, ()))
         if value not in (*known, getattr(default, name)):
             raise UsageError(f"{name}={value} is not in {k.name}'s space",

@@ -54,10 +54,8 @@ _router = APIRouter()
 @_router.get("/health")
 @_router.get("/ping")
 async def health(request: Request) -> Response:
-    service = service_of(request)
-    if service.client.is_alive and not service.is_draining:
-        return Response(status_code=200)
-    return errors.response_of(ApiError(503, service.client.why_dead or "the server is about to stop"))
+    service_of(request).require_open()
+    return Response(status_code=200)
 
 
 @_router.get("/metrics")

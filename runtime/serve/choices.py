@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +16,7 @@ from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.guided import choice_grammar, json_grammar, regex_grammar
 from kerngen.runtime.serve.output import ContentDelta, Delta, Output, ToolCallDelta
-from kerngen.runtime.serve.protocol import _Generation
+from kerngen.runtime.serve.protocol import Generation
 from kerngen.runtime.serve.service import Service
 from kerngen.runtime.serve.worker import Guiding
 from kerngen.runtime.text import TextCodec
@@ -98,7 +99,7 @@ def _content(text: str) -> list[Delta]:
     return [ContentDelta(text)] if text else []
 
 
-def sampling_of(service: Service, body: _Generation, index: int) -> Sampling:
+def sampling_of(service: Service, body: Generation, index: int) -> Sampling:
     """The parameters of choice `index`: as asked for, else as the checkpoint suggests, else OpenAI's defaults."""
     values: dict[str, Any] = {"temperature": 1.0}
     values |= {name: value for name, value in service.suggested.items() if name in _SUGGESTED}
@@ -116,7 +117,7 @@ def _token(name: str) -> int:
 
 
 def guiding_of(
-    service: Service, body: _Generation, grammar: str | None, prompt: Sequence[int], *, may_think: bool = False
+    service: Service, body: Generation, grammar: str | None, prompt: Sequence[int], *, may_think: bool = False
 ) -> Guiding | None:
     """What the answer must be: `grammar`, or what vLLM's clients ask for by other fields. may_think: a thought may come
     first, as it does where the prompt ends in one.
@@ -132,11 +133,9 @@ def guiding_of(
         return None
     if len(asked) > 1:
         raise ApiError(400, "an answer follows one grammar: response_format, tool_choice or one of guided_*")
-    thoughts = service.codec.channel_ids
-    if thoughts is None:
+    if service.codec.channel_ids is None:
         return Guiding(asked[0])
-    marks = [i for i in prompt if i in thoughts]
-    is_thinking = bool(marks) and marks[-1] == thoughts[0]
+    is_thinking = service.codec.open_thought(prompt) is not None
     return Guiding(asked[0], may_think=may_think and not is_thinking, is_thinking=is_thinking)
 
 
@@ -149,7 +148,7 @@ def _schema(given: dict[str, Any] | str) -> Any:
         raise ApiError(400, f"guided_json is not JSON: {e}", param="guided_json") from None
 
 
-def stops_of(body: _Generation) -> tuple[str, ...]:
+def stops_of(body: Generation) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
@@ -164,7 +163,7 @@ class Asked:
     guiding: Guiding | None = None
 
 
-def stop_ids_of(service: Service, body: _Generation, more: Sequence[int] = ()) -> tuple[int, ...]:
+def stop_ids_of(service: Service, body: Generation, more: Sequence[int] = ()) -> tuple[int, ...]:
     return (*(() if body.ignore_eos else service.stop_ids), *more, *(body.stop_token_ids or ()))
 
 
@@ -174,7 +173,7 @@ async def choice(
     """One answer, in parts."""
     has_calls = False
     stream = service.follow(asked.prompt, asked.max_new_tokens, sampling, asked.stop_ids, asked.logprobs, asked.guiding)
-    try:
+    async with aclosing(stream):
         async for made in stream:
             deltas: list[Delta] = []
             shown = made.tokens[:-1] if made.reason == "stop" else made.tokens
@@ -188,18 +187,14 @@ async def choice(
             has_calls = has_calls or any(isinstance(d, ToolCallDelta) for d in deltas)
             reason = "tool_calls" if made.reason == "stop" and has_calls else made.reason or None
             yield Part(index, made.tokens, made.logprobs, deltas, reason, made.stats)
-    finally:
-        await stream.aclose()  # type: ignore[attr-defined]
 
 
 async def merged(generators: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
     """What all of them yield, as it comes. The first error ends them all, as whoever leaves the loop does."""
     if len(generators) == 1:
-        try:
-            async for item in generators[0]:
+        async with aclosing(generators[0]) as only:
+            async for item in only:
                 yield item
-        finally:
-            await generators[0].aclose()
         return
     queue: asyncio.Queue[tuple[_T | None, BaseException | None]] = asyncio.Queue()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from multiprocessing import get_context
@@ -62,10 +62,6 @@ class EngineClient:
     def why_dead(self) -> str:
         return "" if self._failed is None else self._failed.message
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._streams)
-
     async def stream(
         self,
         prompt: Sequence[int],
@@ -74,7 +70,7 @@ class EngineClient:
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
         guiding: Guiding | None = None,
-    ) -> AsyncIterator[Made]:
+    ) -> AsyncGenerator[Made, None]:
         """What the engine makes of a request, as it comes. Whoever leaves the loop early, or is cancelled, ends it, and
         what it holds is free at once.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from kerngen.runtime.engine import TokenLogprobs
 from kerngen.runtime.serve.answers import Heading, TextLogprobs, Usage, text_of
 from kerngen.runtime.serve.choices import (
     Asked,
@@ -39,15 +41,16 @@ async def completions(request: Request, body: Completion) -> Response:
         raise ApiError(400, "logprobs are of what is generated: not together with echo", param="echo")
     prompts = [await service.encode(p) if isinstance(p, str) else p for p in _prompts(body)]
     count, codec = body.n or 1, service.codec
-    generators, echoes = [], []
+    generators: list[AsyncGenerator[Part, None]] = []
+    echoes: list[str] = []
     for i, prompt in enumerate(prompts):
         room = service.room(prompt, body.max_tokens or DEFAULT_TOKENS)
         guiding = guiding_of(service, body, None, prompt)
         asked = Asked(prompt, room, stop_ids_of(service, body), body.logprobs, guiding)
+        echoes += [await service.off_loop(codec.decode, prompt) if body.echo else ""] * count
         for j in range(count):
             reader = TextReader(codec, stops_of(body))
             generators.append(choice(service, asked, i * count + j, reader, sampling_of(service, body, j)))
-            echoes.append(await service.off_loop(codec.decode, prompt) if body.echo else "")
     heading = Heading.of("cmpl", "text_completion", body.model or service.names[0])
     usage = Usage(sum(map(len, prompts)))
     logprobs = [TextLogprobs(codec, len(echo)) for echo in echoes]
@@ -64,7 +67,8 @@ async def completions(request: Request, body: Completion) -> Response:
             return [told(part.index, text, found, part.finish_reason)] if is_news else []
 
         return await send_events(request, service, body.stream_options, heading, usage, generators, chunks)
-    texts, reasons, found = list(echoes), [""] * len(echoes), [list(p.logprobs) for p in map(Part, range(len(echoes)))]
+    texts, reasons = list(echoes), [""] * len(echoes)
+    found: list[list[TokenLogprobs]] = [[] for _ in echoes]
 
     def add(part: Part) -> None:
         usage.add(part)

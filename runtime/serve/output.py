@@ -76,11 +76,9 @@ class Output:
         self._stream = codec.stream()
         self._part: _Content | _Thought | _Call = _Content(self)
         self.num_calls = 0
-        behind = list(prompt)[::-1]
-        opened, closed = (behind.index(i) if i in behind else len(behind) for i in (self._open, self._close))
-        if opened < closed:
+        if (begin := codec.open_thought(prompt)) is not None:
             self._part = _Thought(self)
-            self._part.text(codec.decode(behind[:opened][::-1]))
+            self._part.text(codec.decode(prompt[begin:]))
             self._deltas.clear()
 
     def push(self, ids: Sequence[int]) -> list[Delta]:

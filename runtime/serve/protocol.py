@@ -27,7 +27,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
-class _Generation(_Body):
+class Generation(_Body):
     """Fields that both kinds of completion have. None: as the model's generation_config.json says, else OpenAI's
     default."""
 
@@ -55,7 +55,7 @@ class _Generation(_Body):
     user: str | None = None
 
 
-class Completion(_Generation):
+class Completion(Generation):
     """POST /v1/completions. prompt: a text, tokens, or several of either."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -97,7 +97,7 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
 
 
-class ChatCompletion(_Generation):
+class ChatCompletion(Generation):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)

@@ -15,15 +15,16 @@ from typing import Any
 import uvicorn
 
 from kerngen.errors import UsageError
-from kerngen.runtime.config import read_eos_ids, read_model_config, read_sampling
+from kerngen.runtime.config import read_model_config, read_sampling
+from kerngen.runtime.conversation import DEFAULT_CONTEXT
 from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.serve.app import make_app
-from kerngen.runtime.serve.client import EngineClient, EngineFailed
+from kerngen.runtime.serve.client import EngineClient
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.worker import Options, Ready
+from kerngen.runtime.session import stop_ids_of
 from kerngen.runtime.text import TextCodec
 
-DEFAULT_CONTEXT = 32_768
 WATCH_S = 0.5  # how often it is seen that the engine has died
 
 
@@ -100,7 +101,7 @@ async def _open(settings: Settings, on_load: Callable[[int, int], None] | None, 
         config=config,
         names=settings.names or (_name(settings.load["folder"]),),
         suggested=read_sampling(folder),
-        stop_ids=tuple(dict.fromkeys((*read_eos_ids(folder, config), *codec.end_of_turn_ids))),
+        stop_ids=stop_ids_of(folder, config, codec),
         limits=settings.limits,
         created=int(time.time()),
     )
@@ -160,6 +161,3 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.is_draining = True
         await super().shutdown(sockets)
-
-
-__all__ = ["EngineFailed", "Settings", "run"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -37,8 +37,8 @@ class Limits:
 @dataclass(slots=True)
 class Service:
     """names: what clients may call the model, the first is what it calls itself. suggested: sampling parameters of
-    generation_config.json. stop_ids: tokens that end an answer. created: when the
-    server began, in seconds."""
+    generation_config.json. stop_ids: tokens that end an answer. created: when the server began, in seconds.
+    """
 
     client: EngineClient
     ready: Ready
@@ -64,11 +64,15 @@ class Service:
             raise ApiError(404, f"the model {name!r} is not served here; there is {', '.join(self.names)}",
                            param="model", code="model_not_found")  # fmt: skip
 
+    def require_open(self) -> None:
+        """Raises ApiError where nobody is let in any more."""
+        if self.is_draining or not self.client.is_alive:
+            raise ApiError(503, self.client.why_dead or "the server is about to stop", code="unavailable")
+
     @contextmanager
     def admitted(self, count: int = 1) -> Iterator[None]:
         """A place for `count` sequences, which the queue has, or nobody comes in. Raises ApiError."""
-        if self.is_draining or not self.client.is_alive:
-            raise ApiError(503, self.client.why_dead or "the server is about to stop", code="unavailable")
+        self.require_open()
         if self._num_inside + count > self.limits.queue:
             raise ApiError(429, f"{self._num_inside} requests are at work or wait, and {self.limits.queue} may",
                            code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})  # fmt: skip
@@ -108,17 +112,18 @@ class Service:
     async def follow(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int],
         logprobs: int | None, guiding: Guiding | None,
-    ) -> AsyncIterator[Made]:  # fmt: skip
+    ) -> AsyncGenerator[Made, None]:  # fmt: skip
         """As EngineClient.stream, watched."""
         watch, last = self.metrics.watch(), None
-        stream = self.client.stream(prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding)
         try:
-            async for made in stream:
-                watch.tokens(len(made.tokens))
-                last = made if made.reason else None
-                yield made
+            async with aclosing(
+                self.client.stream(prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding)
+            ) as stream:
+                async for made in stream:
+                    watch.tokens(len(made.tokens))
+                    last = made if made.reason else None
+                    yield made
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
             watch.ended("abort" if last is None else last.reason, None if last is None else last.stats)
 
     def close(self) -> None:

@@ -131,15 +131,9 @@ def serve(connection: Connection, options: Options) -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(BrokenPipeError, EOFError, ConnectionResetError):
         try:
-            session, engine = _open(connection, options)
-        except KerngenError as e:
-            connection.send(Failed(e.message, e.hint))
-            return
-        except Exception as e:
-            connection.send(Failed(f"{type(e).__name__}: {e}", what=traceback.format_exc()))
-            return
-        try:
-            _Loop(connection, session, engine).run()
+            _Loop(connection, *_open(connection, options)).run()
+        except (BrokenPipeError, EOFError, ConnectionResetError):
+            raise  # the other process is gone
         except KerngenError as e:
             connection.send(Failed(e.message, e.hint))
         except Exception as e:

@@ -10,12 +10,13 @@ from typing import Any
 from command import ROOT
 
 from kerngen.errors import UsageError
-from kerngen.runtime.config import read_eos_ids, read_model_config
+from kerngen.runtime.config import read_model_config
 from kerngen.runtime.engine import Stats, TokenLogprobs
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineFailed
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.worker import Guiding, Made, Ready
+from kerngen.runtime.session import stop_ids_of
 from kerngen.runtime.text import TextCodec
 
 TINY = ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16"
@@ -77,7 +78,7 @@ def played_service(
     """The tiny checkpoint's text behind an engine that answers every prompt with `script`, "Hello there" where None."""
     config = read_model_config(TINY)
     codec = TextCodec(TINY, config.bos_id)
-    stop_ids = tuple(dict.fromkeys((*read_eos_ids(TINY, config), *codec.end_of_turn_ids)))
+    stop_ids = stop_ids_of(TINY, config, codec)
     engine = PlayedEngine(script or (lambda prompt: [*words(codec, "Hello there"), [stop_ids[0]]]), stop_ids)
     ready = Ready(MAX_LEN, 8, {"full": 8, "sliding": 8}, "played", 0.0, None)
     service = Service(

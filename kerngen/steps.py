@@ -62,7 +62,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """ "decode, batch 8, context 512", "verify 5 tokens, batch 1, context 512", "prefill 512 tokens of 2048"."""
+        """ "decode, batch 8, context 512", "verify 4 tokens, batch 1, context 512", "prefill 512 tokens of 2048"."""
         if self.phase == "prefill":
             return f"prefill {self.chunk} tokens of {self.context}"
         what = f"verify {self.q_len} tokens" if self.phase == "verify" else self.phase
@@ -322,7 +322,7 @@ STEPS: tuple[tuple[Step, float], ...] = (
     (Step.decode(1, 32768), 1.0),
     (Step.decode(8, 512), 1.0),
     (Step.decode(32, 2048), 1.0),
-    (Step.verify(1, 5, 512), 1.0),
+    (Step.verify(1, 4, 512), 1.0),
     (Step.draft(1, 512), 0.25),
     (Step.prefill(2048, 2048), 0.5),
 )

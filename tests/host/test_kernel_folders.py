@@ -93,9 +93,10 @@ def _sources(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
 def _telling(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
     """Of _sources, so many that no value goes uncompiled.
 
-    A source counts for what is compiled in: for its body and dtypes, each value of the problem's fields and each
+    A source counts for what is compiled in: of its body, the dtypes, each value of the problem's fields and each
     configuration (in how many parts work is split apart from the rest). One of the arches that share the bodies
-    compiles it, and each of them something of each body and dtype. Left out are other problems for what is compiled.
+    compiles it, and each of them something of each body and dtypes. Left out are other problems for what is compiled,
+    and a value again with other dtypes.
     """
     seen: set[Hashable] = set()
     for older in _sharing(kernel, arch):
@@ -117,7 +118,7 @@ def _values(kernel: Kernel, arch: Arch, case: Case, config: Any) -> set[Hashable
     kind = (arch.name if arch.name in OLDEST else "", body, *(v for k, v in problem.items() if k.endswith("dtype")))
     return {
         (arch.name, *kind),
-        *((*kind, "problem", k, v) for k, v in problem.items()),
+        *((body, "problem", k, v) for k, v in problem.items()),
         *((group, *kind[:2], "config", k, v) for k, v in fields_of(config).items()),
         (group, *kind[:2], "tile", _tile(config)),
     }

@@ -82,11 +82,16 @@ def test_every_command_parses(page: Path) -> None:
     assert not wrong
 
 
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_commands_that_only_look_run(
-    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    page: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("KERNGEN_CACHE_DIR", str(shared_cache))
     monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "tuning.db"))
     failed = {}
     for args in _commands(page):

@@ -19,15 +19,21 @@ from kerngen.tuning_db.serve.filing import filing_of, round_up
 ID_VERSION = 2
 MEASUREMENT_VERSION = 3  # of a measurement's id
 SEAL_VERSION = 1
+_AS_THEY_ARE = frozenset((str, int, bool, type(None)))
 LATER = frozenset(("step_id", "step_us", "base_step_us", "base_id"))  # columns that older rows were sealed without
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def canonical(value: Any) -> str:
     """JSON with sorted keys and no spaces; floats in hexadecimal, so that every platform writes the same."""
-    return json.dumps(_exact(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(_exact(value))
 
 
 def _exact(value: Any) -> Any:
+    if value.__class__ in _AS_THEY_ARE:
+        return value
     if isinstance(value, float):
         return value.hex()
     if isinstance(value, dict):
@@ -101,11 +107,21 @@ class ProblemIds(NamedTuple):
     problem: str
 
 
+# Of problems that were asked about: each of them is, some twenty times, while a board's sheets become a database.
+_IDS: dict[tuple[str, str, str, int | None], ProblemIds] = {}
+_MOST_IDS = 20_000
+
+
 def ids_as_filed(key: ProblemKey) -> ProblemIds:
     """The ids of a problem whose fields are as filed: what a row must match, whatever is installed here."""
-    cell = digest({"v": ID_VERSION, "kernel": key.kernel, "static": key.static, "runtime": key.runtime})
-    problem = digest({"v": ID_VERSION, "cell": cell, "dynamic": key.dynamic})
-    return ProblemIds(_static_key(key.kernel, key.static), cell, problem)
+    of = key.kernel, repr(key.static), repr(key.runtime), key.dynamic
+    if (ids := _IDS.get(of)) is None:
+        cell = digest({"v": ID_VERSION, "kernel": key.kernel, "static": key.static, "runtime": key.runtime})
+        problem = digest({"v": ID_VERSION, "cell": cell, "dynamic": key.dynamic})
+        ids = ProblemIds(_static_key(key.kernel, key.static), cell, problem)
+        if len(_IDS) < _MOST_IDS:
+            _IDS[of] = ids
+    return ids
 
 
 def static_key(kernel: str, static: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
 # Two commands set everything up: `make demo` shows kerngen at work, `make test` checks it. Both need python3.11+ and make.
+# `make docs` makes the site.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -37,7 +38,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12,serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python

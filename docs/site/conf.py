@@ -34,6 +34,7 @@ smartquotes = False  # "--model" is two hyphens
 html_theme = "furo"
 html_title = "kerngen"
 html_copy_source = False
+html_show_search_summary = False  # it would fetch pages, which a browser refuses where the site is a folder
 html_show_sphinx = False
 html_show_copyright = False
 html_static_path = [str(Path(__file__).with_name("site.css"))]

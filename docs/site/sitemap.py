@@ -121,9 +121,9 @@ def moved(text: str, page: str) -> tuple[str, dict[str, str]]:
         path = normpath(str(folder / target))
         name = pages.get(path) or pages.get(f"{path}/README.md")
         if name is None and (ROOT / path).is_file():
-            folder_of = "extra/" if m.re is _ATTRIBUTE else ""  # what HTML names is copied beside the pages, unseen
-            taken[f"{folder_of}files/{path}"] = path
-            name = f"files/{path}"
+            in_html = m.re is _ATTRIBUTE  # which Sphinx does not read: it is copied beside the pages as it lies
+            name = f"beside/{path}" if in_html else f"files/{path}"
+            taken[f"extra/{name}" if in_html else name] = path
         if name is None:
             return m[0]
         return f"{m[1]}{relpath(name, PurePosixPath(page).parent)}{hash_}{anchor}{m[3]}"

@@ -63,10 +63,10 @@ def test_a_link_is_moved_with_its_page(build: ModuleType) -> None:
     moved, taken = build.sitemap.moved(text, "index.md")
     assert moved == (
         "[a](runtime.md#a-chat) [b](cluster.md) [c](https://x/docs/runtime.md) [d](nowhere.md) [e](#use)\n"
-        '<img src="files/examples/tiny/prompt.txt">\n'
+        '<img src="beside/examples/tiny/prompt.txt">\n'
         "```python\nf[0](docs/runtime.md)\n```\n[f](files/Makefile)\n"
     )
-    assert taken == {"extra/files/examples/tiny/prompt.txt": "examples/tiny/prompt.txt", "files/Makefile": "Makefile"}
+    assert taken == {"extra/beside/examples/tiny/prompt.txt": "examples/tiny/prompt.txt", "files/Makefile": "Makefile"}
 
 
 def test_every_public_name_is_in_the_reference(build: ModuleType, contents: dict[str, str | Path]) -> None:

@@ -1,11 +1,12 @@
 # Two commands set everything up: `make demo` shows kerngen at work, `make test` checks it. Both need python3.11+ and make.
+# `make docs` makes the site.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 MODEL  := examples/tiny/gemma-4-tiny-w4a16
 BUDGET ?= 6m
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu lint docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kerngen doctor
@@ -24,6 +25,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site, in build/docs/html: nothing that it shows is fetched from elsewhere. It fails where a link leads nowhere.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/site/build.py build/docs
+
 # Runs with the Python that is there: torch with CUDA, CuPy, cuda-bindings and pytest must be importable (README).
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu
@@ -33,12 +38,16 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12,serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12,dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -108,6 +108,7 @@ def _register(op: Op[P, R]) -> tuple[CustomOpDef, Callable[P, R]]:
     function.__module__ = "kerngen.ops"
     function.__doc__ = op.make.__doc__
     function.__signature__ = signature  # type: ignore[attr-defined]
+    function.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": signature.return_annotation}
     return registered, function
 
 

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_STOPS = 64
+MAX_STOPS, MAX_STOP_CHARS = 64, 4096
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 
-Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+_StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+Stop = _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)]
 Bias = Annotated[dict[str, float], Field(max_length=1024)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,7 +36,7 @@ class ChatTemplate:
 
     def __init__(self, folder: Path, known: Mapping[str, int]) -> None:
         path = folder / "tokenizer_config.json"
-        config = read_json(path) if path.exists() else {}
+        config = read_json(path) if os.path.lexists(path) else {}
         self.source = _source(folder, config)
         self._tokens = {name: text for name, text in _DEFAULT_TOKENS.items() if text in known}
         of_model = [config.get(key) for key in ("model_specific_special_tokens", "extra_special_tokens")]
@@ -73,7 +74,7 @@ class ChatTemplate:
 def _source(folder: Path, config: dict[str, Any]) -> str:
     """chat_template.jinja, or what tokenizer_config.json says: a text, or several by name, the default among them."""
     path = folder / "chat_template.jinja"
-    if path.exists():
+    if os.path.lexists(path):
         try:
             return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
         except UnicodeDecodeError as e:

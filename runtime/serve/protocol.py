@@ -14,8 +14,7 @@ MAX_STOPS, MAX_STOP_CHARS = 64, 4096
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 
-_StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-Stop = _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)]
+Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
 Bias = Annotated[dict[str, float], Field(max_length=1024)]
 
 

@@ -158,8 +158,9 @@ def test_what_is_held_back_for_a_stop_string_is_what_may_become_one() -> None:
 
 
 def test_long_stop_strings_cost_little(client: TestClient) -> None:
-    assert client.post(TEXT, json={"prompt": "a", "stop": "a" * 4097}).status_code == 400
-    assert client.post(TEXT, json={"prompt": "a", "stop": ["b", "a" * 10**6]}).status_code == 400
+    for stop in ("a" * 4097, ["b", "a" * 10**6]):
+        answer = client.post(TEXT, json={"prompt": "a", "stop": stop})
+        assert (answer.status_code, "at most 4,096" in answer.text) == (400, True)
     text, began = UpToStop(["a" * 4095 + chr(1000 + n) for n in range(64)]), time.monotonic()
     for piece in ["a"] * 9000 + ["b"]:
         text.push(piece)

@@ -129,8 +129,11 @@ class TextCodec:
         """
         if not plain:
             return self.encode(self.chat(messages, variables, within_s=within_s))
-        mark = self._control.mark
-        ids = self._encode_marked(self.chat(mark(messages), mark(variables or {}), within_s=within_s))
+        try:
+            messages, variables = self._control.mark([messages, variables or {}])
+        except RecursionError:
+            raise UsageError("chat messages, or what comes with them, are nested too deep") from None
+        ids = self._encode_marked(self.chat(messages, variables, within_s=within_s))
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
     def _encode(self, text: str, tokenizer: Tokenizer | None = None) -> list[int]:

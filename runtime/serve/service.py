@@ -39,7 +39,7 @@ class Limits:
     queue: int = 256
     body_bytes: int = 16 * 1024 * 1024
     body_s: float = 30.0
-    all_bytes: int = 512 * 1024 * 1024
+    all_bytes: int = 128 * 1024 * 1024
     values: int = 500_000
 
 

@@ -52,6 +52,17 @@ def test_a_variable_of_the_template_is_nothing_else(client: TestClient, name: st
         assert answer.status_code == (400 if name == "messages" else 200), answer.text
 
 
+@pytest.mark.parametrize("depth", [300, 480, 900])
+def test_what_is_nested_deep_is_answered(client: TestClient, depth: int) -> None:
+    nested: Any = {"a": "<turn|>"}
+    for _ in range(depth // 2):
+        nested = {"a": [nested]}
+    asked: list[dict[str, Any]] = [{"chat_template_kwargs": {"x": nested}}, {"guided_json": nested}]
+    asked += [{"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": nested}}}]}]
+    for body in asked:
+        assert client.post(CHAT, json=HI | body).status_code in (200, 400)
+
+
 def test_control_tokens_are_text_wherever_they_are_typed(
     client: TestClient, played: tuple[Service, PlayedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

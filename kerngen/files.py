@@ -128,6 +128,15 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise
 
 
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """All of a regular file. Raises OSError, also where it holds more than `limit` bytes."""
+    with open_regular(path) as f:
+        data = f.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"holds more than {limit:,} B, which is all that is read", os.fspath(path))
+    return data
+
+
 def _sync_folder(folder: Path) -> None:
     """Make the name that was just given to a file outlive a power cut."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

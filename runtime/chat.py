@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,7 +36,7 @@ class ChatTemplate:
 
     def __init__(self, folder: Path, known: Mapping[str, int]) -> None:
         path = folder / "tokenizer_config.json"
-        config = read_json(path) if path.exists() else {}
+        config = read_json(path) if os.path.lexists(path) else {}
         self.source = _source(folder, config)
         self._tokens = {name: text for name, text in _DEFAULT_TOKENS.items() if text in known}
         of_model = [config.get(key) for key in ("model_specific_special_tokens", "extra_special_tokens")]
@@ -47,14 +48,18 @@ class ChatTemplate:
             if text := _token_text(value):
                 self._tokens[name] = text
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, within_s: float = MAX_RENDER_S
+    ) -> str:
         """`messages` ({"role", "content"}), ready for the model's turn. variables: what else the template is to see.
 
-        Raises UsageError for messages that are none, CheckpointError where the template fails, takes too long, or more
-        memory than it may.
+        Raises UsageError for messages that are none, CheckpointError where the template fails or takes more memory than
+        it may, and of that TemplateTooSlow where it takes longer than `within_s`.
         """
         if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) for m in messages) or not messages:
             raise UsageError("chat messages are a list of at least one object with role and content")
+        if "messages" in variables:
+            raise UsageError("messages is no variable of a chat template: there are messages already")
         values = {
             **self._tokens,
             "messages": [_with_reasoning(message) for message in messages],
@@ -63,13 +68,13 @@ class ChatTemplate:
             "add_generation_prompt": True,
             **variables,
         }
-        return render_chat(self.source, **values)
+        return render_chat(self.source, values, within_s=within_s)
 
 
 def _source(folder: Path, config: dict[str, Any]) -> str:
     """chat_template.jinja, or what tokenizer_config.json says: a text, or several by name, the default among them."""
     path = folder / "chat_template.jinja"
-    if path.exists():
+    if os.path.lexists(path):
         try:
             return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
         except UnicodeDecodeError as e:
@@ -99,52 +104,78 @@ def _token_text(value: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def render_chat(source: str, **values: Any) -> str:
-    """Render a chat template, which is not trusted, in the worker. Raises CheckpointError with the reason."""
+class TemplateTooSlow(CheckpointError):
+    """The time that the template had is over."""
+
+
+def render_chat(source: str, values: Mapping[str, Any], *, within_s: float = MAX_RENDER_S) -> str:
+    """Render a chat template, which is not trusted, in a process. Raises CheckpointError with the reason."""
     try:
         request = json.dumps({"source": source, "values": values})
     except (TypeError, ValueError, RecursionError) as e:
         raise UsageError(f"chat messages must be what JSON can hold: {e}") from e
-    answer = _WORKER.ask(request)
+    answer = _WORKERS.ask(request, within_s)
+    if answer is None:
+        raise TemplateTooSlow(f"the chat template failed: it took more than {within_s:g} s", hint=_NO_CHAT)
     if (text := answer.get("text")) is None:
         raise CheckpointError(f"the chat template failed: {answer['error']}", hint=_NO_CHAT)
     return str(text)
 
 
+class _Workers:
+    """The processes that render (template_worker.py): as many as threads ask at once, kept for the next request."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []  # appended to and popped from by any thread
+
+    def ask(self, request: str, within_s: float) -> dict[str, Any] | None:
+        """A worker's answer, {"error"} where it died, None where it had to be killed after `within_s`."""
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker()
+        try:
+            return worker.ask(request, within_s)
+        finally:
+            self._idle.append(worker)
+
+    def stop(self) -> None:
+        while self._idle:
+            self._idle.pop().stop()
+
+
 class _Worker:
-    """The process that renders (template_worker.py), started when it is first needed and after it was killed."""
+    """One such process, started when it is first needed and after it was killed. One thread asks at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
 
-    def ask(self, request: str) -> dict[str, Any]:
-        """The worker's answer, or {"error"} where it died or had to be killed."""
-        with self._lock:
-            process = self._process
-            if process is None or process.poll() is not None:
-                process = self._process = self._start()
-            late = threading.Timer(MAX_RENDER_S, process.kill)
-            late.start()
-            try:
-                if process.stdin is None or process.stdout is None:
-                    raise TypeError("the worker has pipes")
-                process.stdin.write(request + "\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            except BrokenPipeError:
-                line = ""
-            except BaseException:  # Ctrl-C: half an answer may lie in the pipe
-                self.stop()
-                raise
-            finally:
-                was_late = not late.is_alive()
-                late.cancel()
-            if line.endswith("\n"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
+    def ask(self, request: str, within_s: float) -> dict[str, Any] | None:
+        """As _Workers.ask."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = self._start()
+        late = threading.Timer(within_s, process.kill)
+        late.start()
+        try:
+            if process.stdin is None or process.stdout is None:
+                raise TypeError("the worker has pipes")
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        except BaseException:  # Ctrl-C: half an answer may lie in the pipe
             self.stop()
-            return {"error": f"it took more than {MAX_RENDER_S:g} s" if was_late else "it took more memory than it may"}
+            raise
+        finally:
+            was_late = not late.is_alive()
+            late.cancel()
+        if line.endswith("\n"):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        self.stop()
+        return None if was_late else {"error": "it took more memory than it may"}
 
     def _start(self) -> subprocess.Popen[str]:
         path = Path(__file__).with_name("template_worker.py")
@@ -167,8 +198,8 @@ class _Worker:
             process.wait()
 
 
-_WORKER = _Worker()
-atexit.register(_WORKER.stop)
+_WORKERS = _Workers()
+atexit.register(_WORKERS.stop)
 
 # ---- what users type -------------------------------------------------------------------------------------------------
 
@@ -186,11 +217,11 @@ class ControlTokens:
         self._marked = re.compile(f"{_OPEN}({longest_first}){_CLOSE}|[{_OPEN}{_CLOSE}]")
 
     def mark(self, value: Any) -> Any:
-        """`value` (a text, or messages) with marks around each control token in its texts."""
+        """`value` (a text, or messages) with marks around each control token in its texts, names of members too."""
         if isinstance(value, str):
             return self._token.sub(rf"{_OPEN}\g<0>{_CLOSE}", value.replace(_OPEN, "").replace(_CLOSE, ""))
         if isinstance(value, Mapping):
-            return {key: self.mark(part) for key, part in value.items()}
+            return {self.mark(key): self.mark(part) for key, part in value.items()}
         if isinstance(value, list | tuple):
             return [self.mark(part) for part in value]
         return value

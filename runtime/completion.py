@@ -34,6 +34,7 @@ class UpToStop:
         if "" in stop:
             raise UsageError("an empty stop string stops everything")
         self._stop = tuple(stop)
+        self._longest = max(map(len, stop), default=0)
         self._text = ""
         self._shown = 0
         self._end: int | None = None
@@ -57,12 +58,18 @@ class UpToStop:
 
     def news(self) -> str:
         """The text since the last call that no stop string can take back."""
-        starts = [n for s in self._stop for n in range(1, len(s)) if self._text.endswith(s[:n])]
-        return self._up_to(len(self._text) - max(starts, default=0) if self._end is None else self._end)
+        return self._up_to(self._held_from() if self._end is None else self._end)
 
     def rest(self) -> str:
         """The text since the last call: no more will come."""
         return self._up_to(len(self._text) if self._end is None else self._end)
+
+    def _held_from(self) -> int:
+        """Where a stop string may have begun. Not in what was shown: it would have been held then."""
+        for at in range(max(self._shown, len(self._text) - self._longest + 1), len(self._text)):
+            if any(s.startswith(self._text[at:]) for s in self._stop):
+                return at
+        return len(self._text)
 
     def _up_to(self, end: int) -> str:
         piece = self._text[self._shown : end]

@@ -8,6 +8,7 @@ others, and the error names it. Fields: transformers' Gemma4TextConfig and Gemma
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -181,7 +182,7 @@ def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
 def _generation(folder: Path) -> Fields:
     """generation_config.json, empty where there is none."""
     path = folder / "generation_config.json"
-    return Fields(read_json(path) if path.exists() else {}, str(path))
+    return Fields(read_json(path) if os.path.lexists(path) else {}, str(path))
 
 
 def read_eos_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ class Session:
                 raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
             return self._text_only(self.codec.encode(prompt, plain=self.plain_text))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._text_only(self.codec.encode_chat(messages, plain=self.plain_text, **variables))
+        return self._text_only(self.codec.encode_chat(messages, variables, plain=self.plain_text))
 
     def _text_only(self, ids: list[int]) -> list[int]:
         """`ids`, if none of them stands for an image or the like. Raises UsageError."""

@@ -11,10 +11,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.chat import ChatTemplate, ControlTokens
+from kerngen.runtime.chat import MAX_RENDER_S, ChatTemplate, ControlTokens
 from kerngen.runtime.fields import read_file
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
+# From so many characters or tokens on, Python's other threads go on meanwhile: the library lets them only of a batch.
+_LONG = 4096
 # Ends a turn of the chat format (id 106); config.json's eos_token_id may leave it out.
 END_OF_TURN = "<turn|>"
 CHANNEL, END_OF_CHANNEL = "<|channel>", "<channel|>"  # around what the model thinks (ids 100 and 101)
@@ -38,7 +40,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 
 class TextCodec:
-    """A checkpoint's tokenizer and, if it has one, its chat template."""
+    """A checkpoint's tokenizer and, if it has one, its chat template. Any number of threads may use it at once."""
 
     def __init__(self, folder: Path, bos_id: int) -> None:
         path = self._path = folder / "tokenizer.json"
@@ -90,6 +92,16 @@ class TextCodec:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
+    def prepare(self) -> None:
+        """Do now what else the first text that is asked for would wait for: a second, for 262,144 tokens."""
+        self.encode("", plain=True)
+        self.longest_token  # noqa: B018
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of it: a text has at least its length divided by that in tokens, unknown characters aside."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
     def encode(self, text: str, *, plain: bool = False) -> list[int]:
         """Token ids of `text`, special tokens recognised, with <bos> in front unless it is there already.
 
@@ -102,36 +114,61 @@ class TextCodec:
         ids = self._encode(text)
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, plain: bool = False, **variables: Any) -> list[int]:
-        """Token ids of `messages` through the chat template, <bos> in front. variables: see `chat`.
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        plain: bool = False,
+        within_s: float = MAX_RENDER_S,
+    ) -> list[int]:
+        """Token ids of `messages` through the chat template, <bos> in front. variables, within_s: see `chat`.
 
-        plain: control tokens in the messages are text, so that nobody can end a turn by typing <turn|>; by default, as
-        in transformers, they are what they look like.
+        plain: control tokens in the messages and in the variables (the description of a tool) are text, so that nobody
+        can end a turn by typing <turn|>; by default, as in transformers, they are what they look like.
         """
         if not plain:
-            return self.encode(self.chat(messages, **variables))
-        ids = self._encode_marked(self.chat(self._control.mark(messages), **variables))
+            return self.encode(self.chat(messages, variables, within_s=within_s))
+        try:
+            messages, variables = self._control.mark([messages, variables or {}])
+        except RecursionError:
+            raise UsageError("chat messages, or what comes with them, are nested too deep") from None
+        ids = self._encode_marked(self.chat(messages, variables, within_s=within_s))
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, tokenizer: Tokenizer | None = None) -> list[int]:
         require_unicode(text)
+        tokenizer = self._tokenizer if tokenizer is None else tokenizer
         with _blaming(f"{self._path} cannot encode the text"):
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if len(text) < _LONG:
+                ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+            else:
+                ids = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids
 
     def _encode_marked(self, text: str) -> list[int]:
         """Of a text with marks around what is not to be a control token. Each part is encoded by itself."""
         ids: list[int] = []
+        typed: dict[str, list[int]] = {}  # the few that there are may stand there a million times
         for part, is_text in self._control.split(text):
-            self._tokenizer.encode_special_tokens = is_text
-            try:
-                part_ids = self._encode(part)
-            finally:
-                self._tokenizer.encode_special_tokens = False
-            if is_text and self._tokenizer.token_to_id(part) in part_ids:
-                raise CheckpointError(f"{self._path} makes a control token of {part!r} even where it is told not to")
-            ids += part_ids
+            if not is_text:
+                ids += self._encode(part)
+                continue
+            if part not in typed:
+                typed[part] = self._encode(part, self._plain)
+                if self._tokenizer.token_to_id(part) in typed[part]:
+                    raise CheckpointError(
+                        f"{self._path} makes a control token of {part!r} even where it is told not to"
+                    )
+            ids += typed[part]
         return ids
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """To which all is text. One of its own: what it takes for text is a state of it."""
+        plain = Tokenizer.from_str(self.to_json())
+        plain.encode_special_tokens = True
+        return plain
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -153,15 +190,24 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         with _blaming(f"{self._path} cannot decode the tokens"):
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+            if len(ids) < _LONG:
+                return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+            return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0])
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        within_s: float = MAX_RENDER_S,
+    ) -> str:
         """`messages` ({"role", "content"}) through the chat template, ready for the model's turn.
 
         variables: what else the template is to see (enable_thinking, tools). Raises UsageError for messages that are
-        none, CheckpointError where there is no template or it fails.
+        none, CheckpointError where there is no template or it fails, and of that TemplateTooSlow where it takes longer
+        than `within_s`.
         """
-        return self._template.render(messages, **variables)
+        return self._template.render(messages, variables or {}, within_s=within_s)
 
     @cached_property
     def _template(self) -> ChatTemplate:

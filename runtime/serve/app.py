@@ -18,6 +18,7 @@ from kerngen.runtime.serve.errors import ApiError, json_response
 from kerngen.runtime.serve.gate import Gate
 from kerngen.runtime.serve.metrics import CONTENT_TYPE
 from kerngen.runtime.serve.page import chat_page
+from kerngen.runtime.serve.sending import unless_gone
 from kerngen.runtime.serve.service import Service, service_of
 from kerngen.runtime.serve.turns import template_messages
 
@@ -102,10 +103,10 @@ async def tokenize(request: Request, body: protocol.Tokenize) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "either prompt or messages is tokenized")
     if body.prompt is not None:
-        ids = await service.encode(body.prompt, with_bos=body.add_special_tokens)
+        ids = await unless_gone(request, service.encode(body.prompt, with_bos=body.add_special_tokens))
     else:
         messages = template_messages(body.messages or [], service.codec.template_reads)
-        ids = await service.encode_chat(messages, **(body.chat_template_kwargs or {}))
+        ids = await unless_gone(request, service.encode_chat(messages, body.chat_template_kwargs or {}))
     texts = [service.codec.token(i) for i in ids] if body.return_token_strs else None
     return json_response({"count": len(ids), "max_model_len": service.ready.max_len, "tokens": ids,
                           "token_strs": texts})  # fmt: skip
@@ -115,6 +116,8 @@ async def tokenize(request: Request, body: protocol.Tokenize) -> Response:
 async def detokenize(request: Request, body: protocol.Detokenize) -> Response:
     service = service_of(request)
     service.require_model(body.model)
+    service.require_length(len(body.tokens), "tokens")
     if bad := [i for i in body.tokens if not 0 <= i < service.config.vocab_size]:
         raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {service.config.vocab_size}", param="tokens")
-    return json_response({"prompt": await service.off_loop(service.codec.decode, body.tokens)})
+    text = await unless_gone(request, service.off_loop(service.codec.decode, body.tokens, size=len(body.tokens)))
+    return json_response({"prompt": text})

@@ -24,8 +24,8 @@ from kerngen.runtime.serve.choices import (
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.guided import json_grammar
 from kerngen.runtime.serve.protocol import ChatCompletion, NamedTool
-from kerngen.runtime.serve.sending import send_events, send_whole
-from kerngen.runtime.serve.service import Service, service_of
+from kerngen.runtime.serve.sending import send_events, send_whole, unless_gone
+from kerngen.runtime.serve.service import Service, service_of, size_of
 from kerngen.runtime.serve.turns import template_messages, template_tools
 
 router = APIRouter()
@@ -40,16 +40,17 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
     messages = template_messages(body.messages, codec.template_reads)
     variables = dict(body.chat_template_kwargs or {})
     if tools:
-        variables["tools"] = template_tools(tools)
+        variables["tools"] = await service.off_loop(template_tools, tools, size=size_of(tools))
     if body.reasoning_effort is not None:
         variables.setdefault(THINKING, body.reasoning_effort != "none")
-    prompt = await service.encode_chat(messages, **variables)
+    grammar = await service.off_loop(_grammar, service, body, tools, size=size_of(tools))
+    prompt = await unless_gone(request, service.encode_chat(messages, variables))
     asked = Asked(
         prompt,
         service.room(prompt, body.max_completion_tokens or body.max_tokens),
         stop_ids_of(service, body, codec.end_of_calls_ids if tools else ()),
         (body.top_logprobs or 0) if body.logprobs else None,
-        guiding_of(service, body, _grammar(service, body, tools), prompt, may_think=bool(variables.get(THINKING))),
+        guiding_of(service, body, grammar, prompt, may_think=bool(variables.get(THINKING))),
     )
     generators = [
         choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, calls=bool(tools)),

@@ -16,7 +16,7 @@ from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.guided import choice_grammar, json_grammar, regex_grammar
 from kerngen.runtime.serve.output import ContentDelta, Delta, Output, ToolCallDelta
-from kerngen.runtime.serve.protocol import Generation
+from kerngen.runtime.serve.protocol import MAX_STOP_CHARS, Generation
 from kerngen.runtime.serve.service import Service
 from kerngen.runtime.serve.worker import Guiding
 from kerngen.runtime.text import TextCodec
@@ -149,7 +149,10 @@ def _schema(given: dict[str, Any] | str) -> Any:
 
 
 def stops_of(body: Generation) -> tuple[str, ...]:
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if any(len(text) > MAX_STOP_CHARS for text in stop):
+        raise ApiError(400, f"a stop string has at most {MAX_STOP_CHARS:,} characters", param="stop")
+    return stop
 
 
 @dataclass(frozen=True, slots=True)

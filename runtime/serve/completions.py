@@ -22,7 +22,7 @@ from kerngen.runtime.serve.choices import (
 )
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.protocol import Completion
-from kerngen.runtime.serve.sending import send_events, send_whole
+from kerngen.runtime.serve.sending import send_events, send_whole, unless_gone
 from kerngen.runtime.serve.service import service_of
 
 DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it
@@ -39,8 +39,9 @@ async def completions(request: Request, body: Completion) -> Response:
             raise ApiError(400, f"{name} is not supported", param=name)
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "logprobs are of what is generated: not together with echo", param="echo")
-    prompts = [await service.encode(p) if isinstance(p, str) else p for p in _prompts(body)]
-    count, codec = body.n or 1, service.codec
+    asked_for, count, codec = _prompts(body), body.n or 1, service.codec
+    service.require_places(len(asked_for) * count)
+    prompts = [await unless_gone(request, service.encode(p)) if isinstance(p, str) else p for p in asked_for]
     generators: list[AsyncGenerator[Part, None]] = []
     echoes: list[str] = []
     for i, prompt in enumerate(prompts):

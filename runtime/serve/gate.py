@@ -11,7 +11,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kerngen.runtime.serve.errors import ApiError, response_of
-from kerngen.runtime.serve.service import Limits
+from kerngen.runtime.serve.service import RETRY_AFTER_S, Limits
 
 
 class Gate:
@@ -19,24 +19,36 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, limits: Limits, allowed: Callable[[str, bytes], bool]) -> None:
         self._app, self._limits, self._allowed = app, limits, allowed
+        self._held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        held: list[bytes] = []
+        try:
+            await self._pass(held, scope, receive, send)
+        finally:
+            self._held -= sum(map(len, held))
+
+    async def _pass(self, held: list[bytes], scope: Scope, receive: Receive, send: Send) -> None:
+        """held: takes what has come of the body."""
         try:
             headers = dict(scope["headers"])
             if not self._allowed(scope["path"], headers.get(b"authorization", b"")):
                 raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key",
                                headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
-            body = await self._body(headers.get(b"content-length"), receive) if scope["method"] == "POST" else b""
+            body = b""
+            if scope["method"] == "POST" and not await self._body(held, headers.get(b"content-length"), receive):
+                return  # the client has gone
+            body = b"".join(held)
+            held[:] = [body]
+            self._require_few(body)
         except ApiError as e:
             # What is left of the body is not read: this connection can serve no other request.
             e.headers["Connection"] = "close"
             await response_of(e)(scope, receive, send)
             return
-        if body is None:
-            return  # the client has gone
         given = False
 
         async def again() -> Message:
@@ -49,26 +61,36 @@ class Gate:
         other = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
         await self._app({**scope, "headers": [*other, (b"content-type", b"application/json")]}, again, send)
 
-    async def _body(self, length: bytes | None, receive: Receive) -> bytes | None:
-        """All of it; None where the client leaves before its end."""
+    async def _body(self, held: list[bytes], length: bytes | None, receive: Receive) -> bool:
+        """Whether all of it came; the client may leave before."""
         most = self._limits.body_bytes
         if length is not None and length.isdigit() and int(length[:20]) > most:
             raise self._too_long()
-        parts, size = [], 0
+        size = 0
         try:
             async with asyncio.timeout(self._limits.body_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
+                        return False
+                    held.append(message.get("body", b""))
+                    size += len(held[-1])
+                    self._held += len(held[-1])
                     if size > most:
                         raise self._too_long()
+                    if self._held > self._limits.all_bytes:
+                        raise ApiError(429, "there are too many long requests at once", code="queue_full",
+                                       headers={"Retry-After": str(RETRY_AFTER_S)})  # fmt: skip
                     if not message.get("more_body"):
-                        return b"".join(parts)
+                        return True
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {self._limits.body_s:g} s") from None
+
+    def _require_few(self, body: bytes) -> None:
+        """Commas and brackets in its texts count as if they were JSON's: there are fewer of them than tokens."""
+        if (values := body.count(b",") + body.count(b"[") + body.count(b"{")) > self._limits.values:
+            raise ApiError(413, f"the body holds some {values:,} values; {self._limits.values:,} are taken",
+                           code="body_too_large")  # fmt: skip
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"the body has more than {self._limits.body_bytes:,} bytes", code="body_too_large")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_STOPS = 64
+MAX_STOPS, MAX_STOP_CHARS = 64, 4096
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 

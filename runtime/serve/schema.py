@@ -8,7 +8,7 @@ from typing import Any
 from kerngen.errors import UsageError
 from kerngen.runtime.serve.lark import MAX_PATTERN_CHARS
 
-MAX_SCHEMAS, MAX_NESTED = 10_000, 100  # of a tool's parameters: schemas, written out, and how deep
+MAX_MEMBERS, MAX_NESTED = 50_000, 100  # of a tool's parameters: of its schemas, written out, and how deep
 
 
 def referred(root: Mapping[str, Any], ref: str) -> Mapping[str, Any] | None:
@@ -48,17 +48,17 @@ def written_out(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 class _WrittenOut:
     def __init__(self, root: Mapping[str, Any], where: str) -> None:
-        self._root, self._where, self._left = root, where, MAX_SCHEMAS
+        self._root, self._where, self._left = root, where, MAX_MEMBERS
         self.schema = self._of(root, ())
 
     def _of(self, schema: Any, within: tuple[str, ...]) -> Any:
         """`schema`, which may be none. within: what was referred to on the way to it."""
         if not isinstance(schema, Mapping):
             return schema
-        self._left -= 1
+        self._left -= 1 + len(schema)
         if self._left < 0 or len(within) > MAX_NESTED:
             raise UsageError(
-                f"{self._where} has more than {MAX_SCHEMAS:,} parts, or is nested deeper than {MAX_NESTED}"
+                f"{self._where} has more than {MAX_MEMBERS:,} parts, or is nested deeper than {MAX_NESTED}"
             )
         ref = schema.get("$ref")
         if isinstance(ref, str):

@@ -36,7 +36,7 @@ async def send_whole(
                 async for part in parts:
                     add(part)
 
-    await _unless_gone(request, work())
+    await unless_gone(request, work())
     return errors.json_response(body())
 
 
@@ -68,7 +68,7 @@ async def send_events(
             yield _event(heading.body([], usage))
 
     stream = events()
-    first = await _unless_gone(request, anext(stream, b""))
+    first = await unless_gone(request, anext(stream, b""))
 
     async def sent() -> AsyncIterator[bytes]:
         async with aclosing(stream):
@@ -88,7 +88,7 @@ def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     """What `work` gives; it is ended where the client leaves before. Raises ClientGone then."""
 
     async def gone() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from h11 import IDLE
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kerngen.errors import UsageError
 from kerngen.runtime.config import read_model_config, read_sampling
@@ -26,6 +28,8 @@ from kerngen.runtime.session import stop_ids_of
 from kerngen.runtime.text import TextCodec
 
 WATCH_S = 0.5  # how often it is seen that the engine has died
+HEAD_S = 20.0  # within which a client, once connected, has sent a request's head
+UNREAD_S = 60.0  # how long a client may leave unread what it asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ async def _open(settings: Settings, on_load: Callable[[int, int], None] | None, 
     if context > config.max_positions:
         raise UsageError(f"--context {context}: the model takes {config.max_positions:,} tokens")
     client = EngineClient(Options(load, context, settings.max_batch), on_load)
-    ready = await client.start()
+    ready, _ = await asyncio.gather(client.start(), asyncio.to_thread(codec.prepare))
     for warning in ready.warnings:
         say(f"warning: {warning}")
     say(_summary(ready))
@@ -121,7 +125,8 @@ def _summary(ready: Ready) -> str:
 
 async def _serve(service: Service, settings: Settings, listening: socket.socket, say: Callable[[str], None]) -> int:
     config = uvicorn.Config(
-        make_app(service, settings.keys), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30,
+        make_app(service, settings.keys), http=Connection, ws="none", log_config=None, log_level="error",
+        access_log=False, lifespan="off", timeout_keep_alive=30,
         timeout_graceful_shutdown=int(max(settings.drain_s, 1)), h11_max_incomplete_event_size=65536,
     )  # fmt: skip
     server = _Server(config, service)
@@ -138,6 +143,55 @@ async def _serve(service: Service, settings: Settings, listening: socket.socket,
         await asyncio.wait([serving], timeout=WATCH_S if is_said else 0.01)
     await serving
     return 0 if service.client.is_alive else 1
+
+
+class Connection(H11Protocol):
+    """A client's, which ends where that sends no whole head of a request, or does not read what it asked for: uvicorn
+    waits for ever, and with it a place in the queue.
+    """
+
+    _head: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._expect_head()
+
+    def _expect_head(self) -> None:
+        is_there = self.conn.their_state is not IDLE
+        if self._head is not None and is_there:
+            self._head.cancel()
+            self._head = None
+        elif self._head is None and not is_there:  # bytes that come one by one do not begin it anew
+            self._head = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():  # of the last piece, too small for a pause
+            self.loop.call_later(UNREAD_S, self._require_read)
+
+    def _require_read(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._head, self._unread):
+            if timer is not None:
+                timer.cancel()
 
 
 class _Server(uvicorn.Server):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineClient
@@ -20,18 +23,24 @@ from kerngen.runtime.serve.worker import Guiding, Made, Ready
 from kerngen.runtime.text import TextCodec
 
 RETRY_AFTER_S = 1
+# What is long, or takes a template long, waits for its like alone: beside it the others find a thread that is quick.
+QUICK_THREADS, QUICK_CHARS, QUICK_S = 2, 64 * 1024, 1.0
+LEAST_CHARS = 1 << 20  # of a request's text that are taken whatever the tokenizer and the context
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """queue: sequences that are at work or wait; more are sent away. body_bytes: of a request, which must have come
-    within body_s seconds.
+    within body_s seconds. all_bytes: of all requests' bodies that are held at once. values: that one may hold, since
+    reading them keeps all others waiting.
     """
 
     queue: int = 256
     body_bytes: int = 16 * 1024 * 1024
     body_s: float = 30.0
+    all_bytes: int = 128 * 1024 * 1024
+    values: int = 500_000
 
 
 @dataclass(slots=True)
@@ -52,12 +61,15 @@ class Service:
     is_draining: bool = False
     metrics: Metrics = field(init=False)
     _num_inside: int = field(default=0, init=False)
-    _texts: ThreadPoolExecutor = field(init=False)
+    _quick: ThreadPoolExecutor = field(init=False)
+    _slow: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.names[0], lambda: self.client.load)
-        # One thread: the tokenizer's handling of control tokens is a state of it.
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="kerngen-text")
+        # A batch of one text is encoded in its thread: more of them would be the library's own.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._quick = ThreadPoolExecutor(QUICK_THREADS, thread_name_prefix="kerngen-text")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="kerngen-long-text")
 
     def require_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -69,10 +81,23 @@ class Service:
         if self.is_draining or not self.client.is_alive:
             raise ApiError(503, self.client.why_dead or "the server is about to stop", code="unavailable")
 
+    def require_places(self, count: int) -> None:
+        """Raises ApiError where `count` sequences are more than there are ever places for."""
+        if count > self.limits.queue:
+            raise ApiError(400, f"{count} sequences are asked for at once, and {self.limits.queue} may be at work")
+
+    def require_length(self, count: int, what: str = "characters") -> None:
+        """Raises ApiError for a text of so many characters that a sequence cannot hold it: it is not even read."""
+        most = max(LEAST_CHARS, self.ready.max_len * self.codec.longest_token)
+        if count > most:
+            raise ApiError(400, f"the text has {count:,} {what}; {most:,} are taken, and {self.ready.max_len:,} tokens",
+                           param="messages", code="context_length_exceeded")  # fmt: skip
+
     @contextmanager
     def admitted(self, count: int = 1) -> Iterator[None]:
         """A place for `count` sequences, which the queue has, or nobody comes in. Raises ApiError."""
         self.require_open()
+        self.require_places(count)
         if self._num_inside + count > self.limits.queue:
             raise ApiError(429, f"{self._num_inside} requests are at work or wait, and {self.limits.queue} may",
                            code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})  # fmt: skip
@@ -82,24 +107,36 @@ class Service:
         finally:
             self._num_inside -= count
 
-    async def off_loop(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
-        """What the tokenizer or the chat template takes its time for, beside the event loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._texts, lambda: function(*arguments, **named))
+    async def off_loop(self, function: Callable[..., _T], *arguments: Any, size: int = 0) -> _T:
+        """What takes its time, beside the event loop. size: of what is worked on, in characters or the like."""
+        threads = self._quick if size <= QUICK_CHARS else self._slow
+        return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *arguments))
 
     async def encode(self, text: str, *, with_bos: bool = True) -> list[int]:
-        """Control tokens in it are text."""
-        ids = await self.off_loop(self.codec.encode, text, plain=True)
+        """Control tokens in it are text. Raises ApiError for a text that no sequence can hold."""
+        self.require_length(len(text))
+        ids = await self.off_loop(partial(self.codec.encode, text, plain=True), size=len(text))
         return ids if with_bos else ids[1:]
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """Through the chat template; control tokens in what is said are text."""
-        return await self.off_loop(self.codec.encode_chat, messages, plain=True, **variables)
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+        """Through the chat template; control tokens in what is said are text. Raises as `encode`."""
+        size = size_of(messages) + size_of(variables)
+        self.require_length(size)
+        encode = partial(self.codec.encode_chat, messages, variables, plain=True)
+        if size <= QUICK_CHARS:
+            try:
+                return await self.off_loop(partial(encode, within_s=QUICK_S))
+            except TemplateTooSlow:
+                pass  # it may be a slow machine
+        return await self.off_loop(encode, size=QUICK_CHARS + 1)
 
     def room(self, prompt: Sequence[int], wanted: int | None) -> int:
         """New tokens that may follow `prompt`. Raises ApiError where `wanted` are more, or there are none."""
         if bad := [i for i in prompt if not 0 <= i < self.config.vocab_size]:
             raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {self.config.vocab_size}", param="prompt")
+        if bad := [i for i in prompt if i in self.config.placeholder_ids]:
+            raise ApiError(400, f"token {bad[0]} stands for an image or a sound; the model here reads text",
+                           param="prompt")  # fmt: skip
         most = self.ready.max_len - len(prompt)
         if not prompt:
             raise ApiError(400, "the prompt is empty", param="prompt")
@@ -127,7 +164,23 @@ class Service:
             watch.ended("abort" if last is None else last.reason, None if last is None else last.stats)
 
     def close(self) -> None:
-        self._texts.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._quick, self._slow):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def size_of(value: Any) -> int:
+    """About how many characters `value`, which JSON can hold, has: those of its texts and 4 for each of its parts."""
+    size, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, Mapping):
+            left += [*part, *part.values()]
+        elif isinstance(part, list | tuple):
+            left += part
+        size += 4
+    return size
 
 
 def service_of(request: Request) -> Service:

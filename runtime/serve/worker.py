@@ -203,7 +203,8 @@ class _Loop:
                 return self._submit(told)
             self._compiling[told.number] = told, self._compiler.submit(self._guide, told.guiding)
             return ()
-        if self._compiling.pop(told.number, None) is not None:
+        if (compiling := self._compiling.pop(told.number, None)) is not None:
+            compiling[1].cancel()  # where it has not begun
             return (Made(told.number, [], reason="cancelled"),)
         if (handle := self._by_number.pop(told.number, None)) is None:
             return ()  # it had ended meanwhile

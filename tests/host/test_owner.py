@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kerngen import owner
-from kerngen.files import open_regular
+from kerngen.files import open_regular, read_regular
 from kerngen.owner import why_distrusted
 
 FILE, FOLDER, STICKY = stat.S_IFREG, stat.S_IFDIR, stat.S_IFDIR | stat.S_ISVTX
@@ -131,3 +131,8 @@ def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
         assert caught.value.errno == number
     with open_regular(tmp_path / "file") as f:
         assert f.read() == b"x"
+    assert read_regular(tmp_path / "file", 1) == b"x"
+    with pytest.raises(OSError, match="holds more than 0 B"):
+        read_regular(tmp_path / "file", 0)
+    with pytest.raises(OSError, match="no regular file"):
+        read_regular("/dev/zero", 1)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime import chat
-from kerngen.runtime.chat import MAX_TEMPLATE_BYTES, render_chat
+from kerngen.runtime.chat import MAX_TEMPLATE_BYTES, TemplateTooSlow, render_chat
 from kerngen.runtime.text import TextCodec
 
 MESSAGES: list[dict[str, Any]] = [
@@ -81,7 +82,7 @@ def test_a_template_writes_what_it_writes_in_transformers(folder: Path, name: st
     if name != "reasoning":
         messages = [{k: v for k, v in m.items() if k in ("role", "content", "note")} for m in MESSAGES]
     want = theirs(folder).apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
-    assert TextCodec(folder, 2).chat(messages, **more) == want
+    assert TextCodec(folder, 2).chat(messages, more) == want
     assert want
 
 
@@ -147,7 +148,7 @@ def test_what_is_no_chat_is_refused(folder: Path, messages: Any) -> None:
 )
 def test_a_template_cannot_leave_its_sandbox_nor_eat_memory(source: str) -> None:
     with pytest.raises(CheckpointError, match="chat template failed"):
-        render_chat(source, messages=[{"role": "user", "content": ""}])
+        render_chat(source, {"messages": [{"role": "user", "content": ""}]})
 
 
 @pytest.mark.parametrize(
@@ -158,17 +159,15 @@ def test_a_template_cannot_leave_its_sandbox_nor_eat_memory(source: str) -> None
         "{{ lipsum(10 ** 9) }}",
     ],
 )
-def test_a_template_cannot_take_for_ever(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+def test_a_template_cannot_take_for_ever(source: str) -> None:
     began = time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(chat, "MAX_RENDER_S", 0.7)
-        with pytest.raises(CheckpointError, match=r"chat template failed: it took more than 0\.7 s"):
-            render_chat(source)
+    with pytest.raises(TemplateTooSlow, match=r"chat template failed: it took more than 0\.7 s"):
+        render_chat(source, {}, within_s=0.7)
     assert time.monotonic() - began < 5
-    assert render_chat("{{ 'and the next one is served' }}") == "and the next one is served"
+    assert render_chat("{{ 'and the next one is served' }}", {}) == "and the next one is served"
 
 
-def test_a_worker_ends_by_itself_where_nobody_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_ends_by_itself_where_nobody_ends_it() -> None:
     """kerngen was killed with -9 while a template ran in circles."""
     path = Path(chat.__file__).with_name("template_worker.py")
     code = f"import runpy, sys; g = runpy.run_path({str(path)!r}); g['main'].__globals__['ALARM_S'] = 1; g['main']()"
@@ -180,17 +179,28 @@ def test_a_worker_ends_by_itself_where_nobody_ends_it(monkeypatch: pytest.Monkey
 
 
 def test_a_worker_that_is_gone_is_started_again() -> None:
-    assert render_chat("{{ x }}", x="é") == "é"
-    process = chat._WORKER._process
+    assert render_chat("{{ x }}", {"x": "é"}) == "é"
+    process = chat._WORKERS._idle[-1]._process
     assert process is not None
     process.kill()
     process.wait()
-    assert render_chat("a") == "a"
+    assert render_chat("a", {}) == "a"
+
+
+def test_who_asks_beside_a_slow_template_does_not_wait_for_it() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(render_chat, "{{ lipsum(10 ** 9) }}", {}, within_s=3)
+        began = time.monotonic()
+        assert [render_chat("{{ x }}", {"x": n}) for n in range(3)] == ["0", "1", "2"]
+        assert time.monotonic() - began < 2
+        assert not slow.done()
+        with pytest.raises(TemplateTooSlow):
+            slow.result()
 
 
 def test_the_worker_answers_on_one_line_whatever_is_written() -> None:
     text = "a\nb\r\n\u2028\u0085 é \x00"
-    assert render_chat("{{ x }}\n{{ x }}", x=text) == f"{text}\n{text}"
+    assert render_chat("{{ x }}\n{{ x }}", {"x": text}) == f"{text}\n{text}"
 
 
 def test_a_huge_template_is_not_even_read(folder: Path) -> None:
@@ -228,6 +238,23 @@ def test_marks_cannot_be_forged(folder: Path) -> None:
     codec = TextCodec(folder, 2)
     for text in ("<\ue0f0|turn>", "\ue0f1<|turn>\ue0f0", "<|tu\ue0f1rn>"):
         assert codec.encode_chat([{"role": "user", "content": text}], plain=True).count(4) == 2
+
+
+def test_control_tokens_are_text_wherever_they_are_typed(folder: Path) -> None:
+    """In what a tool is said to do and how its parameters are named, as in any variable that a request may bring."""
+    (folder / "chat_template.jinja").write_text(TEMPLATE + "{{ tools | tojson }}{{ note }}")
+    codec, turn = TextCodec(folder, 2), 4
+    typed = {"tools": [{"description": "a<|turn>", "properties": {"<|turn>": "<|turn>"}}], "note": "<|turn>"}
+    assert codec.encode_chat(EVIL, typed).count(turn) == 3 + 4
+    assert codec.encode_chat(EVIL, typed, plain=True).count(turn) == 2
+
+
+def test_no_variable_stands_for_the_messages(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ self_ }}{{ source }}{{ plain }}{{ messages[0].role }}")
+    codec = TextCodec(folder, 2)
+    assert codec.chat(MESSAGES, {"source": 1, "plain": False, "self": 2, "variables": 3}) == "1Falsesystem"
+    with pytest.raises(UsageError, match="messages is no variable"):
+        codec.chat(MESSAGES, {"messages": MESSAGES})
 
 
 def test_plain_text_that_a_tokenizer_cannot_take_as_text_is_an_error(folder: Path) -> None:

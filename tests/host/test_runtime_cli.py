@@ -220,6 +220,12 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "endless weights": (instead("model.safetensors", lambda p: p.symlink_to("/dev/zero")),
                         "model.safetensors is a pipe, a device", "with files in it"),
     "a pipe as tokenizer": (instead("tokenizer.json", os.mkfifo), "tokenizer.json is a pipe", "with files in it"),
+    "a link to nothing as template": (instead("chat_template.jinja", lambda p: p.symlink_to("gone")),
+                                      "chat_template.jinja is missing", "Hugging Face format"),
+    "a link to nothing as settings": (instead("generation_config.json", lambda p: p.symlink_to("gone")),
+                                      "generation_config.json is missing", "Hugging Face format"),
+    "a link to itself as tokens": (instead("tokenizer_config.json", lambda p: p.symlink_to(p.name)),
+                                   "tokenizer_config.json cannot be read: Too many levels", ""),
     "a folder as config": (instead("config.json", os.mkdir), "config.json is a folder", "with files in it"),
     "a large config": (instead("config.json", lambda p: p.write_bytes(b" " * (17 << 20))), "holds more than", ""),
 }  # fmt: skip

@@ -305,10 +305,13 @@ def test_a_body_that_does_not_come(goes: bool) -> None:
 def test_the_queue_has_an_end() -> None:
     service, engine = played_service(limits=Limits(queue=2))
     with TestClient(make_app(service)) as client:
-        answer = client.post(CHAT, json=HI | {"n": 3})
-        assert answer.status_code == 429
-        assert answer.headers["retry-after"] == "1"
-        assert client.post(CHAT, json=HI | {"n": 3, "stream": True}).status_code == 429
+        for stream in (False, True):
+            assert client.post(CHAT, json=HI | {"n": 3, "stream": stream}).status_code == 400, "there is never room"
+        with service.admitted(1):
+            answer = client.post(CHAT, json=HI | {"n": 2})
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "1"
+            assert client.post(CHAT, json=HI | {"n": 2, "stream": True}).status_code == 429
         for stream in (False, True, False):
             assert client.post(CHAT, json=HI | {"n": 2, "stream": stream}).status_code == 200, "places are given back"
     assert len(engine.asked) == 6

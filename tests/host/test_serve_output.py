@@ -300,7 +300,7 @@ TALK = [
 
 def test_openai_turns_reach_the_template() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "does", "strict": True}}]
-    text = render_chat(TEMPLATE, messages=template_messages(TALK), tools=template_tools(tools))
+    text = render_chat(TEMPLATE, {"messages": template_messages(TALK), "tools": template_tools(tools)})
     assert text == (
         "<|tool>f:does<tool|><|turn>system:be brief<turn|><|turn>user:?<turn|><|turn>assistant:"
         f"<|tool_call>call:f{{a:true,b:{{c:null,d:[1,{Q}z{Q}]}}}}<tool_call|>"
@@ -393,7 +393,7 @@ def test_tools_that_grow_without_bound_are_refused() -> None:
         deep = {"items": deep}
     loop = {"$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}}, "$ref": "#/$defs/x"}
     for parameters in ({"$ref": "#/$defs/d0", "$defs": twice}, deep):
-        with pytest.raises(UsageError, match="more than 10,000 parts, or is nested"):
+        with pytest.raises(UsageError, match="more than 50,000 parts, or is nested"):
             template_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     [told] = template_tools([{"type": "function", "function": {"name": "f", "parameters": loop}}])
     assert told["function"]["parameters"] == {"type": "object"}

@@ -20,6 +20,7 @@ from kerngen.arch import Device, Target, find_arch
 from kerngen.closure import closure_of
 from kerngen.compile import Cubin
 from kerngen.errors import DatabaseError, KerngenError
+from kerngen.files import read_regular
 from kerngen.interrupts import heed, result_of
 from kerngen.render import source_of
 from kerngen.templates import find_kernel, kernel_names
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kerngen.cache import CachedCompiler
 
 SUFFIX = ".txt"
+MAX_SHEET_BYTES = 64 * 1024 * 1024  # the largest that is shipped has less than 1 MB
 Told = Sheet | outlook.Outlook
 
 
@@ -413,7 +415,7 @@ def read(paths: Sequence[Path]) -> list[Told]:
     sheets = list[Told]()
     for file in files:
         try:
-            sheets.append(parse(file.read_bytes().decode(), os.fspath(file)))
+            sheets.append(parse(read_regular(file, MAX_SHEET_BYTES).decode(), os.fspath(file)))
         except UnicodeDecodeError as e:
             raise DatabaseError(f"{file} is no text: {e}") from e
     if not sheets:

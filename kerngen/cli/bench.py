@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.tables import Table, new_console, say, width, wrapped
 from kerngen.runtime.config import in_int4
@@ -35,10 +37,11 @@ def bench() -> None:
 @click.option("--untuned", is_flag=True, help="Time the default configurations.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
+@page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def kernel(
     names: tuple[str, ...], case_filter: str, problems: tuple[str, ...], db_url: str | None, bundle: str | None,
-    untuned: bool, jobs: int | None, device: str | None, as_json: bool,
+    untuned: bool, jobs: int | None, device: str | None, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels' bench cases, with their baselines. All kernels if none is named. Exit code 1 if a case fails.
 
@@ -67,6 +70,7 @@ def kernel(
     cases = [(k, c) for k in kernels for c in k.bench_cases(case_filter, problems)]
     if not cases:
         raise UsageError(f"no bench case contains {case_filter!r}")
+    made = RunPage("kernel", page, against)
     index = use_gpu(device)
     sources, cache, shipped = ([], CompileCache(), None) if untuned else sources_for(db_url, bundle)
     launcher = Launcher(sources, cache, index=index)
@@ -82,10 +86,10 @@ def kernel(
             rows.append(bench_row(launcher, k, case))
             if not as_json:
                 bar.print(_row_lines(rows[-1], is_first=i == 0 or cases[i - 1][0] is not k))
+    run = made.run({"environment": limit.environment, "read_gbps": limit.read_gbps, "copy_gbps": limit.copy_gbps,
+                    "matmul_tflops": limit.matmul_tflops, "rows": rows})  # fmt: skip
     if as_json:
-        click.echo(json.dumps({"environment": limit.environment, "read_gbps": limit.read_gbps,
-                               "copy_gbps": limit.copy_gbps, "matmul_tflops": limit.matmul_tflops,
-                               "rows": rows}))  # fmt: skip
+        click.echo(json.dumps(run))
     for line in () if as_json else _beside_baselines(rows):
         say(line)
     if failed := [r for r in rows if "error" in r]:
@@ -158,11 +162,12 @@ def _limits_line(limit: Ceilings) -> str:
 @click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("-v", "--verbose", is_flag=True, help="List the configuration that each kernel ran, too.")
+@page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def model(
     name: str, contexts: str, batch: int, tokens: int, draft: bool, draft_weights: str, num_draft_tokens: int,
     prefill_chunk: int, backend: str, device: str | None, db_url: str | None, bundle: str | None, seed: int,
-    verbose: bool, as_json: bool,
+    verbose: bool, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time prefill and decode of a model, with generated weights of its shapes.
 
@@ -185,11 +190,13 @@ def model(
     if draft_weights != "stored" and not draft:
         raise UsageError(f"--draft-weights {draft_weights} goes with --draft")
     found = find_model(name, None, draft_weights)
+    made = RunPage("model", page, against, {"model": found.name})
     report = time_model(
         found.name, found.target, found.drafter if draft else None, lengths, batch=batch, tokens=tokens,
         num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, device=device,
         db_url=db_url, bundle=bundle, seed=seed,
     )  # fmt: skip
+    report = made.run(report)
     if as_json:
         click.echo(json.dumps(report))
         return
@@ -230,10 +237,11 @@ def _model_table(rows: list[dict[str, Any]], *, has_drafts: bool) -> Table:
 @click.option("--pairs", type=click.IntRange(4), default=20, show_default=True, help="Runs of each, in turn.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
 @click.option("--seed", default=0, show_default=True)
+@page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def step(
     name: str, draft: str | None, draft_weights: str, db_urls: tuple[str, ...], untuned: bool, pairs: int,
-    device: str | None, seed: int, as_json: bool,
+    device: str | None, seed: int, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare tuning databases by what the steps of a model take with their winners, run in turn on generated weights.
 
@@ -249,6 +257,7 @@ def step(
     from kerngen.workload import find_model
 
     model = find_model(name, draft, draft_weights)
+    made = RunPage("step", page, against, {"model": model.name})
     contenders = {url: sources_for(url) for url in db_urls} or {"yours": sources_for(None)}
     if untuned or len(contenders) == 1:
         contenders = {"untuned": [], **contenders}
@@ -265,12 +274,13 @@ def step(
                 say(f"  {ratio.median:.4f} of that (+-{ratio.spread:.4f}) with {other}, which tuned "
                     f"{row.num_tuned[other]} of its {row.num_calls} problems")  # fmt: skip
     found = means(rows)
+    run = made.run({
+        "model": model.name, "environment": limit.environment, "read_gbps": limit.read_gbps,
+        "matmul_tflops": limit.matmul_tflops, "contenders": list(contenders), "means": found,
+        "steps": [asdict(row) | {"name": row.step.name} for row in rows],
+    })  # fmt: skip
     if as_json:
-        click.echo(json.dumps({
-            "model": model.name, "environment": limit.environment, "read_gbps": limit.read_gbps,
-            "matmul_tflops": limit.matmul_tflops, "contenders": list(contenders), "means": found,
-            "steps": [asdict(row) | {"name": row.step.name} for row in rows],
-        }))  # fmt: skip
+        click.echo(json.dumps(run))
         return
     for other, mean in found.items():
         say(f"all steps, by their weight: {mean:.4f} with {other}")
@@ -295,10 +305,12 @@ def step(
 @click.option("--untuned", is_flag=True, help="Run the default configurations.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
 @click.option("--seed", default=0, show_default=True)
+@page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(
     name: str, draft: str | None, draft_weights: str, phase: str, batch: int, context: int, tokens: int | None,
-    db_url: str | None, untuned: bool, device: str | None, seed: int, as_json: bool,
+    db_url: str | None, untuned: bool, device: str | None, seed: int, page: Path | None, against: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Show where a step's time is, kernel by kernel, beside what its bytes take at the measured read rate.
 
@@ -326,12 +338,16 @@ def profile(
         "verify": Step.verify(batch, tokens or 4, context), "prefill": Step.prefill(tokens or context, context),
     }[phase]  # fmt: skip
     model = find_model(name, draft, draft_weights)
+    made = RunPage("profile", page, against, {"model": model.name, "step": asdict(step)})
     use_gpu(device)
     found = profile_step(model, step, [] if untuned else sources_for(db_url), seed=seed)
+    limit = ceilings()
+    run = made.run(asdict(found) | {"model": model.name, "environment": limit.environment,
+                                    "matmul_tflops": limit.matmul_tflops})  # fmt: skip
     if as_json:
-        click.echo(json.dumps(asdict(found) | {"model": model.name, "environment": ceilings().environment}))
+        click.echo(json.dumps(run))
         return
-    click.echo(_limits_line(ceilings()))
+    click.echo(_limits_line(limit))
     say(f"{model.name}, {step.name}: {found.step_us / 1e3:.3f} ms")
     table = Table("", "kernel", ">launches", ">us", ">of step", ">us each", ">MB", ">floor us")
     for r in found.rows:

@@ -88,7 +88,7 @@ def tune(
     import time
 
     from kerngen.compile import require_target
-    from kerngen.files import require_place
+    from kerngen.report.document import require_page_place
     from kerngen.templates import find_kernel
     from kerngen.tuning.worker import present_arch
     from kerngen.workload import find_model
@@ -103,7 +103,7 @@ def tune(
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
     if page is not None:
-        require_place(page)
+        require_page_place(page)
     if submit:
         if dry_run or time_budget is not None or jobs is not None:
             raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine",

@@ -20,6 +20,7 @@ from kerngen.runtime.config import in_int4
 if TYPE_CHECKING:
     from kerngen.measure import Ceilings
     from kerngen.progress import Reporter
+    from kerngen.stepprofile import Profile
 
 
 @click.group()
@@ -86,12 +87,13 @@ def kernel(
             rows.append(bench_row(launcher, k, case))
             if not as_json:
                 bar.print(_row_lines(rows[-1], is_first=i == 0 or cases[i - 1][0] is not k))
-    run = made.run({"environment": limit.environment, "read_gbps": limit.read_gbps, "copy_gbps": limit.copy_gbps,
-                    "matmul_tflops": limit.matmul_tflops, "rows": rows})  # fmt: skip
+    run = made.of({"environment": limit.environment, "read_gbps": limit.read_gbps, "copy_gbps": limit.copy_gbps,
+                   "matmul_tflops": limit.matmul_tflops, "rows": rows})  # fmt: skip
     if as_json:
         click.echo(json.dumps(run))
     for line in () if as_json else _beside_baselines(rows):
         say(line)
+    made.draw(run)
     if failed := [r for r in rows if "error" in r]:
         click.echo(f"{len(failed)} of {len(rows)} cases failed", err=True)
         raise click.exceptions.Exit(1)
@@ -176,7 +178,6 @@ def model(
 
     Example: kerngen bench model gemma-4-31b --context 512,8192
     """
-    from kerngen.cli.run import chosen_lines
     from kerngen.errors import UsageError
     from kerngen.steptime import time_model
     from kerngen.workload import find_model
@@ -196,10 +197,18 @@ def model(
         num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, device=device,
         db_url=db_url, bundle=bundle, seed=seed,
     )  # fmt: skip
-    report = made.run(report)
+    run = made.of(report)
     if as_json:
-        click.echo(json.dumps(report))
-        return
+        click.echo(json.dumps(run))
+    else:
+        _print_model(report, has_drafts=draft, verbose=verbose)
+    made.draw(run)
+
+
+def _print_model(report: dict[str, Any], *, has_drafts: bool, verbose: bool) -> None:
+    """What ran, then the times."""
+    from kerngen.cli.run import chosen_lines
+
     weights = in_int4(report["draft_weights"])
     drafter = f", the drafter's{weights}" if weights else ""
     say(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights"
@@ -213,7 +222,7 @@ def model(
             say(f"  {line}")
     elif report["kernels"]:
         say(f"--verbose lists the {len(report['kernels'])} configurations that ran")
-    new_console().print(_model_table(report["rows"], has_drafts=draft))
+    new_console().print(_model_table(report["rows"], has_drafts=has_drafts))
 
 
 def _model_table(rows: list[dict[str, Any]], *, has_drafts: bool) -> Table:
@@ -274,16 +283,16 @@ def step(
                 say(f"  {ratio.median:.4f} of that (+-{ratio.spread:.4f}) with {other}, which tuned "
                     f"{row.num_tuned[other]} of its {row.num_calls} problems")  # fmt: skip
     found = means(rows)
-    run = made.run({
+    run = made.of({
         "model": model.name, "environment": limit.environment, "read_gbps": limit.read_gbps,
         "matmul_tflops": limit.matmul_tflops, "contenders": list(contenders), "means": found,
         "steps": [asdict(row) | {"name": row.step.name} for row in rows],
     })  # fmt: skip
     if as_json:
         click.echo(json.dumps(run))
-        return
-    for other, mean in found.items():
+    for other, mean in () if as_json else found.items():
         say(f"all steps, by their weight: {mean:.4f} with {other}")
+    made.draw(run)
 
 
 @bench.command()
@@ -342,13 +351,18 @@ def profile(
     use_gpu(device)
     found = profile_step(model, step, [] if untuned else sources_for(db_url), seed=seed)
     limit = ceilings()
-    run = made.run(asdict(found) | {"model": model.name, "environment": limit.environment,
-                                    "matmul_tflops": limit.matmul_tflops})  # fmt: skip
+    run = made.of(asdict(found) | {"model": model.name, "environment": limit.environment,
+                                   "matmul_tflops": limit.matmul_tflops})  # fmt: skip
     if as_json:
         click.echo(json.dumps(run))
-        return
-    click.echo(_limits_line(limit))
-    say(f"{model.name}, {step.name}: {found.step_us / 1e3:.3f} ms")
+    else:
+        click.echo(_limits_line(limit))
+        say(f"{model.name}, {step.name}: {found.step_us / 1e3:.3f} ms")
+        new_console().print(_profile_table(found))
+    made.draw(run)
+
+
+def _profile_table(found: Profile) -> Table:
     table = Table("", "kernel", ">launches", ">us", ">of step", ">us each", ">MB", ">floor us")
     for r in found.rows:
         floor = (f"{r.bytes / 1e6:.1f}", f"{r.floor_us:.1f}") if r.bytes else ("", "")
@@ -356,4 +370,4 @@ def profile(
                       f"{100 * r.moved_us / found.step_us:.1f}%", f"{r.each_us:.2f}", *floor)  # fmt: skip
     table.add_row("all", "", f"{found.step_us:.1f}", "", "", f"{sum(r.bytes for r in found.rows) / 1e6:.1f}",
                   f"{sum(r.floor_us for r in found.rows):.1f}")  # fmt: skip
-    new_console().print(table)
+    return table

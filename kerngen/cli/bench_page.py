@@ -33,12 +33,15 @@ class RunPage:
 
             self._last = prepared(page, against, bench, alike or {})
 
-    def run(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """What the bench found, with what it is of and when; drawn, if that was asked for."""
-        from kerngen.report.bench.page import write_page
+    def of(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """What the bench found, with what it is of and when: what --json prints."""
         from kerngen.report.bench.runs import run_of
 
-        run = run_of(self._bench, found)
+        return run_of(self._bench, found)
+
+    def draw(self, run: dict[str, Any]) -> None:
+        """If that was asked for; to be called last, for what was measured is not to be lost with a page."""
         if self._page is not None:
+            from kerngen.report.bench.page import write_page
+
             click.echo(write_page(self._page, run, self._last), err=True)
-        return run

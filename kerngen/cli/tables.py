@@ -118,6 +118,10 @@ def new_console(columns: int | None = None) -> Console:
 
 
 def share_bar(share: float, cells: int = 8) -> str:
-    """A bar of `cells` characters at most, in eighths of one."""
+    """A bar of `cells` characters at most, in eighths of one where stdout can say that."""
     eighths = round(8 * cells * max(0.0, min(share, 1.0)))
+    try:
+        "█▏".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return "#" * round(eighths / 8)
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]

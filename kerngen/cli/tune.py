@@ -22,7 +22,7 @@ from kerngen.errors import UsageError
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective
     from kerngen.tuning.plan import DryRun
-    from kerngen.tuning.report import Report
+    from kerngen.tuning.report import Report, Result
     from kerngen.workload import Model, Workload
 
 
@@ -252,6 +252,8 @@ def _print(report: Report, load: Workload, where: str, *, whole: bool, verbose: 
     )
     for remark in report.remarks:
         say(remark)
+    if not verbose:
+        _print_notes("no winner", [r for r in report.results if r.winner is None])
     if report.out_of_time:
         say("the time budget ended the search; the same command continues it")
     if report.interrupted:
@@ -264,10 +266,18 @@ def _print(report: Report, load: Workload, where: str, *, whole: bool, verbose: 
         say("; ".join(steps), 0)
 
 
+def _print_notes(what: str, results: list[Result]) -> None:
+    from kerngen.tuning.report import notes
+
+    for note, kernels in notes(results).items():
+        names = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
+        say(f"{what}: {names}: {note}", fg="yellow")
+
+
 def _print_details(report: Report, load: Workload) -> None:
     """One line a group of problems, and all that is to be known of the search."""
     from kerngen.runtime.ops.outside import OUTSIDE
-    from kerngen.tuning.report import groups, notes
+    from kerngen.tuning.report import groups
 
     table = Table("One of each group of problems:", "kernel", "where", "point", ">us", ">gain",
                   "differs from the default in", ">tuned", ">changed")  # fmt: skip
@@ -280,9 +290,7 @@ def _print_details(report: Report, load: Workload) -> None:
         table.add_row(g.kernel, g.where, g.point, us, gain, changes or "-", tuned, str(g.num_changed))
     new_console().print(table)
     say(f"{report.num_refused:,} points of {report.num_spaces} spaces refused before any compile")
-    for note, kernels in notes(report.results).items():
-        names = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
-        say(f"note: {names}: {note}", fg="yellow")
+    _print_notes("note", report.results)
     for kernel, config, reason in report.failures:
         say(f"failed: {kernel} {config}: {reason}", fg="red")
     for name in load.missing:

@@ -116,6 +116,12 @@ def test_a_run_without_a_floor_is_drawn_without(tmp_path: Path) -> None:
     assert {r["floor (ms)"] for r in rows_of(figure(page, "step-0"))} == {""}
 
 
+def test_a_step_in_which_nothing_ran_is_said_to_be_that(tmp_path: Path) -> None:
+    page = drawn(tmp_path / "p.html", profile_run() | {"rows": [], "step_us": 0})
+    assert not page.all("figure")
+    assert "Nothing ran." in page.one("main").text
+
+
 def test_names_cannot_end_what_holds_them(tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=alert(1)>"
     run = step_run(names=("untuned", evil))

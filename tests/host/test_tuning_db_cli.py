@@ -17,7 +17,7 @@ from test_tuning_db import H200, add_build, key_of, measured, predicted
 
 from kerngen.arch import Target, find_arch
 from kerngen.cli.db import db
-from kerngen.cli.tables import Table
+from kerngen.cli.tables import Table, share_bar
 from kerngen.compile import compile_cubin
 from kerngen.errors import TuningMiss, UnknownName, UsageError
 from kerngen.render import render
@@ -103,6 +103,12 @@ def test_a_table_breaks_no_word() -> None:
         assert all(len(line) <= columns for line in text.splitlines())
         assert words <= set(text.replace(";", "").split())
     assert text.splitlines()[1] == "attn_decode  head norms, RoPE and the cache write  12.5"
+
+
+def test_a_bar_is_of_what_the_terminal_can_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, bars in (("utf-8", ("", "▌", "████▌", "████████")), ("ascii", ("", "", "####", "########"))):
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        assert tuple(share_bar(share) for share in (0.0, 0.0625, 0.5625, 2.0)) == bars
 
 
 def test_ls_filters(path: Path) -> None:

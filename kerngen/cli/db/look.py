@@ -344,7 +344,7 @@ def _print_summary(found: list[tuple[Store, Winner]]) -> None:
             )  # fmt: skip
         console.print(table)
     say("changed: winners that are not the default configuration; gain: the default's time over the winner's, the "
-        "geometric mean where both are known. kerngen db ls -v lists every winner.", 0, err=True)  # fmt: skip
+        "geometric mean where both are known. kerngen db ls -v lists every winner.", 0)  # fmt: skip
 
 
 def _print_winners(found: list[tuple[Store, Winner]]) -> None:

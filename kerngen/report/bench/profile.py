@@ -63,9 +63,10 @@ def title(run: Run) -> str:
 def sections(run: Run, last: Run | None) -> list[Section]:
     """last: of the same step."""
     rows, then = rows_of(run), [] if last is None else rows_of(last)
-    dots = [Dot(r.name, r.name, r.us, r.bytes, r.flops) for r in rows if r.us]
+    dots = [Dot(r.kernel, r.kernel, r.us, r.bytes, r.flops) for r in rows if r.us]
     found = roofline("roofline-0", "Roofline", dots, limits_of(run))
-    figures = (_bar(run, rows, last, then), _kernels(rows, time(run["step_us"])), *([] if found is None else [found]))
+    drawn = [_bar(run, rows, last, then), _kernels(rows, time(run["step_us"]))] if rows else []
+    figures = (*drawn, *([] if found is None else [found]))
     return [
         Section(
             "step", "The step against its floor",
@@ -86,7 +87,7 @@ def _bar(run: Run, rows: list[Row], last: Run | None, then: list[Row]) -> Figure
     said = f"{whole / per:.4g} {unit}, of which the floor is {floor / per:.4g} {unit} ({100 * floor / whole:.0f} %)."
     if last is not None:
         said += f" The last run took {before / per:.4g} {unit}."
-    kinds = {r.name: colour(min(at, NUM_COLOURS - 1)) for at, r in enumerate(rows)}
+    kinds = {r.kernel: colour(min(at, NUM_COLOURS - 1)) for at, r in enumerate(rows)}
     table = Table((
         words("kernel"), counted("launches"), microseconds("time"), microseconds("floor"), counted("of the step", "%"),
         counted("floor, of its time", "%"), counted("must move", "MB"),
@@ -95,21 +96,32 @@ def _bar(run: Run, rows: list[Row], last: Run | None, then: list[Row]) -> Figure
         least = (us(r.floor_us), percent(r.floor_us / r.us) if r.us else "", f"{r.bytes / 1e6:.1f}")
         floor_cell, share, size = least if r.bytes else ("", "", "")
         table.add(r.kernel, f"{r.launches:.1f}", us(r.us), floor_cell, percent(r.us / whole), share, size)
-    lines = [("step", [(r.name, r.us) for r in rows], ""), ("floor", [(r.name, r.floor_us) for r in rows], " floor")]
+    lines = [
+        ("step", [(r.kernel, r.us) for r in rows], ""),
+        ("floor", [(r.kernel, r.floor_us) for r in rows], " floor"),
+    ]
     if last is not None:
-        lines.append(("last run", [(r.name, r.us) for r in then], " floor"))
+        lines.append(("last run", [(r.kernel, r.us) for r in then], " floor"))
     height = TOP + len(lines) * (BAR + 8) + BOTTOM
     plot = Plot("The step", said, Scale("time", unit, 0.0, longest / per * 1.01, NAMES, WIDTH - RIGHT),
                 Scale("bars", "none", 0.0, 1.0, height - BOTTOM, TOP), height)  # fmt: skip
-    order = {r.name: at for at, r in enumerate(rows)}
+    order = {r.kernel: at for at, r in enumerate(rows)}
     for i, (name, parts, how) in enumerate(lines):
         top, at = TOP + 4 + i * (BAR + 8), 0.0
         plot.words(NAMES - 6, top + BAR / 2 + 4, name, anchor="end")
         for kernel, part_us in sorted(parts, key=lambda p: order.get(p[0], len(order))):
             kind = kinds.get(kernel, colour(NUM_COLOURS - 1))
-            plot.bar(at, at + part_us / per, top, BAR, f"{kind}{how}", "" if how else kernel, order.get(kernel))
+            plot.bar(
+                at,
+                at + part_us / per,
+                top,
+                BAR,
+                f"{kind}{how}",
+                "" if how else kernel.rpartition("::")[2],
+                order.get(kernel),
+            )
             at += part_us / per
-    legend = tuple((kinds[r.name], r.name) for r in rows if r.us >= LEAST * whole)
+    legend = tuple((kinds[r.kernel], r.name) for r in rows if r.us >= LEAST * whole)
     return Figure("step-0", "The step", said, plot.render("step-0", has_y=False), table, legend=legend)
 
 
@@ -137,6 +149,6 @@ def _kernels(rows: list[Row], whole: float) -> Figure:
 def _against(rows: list[Row], last: list[Row]) -> Iterator[Figure]:
     """Of those that take a part of the step that can be seen."""
     least = LEAST * sum(r.us for r in rows)
-    sides = [[against.once(r.name, r.us) for r in side if r.us >= least] for side in (rows, last)]
+    sides = [[against.once(r.kernel, r.us) for r in side if r.us >= least] for side in (rows, last)]
     if pairs := against.pairs_of(*sides):
         yield against.figure("against-0", "Kernel by kernel", pairs, MICROSECONDS)

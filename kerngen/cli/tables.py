@@ -35,9 +35,10 @@ def wrapped(text: str, columns: int | None, indent: int = 0) -> str:
                          break_on_hyphens=False)  # fmt: skip
 
 
-def say(text: str, indent: int = 2, *, err: bool = False, **style: str) -> None:
-    """Print a line, wrapped to the terminal; whole where another program reads it."""
-    click.secho(wrapped(text, width(), indent), err=err, **style)  # type: ignore[arg-type]
+def say(text: str, indent: int = 2, *, fg: str | None = None) -> None:
+    """Print a line, wrapped to the terminal; whole where another program reads it. fg: its colour on a terminal."""
+    line = wrapped(text, width(), indent)
+    print(click.style(line, fg=fg) if fg and sys.stdout.isatty() else line)  # click.echo has an encoding of its own
 
 
 class Table:

@@ -14,7 +14,7 @@ import click
 
 from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.drafting import draft_weights_option
-from kerngen.cli.tables import Table, new_console, say, width, wrapped
+from kerngen.cli.tables import Table, fitted, new_console, say
 from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _row_lines(r: dict[str, Any], *, is_first: bool) -> str:
     lines = [r["kernel"]] if is_first else []
     name = f"  {r['case']}"
     if "error" in r:
-        return "\n".join([*lines, name, wrapped(f"    {r['error']}", width(), 2)])
+        return "\n".join([*lines, name, fitted(f"    {r['error']}")])
     if len(name) > 34:
         lines.append(name)
         name = ""
@@ -117,7 +117,7 @@ def _row_lines(r: dict[str, Any], *, is_first: bool) -> str:
     lines.append(f"{name:34} {r['p50_us']:9.2f} {spread:5.1f} {r['gbps']:6.0f} {100 * r['share_read']:6.1f} "
                  f"{r['tflops']:6.1f} {100 * r['share_matmul']:6.1f}")  # fmt: skip
     if beside := [f"{name} {us:.1f} us" if isinstance(us, float) else f"{name} -" for name, us in _baselines(r)]:
-        lines.append(wrapped(f"    beside it: {', '.join(beside)}", width(), 2))
+        lines.append(fitted(f"    beside it: {', '.join(beside)}"))
     return "\n".join(lines)
 
 
@@ -142,11 +142,10 @@ def _beside_baselines(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def _limits_line(limit: Ceilings) -> str:
     env = limit.environment
-    return wrapped(
+    return fitted(
         f"{env['gpu']}, driver {env['driver']}, torch {env['torch']}; measured limits of this run: "
-        f"read {limit.read_gbps:.0f} GB/s, copy {limit.copy_gbps:.0f} GB/s, matmul {limit.matmul_tflops:.0f} TFLOP/s",
-        width(), 2,
-    )  # fmt: skip
+        f"read {limit.read_gbps:.0f} GB/s, copy {limit.copy_gbps:.0f} GB/s, matmul {limit.matmul_tflops:.0f} TFLOP/s"
+    )
 
 
 @bench.command()

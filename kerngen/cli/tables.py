@@ -25,6 +25,16 @@ def width(default: int | None = None) -> int | None:
     return default
 
 
+def line_width() -> int | None:
+    """Columns of the terminal that stdout is; None where another program reads it, which gets lines whole."""
+    return width() if sys.stdout.isatty() else None
+
+
+def fitted(text: str, indent: int = 2) -> str:
+    """`text` in lines as long as the terminal is wide."""
+    return wrapped(text, line_width(), indent)
+
+
 def wrapped(text: str, columns: int | None, indent: int = 0) -> str:
     """`text` in lines of so many columns, broken between words; lines but the first begin with `indent` more spaces."""
     if columns is None:
@@ -37,7 +47,7 @@ def wrapped(text: str, columns: int | None, indent: int = 0) -> str:
 
 def say(text: str, indent: int = 2, *, fg: str | None = None) -> None:
     """Print a line, wrapped to the terminal; whole where another program reads it. fg: its colour on a terminal."""
-    line = wrapped(text, width(), indent)
+    line = fitted(text, indent)
     print(click.style(line, fg=fg) if fg and sys.stdout.isatty() else line)  # click.echo has an encoding of its own
 
 

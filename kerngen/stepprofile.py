@@ -34,7 +34,8 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One kernel in a step. launches: of its entry points, in all. moved_us: of the step, by which they move its end.
-    each_us: how long one runs, on average. bytes: what they must move at least. floor_us: those, at the read rate.
+    each_us: how long one runs, on average. bytes, flops: what they must move and multiply at least. floor_us: the
+    bytes, at the read rate.
     """
 
     kernel: str
@@ -42,6 +43,7 @@ class Row:
     moved_us: float
     each_us: float
     bytes: int
+    flops: int
     floor_us: float
 
 
@@ -78,12 +80,13 @@ def rows_of(spans: Iterable[Span], replays: int, calls: Mapping[Called, int], re
     torch launches say, have rows of their own names, and no floor.
     """
     owner = {e: name for name, _ in calls for body in find_kernel(name).spec.BODIES for e in body.args}
-    floors: dict[str, int] = {}
+    least: dict[str, tuple[int, int]] = {}
     for (name, problem), count in calls.items():
-        floors[name] = floors.get(name, 0) + count * find_kernel(name).cost(problem).bytes
+        (moved_bytes, flops), cost = least.get(name, (0, 0)), find_kernel(name).cost(problem)
+        least[name] = moved_bytes + count * cost.bytes, flops + count * cost.flops
     rows = [
-        Row(name, launches / replays, us / replays, ran / launches, floors.get(name, 0),
-            floors.get(name, 0) / read_gbps / 1e3)
+        Row(name, launches / replays, us / replays, ran / launches, *least.get(name, (0, 0)),
+            floor_us=least.get(name, (0, 0))[0] / read_gbps / 1e3)
         for name, (launches, us, ran) in moved(replace(s, name=owner.get(s.name, s.name)) for s in spans).items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda r: -r.moved_us))

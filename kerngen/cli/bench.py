@@ -6,17 +6,21 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.tables import Table, fitted, new_console, say
 from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
     from kerngen.measure import Ceilings
     from kerngen.progress import Reporter
+    from kerngen.stepprofile import Profile
 
 
 @click.group()
@@ -34,10 +38,11 @@ def bench() -> None:
 @click.option("--untuned", is_flag=True, help="Time the default configurations.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
+@page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def kernel(
     names: tuple[str, ...], case_filter: str, problems: tuple[str, ...], db_url: str | None, bundle: str | None,
-    untuned: bool, jobs: int | None, device: str | None, as_json: bool,
+    untuned: bool, jobs: int | None, device: str | None, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels' bench cases, with their baselines. All kernels if none is named. Exit code 1 if a case fails.
 
@@ -66,6 +71,7 @@ def kernel(
     cases = [(k, c) for k in kernels for c in k.bench_cases(case_filter, problems)]
     if not cases:
         raise UsageError(f"no bench case contains {case_filter!r}")
+    made = RunPage("kernel", page, against)
     index = use_gpu(device)
     sources, cache, shipped = ([], CompileCache(), None) if untuned else sources_for(db_url, bundle)
     launcher = Launcher(sources, cache, index=index)
@@ -80,13 +86,14 @@ def kernel(
             bar.update(i, len(cases), f"{k.name} {case.name}")
             rows.append(bench_row(launcher, k, case))
             if not as_json:
-                bar.print(_row_line(rows[-1]))
+                bar.print(_row_lines(rows[-1], is_first=i == 0 or cases[i - 1][0] is not k))
+    run = made.of({"environment": limit.environment, "read_gbps": limit.read_gbps, "copy_gbps": limit.copy_gbps,
+                   "matmul_tflops": limit.matmul_tflops, "rows": rows})  # fmt: skip
     if as_json:
-        click.echo(json.dumps({"environment": limit.environment, "read_gbps": limit.read_gbps,
-                               "copy_gbps": limit.copy_gbps, "matmul_tflops": limit.matmul_tflops,
-                               "rows": rows}))  # fmt: skip
+        click.echo(json.dumps(run))
     for line in () if as_json else _beside_baselines(rows):
-        click.echo(line)
+        say(line)
+    made.draw(run)
     if failed := [r for r in rows if "error" in r]:
         click.echo(f"{len(failed)} of {len(rows)} cases failed", err=True)
         raise click.exceptions.Exit(1)
@@ -94,17 +101,24 @@ def kernel(
 
 def _print_head(limit: Ceilings, bar: Reporter) -> None:
     bar.print(_limits_line(limit))
-    bar.print(f"{'kernel':15} {'case':34} {'us':>9} {'p10-p90':>17} {'GB/s':>6} {'read%':>5} {'TF/s':>6} "
-              f"{'mm%':>5}  baselines (us)")  # fmt: skip
+    bar.print(f"{'case':34} {'us':>9} {'+-%':>5} {'GB/s':>6} {'read%':>6} {'TF/s':>6} {'mm%':>6}")
 
 
-def _row_line(r: dict[str, Any]) -> str:
+def _row_lines(r: dict[str, Any], *, is_first: bool) -> str:
+    """A case's, with its kernel before the first of its cases, and what was timed beside it. +-: half of p10 to p90."""
+    lines = [r["kernel"]] if is_first else []
+    name = f"  {r['case']}"
     if "error" in r:
-        return f"{r['kernel']:15} {r['case']:34} {r['error']}"
-    base = "  ".join(f"{name} {us:.1f}" if isinstance(us, float) else f"{name} -" for name, us in _baselines(r))
-    return (f"{r['kernel']:15} {r['case']:34} {r['p50_us']:9.2f} {r['p10_us']:8.2f}-{r['p90_us']:8.2f} "
-            f"{r['gbps']:6.0f} {100 * r['share_read']:5.1f} {r['tflops']:6.1f} "
-            f"{100 * r['share_matmul']:5.1f}  {base}")  # fmt: skip
+        return "\n".join([*lines, name, fitted(f"    {r['error']}")])
+    if len(name) > 34:
+        lines.append(name)
+        name = ""
+    spread = 50 * (r["p90_us"] - r["p10_us"]) / r["p50_us"]
+    lines.append(f"{name:34} {r['p50_us']:9.2f} {spread:5.1f} {r['gbps']:6.0f} {100 * r['share_read']:6.1f} "
+                 f"{r['tflops']:6.1f} {100 * r['share_matmul']:6.1f}")  # fmt: skip
+    if beside := [f"{name} {us:.1f} us" if isinstance(us, float) else f"{name} -" for name, us in _baselines(r)]:
+        lines.append(fitted(f"    beside it: {', '.join(beside)}"))
+    return "\n".join(lines)
 
 
 def _baselines(row: dict[str, Any]) -> Iterator[tuple[str, float | str]]:
@@ -128,7 +142,7 @@ def _beside_baselines(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def _limits_line(limit: Ceilings) -> str:
     env = limit.environment
-    return (
+    return fitted(
         f"{env['gpu']}, driver {env['driver']}, torch {env['torch']}; measured limits of this run: "
         f"read {limit.read_gbps:.0f} GB/s, copy {limit.copy_gbps:.0f} GB/s, matmul {limit.matmul_tflops:.0f} TFLOP/s"
     )
@@ -148,12 +162,13 @@ def _limits_line(limit: Ceilings) -> str:
 @click.option("--db", "db_url", default=None, help="Tuning database. Default: the user's.")
 @click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--verbose", is_flag=True, help="List the configuration that each kernel ran, too.")
+@click.option("-v", "--verbose", is_flag=True, help="List the configuration that each kernel ran, too.")
+@page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def model(
     name: str, contexts: str, batch: int, tokens: int, draft: bool, draft_weights: str, num_draft_tokens: int,
     prefill_chunk: int, backend: str, device: str | None, db_url: str | None, bundle: str | None, seed: int,
-    verbose: bool, as_json: bool,
+    verbose: bool, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time prefill and decode of a model, with generated weights of its shapes.
 
@@ -162,7 +177,6 @@ def model(
 
     Example: kerngen bench model gemma-4-31b --context 512,8192
     """
-    from kerngen.cli.run import chosen_lines
     from kerngen.errors import UsageError
     from kerngen.steptime import time_model
     from kerngen.workload import find_model
@@ -176,35 +190,50 @@ def model(
     if draft_weights != "stored" and not draft:
         raise UsageError(f"--draft-weights {draft_weights} goes with --draft")
     found = find_model(name, None, draft_weights)
+    made = RunPage("model", page, against, {"model": found.name})
     report = time_model(
         found.name, found.target, found.drafter if draft else None, lengths, batch=batch, tokens=tokens,
         num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, device=device,
         db_url=db_url, bundle=bundle, seed=seed,
     )  # fmt: skip
+    run = made.of(report)
     if as_json:
-        click.echo(json.dumps(report))
-        return
-    for r in report["rows"]:
-        floor = f", floor {r['floor_ms']:.2f} ms" if r["floor_ms"] else ""
-        drafted = f", {r['acceptance_length']:.2f} tokens a step" if draft else ""
-        together = f", batch {r['batch']}" if r["batch"] > 1 else ""
-        click.echo(
-            f"context {r['context']:6}{together}: prefill {r['prefill_ms']:8.1f} ms, step {r['step_ms']:.3f} ms "
-            f"({r['step_ms_min']:.3f}-{r['step_ms_max']:.3f} over {r['runs']} runs){floor}{drafted}"
-        )
+        click.echo(json.dumps(run))
+    else:
+        _print_model(report, has_drafts=draft, verbose=verbose)
+    made.draw(run)
+
+
+def _print_model(report: dict[str, Any], *, has_drafts: bool, verbose: bool) -> None:
+    """What ran, then the times."""
+    from kerngen.cli.run import chosen_lines
+
     weights = in_int4(report["draft_weights"])
     drafter = f", the drafter's{weights}" if weights else ""
-    click.echo(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights"
-               f"{drafter}, {report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
+    say(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights"
+        f"{drafter}, {report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
     if report["read_gbps"]:
-        click.echo(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")
+        say(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")
     for line in chosen_lines(report["configurations"], report["outside"]):
-        click.echo(line)
+        say(line)
     if verbose:
         for line in report["kernels"]:
-            click.echo(f"  {line}")
+            say(f"  {line}")
     elif report["kernels"]:
-        click.echo(f"--verbose lists the {len(report['kernels'])} configurations that ran")
+        say(f"--verbose lists the {len(report['kernels'])} configurations that ran")
+    new_console().print(_model_table(report["rows"], has_drafts=has_drafts))
+
+
+def _model_table(rows: list[dict[str, Any]], *, has_drafts: bool) -> Table:
+    has_floor = any(r["floor_ms"] for r in rows)
+    floor, drafts = ((">floor ms", ">share") if has_floor else ()), ((">tokens a step",) if has_drafts else ())
+    table = Table("", ">context", ">batch", ">prefill ms", ">step ms", ">least-most", *floor, *drafts)
+    for r in rows:
+        cells = [str(r["context"]), str(r["batch"]), f"{r['prefill_ms']:.1f}", f"{r['step_ms']:.3f}",
+                 f"{r['step_ms_min']:.3f}-{r['step_ms_max']:.3f}"]  # fmt: skip
+        cells += [f"{r['floor_ms']:.2f}", f"{r['floor_ms'] / r['step_ms']:.2f}"] if has_floor else []
+        table.add_row(*cells, *([f"{r['acceptance_length']:.2f}"] if has_drafts else []))
+    return table
 
 
 @bench.command()
@@ -216,10 +245,11 @@ def model(
 @click.option("--pairs", type=click.IntRange(4), default=20, show_default=True, help="Runs of each, in turn.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
 @click.option("--seed", default=0, show_default=True)
+@page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def step(
     name: str, draft: str | None, draft_weights: str, db_urls: tuple[str, ...], untuned: bool, pairs: int,
-    device: str | None, seed: int, as_json: bool,
+    device: str | None, seed: int, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare tuning databases by what the steps of a model take with their winners, run in turn on generated weights.
 
@@ -235,6 +265,7 @@ def step(
     from kerngen.workload import find_model
 
     model = find_model(name, draft, draft_weights)
+    made = RunPage("step", page, against, {"model": model.name})
     contenders = {url: sources_for(url) for url in db_urls} or {"yours": sources_for(None)}
     if untuned or len(contenders) == 1:
         contenders = {"untuned": [], **contenders}
@@ -246,20 +277,21 @@ def step(
     for row in side_by_side(model, contenders, pairs=pairs, seed=seed):
         rows.append(row)
         if not as_json:
-            click.echo(f"{row.step.name}: {row.base_us / 1e3:.3f} ms with {next(iter(contenders))}")
+            say(f"{row.step.name}: {row.base_us / 1e3:.3f} ms with {next(iter(contenders))}")
             for other, ratio in row.ratios.items():
-                click.echo(f"  {ratio.median:.4f} of that (+-{ratio.spread:.4f}) with {other}, which tuned "
-                           f"{row.num_tuned[other]} of its {row.num_calls} problems")  # fmt: skip
+                say(f"  {ratio.median:.4f} of that (+-{ratio.spread:.4f}) with {other}, which tuned "
+                    f"{row.num_tuned[other]} of its {row.num_calls} problems")  # fmt: skip
     found = means(rows)
+    run = made.of({
+        "model": model.name, "environment": limit.environment, "read_gbps": limit.read_gbps,
+        "matmul_tflops": limit.matmul_tflops, "contenders": list(contenders), "means": found,
+        "steps": [asdict(row) | {"name": row.step.name} for row in rows],
+    })  # fmt: skip
     if as_json:
-        click.echo(json.dumps({
-            "model": model.name, "environment": limit.environment, "read_gbps": limit.read_gbps,
-            "matmul_tflops": limit.matmul_tflops, "contenders": list(contenders), "means": found,
-            "steps": [asdict(row) | {"name": row.step.name} for row in rows],
-        }))  # fmt: skip
-        return
-    for other, mean in found.items():
-        click.echo(f"all steps, by their weight: {mean:.4f} with {other}")
+        click.echo(json.dumps(run))
+    for other, mean in () if as_json else found.items():
+        say(f"all steps, by their weight: {mean:.4f} with {other}")
+    made.draw(run)
 
 
 @bench.command()
@@ -281,10 +313,12 @@ def step(
 @click.option("--untuned", is_flag=True, help="Run the default configurations.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
 @click.option("--seed", default=0, show_default=True)
+@page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(
     name: str, draft: str | None, draft_weights: str, phase: str, batch: int, context: int, tokens: int | None,
-    db_url: str | None, untuned: bool, device: str | None, seed: int, as_json: bool,
+    db_url: str | None, untuned: bool, device: str | None, seed: int, page: Path | None, against: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Show where a step's time is, kernel by kernel, beside what its bytes take at the measured read rate.
 
@@ -312,17 +346,27 @@ def profile(
         "verify": Step.verify(batch, tokens or 4, context), "prefill": Step.prefill(tokens or context, context),
     }[phase]  # fmt: skip
     model = find_model(name, draft, draft_weights)
+    made = RunPage("profile", page, against, {"model": model.name, "step": asdict(step)})
     use_gpu(device)
     found = profile_step(model, step, [] if untuned else sources_for(db_url), seed=seed)
+    limit = ceilings()
+    run = made.of(asdict(found) | {"model": model.name, "environment": limit.environment,
+                                   "matmul_tflops": limit.matmul_tflops})  # fmt: skip
     if as_json:
-        click.echo(json.dumps(asdict(found) | {"model": model.name, "environment": ceilings().environment}))
-        return
-    click.echo(_limits_line(ceilings()))
-    click.echo(f"{model.name}, {step.name}: {found.step_us / 1e3:.3f} ms")
-    click.echo(f"{'kernel':18} {'launches':>8} {'us':>9} {'of step':>7} {'us each':>8} {'MB':>9} {'floor us':>9}")
+        click.echo(json.dumps(run))
+    else:
+        click.echo(_limits_line(limit))
+        say(f"{model.name}, {step.name}: {found.step_us / 1e3:.3f} ms")
+        new_console().print(_profile_table(found))
+    made.draw(run)
+
+
+def _profile_table(found: Profile) -> Table:
+    table = Table("", "kernel", ">launches", ">us", ">of step", ">us each", ">MB", ">floor us")
     for r in found.rows:
-        floor = f"{r.bytes / 1e6:9.1f} {r.floor_us:9.1f}" if r.bytes else ""
-        click.echo(f"{r.kernel[-18:]:18} {r.launches:8.1f} {r.moved_us:9.1f} {100 * r.moved_us / found.step_us:6.1f}% "
-                   f"{r.each_us:8.2f} {floor}".rstrip())  # fmt: skip
-    click.echo(f"{'all':18} {'':8} {found.step_us:9.1f} {'':7} {'':8} {sum(r.bytes for r in found.rows) / 1e6:9.1f} "
-               f"{sum(r.floor_us for r in found.rows):9.1f}")  # fmt: skip
+        floor = (f"{r.bytes / 1e6:.1f}", f"{r.floor_us:.1f}") if r.bytes else ("", "")
+        table.add_row(r.kernel.rpartition("::")[2], f"{r.launches:.1f}", f"{r.moved_us:.1f}",
+                      f"{100 * r.moved_us / found.step_us:.1f}%", f"{r.each_us:.2f}", *floor)  # fmt: skip
+    table.add_row("all", "", f"{found.step_us:.1f}", "", "", f"{sum(r.bytes for r in found.rows) / 1e6:.1f}",
+                  f"{sum(r.floor_us for r in found.rows):.1f}")  # fmt: skip
+    return table

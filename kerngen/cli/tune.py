@@ -14,6 +14,7 @@ import click
 from kerngen.arch import Arch, Target, find_arch, find_device
 from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.duration import Duration
+from kerngen.cli.tables import Table, new_console, say
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.cli.tune_objective import objective_for, worker_for
 from kerngen.errors import UsageError
@@ -21,7 +22,7 @@ from kerngen.errors import UsageError
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective
     from kerngen.tuning.plan import DryRun
-    from kerngen.tuning.report import Report
+    from kerngen.tuning.report import Report, Result
     from kerngen.workload import Model, Workload
 
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 @click.option("--submit", is_flag=True, help="Have the workers of --db do it (kerngen worker), and wait for them.")
 @click.option("--status", is_flag=True, is_eager=True, help="Show the queue of --db, and its workers. Tunes nothing.")
 @click.option("--cancel", is_flag=True, is_eager=True, help="Take out of the queue of --db what is not over yet.")
+@click.option("-v", "--verbose", is_flag=True, help="Say first what each group of problems chose, and what failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(
     arch_name: str,
@@ -70,6 +72,7 @@ def tune(
     submit: bool,
     status: bool,
     cancel: bool,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Find the best configuration of every kernel a model needs, and remember it.
@@ -85,7 +88,7 @@ def tune(
     import time
 
     from kerngen.compile import require_target
-    from kerngen.files import require_place
+    from kerngen.report.document import require_page_place
     from kerngen.templates import find_kernel
     from kerngen.tuning.worker import present_arch
     from kerngen.workload import find_model
@@ -100,7 +103,7 @@ def tune(
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
     if page is not None:
-        require_place(page)
+        require_page_place(page)
     if submit:
         if dry_run or time_budget is not None or jobs is not None:
             raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine",
@@ -111,7 +114,7 @@ def tune(
         kind = kind_for(objective, device is None and present_arch() == arch)
         load = _workload(found, arch, names)
         report, where = submitted(load, Target.of(device or arch), kind, trials, seed, db_url, as_json)
-        _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
+        _end(report, load, where, page, db_url, model, whole=not kernels, verbose=verbose, as_json=as_json)
         return
     require_target(arch)
     with ExitStack() as stack:
@@ -124,7 +127,7 @@ def tune(
             _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
             return
         report, where = _run(stack, load, chosen, trials, jobs, time_budget, began, seed, db_url, as_json)
-    _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
+    _end(report, load, where, page, db_url, model, whole=not kernels, verbose=verbose, as_json=as_json)
 
 
 def _end(
@@ -136,6 +139,7 @@ def _end(
     model: str,
     *,
     whole: bool,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Say what came of it. Raises Exit where something failed, KeyboardInterrupt where it was stopped."""
@@ -144,7 +148,7 @@ def _end(
     if as_json:
         click.echo(json.dumps(_as_json(report, load, where)))
     else:
-        _print(report, load, where, whole=whole)
+        _print(report, load, where, whole=whole, verbose=verbose)
     if report.interrupted:
         raise KeyboardInterrupt
     if any(r.winner is None and r.num_tried for r in report.results):
@@ -232,57 +236,51 @@ def _print_plan(plan: DryRun, title: str) -> None:
         click.echo(f"not tuned: {kernel}: {reason}")
 
 
-def _print(report: Report, load: Workload, where: str, *, whole: bool) -> None:
+def _print(report: Report, load: Workload, where: str, *, whole: bool, verbose: bool) -> None:
     """whole: the model's whole workload was tuned, so that its steps' sums are those of the model."""
-    from rich.console import Console
+    from kerngen.cli.tune_table import tune_table
 
-    from kerngen.runtime.ops.outside import OUTSIDE
-    from kerngen.tuning.report import notes
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{load.model} on {report.target}, {report.how}. One of each group of problems:")
-    _print_groups(report, load)
-    for line in _step_lines(report, load, whole=whole):
-        console.print(line)
+    if verbose:
+        _print_details(report, load)
+    say(f"{load.model} on {report.target}, {report.how}")
     how = ", ".join(f"{n} {p}" for p in ("measured", "predicted") if (n := report.num_of(p)))
-    console.print(
+    say(
         f"{len(report.results) - report.num_of('')} of {len(report.results)} problems have a winner"
-        f"{f' ({how})' if how else ''}; {report.num_trials:,} configurations tried "
-        f"in {report.seconds:.0f} s ({report.num_compiled:,} compiles,\n{report.num_from_database:,} answers from the "
-        f"database), {sum(r.num_failed for r in report.results):,} failed; {report.num_refused:,} points of "
-        f"{report.num_spaces} spaces refused before any compile"
+        f"{f' ({how})' if how else ''}; {report.num_trials:,} configurations tried in {report.seconds:.0f} s "
+        f"({report.num_compiled:,} compiles, {report.num_from_database:,} answers from the database), "
+        f"{sum(r.num_failed for r in report.results):,} failed"
     )
     for remark in report.remarks:
-        console.print(remark)
-    for note, kernels in notes(report.results).items():
-        names = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
-        console.print(f"note: {names}: {note}", style="yellow")
-    for kernel, config, reason in report.failures[:5]:
-        console.print(f"failed: {kernel} {config}: {reason}", style="red")
-    for name in load.missing:
-        console.print(f"left to torch, and not tuned: {name} ({OUTSIDE[name]})")
+        say(remark)
+    if not verbose:
+        _print_notes("no winner", [r for r in report.results if r.winner is None])
     if report.out_of_time:
-        console.print("the time budget ended the search; the same command continues it")
+        say("the time budget ended the search; the same command continues it")
     if report.interrupted:
-        console.print("stopped before the search was over; what was tried is kept, and the same command continues it")
-    console.print(f"database: {where}   (kerngen db explain says why a configuration won)")
+        say("stopped before the search was over; what was tried is kept, and the same command continues it")
+    more = "" if verbose else "; -v lists what was chosen, noted and left out"
+    say(f"database: {where} (kerngen db explain says why a configuration won{more})")
+    table, steps = tune_table(report, load, whole=whole)
+    new_console().print(table)
+    if steps:
+        say("; ".join(steps), 0)
 
 
-def _print_groups(report: Report, load: Workload) -> None:
-    """A table: one line a group of problems. A pipe gets lines as long as they are, a terminal folds the widest."""
-    from rich.console import Console
-    from rich.table import Table
+def _print_notes(what: str, results: list[Result]) -> None:
+    from kerngen.tuning.report import notes
 
+    for note, kernels in notes(results).items():
+        names = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
+        say(f"{what}: {names}: {note}", fg="yellow")
+
+
+def _print_details(report: Report, load: Workload) -> None:
+    """One line a group of problems, and all that is to be known of the search."""
+    from kerngen.runtime.ops.outside import OUTSIDE
     from kerngen.tuning.report import groups
 
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for name in ("kernel", "where", "point"):
-        table.add_column(name, overflow="fold", no_wrap=name == "kernel")
-    for name in ("us", "gain"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("differs from the default in", overflow="fold")
-    for name in ("tuned", "changed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table("One of each group of problems:", "kernel", "where", "point", ">us", ">gain",
+                  "differs from the default in", ">tuned", ">changed")  # fmt: skip
     for g in groups(report, load):
         r = g.shown
         us = "" if r.winner is None else f"{r.winner.latency_us:.1f}"
@@ -290,28 +288,13 @@ def _print_groups(report: Report, load: Workload) -> None:
         changes = " ".join(f"{k}={v}" for k, v in r.changes.items()) if r.winner is not None else "no winner"
         tuned = f"{g.num_won}" if g.num_won == len(g.results) else f"{g.num_won} of {len(g.results)}"
         table.add_row(g.kernel, g.where, g.point, us, gain, changes or "-", tuned, str(g.num_changed))
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 1000
-    console.print(table)
-
-
-def _step_lines(report: Report, load: Workload, *, whole: bool) -> list[str]:
-    """What the winners take together in a decode step."""
-    from kerngen.tuning.report import STEP_CONTEXT, step_us
-
-    lines = []
-    for batch, parts in step_us(report, load).items():
-        name = f"decode step, batch {batch}, context {STEP_CONTEXT}"
-        what = f"{name}, kernels alone" if whole else f"{', '.join(parts)} in a {name}"
-        top = sorted(((us, kernel) for kernel, us in parts.items()), reverse=True)[:3]
-        share = f" ({', '.join(f'{kernel} {_duration(us)}' for us, kernel in top)})" if len(parts) > 1 else ""
-        lines.append(f"{what}: {_duration(sum(parts.values()))} {report.objective}{share}")
-    return lines
-
-
-def _duration(us: float) -> str:
-    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
+    new_console().print(table)
+    say(f"{report.num_refused:,} points of {report.num_spaces} spaces refused before any compile")
+    _print_notes("note", report.results)
+    for kernel, config, reason in report.failures:
+        say(f"failed: {kernel} {config}: {reason}", fg="red")
+    for name in load.missing:
+        say(f"left to torch, and not tuned: {name} ({OUTSIDE[name]})")
 
 
 def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:

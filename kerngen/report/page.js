@@ -124,6 +124,9 @@ function narrow() {
   byId("narrowed").textContent = wanted.kernel || wanted.device ? `${shown} of ${figures.length} figures` : "";
 }
 
-byId("narrow").hidden = false;
-byId("narrow").addEventListener("change", narrow);
-byId("narrow").addEventListener("submit", (event) => event.preventDefault());
+const form = byId("narrow");
+if (form) {
+  form.hidden = false;
+  form.addEventListener("change", narrow);
+  form.addEventListener("submit", (event) => event.preventDefault());
+}

@@ -1,20 +1,13 @@
-"""One HTML file with everything in it. It asks for nothing over a network, and its own policy forbids it to."""
+"""The page of `kerngen db report`: what databases hold, drawn."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
-from kerngen import __version__
-from kerngen.files import publish, require_place, unwritable
+from kerngen.report.document import document, require_page_place, write_document
 from kerngen.report.facts import Facts, Wanted, gather
 from kerngen.report.figure import Section, device_name
 from kerngen.report.figures import sections
@@ -22,21 +15,6 @@ from kerngen.report.steps import shown_steps
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Store
-
-HERE = Path(__file__).parent
-
-
-def page(facts: Facts, made: Sequence[Section], *, title: str, at: datetime | None = None) -> str:
-    """The whole file. at: when it was made; None for now."""
-    style, script = _asset("page.css"), _asset("page.js")
-    policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
-    )
-    return _template().render(
-        title=title, facts=facts, sections=made, style=style, script=script,
-        policy=policy, version=__version__, at=(at or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-        devices=[device_name(d) for d in facts.devices], kernels=facts.kernels,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +52,15 @@ def write_report(
 ) -> Made:
     """The page of what `stores` hold, at `path`, whole or not at all. models: see `shown_steps`.
 
-    Raises DatabaseError where a database cannot be read, KerngenError where the page cannot lie there.
+    Raises DatabaseError where a database cannot be read, KerngenError where the page cannot lie there, UsageError where
+    that would be over a file that is no page of kerngen's.
     """
-    require_place(path)
+    require_page_place(path)
     facts = gather(stores, wanted)
     made = tuple(sections(facts, shown_steps(facts, models)))
-    content = page(facts, made, title=title).encode()
-    try:
-        publish(content, path)
-    except OSError as e:
-        raise unwritable(path, e) from e
-    return Made(path, len(content), facts, made)
-
-
-@cache
-def _asset(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    return environment.get_template("page.html.jinja")
+    devices = [device_name(d) for d in facts.devices]
+    lead = (f"{len(facts.points)} winners and {len(facts.trials)} rows of {len(facts.kernels)} kernels on "
+            f"{', '.join(devices) or 'no device'}.")  # fmt: skip
+    content = document(made, title=title, lead=lead, source=f"From {', '.join(facts.stores) or 'no database'}.",
+                       kernels=facts.kernels, devices=devices)  # fmt: skip
+    return Made(path, write_document(path, content), facts, made)

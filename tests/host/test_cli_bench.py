@@ -15,6 +15,7 @@ from command import ROOT, Kerngen
 from kerngen.arch import Target, find_device
 from kerngen.errors import DeviceError, UsageError
 from kerngen.measure import Ceilings
+from kerngen.report.bench.runs import read_run
 from kerngen.runtime import backend, launcher
 from kerngen.stepbench import Compared
 from kerngen.steps import Ratio, Step
@@ -87,20 +88,24 @@ def test_a_case_that_fails_fails_the_command(
 
     count = len(find_kernel("moe_route").bench.BENCH_CASES)
     _pretend(monkeypatch, [bad if fails and i == 1 else good for i in range(count)])
-    code, out, err = kerngen("bench", "kernel", "moe_route", "--device", "cuda:1", *how)
+    code, out, err = kerngen("bench", "kernel", "moe_route", "--device", "cuda:1", *how, "--report", "k.html")
     assert code == (1 if fails else 0)
     assert (f"1 of {count} cases failed" in err) == fails
+    assert len(read_run(kerngen.folder / "k.html", "kernel")["rows"]) == count
     assert ("it was refused" in out) == fails
     assert current == [1]
 
 
-def test_the_times_of_a_model_come_first(kerngen: Kerngen) -> None:
-    args = ("bench", "model", TINY, "--backend", "torch", "--context", "8", "--tokens", "2")
+def test_the_times_of_a_model_come_last(kerngen: Kerngen) -> None:
+    args = ("bench", "model", TINY, "--backend", "torch", "--context", "8", "--tokens", "2", "--report", "m.html")
     code, out, _ = kerngen(*args)
     assert code == 0
-    assert out.startswith("context      8: prefill ")
+    head, row = out.splitlines()[-2:]
+    assert head.split() == ["context", "batch", "prefill", "ms", "step", "ms", "least-most"], "a CPU has no floor"
+    assert row.split()[:2] == ["8", "1"]
     assert "outside our kernels: everything (the torch backend is eager torch" in out
-    report = json.loads(kerngen(*args, "--json")[1])
+    report = json.loads(kerngen(*args, "--json", "--against", "m.html")[1])
+    assert read_run(kerngen.folder / "m.html", "model") == report
     assert list(report["outside"]) == ["everything"]
     assert report["configurations"] == {}
 
@@ -110,7 +115,8 @@ def test_sequences_that_decode_together_are_timed(kerngen: Kerngen, draft: str) 
     args = ("bench", "model", TINY, "--backend", "torch", "--context", "9", "--tokens", "3", "--prefill-chunk", "8")
     code, out, err = kerngen(*args, "--batch", "3", draft)
     assert code == 0, err
-    assert out.startswith("context      9, batch 3: prefill ")
+    assert out.splitlines()[-1].split()[:2] == ["9", "3"]
+    assert ("tokens a step" in out.splitlines()[-2]) == (draft == "--draft")
     (one,) = json.loads(kerngen(*args, draft, "--json")[1])["rows"]
     (three,) = json.loads(kerngen(*args, "--batch", "3", draft, "--json")[1])["rows"]
     assert (one["batch"], three["batch"]) == (1, 3)
@@ -132,12 +138,14 @@ def test_configurations_are_listed_where_they_are_asked_for(kerngen: Kerngen, mo
     }  # fmt: skip
     monkeypatch.setattr("kerngen.steptime.time_model", lambda *_, **__: report)
     brief = kerngen("bench", "model", "gemma-4-31b")[1]
-    assert brief.startswith("context ")
+    assert brief.splitlines()[-1].split() == ["8", "1", "1.0", "1.000", "1.000-1.000"]
     assert "generated weights, the drafter's in int4, 1.00 GB" in brief
     assert "configurations: 2 user: exact device (measured)" in brief
     assert "threads=64" not in brief
     assert "--verbose lists the 2 configurations that ran" in brief
-    assert all(f"  {line}\n" in kerngen("bench", "model", "gemma-4-31b", "--verbose")[1] for line in report["kernels"])
+    more = kerngen("bench", "model", "gemma-4-31b", "-v")[1]
+    assert all(f"  {line}\n" in more for line in report["kernels"])
+    assert more.splitlines()[-2:] == brief.splitlines()[-2:]
 
 
 def test_a_problem_that_is_written_out_is_timed_in_place_of_the_cases(
@@ -212,11 +220,17 @@ def test_databases_are_compared_with_the_first_and_one_with_the_defaults(
     assert f"decode, batch 1, context 512: 5.000 ms with {a}" in out
     assert f"0.9000 of that (+-0.0010) with {b}, which tuned 3 of its 4 problems" in out
     assert f"all steps, by their weight: {0.9**0.8:.4f} with {b}" in out
-    said = json.loads(kerngen("bench", "step", "gemma-4-31b", "--db", a, "--json")[1])
+    drawn = ("--report", str(tmp_path / "step.html"))
+    code, told, err = kerngen("bench", "step", "gemma-4-31b", "--db", a, "--json", *drawn)
+    assert "step.html: 1 figure," in err
+    said = json.loads(told)
+    assert read_run(tmp_path / "step.html", "step") == said
+    assert kerngen("bench", "step", "gemma-4-31b", "--db", a, *drawn, "--against", drawn[1])[0] == 0
+    assert "The run of " in (tmp_path / "step.html").read_text()
     assert said["contenders"] == ["untuned", a]
     assert said["means"] == {a: pytest.approx(0.9**0.8)}
     assert said["steps"][0]["name"] == "decode, batch 1, context 512"
     kerngen("bench", "step", "gemma-4-31b", "--db", a, "--db", b, "--untuned")
-    assert [list(c) for c in compared] == [[a, b], ["untuned", a], ["untuned", a, b]]
+    assert [list(c) for c in compared] == [[a, b], ["untuned", a], ["untuned", a], ["untuned", a, b]]
     assert compared[1]["untuned"] == 0, "no database is asked"
     assert compared[1][a] == 1

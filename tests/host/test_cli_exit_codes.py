@@ -48,6 +48,7 @@ def test_a_kernel_that_does_not_compile_fails_the_command(kerngen: Kerngen, brok
     code, out, err = kerngen.run(*tuning, env=environment)
     assert code == 1, err
     assert "0 of 14 problems have a winner" in out
+    assert re.search(r"^no winner: embed \(14\): ", out, re.MULTILINE), "it is said without -v"
 
 
 def test_doctor_fails_where_nothing_can_be_compiled(kerngen: Kerngen) -> None:

@@ -1,4 +1,4 @@
-"""The page of `kerngen db report` as a browser shows it: light and dark, on a desk and on a phone."""
+"""The pages of `kerngen db report` and of benches as a browser shows them: light and dark, on a desk and on a phone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench_runs import RUNS
 from browser import MISSING, Page, browsing, find_browser
 from sheets import measured_store
 
+from kerngen.report.bench.page import write_page
 from kerngen.report.page import write_report
 from kerngen.tuning_db import Store
 
@@ -53,6 +55,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", [(1280, 900), (390, 844), (320, 640)], ids=["desk", "phone", "small phone"])
 def test_it_can_be_read(browser: Page, path: Path, size: tuple[int, int], dark: bool) -> None:
+    _require_readable(browser, path, size, dark)
+
+
+@pytest.mark.parametrize(
+    ("size", "dark"), [((1280, 900), False), ((320, 640), True)], ids=["desk", "small phone, dark"]
+)
+@pytest.mark.parametrize("bench", RUNS)
+def test_a_run_can_be_read(browser: Page, bench: str, size: tuple[int, int], dark: bool, tmp_path: Path) -> None:
+    write_page(tmp_path / "run.html", RUNS[bench](1.0), RUNS[bench](1.02))
+    _require_readable(browser, tmp_path / "run.html", size, dark)
+
+
+def _require_readable(browser: Page, path: Path, size: tuple[int, int], dark: bool) -> None:
     browser.requests.clear()
     browser.open(path, width=size[0], height=size[1], dark=dark)
     assert browser.errors == []

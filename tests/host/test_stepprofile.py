@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 from command import Kerngen
 
-from kerngen.stepprofile import IDLE, Span, _span, moved, rows_of
+from kerngen.measure import Ceilings
+from kerngen.report.bench.runs import read_run
+from kerngen.stepprofile import IDLE, Profile, Span, _span, moved, rows_of
 from kerngen.templates import find_kernel
 
 ATTENTION = find_kernel("attn_decode").problem_type(head_dim=256, num_q_heads=32, num_kv_heads=16, kv_len=2048)
@@ -59,8 +61,30 @@ def test_a_kernels_entry_points_are_one_row_with_the_bytes_of_all_its_calls() ->
     attention, other = rows["attn_decode"], rows["void at::native::copy"]
     assert (attention.launches, attention.moved_us, attention.each_us) == (2, 9, 5)
     assert attention.bytes == 2 * find_kernel("attn_decode").cost(ATTENTION).bytes
+    assert attention.flops == 2 * find_kernel("attn_decode").cost(ATTENTION).flops > 0
     assert attention.floor_us == pytest.approx(attention.bytes / 4e6)
     assert (other.launches, other.moved_us, other.bytes, other.floor_us) == (1, 4, 0, 0)
+
+
+def test_a_profile_is_printed_in_80_columns_and_drawn(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {("attn_decode", ATTENTION): 2, ("add_norm", NORM): 1}
+    long = "at::native::vectorized_elementwise_kernel"
+    spans = [Span("attn_decode", 0, 8), Span("add_norm", 9, 10), Span(long, 10, 14)]
+    rows = rows_of(spans, 1, calls, read_gbps=4000.0)
+    limit = Ceilings(4000.0, 4100.0, 780.0, {"gpu": "H200", "driver": "580", "torch": "2"})
+    monkeypatch.setattr("kerngen.measure.ceilings", lambda: limit)
+    monkeypatch.setattr("kerngen.runtime.backend.use_gpu", lambda _: 0)
+    monkeypatch.setattr("kerngen.stepprofile.profile_step", lambda _, step, *__, **___: Profile(step, 14.0, 4e3, rows))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("kerngen.cli.tables.line_width", lambda: 80)  # as on a terminal
+    code, out, err = kerngen("bench", "profile", "gemma-4-31b", "--untuned", "--report", "p.html")
+    assert code == 0, err
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert "vectorized_elementwise_kernel " in out
+    assert out.splitlines()[-1].split()[:2] == ["all", "14.0"]
+    run = read_run(kerngen.folder / "p.html", "profile")
+    assert run["matmul_tflops"] == 780.0
+    assert [r["kernel"] for r in run["rows"]] == ["attn_decode", long, "(idle)", "add_norm"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,6 +30,7 @@ from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import static_fields
 from kerngen.tuning.checks import why_not_cubin
+from kerngen.tuning.report import Report, Result
 from kerngen.tuning_db import Store
 from kerngen.workload import find_model, find_workload
 
@@ -58,15 +60,55 @@ def test_tunes_repeats_and_says_what_it_did(kerngen: Kerngen) -> None:
     assert "not measured" in out
     assert "0 compiles" in out
     assert str(kerngen.folder / "tuning.db") in out
-    (row,) = [line for line in out.splitlines() if line.startswith("embed  ")]
     (usual,) = [r for r in first["results"] if r["problem"]["num_tokens"] == 1]
     us, gain = f"{usual['latency_us']:.1f}", f"{usual['default_us'] / usual['latency_us']:.2f}x"
-    assert re.search(rf" {re.escape(us)} +{re.escape(gain)} ", row), row
-    assert row.split()[-2] == str(len(first["results"]))
-    assert f"embed in a decode step, batch 1, context 512: {us} us" in out, "and not 0.00 ms"
-    assert all(len(line) <= 160 for line in out.splitlines())
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("embed  ")]
+    assert row == ["embed", str(len(first["results"])), f"{usual['default_us']:.1f}", "us", us, "us", gain, "decode"]
+    assert out.splitlines()[-1] == "decode: one token, context 512"
+    assert "differs from the default in" not in out
+    _, more, _ = kerngen(*TUNE, "--kernel", "embed", "--verbose")
+    (line,) = [line for line in more.splitlines() if re.match(r"embed .* num_tokens=1 ", line)]
+    assert re.search(rf" {re.escape(us)} +{re.escape(gain)} ", line), line
+    assert line.split()[-2] == str(len(first["results"]))
+    assert more.splitlines()[-3].startswith("kernel"), "it ends as without"
     second = _json(kerngen(*TUNE, "--kernel", "embed", "--json"))
     assert [r["config"] for r in second["results"]] == [r["config"] for r in first["results"]]
+
+
+def test_the_table_has_ten_rows_and_their_sums_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the whole 31B, as though each default took a fifth longer than its winner, but for what has no winner."""
+    arch = find_arch("sm70")
+    load = find_workload("gemma-4-31b", arch)
+    report = Report(Target.of(arch), "predicted", "predicted by nobody, for a test that reads the table", "run")
+    for at, item in enumerate(load.items):
+        winner: Any = None if item.kernel == "embed" else SimpleNamespace(latency_us=10.0 + at, provenance="predicted",
+                                                                         config={"threads": 32})  # fmt: skip
+        report.results.append(Result(item, winner, default={"threads": 64}, default_us=12.0 + 1.2 * at, num_tried=3))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("kerngen.cli.tables.line_width", lambda: 80)  # as on a terminal
+    tune = import_module("kerngen.cli.tune")
+    tune._print(report, load, "tuning.db", whole=True, verbose=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    start = next(i for i, line in enumerate(lines) if line.startswith("kernel "))
+    rows = [line for line in lines[start + 1 :] if ":" not in line]
+    assert len(rows) <= 12
+    assert any(row.startswith("w4a16_gemm") and "1.20x" in row for row in rows)
+    assert any(re.match(r"\d others +\d+ ", row) for row in rows)
+    assert not any(row.startswith("step, batch 1 ") for row in rows), "no sum without embed's time"
+    for r in report.results:
+        r.winner = r.winner or SimpleNamespace(latency_us=10.0, provenance="predicted", config={})  # type: ignore[assignment]
+    tune._print(report, load, "tuning.db", whole=True, verbose=True)
+    told = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in told.splitlines())
+    us = sum(n * (10.0 + load.items.index(i)) for i, n in load.step("decode", 1, 512) if i.kernel != "embed") + 10.0
+    (total,) = re.findall(r"^step, batch 1 +\S+ ms +(\S+) ms", told, re.MULTILINE)
+    assert float(total) == pytest.approx(us / 1e3, abs=0.006)
+    shares = [float(s) for s in re.findall(r" ([\d.]+)% of decode$", told, re.MULTILINE)]
+    assert 98 < sum(shares) <= 101
+    assert "left to torch, and not tuned: dense matrices" in told
 
 
 def test_dry_run_writes_nothing(kerngen: Kerngen) -> None:

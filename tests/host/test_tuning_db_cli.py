@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from test_tuning_db import H200, add_build, key_of, measured, predicted
 
 from kerngen.arch import Target, find_arch
 from kerngen.cli.db import db
+from kerngen.cli.tables import Table, share_bar
 from kerngen.compile import compile_cubin
 from kerngen.errors import TuningMiss, UnknownName, UsageError
 from kerngen.render import render
@@ -59,7 +62,7 @@ def ids() -> list[str]:
 
 
 def test_ls(path: Path) -> None:
-    text = run("ls")
+    text = run("ls", "--verbose")
     assert "toy on sm90 (H200) in user: dtype=bf16 head_dim=128 batch=8" in text
     assert "block_n=0" in text
     assert "measured" in text
@@ -70,6 +73,43 @@ def test_ls(path: Path) -> None:
         ("predicted", 7.0, {"block_n": 2}),
     ]
     assert json.loads(run("ls", "--json", "--db", str(path))) == rows
+
+
+def test_ls_counts_in_80_columns_and_lists_where_it_is_asked_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("kerngen.cli.tables.line_width", lambda: 80)  # as on a terminal
+    lines = run("ls").splitlines()
+    assert f"user: {path} (2 winners)" in " ".join(" ".join(lines).split())
+    (row,) = [line.split() for line in lines if line.startswith("toy ")]
+    assert row == ["toy", "sm90", "H200", "1", "1", "2"], "one measured, one predicted, neither the default"
+    assert "block_n" not in "".join(lines)
+    whole = set(run("ls", "-v").split())
+    assert {"block_n=0;", "block_n=2;"} & whole or {"block_n=0", "block_n=2"} <= whole
+    assert {i[:12] for i in ids()} <= whole
+    for args in (("ls", "-v"), ("show", ids()[0]), ("explain", ids()[0]), ("stats",)):
+        shown = run(*args).splitlines()
+        assert [line for line in shown if len(line) > 80 and str(path) not in line] == []
+
+
+def test_a_table_breaks_no_word() -> None:
+    """It is columns where every word has room, and paragraphs where one has none."""
+    table = Table("", "name", "what it does", ">us")
+    table.add_row("attn_decode", "head norms, RoPE and the cache write", "12.5")
+    table.add_row("embed", "", "3.0")
+    words = {"attn_decode", "head", "norms,", "RoPE", "and", "the", "cache", "write", "12.5", "embed", "3.0"}
+    for columns in range(14, 70):
+        console = Console(width=columns, file=io.StringIO())
+        console.print(table)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert all(len(line) <= columns for line in text.splitlines())
+        assert words <= set(text.replace(";", "").split())
+    assert text.splitlines()[1] == "attn_decode  head norms, RoPE and the cache write  12.5"
+
+
+def test_a_bar_is_of_what_the_terminal_can_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, bars in (("utf-8", ("", "▌", "████▌", "████████")), ("ascii", ("", "", "####", "########"))):
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        assert tuple(share_bar(share) for share in (0.0, 0.0625, 0.5625, 2.0)) == bars
 
 
 def test_ls_filters(path: Path) -> None:

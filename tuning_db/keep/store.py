@@ -587,7 +587,7 @@ class Store:
         found = [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
         if len(found) != 1:
             what = "no winner" if not found else "more than one winner"
-            raise UsageError(f"{self.where}: {what} with id {id_or_prefix}", hint="list them: kerngen db ls")
+            raise UsageError(f"{self.where}: {what} with id {id_or_prefix}", hint="list them: kerngen db ls -v")
         return found[0]
 
 

@@ -16,13 +16,12 @@ from kerngen.cli.db.common import (
     fields_as_filed,
     known_kernels,
     micros,
-    new_console,
-    new_table,
     pairs,
     reading,
     require_known,
 )
 from kerngen.cli.db.look import find, one_winner
+from kerngen.cli.tables import Table, new_console, say
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,9 +77,7 @@ def diff(
         groups.setdefault((change.here.kernel, change.here.device.name), []).append(change)
     console = new_console()
     for (kernel, board), members in groups.items():
-        table = new_table(
-            f"{kernel} on {board}", "", "problem", ">old us", ">new us", ">%", "provenance", "configuration"
-        )
+        table = Table(f"{kernel} on {board}", "", "problem", ">old us", ">new us", ">%", "provenance", "configuration")
         for c in members:
             a, b = c.before, c.after
             configs = [pairs(w.config) for w in (a, b) if w is not None]
@@ -93,7 +90,7 @@ def diff(
     kinds = {kind: sum(c.kind == kind for c in changes) for kind in ("new", "gone", "config", "time")}
     told = {"new": "new", "gone": "gone", "config": "with another configuration", "time": "with another time"}
     counts = ", ".join(f"{count} {told[kind]}" for kind, count in kinds.items() if count)
-    click.echo(f"{same} points are the same" + (f"; {counts}" if counts else ""))
+    say(f"{same} points are the same" + (f"; {counts}" if counts else ""))
 
 
 def _change_json(c: Change) -> dict[str, Any]:
@@ -127,16 +124,16 @@ def stats(url: str | None, as_json: bool) -> None:
     for told in found:
         rows = told["rows"]
         columns = ("kernel", "arch", "device", "provenance", ">winners", ">ok", "other outcomes")
-        table = new_table(f"{told['store']}: schema {told['schema']}", *columns)
+        table = Table(f"{told['store']}: schema {told['schema']}", *columns)
         for t in told["trials"]:
             others = ", ".join(f"{n} {outcome}" for outcome, n in t["outcomes"].items() if outcome != "ok")
             table.add_row(t["kernel"], t["arch"], t["device"], t["provenance"], str(t["winners"]),
                           str(t["outcomes"].get("ok", 0)), others)  # fmt: skip
         console.print(table)
         last = f", the last on {told['last'][:10]}" if told["last"] else ""
-        click.echo(f"{rows['winner']:,} winners, {rows['measurement']:,} trials of {rows['build']:,} builds in "
-                   f"{told['runs']} measured runs{last}; {rows['revocation']:,} revocations, "
-                   f"{rows['artifact']:,} images ({told['image_bytes'] / 1e6:.2f} MB)")  # fmt: skip
+        say(f"{rows['winner']:,} winners, {rows['measurement']:,} trials of {rows['build']:,} builds in "
+            f"{told['runs']} measured runs{last}; {rows['revocation']:,} revocations, "
+            f"{rows['artifact']:,} images ({told['image_bytes'] / 1e6:.2f} MB)")  # fmt: skip
     if not found:
         click.echo("no database: kerngen tune fills one")
 

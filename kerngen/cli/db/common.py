@@ -1,4 +1,4 @@
-"""What the commands of `kerngen db` share: options, the databases they read, tables and JSON."""
+"""What the commands of `kerngen db` share: options, the databases they read, what is printed of a row, and JSON."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ import click
 from kerngen.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from kerngen.arch import Target
     from kerngen.report.facts import Wanted
     from kerngen.tuning_db import ProblemKey, Store
 
 ID_CHARS = 12
-_PIPED_WIDTH = 200  # where there is no terminal to measure
 
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,28 +141,6 @@ def drawing(
     with reading(url, boards_for(arch_names, [device])) as stores:
         require_known(names, stores)
         yield stores, Wanted(names or None, arches, device)
-
-
-def new_console() -> Console:
-    """On stdout; as wide as a line needs where that is no terminal."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH)
-    return console
-
-
-def new_table(title: str, *columns: str) -> Table:
-    """A column whose name begins with ">" is set to the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    return table
 
 
 def fields_as_filed(key: ProblemKey) -> dict[str, Any]:

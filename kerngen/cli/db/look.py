@@ -19,12 +19,11 @@ from kerngen.cli.db.common import (
     fields_as_filed,
     interval,
     micros,
-    new_console,
-    new_table,
     pairs,
     reading,
     reading_options,
 )
+from kerngen.cli.tables import Table, new_console, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,11 +48,13 @@ def one_winner(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--kernel", "kernel_name", default=None, help="Only this kernel.")
 @click.option("--arch", "arch_names", default=None, help="Only these arches: sm70,sm90.")
 @click.option("--device", "device_name", default=None, help="Only this device.")
+@click.option("-v", "--verbose", is_flag=True, help="List every winner, with its id and its configuration.")
 @reading_options
 def ls(
-    kernel_name: str | None, arch_names: str | None, device_name: str | None, url: str | None, as_json: bool
-) -> None:
-    """List the winners by kernel, arch and device.
+    kernel_name: str | None, arch_names: str | None, device_name: str | None, verbose: bool, url: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Count the winners by kernel, arch and device, and say what they gain over the defaults; or list them.
 
     Example: kerngen db ls --kernel attn_decode --arch sm90
     """
@@ -83,7 +84,10 @@ def ls(
             wanted += [f"for device {device_name}"] if device_name else []
             _say_empty(stores, url, " ".join(["no winners", *wanted]), _filling(kernel_name, arches))
             return
-        _print_winners(found)
+        if verbose:
+            _print_winners(found)
+        else:
+            _print_summary(found)
 
 
 @click.command()
@@ -114,7 +118,7 @@ def show(
         console = new_console()
         _print_head(console, store, winner)
         _print_build(console, store, build)
-        table = new_table(
+        table = Table(
             "observed", "outcome", "how", ">p50 us", ">p10-p90", ">min", ">samples", ">error", "when", "reason"
         )
         for o in rows:
@@ -188,7 +192,7 @@ def explain(
         names = sorted({n for c in near for n in c["config"] if c["config"].get(n) != winner.config.get(n)})
         resources = (">registers", ">spills", ">static smem", "")
         both = [">us alone", ">the steps"] if any(c["step"] for c in near) else [">us"]
-        table = new_table("what else was near", *both, ">of the winner", *names, *resources)
+        table = Table("what else was near", *both, ">of the winner", *names, *resources)
         for c in near:
             mark = "winner" if c["is_winner"] else "default" if c["us"] == default_us else ""
             step = [] if len(both) == 1 else ["not tried" if c["step"] is None else f"{c['step'] - 1:+.2%}"]
@@ -200,7 +204,7 @@ def explain(
         if len(ranked) > top:
             console.print(f"and {len(ranked) - top} slower")
         if refused:
-            table = new_table("what was refused", ">times", "outcome", "for example")
+            table = Table("what was refused", ">times", "outcome", "for example")
             for r in refused:
                 table.add_row(str(r["times"]), r["outcome"], r["example"])
             console.print(table)
@@ -248,7 +252,7 @@ def find(
                 errors.append(e)
         if errors:
             raise errors[0]
-        raise UsageError(f"no winner with id {subject}", hint="list them: kerngen db ls")
+        raise UsageError(f"no winner with id {subject}", hint="list them: kerngen db ls -v")
     kernel = find_kernel(subject)
     if arch_name is None:
         tuned = sorted({w.arch.name for s in stores for w in s.winners(subject)})
@@ -276,7 +280,7 @@ def find(
             differing = {n for other in others for n, v in other.items() if v != first[n]}
             raise UsageError(
                 f"{len(meant)} winners of {subject} on {arch} fit, and none serves {describe(problem)}",
-                hint=f"name more of {', '.join(sorted(differing))} with --problem, or take an id from: kerngen db ls",
+                hint=f"name more of {', '.join(sorted(differing))} with --problem, or an id: kerngen db ls -v",
             ) from None
         raise
     if winner is None:
@@ -316,6 +320,33 @@ def _refused(
 # ---- printing
 
 
+def _print_summary(found: list[tuple[Store, Winner]]) -> None:
+    """A table for each database, a row for each kernel on each device; at most 80 columns of kerngen's own names."""
+    from kerngen.report.figure import geometric_mean
+
+    console = new_console()
+
+    def group(row: tuple[Store, Winner]) -> tuple[str, str, str]:
+        return (row[1].kernel, row[1].arch.name, row[1].device.name)
+
+    for where, here in groupby(found, key=lambda row: (row[0].name, row[0].where)):
+        rows = sorted(here, key=group)
+        table = Table(f"{': '.join(dict.fromkeys(where))} ({len(rows):,} winners)", "kernel", "arch", "device",
+                      ">measured", ">predicted", ">changed", ">gain", ">stale")  # fmt: skip
+        for (kernel, arch, device), members in groupby(rows, key=group):
+            winners = [w for _, w in members]
+            measured = sum(w.provenance == "measured" for w in winners)
+            gains = [us / w.latency_us for w in winners if (us := w.why.get("default_us"))]
+            table.add_row(
+                kernel, arch, device, str(measured or ""), str(len(winners) - measured or ""),
+                str(sum(not w.why.get("is_default") for w in winners) or ""),
+                f"{geometric_mean(gains):.2f}x" if gains else "", str(sum(w.stale for w in winners) or ""),
+            )  # fmt: skip
+        console.print(table)
+    say("changed: winners that are not the default configuration; gain: the default's time over the winner's, the "
+        "geometric mean where both are known. kerngen db ls -v lists every winner.", 0)  # fmt: skip
+
+
 def _print_winners(found: list[tuple[Store, Winner]]) -> None:
     """One table for each kernel, arch and device: what all its rows share is in the title."""
     console = new_console()
@@ -329,7 +360,7 @@ def _print_winners(found: list[tuple[Store, Winner]]) -> None:
         shared = {n: v for n, v in flat[0].items() if all(f.get(n, _ABSENT) == v for f in flat)}
         varying = [n for n in dict.fromkeys(n for f in flat for n in f) if n not in shared]
         title = f"{kernel} on {arch} ({device}) in {name}" + (f": {pairs(shared)}" if shared else "")
-        table = new_table(title, "id", *varying, "configuration", ">us", "provenance", ">ahead by")
+        table = Table(title, "id", *varying, "configuration", ">us", "provenance", ">ahead by")
         for w, f in zip(winners, flat, strict=True):
             table.add_row(
                 w.id[:ID_CHARS], *(str(f.get(n, "")) for n in varying), pairs(w.config), micros(w.latency_us),
@@ -360,7 +391,7 @@ def _print_build(console: Console, store: Store, build: Build) -> None:
     console.print(f"  build       {build.id[:ID_CHARS]}: NVRTC {major}.{minor} for {build.target}, {options}")
     console.print(f"  source      sha256 {build.source_sha[:ID_CHARS]}")
     console.print(f"  image       {size}")
-    table = new_table("resources", "entry", ">registers", ">spill stores", ">spill loads", ">stack", ">static smem")
+    table = Table("resources", "entry", ">registers", ">spill stores", ">spill loads", ">stack", ">static smem")
     for name, r in build.entries.items():
         table.add_row(name, str(r.registers), str(r.spill_store_bytes), str(r.spill_load_bytes), str(r.stack_bytes),
                       f"{r.static_smem_bytes:,}")  # fmt: skip

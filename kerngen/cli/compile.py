@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from kerngen.arch import Target, find_device, parse_arches
 from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.signing import signers, signing_options
 from kerngen.compile import Cubin
+from kerngen.cores import usable_cores
 from kerngen.errors import CacheError, UsageError
 from kerngen.files import unwritable
 
@@ -112,7 +112,7 @@ def compile(
     elif output is not None:
         _make(output)
     with Reporter("compile", quiet=as_json) as bar:
-        built = build_all(builds, cache, jobs or os.cpu_count() or 1, bar, ptx=ptx)
+        built = build_all(builds, cache, jobs or usable_cores(), bar, ptx=ptx)
         if output is not None:
             try:
                 if not is_bundle:
@@ -120,7 +120,7 @@ def compile(
                 else:
                     anew = partial(models_builds, models, targets, notes=[], chosen=[], kernels=names)
                     built += write_bundle(output, [str(model)], targets, (stores, chosen, built), anew,
-                                          partial(build_all, cache=cache, jobs=jobs or os.cpu_count() or 1, bar=bar),
+                                          partial(build_all, cache=cache, jobs=jobs or usable_cores(), bar=bar),
                                           keys)  # fmt: skip
             except OSError as e:
                 raise unwritable(output, e) from e

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.duration import Duration
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.cli.tune_objective import objective_for, worker_for
+from kerngen.cores import usable_cores
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def tune(
         if objective == "auto":
             click.echo(f"--objective {chosen.name}: {why}", err=True)
         if dry_run:
-            _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
+            _dry_run(load, chosen, trials, jobs or usable_cores(), as_json)
             return
         report, where = _run(stack, load, chosen, trials, jobs, time_budget, began, seed, db_url, as_json)
     _end(report, load, where, page, db_url, model, whole=not kernels, as_json=as_json)
@@ -177,7 +177,7 @@ def _run(
     from kerngen.tuning_db import Store
 
     store = stack.enter_context(Store.open(db_url))
-    compiler = stack.enter_context(CachedCompiler(jobs or os.cpu_count() or 1))
+    compiler = stack.enter_context(CachedCompiler(jobs or usable_cores()))
     progress = stack.enter_context(Reporter(f"tune {objective.target.arch}", quiet=as_json))
     tuner = Tuner(
         objective, store, compiler,

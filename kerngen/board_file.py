@@ -42,7 +42,7 @@ def read_board(path: str) -> Device:
     if missing := [f for f in fields if f not in given and f != "source"]:
         raise UsageError(f"{path} lacks {', '.join(missing)}", hint=_HINT)
     for field in _TEXTS:
-        _require_text(path, field, given.setdefault(field, path))
+        _require_text(path, field, given.setdefault(field, "a file"))
     for field in FIGURES:
         _require_figure(path, field, given[field])
     return Device(
@@ -58,7 +58,7 @@ def _require_text(path: str, field: str, value: Any) -> None:
     if field == "name" and not _NAME.fullmatch(value):
         raise UsageError(f"{path}: name = {value!r} is not letters, digits, blanks, '.', '_' and '-', 64 at most")
     if field == "name" and is_known(value):
-        raise UsageError(f"{path}: kerngen has figures of a {value}; a board of yours needs a name of its own")
+        raise UsageError(f"{path}: kerngen has a profile {value}; give yours a name of its own")
     if field == "arch" and value not in DEFAULT_DEVICE:
         raise UnknownName("arch", value, DEFAULT_DEVICE)
 

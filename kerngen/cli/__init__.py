@@ -18,6 +18,7 @@ from kerngen.cli.process import settle_home, settle_streams, settle_threads, sto
 from kerngen.errors import KerngenError
 
 TEMPLATES_VARIABLE = "KERNGEN_TEMPLATES"  # of kerngen.templates, which --help does not wait for
+COMPLETE_VARIABLE = "_KERNGEN_COMPLETE"  # set by the shell while it completes a line (README.md)
 # command -> (module, what `kerngen --help` says of it); the attribute has the command's name
 COMMANDS = {
     "tune": ("kerngen.cli.tune", "Find the best configuration of every kernel a model needs."),
@@ -45,6 +46,10 @@ class LazyGroup(click.Group):
         command = getattr(import_module(COMMANDS[name][0]), name)
         if not isinstance(command, click.Command):
             raise TypeError(f"{COMMANDS[name][0]}.{name} is not a click command")
+        if COMPLETE_VARIABLE in os.environ:
+            from kerngen.cli.completing import teach
+
+            teach(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

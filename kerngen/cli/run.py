@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("said", metavar="[PROMPT]", required=False)
 @click.option("--prompt", "-p", default=None,
-              help="What to say, as PROMPT; - for standard input. Default: standard input; on a terminal, a chat.")  # fmt: skip
+              help="What to say, as PROMPT; - for standard input. Default: that; on a terminal, a chat.")  # fmt: skip
 @click.option("--prompts", default=None, metavar="FILE",
               help="Prompts as JSON lines, - for standard input; answers as JSON lines in their order.")  # fmt: skip
 @click.option("--system", default=None, help="What the model is told before everything else.")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--arch", "arch_name", cls=Needed, help="What to tune for, e.g. sm70.")
+@click.option("--arch", "arch_name", cls=Needed, help="What to tune for, e.g. sm70. Default: that of --device.")
 @click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @draft_weights_option
@@ -39,7 +39,12 @@ if TYPE_CHECKING:
     help="step measures, and has the model's steps choose: auto is that for a whole model, where this machine's GPU is "
     "of the arch; measured with --kernel; predicted elsewhere.",
 )
-@click.option("--device", "device_name", default=None, help="The device profile to predict for (kerngen arch ls).")
+@click.option(
+    "--device",
+    "device_name",
+    default=None,
+    help="The board to predict for: of kerngen arch ls, or a file that describes it, BOARD.toml.",
+)
 @click.option("--trials", type=click.IntRange(1), default=None, help="Configurations a problem, at most.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 @click.option("--time-budget", type=Duration(), default=None, help="Stop after this long: seconds, or 90s, 5m, 1h.")
@@ -53,7 +58,7 @@ if TYPE_CHECKING:
 @click.option("--cancel", is_flag=True, is_eager=True, help="Take out of the queue of --db what is not over yet.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(
-    arch_name: str,
+    arch_name: str | None,
     model: str,
     draft: str | None,
     draft_weights: str,
@@ -94,7 +99,7 @@ def tune(
         show(db_url, arch_name, model, cancel=cancel, as_json=as_json)
         return
     began = time.monotonic()  # recording a model takes seconds, which are the user's too
-    arch = find_arch(arch_name)
+    arch = find_arch(find_device(device_name or "").arch if arch_name is None else arch_name)
     found = find_model(model, draft, draft_weights)
     names = [name for k in kernels for name in k.split(",")]
     for name in names:

@@ -14,7 +14,10 @@ import pytest
 from command import ROOT, Kerngen
 
 from kerngen.boards import DEVICES, NEAR, Device, distance, find_device
+from kerngen.cli.chat import title
 from kerngen.cores import usable_cores
+from kerngen.runtime.conversation import Conversation
+from kerngen.runtime.session import load
 from kerngen.tuning_db.shipped import nearest_board
 
 MODEL = str(ROOT / "examples" / "tiny" / "gemma-4-tiny")
@@ -68,6 +71,10 @@ def test_the_drafter_that_was_chosen_is_named(kerngen: Kerngen) -> None:
     assert code == 0
     assert f"{MODEL}-assistant drafts up to" in err
     assert json.loads(kerngen("run", MODEL, "hi", "-n", "2", "--json")[1])["drafter"] == f"{MODEL}-assistant"
+
+
+def test_a_chat_names_its_drafter() -> None:
+    assert ", drafting with gemma-4-tiny-assistant; " in title(Conversation(load(MODEL, device="cpu")))
 
 
 # ---- the process

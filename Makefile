@@ -42,7 +42,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12,serve,dev]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -215,8 +215,14 @@ def build_all(builds: list[Build], cache: CompileCache, jobs: int, bar: Reporter
     return found
 
 
-def require_allowed(builds: list[Build], cache: CompileCache, *, ptx: bool = False) -> None:
-    """Raises TuningMiss, naming them, where builds are missing that KERNGEN_NO_COMPILE forbids to make."""
+CASES = "--cases"  # what `kerngen compile` is asked for the builds of all test cases by
+
+
+def require_allowed(builds: list[Build], cache: CompileCache, *, ptx: bool = False, what: str = "--model NAME") -> None:
+    """Raises TuningMiss, naming them, where builds are missing that KERNGEN_NO_COMPILE forbids to make.
+
+    what: which of them `kerngen compile` would be asked for.
+    """
     if not compiling_is_forbidden() or not (lacking := missing(builds, cache, ptx=ptx)):
         return
     named = "; ".join(map(str, lacking[:3])) + (f"; and {len(lacking) - 3} more" if len(lacking) > 3 else "")
@@ -224,6 +230,8 @@ def require_allowed(builds: list[Build], cache: CompileCache, *, ptx: bool = Fal
     raise TuningMiss(
         f"{len(lacking)} of {len(builds)} builds for {arches} are in no database that was asked, and not in the "
         f"compile cache {cache.dir}, and KERNGEN_NO_COMPILE forbids compiling them: {named}",
-        hint=f"without KERNGEN_NO_COMPILE, here or elsewhere: kerngen compile --arch {arches} --model NAME -o FILE; "
-        "then export KERNGEN_BUNDLE=FILE",
+        hint=f"without KERNGEN_NO_COMPILE, here or elsewhere: kerngen compile --arch {arches} {what} -o "
+        + (
+            "FOLDER; then export KERNGEN_CACHE_DIR=FOLDER" if what == CASES else "FILE; then export KERNGEN_BUNDLE=FILE"
+        ),
     )

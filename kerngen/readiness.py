@@ -92,16 +92,20 @@ def _why_not_compiled(target: Target) -> str:
     return ""
 
 
-def advice(found: Readiness, model: str, here: Target | None, *, bundle: bool) -> dict[str, str]:
+def advice(
+    found: Readiness, model: str, here: Target | None, *, bundle: bool, named: str | None = None
+) -> dict[str, str]:
     """Command -> what it improves. model: what follows --model, with the drafter's options. here: this machine's GPU.
-    bundle: the answers came from one.
+    bundle: the answers came from one. named: what --device calls the board, its name by default.
     """
     arch, device = found.target.arch.name, found.target.device.name
     is_here = here is not None and here.device.name == device
     usual = (
         f"--arch {arch} --model {model}"  # means the GPU at hand where that is measured, else the arch's usual board
     )
-    board = usual if is_here or DEFAULT_DEVICE[arch] == device else f"--arch {arch} --device {device} --model {model}"
+    board = usual
+    if not is_here and DEFAULT_DEVICE[arch] != device:
+        board = f"--arch {arch} --device {named or device} --model {model}"
     below = found.kernels(SAME_ARCH, PREDICTED, DEFAULT)
     commands: dict[str, str] = {}
     if is_here and below:

@@ -27,6 +27,7 @@ __all__ = [
     "Kernel",
     "Launch",
     "Tolerance",
+    "broken_kernels",
     "find_kernel",
     "kernel_names",
     "rescan",
@@ -42,6 +43,11 @@ COMMON = "common"  # what a root's kernels share: no kernel
 def kernel_names() -> tuple[str, ...]:
     """Every kernel, sorted. A folder that is not as the contract asks is left out, with one warning."""
     return tuple(sorted(name for name, found in _library().kernels().items() if isinstance(found, Kernel)))
+
+
+def broken_kernels() -> tuple[TemplateError, ...]:
+    """What is wrong with the folders that `kernel_names` leaves out."""
+    return tuple(found for found in _library().kernels().values() if isinstance(found, TemplateError))
 
 
 def find_kernel(name: str) -> Kernel:

@@ -14,10 +14,11 @@ from importlib import import_module
 import click
 
 import kerngen
-from kerngen.cli.process import settle_streams, stopped_by
+from kerngen.cli.process import settle_home, settle_streams, settle_threads, stopped_by
 from kerngen.errors import KerngenError
 
 TEMPLATES_VARIABLE = "KERNGEN_TEMPLATES"  # of kerngen.templates, which --help does not wait for
+COMPLETE_VARIABLE = "_KERNGEN_COMPLETE"  # set by the shell while it completes a line (README.md)
 # command -> (module, what `kerngen --help` says of it); the attribute has the command's name
 COMMANDS = {
     "tune": ("kerngen.cli.tune", "Find the best configuration of every kernel a model needs."),
@@ -45,6 +46,10 @@ class LazyGroup(click.Group):
         command = getattr(import_module(COMMANDS[name][0]), name)
         if not isinstance(command, click.Command):
             raise TypeError(f"{COMMANDS[name][0]}.{name} is not a click command")
+        if COMPLETE_VARIABLE in os.environ:
+            from kerngen.cli.completing import teach
+
+            teach(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -94,6 +99,8 @@ def run_command(command: click.Command | None = None, name: str = "kerngen") -> 
     with stopped_by() as received:
         try:
             settle_streams()
+            settle_home()
+            settle_threads()
             # Commands return None. Where one raises click's Exit, or --help does, click returns the code instead.
             code: int | None = (command or cli)(prog_name=name, standalone_mode=False)
             sys.stdout.flush()  # a pipe that is closed or a disk that is full is reported here, not as the program ends

@@ -53,11 +53,17 @@ def ls(as_json: bool) -> None:
 @arch.command()
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show(name: str, as_json: bool) -> None:
+@click.option("--toml", "as_toml", is_flag=True, help="Print a board as a file for --device, to describe another with.")
+def show(name: str, as_json: bool, as_toml: bool) -> None:
     """Everything kerngen knows about one architecture, or about one board and what drivers call it.
 
     Example: kerngen arch show sm70
     """
+    if as_toml:
+        from kerngen.board_file import as_toml as file_of
+
+        click.echo(file_of(find_device(name)))
+        return
     found = _facts(name)
     if as_json:
         click.echo(json.dumps(found))
@@ -68,6 +74,8 @@ def show(name: str, as_json: bool) -> None:
 
 def _facts(name: str) -> dict[str, Any]:
     """The fields of the arch or the board called `name`. Raises UnknownName."""
+    if name.endswith(".toml"):
+        return asdict(find_device(name))
     with suppress(UnknownName):
         board = find_device(name)
         return asdict(board) | {"reported": REPORTED[board.name]}

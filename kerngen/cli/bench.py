@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.tables import Table, fitted, new_console, say
+from kerngen.cores import usable_cores
 from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def kernel(
     if shipped is not None:
         shipped.require(launcher.target.arch)
     with Reporter("bench", quiet=as_json) as bar:
-        launcher.build([(k, case.problem) for k, case in cases], jobs or os.cpu_count() or 1, bar.update)
+        launcher.build([(k, case.problem) for k, case in cases], jobs or usable_cores(), bar.update)
         limit, rows = ceilings(), []
         if not as_json:
             _print_head(limit, bar)

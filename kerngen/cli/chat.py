@@ -176,7 +176,9 @@ def chat(conversation: Conversation, *, hide_thinking: bool = False) -> None:
 
 def title(conversation: Conversation) -> str:
     session = conversation.session
-    drafting = "" if session.drafter is None else f", drafting{in_int4(session.draft_weights)}"
+    drafting = ""
+    if session.drafter_folder is not None:
+        drafting = f", drafting with {session.drafter_folder.name}{in_int4(session.draft_weights)}"
     dtype = str(session.ops.dtype).removeprefix("torch.")
     return (
         f"{session.folder.name}: {session.ops.name} on {session.ops.device}, {dtype}{drafting}; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from kerngen.arch import Target, find_device, parse_arches
 from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.signing import signers, signing_options
 from kerngen.compile import Cubin
+from kerngen.cores import usable_cores
 from kerngen.errors import CacheError, UsageError
 from kerngen.files import unwritable
 
@@ -72,7 +72,7 @@ def compile(
     Example:
       kerngen compile --arch sm70,sm90 --model gemma-4-31b -o bundle.kgdb
     """
-    from kerngen.builds import build_all, case_builds, models_builds, require_allowed
+    from kerngen.builds import CASES, build_all, case_builds, models_builds, require_allowed
     from kerngen.bundling import require_free, write_bundle
     from kerngen.cache import CompileCache
     from kerngen.compile import nvrtc_version, require_target
@@ -104,7 +104,7 @@ def compile(
         stores = [] if untuned else stores_for(db_url or None, targets)
         models = [find_model(str(model), draft, draft_weights)]
         builds = models_builds(models, targets, stores, notes, chosen, names)
-    require_allowed(builds, cache, ptx=ptx)
+    require_allowed(builds, cache, ptx=ptx, what=CASES if cases else f"--model {model}")
     keys: list[SecretKey] = []
     if output is not None and is_bundle:
         require_free(output)
@@ -112,7 +112,7 @@ def compile(
     elif output is not None:
         _make(output)
     with Reporter("compile", quiet=as_json) as bar:
-        built = build_all(builds, cache, jobs or os.cpu_count() or 1, bar, ptx=ptx)
+        built = build_all(builds, cache, jobs or usable_cores(), bar, ptx=ptx)
         if output is not None:
             try:
                 if not is_bundle:
@@ -120,7 +120,7 @@ def compile(
                 else:
                     anew = partial(models_builds, models, targets, notes=[], chosen=[], kernels=names)
                     built += write_bundle(output, [str(model)], targets, (stores, chosen, built), anew,
-                                          partial(build_all, cache=cache, jobs=jobs or os.cpu_count() or 1, bar=bar),
+                                          partial(build_all, cache=cache, jobs=jobs or usable_cores(), bar=bar),
                                           keys)  # fmt: skip
             except OSError as e:
                 raise unwritable(output, e) from e
@@ -218,6 +218,9 @@ def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool) -> Non
         sources = f"{len(arches)} source{'s' * (len(arches) > 1)}"
         click.echo(f"failed: {kernel} on {', '.join(dict.fromkeys(arches))} ({sources}): {reason}")
     code = Counter(r["code_from"] for r in made["builds"])
+    if not made["builds"]:
+        click.echo("nothing was built")
+        return
     click.echo(f"{len(made['builds'])} builds: " + ", ".join(f"{n} from: {where}" for where, n in code.most_common()))
     if output is None:
         click.echo("in the compile cache only (-o FILE makes a bundle to take elsewhere)")

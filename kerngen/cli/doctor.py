@@ -55,6 +55,15 @@ def _compile() -> Finding:
     return Finding("compile", True, text)
 
 
+def _kernels() -> Finding:
+    from kerngen.templates import broken_kernels, kernel_names
+
+    count = len(kernel_names())
+    if broken := broken_kernels():
+        return Finding("kernels", False, "; ".join(e.message for e in broken), f"the other {count} work")
+    return Finding("kernels", True, str(count))
+
+
 def _gpu() -> Finding:
     try:
         import torch
@@ -132,7 +141,7 @@ def _bundle(folder: str) -> Finding:
     return Finding("bundle", True, f"{folder}: {bundle.model} on {boards}, {count} winners")
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _gpu, _cache, _database)
+CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _kernels, _gpu, _cache, _database)
 
 
 @click.command()
@@ -153,8 +162,8 @@ def doctor(
     """Say what this machine can compile for, run and measure, and what to install for the rest.
 
     With --model: how well its kernels are prepared for a GPU, and which command improves that. Exit code 1 if something
-    that was asked for cannot work: nothing can be compiled, a bundle is damaged, a model's kernels are missing and may
-    not or cannot be compiled. A missing GPU is not a failure.
+    that was asked for cannot work: nothing can be compiled, a kernel's folder or a bundle is damaged, a model's kernels
+    are missing and may not or cannot be compiled. A missing GPU is not a failure.
 
     \b
     Example:
@@ -167,11 +176,13 @@ def doctor(
                          hint="--model gemma-4-31b")  # fmt: skip
     shipped = bundle or (None if db_url else os.environ.get("KERNGEN_BUNDLE"))
     findings = [check() for check in CHECKS] + ([_bundle(shipped)] if shipped else [])
-    needed = [f for f in findings if f.subject == "bundle" or (f.subject == "compile" and model is None)]
+    needed = [f for f in findings if f.subject in ("bundle", "kernels") or (f.subject == "compile" and model is None)]
     works = all(f.ok or "compiles for" in f.text for f in needed)
     about = None
     if model is not None and works:
-        about = examine(model, draft, draft_weights, target_of(arch_name, device_name), db_url, bundle, context)
+        about = examine(
+            model, draft, draft_weights, target_of(arch_name, device_name), db_url, bundle, context, device_name
+        )
         works = about.pop("works")
     if as_json:
         click.echo(json.dumps({"findings": [asdict(f) for f in findings], "outside": OUTSIDE, "model": about}))

@@ -35,9 +35,9 @@ def gpu_here() -> Target | None:
 
 def examine(
     model: str, draft: str | None, draft_weights: str, target: Target, db_url: str | None, bundle: str | None,
-    context: int,
+    context: int, device_name: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `print_model` prints; `works`: whether every kernel is there, or can be made."""
+    """What `print_model` prints; `works`: whether every kernel is there, or can be made. device_name: as asked."""
     from kerngen.bundle import sources_for
     from kerngen.readiness import KINDS, advice, readiness
     from kerngen.runtime.binding import Bindings
@@ -64,7 +64,7 @@ def examine(
         "builds": ready.builds, "in_database": ready.stored, "missing": [str(b) for b in ready.missing],
         "blocked": ready.blocked, "unsupported": ready.unsupported,
         "outside": {name: OUTSIDE[name] for name in load.missing},
-        "commands": advice(ready, " ".join(named), gpu_here(), bundle=shipped is not None),
+        "commands": advice(ready, " ".join(named), gpu_here(), bundle=shipped is not None, named=device_name),
         "memory": {"context": context, "device_gib": target.device.mem_gib} | {
             what: {"weights": s.weight_bytes, "drafter": s.drafter_bytes, "cache": s.cache_bytes}
             for what, s in sizes.items()

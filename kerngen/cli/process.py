@@ -1,4 +1,4 @@
-"""The process that a command runs in: its standard streams, and the signals that end it."""
+"""The process that a command runs in: its streams, its home, its threads, and the signals that end it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from kerngen.cores import usable_cores
 from kerngen.errors import KerngenError
 
 
@@ -34,6 +35,27 @@ def settle_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def settle_home() -> None:
+    """Give a process whose user has no home one in which nothing can be made.
+
+    Each of those that keep files there (kerngen, CuPy, torch) has its own idea of such a user, a folder `~` among them.
+    Now it is to them as a home that cannot be written: what needs a place says which variable names one.
+    """
+    if not os.path.isabs(os.path.expanduser("~")):
+        os.environ["HOME"] = os.devnull
+
+
+def settle_threads() -> None:
+    """Let torch's threads sleep while they wait for each other, and be no more than may run here.
+
+    A thread that waits in a loop holds the core that the other one needs: where others compute too, each of a model's
+    thousand small products then takes a time slice. OpenMP reads both variables as torch is loaded.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if (cores := usable_cores()) < (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
 
 
 @contextmanager

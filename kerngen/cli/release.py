@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import click
 
 from kerngen.arch import Target
 from kerngen.cli.signing import signers, signing_options
+from kerngen.cores import usable_cores
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def release(
     made = []
     with Reporter("release", quiet=as_json) as bar:
         for arch, boards in by_arch.items():
-            job = _Job(files[arch], boards, found, only, db_url, jobs or os.cpu_count() or 1, keys)
+            job = _Job(files[arch], boards, found, only, db_url, jobs or usable_cores(), keys)
             made.append(_release(job, CompileCache(), bar))
             if not as_json:
                 _print(made[-1])

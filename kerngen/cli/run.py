@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--prompt", default=None, help="What to say. Default: standard input; on a terminal, a chat.")
+@click.argument("said", metavar="[PROMPT]", required=False)
+@click.option("--prompt", "-p", default=None,
+              help="What to say, as PROMPT; - for standard input. Default: that; on a terminal, a chat.")  # fmt: skip
 @click.option("--prompts", default=None, metavar="FILE",
               help="Prompts as JSON lines, - for standard input; answers as JSON lines in their order.")  # fmt: skip
 @click.option("--system", default=None, help="What the model is told before everything else.")
 @load_options
-@click.option("--max-new-tokens", type=click.IntRange(1), default=None,
+@click.option("--max-new-tokens", "-n", type=click.IntRange(1), default=None,
               help="Default: 256; in a chat as many as its context holds.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(0), default=None,
               help="0 is greedy. Default: as generation_config.json says, else 0.")  # fmt: skip
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 def run(
     model: Path,
+    said: str | None,
     prompt: str | None,
     prompts: str | None,
     system: str | None,
@@ -83,8 +86,11 @@ def run(
         print_plan(str(model), None if draft is None else str(draft), draft_weights, as_json=as_json)
         return
     arguments = load_arguments(model, draft=draft, draft_weights=draft_weights, **where)
+    if said is not None and prompt is not None:
+        raise UsageError("PROMPT and --prompt are two things to say", hint="quote a prompt of several words")
+    prompt = said if prompt is None else prompt
     if prompt is not None and prompts is not None:
-        raise UsageError("--prompt and --prompts contradict each other")
+        raise UsageError("a prompt and --prompts contradict each other")
     if system is not None and no_chat:
         raise UsageError("--system needs the chat template, and --no-chat leaves it out")
     if "" in stop:
@@ -97,7 +103,7 @@ def run(
         raise UsageError("--context, --think and --hide-thinking are for a chat",
                          hint="a chat is what runs on a terminal without --prompt and --prompts")  # fmt: skip
     if prompts is None:
-        said: Prompt = "" if is_chat else _read_prompt(prompt)
+        asked: Prompt = "" if is_chat else _read_prompt(prompt)
     else:
         from kerngen.cli.prompts import checked_lines, opened
 
@@ -131,8 +137,8 @@ def run(
         click.echo("\n".join([_where(session), *chosen_lines(session.ops.sources(), session.ops.outside())]), err=True)
     else:
         if system is not None:
-            said = [{"role": "system", "content": system}, {"role": "user", "content": said}]
-        stream = session.stream(said, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, sampling=sampling, stop=stop,
+            asked = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+        stream = session.stream(asked, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, sampling=sampling, stop=stop,
                                 chat=not no_chat)  # fmt: skip
         code = _show(stream, session, sampling, as_json)
     if not sampling.is_greedy and not (as_json and prompts is None):
@@ -161,9 +167,9 @@ def _is_terminal() -> bool:
 def _read_prompt(prompt: str | None) -> str:
     from kerngen.errors import UsageError
 
-    if prompt is None:
-        if sys.stdin.isatty():
-            raise UsageError("no prompt", hint='give --prompt "…", or pipe the text in')
+    if prompt is None and sys.stdin.isatty():
+        raise UsageError("no prompt", hint='give --prompt "…", or pipe the text in')
+    if prompt is None or prompt == "-":
         try:
             prompt = sys.stdin.buffer.read().decode("utf-8").rstrip("\n")
         except UnicodeDecodeError as e:
@@ -173,7 +179,7 @@ def _read_prompt(prompt: str | None) -> str:
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as e:  # Python passes bytes of the command line that it cannot decode as surrogates
-        raise UsageError(f"--prompt is not UTF-8: character {e.start} is {prompt[e.start]!r}") from None
+        raise UsageError(f"the prompt is not UTF-8: character {e.start} is {prompt[e.start]!r}") from None
     return prompt
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from kerngen.cli.duration import Duration
 from kerngen.cli.tables import Table, new_console, say
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.cli.tune_objective import objective_for, worker_for
+from kerngen.cores import usable_cores
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--arch", "arch_name", cls=Needed, help="What to tune for, e.g. sm70.")
+@click.option("--arch", "arch_name", cls=Needed, help="What to tune for, e.g. sm70. Default: that of --device.")
 @click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @draft_weights_option
@@ -40,7 +40,12 @@ if TYPE_CHECKING:
     help="step measures, and has the model's steps choose: auto is that for a whole model, where this machine's GPU is "
     "of the arch; measured with --kernel; predicted elsewhere.",
 )
-@click.option("--device", "device_name", default=None, help="The device profile to predict for (kerngen arch ls).")
+@click.option(
+    "--device",
+    "device_name",
+    default=None,
+    help="The board to predict for: of kerngen arch ls, or a file that describes it, BOARD.toml.",
+)
 @click.option("--trials", type=click.IntRange(1), default=None, help="Configurations a problem, at most.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 @click.option("--time-budget", type=Duration(), default=None, help="Stop after this long: seconds, or 90s, 5m, 1h.")
@@ -55,7 +60,7 @@ if TYPE_CHECKING:
 @click.option("-v", "--verbose", is_flag=True, help="Say first what each group of problems chose, and what failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(
-    arch_name: str,
+    arch_name: str | None,
     model: str,
     draft: str | None,
     draft_weights: str,
@@ -97,7 +102,7 @@ def tune(
         show(db_url, arch_name, model, cancel=cancel, as_json=as_json)
         return
     began = time.monotonic()  # recording a model takes seconds, which are the user's too
-    arch = find_arch(arch_name)
+    arch = find_arch(find_device(device_name or "").arch if arch_name is None else arch_name)
     found = find_model(model, draft, draft_weights)
     names = [name for k in kernels for name in k.split(",")]
     for name in names:
@@ -124,7 +129,7 @@ def tune(
         if objective == "auto":
             click.echo(f"--objective {chosen.name}: {why}", err=True)
         if dry_run:
-            _dry_run(load, chosen, trials, jobs or os.cpu_count() or 1, as_json)
+            _dry_run(load, chosen, trials, jobs or usable_cores(), as_json)
             return
         report, where = _run(stack, load, chosen, trials, jobs, time_budget, began, seed, db_url, as_json)
     _end(report, load, where, page, db_url, model, whole=not kernels, verbose=verbose, as_json=as_json)
@@ -181,7 +186,7 @@ def _run(
     from kerngen.tuning_db import Store
 
     store = stack.enter_context(Store.open(db_url))
-    compiler = stack.enter_context(CachedCompiler(jobs or os.cpu_count() or 1))
+    compiler = stack.enter_context(CachedCompiler(jobs or usable_cores()))
     progress = stack.enter_context(Reporter(f"tune {objective.target.arch}", quiet=as_json))
     tuner = Tuner(
         objective, store, compiler,

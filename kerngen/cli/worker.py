@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import click
+
+from kerngen.cores import usable_cores
 
 KINDS = {"measure": "measured", "predict": "predicted", "compile": "compile"}
 
@@ -43,7 +43,7 @@ def worker(
     def say(line: str) -> None:
         click.echo(line, err=True)  # in one write: several workers may share a log
 
-    options = Options(url or default_path(), tuple(KINDS[k] for k in chosen), arches, jobs or os.cpu_count() or 1,
+    options = Options(url or default_path(), tuple(KINDS[k] for k in chosen), arches, jobs or usable_cores(),
                       until_empty, heartbeat, say)  # fmt: skip
     count = work(options)
     click.echo(f"{count} jobs done")

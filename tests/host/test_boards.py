@@ -45,7 +45,11 @@ SEEN = [
     ("NVIDIA A100 80GB PCIe", 108, 79.3, "A100-PCIe"),
     ("GeForce RTX 3090", 82, 23.7, "RTX3090"),
     ("NVIDIA GeForce RTX 3090", 82, 23.6, "RTX3090"),
+    ("NVIDIA RTX A6000", 84, 47.5, "RTXA6000"),
+    ("NVIDIA A10", 72, 22.0, "A10"),
     ("NVIDIA L4", 58, 22.0, "L4"),
+    ("NVIDIA L40S", 142, 44.4, "L40S"),
+    ("NVIDIA RTX 6000 Ada Generation", 142, 47.4, "RTX6000Ada"),
     ("NVIDIA GeForce RTX 4090", 128, 23.6, "RTX4090"),
     ("NVIDIA H100 80GB HBM3", 132, 79.1, "H100"),
     ("NVIDIA H100 PCIe", 114, 79.1, "H100-PCIe"),
@@ -62,6 +66,8 @@ NOT_THESE = [
     ("NVIDIA H200 NVL", 132, 139.8),
     ("NVIDIA H100 NVL", 132, 93.1),
     ("NVIDIA GH200 480GB", 132, 94.5),
+    ("NVIDIA A10G", 80, 22.2),
+    ("NVIDIA L40", 142, 44.4),
     ("NVIDIA GeForce RTX 4090 D", 114, 23.6),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 15.7),
     ("Tesla V100-PCIE-16GB", 80, 15.8),
@@ -121,6 +127,7 @@ def test_boards_are_told_apart() -> None:
     _within("H100", "H200", NEAR, 1)
     _within("H100", "H100-PCIe", NEAR, 1)
     _within("L4", "RTX4090", 1, 2)
+    _within("L40S", "RTX6000Ada", SAME, NEAR)
     _within("RTX3090", "RTX4090", 100, inf)
     _within(A_MIG_SLICE, "H200", 2.9, inf)
     for board in DEVICES.values():
@@ -185,8 +192,8 @@ def test_the_commands_say_what_drivers_call_a_board(
         (A_MIG_SLICE, ", a slice, tuned for by itself"),
         (replace(DEVICES["H100"], name="GH200 480GB", mem_gbps=4022), ", a board without a profile, near to H200"),
         (
-            replace(DEVICES["L4"], name="L40S", num_sms=142, mem_gbps=864),
-            ", a board without a profile, far from RTX4090",
+            replace(DEVICES["L4"], name="RTX 2000 Ada", num_sms=22, mem_gbps=256, l2_bytes=12 * MIB),
+            ", a board without a profile, far from L4",
         ),
         (replace(DEVICES["L4"], name="?", mem_gbps=0), ", a board without a profile"),
     ],

@@ -577,7 +577,7 @@ def test_text_that_is_not_unicode_is_refused(codec: TextCodec) -> None:
 
 def test_run_on_a_prompt_or_template_that_is_not_unicode(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
     said = kerngen("run", folder, "--prompt", os.fsdecode(b"bad \xff byte"), "--device", "cpu", code=2)
-    assert said.err == "UsageError: --prompt is not UTF-8: character 4 is '\\udcff'\n"
+    assert said.err == "UsageError: the prompt is not UTF-8: character 4 is '\\udcff'\n"
     said = kerngen("run", folder, "--device", "cpu", stdin=b"bad \xff byte", code=2)
     assert said.err.startswith("UsageError: standard input is not UTF-8")
     copy(folder, tmp_path)

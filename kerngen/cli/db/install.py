@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 
 from kerngen.arch import find_arch
 from kerngen.cli.db.common import echo_json
+from kerngen.cores import usable_cores
 from kerngen.errors import TrustError, UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def install(
         said.append(f"installed {_words(made)} as {made.path}")
     if prebuilt:
         for board in _boards(arch_names, devices):
-            said.append(_install_prebuilt(board, models, jobs or os.cpu_count() or 1, quiet=as_json))
+            said.append(_install_prebuilt(board, models, jobs or usable_cores(), quiet=as_json))
     if unpinned is not None:
         said.append(f"not pinned any more: {_words(bundles.change(unpinned, pinned=False))}")
     if back is not None:

@@ -12,6 +12,7 @@ import click
 
 from kerngen.cli.db.common import boards_for, echo_json, reading
 from kerngen.cli.signing import signers, signing_options
+from kerngen.cores import usable_cores
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def build(
     require_free(output)
     keys = signers(key_files, unsigned)
     with shipment() as made, Reporter("build", quiet=as_json) as bar:
-        with CachedCompiler(jobs or os.cpu_count() or 1, CompileCache()) as compiler:
+        with CachedCompiler(jobs or usable_cores(), CompileCache()) as compiler:
             done = rebuild(sheets, made.store, compiler, bar.update)
         if done.faults:
             more = f"; and {len(done.faults) - 3} more" if len(done.faults) > 3 else ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kerngen.cli.db.common import changing, echo_json
+from kerngen.cores import usable_cores
 
 if TYPE_CHECKING:
     from kerngen.rebuild import Rebuilt
@@ -37,7 +37,7 @@ def rebuild(kernels: tuple[str, ...], arch_names: str | None, url: str | None, j
 
     names = {find_kernel(n).name for k in kernels for n in k.split(",")}
     arches = None if arch_names is None else {a.name for a in parse_arches(arch_names)}
-    with changing(url) as store, CachedCompiler(jobs or os.cpu_count() or 1) as compiler:
+    with changing(url) as store, CachedCompiler(jobs or usable_cores()) as compiler:
         winners = [
             w for w in store.winners() if (not names or w.kernel in names) and (arches is None or w.arch.name in arches)
         ]

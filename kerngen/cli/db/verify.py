@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ import click
 from kerngen.cli.db.common import echo_json
 from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.duration import Duration
+from kerngen.cores import usable_cores
 from kerngen.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _prove(
         found.append(prove.complete(bundle, model, *drafter, _boards(bundle.targets, *where), names))
     if rebuild:
         with Reporter("rebuild", quiet=quiet) as bar:
-            found.append(prove.rebuilt(bundle, jobs or os.cpu_count() or 1, bar))
+            found.append(prove.rebuilt(bundle, jobs or usable_cores(), bar))
     return found
 
 

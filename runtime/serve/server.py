@@ -22,7 +22,7 @@ from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.client import EngineClient
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.worker import Options, Ready
-from kerngen.runtime.session import stop_ids_of
+from kerngen.runtime.session import Session, stop_ids_of
 from kerngen.runtime.text import TextCodec
 
 WATCH_S = 0.5  # how often it is seen that the engine has died
@@ -30,7 +30,7 @@ WATCH_S = 0.5  # how often it is seen that the engine has died
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """load: arguments of `kerngen.load`. drain_s: how long answers may still take once the server is told to stop."""
+    """load, opens: see `Options`. drain_s: how long answers may still take once the server is told to stop."""
 
     load: Mapping[str, Any]
     host: str = "127.0.0.1"
@@ -41,6 +41,7 @@ class Settings:
     max_batch: int = 64
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 60.0
+    opens: Callable[..., Session] | None = None
 
 
 def run(
@@ -89,7 +90,7 @@ async def _open(settings: Settings, on_load: Callable[[int, int], None] | None, 
     context = settings.context or min(config.max_positions, DEFAULT_CONTEXT)
     if context > config.max_positions:
         raise UsageError(f"--context {context}: the model takes {config.max_positions:,} tokens")
-    client = EngineClient(Options(load, context, settings.max_batch), on_load)
+    client = EngineClient(Options(load, context, settings.max_batch, settings.opens), on_load)
     ready = await client.start()
     for warning in ready.warnings:
         say(f"warning: {warning}")

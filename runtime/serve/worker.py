@@ -11,7 +11,7 @@ import signal
 import traceback
 import warnings
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,13 +33,15 @@ COMPILING_S = 0.002  # how often it is seen that a grammar is compiled, where no
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """load: arguments of `kerngen.load`. max_len: tokens of a sequence. max_batch: of them at once, where memory takes
-    as many.
+    """load: arguments of `opens`. max_len: tokens of a sequence. max_batch: of them at once, where memory takes
+    as many. opens: gives the session, None for `kerngen.load`; a function of a module, for it is called in the engine's
+    process.
     """
 
     load: Mapping[str, Any]
     max_len: int
     max_batch: int
+    opens: Callable[..., Session] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
             connection.send(Loading(done, total))
 
     with warnings.catch_warnings(record=True, action="always") as caught:
-        session = load(**options.load, advance=advance)
+        session = (options.opens or load)(**options.load, advance=advance)
     session.max_len = min(options.max_len, session.config.max_positions)
     with explaining_memory(session.ops.device):
         engine = session.reserve(session.max_len, options.max_batch)

@@ -152,8 +152,11 @@ class TextCodec:
             return str(self._tokenizer.decode([index], skip_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        with _blaming(f"{self._path} cannot decode the tokens"):
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        try:  # no `with`: it would take longer than to decode the few tokens of a stream, twice for each that comes
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        except BaseException as e:
+            with _blaming(f"{self._path} cannot decode the tokens"):
+                raise e
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """`messages` ({"role", "content"}) through the chat template, ready for the model's turn.

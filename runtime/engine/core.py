@@ -328,9 +328,9 @@ class Engine:
                 if (wanted := handle.request.logprobs) is not None and result.logprobs is not None:
                     each = zip(result.logprobs[i][again:], new, strict=False)  # beyond the new ones nothing counts
                     said = [read_logprobs(words, token, wanted) for words, token in each]
-                handle.logprobs += said
+                    handle.logprobs += said
                 events.append(Event(handle, new, said))
-                if not handle.is_done:
+                if handle.request.mask is not None and not handle.is_done:
                     with self._ending(handle):
                         self._ask_mask(handle)
         return events
@@ -344,19 +344,22 @@ class Engine:
             handle.in_flight.popleft()
             handle.num_steps += 1
             handle.num_emitted += count
-            handle.count_drafts(num_drafts, count - 1)
-        again = handle.tokens[handle.num_made : handle.num_made + count]  # after a preemption
-        handle.num_made += len(again)
-        if again != tokens[: len(again)]:
-            handle.error = NumericsError(
-                f"tokens {again} came out as {tokens[: len(again)]} the second time: a row's result depends on others",
-                hint="leave reproducible out, which prefills a preempted request's tokens",
-            )
-            self._end(handle, "error")
-            return []
-        tokens = tokens[len(again) :]
+            if num_drafts:
+                handle.count_drafts(num_drafts, count - 1)
+        if handle.num_made < len(handle.tokens):  # after a preemption
+            again = handle.tokens[handle.num_made : handle.num_made + count]
+            handle.num_made += len(again)
+            if again != tokens[: len(again)]:
+                handle.error = NumericsError(
+                    f"tokens {again} came out as {tokens[: len(again)]} the second time: a row's result depends on "
+                    "others",
+                    hint="leave reproducible out, which prefills a preempted request's tokens",
+                )
+                self._end(handle, "error")
+                return []
+            tokens = tokens[len(again) :]
         new: list[int] = []
-        reason = ""
+        reason, asks = "", request.mask is not None or request.stops is not None
         for token in tokens[: request.max_new_tokens - len(handle.tokens)]:
             if token < 0:
                 break
@@ -366,7 +369,7 @@ class Engine:
                     request.mask.accept(token)
                 if handle.is_done:
                     break
-            if token in request.stop_ids or self._is_stopped(handle, token):
+            if token in request.stop_ids or (asks and self._is_stopped(handle, token)):
                 reason = "stop"
                 break
         broken = len(new) < len(tokens) and tokens[len(new)] < 0 and not reason
@@ -376,7 +379,7 @@ class Engine:
             new = new if broken else []
         handle.tokens += new
         handle.num_made += len(new)
-        if handle.is_done:  # cancelled by the callback, or ended by what its mask raised
+        if asks and handle.is_done:  # cancelled by the callback, or ended by what its mask raised
             return new
         if handle.error is not None:
             self._end(handle, "error")

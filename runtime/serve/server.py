@@ -21,7 +21,7 @@ from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.client import EngineClient
 from kerngen.runtime.serve.service import Limits, Service
-from kerngen.runtime.serve.worker import Options, Ready
+from kerngen.runtime.serve.worker import Options, Ready, keep_out_of_collections
 from kerngen.runtime.session import Session, stop_ids_of
 from kerngen.runtime.text import TextCodec
 
@@ -95,6 +95,7 @@ async def _open(settings: Settings, on_load: Callable[[int, int], None] | None, 
     for warning in ready.warnings:
         say(f"warning: {warning}")
     say(_summary(ready))
+    keep_out_of_collections()
     return Service(
         client=client,
         ready=ready,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Time kernels, or a model's steps, against this GPU's measured limits or another database; or a server under load."""
+    """Time kernels or a model's steps against this GPU's measured limits or another database, or a server under load."""
 
 
 bench.add_command(serve)

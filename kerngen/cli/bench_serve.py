@@ -64,11 +64,15 @@ def serve(
         raise UsageError("--sweep finds its rates, and --rate names them: one of the two")
     server = Server.at(url, api_key)
     shape = Shape(prompt_tokens, answer_tokens, spread, way, vocab_size, temperature, seed)
-    plan = Plan(shape, concurrency, requests, seconds, (concurrency or 8) if warmup is None else warmup, timeout_s, model)
+    plan = Plan(
+        shape, concurrency, requests, seconds, (concurrency or 8) if warmup is None else warmup, timeout_s, model
+    )
     rows: list[dict[str, Any]] = []
 
     async def collect(bar: Reporter) -> None:
-        async for row in runs(server, plan, wanted, sweep or 0, lambda done, total, text: bar.update(done, total, text)):
+        async for row in runs(
+            server, plan, wanted, sweep or 0, lambda done, total, text: bar.update(done, total, text)
+        ):
             rows.append(row)
 
     with Reporter("bench serve", quiet=as_json) as bar:

@@ -78,7 +78,7 @@ async def _probe(server: Server, model: str, plan: Plan) -> None:
     outcome = await follow(server, asked, plan.timeout_s, leave_after=2)
     if outcome.error:
         raise UsageError(f"the first request was not answered: {outcome.error}",
-                         hint="--vocab says which tokens there are, --prompt-tokens and --answer-tokens how many are asked")  # fmt: skip
+                         hint="--vocab, --prompt-tokens and --answer-tokens say what is asked")  # fmt: skip
 
 
 async def _warm(server: Server, model: str, plan: Plan, say: Say) -> None:

@@ -63,10 +63,12 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         rate = "inf" if r["rate"] is None else f"{r['rate']:.3g}"
         spreads = (_cell(r[name]) for name in _COLUMNS)
         drafted = r["drafting"]
-        drafts = "-" if drafted is None else f"{drafted['acceptance_rate']:.0%}, {drafted['acceptance_length']:.2f} a step"
-        yield (f"{rate:>7} {r['concurrency'] or 'any':>7} {r['completed']:5} {r['failed']:6} {r['requests_per_s']:7.2f} "
-               f"{r['answer_tokens_per_s']:9.1f} {r['tokens_per_s']:8.1f}  "
-               + "  ".join(f"{s:>22}" for s in spreads) + f"  {drafts}")  # fmt: skip
+        drafts = "-"
+        if drafted is not None:
+            drafts = f"{drafted['acceptance_rate']:.0%}, {drafted['acceptance_length']:.2f} a step"
+        head = f"{rate:>7} {r['concurrency'] or 'any':>7} {r['completed']:5} {r['failed']:6}"
+        speeds = f"{r['requests_per_s']:7.2f} {r['answer_tokens_per_s']:9.1f} {r['tokens_per_s']:8.1f}"
+        yield f"{head} {speeds}  " + "  ".join(f"{s:>22}" for s in spreads) + f"  {drafts}"
     for r in rows:
         rate = "inf" if r["rate"] is None else f"{r['rate']:.3g}"
         for error, count in r["errors"].items():

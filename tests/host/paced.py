@@ -28,7 +28,8 @@ from kerngen.runtime.engine.scheduler import Chunk
 from kerngen.runtime.session import Session, load
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny" / "gemma-4-tiny-w4a16"
-STEP_S, TOKEN_S = 0.02, 20e-6  # of a decode step, and of each token prefilled
+STEP_S = 0.02  # of a decode step
+CHUNK_S, TOKEN_S = 0.004, 85e-6  # of a prefill, and of each of its tokens
 
 
 class PacedRunner(Runner):
@@ -45,13 +46,15 @@ class PacedRunner(Runner):
                 time.sleep(left)
             return Result(tokens, [True] * rows, seconds)
 
-        return wait
+        return Wait(wait, lambda: ends <= time.perf_counter())
 
     def prefill(self, chunks: Sequence[Chunk], num_running: int) -> Any:
         done = [c.handle for c in chunks if c.is_last]
         if done:
             self._join(num_running, done)
-        wait = self._takes(TOKEN_S * sum(len(c.tokens) for c in chunks), len(done))
+        count = sum(len(c.tokens) for c in chunks)
+        wait = self._takes(CHUNK_S + TOKEN_S * count, len(done))
+        self._prefills.append((count, self._free_at - CHUNK_S - TOKEN_S * count, self._free_at))
         return wait if done else None
 
     def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.bench_serve import serve
+from kerngen.cli.bench_soak import soak
 from kerngen.cli.drafting import draft_weights_option
 from kerngen.runtime.config import in_int4
 
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Time kernels or a model's steps against this GPU's measured limits or another database, or a server under load."""
+    """Time kernels or a model's steps against this GPU's limits or another database, or a server under load."""
 
 
 bench.add_command(serve)
+bench.add_command(soak)
 
 
 @bench.command()

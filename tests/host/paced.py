@@ -96,9 +96,7 @@ async def _load(streams: int, answer: int, port: int, pids: Sequence[int], way: 
     assert not any(o.error for o in outcomes), outcomes[0].error
     took = [cpu_s(p) - b for p, b in zip(pids, before, strict=True)]
     tokens, chunks = sum(o.num_tokens for o in outcomes), sum(len(o.at) for o in outcomes)
-    print(
-        f"{streams} streams, {way}: {tokens} tokens in {chunks} events, {seconds:.1f} s, {chunks / seconds:.0f} events/s"
-    )
+    print(f"{streams} streams, {way}: {tokens} tokens in {chunks} events, {chunks / seconds:.0f} events/s")
     print(
         f"  HTTP process: {1e6 * took[0] / tokens:.0f} us of a core a token, so {tokens / took[0]:.0f} tokens/s at most"
     )

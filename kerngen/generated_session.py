@@ -63,12 +63,17 @@ def generated_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def write_checkpoint(name: str, folder: Path) -> str:
+def write_checkpoint(name: str, folder: Path, *, draft: str | bool, draft_weights: str) -> str:
     """All of a checkpoint but its weights, in `folder`: the configuration of the model `name`, a tokenizer and a
     template, its own where `name` is a folder that has them. Returns in words where the text comes from.
-    Raises UnknownName, UsageError, CheckpointError.
+
+    draft, draft_weights: as `load_generated`. Raises UnknownName, CheckpointError, and UsageError where there is no
+    drafter to be had.
     """
-    found = find_model(name)
+    found = find_model(name, None if isinstance(draft, bool) else draft, draft_weights)
+    if draft and found.drafter is None:
+        raise UsageError(f"{name} is a folder, and no drafter goes with its shapes by itself",
+                         hint="name one with --draft, or leave drafting out with --no-draft")  # fmt: skip
     source = RELEASED / name if name in MODELS else Path(name)
     shutil.copyfile(source / "config.json", folder / "config.json")
     if (source / "tokenizer.json").is_file():
@@ -86,7 +91,7 @@ def load_generated(
     folder: str | os.PathLike[str],
     *,
     name: str,
-    draft: str | os.PathLike[str] | bool,
+    draft: str | bool,
     draft_weights: str,
     num_draft_tokens: int | None,
     backend: str,
@@ -101,14 +106,11 @@ def load_generated(
     """As `kerngen.load`, of the model `name`, whose text `write_checkpoint` left in `folder`; weights from `seed`.
 
     draft: True for a released model's own drafter, which is generated too; a folder with the configuration of one.
-    Raises as `load` does, and UsageError where there is no drafter to be had.
+    Raises as `load` does.
     """
     began = time.perf_counter()
-    named = None if isinstance(draft, bool) else os.fspath(draft)
+    named = None if isinstance(draft, bool) else draft
     found = find_model(name, named, draft_weights)
-    if draft and found.drafter is None:
-        raise UsageError(f"{name} is a folder, and no drafter goes with its shapes by itself",
-                         hint="name one with --draft, or leave drafting out with --no-draft")  # fmt: skip
     ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle)
     place, drafter_config = Path(folder), found.drafter if draft else None
     if drafter_config is not None:

@@ -39,6 +39,8 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
               help="Seconds that answers have to end after SIGTERM or Ctrl-C.")  # fmt: skip
 @click.option("--generated", is_flag=True,
               help="Random weights in the shapes of MODEL, a released model or a folder: for load tests.")  # fmt: skip
+@click.option("--reproducible", is_flag=True,
+              help="Same tokens in every company, in 16 bits too: small batches pay for it.")  # fmt: skip
 @load_options
 def serve(
     model: Path,
@@ -52,6 +54,7 @@ def serve(
     max_body_mb: int,
     drain_s: float,
     generated: bool,
+    reproducible: bool,
     **where: Any,
 ) -> None:
     """Serve the Gemma-4 checkpoint MODEL (a folder, or a name on the Hugging Face hub) to OpenAI's clients.
@@ -74,8 +77,12 @@ def serve(
     given = [key for text in keys for key in text.split(",")]
     if any(not key.strip() for key in given):
         raise UsageError("an API key is empty")
+    if reproducible and arguments["num_draft_tokens"] is None and arguments["draft"]:
+        raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
+                         hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
-    settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s)
+    settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s,
+                        reproducible=reproducible)  # fmt: skip
     with _weights(settings, model, generated) as settings, Reporter("loading weights, MB") as bar:
         code = run(
             settings,
@@ -107,7 +114,8 @@ def _weights(settings: Settings, model: Path, generated: bool) -> Iterator[Setti
     from kerngen.generated_session import load_generated, write_checkpoint
 
     with TemporaryDirectory(prefix="kerngen-generated-") as folder:
-        text = write_checkpoint(name, Path(folder))
+        load = settings.load
+        text = write_checkpoint(name, Path(folder), draft=load["draft"], draft_weights=load["draft_weights"])
         _say(f"weights are generated: what it says means nothing; {text}")
-        yield replace(settings, load={**settings.load, "folder": folder, "name": name}, opens=load_generated,
+        yield replace(settings, load={**load, "folder": folder, "name": name}, opens=load_generated,
                       names=settings.names or (f"{model.name}-generated",))  # fmt: skip

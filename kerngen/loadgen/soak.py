@@ -29,7 +29,7 @@ MOST_SAMPLES = 40
 SHOWN_FAULTS = 20
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 BAD = (
-    b"{", b"[]", b'{"prompt": ""}', b'{"prompt": [], "max_tokens": 4}', b'{"prompt": "a", "max_tokens": 0}',
+    b"{", b"[]", b'{"prompt": [], "max_tokens": 4}', b'{"prompt": "a", "max_tokens": 0}',
     b'{"prompt": [-1]}', b'{"prompt": "a", "temperature": "hot"}', b'{"prompt": "a", "max_tokens": 1000000000}',
     b'{"model": "no such model", "prompt": "a"}', b'{"prompt": "a", "guided_regex": "("}',
 )  # fmt: skip

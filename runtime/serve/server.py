@@ -30,7 +30,7 @@ WATCH_S = 0.5  # how often it is seen that the engine has died
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """load, opens: see `Options`. drain_s: how long answers may still take once the server is told to stop."""
+    """load, opens, reproducible: see `Options`. drain_s: how long answers may take once the server is told to stop."""
 
     load: Mapping[str, Any]
     host: str = "127.0.0.1"
@@ -42,6 +42,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 60.0
     opens: Callable[..., Session] | None = None
+    reproducible: bool = False
 
 
 def run(
@@ -90,7 +91,7 @@ async def _open(settings: Settings, on_load: Callable[[int, int], None] | None, 
     context = settings.context or min(config.max_positions, DEFAULT_CONTEXT)
     if context > config.max_positions:
         raise UsageError(f"--context {context}: the model takes {config.max_positions:,} tokens")
-    client = EngineClient(Options(load, context, settings.max_batch, settings.opens), on_load)
+    client = EngineClient(Options(load, context, settings.max_batch, settings.opens, settings.reproducible), on_load)
     ready = await client.start()
     for warning in ready.warnings:
         say(f"warning: {warning}")

@@ -16,7 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
+
+from kerngen.loadgen.figures import table
 
 # Tokens of prompts, of answers, requests at once.
 LOADS = {"chat": (1024, 1024, 80), "summary": (8192, 1024, 32)}
@@ -68,8 +71,8 @@ def main() -> int:
     asked.add_argument("--generated", action="store_true")
     asked.add_argument("--loads", default="chat,summary")
     asked.add_argument("--drafting", choices=("off", "on", "both"), default="both")
-    asked.add_argument("--sweep", default="3", help="rates up to saturation; 0 for saturation alone")
-    asked.add_argument("--requests", type=int, default=160)
+    asked.add_argument("--sweep", default="2", help="rates below saturation; 0 for saturation alone")
+    asked.add_argument("--waves", type=int, default=2, help="of as many requests as are at work at once, at most")
     asked.add_argument("--seconds", default="30", help="in which the requests of a rate come")
     asked.add_argument("--shrink", type=int, default=1, help="all lengths and numbers are divided by it")
     asked.add_argument("--vocab", default="32000")
@@ -78,28 +81,24 @@ def main() -> int:
     told = asked.parse_args()
     told.out.mkdir(parents=True, exist_ok=True)
     loads = {name: tuple(max(n // told.shrink, 1) for n in LOADS[name]) for name in told.loads.split(",")}
-    context = max(prompt + answer for prompt, answer, _ in loads.values()) + 8
-    at_once = max(count for _, _, count in loads.values())
+    draftings = ("off", "on") if told.drafting == "both" else (told.drafting,)
     failed = 0
-    for drafting in ("off", "on") if told.drafting == "both" else (told.drafting,):
-        options = ["--generated"] if told.generated else []
-        options += [*([] if drafting == "on" else ["--no-draft"]), *told.serve.split()]
-        with Server(told.model, "--context", str(context), "--max-batch", str(at_once), *options) as server:
-            for name, (prompt, answer, count) in loads.items():
-                print(f"{name}, drafting {drafting}", flush=True)
-                command = [sys.executable, "-m", "kerngen", "bench", "serve", server.url, "--json"]
-                numbers = {"prompt-tokens": prompt, "answer-tokens": answer, "concurrency": count, "vocab": told.vocab,
-                           "requests": max(told.requests // told.shrink, 2), "seconds": told.seconds}  # fmt: skip
-                if told.sweep != "0":
-                    numbers["sweep"] = told.sweep
-                command += [part for key, value in numbers.items() for part in (f"--{key}", str(value))]
-                found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-                failed += found.returncode != 0
-                (told.out / f"{name}-draft-{drafting}.json").write_text(found.stdout)
-                if found.stdout:
-                    from kerngen.loadgen.figures import table
-
-                    print(*table(json.loads(found.stdout)["runs"]), sep="\n", flush=True)
+    for (name, (prompt, answer, count)), drafting in product(loads.items(), draftings):
+        options = ["--context", str(prompt + answer + 8), "--max-batch", str(count), *told.serve.split()]
+        options += [*(["--generated"] if told.generated else []), *([] if drafting == "on" else ["--no-draft"])]
+        with Server(told.model, *options) as server:
+            print(f"{name}, drafting {drafting}", flush=True)
+            command = [sys.executable, "-m", "kerngen", "bench", "serve", server.url, "--json"]
+            numbers = {"prompt-tokens": prompt, "answer-tokens": answer, "concurrency": count, "vocab": told.vocab,
+                       "requests": max(told.waves * count, 2), "seconds": told.seconds}  # fmt: skip
+            if told.sweep != "0":
+                numbers["sweep"] = told.sweep
+            command += [part for key, value in numbers.items() for part in (f"--{key}", str(value))]
+            found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            failed += found.returncode != 0
+            (told.out / f"{name}-draft-{drafting}.json").write_text(found.stdout)
+            if found.stdout:
+                print(*table(json.loads(found.stdout)["runs"]), sep="\n", flush=True)
     return min(failed, 1)
 
 

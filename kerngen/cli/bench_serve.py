@@ -27,7 +27,7 @@ URL = "http://127.0.0.1:8000"
 @click.option("--rate", "rates", default="inf", show_default=True,
               help="Requests that come a second, on average; several with commas. inf: all at once.")  # fmt: skip
 @click.option("--sweep", type=click.IntRange(1), default=None,
-              help="All at once, then so many rates up to what that came to.")  # fmt: skip
+              help="All at once, then so many rates, evenly below what that came to.")  # fmt: skip
 @click.option("--requests", type=click.IntRange(1), default=200, show_default=True, help="Of a run, at most.")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
               help="Requests of a rate come for so long.")  # fmt: skip

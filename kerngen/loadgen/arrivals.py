@@ -53,7 +53,7 @@ async def runs(
     server: Server, plan: Plan, rates: Sequence[float | None], sweep: int, say: Say
 ) -> AsyncGenerator[dict[str, Any], None]:
     """What each of `rates` came to, in order; None: all at once. sweep: in their place as many rates as it says, evenly
-    up to what all at once came to, after that. Raises ServerGone, UsageError.
+    below what all at once came to, after that. Raises ServerGone, UsageError.
     """
     model = plan.model or await first_model(server)
     await _probe(server, model, plan)
@@ -68,7 +68,7 @@ async def runs(
         if sweep and rate is None:
             if not row["completed"]:
                 raise UsageError(f"no request was answered: {', '.join(row['errors'])}")
-            left = [row["requests_per_s"] * (i + 1) / sweep for i in range(sweep)]
+            left = [row["requests_per_s"] * (i + 1) / (sweep + 1) for i in range(sweep)]
         yield row
 
 

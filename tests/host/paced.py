@@ -90,13 +90,14 @@ def cpu_s(pid: int) -> float:
 async def _load(streams: int, answer: int, port: int, pids: Sequence[int], way: str) -> None:
     server = Server("127.0.0.1", port)
     asked = await prepared(server, "gemma-4-tiny-w4a16", Shape(64, answer, vocab_size=1000, way=way), range(streams))
-    before, began = [cpu_s(p) for p in pids], time.perf_counter()
+    before, began, mine = [cpu_s(p) for p in pids], time.perf_counter(), time.process_time()
     outcomes = await asyncio.gather(*(follow(server, one, 600) for one in asked))
     seconds = time.perf_counter() - began
     assert not any(o.error for o in outcomes), outcomes[0].error
     took = [cpu_s(p) - b for p, b in zip(pids, before, strict=True)]
     tokens, chunks = sum(o.num_tokens for o in outcomes), sum(len(o.at) for o in outcomes)
-    print(f"{streams} streams, {way}: {tokens} tokens in {chunks} events, {chunks / seconds:.0f} events/s")
+    print(f"{streams} streams, {way}: {tokens} tokens in {chunks} events, {chunks / seconds:.0f} events/s, "
+          f"the client {1e6 * (time.process_time() - mine) / chunks:.0f} us of a core an event")  # fmt: skip
     print(
         f"  HTTP process: {1e6 * took[0] / tokens:.0f} us of a core a token, so {tokens / took[0]:.0f} tokens/s at most"
     )

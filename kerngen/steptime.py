@@ -129,7 +129,7 @@ def time_model(
         before = batch * (1 + -(-context // prefill_chunk))
         most = tokens if batch == 1 else (tokens + before) * (1 if drafter is None else 1 + num_draft_tokens)
         engine = Engine(model, drafter, max_len=context + most, max_batch=batch, num_draft_tokens=num_draft_tokens,
-                        prefill_chunk=prefill_chunk, prefix_caching=False)  # fmt: skip
+                        prefill_chunk=prefill_chunk, max_stall=None, prefix_caching=False)  # fmt: skip
         time_once = _time_one if batch == 1 else _time_batch
         time_once(engine, prompts, most, tokens)  # compiles, captures
         runs = [time_once(engine, prompts, most, tokens) for _ in range(RUNS)]

@@ -189,10 +189,13 @@ class TextCodec:
             return str(self._tokenizer.decode([index], skip_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        with _blaming(f"{self._path} cannot decode the tokens"):
+        try:  # no `with`: it would take longer than to decode the few tokens of a stream, twice for each that comes
             if len(ids) < _LONG:
-                return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+                return str(self._tokenizer.decode(ids, skip_special_tokens=True))
             return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0])
+        except BaseException as e:
+            with _blaming(f"{self._path} cannot decode the tokens"):
+                raise e
 
     def chat(
         self,

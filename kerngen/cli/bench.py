@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.bench_page import RunPage, page_options
+from kerngen.cli.bench_serve import serve
+from kerngen.cli.bench_soak import soak
 from kerngen.cli.drafting import draft_weights_option
 from kerngen.cli.tables import Table, fitted, new_console, say
 from kerngen.cores import usable_cores
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Time kernels, or a model's steps, against this GPU's measured limits or another database."""
+    """Time kernels or a model's steps against this GPU's limits or another database, or a server under load."""
+
+
+bench.add_command(serve)
+bench.add_command(soak)
 
 
 @bench.command()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kerngen.cli.loading import load_arguments, load_options
+
+if TYPE_CHECKING:
+    from kerngen.runtime.serve.server import Settings
 
 KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
 
@@ -29,6 +37,10 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
 @click.option("--max-body-mb", type=click.IntRange(1), default=16, show_default=True, help="Of a request.")
 @click.option("--drain", "drain_s", type=click.FloatRange(0), default=60.0, show_default=True,
               help="Seconds that answers have to end after SIGTERM or Ctrl-C.")  # fmt: skip
+@click.option("--generated", is_flag=True,
+              help="Random weights in the shapes of MODEL, a released model or a folder: for load tests.")  # fmt: skip
+@click.option("--reproducible", is_flag=True,
+              help="Same tokens in every company, in 16 bits too: small batches pay for it.")  # fmt: skip
 @load_options
 def serve(
     model: Path,
@@ -41,12 +53,14 @@ def serve(
     max_queue: int,
     max_body_mb: int,
     drain_s: float,
+    generated: bool,
+    reproducible: bool,
     **where: Any,
 ) -> None:
     """Serve the Gemma-4 checkpoint MODEL (a folder, or a name on the Hugging Face hub) to OpenAI's clients.
 
     Ends with exit code 0 after SIGTERM or Ctrl-C, once the answers that are under way have ended; with 1 where the
-    engine has died.
+    engine has died. With --generated the weights are random, its drafter's too, and so is what it says.
 
     Example: kerngen serve ./gemma-4-31b-it-qat-w4a16-ct --port 8000
     """
@@ -63,12 +77,45 @@ def serve(
     given = [key for text in keys for key in text.split(",")]
     if any(not key.strip() for key in given):
         raise UsageError("an API key is empty")
+    if reproducible and arguments["num_draft_tokens"] is None and arguments["draft"]:
+        raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
+                         hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
-    settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s)
-    with Reporter("loading weights, MB") as bar:
+    settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s,
+                        reproducible=reproducible)  # fmt: skip
+    with _weights(settings, model, generated) as settings, Reporter("loading weights, MB") as bar:
         code = run(
             settings,
             on_load=lambda done, total: bar.update(done // 10**6, total // 10**6, ""),
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=_say,
         )
     click.get_current_context().exit(code)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _weights(settings: Settings, model: Path, generated: bool) -> Iterator[Settings]:
+    """`settings` that load MODEL, or what stands for it as long as this lasts, where its weights are generated."""
+    from kerngen.errors import UsageError
+    from kerngen.workload import MODELS
+
+    name = os.fspath(model)
+    if not generated:
+        if name in MODELS:
+            raise UsageError(f"{name} is a released model's name: it stands for shapes, not for weights",
+                             hint="name a checkpoint's folder, or take random weights: --generated")  # fmt: skip
+        yield settings
+        return
+    if settings.load["keep_repacked"]:
+        raise UsageError("--keep-repacked keeps a checkpoint's weights, and --generated has none")
+    from kerngen.generated_session import load_generated, write_checkpoint
+
+    with TemporaryDirectory(prefix="kerngen-generated-") as folder:
+        load = settings.load
+        text = write_checkpoint(name, Path(folder), draft=load["draft"], draft_weights=load["draft_weights"])
+        _say(f"weights are generated: what it says means nothing; {text}")
+        yield replace(settings, load={**load, "folder": folder, "name": name}, opens=load_generated,
+                      names=settings.names or (f"{model.name}-generated",))  # fmt: skip

@@ -17,6 +17,7 @@ from kerngen.runtime.engine.changes import held_ids
 from kerngen.runtime.engine.draft_length import Choice, DraftLength
 from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.engine.pages import PagePool
+from kerngen.runtime.engine.prefill_budget import MAX_STALL, PrefillBudget
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import Runner, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
@@ -53,7 +54,8 @@ class Engine:
     """Up to `max_batch` sequences at a time, each of up to `max_len` tokens, on a cache that is allocated here.
 
     num_draft_tokens: drafted a step where there is a drafter; None for as many as pay (draft_length.py), 0 for none.
-    prefill_chunk: tokens prefilled a step, of all sequences together. num_pages: of each kind of cache ("full",
+    prefill_chunk: tokens prefilled a step, of all sequences together, the most; max_stall: how many decode steps' time
+    that may take while others decode (prefill_budget.py), None for any. num_pages: of each kind of cache ("full",
     "sliding"), page 0 included; None for what max_batch sequences of max_len take. With fewer pages some requests wait
     or are preempted. prefix_caching: prompts share the pages of what they begin with. buckets: batches that a decode
     step comes in, lag: how many steps behind the host reads; None for the backend's own.
@@ -75,6 +77,7 @@ class Engine:
         max_batch: int = 1,
         num_draft_tokens: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        max_stall: float | None = MAX_STALL,
         page_size: int = PAGE_SIZE,
         num_pages: Mapping[str, int] | None = None,
         prefix_caching: bool = True,
@@ -97,6 +100,7 @@ class Engine:
         self.max_len, self.max_batch, self.prefill_chunk = max_len, max_batch, prefill_chunk
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
+        self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
         self._lengths = DraftLength(most if self._fixed is None else 0)
         self._lag = lag if lag is not None else 1 if ops.supports_graphs else 0
         step = (self._lag + 1) * (most + 1)
@@ -114,7 +118,7 @@ class Engine:
             leave=self.runner.leave,
         )  # fmt: skip
         self._pending: deque[_Pending] = deque()
-        self._num_steps = self._num_requests = 0
+        self._num_steps = self._newest = self._num_requests = 0
 
     # -- many requests
 
@@ -157,9 +161,10 @@ class Engine:
         """A decode step of all that run, then a chunk of prefill; returns the tokens that are known by now, one event a
         request.
 
-        Where the device runs behind, those are the step's before this one. A request that ends in an error has its
-        event too: see `Handle.error`. What interrupts a step (Ctrl-C, a callback that raises) costs no token: all begin
-        again with the tokens that they have.
+        Where the device runs behind, those are the step's before this one; and where that step's prefill has not ended
+        yet, those of its decode alone: the next call waits for the others, and starts nothing. A request that ends in
+        an error has its event too: see `Handle.error`. What interrupts a step (Ctrl-C, a callback that raises) costs no
+        token: all begin again with the tokens that they have.
         """
         try:
             return self._step()
@@ -170,6 +175,19 @@ class Engine:
             raise
 
     def _step(self) -> list[Event]:
+        if not self._is_overdue:
+            self._start()
+        events: dict[Handle, Event] = {}
+        while self._is_overdue and (not events or self._pending[0].wait.is_ready()):
+            for event in self._collect(self._pending.popleft()):
+                known = events.get(event.handle)
+                events[event.handle] = event if known is None else known.then(event)
+        if not self.has_work:
+            self._pending.clear()  # steps that were started before their last request had ended
+        return list(events.values())
+
+    def _start(self) -> None:
+        """Hand in a decode step and a prefill, and say which steps are to be read now."""
         self._num_steps += 1
         self.scheduler.admit()
         decodes = self._decode()
@@ -177,15 +195,12 @@ class Engine:
         # With nothing to decode there is nothing for the device to run meanwhile: a first token is read at once. So are
         # all while somebody's mask waits for them.
         waits = any(h.request.mask is not None for h in self.scheduler.running)
-        newest = self._num_steps - (self._lag if decodes and not waits else 0)
-        events: dict[Handle, Event] = {}
-        while self._pending and self._pending[0].number <= newest:
-            for event in self._collect(self._pending.popleft()):
-                known = events.get(event.handle)
-                events[event.handle] = event if known is None else known.then(event)
-        if not self.has_work:
-            self._pending.clear()  # steps that were started before their last request had ended
-        return list(events.values())
+        self._newest = self._num_steps - (self._lag if decodes and not waits else 0)
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Whether a step is to be read before the next one is started."""
+        return bool(self._pending) and self._pending[0].number <= self._newest
 
     def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
         """All of them, in order. Raises the first error, the others cancelled."""
@@ -295,7 +310,9 @@ class Engine:
         return True
 
     def _prefill(self) -> None:
-        chunks = self.scheduler.chunks(self.prefill_chunk)
+        for tokens, seconds in self.runner.timed_prefills():
+            self._budget.prefilled(tokens, seconds)
+        chunks = self.scheduler.chunks(self._budget.tokens(is_alone=not self.scheduler.running))
         if self.scheduler.fixed_chunk:
             for chunk in chunks:
                 self._prefill_together([chunk])
@@ -312,8 +329,10 @@ class Engine:
 
     def _collect(self, step: _Pending) -> list[Event]:
         """Read a step's results: hand out tokens, end what has ended, and learn from what was accepted."""
-        result = step.wait()
+        result = step.wait.result()
         live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]
+        if step.choice is not None:
+            self._budget.decoded(result.seconds)
         if step.choice is not None and self._fixed is None:
             drafted = [i for i in live if step.rows[i][0].request.mask is None]
             self._lengths.observe(step.choice, result.seconds, [len(result.tokens[i]) - 1 for i in drafted])
@@ -328,9 +347,9 @@ class Engine:
                 if (wanted := handle.request.logprobs) is not None and result.logprobs is not None:
                     each = zip(result.logprobs[i][again:], new, strict=False)  # beyond the new ones nothing counts
                     said = [read_logprobs(words, token, wanted) for words, token in each]
-                handle.logprobs += said
+                    handle.logprobs += said
                 events.append(Event(handle, new, said))
-                if not handle.is_done:
+                if handle.request.mask is not None and not handle.is_done:
                     with self._ending(handle):
                         self._ask_mask(handle)
         return events
@@ -344,19 +363,22 @@ class Engine:
             handle.in_flight.popleft()
             handle.num_steps += 1
             handle.num_emitted += count
-            handle.count_drafts(num_drafts, count - 1)
-        again = handle.tokens[handle.num_made : handle.num_made + count]  # after a preemption
-        handle.num_made += len(again)
-        if again != tokens[: len(again)]:
-            handle.error = NumericsError(
-                f"tokens {again} came out as {tokens[: len(again)]} the second time: a row's result depends on others",
-                hint="leave reproducible out, which prefills a preempted request's tokens",
-            )
-            self._end(handle, "error")
-            return []
-        tokens = tokens[len(again) :]
+            if num_drafts:
+                handle.count_drafts(num_drafts, count - 1)
+        if handle.num_made < len(handle.tokens):  # after a preemption
+            again = handle.tokens[handle.num_made : handle.num_made + count]
+            handle.num_made += len(again)
+            if again != tokens[: len(again)]:
+                handle.error = NumericsError(
+                    f"tokens {again} came out as {tokens[: len(again)]} the second time: a row's result depends on "
+                    "others",
+                    hint="leave reproducible out, which prefills a preempted request's tokens",
+                )
+                self._end(handle, "error")
+                return []
+            tokens = tokens[len(again) :]
         new: list[int] = []
-        reason = ""
+        reason, asks = "", request.mask is not None or request.stops is not None
         for token in tokens[: request.max_new_tokens - len(handle.tokens)]:
             if token < 0:
                 break
@@ -366,7 +388,7 @@ class Engine:
                     request.mask.accept(token)
                 if handle.is_done:
                     break
-            if token in request.stop_ids or self._is_stopped(handle, token):
+            if token in request.stop_ids or (asks and self._is_stopped(handle, token)):
                 reason = "stop"
                 break
         broken = len(new) < len(tokens) and tokens[len(new)] < 0 and not reason
@@ -376,7 +398,7 @@ class Engine:
             new = new if broken else []
         handle.tokens += new
         handle.num_made += len(new)
-        if handle.is_done:  # cancelled by the callback, or ended by what its mask raised
+        if asks and handle.is_done:  # cancelled by the callback, or ended by what its mask raised
             return new
         if handle.error is not None:
             self._end(handle, "error")

@@ -150,15 +150,14 @@ class Handle:
     num_preemptions: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    limit: int = field(init=False)  # tokens of prompt and answer together, at most
+
+    def __post_init__(self) -> None:
+        self.limit = len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def is_done(self) -> bool:
         return self.phase is Phase.DONE
-
-    @property
-    def limit(self) -> int:
-        """Prompt and answer together, at most."""
-        return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def known(self) -> list[int]:

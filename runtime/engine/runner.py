@@ -8,7 +8,8 @@ stream. The host waits for results alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from kerngen.runtime.sampling import Parameters, choose, likeliest
 # Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LEAST_KV_LEN = 512  # of a graph: kernels choose their KV splits by the longest context, in powers of two from here
+MOST_TIMED = 64  # prefills whose time nobody has asked for
 TOKEN, LENGTH, LIMIT, TOP_K, KEY = range(5)  # rows of `Runner.ints`
 TEMPERATURE, TOP_P, MIN_P = range(3)  # rows of `Runner.floats`
 
@@ -50,7 +52,15 @@ class Result:
     logprobs: NDArray[np.int64] | None = None
 
 
-Wait = Callable[[], Result]
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """For a step that was handed in. result: waits until it is there."""
+
+    result: Callable[[], Result]
+    is_ready: Callable[[], bool] = lambda: True
+
+
+_Moment = float | torch.cuda.Event  # on the host's clock, or on the device's
 
 
 class Runner:
@@ -87,6 +97,7 @@ class Runner:
         self.changes = Changes(max_batch, config.vocab_size, config.eos_ids, device, self._sent)
         self._graphs: dict[tuple[int, int, Way, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory: Any = None  # the pool that all graphs share
+        self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
 
     @property
     def num_graphs(self) -> int:
@@ -162,6 +173,7 @@ class Runner:
 
         Returns what waits for their first tokens, or None where no chunk is a last one.
         """
+        began = self._now()
         self.model.ops.row_invariant = False  # where it counts, a chunk is a forward by itself: its rows are the same
         starts, sizes = [c.start for c in chunks], [len(c.tokens) for c in chunks]
         tokens = [
@@ -180,6 +192,7 @@ class Runner:
         )  # fmt: skip
         done = [i for i, c in enumerate(chunks) if c.is_last]
         hidden = self.model.forward(batch, cache, outputs="last" if done else "none")
+        self._prefills.append((sum(sizes), began, self._now()))
         if not done:
             return None
         if len(done) < len(chunks):
@@ -190,6 +203,11 @@ class Runner:
         rows = slice(num_running, num_running + len(done))
         return self._result(self._emit(hidden, self.ints[LENGTH, rows], None, rows, Way.of(joining)), 1, began=None)
 
+    def timed_prefills(self) -> Iterator[tuple[int, float]]:
+        """(tokens, seconds) of the forwards that have ended, each once; waits for none."""
+        while self._prefills and (seconds := _elapsed(*self._prefills[0][1:])) is not None:
+            yield self._prefills.popleft()[0], seconds
+
     # -- decode
 
     def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:
@@ -197,7 +215,7 @@ class Runner:
         batch = self.bucket(len(handles))
         way = Way.of(handles)
         self.changes.guide(0, handles)
-        began: float | torch.cuda.Event | None
+        began: _Moment | None
         tokens = batch * (num_drafts + 1)
         if self.model.ops.supports_graphs and (self._most_captured is None or tokens <= self._most_captured):
             known = len(self._graphs)
@@ -286,7 +304,7 @@ class Runner:
 
     # -- results
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> _Moment:
         """The host's clock, or the device's where work is only handed in."""
         if not self.hidden.is_cuda:
             return time.perf_counter()
@@ -294,8 +312,8 @@ class Runner:
         event.record()
         return event
 
-    def _result(self, result: Tensor, q_len: int, *, began: float | torch.cuda.Event | None) -> Wait:
-        """Copies what the host will read out of the way of the next step; the function returned waits for it."""
+    def _result(self, result: Tensor, q_len: int, *, began: _Moment | None) -> Wait:
+        """Copies what the host will read out of the way of the next step."""
         if result.is_cuda:
             ended = torch.cuda.Event(enable_timing=True)
             ended.record()
@@ -309,10 +327,17 @@ class Runner:
                 seconds = began.elapsed_time(ended) / 1e3 if isinstance(began, torch.cuda.Event) else 0.0
                 return _read(buffer, q_len, seconds)
 
-            return wait
+            return Wait(wait, copied.query)
         seconds = time.perf_counter() - began if isinstance(began, float) else 0.0
         kept = result.clone()
-        return lambda: _read(kept, q_len, seconds)
+        return Wait(lambda: _read(kept, q_len, seconds))
+
+
+def _elapsed(began: _Moment, ended: _Moment) -> float | None:
+    """Seconds between the two; None where the device has not come so far."""
+    if isinstance(began, float) or isinstance(ended, float):
+        return ended - began if isinstance(began, float) and isinstance(ended, float) else None
+    return began.elapsed_time(ended) / 1e3 if ended.query() else None
 
 
 def _read(result: Tensor, q_len: int, seconds: float) -> Result:

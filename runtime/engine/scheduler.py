@@ -225,8 +225,14 @@ class Scheduler:
 
     def grow_running(self, step: int) -> None:
         """Pages for up to `step` more tokens of each that runs, the earliest comer first; some may be preempted."""
-        for handle in sorted(self.running, key=lambda h: h.order):
-            if handle.phase is Phase.RUNNING and not self._grow(handle, min(handle.longest + step, handle.limit)):
+        size = self.page_size
+        short = []  # most have a page that lasts for many steps
+        for handle in self.running:
+            length, pages = min(handle.longest + step, handle.limit), handle.pages
+            if len(pages["full"]) * size < length or len(pages["sliding"]) * size < length:
+                short.append((handle.order, handle, length))
+        for _, handle, length in sorted(short):
+            if handle.phase is Phase.RUNNING and not self._grow(handle, length):
                 self._preempt(handle)
 
     def settle(self, handle: Handle) -> None:

@@ -32,7 +32,7 @@ class Part:
 
     index: int
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
     deltas: list[Delta] = field(default_factory=list)
     finish_reason: str | None = None
     stats: Stats | None = None

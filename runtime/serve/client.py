@@ -87,6 +87,13 @@ class EngineClient:
             )
             while not is_over:
                 made = await queue.get()
+                while not queue.empty():  # more than one step's where this process is behind: they go out together
+                    later = queue.get_nowait()
+                    if later.reason in ("refused", "error"):
+                        yield made
+                        made = later
+                    else:
+                        made = made.then(later)
                 is_over = bool(made.reason)
                 if made.reason == "refused":
                     raise UsageError(made.error)

@@ -23,8 +23,8 @@ from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.client import EngineClient
 from kerngen.runtime.serve.service import Limits, Service
-from kerngen.runtime.serve.worker import Options, Ready
-from kerngen.runtime.session import stop_ids_of
+from kerngen.runtime.serve.worker import Options, Ready, keep_out_of_collections
+from kerngen.runtime.session import Session, stop_ids_of
 from kerngen.runtime.text import TextCodec
 
 WATCH_S = 0.5  # how often it is seen that the engine has died
@@ -34,7 +34,7 @@ UNREAD_S = 60.0  # how long a client may leave unread what it asked for
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """load: arguments of `kerngen.load`. drain_s: how long answers may still take once the server is told to stop."""
+    """load, opens, reproducible: see `Options`. drain_s: how long answers may take once the server is told to stop."""
 
     load: Mapping[str, Any]
     host: str = "127.0.0.1"
@@ -45,6 +45,8 @@ class Settings:
     max_batch: int = 64
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 60.0
+    opens: Callable[..., Session] | None = None
+    reproducible: bool = False
 
 
 def run(
@@ -93,11 +95,13 @@ async def _open(settings: Settings, on_load: Callable[[int, int], None] | None, 
     context = settings.context or min(config.max_positions, DEFAULT_CONTEXT)
     if context > config.max_positions:
         raise UsageError(f"--context {context}: the model takes {config.max_positions:,} tokens")
-    client = EngineClient(Options(load, context, settings.max_batch), on_load)
+    options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible)
+    client = EngineClient(options, on_load)
     ready, _ = await asyncio.gather(client.start(), asyncio.to_thread(codec.prepare))
     for warning in ready.warnings:
         say(f"warning: {warning}")
     say(_summary(ready))
+    keep_out_of_collections()
     return Service(
         client=client,
         ready=ready,

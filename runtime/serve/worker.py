@@ -6,17 +6,18 @@ stands between two steps. It ends when it is told to, and when the other process
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import traceback
 import warnings
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.sampling import Sampling
@@ -33,13 +34,16 @@ COMPILING_S = 0.002  # how often it is seen that a grammar is compiled, where no
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """load: arguments of `kerngen.load`. max_len: tokens of a sequence. max_batch: of them at once, where memory takes
-    as many.
+    """load: arguments of `opens`. max_len: tokens of a sequence. max_batch: of them at once, where memory takes
+    as many. opens: gives the session, None for `kerngen.load`; a function of a module, for it is called in the engine's
+    process. reproducible: as the engine's.
     """
 
     load: Mapping[str, Any]
     max_len: int
     max_batch: int
+    opens: Callable[..., Session] | None = None
+    reproducible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +106,24 @@ class Failed:
     what: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(NamedTuple):
     """New tokens of a request, with what is known of each where that was asked for. reason: why they are its last, ""
     where they are not; stats then, and `error` in words where that is why ("error": the model computed no number;
     "refused": the engine does not take the request, or cannot guide it on).
+
+    A tuple, for one goes through the pipe for each row of each step: a dataclass takes four times as long to pickle.
     """
 
     number: int
     tokens: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
     reason: str = ""
     stats: Stats | None = None
     error: str = ""
+
+    def then(self, later: Made) -> Made:
+        """Both, as one."""
+        return later._replace(tokens=self.tokens + later.tokens, logprobs=[*self.logprobs, *later.logprobs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +162,12 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
             connection.send(Loading(done, total))
 
     with warnings.catch_warnings(record=True, action="always") as caught:
-        session = load(**options.load, advance=advance)
+        session = (options.opens or load)(**options.load, advance=advance)
+    session.reproducible = options.reproducible
     session.max_len = min(options.max_len, session.config.max_positions)
     with explaining_memory(session.ops.device):
         engine = session.reserve(session.max_len, options.max_batch)
+    keep_out_of_collections()
     ops = session.ops
     connection.send(Ready(
         engine.max_len, engine.max_batch, engine.load.num_pages,
@@ -165,6 +176,14 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
         tuple(str(w.message) for w in caught),
     ))  # fmt: skip
     return session, engine
+
+
+def keep_out_of_collections() -> None:
+    """What is there now stays: the garbage collector would look through all of it every now and then, for as long as
+    ten steps take (0.3 s with torch imported), while everybody waits.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class _Loop:

@@ -1,0 +1,184 @@
+"""Load and soak of servers: figures are what they are called, and what is wrong is found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import Kerngen
+from stub_server import FAULTS, Stub, stubbed
+
+from kerngen.errors import UsageError
+from kerngen.loadgen.arrivals import delays
+from kerngen.loadgen.asking import Outcome, Shape
+from kerngen.loadgen.figures import figures, table
+from kerngen.loadgen.http import Server, ServerGone, _Chunks
+from kerngen.loadgen.metrics import drafting
+from kerngen.loadgen.processes import processes_of, resident_mb
+from kerngen.loadgen.soak import Settings, Soak
+
+SHORT = ("--prompt-tokens", "8", "--answer-tokens", "6", "--vocab", "1024")
+SOAK = (*SHORT, "--minutes", "0.01", "--concurrency", "6", "--timeout", "0.4", "--reference", "3")
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def test_figures_are_vllms() -> None:
+    good = [Outcome(10.0, [10.5, 10.6, 10.9], 100, 4), Outcome(11.0, [11.1], 50, 1)]
+    bad = [Outcome(12.0, [12.5], 10, 1, error="HTTP 500: x"), Outcome(12.0, error="HTTP 500: x")]
+    found = figures([*good, *bad], 2.0)
+    assert (found["completed"], found["failed"], found["errors"]) == (2, 2, {"HTTP 500: x": 2})
+    assert (found["requests_per_s"], found["answer_tokens_per_s"], found["tokens_per_s"]) == (1.0, 2.5, 77.5)
+    assert found["ttft_ms"]["p50"] == pytest.approx(300)
+    assert found["ttft_ms"]["p99"] == pytest.approx(np.percentile([500, 100], 99))
+    assert found["itl_ms"]["mean"] == pytest.approx(200)
+    assert found["tpot_ms"] == pytest.approx(dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 400 / 3))
+    assert found["e2el_ms"]["max"] == pytest.approx(900)
+    lines = list(table([{"rate": None, "concurrency": None, "drafting": None, **found}]))
+    assert "inf" in lines[1]
+    assert lines[2] == "at rate inf: 2 times HTTP 500: x"
+    assert figures([], 1.0)["ttft_ms"] is None
+
+
+def test_arrivals_are_poissons() -> None:
+    assert delays(None, 3, 0) == [0.0] * 3
+    at = delays(4.0, 2000, 1)
+    assert at[-1] == pytest.approx(500)
+    gaps = np.diff([0.0, *at])
+    assert gaps.std() / gaps.mean() == pytest.approx(1, abs=0.1)
+    assert at != delays(4.0, 2000, 2)
+
+
+def test_prompts_are_what_was_asked() -> None:
+    shape = Shape(100, 40, 0.5, vocab_size=1100)
+    drawn = [shape.draw(i) for i in range(200)]
+    assert drawn == [shape.draw(i) for i in range(200)]
+    assert {len(ids) for ids, _ in drawn} <= set(range(50, 151))
+    assert {count for _, count in drawn} <= set(range(20, 61))
+    assert len({len(ids) for ids, _ in drawn}) > 50
+    assert {i for ids, _ in drawn for i in ids} <= set(range(550, 1100))
+    assert all((len(ids), count) == (7, 9) for ids, count in map(Shape(7, 9).draw, range(9)))
+
+
+def test_chunks_are_taken_apart_wherever_they_are_cut() -> None:
+    whole = b"5;x=y\r\nhello\r\n1\r\n!\r\n0\r\n\r\n"
+    for size in range(1, len(whole) + 1):
+        chunks = _Chunks()
+        found = b"".join(chunks.push(whole[i : i + size]) for i in range(0, len(whole), size))
+        assert (found, chunks.is_over) == (b"hello!", True)
+    with pytest.raises(ServerGone):
+        _Chunks().push(b"no number\r\n")
+
+
+def test_what_drafting_came_to() -> None:
+    before = {"spec_decode_num_drafts_total": 10.0, "spec_decode_num_draft_tokens_total": 30.0}
+    after = {"spec_decode_num_drafts_total": 14.0, "spec_decode_num_draft_tokens_total": 42.0,
+             "spec_decode_num_accepted_tokens_total": 6.0}  # fmt: skip
+    assert drafting(before, after) == {"acceptance_rate": 0.5, "acceptance_length": 2.5}
+    assert drafting(after, after) is None
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:x"])
+def test_what_is_no_server(url: str) -> None:
+    with pytest.raises(UsageError):
+        Server.at(url)
+
+
+def test_a_server_is_put_under_load(kerngen: Kerngen) -> None:
+    with stubbed(Stub(pause_s=0.004)) as stub:
+        code, out, err = kerngen("bench", "serve", stub.url + "/v1", *SHORT, "--concurrency", "4", "--sweep", "2",
+                                 "--requests", "16", "--seconds", "0.2", "--json")  # fmt: skip
+        said = json.loads(out)
+        assert (code, err) == (0, "")
+        rates = [run["rate"] for run in said["runs"]]
+        most = said["runs"][-1]["requests_per_s"]
+        assert rates == [pytest.approx(most / 3), pytest.approx(2 * most / 3), None]
+        for run in said["runs"]:
+            assert run["completed"] == run["requests"] > 0
+            assert run["answer_tokens"] == 6 * run["completed"]
+            assert run["itl_ms"]["p50"] >= 4
+            assert run["drafting"] == {"acceptance_rate": 0.75, "acceptance_length": 4.0}
+        assert said["runs"][-1]["requests"] == 16
+        assert all(body["ignore_eos"] and len(body["prompt"]) == 8 for body in stub.bodies)  # type: ignore[arg-type]
+        prompts = [tuple(body["prompt"]) for body in stub.bodies]  # type: ignore[arg-type]
+        assert len(set(prompts)) == len(prompts), "a prompt that was asked before would be found in the cache"
+        code, out, _ = kerngen("bench", "serve", stub.url, *SHORT, "--rate", "200,inf", "--requests", "5")
+        assert code == 0
+        assert [line.split()[0] for line in out.splitlines()[2:]] == ["200", "inf"]
+
+
+def test_failures_under_load(kerngen: Kerngen) -> None:
+    with stubbed(Stub("500", since=9)) as stub:
+        code, out, _ = kerngen("bench", "serve", stub.url, *SHORT, "--requests", "4", "--warmup", "6")
+        assert code == 1
+        assert "2 times HTTP 500: planted" in out or "1 times HTTP 500: planted" in out
+        code, _, err = kerngen("bench", "serve", stub.url, *SHORT)
+        assert (code, "the first request was not answered: HTTP 500: planted" in err) == (2, True)
+    for arguments, status, says in (
+        ((stub.url,), 1, "Connect"), (("--rate", "0"), 2, "--rate '0'"), (("--rate", "x"), 2, "no list of rates"),
+        (("--sweep", "2", "--rate", "1"), 2, "one of the two"), (("ftp://x",), 2, "no address"),
+    ):  # fmt: skip
+        code, _, err = kerngen("bench", "serve", *arguments)
+        assert (code, says in err) == (status, True), err
+
+
+FOUND = {
+    "500": "HTTP 500: planted", "other": "another than alone", "silent": "not done within", "busy": "there is still",
+    "cut": "ended where an answer should go on", "sick": "/health: HTTP 503",
+    "takes nonsense": "was answered by HTTP 200",
+    "gone": "refused",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f != "leaks"])
+def test_a_soak_finds_what_is_wrong(kerngen: Kerngen, fault: str) -> None:
+    with stubbed(Stub(fault, since=3)) as stub:
+        code, out, _ = kerngen("bench", "soak", stub.url, *SOAK, "--no-memory", "--json")
+    said = json.loads(out)
+    assert sum(said["counts"].values()) > 10, said
+    if not fault:
+        assert (code, said["num_faults"], said["different"]) == (0, 0, 0), said
+        assert set(said["counts"]) == {"read", "compared", "left", "slow", "bad", "broken off"}, said
+        assert said["equal"] > 0
+        return
+    assert code == 1
+    assert any(FOUND[fault] in text or "Connect call failed" in text for text in said["faults"]), said
+
+
+def test_a_difference_may_be_counted(kerngen: Kerngen) -> None:
+    with stubbed(Stub("other", since=3)) as stub:
+        code, out, _ = kerngen("bench", "soak", stub.url, *SOAK, "--no-memory", "--different", "counts")
+    assert (code, "0 equal" in out, "no faults" in out) == (0, True, True), out
+
+
+def test_memory_that_grows_is_found(kerngen: Kerngen) -> None:
+    with stubbed(Stub("leaks", since=3)) as stub:
+        assert os.getpid() in processes_of(Server.at(stub.url).port)
+        code, out, _ = kerngen("bench", "soak", stub.url, *SOAK, "--minutes", "0.04", "--max-growth", "16")
+    assert (code, "FAULT memory of process" in out) == (1, True), out
+    assert resident_mb([os.getpid(), 1 << 30]).keys() == {os.getpid()}
+    assert processes_of(1) == []
+
+
+def test_growth_is_of_the_second_half() -> None:
+    found = Soak(Settings(1.0, Shape(1, 1), 1))
+    assert found.growth() == {}
+    found.memory = [
+        (0.0, {7: 10.0}, 100.0),
+        (1.0, {7: 50.0}, 100.0),
+        (2.0, {7: 40.0, 8: 1.0}, 130.0),
+        (3.0, {7: 55.0}, 99.0),
+    ]
+    assert found.growth() == {"process 7": 5.0, "GPU": 30.0}
+
+
+def test_nobody_is_asked_where_nobody_is() -> None:
+    with pytest.raises(ServerGone):
+        asyncio.run(Server("127.0.0.1", 1).ask("GET", "/health"))

@@ -1,0 +1,83 @@
+"""Prompts that come while others are answered do not make them wait: how much of them a step prefills."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import paced
+import pytest
+import torch
+
+from kerngen.runtime.engine import Request
+from kerngen.runtime.engine.prefill_budget import LEAST, MAX_STALL, PrefillBudget
+
+STEP_S = 0.02
+
+
+def _seconds(tokens: int) -> float:
+    return paced.CHUNK_S + paced.TOKEN_S * tokens
+
+
+@pytest.mark.parametrize("step_s", [0.005, 0.02, 0.03, 0.1])
+def test_a_chunk_takes_as_long_as_it_may(step_s: float) -> None:
+    budget = PrefillBudget(2048)
+    for _ in range(30):
+        budget.decoded(step_s)
+        tokens = budget.tokens(is_alone=False)
+        budget.prefilled(tokens, _seconds(tokens))
+        budget.prefilled(17, _seconds(17))  # a prompt's end
+    assert tokens in (LEAST, 2048) or 0.5 * MAX_STALL * step_s < _seconds(tokens) <= MAX_STALL * step_s
+    assert (tokens == LEAST) == (step_s < 0.02)
+    budget.prefilled(tokens, 5.0)  # a kernel was compiled
+    assert budget.tokens(is_alone=False) >= max(tokens // 4, LEAST)
+    assert budget.tokens(is_alone=True) == 2048
+
+
+def test_any_stall() -> None:
+    budget = PrefillBudget(2048, None)
+    budget.decoded(0.001)
+    budget.prefilled(2048, 10.0)
+    assert budget.tokens(is_alone=False) == 2048
+    assert PrefillBudget(96).tokens(is_alone=False) == 96
+
+
+class _Clock:
+    """Time passes only where somebody waits."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("max_stall", [MAX_STALL, None])
+def test_tokens_come_evenly_while_prompts_arrive(max_stall: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of a fixed pace, whose host is as far behind it as on a GPU."""
+    clock, draw = _Clock(), random.Random(1)
+    monkeypatch.setattr(paced, "time", clock)
+    session = paced.paced_session(str(paced.TINY))
+    engine = session.reserve(2048, 16)
+    engine._budget = PrefillBudget(2048, max_stall)
+    arrivals = [0.5 * i for i in range(30)]
+    last: dict[object, float] = {}
+    gaps = []
+    with torch.inference_mode():
+        while arrivals or engine.has_work:
+            while arrivals and arrivals[0] <= clock.now:
+                arrivals.pop(0)
+                engine.submit(Request(draw.choices(range(300, 1000), k=1800), 80))
+            if not engine.has_work:
+                clock.now = arrivals[0]
+                continue
+            for event in engine.step():
+                if event.handle in last:
+                    gaps.append(clock.now - last[event.handle])
+                last[event.handle] = clock.now
+    assert len(last) == 30
+    middle, most = np.percentile(gaps, 50), np.percentile(gaps, 99)
+    assert middle < 3 * STEP_S
+    assert (most <= 3 * middle) == (max_stall is not None), (middle, most)

@@ -1,0 +1,51 @@
+"""The engine's process as the server sees it, without the process."""
+
+from __future__ import annotations
+
+import asyncio
+from queue import SimpleQueue
+
+import pytest
+
+from kerngen.runtime.sampling import Sampling
+from kerngen.runtime.serve.client import EngineClient, EngineFailed
+from kerngen.runtime.serve.worker import Cancel, Made, Options, Told
+
+
+async def _told(steps: list[list[Made]]) -> tuple[list[Made], Exception | None, list[object]]:
+    """What somebody gets who comes back to the loop once all of `steps` were told; and what the engine was told."""
+    client = EngineClient(Options({}, 64, 1))
+    client._outbox = SimpleQueue()
+    stream = client.stream([1], 8, Sampling())
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    for made in steps:
+        client._heed(Told(made))
+    got, error = [], None
+    try:
+        got.append(await first)
+        async for made in stream:
+            got.append(made)
+    except EngineFailed as e:
+        error = e
+    finally:
+        await stream.aclose()
+    outbox = []
+    while not client._outbox.empty():
+        outbox.append(client._outbox.get())
+    return got, error, outbox
+
+
+def test_what_waits_goes_out_together() -> None:
+    steps = [[Made(0, [5])], [Made(0, [6, 7])], [Made(0, [8], reason="length")]]
+    got, error, outbox = asyncio.run(_told(steps))
+    assert [(m.tokens, m.reason) for m in got] == [([5, 6, 7, 8], "length")]
+    assert error is None
+    assert not any(isinstance(o, Cancel) for o in outbox)
+
+
+def test_tokens_before_an_error_are_not_lost() -> None:
+    got, error, _ = asyncio.run(_told([[Made(0, [5])], [Made(0, [6])], [Made(0, [], reason="error", error="NaN")]]))
+    assert [m.tokens for m in got] == [[5, 6]]
+    with pytest.raises(EngineFailed, match="NaN"):
+        raise error or AssertionError

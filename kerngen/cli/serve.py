@@ -29,6 +29,8 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
 @click.option("--max-body-mb", type=click.IntRange(1), default=16, show_default=True, help="Of a request.")
 @click.option("--drain", "drain_s", type=click.FloatRange(0), default=60.0, show_default=True,
               help="Seconds that answers have to end after SIGTERM or Ctrl-C.")  # fmt: skip
+@click.option("--otlp-traces-endpoint", "traces", default=None, metavar="URL",
+              help="Where OpenTelemetry's spans go. Default: as $OTEL_EXPORTER_OTLP_ENDPOINT says.")  # fmt: skip
 @load_options
 def serve(
     model: Path,
@@ -41,6 +43,7 @@ def serve(
     max_queue: int,
     max_body_mb: int,
     drain_s: float,
+    traces: str | None,
     **where: Any,
 ) -> None:
     """Serve the Gemma-4 checkpoint MODEL (a folder, or a name on the Hugging Face hub) to OpenAI's clients.
@@ -64,7 +67,7 @@ def serve(
     if any(not key.strip() for key in given):
         raise UsageError("an API key is empty")
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
-    settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s)
+    settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces)
     with Reporter("loading weights, MB") as bar:
         code = run(
             settings,

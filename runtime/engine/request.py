@@ -39,7 +39,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Times in seconds, the consumer's included. prefill_s ends with the first token, and begins where the request was
-    handed in; decode_s covers the rest, made in num_steps steps.
+    handed in; decode_s covers the rest, made in num_steps steps. queue_s: of prefill_s, until it first had pages.
 
     num_draft_tokens: drafts a step, the most where the number adapted. drafted, accepted: how many drafts stood at
     position 0, 1, ... of their step, and how many of those were accepted, all before them included.
@@ -56,6 +56,7 @@ class Stats:
     num_preemptions: int = 0
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    queue_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -142,6 +143,7 @@ class Handle:
     allowed: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # by its mask, of the next token
     num_cached: int = 0  # tokens in the cache, as far as the host knows
     in_flight: deque[int] = field(default_factory=deque)  # the most tokens that each step not yet read may add
+    admitted_at: float = 0.0
     first_token_at: float = 0.0
     ended_at: float = 0.0
     num_steps: int = 0
@@ -193,6 +195,7 @@ class Handle:
             num_preemptions=self.num_preemptions,
             drafted=tuple(self.drafted),
             accepted=tuple(self.accepted),
+            queue_s=(self.admitted_at or first) - self.began,
         )
 
     @property

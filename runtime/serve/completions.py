@@ -33,6 +33,7 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(request: Request, body: Completion) -> Response:
     service = service_of(request)
+    trace = service.trace(request)
     service.require_model(body.model)
     for name, value in (("suffix", body.suffix), ("best_of", (body.best_of or 1) > (body.n or 1))):
         if value:
@@ -52,6 +53,7 @@ async def completions(request: Request, body: Completion) -> Response:
             reader = TextReader(codec, stops_of(body))
             generators.append(choice(service, asked, i * count + j, reader, sampling_of(service, body, j)))
     heading = Heading.of("cmpl", "text_completion", body.model or service.names[0])
+    trace.asked(body, heading, body.max_tokens or DEFAULT_TOKENS)
     usage = Usage(sum(map(len, prompts)))
     logprobs = [TextLogprobs(codec, len(echo)) for echo in echoes]
 
@@ -66,12 +68,11 @@ async def completions(request: Request, body: Completion) -> Response:
             is_news = text or found or part.finish_reason
             return [told(part.index, text, found, part.finish_reason)] if is_news else []
 
-        return await send_events(request, service, body.stream_options, heading, usage, generators, chunks)
+        return await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
     texts, reasons = list(echoes), [""] * len(echoes)
     found: list[list[TokenLogprobs]] = [[] for _ in echoes]
 
     def add(part: Part) -> None:
-        usage.add(part)
         texts[part.index] += text_of(part.deltas)
         found[part.index] += part.logprobs
         reasons[part.index] = part.finish_reason or ""
@@ -80,7 +81,7 @@ async def completions(request: Request, body: Completion) -> Response:
         choices = [told(i, texts[i], logprobs[i].body(found[i]), reasons[i]) for i in range(len(texts))]
         return heading.body(choices, usage)
 
-    return await send_whole(request, service, generators, add, whole)
+    return await send_whole(request, service, usage, trace, generators, add, whole)
 
 
 def _prompts(body: Completion) -> list[str | list[int]]:

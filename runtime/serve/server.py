@@ -21,6 +21,7 @@ from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.client import EngineClient
 from kerngen.runtime.serve.service import Limits, Service
+from kerngen.runtime.serve.tracing import open_tracing
 from kerngen.runtime.serve.worker import Options, Ready
 from kerngen.runtime.session import stop_ids_of
 from kerngen.runtime.text import TextCodec
@@ -30,7 +31,9 @@ WATCH_S = 0.5  # how often it is seen that the engine has died
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """load: arguments of `kerngen.load`. drain_s: how long answers may still take once the server is told to stop."""
+    """load: arguments of `kerngen.load`. drain_s: how long answers may still take once the server is told to stop.
+    traces: where spans go (tracing.py).
+    """
 
     load: Mapping[str, Any]
     host: str = "127.0.0.1"
@@ -41,6 +44,7 @@ class Settings:
     max_batch: int = 64
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 60.0
+    traces: str | None = None
 
 
 def run(
@@ -54,9 +58,11 @@ def run(
 
 
 async def _run(settings: Settings, on_load: Callable[[int, int], None] | None, say: Callable[[str], None]) -> int:
+    tracing = open_tracing(settings.traces)
     listening = _listen(settings.host, settings.port)  # a port that is taken is known before the weights are there
     try:
         service = await _open(settings, on_load, say)
+        service.tracing = tracing
         try:
             return await _serve(service, settings, listening, say)
         finally:

@@ -16,6 +16,7 @@ from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineClient
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.metrics import Metrics
+from kerngen.runtime.serve.tracing import Trace, Tracing
 from kerngen.runtime.serve.worker import Guiding, Made, Ready
 from kerngen.runtime.text import TextCodec
 
@@ -49,6 +50,7 @@ class Service:
     stop_ids: tuple[int, ...]
     created: int
     limits: Limits = field(default_factory=Limits)
+    tracing: Tracing | None = None
     is_draining: bool = False
     metrics: Metrics = field(init=False)
     _num_inside: int = field(default=0, init=False)
@@ -63,6 +65,10 @@ class Service:
         if name is not None and name not in self.names:
             raise ApiError(404, f"the model {name!r} is not served here; there is {', '.join(self.names)}",
                            param="model", code="model_not_found")  # fmt: skip
+
+    def trace(self, request: Request) -> Trace:
+        """Of a request that begins now; of nothing where no spans are asked for."""
+        return Trace() if self.tracing is None else self.tracing.begin(request.headers)
 
     def require_open(self) -> None:
         """Raises ApiError where nobody is let in any more."""
@@ -105,8 +111,9 @@ class Service:
             raise ApiError(400, "the prompt is empty", param="prompt")
         if most < 1 or (wanted or 1) > most:
             asked = "" if wanted is None else f" and {wanted} new ones"
-            raise ApiError(400, f"the prompt has {len(prompt)} tokens{asked}; {self.ready.max_len} are held together",
-                           param="messages", code="context_length_exceeded")  # fmt: skip
+            # By these words, OpenAI's, LiteLLM knows the error from other bad requests.
+            raise ApiError(400, f"this model's maximum context length is {self.ready.max_len} tokens; the prompt has "
+                           f"{len(prompt)}{asked}", param="messages", code="context_length_exceeded")  # fmt: skip
         return wanted or most
 
     async def follow(
@@ -128,6 +135,8 @@ class Service:
 
     def close(self) -> None:
         self._texts.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
 
 def service_of(request: Request) -> Service:

@@ -60,9 +60,9 @@ class PlayedEngine:
                 made += len(tokens)
                 reason = "stop" if ends is not None else "length" if made == max_new_tokens else ""
                 is_over = bool(reason)
-                stats = Stats(len(prompt), made, made, 0, made, 0.1, 0.2, num_cached_tokens=3) if reason else None
+                stats = Stats(len(prompt), made, made, 0, made, 0.1, 0.2, num_cached_tokens=3, queue_s=0.04)
                 found = [TokenLogprobs(t, -0.5, tuple((t + i, -0.5 - i) for i in range(logprobs or 0))) for t in tokens]
-                yield Made(number, tokens, [] if logprobs is None else found, reason, stats)
+                yield Made(number, tokens, [] if logprobs is None else found, reason, stats if reason else None)
                 if is_over:
                     return
         finally:

@@ -12,6 +12,7 @@ from command import ROOT
 
 IMPORTED_AS = {"pyelftools": "elftools"}
 BY_EXTRAS = {"cupy", "cupy_backends", "cuda", "procrastinate", "psycopg", "pynvml"}
+BY_EXTRAS |= {"opentelemetry"}  # of otel
 BY_EXTRAS |= {"fastapi", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"}  # of serve
 TREES = ("kerngen", "templates", "tuning_db", "runtime")
 

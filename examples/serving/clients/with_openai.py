@@ -1,7 +1,7 @@
 """openai-python against `kerngen serve`: what a client uses, each with the answer that it must have.
 
     kerngen serve examples/tiny/gemma-4-tiny-w4a16 --context 256 --api-key secret
-    pip install openai && python examples/serving/with_openai.py http://127.0.0.1:8000/v1 secret
+    pip install openai && python examples/serving/clients/with_openai.py http://127.0.0.1:8000/v1 secret
 
 Exits with an AssertionError where one is not as it should be.
 """
@@ -21,7 +21,7 @@ SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["blue", "red"]}},
 TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
 
 
-def main(url: str, key: str) -> None:
+def main(url: str, key: str, *_: str) -> None:
     client = openai.OpenAI(base_url=url, api_key=key)
     model = client.models.list().data[0].id
     asked: Any = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}

@@ -22,8 +22,9 @@ GREEDY = Sampling()
 class Request:
     """prompt: token ids. The answer ends after max_new_tokens, after one of stop_ids, or after the token at which
     `stops` returns True; it is told each token once, in order. suppressed_ids: never chosen, beside the model's.
-    logprobs: of each token, and so many of the likeliest ones at its place; None for none (logprobs.py). mask: what may
-    be chosen, one token at a time (mask.py); it is this request's alone.
+    logprobs: of each token, and so many of the likeliest ones at its place; None for none (logprobs.py).
+    prompt_logprobs: the same of the prompt's, all but its first; such a prompt is computed whole, whatever the cache
+    has. mask: what may be chosen, one token at a time (mask.py); it is this request's alone.
     """
 
     prompt: Sequence[int]
@@ -34,6 +35,7 @@ class Request:
     suppressed_ids: Sequence[int] = ()
     logprobs: int | None = None
     mask: TokenMask | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,8 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """A request under way. `tokens`, `logprobs`, `stop_reason` and `error` are for everyone, the rest is the engine's.
+    """A request under way. `tokens`, `logprobs`, `prompt_logprobs`, `stop_reason` and `error` are for everyone, the
+    rest is the engine's.
 
     logprobs: an entry a token, where the request asked for them. stop_reason: "" while it runs; "error" where `error`
     says why there is no further token: what the model computed in its place, or that the request's mask allows none.
@@ -130,6 +133,7 @@ class Handle:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_reason: str = ""
     error: KerngenError | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # whole when the first token is there
 
     phase: Phase = Phase.WAITING
     row: int = -1  # of the decode batch

@@ -140,7 +140,7 @@ class Scheduler:
         All but at least one token, whose logits are wanted. A prefix of n pages needs the full pages of all of it and
         the sliding pages that its first new token or a draft after it sees.
         """
-        if not self.prefix_caching:
+        if not self.prefix_caching or handle.request.prompt_logprobs is not None:
             return [], []
         handle.keys = page_keys(known, self.page_size, handle.keys)
         keys = handle.keys[: (len(known) - 1) // self.page_size]

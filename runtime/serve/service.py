@@ -118,13 +118,13 @@ class Service:
 
     async def follow(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int],
-        logprobs: int | None, guiding: Guiding | None,
+        logprobs: int | None, guiding: Guiding | None, prompt_logprobs: int | None = None,
     ) -> AsyncGenerator[Made, None]:  # fmt: skip
         """As EngineClient.stream, watched."""
         watch, last = self.metrics.watch(), None
         try:
             async with aclosing(
-                self.client.stream(prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding)
+                self.client.stream(prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding, prompt_logprobs)
             ) as stream:
                 async for made in stream:
                     watch.tokens(len(made.tokens))

@@ -17,7 +17,8 @@ import litellm
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
 SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["blue", "red"]}}, "required": ["colour"],
           "additionalProperties": False}  # fmt: skip
-TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": SCHEMA}}
+# A schema of its own: LiteLLM takes additionalProperties out of tools that it sends to hosted_vllm.
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": {**SCHEMA}}}
 
 
 def main(url: str, key: str, *_: str) -> None:

@@ -41,6 +41,15 @@ def main(url: str, key: str, *_: str) -> None:
     text = client.completions.create(model=model, prompt="The", max_tokens=4, logprobs=1).choices[0]
     assert len(text.logprobs.tokens) == 4 or text.finish_reason == "stop"
 
+    weighed: Any = client.completions.create(model=model, prompt=["Why is the", "Plants"], max_tokens=1, temperature=0,
+                                             logprobs=1, echo=True)  # fmt: skip
+    for choice in weighed.choices:
+        first, *others = choice.logprobs.token_logprobs
+        assert first is None
+        assert all(value <= 0 for value in others)
+        assert choice.text.startswith(("Why is the", "Plants"))
+    print(f"prompts weighed: {[len(choice.logprobs.tokens) for choice in weighed.choices]} tokens")
+
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     answer = client.chat.completions.create(**{**asked, "max_tokens": 120}, response_format=wanted)
     print(f"by a schema: {json.loads(answer.choices[0].message.content)}")

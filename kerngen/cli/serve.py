@@ -41,6 +41,8 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
               help="Random weights in the shapes of MODEL, a released model or a folder: for load tests.")  # fmt: skip
 @click.option("--reproducible", is_flag=True,
               help="Same tokens in every company, in 16 bits too: small batches pay for it.")  # fmt: skip
+@click.option("--otlp-traces-endpoint", "traces", default=None, metavar="URL",
+              help="Where OpenTelemetry's spans go. Default: as $OTEL_EXPORTER_OTLP_ENDPOINT says.")  # fmt: skip
 @load_options
 def serve(
     model: Path,
@@ -55,6 +57,7 @@ def serve(
     drain_s: float,
     generated: bool,
     reproducible: bool,
+    traces: str | None,
     **where: Any,
 ) -> None:
     """Serve the Gemma-4 checkpoint MODEL (a folder, or a name on the Hugging Face hub) to OpenAI's clients.
@@ -81,7 +84,7 @@ def serve(
         raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
-    settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s,
+    settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
                         reproducible=reproducible)  # fmt: skip
     with _weights(settings, model, generated) as settings, Reporter("loading weights, MB") as bar:
         code = run(

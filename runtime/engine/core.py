@@ -471,6 +471,9 @@ class Engine:
                              "that were asked for")  # fmt: skip
         if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
             raise UsageError(f"logprobs {request.logprobs} of the likeliest tokens; there are 0 to {MOST_LOGPROBS}")
+        if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MOST_LOGPROBS:
+            raise UsageError(f"prompt_logprobs {request.prompt_logprobs} of the likeliest tokens; there are 0 to "
+                             f"{MOST_LOGPROBS}")  # fmt: skip
         if (need := len(prompt) + request.max_new_tokens) > self.max_len:
             raise UsageError(
                 f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones need {need}; "

@@ -22,8 +22,9 @@ GREEDY = Sampling()
 class Request:
     """prompt: token ids. The answer ends after max_new_tokens, after one of stop_ids, or after the token at which
     `stops` returns True; it is told each token once, in order. suppressed_ids: never chosen, beside the model's.
-    logprobs: of each token, and so many of the likeliest ones at its place; None for none (logprobs.py). mask: what may
-    be chosen, one token at a time (mask.py); it is this request's alone.
+    logprobs: of each token, and so many of the likeliest ones at its place; None for none (logprobs.py).
+    prompt_logprobs: the same of the prompt's, all but its first; such a prompt is computed whole, whatever the cache
+    has. mask: what may be chosen, one token at a time (mask.py); it is this request's alone.
     """
 
     prompt: Sequence[int]
@@ -34,12 +35,13 @@ class Request:
     suppressed_ids: Sequence[int] = ()
     logprobs: int | None = None
     mask: TokenMask | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Times in seconds, the consumer's included. prefill_s ends with the first token, and begins where the request was
-    handed in; decode_s covers the rest, made in num_steps steps.
+    handed in; decode_s covers the rest, made in num_steps steps. queue_s: of prefill_s, until it first had pages.
 
     num_draft_tokens: drafts a step, the most where the number adapted. drafted, accepted: how many drafts stood at
     position 0, 1, ... of their step, and how many of those were accepted, all before them included.
@@ -56,6 +58,7 @@ class Stats:
     num_preemptions: int = 0
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    queue_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -116,7 +119,8 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """A request under way. `tokens`, `logprobs`, `stop_reason` and `error` are for everyone, the rest is the engine's.
+    """A request under way. `tokens`, `logprobs`, `prompt_logprobs`, `stop_reason` and `error` are for everyone, the
+    rest is the engine's.
 
     logprobs: an entry a token, where the request asked for them. stop_reason: "" while it runs; "error" where `error`
     says why there is no further token: what the model computed in its place, or that the request's mask allows none.
@@ -129,6 +133,7 @@ class Handle:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_reason: str = ""
     error: KerngenError | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # whole when the first token is there
 
     phase: Phase = Phase.WAITING
     row: int = -1  # of the decode batch
@@ -142,6 +147,7 @@ class Handle:
     allowed: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # by its mask, of the next token
     num_cached: int = 0  # tokens in the cache, as far as the host knows
     in_flight: deque[int] = field(default_factory=deque)  # the most tokens that each step not yet read may add
+    admitted_at: float = 0.0
     first_token_at: float = 0.0
     ended_at: float = 0.0
     num_steps: int = 0
@@ -192,6 +198,7 @@ class Handle:
             num_preemptions=self.num_preemptions,
             drafted=tuple(self.drafted),
             accepted=tuple(self.accepted),
+            queue_s=(self.admitted_at or first) - self.began,
         )
 
     @property

@@ -24,7 +24,7 @@ from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.changes import Changes, Values, Way
 from kerngen.runtime.engine.request import Handle
 from kerngen.runtime.engine.scheduler import Chunk, NewPage
-from kerngen.runtime.logprobs import logprob_words
+from kerngen.runtime.logprobs import logprob_words, read_logprobs
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseExperts
 from kerngen.runtime.ops.outside import GATHERED_ROWS
@@ -34,6 +34,7 @@ from kerngen.runtime.sampling import Parameters, choose, likeliest
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LEAST_KV_LEN = 512  # of a graph: kernels choose their KV splits by the longest context, in powers of two from here
 MOST_TIMED = 64  # prefills whose time nobody has asked for
+LOGPROB_ROWS = 64  # of a prompt whose logits are held at once
 TOKEN, LENGTH, LIMIT, TOP_K, KEY = range(5)  # rows of `Runner.ints`
 TEMPERATURE, TOP_P, MIN_P = range(3)  # rows of `Runner.floats`
 
@@ -191,7 +192,12 @@ class Runner:
             cache, max_seqlen=max(sizes), max_kv_len=max(kv_lens),
         )  # fmt: skip
         done = [i for i, c in enumerate(chunks) if c.is_last]
-        hidden = self.model.forward(batch, cache, outputs="last" if done else "none")
+        if any(h.request.prompt_logprobs is not None for h in handles):
+            states = self.model.forward(batch, cache)
+            self._know_prompts(chunks, ends, states)
+            hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
+        else:
+            hidden = self.model.forward(batch, cache, outputs="last" if done else "none")
         self._prefills.append((sum(sizes), began, self._now()))
         if not done:
             return None
@@ -207,6 +213,23 @@ class Runner:
         """(tokens, seconds) of the forwards that have ended, each once; waits for none."""
         while self._prefills and (seconds := _elapsed(*self._prefills[0][1:])) is not None:
             yield self._prefills.popleft()[0], seconds
+
+    def _know_prompts(self, chunks: Sequence[Chunk], ends: Sequence[int], states: Tensor) -> None:
+        """What each token of `chunks` says of the prompt's next one, for those that asked. states: [tokens, H], of the
+        chunks one after another, which end at `ends`. The device is waited for.
+        """
+        for chunk, first in zip(chunks, ends, strict=False):
+            handle, prompt = chunk.handle, chunk.handle.request.prompt
+            known = len(handle.prompt_logprobs)  # all of them where it was preempted
+            if (count := handle.request.prompt_logprobs) is None:
+                continue
+            for start in range(known, min(chunk.start + len(chunk.tokens), len(prompt) - 1), LOGPROB_ROWS):
+                end = min(start + LOGPROB_ROWS, chunk.start + len(chunk.tokens), len(prompt) - 1)
+                rows = slice(first + start - chunk.start, first + end - chunk.start)
+                tokens = list(prompt[start + 1 : end + 1])
+                words = logprob_words(self.model.logits(states[rows]), self._sent(tokens, torch.int64)).cpu().numpy()
+                found = zip(words, tokens, strict=True)
+                handle.prompt_logprobs += [read_logprobs(w, token, count) for w, token in found]
 
     # -- decode
 

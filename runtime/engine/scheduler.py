@@ -15,6 +15,7 @@ one stream in order may write to a page as soon as whoever read it before has be
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -126,6 +127,7 @@ class Scheduler:
             if not self._has_room(len(known), found):
                 return
             self.waiting.pop(0)
+            handle.admitted_at = handle.admitted_at or time.perf_counter()
             self._share(handle, found)
             handle.goal = len(known)
             handle.num_made = len(known) - len(handle.request.prompt)
@@ -138,7 +140,7 @@ class Scheduler:
         All but at least one token, whose logits are wanted. A prefix of n pages needs the full pages of all of it and
         the sliding pages that its first new token or a draft after it sees.
         """
-        if not self.prefix_caching:
+        if not self.prefix_caching or handle.request.prompt_logprobs is not None:
             return [], []
         handle.keys = page_keys(known, self.page_size, handle.keys)
         keys = handle.keys[: (len(known) - 1) // self.page_size]

@@ -132,23 +132,28 @@ def chat_logprobs(found: Sequence[TokenLogprobs], codec: TextCodec) -> dict[str,
 
 @dataclass(slots=True)
 class TextLogprobs:
-    """As a completion's choices have them. offset: of the next token in the text."""
+    """As a completion's choices have them. offset: of the next token in the text. first: of a prompt that is told too,
+    which nothing comes before.
+    """
 
     codec: TextCodec
     offset: int = 0
+    first: int | None = None
 
     def body(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """Of the tokens that came now; None where none were asked for."""
         if not found:
             return None
-        texts, offsets = [self.codec.token_text(x.token) for x in found], []
+        tokens: list[int] = [x.token for x in found]
+        values: list[float | None] = [x.logprob for x in found]
+        top: list[dict[str, float] | None] = [{self.codec.token_text(i): v for i, v in x.top} for x in found]
+        if self.first is not None:
+            tokens, values, top, self.first = [self.first, *tokens], [None, *values], [None, *top], None
+        texts, offsets = [self.codec.token_text(i) for i in tokens], []
         for text in texts:
             offsets.append(self.offset)
             self.offset += len(text)
-        return {
-            "tokens": texts, "token_logprobs": [x.logprob for x in found], "text_offset": offsets,
-            "top_logprobs": [{self.codec.token_text(i): logprob for i, logprob in x.top} for x in found],
-        }  # fmt: skip
+        return {"tokens": texts, "token_logprobs": values, "text_offset": offsets, "top_logprobs": top}
 
 
 def text_of(deltas: Sequence[Delta]) -> str:

@@ -34,6 +34,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, body: ChatCompletion) -> Response:
     service = service_of(request)
+    trace = service.trace(request)
     service.require_model(body.model)
     codec, count = service.codec, body.n or 1
     tools = _tools(service, body)
@@ -58,6 +59,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
     ]  # fmt: skip
     heading = Heading.of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion",
                          body.model or service.names[0])  # fmt: skip
+    trace.asked(body, heading, asked.max_new_tokens)
     usage = Usage(len(prompt))
     if body.stream:
         begun: set[int] = set()
@@ -75,18 +77,17 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
                  "finish_reason": part.finish_reason if i == last else None} for i, delta in enumerate(deltas)
             ]  # fmt: skip
 
-        return await send_events(request, service, body.stream_options, heading, usage, generators, chunks)
+        return await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
     made = [Message() for _ in range(count)]
 
     def add(part: Part) -> None:
-        usage.add(part)
         made[part.index].add(part)
 
     def whole() -> dict[str, Any]:
         choices = [m.body(i, codec, with_reasoning=body.include_reasoning) for i, m in enumerate(made)]
         return heading.body(choices, usage)
 
-    return await send_whole(request, service, generators, add, whole)
+    return await send_whole(request, service, usage, trace, generators, add, whole)
 
 
 def _tools(service: Service, body: ChatCompletion) -> list[dict[str, Any]]:

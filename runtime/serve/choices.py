@@ -28,7 +28,9 @@ _SUGGESTED = ("temperature", "top_k", "top_p")  # where generation_config.json s
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of choice `index`: what came with these tokens. finish_reason and stats come with the last part."""
+    """Of choice `index`: what came with these tokens. finish_reason and stats come with the last part, prompt_logprobs
+    with the first.
+    """
 
     index: int
     tokens: list[int] = field(default_factory=list)
@@ -36,6 +38,7 @@ class Part:
     deltas: list[Delta] = field(default_factory=list)
     finish_reason: str | None = None
     stats: Stats | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Reader(Protocol):
@@ -157,13 +160,14 @@ def stops_of(body: Generation) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What all choices of a request share. logprobs: see the engine's Request."""
+    """What all choices of a request share. logprobs, prompt_logprobs: see the engine's Request."""
 
     prompt: Sequence[int]
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     logprobs: int | None = None
     guiding: Guiding | None = None
+    prompt_logprobs: int | None = None
 
 
 def stop_ids_of(service: Service, body: Generation, more: Sequence[int] = ()) -> tuple[int, ...]:
@@ -175,7 +179,8 @@ async def choice(
 ) -> AsyncGenerator[Part, None]:
     """One answer, in parts."""
     has_calls = False
-    stream = service.follow(asked.prompt, asked.max_new_tokens, sampling, asked.stop_ids, asked.logprobs, asked.guiding)
+    stream = service.follow(asked.prompt, asked.max_new_tokens, sampling, asked.stop_ids, asked.logprobs, asked.guiding,
+                            asked.prompt_logprobs)  # fmt: skip
     async with aclosing(stream):
         async for made in stream:
             deltas: list[Delta] = []
@@ -183,13 +188,14 @@ async def choice(
             for count, token in enumerate(shown, 1):
                 deltas += reader.push(token)
                 if reader.is_over:
-                    yield Part(index, made.tokens[:count], made.logprobs[:count], deltas, "stop", made.stats)
+                    yield Part(index, made.tokens[:count], made.logprobs[:count], deltas, "stop", made.stats,
+                               made.prompt_logprobs)  # fmt: skip
                     return
             if made.reason:
                 deltas += reader.finish()
             has_calls = has_calls or any(isinstance(d, ToolCallDelta) for d in deltas)
             reason = "tool_calls" if made.reason == "stop" and has_calls else made.reason or None
-            yield Part(index, made.tokens, made.logprobs, deltas, reason, made.stats)
+            yield Part(index, made.tokens, made.logprobs, deltas, reason, made.stats, made.prompt_logprobs)
 
 
 async def merged(generators: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:

@@ -70,6 +70,7 @@ class EngineClient:
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
         guiding: Guiding | None = None,
+        prompt_logprobs: int | None = None,
     ) -> AsyncGenerator[Made, None]:
         """What the engine makes of a request, as it comes. Whoever leaves the loop early, or is cancelled, ends it, and
         what it holds is free at once.
@@ -82,9 +83,9 @@ class EngineClient:
         queue = self._streams[number] = asyncio.Queue()
         is_over = False
         try:
-            self._outbox.put(
-                Submit(number, array("i", prompt), max_new_tokens, sampling, tuple(stop_ids), logprobs, guiding)
-            )
+            submit = Submit(number, array("i", prompt), max_new_tokens, sampling, tuple(stop_ids), logprobs, guiding,
+                            prompt_logprobs)  # fmt: skip
+            self._outbox.put(submit)
             while not is_over:
                 made = await queue.get()
                 while not queue.empty():  # more than one step's where this process is behind: they go out together

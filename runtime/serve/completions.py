@@ -33,12 +33,9 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(request: Request, body: Completion) -> Response:
     service = service_of(request)
+    trace = service.trace(request)
     service.require_model(body.model)
-    for name, value in (("suffix", body.suffix), ("best_of", (body.best_of or 1) > (body.n or 1))):
-        if value:
-            raise ApiError(400, f"{name} is not supported", param=name)
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "logprobs are of what is generated: not together with echo", param="echo")
+    _require_known(body)
     asked_for, count, codec = _prompts(body), body.n or 1, service.codec
     service.require_places(len(asked_for) * count)
     prompts = [await unless_gone(request, service.encode(p)) if isinstance(p, str) else p for p in asked_for]
@@ -47,14 +44,16 @@ async def completions(request: Request, body: Completion) -> Response:
     for i, prompt in enumerate(prompts):
         room = service.room(prompt, body.max_tokens or DEFAULT_TOKENS)
         guiding = guiding_of(service, body, None, prompt)
-        asked = Asked(prompt, room, stop_ids_of(service, body), body.logprobs, guiding)
+        of_prompt = body.logprobs if body.echo else None
+        asked = Asked(prompt, room, stop_ids_of(service, body), body.logprobs, guiding, of_prompt)
         echoes += [await service.off_loop(codec.decode, prompt) if body.echo else ""] * count
         for j in range(count):
             reader = TextReader(codec, stops_of(body))
             generators.append(choice(service, asked, i * count + j, reader, sampling_of(service, body, j)))
     heading = Heading.of("cmpl", "text_completion", body.model or service.names[0])
+    trace.asked(body, heading, body.max_tokens or DEFAULT_TOKENS)
     usage = Usage(sum(map(len, prompts)))
-    logprobs = [TextLogprobs(codec, len(echo)) for echo in echoes]
+    logprobs = [TextLogprobs(codec, first=prompts[i // count][0] if body.echo else None) for i in range(len(echoes))]
 
     def told(index: int, text: str, of_tokens: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": of_tokens, "finish_reason": reason, "stop_reason": None}
@@ -63,25 +62,35 @@ async def completions(request: Request, body: Completion) -> Response:
         unsaid = dict(enumerate(echoes))
 
         def chunks(part: Part) -> list[dict[str, Any]]:
-            text, found = unsaid.pop(part.index, "") + text_of(part.deltas), logprobs[part.index].body(part.logprobs)
+            text = unsaid.pop(part.index, "") + text_of(part.deltas)
+            found = logprobs[part.index].body([*part.prompt_logprobs, *part.logprobs])
             is_news = text or found or part.finish_reason
             return [told(part.index, text, found, part.finish_reason)] if is_news else []
 
-        return await send_events(request, service, body.stream_options, heading, usage, generators, chunks)
+        return await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
     texts, reasons = list(echoes), [""] * len(echoes)
     found: list[list[TokenLogprobs]] = [[] for _ in echoes]
 
     def add(part: Part) -> None:
-        usage.add(part)
         texts[part.index] += text_of(part.deltas)
-        found[part.index] += part.logprobs
+        found[part.index] += [*part.prompt_logprobs, *part.logprobs]
         reasons[part.index] = part.finish_reason or ""
 
     def whole() -> dict[str, Any]:
         choices = [told(i, texts[i], logprobs[i].body(found[i]), reasons[i]) for i in range(len(texts))]
         return heading.body(choices, usage)
 
-    return await send_whole(request, service, generators, add, whole)
+    return await send_whole(request, service, usage, trace, generators, add, whole)
+
+
+def _require_known(body: Completion) -> None:
+    if body.suffix:
+        raise ApiError(
+            400, "suffix: the model here writes what follows a text, not what stands between two", param="suffix"
+        )
+    if (body.best_of or 1) > (body.n or 1):
+        raise ApiError(400, f"best_of {body.best_of}: no answers are made but the n={body.n or 1} that are sent",
+                       param="best_of")  # fmt: skip
 
 
 def _prompts(body: Completion) -> list[str | list[int]]:

@@ -16,6 +16,7 @@ from kerngen.runtime.serve.answers import Heading, Usage
 from kerngen.runtime.serve.choices import Part, merged
 from kerngen.runtime.serve.protocol import StreamOptions
 from kerngen.runtime.serve.service import Service
+from kerngen.runtime.serve.tracing import Trace
 
 _T = TypeVar("_T")
 _DONE = b"data: [DONE]\n\n"
@@ -24,17 +25,20 @@ _DONE = b"data: [DONE]\n\n"
 async def send_whole(
     request: Request,
     service: Service,
+    usage: Usage,
+    trace: Trace,
     generators: Sequence[AsyncGenerator[Part, None]],
     add: Callable[[Part], None],
     body: Callable[[], dict[str, Any]],
 ) -> Response:
-    """`body` as JSON, once `add` was told all parts. Raises ApiError, and ClientGone where nobody waits."""
+    """`body` as JSON, once `add`, `usage` and `trace` know all parts. Raises ApiError, and ClientGone where nobody
+    waits.
+    """
 
     async def work() -> None:
-        with service.admitted(len(generators)):
-            async with aclosing(merged(generators)) as parts:
-                async for part in parts:
-                    add(part)
+        async with aclosing(_parts(service, usage, trace, generators)) as parts:
+            async for part in parts:
+                add(part)
 
     await unless_gone(request, work())
     return errors.json_response(body())
@@ -46,6 +50,7 @@ async def send_events(
     options: StreamOptions | None,
     heading: Heading,
     usage: Usage,
+    trace: Trace,
     generators: Sequence[AsyncGenerator[Part, None]],
     chunks: Callable[[Part], list[dict[str, Any]]],
 ) -> Response:
@@ -57,13 +62,11 @@ async def send_events(
     asked = options or StreamOptions()
 
     async def events() -> AsyncGenerator[bytes, None]:
-        with service.admitted(len(generators)):
-            async with aclosing(merged(generators)) as parts:
-                async for part in parts:
-                    usage.add(part)
-                    now = usage if asked.continuous_usage_stats and asked.include_usage else None
-                    for chunk in chunks(part):
-                        yield _event(heading.body([chunk], now))
+        async with aclosing(_parts(service, usage, trace, generators)) as parts:
+            async for part in parts:
+                now = usage if asked.continuous_usage_stats and asked.include_usage else None
+                for chunk in chunks(part):
+                    yield _event(heading.body([chunk], now))
         if asked.include_usage:
             yield _event(heading.body([], usage))
 
@@ -82,6 +85,25 @@ async def send_events(
 
     return StreamingResponse(sent(), media_type="text/event-stream",
                              headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # fmt: skip
+
+
+async def _parts(
+    service: Service, usage: Usage, trace: Trace, generators: Sequence[AsyncGenerator[Part, None]]
+) -> AsyncGenerator[Part, None]:
+    """Of all of them, as they come; `usage` and `trace` are told. Raises ApiError where there is no place for them."""
+    error: BaseException | None = None
+    try:
+        with service.admitted(len(generators)):
+            async with aclosing(merged(generators)) as parts:
+                async for part in parts:
+                    usage.add(part)
+                    trace.part(part)
+                    yield part
+    except BaseException as e:
+        error = e
+        raise
+    finally:
+        trace.ended(usage, error)
 
 
 def _event(content: dict[str, Any]) -> bytes:

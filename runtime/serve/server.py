@@ -23,6 +23,7 @@ from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.client import EngineClient
 from kerngen.runtime.serve.service import Limits, Service
+from kerngen.runtime.serve.tracing import open_tracing
 from kerngen.runtime.serve.worker import Options, Ready, keep_out_of_collections
 from kerngen.runtime.session import Session, stop_ids_of
 from kerngen.runtime.text import TextCodec
@@ -34,7 +35,9 @@ UNREAD_S = 60.0  # how long a client may leave unread what it asked for
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """load, opens, reproducible: see `Options`. drain_s: how long answers may take once the server is told to stop."""
+    """load, opens, reproducible: see `Options`. drain_s: how long answers may take once the server is told to stop.
+    traces: where spans go (tracing.py).
+    """
 
     load: Mapping[str, Any]
     host: str = "127.0.0.1"
@@ -45,6 +48,7 @@ class Settings:
     max_batch: int = 64
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 60.0
+    traces: str | None = None
     opens: Callable[..., Session] | None = None
     reproducible: bool = False
 
@@ -60,9 +64,11 @@ def run(
 
 
 async def _run(settings: Settings, on_load: Callable[[int, int], None] | None, say: Callable[[str], None]) -> int:
+    tracing = open_tracing(settings.traces)
     listening = _listen(settings.host, settings.port)  # a port that is taken is known before the weights are there
     try:
         service = await _open(settings, on_load, say)
+        service.tracing = tracing
         try:
             return await _serve(service, settings, listening, say)
         finally:

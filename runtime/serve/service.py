@@ -19,6 +19,7 @@ from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineClient
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.metrics import Metrics
+from kerngen.runtime.serve.tracing import Trace, Tracing
 from kerngen.runtime.serve.worker import Guiding, Made, Ready
 from kerngen.runtime.text import TextCodec
 
@@ -58,6 +59,7 @@ class Service:
     stop_ids: tuple[int, ...]
     created: int
     limits: Limits = field(default_factory=Limits)
+    tracing: Tracing | None = None
     is_draining: bool = False
     metrics: Metrics = field(init=False)
     _num_inside: int = field(default=0, init=False)
@@ -76,6 +78,10 @@ class Service:
             raise ApiError(404, f"the model {name!r} is not served here; there is {', '.join(self.names)}",
                            param="model", code="model_not_found")  # fmt: skip
 
+    def trace(self, request: Request) -> Trace:
+        """Of a request that begins now; of nothing where no spans are asked for."""
+        return Trace() if self.tracing is None else self.tracing.begin(request.headers)
+
     def require_open(self) -> None:
         """Raises ApiError where nobody is let in any more."""
         if self.is_draining or not self.client.is_alive:
@@ -90,7 +96,8 @@ class Service:
         """Raises ApiError for a text of so many characters that a sequence cannot hold it: it is not even read."""
         most = max(LEAST_CHARS, self.ready.max_len * self.codec.longest_token)
         if count > most:
-            raise ApiError(400, f"the text has {count:,} {what}; {most:,} are taken, and {self.ready.max_len:,} tokens",
+            raise ApiError(400, f"this model's maximum context length is {self.ready.max_len} tokens; the text has {count:,} "
+                                f"{what}, and more than {most:,} are not even counted",
                            param="messages", code="context_length_exceeded")  # fmt: skip
 
     @contextmanager
@@ -142,19 +149,20 @@ class Service:
             raise ApiError(400, "the prompt is empty", param="prompt")
         if most < 1 or (wanted or 1) > most:
             asked = "" if wanted is None else f" and {wanted} new ones"
-            raise ApiError(400, f"the prompt has {len(prompt)} tokens{asked}; {self.ready.max_len} are held together",
-                           param="messages", code="context_length_exceeded")  # fmt: skip
+            # By these words, OpenAI's, LiteLLM knows the error from other bad requests.
+            raise ApiError(400, f"this model's maximum context length is {self.ready.max_len} tokens; the prompt has "
+                           f"{len(prompt)}{asked}", param="messages", code="context_length_exceeded")  # fmt: skip
         return wanted or most
 
     async def follow(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int],
-        logprobs: int | None, guiding: Guiding | None,
+        logprobs: int | None, guiding: Guiding | None, prompt_logprobs: int | None = None,
     ) -> AsyncGenerator[Made, None]:  # fmt: skip
         """As EngineClient.stream, watched."""
         watch, last = self.metrics.watch(), None
         try:
             async with aclosing(
-                self.client.stream(prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding)
+                self.client.stream(prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding, prompt_logprobs)
             ) as stream:
                 async for made in stream:
                     watch.tokens(len(made.tokens))
@@ -166,6 +174,8 @@ class Service:
     def close(self) -> None:
         for threads in (self._quick, self._slow):
             threads.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
 
 def size_of(value: Any) -> int:

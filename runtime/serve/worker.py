@@ -57,7 +57,9 @@ class Guiding:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request; `number` is the other process's name for it. logprobs, guiding: see the engine's Request."""
+    """A request; `number` is the other process's name for it. logprobs, prompt_logprobs, guiding: see the engine's
+    Request.
+    """
 
     number: int
     prompt: array[int]
@@ -66,6 +68,7 @@ class Submit:
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     guiding: Guiding | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,8 @@ class Failed:
 class Made(NamedTuple):
     """New tokens of a request, with what is known of each where that was asked for. reason: why they are its last, ""
     where they are not; stats then, and `error` in words where that is why ("error": the model computed no number;
-    "refused": the engine does not take the request, or cannot guide it on).
+    "refused": the engine does not take the request, or cannot guide it on). prompt_logprobs: of the prompt's tokens but
+    the first, with the first that are made.
 
     A tuple, for one goes through the pipe for each row of each step: a dataclass takes four times as long to pickle.
     """
@@ -120,10 +124,13 @@ class Made(NamedTuple):
     reason: str = ""
     stats: Stats | None = None
     error: str = ""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     def then(self, later: Made) -> Made:
         """Both, as one."""
-        return later._replace(tokens=self.tokens + later.tokens, logprobs=[*self.logprobs, *later.logprobs])
+        of_prompt = self.prompt_logprobs or later.prompt_logprobs
+        return later._replace(tokens=self.tokens + later.tokens, logprobs=[*self.logprobs, *later.logprobs],
+                              prompt_logprobs=of_prompt)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +253,8 @@ class _Loop:
         try:
             mask = None if guide is None else guide.result()
             handle = self._engine.submit(Request(told.prompt, told.max_new_tokens, told.sampling, told.stop_ids,
-                                                 logprobs=told.logprobs, mask=mask))  # fmt: skip
+                                                 logprobs=told.logprobs, mask=mask,
+                                                 prompt_logprobs=told.prompt_logprobs))  # fmt: skip
         except KerngenError as e:
             return (Made(told.number, [], reason="refused", error=e.message),)
         self._by_number[told.number] = handle
@@ -256,9 +264,10 @@ class _Loop:
     def _made(self, event: Event) -> Made:
         handle = event.handle
         number = self._numbers[handle]
+        of_prompt = handle.prompt_logprobs if len(event.tokens) == len(handle.tokens) else []
         if not handle.is_done:
-            return Made(number, event.tokens, event.logprobs)
+            return Made(number, event.tokens, event.logprobs, prompt_logprobs=of_prompt)
         del self._numbers[handle], self._by_number[number]
         error = "" if handle.error is None else handle.error.message
         reason = "refused" if isinstance(handle.error, UsageError) else handle.stop_reason
-        return Made(number, event.tokens, event.logprobs, reason, handle.stats, error)
+        return Made(number, event.tokens, event.logprobs, reason, handle.stats, error, of_prompt)

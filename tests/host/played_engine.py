@@ -42,11 +42,12 @@ class PlayedEngine:
 
     async def stream(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = (),
-        logprobs: int | None = None, guiding: Guiding | None = None,
+        logprobs: int | None = None, guiding: Guiding | None = None, prompt_logprobs: int | None = None,
     ) -> AsyncIterator[Made]:  # fmt: skip
         self.asked.append((list(array("i", prompt)), max_new_tokens, sampling, tuple(stop_ids)))
         self.guided.append(guiding)
         number, made, is_over = len(self.asked), 0, False
+        of_prompt = [] if prompt_logprobs is None else [TokenLogprobs(t, -2.0, ((t, -2.0),)) for t in prompt[1:]]
         try:
             for at, step in enumerate(self.script(prompt)):
                 await asyncio.sleep(self.pause_s)
@@ -60,9 +61,10 @@ class PlayedEngine:
                 made += len(tokens)
                 reason = "stop" if ends is not None else "length" if made == max_new_tokens else ""
                 is_over = bool(reason)
-                stats = Stats(len(prompt), made, made, 0, made, 0.1, 0.2, num_cached_tokens=3) if reason else None
+                stats = Stats(len(prompt), made, made, 0, made, 0.1, 0.2, num_cached_tokens=3, queue_s=0.04)
                 found = [TokenLogprobs(t, -0.5, tuple((t + i, -0.5 - i) for i in range(logprobs or 0))) for t in tokens]
-                yield Made(number, tokens, [] if logprobs is None else found, reason, stats)
+                yield Made(number, tokens, [] if logprobs is None else found, reason, stats if reason else None,
+                           prompt_logprobs=of_prompt if made == len(tokens) else [])  # fmt: skip
                 if is_over:
                     return
         finally:

@@ -243,6 +243,32 @@ def test_each_feature_gives_the_oracles_tokens(models: Models, feature: str, way
         assert made.stats.acceptance_length > 1
 
 
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_a_prompt_is_weighed_as_its_tokens_were_when_they_were_made(model: Gemma4, chunk: int) -> None:
+    """In chunks, beside requests that do not ask, when the cache has the prompt, and preempted."""
+    first = Request(prompt(6), 12, logprobs=3)
+    engine = engine_for(model, max_batch=3, prefill_chunk=chunk)
+    (made,) = engine.generate_many([first])
+    whole = [*first.prompt, *made.tokens]
+    asked = Request(whole, 4, logprobs=1, prompt_logprobs=3)
+    handles = [engine.submit(r) for r in (Request(whole, 4), asked, replace(asked, prompt_logprobs=None))]
+    while engine.has_work:
+        engine.step()
+        if len(handles[1].tokens) == 1 and not handles[1].num_preemptions:
+            engine.scheduler._preempt(handles[1])
+    told = handles[1].prompt_logprobs
+    assert handles[1].num_preemptions == 1
+    assert [x.token for x in told] == whole[1:]
+    for got, want in zip(told[len(first.prompt) - 1 :], made.logprobs, strict=True):
+        assert [got.token, *(t for t, _ in got.top)] == [want.token, *(t for t, _ in want.top)]
+        values = [want.logprob, *(v for _, v in want.top)]
+        assert [got.logprob, *(v for _, v in got.top)] == pytest.approx(values, abs=1e-4)
+    assert handles[0].tokens == handles[1].tokens == handles[2].tokens
+    assert not handles[0].prompt_logprobs
+    with pytest.raises(UsageError, match="prompt_logprobs 21"):
+        engine.submit(replace(asked, prompt_logprobs=21))
+
+
 PADDED = (3, 8, 20)
 
 

@@ -159,6 +159,22 @@ def test_logprobs(client: TestClient, played: tuple[Service, PlayedEngine], stre
     assert offsets == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_are_weighed_too(client: TestClient, played: tuple[Service, PlayedEngine], stream: bool) -> None:
+    """Several prompts with echo and logprobs, as evaluations ask: each has its own tokens and offsets."""
+    codec = played[0].codec
+    prompts = [codec.encode("Say"), codec.encode("Hello there")]
+    asked = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "stream": stream}
+    answer = client.post(TEXT, json=asked)
+    choices = [e["choices"][0] for e in _events(answer.text)] if stream else answer.json()["choices"]
+    for choice in sorted(choices, key=lambda c: c["index"]):
+        prompt, found = prompts[choice["index"]], choice["logprobs"]
+        assert found["tokens"][: len(prompt)] == [codec.token_text(i) for i in prompt]
+        assert found["token_logprobs"] == [None, *[-2.0] * (len(prompt) - 1), -0.5]
+        assert found["top_logprobs"][:2] == [None, {found["tokens"][1]: -2.0}]
+        assert found["text_offset"] == [sum(map(len, found["tokens"][:i])) for i in range(len(prompt) + 1)]
+
+
 def test_what_an_answer_must_be(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for asked in (
@@ -192,7 +208,7 @@ def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, Play
         (CHAT, HI | {"temperature": "hot"}, 400, "temperature", "temperature"),
         (CHAT, HI | {"n": 0}, 400, "n:", "n"),
         (CHAT, HI | {"n": 10**30}, 400, "n:", "n"),
-        (CHAT, HI | {"max_tokens": MAX_LEN}, 400, "held together", "messages"),
+        (CHAT, HI | {"max_tokens": MAX_LEN}, 400, "this model's maximum context length is 256", "messages"),
         (CHAT, HI | {"model": "gpt-9"}, 404, "there is tiny, also", "model"),
         (CHAT, HI | {"stop": ""}, 400, "empty stop string", None),
         (CHAT, HI | {"seed": 1 << 70}, 400, "seed", None),
@@ -202,13 +218,13 @@ def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, Play
         (CHAT, HI | {"response_format": {"type": "json_schema"}}, 400, "schema is missing", "response_format"),
         (CHAT, HI | {"guided_json": "{"}, 400, "not JSON", "guided_json"),
         (CHAT, HI | {"guided_regex": "a", "guided_choice": ["b"]}, 400, "one grammar", None),
-        (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "not together with echo", "echo"),
+        (TEXT, {"prompt": "a", "best_of": 3, "n": 2}, 400, "best_of 3", "best_of"),
         (CHAT, HI | {"tools": [{"type": "gun"}]}, 400, "tools", "tools.0.type"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode", None),
         (TEXT, {"prompt": []}, 400, "empty", "prompt"),
         (TEXT, {"prompt": [-1]}, 400, "outside the vocabulary", "prompt"),
         (TEXT, {"prompt": [1, "a"]}, 400, "prompt", None),
-        (TEXT, {"prompt": "a" * 10_000}, 400, "held together", "messages"),
+        (TEXT, {"prompt": "a" * 10_000}, 400, "this model's maximum context length is 256", "messages"),
         (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix"),
         ("/tokenize", {}, 400, "either prompt or messages", None),
         ("/detokenize", {"tokens": [10**9]}, 400, "outside the vocabulary", "tokens"),

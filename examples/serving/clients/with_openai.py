@@ -1,7 +1,7 @@
 """openai-python against `kerngen serve`: what a client uses, each with the answer that it must have.
 
     kerngen serve examples/tiny/gemma-4-tiny-w4a16 --context 256 --api-key secret
-    pip install openai && python examples/serving/with_openai.py http://127.0.0.1:8000/v1 secret
+    pip install openai && python examples/serving/clients/with_openai.py http://127.0.0.1:8000/v1 secret
 
 Exits with an AssertionError where one is not as it should be.
 """
@@ -21,7 +21,7 @@ SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["blue", "red"]}},
 TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
 
 
-def main(url: str, key: str) -> None:
+def main(url: str, key: str, *_: str) -> None:
     client = openai.OpenAI(base_url=url, api_key=key)
     model = client.models.list().data[0].id
     asked: Any = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
@@ -40,6 +40,15 @@ def main(url: str, key: str) -> None:
     assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in found)
     text = client.completions.create(model=model, prompt="The", max_tokens=4, logprobs=1).choices[0]
     assert len(text.logprobs.tokens) == 4 or text.finish_reason == "stop"
+
+    weighed: Any = client.completions.create(model=model, prompt=["Why is the", "Plants"], max_tokens=1, temperature=0,
+                                             logprobs=1, echo=True)  # fmt: skip
+    for choice in weighed.choices:
+        first, *others = choice.logprobs.token_logprobs
+        assert first is None
+        assert all(value <= 0 for value in others)
+        assert choice.text.startswith(("Why is the", "Plants"))
+    print(f"prompts weighed: {[len(choice.logprobs.tokens) for choice in weighed.choices]} tokens")
 
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     answer = client.chat.completions.create(**{**asked, "max_tokens": 120}, response_format=wanted)

@@ -1,0 +1,114 @@
+"""langchain-openai against `kerngen serve`: what a client uses, each with the answer that it must have.
+
+python examples/serving/clients/with_langchain.py URL KEY
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any, Literal
+
+import openai
+from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel
+
+QUESTION = "Why is the sky blue?"
+
+
+class Colour(BaseModel):
+    """A colour of the sky."""
+
+    colour: Literal["blue", "red"]
+    is_day: bool
+
+
+@tool
+def look_up(colour: Literal["blue", "red"]) -> str:
+    """Say what a colour stands for."""
+    return f"{colour} stands for the sky"
+
+
+def main(url: str, key: str, *_: str) -> None:
+    model = openai.OpenAI(base_url=url, api_key=key).models.list().data[0].id
+
+    def chat(**more: Any) -> ChatOpenAI:
+        return ChatOpenAI(**{"base_url": url, "api_key": key, "model": model, "temperature": 0, "max_tokens": 24,
+                             "max_retries": 0, "stream_usage": True} | more)  # fmt: skip
+
+    whole = chat().invoke([SystemMessage("Be brief."), HumanMessage(QUESTION)])
+    whole = chat().invoke(QUESTION)
+    assert isinstance(whole.content, str)
+    assert whole.usage_metadata is not None
+    assert 0 < whole.usage_metadata["output_tokens"] <= 24
+    assert whole.response_metadata["finish_reason"] in ("stop", "length")
+    print(f"{model}: {whole.content!r}")
+
+    streamed: Any = None
+    pieces = 0
+    for piece in chat().stream(QUESTION):
+        streamed, pieces = piece if streamed is None else streamed + piece, pieces + 1
+    assert isinstance(streamed, AIMessageChunk)
+    assert streamed.content == whole.content
+    assert streamed.usage_metadata == whole.usage_metadata, (streamed.usage_metadata, whole.usage_metadata)
+    print(f"streamed in {pieces} pieces, the same")
+
+    found = chat(logprobs=True, top_logprobs=2).invoke(QUESTION).response_metadata["logprobs"]["content"]
+    assert len(found) == whole.usage_metadata["output_tokens"]
+
+    async def together() -> tuple[list[Any], list[Any], str]:
+        one = chat()
+        many = await asyncio.gather(*[one.ainvoke(QUESTION) for _ in range(4)])
+        batch = await one.abatch([QUESTION] * 4)
+        text = "".join([str(piece.content) async for piece in one.astream(QUESTION)])
+        return many, batch, text
+
+    many, batch, text = asyncio.run(together())
+    assert {m.content for m in (*many, *batch, *chat().batch([QUESTION] * 3))} == {whole.content} == {text}
+    print("async, batch and abatch: the same")
+
+    for method in ("json_schema", "function_calling"):
+        made = chat(max_tokens=120).with_structured_output(Colour, method=method).invoke(QUESTION)
+        assert isinstance(made, Colour), made
+        print(f"structured by {method}: {made}")
+
+    for strict in (None, True):
+        caller = chat(max_tokens=120).bind_tools([look_up], tool_choice="any", strict=strict, parallel_tool_calls=False)
+        called = caller.invoke(QUESTION)
+        assert not called.invalid_tool_calls
+        (call,) = called.tool_calls
+        assert call["name"] == "look_up"
+        streamed = None
+        for piece in caller.stream(QUESTION):
+            streamed = piece if streamed is None else streamed + piece
+        assert streamed is not None
+        assert [(c["name"], c["args"]) for c in streamed.tool_calls] == [(call["name"], call["args"])]
+    told = look_up.invoke(call)
+    assert isinstance(told, ToolMessage)
+    after = chat().bind_tools([look_up]).invoke([HumanMessage(QUESTION), called, told])
+    assert isinstance(after.content, str)
+    print(f"called {call['name']}({call['args']}), was told {told.content!r}")
+
+    text = OpenAI(base_url=url, api_key=key, model=model, temperature=0, max_tokens=8, max_retries=0)
+    said = text.invoke("The")
+    assert "".join(text.stream("The")) == said
+    assert text.batch(["The", "A"])[0] == said
+    print(f"completions: {said!r}")
+
+    for wrong, error in (
+        ({"model": "no such model"}, openai.NotFoundError),
+        ({"max_tokens": 10**7}, openai.BadRequestError),
+        ({"api_key": "wrong"}, openai.AuthenticationError),
+    ):
+        try:
+            chat(**wrong).invoke(QUESTION)
+        except error as e:
+            print(f"{type(e).__name__}: {e.body['message']}")  # type: ignore[index]
+        else:
+            raise AssertionError(f"{wrong} was taken")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

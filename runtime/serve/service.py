@@ -96,8 +96,8 @@ class Service:
         """Raises ApiError for a text of so many characters that a sequence cannot hold it: it is not even read."""
         most = max(LEAST_CHARS, self.ready.max_len * self.codec.longest_token)
         if count > most:
-            raise ApiError(400, f"this model's maximum context length is {self.ready.max_len} tokens; the text has {count:,} "
-                                f"{what}, and more than {most:,} are not even counted",
+            raise ApiError(400, f"this model's maximum context length is {self.ready.max_len} tokens; the text has "
+                                f"{count:,} {what}, and more than {most:,} are not even counted",
                            param="messages", code="context_length_exceeded")  # fmt: skip
 
     @contextmanager

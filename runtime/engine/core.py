@@ -312,7 +312,8 @@ class Engine:
     def _prefill(self) -> None:
         for tokens, seconds in self.runner.timed_prefills():
             self._budget.prefilled(tokens, seconds)
-        chunks = self.scheduler.chunks(self._budget.tokens(is_alone=not self.scheduler.running))
+        scheduler = self.scheduler
+        chunks = scheduler.chunks(self._budget.tokens(len(scheduler.prefilling), len(scheduler.running)))
         if self.scheduler.fixed_chunk:
             for chunk in chunks:
                 self._prefill_together([chunk])

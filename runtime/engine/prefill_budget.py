@@ -2,7 +2,9 @@
 
 A step's prefill may take MAX_STALL times as long as its decode: then no two tokens of an answer are further apart than
 1 + MAX_STALL decode steps, however long the prompts are that come meanwhile. How many tokens that is follows from what
-chunks and steps took lately. Where nobody decodes there is nobody to wait, and chunks are as long as they may be.
+chunks and steps took lately. Where more wait for their first token than for their next one, as when many come at once,
+a step prefills more by so many times: few gaps are long then, and short chunks, most of whose time is reading the
+weights, would keep all others waiting. Where nobody decodes, chunks are as long as they may be.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ class PrefillBudget:
         self._tokens = min(most, max(most // 4, LEAST))
         self._decode_s = 0.0
 
-    def tokens(self, *, is_alone: bool) -> int:
-        """What the next step may prefill. is_alone: nobody decodes."""
-        return self._most if is_alone or self._max_stall is None else self._tokens
+    def tokens(self, num_prefilling: int, num_running: int) -> int:
+        """What the next step may prefill, of so many prompts, beside so many that decode."""
+        if num_running == 0 or self._max_stall is None:
+            return self._most
+        return min(self._most, self._tokens * max(num_prefilling, num_running) // num_running)
 
     def decoded(self, seconds: float) -> None:
         """A decode step took `seconds`; 0 where that is not known."""

@@ -27,7 +27,7 @@ NORM = find_kernel("add_norm")
 DOWN = GEMM.problem_type(n=5376, k=21504)
 BETWEEN = NORM.problem_type(has_scalar=True)  # layers of the 31B, whose winners are shipped
 GLOBAL = DECODE.problem_type(head_dim=512, num_q_heads=32, num_kv_heads=4)
-MOST_US = 20.0
+MOST_US = 100  # a query or rendering takes milliseconds; this takes 4 on an idle host, and 45 were seen on a busy one
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def _no(*args: Any, **kwargs: Any) -> Any:
 def test_a_length_never_seen_costs_a_bisection(
     stores: list[Source], kernel: Any, base: Any, with_stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 20 us a problem, the problem's own checks included; no SQL, no rendering; memory bounded."""
+    """Microseconds a problem, the problem's own checks included; no SQL, no rendering; memory bounded."""
     bindings = Bindings(stores if with_stores else [], H200)
     lengths = [n for n in range(1, 8192) if n & (n - 1)]
     for n in lengths:  # bind, and verify the points

@@ -466,7 +466,7 @@ def asked(draw: st.DrawFn, number: int) -> Request:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(data=st.data())
 def test_whatever_is_asked_together(models: Models, data: st.DataObject) -> None:
     requests = []

@@ -24,22 +24,29 @@ def test_a_chunk_takes_as_long_as_it_may(step_s: float) -> None:
     budget = PrefillBudget(2048)
     for _ in range(30):
         budget.decoded(step_s)
-        tokens = budget.tokens(is_alone=False)
+        tokens = budget.tokens(1, 1)
         budget.prefilled(tokens, _seconds(tokens))
         budget.prefilled(17, _seconds(17))  # a prompt's end
     assert tokens in (LEAST, 2048) or 0.5 * MAX_STALL * step_s < _seconds(tokens) <= MAX_STALL * step_s
     assert (tokens == LEAST) == (step_s < 0.02)
     budget.prefilled(tokens, 5.0)  # a kernel was compiled
-    assert budget.tokens(is_alone=False) >= max(tokens // 4, LEAST)
-    assert budget.tokens(is_alone=True) == 2048
+    assert budget.tokens(1, 1) >= max(tokens // 4, LEAST)
+    assert budget.tokens(1, 0) == 2048
+
+
+def test_many_who_wait_outweigh_few_who_decode() -> None:
+    budget = PrefillBudget(2048)
+    few = budget.tokens(1, 1)
+    assert few < 2048
+    assert [budget.tokens(n, 8) for n in (1, 8, 12, 16, 80)] == [few, few, few * 3 // 2, 2 * few, 2048]
 
 
 def test_any_stall() -> None:
     budget = PrefillBudget(2048, None)
     budget.decoded(0.001)
     budget.prefilled(2048, 10.0)
-    assert budget.tokens(is_alone=False) == 2048
-    assert PrefillBudget(96).tokens(is_alone=False) == 96
+    assert budget.tokens(1, 1) == 2048
+    assert PrefillBudget(96).tokens(1, 1) == 96
 
 
 class _Clock:

@@ -170,7 +170,7 @@ def test_a_line_that_fails_costs_itself_and_the_exit_code(kerngen: Kerngen, monk
 
 def test_options_that_contradict_each_other(kerngen: Kerngen) -> None:
     for more, says in (
-        (("--prompts", "p", "--prompt", "x"), "--prompt and --prompts contradict"),
+        (("--prompts", "p", "--prompt", "x"), "a prompt and --prompts contradict"),
         (("--prompt", "x", "--system", "y", "--no-chat"), "--system needs the chat template"),
         (("--prompt", "x", "--stop", ""), "--stop is empty"),
     ):

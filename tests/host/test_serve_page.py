@@ -283,7 +283,7 @@ def test_the_server_refuses_in_words(chat: Chat) -> None:
     told = chat.page.until(
         "document.querySelector('.wrong p').checkVisibility() && document.querySelector('.wrong p').innerText"
     )
-    assert told.startswith("The conversation has become too long: the prompt has ")
+    assert told.startswith("The conversation has become too long: this model's maximum context length is 2048 tokens")
 
 
 # -- with answers that are played

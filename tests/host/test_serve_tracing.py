@@ -14,16 +14,17 @@ from starlette.testclient import TestClient
 
 from kerngen.errors import UsageError
 from kerngen.runtime.serve.app import make_app
-from kerngen.runtime.serve.service import Limits
+from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.tracing import Tracing, open_tracing
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+Traced = tuple[TestClient, PlayedEngine, Any, Service]
 
 
 @pytest.fixture
-def traced() -> Iterator[tuple[TestClient, PlayedEngine, Any]]:
+def traced() -> Iterator[Traced]:
     pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -31,13 +32,13 @@ def traced() -> Iterator[tuple[TestClient, PlayedEngine, Any]]:
     sent = InMemorySpanExporter()
     service, engine = played_service(tracing=Tracing(SimpleSpanProcessor(sent)), limits=Limits(queue=2))
     with TestClient(make_app(service), raise_server_exceptions=False) as client:
-        yield client, engine, sent
+        yield client, engine, sent, service
     service.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_has_a_span(traced: tuple[TestClient, PlayedEngine, Any], stream: bool) -> None:
-    client, _, sent = traced
+def test_a_request_has_a_span(traced: Traced, stream: bool) -> None:
+    client, _, sent, _ = traced
     asked = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 40, "n": 2, "stream": stream}
     answer = client.post(CHAT, json=HI | asked, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
     (span,) = sent.get_finished_spans()
@@ -65,9 +66,10 @@ def test_a_request_has_a_span(traced: tuple[TestClient, PlayedEngine, Any], stre
     assert about["service.name"] == "kerngen"
 
 
-def test_a_request_that_fails_has_a_span(traced: tuple[TestClient, PlayedEngine, Any]) -> None:
-    client, engine, sent = traced
-    assert client.post(CHAT, json=HI | {"n": 3}).status_code == 429
+def test_a_request_that_fails_has_a_span(traced: Traced) -> None:
+    client, engine, sent, service = traced
+    with service.admitted(1):
+        assert client.post(CHAT, json=HI | {"n": 2}).status_code == 429
     engine.fails = "the model computed NaN"
     assert client.post(TEXT, json={"prompt": "a"}).status_code == 503
     engine.fails_at = 1

@@ -80,15 +80,17 @@ def test_its_step_is_a_graph_of_int4_products() -> None:
 
 
 def _drafted(stage: Stage, cache: KVCache, length: int) -> tuple[Tensor, Tensor]:
-    """What three drafts from `length` keys give, the head's inputs and the hidden states, [3, d] and [3, T]."""
+    """What three drafts from `length` keys give, the head's inputs and the hidden states, [3, d] and [3, T]. Each from a
+    state of its own: from the draft before it would come with that one's roundings, and three drafts multiply them.
+    """
     rng = torch.Generator("cuda").manual_seed(length)
     width, drafter, rows = stage.made.config.hidden_size, stage.drafter, []
     assert drafter is not None
-    hidden = torch.randn(1, width, generator=rng, device="cuda").to(stage.made.ops.dtype)
     with torch.inference_mode():
         for token in (4, 5, 6):
+            state = torch.randn(1, width, generator=rng, device="cuda").to(stage.made.ops.dtype)
             ids, lengths = torch.tensor([[token], [length]], device="cuda")
-            y, hidden = drafter.step(ids, hidden, lengths, cache, cache.tables.shape[2] * cache.page_size)
+            y, hidden = drafter.step(ids, state, lengths, cache, cache.tables.shape[2] * cache.page_size)
             rows.append((y, hidden))
     return torch.cat([y for y, _ in rows]).float(), torch.cat([h for _, h in rows]).float()
 

@@ -80,8 +80,8 @@ def test_its_step_is_a_graph_of_int4_products() -> None:
 
 
 def _drafted(stage: Stage, cache: KVCache, length: int) -> tuple[Tensor, Tensor]:
-    """What three drafts from `length` keys give, the head's inputs and the hidden states, [3, d] and [3, T]. Each from a
-    state of its own: from the draft before it would come with that one's roundings, and three drafts multiply them.
+    """What three drafts from `length` keys give, the head's inputs and the hidden states, [3, d] and [3, T]. Each is
+    from a state of its own: that of the draft before has its roundings, which three drafts multiply.
     """
     rng = torch.Generator("cuda").manual_seed(length)
     width, drafter, rows = stage.made.config.hidden_size, stage.drafter, []

@@ -1,4 +1,4 @@
-"""Options of the commands that load a checkpoint: which drafter, where, and from what kernels come."""
+"""What commands that load a checkpoint share: options (which drafter, where, whose kernels), and words for what ran."""
 
 from __future__ import annotations
 
@@ -63,3 +63,11 @@ def load_arguments(
         "draft_weights": draft_weights, "num_draft_tokens": num_draft_tokens, "backend": backend, "dtype": dtype,
         "device": device, "keep_repacked": keep_repacked, "db": db_url or None, "bundle": bundle,
     }  # fmt: skip
+
+
+def chosen_lines(sources: dict[str, int], outside: dict[str, str]) -> list[str]:
+    """Who chose what ran, and what ran that is no kernel of ours, for people."""
+    lines = [f"outside our kernels: {name} ({why})" for name, why in outside.items()]
+    if sources:
+        lines.append("configurations: " + ", ".join(f"{count} {source}" for source, count in sources.items()))
+    return lines

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.loading import load_arguments, load_options
+from kerngen.cli.loading import chosen_lines, load_arguments, load_options
 from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
@@ -248,11 +248,3 @@ def _summary(result: Completion, session: Session) -> str:
 
 def _shares(shares: tuple[float, ...]) -> str:
     return " ".join(f"{share:.0%}" for share in shares) or "none"
-
-
-def chosen_lines(sources: dict[str, int], outside: dict[str, str]) -> list[str]:
-    """Who chose what ran, and what ran that is no kernel of ours, for people."""
-    lines = [f"outside our kernels: {name} ({why})" for name, why in outside.items()]
-    if sources:
-        lines.append("configurations: " + ", ".join(f"{count} {source}" for source, count in sources.items()))
-    return lines

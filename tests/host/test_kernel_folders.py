@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from io import BytesIO
 from itertools import product
 from math import prod
@@ -96,7 +97,7 @@ def _telling(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
     A source counts for what is compiled in: of its body, the dtypes, each value of the problem's fields and each
     configuration (in how many parts work is split apart from the rest). One of the arches that share the bodies
     compiles it, and each of them something of each body and dtypes. Left out are other problems for what is compiled,
-    and a value again with other dtypes.
+    a value again with other dtypes, and of a size that has many values those between (`_is_telling`).
     """
     seen: set[Hashable] = set()
     for older in _sharing(kernel, arch):
@@ -118,10 +119,26 @@ def _values(kernel: Kernel, arch: Arch, case: Case, config: Any) -> set[Hashable
     kind = (arch.name if arch.name in OLDEST else "", body, *(v for k, v in problem.items() if k.endswith("dtype")))
     return {
         (arch.name, *kind),
-        *((body, "problem", k, v) for k, v in problem.items()),
+        *((body, "problem", k, v) for k, v in problem.items() if _is_telling(kernel, k, v)),
         *((group, *kind[:2], "config", k, v) for k, v in fields_of(config).items()),
         (group, *kind[:2], "tile", _tile(config)),
     }
+
+
+def _is_telling(kernel: Kernel, field: str, value: Any) -> bool:
+    """Of a size that the cases give more than four values, only the least, the largest and the oddest one are."""
+    sizes = _sizes(kernel.name).get(field, ())
+    return len(sizes) <= 4 or value in (min(sizes), max(sizes), min(sizes, key=lambda n: (n & -n, n)))
+
+
+@cache
+def _sizes(kernel: str) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for case in find_kernel(kernel).cases.CASES:
+        for name, value in static_fields(case.problem).items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                found.setdefault(name, set()).add(value)
+    return found
 
 
 def _tile(config: Any) -> Hashable:
@@ -211,7 +228,9 @@ def test_what_is_compiled_leaves_no_value_out(kernel: Kernel) -> None:
             for case, config in chosen.values():
                 fields = {**static_fields(case.problem), "body": kernel.body(config, arch).template}
                 group = _sharing(kernel, arch)[0]
-                asked[name] |= set(fields.items()) | {(group, *v) for v in fields_of(config).items()}
+                asked[name] |= {(k, v) for k, v in fields.items() if _is_telling(kernel, k, v)} | {
+                    (group, *v) for v in fields_of(config).items()
+                }
                 asked[name] |= {(group, _tile(config)), (str(arch), fields["body"])}
     assert asked["some"] == asked["all"]
 

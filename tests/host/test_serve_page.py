@@ -362,7 +362,7 @@ def test_hostile_markdown_is_quick_and_shallow(chat: Chat, piece: str) -> None:
       }}
       return [performance.now() - began, deepest];
     }})()""")
-    assert ms < 2000
+    assert ms < 10_000, "were it the square of what there is, it would be minutes, on any machine"
     assert depth < 200
 
 

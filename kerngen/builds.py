@@ -13,7 +13,7 @@ from kerngen.cache import CachedCompiler, CompileCache, compiling_is_forbidden
 from kerngen.compile import Cubin, Ptx, nvrtc_version, source_key
 from kerngen.errors import CompileError, ProblemError, TuningMiss
 from kerngen.render import render
-from kerngen.runtime.binding import DEFAULT, Bindings, Choice, middle
+from kerngen.runtime.binding import DEFAULT, Bindings, Choice, between
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates
@@ -71,7 +71,7 @@ def choices(load: Workload, bindings: Bindings, unsupported: Counter[str]) -> It
 
 def lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
     """(kernel, problem) of the workload, and every power of two between two of its tuned lengths, for a kernel that
-    prefers some defaults the middles between them too.
+    prefers some defaults those `between` them too.
 
     A length that has no winner runs the default of the power of two above it, or the one that the kernel prefers: with
     these none is met unprepared.
@@ -85,10 +85,10 @@ def lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
             line = (item.kernel, *static_fields(problem).values(), *coordinates(bucketed(kernel, problem)))
             lines.setdefault(line, {})[getattr(problem, problem.DYNAMIC)] = problem
     for (kernel_name, *_), points in lines.items():
-        between = {1 << e for e in range(min(points).bit_length(), max(points).bit_length())}
+        lengths = {1 << e for e in range(min(points).bit_length(), max(points).bit_length())}
         if find_kernel(kernel_name).prefer is not None:
-            between |= {middle(power) for power in between}  # of 2 it is 2
-        for length in sorted(between):
+            lengths |= {length for power in lengths for length in between(power)}
+        for length in sorted(lengths):
             if length not in points and min(points) < length < max(points):
                 above = points[min(n for n in points if n > length)]
                 try:

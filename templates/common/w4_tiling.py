@@ -145,7 +145,7 @@ STREAM_SPACE = {
 
 # See Tiling.warpgroups.
 WARPGROUP_SPACE = {
-    "block_m": (16, 32, 64, 128, 192, 256),
+    "block_m": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256),
     "block_n": (128, 192, 256, 384),
     "block_k": (64, 128, 256),
     "warp_n": (16,),
@@ -285,8 +285,8 @@ def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
     """As why_invalid where `warpgroups` is chosen. Without shared memory."""
     if not arch.has_wgmma:
         return f"warpgroups=True: {arch} has no wgmma; warpgroups=False serves every arch"
-    if c.block_m not in (16, 32, 64, 128, 192, 256) or c.block_n not in _REGISTERS or c.warp_n != 16:
-        wants = f"16 to 256 tokens, {', '.join(map(str, _REGISTERS))} rows, and warp_n=16"
+    if c.block_m not in range(16, 257, 16) or c.block_n not in _REGISTERS or c.warp_n != 16:
+        wants = f"a multiple of 16 tokens up to 256, {', '.join(map(str, _REGISTERS))} rows, and warp_n=16"
         return f"warpgroups takes {wants}, not block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n}"
     if c.blocks_per_sm == 2 and (c.block_n != 128 or c.cluster != 1):
         return (f"blocks_per_sm=2 block_n={c.block_n} cluster={c.cluster}: two blocks have registers for 128 rows "

@@ -156,9 +156,9 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.stream:  # and the sums of all units of a block
         units = ceil(problem.n // STRIP * config.split_k / num_blocks(problem, config, target))
         return config.smem_bytes(problem.group_size) + units * config.warps_k * problem.num_tokens * STRIP * 4
-    if config.warpgroups:  # stages, up to 32 tokens on their way out of each warpgroup, and the barriers
+    if config.warpgroups:  # stages, 16 or 32 tokens on their way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
-        leaving = config.block_n // 64 * min(config.block_m, 32) * (64 * 2 + 16)
+        leaving = config.block_n // 64 * (16 if config.block_m % 32 else 32) * (64 * 2 + 16)
         return config.num_stages * (stage + 16) + leaving + 8
     return config.smem_bytes(problem.group_size)
 
@@ -283,14 +283,21 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
 _WARPGROUP_TILES = {
     16: ((192, 256, 5), (256, 256, 4), (128, 256, 3)),  # 128 rows in two blocks an SM, where W is large
     32: ((192, 256, 4), (128, 256, 4), (256, 128, 6)),
+    48: ((128, 256, 4), (192, 256, 3), (256, 128, 5)),
     64: ((128, 256, 3), (192, 128, 5), (256, 128, 5)),
+    80: ((128, 128, 6), (192, 128, 6), (256, 128, 5)),
+    96: ((128, 128, 6), (192, 128, 5)),
+    112: ((128, 128, 5), (192, 128, 5)),
     128: ((128, 128, 4), (192, 64, 8), (256, 64, 6)),
+    160: ((128, 64, 8), (192, 64, 5)),
     192: ((128, 64, 6), (192, 64, 4)),
     256: ((128, 64, 4),),
 }
 # What an SM takes, in nanoseconds, fitted to those sweeps: for 64 rows of W by 16 columns and block_m tokens; where
 # each tile has a block, for each that an SM gets; where tiles are shared, for that and for each of a tile's sums.
-_STEP_NS = {16: 21.0, 32: 23.5, 64: 31.0, 128: 49.0, 192: 72.0, 256: 93.0}
+_STEP_NS = {
+    16: 21.0, 32: 23.5, 48: 28.5, 64: 32.5, 80: 37.0, 96: 41.0, 112: 45.5, 128: 49.0, 160: 62.5, 192: 72.0, 256: 93.0,
+}  # fmt: skip
 _BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
 _IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two share tokens
 _IN_TWO = 0.95  # and of two blocks an SM
@@ -313,9 +320,10 @@ def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
 
 def prefer(problem: Problem, configs: Sequence[Config], target: Target) -> Config:
     """Of the defaults of more and fewer tokens, the one for `problem`: of 384, tiles of 256 leave a third empty."""
-    if not all(c.warpgroups and c.block_m in _STEP_NS for c in configs):
+    timed = [c for c in configs if c.warpgroups and c.block_m in _STEP_NS]
+    if configs[0] not in timed:
         return configs[0]
-    return min(configs, key=lambda c: _warpgroups_ns(problem, c, target))
+    return min(timed, key=lambda c: _warpgroups_ns(problem, c, target))
 
 
 def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:

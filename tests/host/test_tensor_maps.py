@@ -85,16 +85,17 @@ def test_pages_that_tiles_cannot_be_made_of_are_refused(page_size: int, block_n:
     assert PREFILL.tensor_map(problem, config, "k", (2, 16, page_size, 128)) is None
 
 
+@pytest.mark.parametrize("block_m", [32, 80])
 @pytest.mark.parametrize(("tokens", "block_k", "cluster"), [(1, 64, 1), (5, 64, 2), (300, 128, 2), (40, 192, 1)])
-def test_tokens(tokens: int, block_k: int, cluster: int) -> None:
+def test_tokens(tokens: int, block_k: int, cluster: int, block_m: int) -> None:
     problem = GEMM.problem_type(n=256, k=384, num_tokens=tokens)
-    config = GEMM.config_type(32, 128, block_k, 16, warpgroups=True, cluster=cluster)
+    config = GEMM.config_type(block_m, 128, block_k, 16, warpgroups=True, cluster=cluster)
     x = torch.arange(tokens * 384).to(torch.int16).view(tokens, 384)
     seen = GEMM.tensor_map(problem, config, "x", tuple(x.shape))
     assert seen is not None
     brought = box_of(x, seen, (0, 0, 3, 0))[0]
     blocks, rows, _ = brought.shape
-    assert blocks * rows * cluster == 32 * block_k // 64, "each block of a cluster brings its part of a stage"
+    assert blocks * rows * cluster == block_m * block_k // 64, "each block of a cluster brings its part of a stage"
     for i, block in enumerate(brought):
         assert torch.equal(block[:tokens], x[:rows, 64 * (3 + i) : 64 * (4 + i)])
         assert not block[tokens:].any()

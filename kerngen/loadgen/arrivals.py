@@ -16,7 +16,8 @@ from kerngen.loadgen.figures import figures
 from kerngen.loadgen.http import Server
 from kerngen.loadgen.metrics import drafting, read_metrics
 
-WARM_CHUNKS = 48  # after which the last of the warm-up's answers is left
+WARM_CHUNKS = 48  # from when all of the warm-up's answers have begun until the last is left
+MOST_WARM_CHUNKS = 512  # after which none waits for the others: a server may not take as many at once
 Say = Callable[[int, int, str], None]
 
 
@@ -75,22 +76,37 @@ async def runs(
 async def _probe(server: Server, model: str, plan: Plan) -> None:
     """One request, alone: a server that answers none is no server to time."""
     (asked,) = await prepared(server, model, plan.shape, [0])
-    outcome = await follow(server, asked, plan.timeout_s, leave_after=2)
+    outcome = await follow(server, asked, plan.timeout_s, leaves=lambda chunks: chunks >= 2)
     if outcome.error:
         raise UsageError(f"the first request was not answered: {outcome.error}",
                          hint="--vocab, --prompt-tokens and --answer-tokens say what is asked")  # fmt: skip
 
 
 async def _warm(server: Server, model: str, plan: Plan, say: Say) -> None:
-    """Requests that are left one after the other, so that batches of all sizes were run before any is timed."""
+    """Requests that leave one after the other, once all are answered, so that batches of all sizes were run before any
+    is timed.
+    """
     if not plan.warmup:
         return
     say(0, plan.warmup, "warm-up")
     asked = await prepared(server, model, plan.shape, range(1, plan.warmup + 1))
     step = WARM_CHUNKS / plan.warmup
-    await asyncio.gather(*(
-        follow(server, one, plan.timeout_s, leave_after=1 + math.ceil(i * step)) for i, one in enumerate(asked)
-    ))  # fmt: skip
+    waiting = set(range(plan.warmup))  # for their first token
+
+    async def one(i: int, request: Asked) -> None:
+        had = None  # chunks, when all were answered
+
+        def leaves(chunks: int) -> bool:
+            nonlocal had
+            waiting.discard(i)
+            if had is None and (not waiting or chunks >= MOST_WARM_CHUNKS):
+                had = chunks
+            return had is not None and chunks > had + i * step
+
+        await follow(server, request, plan.timeout_s, leaves)
+        waiting.discard(i)
+
+    await asyncio.gather(*(one(i, request) for i, request in enumerate(asked)))
 
 
 async def _run(

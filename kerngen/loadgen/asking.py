@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from kerngen.loadgen.http import Server, ServerGone
 
 FIRST_ID = 1000  # of random tokens: below lie control tokens
 WAYS = ("ids", "text", "chat")  # how prompts are sent
+Leaves = Callable[[int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,12 @@ class Outcome:
         return (self.whole_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
 
 
-async def follow(server: Server, asked: Asked, timeout_s: float, leave_after: int | None = None) -> Outcome:
-    """Ask, and watch the answer come. leave_after: chunks, after which nobody wants the rest: that is no error."""
+async def follow(server: Server, asked: Asked, timeout_s: float, leaves: Leaves | None = None) -> Outcome:
+    """Ask, and watch the answer come. leaves: whether nobody wants the rest after so many chunks: that is no error."""
     outcome = Outcome(time.perf_counter(), num_prompt_tokens=asked.num_prompt_tokens)
     try:
         async with asyncio.timeout(timeout_s):
-            await _follow(server, asked, outcome, leave_after)
+            await _follow(server, asked, outcome, leaves)
     except TimeoutError:
         outcome.error = f"not done within {timeout_s:g} s"
     except ServerGone as e:
@@ -119,7 +120,7 @@ async def follow(server: Server, asked: Asked, timeout_s: float, leave_after: in
     return outcome
 
 
-async def _follow(server: Server, asked: Asked, outcome: Outcome, leave_after: int | None) -> None:
+async def _follow(server: Server, asked: Asked, outcome: Outcome, leaves: Leaves | None) -> None:
     answer = await server.open("POST", asked.path, asked.body)
     try:
         if answer.status != 200:
@@ -136,7 +137,7 @@ async def _follow(server: Server, asked: Asked, outcome: Outcome, leave_after: i
             elif choices := said.get("choices"):
                 outcome.at.append(time.perf_counter())
                 outcome.text += choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or ""
-                if leave_after is not None and len(outcome.at) >= leave_after:
+                if leaves is not None and leaves(len(outcome.at)):
                     return
             if usage := said.get("usage"):
                 outcome.num_prompt_tokens = usage["prompt_tokens"]

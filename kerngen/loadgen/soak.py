@@ -198,7 +198,8 @@ class _Run:
 
     async def _leave(self) -> None:
         after = self._draw.randint(1, max(self._settings.shape.answer_tokens // 2, 1))
-        outcome = await follow(self._server, await self._next(), self._settings.timeout_s, leave_after=after)
+        asked = await self._next()
+        outcome = await follow(self._server, asked, self._settings.timeout_s, lambda chunks: chunks >= after)
         if outcome.error:
             self.found.fault(f"left: {outcome.error}")
 

@@ -13,8 +13,9 @@ from command import Kerngen
 from stub_server import FAULTS, Stub, stubbed
 
 from kerngen.errors import UsageError
-from kerngen.loadgen.arrivals import delays
-from kerngen.loadgen.asking import Outcome, Shape
+from kerngen.loadgen import arrivals
+from kerngen.loadgen.arrivals import Plan, delays
+from kerngen.loadgen.asking import Leaves, Outcome, Shape
 from kerngen.loadgen.figures import figures, table
 from kerngen.loadgen.http import Server, ServerGone, _Chunks
 from kerngen.loadgen.metrics import drafting
@@ -112,6 +113,29 @@ def test_a_server_is_put_under_load(kerngen: Kerngen) -> None:
         code, out, _ = kerngen("bench", "serve", stub.url, *SHORT, "--rate", "200,inf", "--requests", "5")
         assert code == 0
         assert [line.split()[0] for line in out.splitlines()[2:]] == ["200", "inf"]
+
+
+def test_nobody_leaves_the_warm_up_before_all_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that answers one more at each step: all are there at once, then ever fewer."""
+    plan = Plan(Shape(4, 64), 12, 24, 1.0, 12, 5.0, "m")
+    at_work: list[int] = []
+    going: set[int] = set()
+
+    async def follow(server: object, asked: object, timeout_s: float, leaves: Leaves) -> None:
+        mine = len(going)
+        going.add(mine)
+        await asyncio.sleep(0.002 * mine)
+        chunks = 0
+        while not leaves(chunks := chunks + 1):
+            at_work.append(len(going))
+            await asyncio.sleep(0.002)
+        going.discard(mine)
+
+    monkeypatch.setattr(arrivals, "follow", follow)
+    asyncio.run(arrivals._warm(Server("127.0.0.1", 1), "m", plan, lambda *_: None))
+    assert not going
+    assert at_work.index(11) > 12, "the first has more than a chunk of the last"
+    assert set(at_work) == set(range(1, 13)), "batches of all sizes"
 
 
 def test_failures_under_load(kerngen: Kerngen) -> None:

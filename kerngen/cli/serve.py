@@ -86,12 +86,15 @@ def serve(
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
                         reproducible=reproducible)  # fmt: skip
-    with _weights(settings, model, generated) as settings, Reporter("loading weights, MB") as bar:
-        code = run(
-            settings,
-            on_load=lambda done, total: bar.update(done // 10**6, total // 10**6, ""),
-            say=_say,
-        )
+    with _weights(settings, model, generated) as settings, Reporter("starting") as bar:
+
+        def told(done: int, total: int, kernel: str) -> None:
+            if kernel:
+                bar.update(done, total, f"kernels, building {kernel}")
+            else:
+                bar.update(done // 10**6, total // 10**6, "MB of weights")
+
+        code = run(settings, on_load=told, say=_say)
     click.get_current_context().exit(code)
 
 

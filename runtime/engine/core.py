@@ -14,14 +14,16 @@ from kerngen.errors import KerngenError, NumericsError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.changes import held_ids
-from kerngen.runtime.engine.draft_length import Choice, DraftLength
+from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLength
 from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.engine.pages import PagePool
-from kerngen.runtime.engine.prefill_budget import MAX_STALL, PrefillBudget
+from kerngen.runtime.engine.prefill_budget import MOST_STALL, PrefillBudget
+from kerngen.runtime.engine.rehearsal import rehearse
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import Runner, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
+from kerngen.runtime.executors import Say
 from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
@@ -77,7 +79,7 @@ class Engine:
         max_batch: int = 1,
         num_draft_tokens: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
-        max_stall: float | None = MAX_STALL,
+        max_stall: float | None = MOST_STALL,
         page_size: int = PAGE_SIZE,
         num_pages: Mapping[str, int] | None = None,
         prefix_caching: bool = True,
@@ -119,6 +121,18 @@ class Engine:
         )  # fmt: skip
         self._pending: deque[_Pending] = deque()
         self._num_steps = self._newest = self._num_requests = 0
+
+    def make_ready(self, say: Say = lambda *_: None) -> None:
+        """Have built and captured what steps may need, before the first request: none waits for a compiler then. Of
+        graphs those of greedy steps of the longest sequences; others are captured when they are first needed, which
+        takes as long as a few steps. say: done, of all, what.
+        """
+        fixed, most = self._fixed, self._lengths.longest
+        lengths = range(most + 1) if fixed is None else sorted({0, fixed})
+        self.model.ops.build_ahead(lambda: rehearse(self.runner, lengths, self.prefill_chunk), say)
+        for batch in self.runner.batches:
+            for num_drafts in (0, min(FIRST_LENGTH, most)) if fixed is None else (fixed,):
+                self.runner.capture(batch, num_drafts)
 
     # -- many requests
 

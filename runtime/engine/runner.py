@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,12 @@ class Runner:
         """What a step changes of its rows, the cache aside."""
         return [self.ints, self.hidden, *self.changes.written]
 
+    @property
+    def batches(self) -> list[int]:
+        """That decode steps come in."""
+        most = len(self.hidden)
+        return [*(b for b in self.buckets if b < most), most] if self.buckets else list(range(1, most + 1))
+
     def bucket(self, batch: int) -> int:
         return min(next((b for b in self.buckets if b >= batch), batch), len(self.hidden))
 
@@ -175,24 +182,13 @@ class Runner:
         Returns what waits for their first tokens, or None where no chunk is a last one.
         """
         began = self._now()
-        self.model.ops.row_invariant = False  # where it counts, a chunk is a forward by itself: its rows are the same
         starts, sizes = [c.start for c in chunks], [len(c.tokens) for c in chunks]
-        tokens = [
-            [t for c in chunks for t in c.tokens],
-            [p for start, n in zip(starts, sizes, strict=True) for p in range(start, start + n)],
-            [i for i, n in enumerate(sizes) for _ in range(n)],
-        ]
-        ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        kv_lens = [start + n for start, n in zip(starts, sizes, strict=True)]
         handles = [c.handle for c in chunks]
-        cache = self.cache.with_tables(self._tables(handles, max(len(h.pages["full"]) for h in handles)))
-        batch = Batch.ragged(
-            self._sent(torch.tensor(tokens, dtype=torch.int64), torch.int64),
-            self._sent([*ends, *kv_lens], torch.int32),
-            cache, max_seqlen=max(sizes), max_kv_len=max(kv_lens),
-        )  # fmt: skip
+        tables = self._tables(handles, max(len(h.pages["full"]) for h in handles))
+        batch, cache = self.chunks([t for c in chunks for t in c.tokens], starts, sizes, tables)
         done = [i for i, c in enumerate(chunks) if c.is_last]
         if any(h.request.prompt_logprobs is not None for h in handles):
+            ends = [0, *accumulate(sizes)]
             states = self.model.forward(batch, cache)
             self._know_prompts(chunks, ends, states)
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
@@ -207,7 +203,32 @@ class Runner:
         self._join(num_running, joining)
         self.changes.guide(num_running, joining)
         rows = slice(num_running, num_running + len(done))
-        return self._result(self._emit(hidden, self.ints[LENGTH, rows], None, rows, Way.of(joining)), 1, began=None)
+        return self._result(self.first_tokens(hidden, rows, Way.of(joining)), 1, began=None)
+
+    def first_tokens(self, hidden: Tensor, rows: slice, way: Way) -> Tensor:
+        """Of sequences whose last tokens gave hidden [n, H], the rows of the batch: what the host will read."""
+        return self._emit(hidden, self.ints[LENGTH, rows], None, rows, way)
+
+    def chunks(
+        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor
+    ) -> tuple[Batch, KVCache]:
+        """A forward of chunks of several sequences, and the cache under their `tables` [2, chunks, max_pages]. ids: of
+        all chunks, one after another; starts, sizes: of each, in its sequence.
+        """
+        self.model.ops.row_invariant = False  # where it counts, a chunk is a forward by itself: its rows are the same
+        tokens = [
+            ids,
+            [p for start, n in zip(starts, sizes, strict=True) for p in range(start, start + n)],
+            [i for i, n in enumerate(sizes) for _ in range(n)],
+        ]
+        kv_lens = [start + n for start, n in zip(starts, sizes, strict=True)]
+        cache = self.cache.with_tables(tables)
+        batch = Batch.ragged(
+            self._sent(torch.tensor(tokens, dtype=torch.int64), torch.int64),
+            self._sent([0, *accumulate(sizes), *kv_lens], torch.int32),
+            cache, max_seqlen=max(sizes), max_kv_len=max(kv_lens),
+        )  # fmt: skip
+        return batch, cache
 
     def timed_prefills(self) -> Iterator[tuple[int, float]]:
         """(tokens, seconds) of the forwards that have ended, each once; waits for none."""
@@ -233,14 +254,23 @@ class Runner:
 
     # -- decode
 
+    def captures(self, batch: int, num_drafts: int) -> bool:
+        """Whether such a step is a CUDA graph."""
+        tokens = batch * (num_drafts + 1)
+        return self.model.ops.supports_graphs and (self._most_captured is None or tokens <= self._most_captured)
+
+    def capture(self, batch: int, num_drafts: int) -> None:
+        """Have the greedy step of the longest sequences captured. No row may stand for anybody."""
+        if self.captures(batch, num_drafts):
+            self._graph(batch, num_drafts, Way(), self.max_kv_len)
+
     def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:
         """Start a step of rows 0 to len(handles) - 1. longest: tokens that any of them may ever hold."""
         batch = self.bucket(len(handles))
         way = Way.of(handles)
         self.changes.guide(0, handles)
         began: _Moment | None
-        tokens = batch * (num_drafts + 1)
-        if self.model.ops.supports_graphs and (self._most_captured is None or tokens <= self._most_captured):
+        if self.captures(batch, num_drafts):
             known = len(self._graphs)
             graph, result = self._graph(batch, num_drafts, way, longest + num_drafts + 1)
             began = self._now() if len(self._graphs) == known else None  # a graph's first replay takes longer
@@ -299,12 +329,21 @@ class Runner:
             tokens = likeliest(logits)
         return tokens, logprob_words(raw, tokens) if way.logprobs else None
 
+    def _kv_len(self, longest: int) -> int:
+        return min(self.max_kv_len, 1 << (max(longest, self.least_kv_len) - 1).bit_length())
+
+    @property
+    def kv_lens(self) -> list[int]:
+        """That steps are captured for."""
+        exponents = range(self.max_kv_len.bit_length() + 1)
+        return sorted({self._kv_len(1 << e) for e in exponents}) if self.buckets else [self.max_kv_len]
+
     def _graph(self, batch: int, num_drafts: int, way: Way, longest: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The step as a CUDA graph and the tensor that it leaves its result in, captured when first asked for.
 
         What the warm-up writes to the cache lies at and after the current lengths, where the next step writes again.
         """
-        max_kv_len = min(self.max_kv_len, 1 << (max(longest, self.least_kv_len) - 1).bit_length())
+        max_kv_len = self._kv_len(longest)
         key = batch, num_drafts, way, max_kv_len
         if key in self._graphs:
             return self._graphs[key]

@@ -1,13 +1,14 @@
-"""What becomes of a `Call`: three answers behind one interface.
+"""What becomes of a `Call`: four answers behind one interface.
 
-`Launch` runs it on the GPU. `Record` writes down what was asked, on tensors without storage: a model's workload is
-the record of its forward. `Reference` answers it on the CPU with the folder's fp32 reference, so that everything
-above runs and is tested where there is no GPU.
+`Launch` runs it on the GPU. `Record` writes down what was asked, on tensors without storage: a model's workload is the
+record of its forward. `Listen` writes down what an engine that is at hand would ask. `Reference` answers it on the CPU
+with the folder's fp32 reference, so that everything above runs and is tested where there is no GPU.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from kerngen.arch import Target
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
+Say = Callable[[int, int, str], None]  # done, of all, what
 
 
 class Executor(Protocol):
@@ -36,3 +38,6 @@ class Executor(Protocol):
 
     def sources(self) -> dict[str, int]:
         """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""
+
+    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
+        """Have what serves these (kernel, problem) compiled before it is asked for, where anything is compiled."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
 from kerngen.arch import Target
+from kerngen.cores import usable_cores
+from kerngen.runtime.executors import Say
 from kerngen.runtime.launcher import Launcher, shares_sms
+from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
@@ -49,3 +53,6 @@ class Launch:
 
     def sources(self) -> dict[str, int]:
         return dict(Counter(function.source for _, _, function in self.launcher.functions).most_common())
+
+    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
+        self.launcher.build(((find_kernel(name), problem) for name, problem in asked), usable_cores(), say)

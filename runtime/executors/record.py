@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
 from kerngen.arch import Target
+from kerngen.runtime.executors import Say
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
@@ -71,3 +72,6 @@ class Record:
 
     def sources(self) -> dict[str, int]:
         return {}
+
+    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
+        """Nothing is compiled."""

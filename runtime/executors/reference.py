@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 
 from kerngen.arch import Target
+from kerngen.runtime.executors import Say
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.kernel import spread
@@ -41,3 +43,6 @@ class Reference:
 
     def sources(self) -> dict[str, int]:
         return {}
+
+    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
+        """Nothing is compiled."""

@@ -16,7 +16,7 @@ graph's pool then owns them).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from kerngen.runtime.executors import Say
     from kerngen.runtime.weights.layout import LayerWeights
 
 
@@ -199,6 +200,11 @@ class Ops(Protocol):
 
     def outside(self) -> dict[str, str]:
         """What was computed so far that no kernel of ours serves, each with the reason (see ops/outside.py)."""
+
+    def build_ahead(self, rehearse: Callable[[], None], say: Say) -> None:
+        """Compile what `rehearse`, which runs the model, asks for and is not compiled yet. Nothing is computed
+        meanwhile: its results mean nothing. say: done, of all, what.
+        """
 
     def prepare(self, weights: Linear) -> Linear:
         """Called once per matrix at load, after q,k,v and gate,up were fused: repack, or return it unchanged.

@@ -6,12 +6,13 @@ RoPE's cos and sin are cast to the activations' dtype); attention computes in fp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kerngen.runtime.executors import Say
 from kerngen.runtime.ops import (
     DenseExperts,
     DenseLinear,
@@ -55,6 +56,9 @@ class TorchOps:
 
     def outside(self) -> dict[str, str]:
         return {"everything": "the torch backend is eager torch, on any machine"}
+
+    def build_ahead(self, rehearse: Callable[[], None], say: Say) -> None:
+        """Nothing is compiled."""
 
     def prepare(self, weights: Linear) -> Linear:
         """Unpacks W4A16 to a dense matrix: the reference needs the right values, not few bytes."""

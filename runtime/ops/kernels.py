@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import ProblemError
-from kerngen.runtime.executors import Executor
+from kerngen.runtime.executors import Executor, Say
+from kerngen.runtime.executors.listen import Listen
 from kerngen.runtime.ops import (
     DenseExperts,
     DenseLinear,
@@ -106,6 +107,15 @@ class KernelOps:
 
     def _at(self, what: str) -> str:
         return f"{what} ({self.place})" if self.place else what
+
+    def build_ahead(self, rehearse: Callable[[], None], say: Say) -> None:
+        executor = self.executor
+        self.executor = listening = Listen(executor)
+        try:
+            rehearse()
+        finally:
+            self.executor = executor
+        executor.build(listening.asked, say)
 
     def prepare(self, weights: Linear) -> Linear:
         """Packed weights in the kernel's order. Raises ProblemError for shapes that w4a16_gemm does not take."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,6 +20,7 @@ from kerngen.runtime.serve.worker import Cancel, Failed, Guiding, Loading, Made,
 if TYPE_CHECKING:
     from kerngen.runtime.engine import Load
 
+OnLoad = Callable[[int, int, str], None]
 STOP_S = 10.0  # within which an engine that is told to stop is gone; then it is killed
 
 
@@ -29,10 +31,11 @@ class EngineFailed(KerngenError):
 class EngineClient:
     """The engine's process and the requests that it works on. `start`, then from one event loop alone.
 
-    on_load: is told, while the weights load, how many bytes of how many are there.
+    on_load: is told, while the weights load, how many bytes of how many are there, and "", and while kernels are built,
+    how many of how many, and which.
     """
 
-    def __init__(self, options: Options, on_load: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, options: Options, on_load: OnLoad | None = None) -> None:
         self._options, self._on_load = options, on_load
         self._numbers = count()
         self._streams: dict[int, asyncio.Queue[Made]] = {}
@@ -47,8 +50,9 @@ class EngineClient:
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._outbox: SimpleQueue[Submit | Cancel | None] = SimpleQueue()
-        self._process = context.Process(target=serve, args=(theirs, self._options), name="kerngen-engine", daemon=True)
-        self._process.start()
+        self._process = context.Process(target=serve, args=(theirs, self._options), name="kerngen-engine")
+        self._process.start()  # no daemon: those may have no processes of their own, and compilers are some
+        atexit.register(self._process.kill)  # before what waits for it
         theirs.close()  # so that its end is seen here
         for work in (self._read, self._write):  # a pipe may be full while the engine is at a step
             threading.Thread(target=work, name="kerngen-engine", daemon=True).start()
@@ -114,6 +118,7 @@ class EngineClient:
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join, STOP_S)
+        atexit.unregister(self._process.kill)
         self._fail(Failed("the engine has stopped"))
 
     # -- in threads of their own
@@ -148,7 +153,7 @@ class EngineClient:
             self._fail(told)
         elif isinstance(told, Loading):
             if self._on_load is not None:
-                self._on_load(told.done, told.total)
+                self._on_load(told.done, told.total, told.kernel)
         elif isinstance(told, Ready):
             self._ready.set_result(told)
         else:

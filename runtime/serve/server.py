@@ -21,7 +21,7 @@ from kerngen.runtime.config import read_model_config, read_sampling
 from kerngen.runtime.conversation import DEFAULT_CONTEXT
 from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.serve.app import make_app
-from kerngen.runtime.serve.client import EngineClient
+from kerngen.runtime.serve.client import EngineClient, OnLoad
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.tracing import open_tracing
 from kerngen.runtime.serve.worker import Options, Ready, keep_out_of_collections
@@ -56,14 +56,14 @@ class Settings:
 def run(
     settings: Settings,
     *,
-    on_load: Callable[[int, int], None] | None = None,
+    on_load: OnLoad | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Serve until a signal says so. Returns the exit code: 1 where the engine died. Raises UsageError, EngineFailed."""
     return asyncio.run(_run(settings, on_load, say))
 
 
-async def _run(settings: Settings, on_load: Callable[[int, int], None] | None, say: Callable[[str], None]) -> int:
+async def _run(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> int:
     tracing = open_tracing(settings.traces)
     listening = _listen(settings.host, settings.port)  # a port that is taken is known before the weights are there
     try:
@@ -93,7 +93,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-async def _open(settings: Settings, on_load: Callable[[int, int], None] | None, say: Callable[[str], None]) -> Service:
+async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> Service:
     folder = find_checkpoint(settings.load["folder"])
     config = read_model_config(folder)
     codec = TextCodec(folder, config.bos_id)
@@ -129,8 +129,8 @@ def _name(model: str) -> str:
 
 def _summary(ready: Ready) -> str:
     drafting = f", drafts by {Path(ready.drafter).name}" if ready.drafter else ""
-    return (f"{ready.where}{drafting}; loaded in {ready.load_s:.1f} s; {ready.max_batch} sequences of up to "
-            f"{ready.max_len:,} tokens")  # fmt: skip
+    return (f"{ready.where}{drafting}; loaded in {ready.load_s:.1f} s, kernels ready in {ready.ready_s:.1f} s; "
+            f"{ready.max_batch} sequences of up to {ready.max_len:,} tokens")  # fmt: skip
 
 
 async def _serve(service: Service, settings: Settings, listening: socket.socket, say: Callable[[str], None]) -> int:

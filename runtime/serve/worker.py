@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 import traceback
 import warnings
 from array import array
@@ -81,21 +82,25 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Bytes of the weights that are there, of all."""
+    """Bytes of the weights that are there, of all; or, with `kernel`, how many are built, and which one is next."""
 
     done: int
     total: int
+    kernel: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """max_len, max_batch: what fitted. where: backend, device and dtype, in words. warnings: the checkpoint's."""
+    """max_len, max_batch: what fitted. where: backend, device and dtype, in words. load_s, ready_s: seconds that
+    weights took, and then kernels and graphs. warnings: the checkpoint's.
+    """
 
     max_len: int
     max_batch: int
     num_pages: Mapping[str, int]
     where: str
     load_s: float
+    ready_s: float
     drafter: str | None
     warnings: tuple[str, ...] = ()
 
@@ -157,6 +162,8 @@ def serve(connection: Connection, options: Options) -> None:
 
 
 def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
+    import torch
+
     from kerngen.runtime.backend import explaining_memory
     from kerngen.runtime.session import load
 
@@ -174,12 +181,16 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
     session.max_len = min(options.max_len, session.config.max_positions)
     with explaining_memory(session.ops.device):
         engine = session.reserve(session.max_len, options.max_batch)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            engine.make_ready(lambda *told: connection.send(Loading(*told)))
+        ready_s = time.perf_counter() - began
     keep_out_of_collections()
     ops = session.ops
     connection.send(Ready(
         engine.max_len, engine.max_batch, engine.load.num_pages,
         f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}", session.load_s,
-        None if session.drafter_folder is None else os.fspath(session.drafter_folder),
+        ready_s, None if session.drafter_folder is None else os.fspath(session.drafter_folder),
         tuple(str(w.message) for w in caught),
     ))  # fmt: skip
     return session, engine

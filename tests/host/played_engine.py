@@ -82,7 +82,7 @@ def played_service(
     codec = TextCodec(TINY, config.bos_id)
     stop_ids = stop_ids_of(TINY, config, codec)
     engine = PlayedEngine(script or (lambda prompt: [*words(codec, "Hello there"), [stop_ids[0]]]), stop_ids)
-    ready = Ready(MAX_LEN, 8, {"full": 8, "sliding": 8}, "played", 0.0, None)
+    ready = Ready(MAX_LEN, 8, {"full": 8, "sliding": 8}, "played", 0.0, 0.0, None)
     service = Service(
         client=engine, ready=ready, codec=codec, config=config, names=("tiny", "also"), suggested={}, stop_ids=stop_ids,
         created=1, limits=changes.pop("limits", Limits()), **changes,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kerngen.runtime.engine import Request
-from kerngen.runtime.engine.prefill_budget import LEAST, MAX_STALL, PrefillBudget
+from kerngen.runtime.engine.prefill_budget import LEAST, LONGEST, MOST_STALL, PrefillBudget
 
 STEP_S = 0.02
 
@@ -20,25 +20,46 @@ def _seconds(tokens: int) -> float:
 
 
 @pytest.mark.parametrize("step_s", [0.005, 0.02, 0.03, 0.1])
-def test_a_chunk_takes_as_long_as_it_may(step_s: float) -> None:
+@pytest.mark.parametrize(("every", "most"), [(1, MOST_STALL), (10, LONGEST - 1)])
+def test_a_chunk_takes_as_long_as_it_may(step_s: float, every: int, most: float) -> None:
+    """Longer where all gaps have one: none is then longer than the others."""
     budget = PrefillBudget(2048)
-    for _ in range(30):
+    for step in range(300):
         budget.decoded(step_s)
-        tokens = budget.tokens(1, 1)
-        budget.prefilled(tokens, _seconds(tokens))
-        budget.prefilled(17, _seconds(17))  # a prompt's end
-    assert tokens in (LEAST, 2048) or 0.5 * MAX_STALL * step_s < _seconds(tokens) <= MAX_STALL * step_s
-    assert (tokens == LEAST) == (step_s < 0.02)
+        if step % every == 0:
+            tokens = budget.tokens(1, 1)
+            budget.prefilled(tokens, _seconds(tokens))
+    assert tokens in (LEAST, 2048) or 0.5 * most * step_s < _seconds(tokens) <= most * step_s
+    assert (tokens == LEAST) == (step_s == 0.005)
+    budget.prefilled(17, _seconds(17))  # a prompt's end
+    assert budget.tokens(1, 1) == tokens
     budget.prefilled(tokens, 5.0)  # a kernel was compiled
     assert budget.tokens(1, 1) >= max(tokens // 4, LEAST)
     assert budget.tokens(1, 0) == 2048
 
 
+def test_chunks_are_short_again_once_few_steps_have_one() -> None:
+    budget = PrefillBudget(2048)
+
+    def steps(count: int, every: int) -> int:
+        for step in range(count):
+            budget.decoded(0.03)
+            if step % every == 0:
+                tokens = budget.tokens(1, 1)
+                budget.prefilled(tokens, _seconds(tokens))
+        return tokens
+
+    few, many = steps(400, 10), steps(2000, 1)
+    assert few < many
+    assert steps(2000, 10) == few
+
+
 def test_many_who_wait_outweigh_few_who_decode() -> None:
     budget = PrefillBudget(2048)
     few = budget.tokens(1, 1)
-    assert few < 2048
-    assert [budget.tokens(n, 8) for n in (1, 8, 12, 16, 80)] == [few, few, few * 3 // 2, 2 * few, 2048]
+    assert LEAST < few < 1024
+    assert [budget.tokens(n, 8) for n in (1, 8, 80)] == [few, few, 2048]
+    assert few < budget.tokens(12, 8) < budget.tokens(16, 8) < 2048
 
 
 def test_any_stall() -> None:
@@ -61,7 +82,7 @@ class _Clock:
         self.now += seconds
 
 
-@pytest.mark.parametrize("max_stall", [MAX_STALL, None])
+@pytest.mark.parametrize("max_stall", [MOST_STALL, None])
 def test_tokens_come_evenly_while_prompts_arrive(max_stall: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of a fixed pace, whose host is as far behind it as on a GPU."""
     clock, draw = _Clock(), random.Random(1)

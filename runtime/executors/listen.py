@@ -1,0 +1,49 @@
+"""Calls that are written down in place of being executed: what would be asked, on the tensors that it is asked with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from kerngen.runtime.executors import Executor, Say
+from kerngen.templates.call import Call
+
+R = TypeVar("R")
+
+
+class Listen:
+    """Stands for `of`, another executor. Results are what their memory holds, numbers that stand for tokens or places
+    zeros: torch reads at those.
+
+    asked: (kernel, problem), each once, in the order in which they came.
+    """
+
+    def __init__(self, of: Executor) -> None:
+        self.name, self.device, self.target, self.supports_graphs = of.name, of.device, of.target, of.supports_graphs
+        self.asked: dict[tuple[str, Any], None] = {}
+
+    def run(self, call: Call[R], where: str) -> R:
+        if call.problem is not None:
+            self.asked[call.kernel, call.problem] = None
+        _clear(call.result)
+        return call.result
+
+    def outside(self, name: str) -> None:
+        """torch computes it: nothing to write down."""
+
+    def sources(self) -> dict[str, int]:
+        return {}
+
+    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
+        """Nothing is compiled."""
+
+
+def _clear(result: Any) -> None:
+    if isinstance(result, Tensor):
+        if not result.is_floating_point():
+            result.zero_()
+    elif isinstance(result, (tuple, list)):
+        for part in result:
+            _clear(part)

@@ -124,15 +124,13 @@ class Engine:
 
     def make_ready(self, say: Say = lambda *_: None) -> None:
         """Have built and captured what steps may need, before the first request: none waits for a compiler then. Of
-        graphs those of greedy steps of the longest sequences; others are captured when they are first needed, which
-        takes as long as a few steps. say: done, of all, what.
+        graphs those of greedy steps of the longest sequences, and of short prefills; other steps are captured when they
+        are first needed, which takes as long as a few of them. say: done, of all, what.
         """
         fixed, most = self._fixed, self._lengths.longest
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
         self.model.ops.build_ahead(lambda: rehearse(self.runner, lengths, self.prefill_chunk), say)
-        for batch in self.runner.batches:
-            for num_drafts in (0, min(FIRST_LENGTH, most)) if fixed is None else (fixed,):
-                self.runner.capture(batch, num_drafts)
+        self.runner.capture(sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed])
 
     # -- many requests
 

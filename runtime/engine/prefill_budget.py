@@ -17,7 +17,7 @@ LONGEST = 2.7  # medians: a margin to three
 MOST_STALL = 2.5  # decode steps
 REMEMBERED = 1024  # steps
 LOOKED_AT_EVERY = 16  # steps
-LEAST = 128  # tokens: below, reading the weights is all that a chunk takes
+LEAST = 64  # tokens: below, reading the weights is all that a chunk takes
 MULTIPLE = 64  # tokens of a whole tile of an int4 product
 SMOOTHING = 0.2  # of a decode step's time, by the latest
 

@@ -16,6 +16,7 @@ from kerngen.runtime.cache import KINDS
 from kerngen.runtime.engine.changes import Way
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH
 from kerngen.runtime.engine.runner import Runner
+from kerngen.runtime.engine.short_prefills import OUTPUTS
 
 
 def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) -> None:
@@ -29,6 +30,9 @@ def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) -
             for max_kv_len in kv_lens if is_usual else kv_lens[-1:]:
                 runner.step(batch, num_drafts, Way(), max_kv_len)
             runner.step(batch, num_drafts, Way(sampled=True), kv_lens[-1])
+    for size in runner.short_prefills.sizes:
+        for outputs in OUTPUTS:
+            runner.short_prefills.forward(size, outputs)
     hidden = runner.hidden
     for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):
         tables = torch.zeros(len(KINDS), count, -(-keys // page_size), dtype=torch.int32, device=hidden.device)

@@ -97,7 +97,7 @@ class Generation:
 class Load:
     """Who is where in an engine between two steps, and what it has left.
 
-    num_preemptions, num_graphs: since the engine was made; graphs are decode steps that were captured. free_pages,
+    num_preemptions, num_graphs: since the engine was made; steps and prefills are captured as graphs. free_pages,
     num_pages: of each kind of cache, page 0 excluded; pages that only later requests may find are free.
     """
 

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +22,10 @@ from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.changes import Changes, Values, Way
+from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.request import Handle
 from kerngen.runtime.engine.scheduler import Chunk, NewPage
+from kerngen.runtime.engine.short_prefills import ShortPrefills
 from kerngen.runtime.logprobs import logprob_words, read_logprobs
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseExperts
@@ -97,13 +98,14 @@ class Runner:
         experts = any(w.moe is not None and isinstance(w.moe.gate_up, DenseExperts) for w in model.weights.layers)
         self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
         self.changes = Changes(max_batch, config.vocab_size, config.eos_ids, device, self._sent)
-        self._graphs: dict[tuple[int, int, Way, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._memory: Any = None  # the pool that all graphs share
+        self._steps: dict[tuple[int, int, Way, int], Captured] = {}
+        self._graphs = Graphs()
+        self.short_prefills = ShortPrefills(model, cache, self._graphs, max_kv_len)
         self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
 
     @property
     def num_graphs(self) -> int:
-        return len(self._graphs)
+        return self._graphs.count
 
     @property
     def written(self) -> list[Tensor]:
@@ -155,17 +157,18 @@ class Runner:
         ints = [(0, h.goal - 1, h.limit, s.top_k, s.key) for h, s in zip(handles, sampling, strict=True)]
         self.ints[:, rows] = self._sent(ints, torch.int64).T
         self.floats[:, rows] = self._sent([s.floats for s in sampling], torch.float32).T
-        self.cache.tables[:, rows] = self._tables(handles, self.cache.tables.shape[2])
+        self.cache.tables[:, rows] = self._sent(self._tables(handles, self.cache.tables.shape[2]), torch.int32)
         self.changes.join(first, handles)
 
-    def _tables(self, handles: Sequence[Handle], width: int) -> Tensor:
-        """[2, len(handles), width] int32."""
+    @staticmethod
+    def _tables(handles: Sequence[Handle], width: int) -> Tensor:
+        """[2, len(handles), width] int32, on the host."""
         tables = torch.zeros(len(KINDS), len(handles), width, dtype=torch.int32)
         for i, kind in enumerate(KINDS):
             for j, handle in enumerate(handles):
                 pages = handle.pages[kind]
                 tables[i, j, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        return self._sent(tables, torch.int32)
+        return tables
 
     def _sent(self, values: Values, dtype: torch.dtype) -> Tensor:
         """`values` on the device, without waiting for it: torch reuses pinned memory once its copies have ended."""
@@ -185,15 +188,20 @@ class Runner:
         starts, sizes = [c.start for c in chunks], [len(c.tokens) for c in chunks]
         handles = [c.handle for c in chunks]
         tables = self._tables(handles, max(len(h.pages["full"]) for h in handles))
-        batch, cache = self.chunks([t for c in chunks for t in c.tokens], starts, sizes, tables)
+        ids = [t for c in chunks for t in c.tokens]
         done = [i for i, c in enumerate(chunks) if c.is_last]
+        outputs = "last" if done else "none"
         if any(h.request.prompt_logprobs is not None for h in handles):
+            batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
             ends = [0, *accumulate(sizes)]
             states = self.model.forward(batch, cache)
             self._know_prompts(chunks, ends, states)
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
+        elif (short := self.short_prefills.run(ids, starts, sizes, tables, outputs)) is not None:
+            hidden = short
         else:
-            hidden = self.model.forward(batch, cache, outputs="last" if done else "none")
+            batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
+            hidden = self.model.forward(batch, cache, outputs=outputs)
         self._prefills.append((sum(sizes), began, self._now()))
         if not done:
             return None
@@ -254,15 +262,19 @@ class Runner:
 
     # -- decode
 
-    def captures(self, batch: int, num_drafts: int) -> bool:
-        """Whether such a step is a CUDA graph."""
-        tokens = batch * (num_drafts + 1)
+    def captures(self, tokens: int) -> bool:
+        """Whether forwards of so many are CUDA graphs."""
         return self.model.ops.supports_graphs and (self._most_captured is None or tokens <= self._most_captured)
 
-    def capture(self, batch: int, num_drafts: int) -> None:
-        """Have the greedy step of the longest sequences captured. No row may stand for anybody."""
-        if self.captures(batch, num_drafts):
-            self._graph(batch, num_drafts, Way(), self.max_kv_len)
+    def capture(self, draft_lengths: Sequence[int]) -> None:
+        """Have greedy steps of the longest sequences captured, and short prefills. No row may stand for anybody."""
+        for batch in self.batches:
+            for num_drafts in draft_lengths:
+                if self.captures(batch * (num_drafts + 1)):
+                    self._graph(batch, num_drafts, Way(), self.max_kv_len)
+        for size in [] if self.reproducible else self.short_prefills.sizes:
+            if self.captures(size):
+                self.short_prefills.capture(size)
 
     def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:
         """Start a step of rows 0 to len(handles) - 1. longest: tokens that any of them may ever hold."""
@@ -270,10 +282,10 @@ class Runner:
         way = Way.of(handles)
         self.changes.guide(0, handles)
         began: _Moment | None
-        if self.captures(batch, num_drafts):
-            known = len(self._graphs)
+        if self.captures(batch * (num_drafts + 1)):
+            known = len(self._steps)
             graph, result = self._graph(batch, num_drafts, way, longest + num_drafts + 1)
-            began = self._now() if len(self._graphs) == known else None  # a graph's first replay takes longer
+            began = self._now() if len(self._steps) == known else None  # a graph's first replay takes longer
             graph.replay()
         else:
             began = self._now()
@@ -338,31 +350,16 @@ class Runner:
         exponents = range(self.max_kv_len.bit_length() + 1)
         return sorted({self._kv_len(1 << e) for e in exponents}) if self.buckets else [self.max_kv_len]
 
-    def _graph(self, batch: int, num_drafts: int, way: Way, longest: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _graph(self, batch: int, num_drafts: int, way: Way, longest: int) -> Captured:
         """The step as a CUDA graph and the tensor that it leaves its result in, captured when first asked for.
 
         What the warm-up writes to the cache lies at and after the current lengths, where the next step writes again.
         """
         max_kv_len = self._kv_len(longest)
         key = batch, num_drafts, way, max_kv_len
-        if key in self._graphs:
-            return self._graphs[key]
-        written = self.written
-        saved = [tensor.clone() for tensor in written]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.step(batch, num_drafts, way, max_kv_len)
-                for tensor, was in zip(written, saved, strict=True):
-                    tensor.copy_(was)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            result = self.step(batch, num_drafts, way, max_kv_len)
-        self._memory = graph.pool()
-        self._graphs[key] = graph, result
-        return graph, result
+        if key not in self._steps:
+            self._steps[key] = self._graphs.capture(lambda: self.step(*key), self.written)
+        return self._steps[key]
 
     # -- results
 

@@ -112,3 +112,36 @@ def test_a_prompt_in_chunks_of_odd_size_runs() -> None:
     prompt = list(range(5, 205))
     made = Engine(model, max_len=300, prefill_chunk=77).generate(prompt, max_new_tokens=8)
     assert len(made.tokens) == 8
+
+
+@pytest.mark.parametrize("sizes", [(64,), (50,), (1, 40, 23), (300, 7), (512,)], ids=str)
+def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tuple[int, ...]) -> None:
+    """What a graph gives of each chunk's last token, and leaves in the cache for the next one, twice in a row."""
+    from kerngen.runtime.engine import Engine
+
+    config = _config(quant=True)
+    model = _model("cuda", config)
+    engine = Engine(model, max_len=1100, max_batch=4, num_pages={"full": 128, "sliding": 128})
+    runner, pages = engine.runner, 17
+    draw = torch.Generator().manual_seed(sum(sizes))
+    with torch.inference_mode():
+        runner.capture([0])
+        tables = 1 + torch.arange(2 * len(sizes) * pages, dtype=torch.int32).view(2, len(sizes), pages)
+        made = []
+        for is_graph in (False, True):
+            starts, hidden = [0] * len(sizes), []
+            for _ in range(2):
+                ids = torch.randint(5, 205, (sum(sizes),), generator=draw.manual_seed(sum(starts))).tolist()
+                if is_graph:
+                    found = runner.short_prefills.run(ids, starts, sizes, tables, "last")
+                    assert found is not None
+                else:
+                    batch, cache = runner.chunks(ids, starts, sizes, tables.cuda())
+                    found = model.forward(batch, cache, outputs="last")
+                hidden.append(found.float().clone())
+                starts = [start + n for start, n in zip(starts, sizes, strict=True)]
+            made.append(torch.cat(hidden))
+        assert torch.isfinite(made[1]).all()
+        apart = (made[1] - made[0]).norm(dim=1) / made[0].norm(dim=1)
+        assert apart.max() < 0.05, apart
+        assert runner.short_prefills.run([5] * 4, [0] * 4, [1] * 4, tables, "last") is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ from torch import Tensor
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import Engine, Handle, Request
+from kerngen.runtime.engine import Engine, Handle, Request, short_prefills
+from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.request import Phase
 from kerngen.runtime.engine.scheduler import window_pages
+from kerngen.runtime.engine.short_prefills import OUTPUTS, ShortPrefills
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import KVPages, Linear
 from kerngen.runtime.ops.eager import TorchOps
@@ -504,11 +507,11 @@ class Graphless:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runner, self.num_captured, self.num_replayed = engine.runner, 0, 0
-        self.asked: tuple[Any, ...] = ()
-        self.most_tokens = 0  # of a captured step
-        self.step = engine.runner.step
+        self.asked = self.most_tokens = 0  # tokens of a step, and of one that is captured
         stream = SimpleNamespace(wait_stream=lambda other: None)
-        monkeypatch.setattr(engine.runner, "step", self.noted)
+        self.captured, self.step = Graphs.capture, engine.runner.step
+        monkeypatch.setattr(Graphs, "capture", lambda graphs, run, written: self.noted(graphs, run, written))
+        monkeypatch.setattr(engine.runner, "step", self.sized)
         monkeypatch.setattr(engine.runner.model.ops, "supports_graphs", True, raising=False)
         monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -516,27 +519,29 @@ class Graphless:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None, pool=lambda: "pool"))
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
 
-    def noted(self, *args: Any) -> Tensor:
-        self.asked = args
-        self.result = self.step(*args)
-        return self.result
+    def sized(self, batch: int, num_drafts: int, *args: Any) -> Tensor:
+        self.asked = batch * (num_drafts + 1)
+        return self.step(batch, num_drafts, *args)
+
+    def noted(self, graphs: Graphs, run: Callable[[], Tensor], written: Sequence[Tensor]) -> Captured:
+        graph, result = self.captured(graphs, run, written)
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            result.copy_(run())
+
+        graph.replay = replay  # type: ignore[method-assign]
+        return graph, result
 
     @contextmanager
     def capture(self, graph: Any, pool: Any) -> Iterator[None]:
         assert pool == ("pool" if self.num_captured else None)
-        saved = [(tensor, tensor.clone()) for tensor in self.runner.written]
+        saved, self.asked = [(tensor, tensor.clone()) for tensor in self.runner.written], 0
         yield
+        self.most_tokens = max(self.most_tokens, self.asked)
         for tensor, was in saved:
             tensor.copy_(was)
-        self.num_captured += 1
-        self.most_tokens = max(self.most_tokens, self.asked[0] * (self.asked[1] + 1))
-        asked, result = self.asked, self.result
-
-        def replay() -> None:
-            self.num_replayed += 1
-            result.copy_(self.step(*asked))
-
-        graph.replay = replay
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -558,6 +563,37 @@ def test_steps_that_are_captured_when_first_needed(
         assert 3 <= once <= 8 < graphs.num_replayed
         assert tokens_of(engine, requests) == expected
         assert graphs.num_captured <= once + 2, "what was captured once is replayed"
+
+
+@pytest.mark.parametrize("variant", ["dense", "moe", "shared_ple"])
+def test_short_prefills_that_were_captured(models: Models, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """Chunks of one prompt and of several, filled up to a graph's size: each gets the tokens that it has alone, and
+    nothing is captured once requests come.
+    """
+    model, drafter = models[variant]
+    expected = alone(model, REQUESTS)
+    monkeypatch.setattr(short_prefills, "SIZES", (4, 6, 16))
+    engine = engine_for(model, drafter, num_draft_tokens=2, prefill_chunk=12, buckets=(1, 2, 4, 8), lag=1,
+                        prefix_caching=False)  # fmt: skip
+    graphs, ran = Graphless(engine, monkeypatch), Counter[tuple[int, str]]()
+    plain = ShortPrefills.forward
+
+    def counted(short: ShortPrefills, size: int, outputs: str) -> Tensor:
+        ran[size, outputs] += 1
+        return plain(short, size, outputs)
+
+    monkeypatch.setattr(ShortPrefills, "forward", counted)
+    engine.make_ready()
+    sizes = [size for size in (4, 6, 16) if engine.runner.captures(size)]
+    assert {key for key, count in ran.items() if count >= 3} == {(size, o) for size in sizes for o in OUTPUTS}
+    ran.clear()
+    once = graphs.num_captured
+    assert tokens_of(engine, REQUESTS) == expected
+    assert_nothing_is_held(engine)
+    assert [tokens_of(engine, [request])[0] for request in REQUESTS] == expected
+    assert set(ran) == {(size, "last") for size in sizes} | ({(16, "none")} & {(size, "none") for size in sizes})
+    usual = [key for key in engine.runner._steps if key[3] < engine.runner.max_kv_len]
+    assert graphs.num_captured == once + len(usual), "steps of shorter contexts alone"
 
 
 class Fickle(TorchOps):

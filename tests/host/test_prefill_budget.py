@@ -67,7 +67,7 @@ def test_any_stall() -> None:
     budget.decoded(0.001)
     budget.prefilled(2048, 10.0)
     assert budget.tokens(1, 1) == 2048
-    assert PrefillBudget(96).tokens(1, 1) == 96
+    assert PrefillBudget(48).tokens(1, 1) == 48
 
 
 class _Clock:

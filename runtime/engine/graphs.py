@@ -1,0 +1,39 @@
+"""CUDA graphs that share one pool of memory, since no two of them run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+
+
+class Graphs:
+    """count: that were captured."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._memory: Any = None  # the pool
+
+    def capture(self, run: Callable[[], Tensor], written: Sequence[Tensor]) -> Captured:
+        """`run` as a graph, and the tensor that a replay leaves its result in. written: what `run` changes that must
+        stay as it was; it is run twice before, so that whatever is loaded or chosen at first use is there.
+        """
+        saved = [tensor.clone() for tensor in written]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+                for tensor, was in zip(written, saved, strict=True):
+                    tensor.copy_(was)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            result = run()
+        self._memory = graph.pool()
+        self.count += 1
+        return graph, result

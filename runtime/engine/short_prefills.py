@@ -1,0 +1,95 @@
+"""Prefills of few tokens as CUDA graphs.
+
+Beside sequences that decode a step prefills little, and to hand in a forward kernel by kernel takes the host longer
+than the device takes to run it: the gaps between tokens would be the host's. So forwards of a few sizes are captured,
+and a prefill runs as the next larger one. What it has less is a sequence that stands for nobody: token 0, written to
+page 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.batch import Batch
+from kerngen.runtime.cache import KINDS, KVCache
+from kerngen.runtime.engine.graphs import Captured, Graphs
+from kerngen.runtime.model import Gemma4
+
+SIZES = (64, 128, 192, 256, 384, 512)  # tokens: of more, the device takes longer than the host
+SEQUENCES = 4  # of a forward, the one that stands for nobody included
+OUTPUTS = ("none", "last")  # as Gemma4.forward has them
+
+
+class ShortPrefills:
+    """Those of one engine, each captured for contexts of any length."""
+
+    def __init__(self, model: Gemma4, cache: KVCache, graphs: Graphs, max_kv_len: int) -> None:
+        self._model, self._cache, self._graphs, self._max_kv_len = model, cache, graphs, max_kv_len
+        self._captured: dict[tuple[int, str], Captured] = {}
+        device = cache.tables.device
+        self._tables = torch.zeros(len(KINDS), SEQUENCES, cache.tables.shape[2], dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(2 * SEQUENCES + 1, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=device)
+
+    @property
+    def sizes(self) -> list[int]:
+        """That the cache's tables have room for."""
+        return [size for size in SIZES if size <= self._max_kv_len]
+
+    def forward(self, size: int, outputs: str) -> Tensor:
+        """What a graph of `size` tokens does: of the `last` tokens [SEQUENCES, H], in the order of the sequences."""
+        self._model.ops.row_invariant = False
+        cache = self._cache.with_tables(self._tables)
+        batch = Batch.ragged(self._tokens[:, :size], self._lengths, cache, max_seqlen=size, max_kv_len=self._max_kv_len)
+        return self._model.forward(batch, cache, outputs=outputs)
+
+    def capture(self, size: int) -> None:
+        """Have it at hand; `run` uses no others."""
+        self._fill([], [], [], size)
+        self._tables.zero_()
+        for outputs in OUTPUTS:
+            if (size, outputs) not in self._captured:
+                self._captured[size, outputs] = self._graphs.capture(partial(self.forward, size, outputs), [])
+
+    def run(
+        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, outputs: str
+    ) -> Tensor | None:
+        """The forward of these chunks, as Runner.chunks has them, and the hidden states of their last tokens, [chunks,
+        H], where `outputs` says so: valid until the next one. None where no graph serves. tables: on the host.
+        """
+        total = sum(sizes)
+        size = next((size for size in self.sizes if size >= total and (size, outputs) in self._captured), None)
+        if size is None or len(sizes) >= SEQUENCES:
+            return None
+        self._fill(ids, starts, sizes, size)
+        known = torch.zeros(self._tables.shape, dtype=torch.int32)
+        known[:, : len(sizes), : tables.shape[2]] = tables
+        self._send(known, self._tables)
+        graph, hidden = self._captured[size, outputs]
+        graph.replay()
+        return hidden[: len(sizes)]
+
+    def _fill(self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], size: int) -> None:
+        """The tokens of chunks, and then of nobody, up to `size`. What is left of the sequences is empty."""
+        spare = size - sum(sizes)
+        starts, sizes = [*starts, 0], [*sizes, spare]
+        left = SEQUENCES - len(sizes)
+        tokens = [
+            [*ids, *[0] * spare],
+            [p for start, n in zip(starts, sizes, strict=True) for p in range(start, start + n)],
+            [i for i, n in enumerate(sizes) for _ in range(n)],
+        ]
+        kv_lens = [start + n for start, n in zip(starts, sizes, strict=True)]
+        self._send(torch.tensor(tokens, dtype=torch.int64), self._tokens[:, :size])
+        lengths = [0, *accumulate(sizes), *[size] * left, *kv_lens, *[0] * left]
+        self._send(torch.tensor(lengths, dtype=torch.int32), self._lengths)
+
+    @staticmethod
+    def _send(values: Tensor, to: Tensor) -> None:
+        """To the device, without waiting for it: torch reuses pinned memory once its copies have ended."""
+        to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)

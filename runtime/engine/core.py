@@ -131,6 +131,7 @@ class Engine:
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
         self.model.ops.build_ahead(lambda: rehearse(self.runner, lengths, self.prefill_chunk), say)
         self.runner.capture(sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed])
+        self._budget.know(self.runner.time_short_prefills())
 
     # -- many requests
 
@@ -345,7 +346,7 @@ class Engine:
         result = step.wait.result()
         live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]
         if step.choice is not None:
-            self._budget.decoded(result.seconds)
+            self._budget.decoded(result.seconds, len(step.rows))
         if step.choice is not None and self._fixed is None:
             drafted = [i for i in live if step.rows[i][0].request.mask is None]
             self._lengths.observe(step.choice, result.seconds, [len(result.tokens[i]) - 1 for i in drafted])

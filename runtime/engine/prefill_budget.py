@@ -1,25 +1,29 @@
 """How many tokens of prompts a step prefills beside those who decode, so that they do not wait long for their next one.
 
 Tokens come evenly where no gap between two of them is LONGEST times as long as most are, and that is what is kept to:
-from the median of the last steps, their prefill included, follows how long the next one may take, and from what chunks
-and steps took lately, how many tokens that is. So where prompts come now and then, their chunks are short; where
-somebody waits at each step, gaps are all alike, and chunks grow until they take MOST_STALL times as long as the decode:
-then more sequences decode at once, and a token costs less of everybody's time. Where more wait for their first token
-than for their next one, as when many come at once, a step prefills more by so many times: few gaps are long then.
-Where nobody decodes, chunks are as long as they may be.
+from the median of the last gaps, their prefill included, follows how long the next one may take. So where prompts come
+now and then, their chunks are short; where somebody waits at each step, gaps are all alike, and chunks grow until they
+take MOST_STALL times as long as the decode: then more sequences decode at once, and a token costs less of everybody's
+time. Where more wait for their first token than for their next one, as when many come at once, a step prefills more by
+so many times: few gaps are long then. Where nobody decodes, chunks are as long as they may be.
+
+How many tokens take so long: reading the weights is most of what a short chunk takes, so eight times as many tokens may
+take twice as long. An engine that was made ready knows the time of a few sizes, and how much longer chunks take lately,
+for what they attend to; another goes by what the last chunk took for a token.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 
 LONGEST = 2.7  # medians: a margin to three
-MOST_STALL = 2.5  # decode steps
+MOST_STALL = 2.3  # decode steps
 REMEMBERED = 1024  # steps
 LOOKED_AT_EVERY = 16  # steps
-LEAST = 64  # tokens: below, reading the weights is all that a chunk takes
 MULTIPLE = 64  # tokens of a whole tile of an int4 product
-SMOOTHING = 0.2  # of a decode step's time, by the latest
+SMOOTHING = 0.2  # of a step's and a chunk's time, by the latest
 
 
 class PrefillBudget:
@@ -27,31 +31,50 @@ class PrefillBudget:
 
     def __init__(self, most: int, max_stall: float | None = MOST_STALL) -> None:
         self._most, self._max_stall = most, max_stall
-        self._tokens = float(min(most, max(most // 4, LEAST)))  # that take as long as a decode step
+        self._points: list[tuple[int, float]] = []  # tokens and seconds of a chunk
+        self._knows = False
+        self._extra_s = 0.0  # that chunks take longer lately
         self._decode_s = 0.0
-        self._gaps: deque[float] = deque(maxlen=REMEMBERED)
+        self._gaps: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)  # seconds, and sequences that waited
         self._median_s, self._num_gaps = 0.0, 0
         self._since_s = 0.0  # prefill since the last decode step
+
+    def know(self, timed: Iterable[tuple[int, float]]) -> None:
+        """What chunks of so many tokens take in seconds, of prompts that begin. From one size nothing follows."""
+        if len(points := sorted(timed)) > 1:
+            # No fewer tokens take longer: what is odd of one size is not to keep chunks from being longer.
+            least = points[-1][1]
+            self._points = [(n, least := min(least, s)) for n, s in reversed(points)][::-1]
+            self._knows = True
 
     def tokens(self, num_prefilling: int, num_running: int) -> int:
         """What the next step may prefill, of so many prompts, beside so many that decode."""
         if num_running == 0 or self._max_stall is None:
             return self._most
-        stall = LONGEST - 1
-        if self._decode_s:
-            stall = max(stall, LONGEST * self._median_s / self._decode_s - 1)
-        found = self._tokens * min(stall, self._max_stall) * max(num_prefilling, num_running) / num_running
-        return min(self._most, max(int(found) // MULTIPLE * MULTIPLE, LEAST))
+        times = max(num_prefilling, num_running) / num_running
+        if not self._decode_s or not self._points:
+            return min(self._most, max(int(self._most // 4 * times), MULTIPLE))
+        stall = min(LONGEST * max(self._median_s / self._decode_s, 1.0) - 1, self._max_stall)
+        allowed_s = stall * self._decode_s * times
+        longest = self._most // MULTIPLE * MULTIPLE
+        found = (n for n in range(longest, 0, -MULTIPLE) if self._seconds(n) <= allowed_s)
+        return min(self._most, next(found, MULTIPLE))
 
-    def decoded(self, seconds: float) -> None:
-        """A decode step took `seconds`; 0 where that is not known."""
+    def _seconds(self, tokens: int) -> float:
+        """Of a chunk. Beyond the sizes that are known each token takes what it does between the last two."""
+        index = min(max(bisect_left(self._points, (tokens, 0.0)), 1), len(self._points) - 1)
+        (n0, s0), (n1, s1) = self._points[index - 1], self._points[index]
+        return max(s0 + (s1 - s0) * (tokens - n0) / (n1 - n0), s0) + self._extra_s
+
+    def decoded(self, seconds: float, rows: int) -> None:
+        """A decode step of so many sequences took `seconds`; 0 where that is not known."""
         if seconds <= 0:
             return
         self._decode_s += (SMOOTHING if self._decode_s else 1.0) * (seconds - self._decode_s)
-        self._gaps.append(seconds + self._since_s)
+        self._gaps.append((seconds + self._since_s, rows))
         self._since_s = 0.0
         if self._num_gaps % LOOKED_AT_EVERY == 0:
-            self._median_s = sorted(self._gaps)[len(self._gaps) // 2]
+            self._median_s = _median(self._gaps)
         self._num_gaps += 1
 
     def prefilled(self, tokens: int, seconds: float) -> None:
@@ -59,8 +82,25 @@ class PrefillBudget:
         if self._max_stall is None or not self._decode_s or seconds <= 0:
             return
         self._since_s += seconds
-        if 2 * tokens < self._tokens and seconds <= self._decode_s:
+        if self._knows:
+            longest = 2 * self._seconds(tokens)  # whatever else happened meanwhile
+            self._extra_s += SMOOTHING * (min(seconds, longest) - self._seconds(tokens))
+            return
+        if self._points and 2 * tokens < self._points[1][0] and seconds <= self._decode_s:
             return  # the end of a prompt, which says little of a longer chunk
-        found = tokens * self._decode_s / seconds
-        found = min(max(found, self._tokens / 2), 2 * self._tokens)  # the first chunk of a kind takes much longer
-        self._tokens = min(max(found, LEAST / (1 + self._max_stall)), self._most)
+        each = seconds / tokens
+        if self._points:  # the first chunk of a kind takes much longer
+            known = self._points[1][1] / self._points[1][0]
+            each = min(max(each, known / 2), 2 * known)
+        self._points = [(0, 0.0), (tokens, each * tokens)]
+
+
+def _median(weighted: Iterable[tuple[float, int]]) -> float:
+    """The least that is no less than half of all, each counted so many times."""
+    ordered = sorted(weighted)
+    half = sum(count for _, count in ordered) / 2
+    for value, count in ordered:
+        half -= count
+        if half <= 0:
+            return value
+    raise ValueError("no value has a count")

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from kerngen.runtime.sampling import Parameters, choose, likeliest
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LEAST_KV_LEN = 512  # of a graph: kernels choose their KV splits by the longest context, in powers of two from here
 MOST_TIMED = 64  # prefills whose time nobody has asked for
+TIMED_RUNS = 3  # of a short prefill, of which the shortest counts
 LOGPROB_ROWS = 64  # of a prompt whose logits are held at once
 TOKEN, LENGTH, LIMIT, TOP_K, KEY = range(5)  # rows of `Runner.ints`
 TEMPERATURE, TOP_P, MIN_P = range(3)  # rows of `Runner.floats`
@@ -275,6 +276,20 @@ class Runner:
         for size in [] if self.reproducible else self.short_prefills.sizes:
             if self.captures(size):
                 self.short_prefills.capture(size)
+
+    def time_short_prefills(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) of those that were captured, where nothing is attended to yet. Waits for the device."""
+        found = []
+        for size in self.short_prefills.captured_sizes:
+            moments = [self._now()]
+            for _ in range(TIMED_RUNS):
+                self.short_prefills.replay(size)
+                moments.append(self._now())
+            if self.hidden.is_cuda:
+                torch.cuda.synchronize(self.hidden.device)
+            times = [_elapsed(began, ended) for began, ended in pairwise(moments)]
+            found.append((size, min(seconds for seconds in times if seconds is not None)))
+        return found
 
     def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:
         """Start a step of rows 0 to len(handles) - 1. longest: tokens that any of them may ever hold."""

@@ -41,6 +41,10 @@ class ShortPrefills:
         """That the cache's tables have room for."""
         return [size for size in SIZES if size <= self._max_kv_len]
 
+    @property
+    def captured_sizes(self) -> list[int]:
+        return sorted({size for size, _ in self._captured})
+
     def forward(self, size: int, outputs: str) -> Tensor:
         """What a graph of `size` tokens does: of the `last` tokens [SEQUENCES, H], in the order of the sequences."""
         self._model.ops.row_invariant = False
@@ -50,11 +54,15 @@ class ShortPrefills:
 
     def capture(self, size: int) -> None:
         """Have it at hand; `run` uses no others."""
-        self._fill([], [], [], size)
-        self._tables.zero_()
+        self._clear(size)
         for outputs in OUTPUTS:
             if (size, outputs) not in self._captured:
                 self._captured[size, outputs] = self._graphs.capture(partial(self.forward, size, outputs), [])
+
+    def replay(self, size: int) -> None:
+        """One whose tokens are nobody's."""
+        self._clear(size)
+        self._captured[size, "none"][0].replay()
 
     def run(
         self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, outputs: str
@@ -73,6 +81,10 @@ class ShortPrefills:
         graph, hidden = self._captured[size, outputs]
         graph.replay()
         return hidden[: len(sizes)]
+
+    def _clear(self, size: int) -> None:
+        self._fill([], [], [], size)
+        self._tables.zero_()
 
     def _fill(self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], size: int) -> None:
         """The tokens of chunks, and then of nobody, up to `size`. What is left of the sequences is empty."""

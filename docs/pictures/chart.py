@@ -35,7 +35,7 @@ class Figure:
     def times(self) -> float:
         """How many times as fast as the peer."""
         ours, theirs = float(self.kerngen), float(self.peer)
-        return ours / theirs if self.unit == "TFLOP/s" else theirs / ours
+        return ours / theirs if self.unit.endswith("/s") else theirs / ours
 
 
 def read() -> list[tuple[str, list[Figure]]]:
@@ -83,10 +83,10 @@ def readme(text: str, groups: list[tuple[str, list[Figure]]]) -> str:
 WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 860.0, 312.0, 250.0, 25.0, 62.0, 28.0  # pixels; bars are between LEFT and RIGHT
 GROUP, PAD = 30.0, 16.0
 COLOURS = {
-    "light": {"back": "#ffffff", "ink": "#1f2328", "dim": "#59636e", "grid": "#d8dee4", "bars": ("#0a69b7", "#0b7a5b"),
-              "behind": "#b45309"},
-    "dark": {"back": "#0d1117", "ink": "#e6edf3", "dim": "#9198a1", "grid": "#2a313c", "bars": ("#5cb0f5", "#4fc9a0"),
-             "behind": "#f2a253"},
+    "light": {"back": "#ffffff", "ink": "#1f2328", "dim": "#59636e", "grid": "#d8dee4",
+              "bars": ("#0a69b7", "#7a4fc4", "#0b7a5b"), "behind": "#b45309"},
+    "dark": {"back": "#0d1117", "ink": "#e6edf3", "dim": "#9198a1", "grid": "#2a313c",
+             "bars": ("#5cb0f5", "#b79af2", "#4fc9a0"), "behind": "#f2a253"},
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from kerngen.runtime.model import Gemma4
 
 SIZES = (64, 128, 192, 256, 384, 512)  # tokens: of more, the device takes longer than the host
 SEQUENCES = 4  # of a forward, the one that stands for nobody included
+STRIDE = 7919  # from one id to the next, of tokens that are only timed
 OUTPUTS = ("none", "last")  # as Gemma4.forward has them
 
 
@@ -54,14 +55,16 @@ class ShortPrefills:
 
     def capture(self, size: int) -> None:
         """Have it at hand; `run` uses no others."""
-        self._clear(size)
+        self._tables.zero_()
+        self._fill([], [], [], size)
         for outputs in OUTPUTS:
             if (size, outputs) not in self._captured:
                 self._captured[size, outputs] = self._graphs.capture(partial(self.forward, size, outputs), [])
 
     def replay(self, size: int) -> None:
-        """One whose tokens are nobody's."""
-        self._clear(size)
+        """One of nobody's tokens, which differ as a prompt's do: what is alike goes to the same experts."""
+        self._tables.zero_()
+        self._fill([i * STRIDE % self._model.config.vocab_size for i in range(size)], [0], [size], size)
         self._captured[size, "none"][0].replay()
 
     def run(
@@ -81,10 +84,6 @@ class ShortPrefills:
         graph, hidden = self._captured[size, outputs]
         graph.replay()
         return hidden[: len(sizes)]
-
-    def _clear(self, size: int) -> None:
-        self._fill([], [], [], size)
-        self._tables.zero_()
 
     def _fill(self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], size: int) -> None:
         """The tokens of chunks, and then of nobody, up to `size`. What is left of the sequences is empty."""

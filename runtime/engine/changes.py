@@ -19,7 +19,7 @@ from torch import Tensor
 from kerngen.runtime.engine.mask import bits_of
 from kerngen.runtime.engine.request import Handle, Request
 from kerngen.runtime.penalties import counts_at, forbidden, held_back, penalized
-from kerngen.runtime.sampling import cut_for
+from kerngen.runtime.sampling import Sampling, cut_for
 
 Values = Tensor | Sequence[float] | Sequence[Sequence[float]]
 Send = Callable[[Values, torch.dtype], Tensor]
@@ -45,18 +45,24 @@ class Way(NamedTuple):
     def of(handles: Sequence[Handle]) -> Way:
         requests = [h.request for h in handles]
         sampling = [r.sampling for r in requests]
-        sampled = not all(s.is_greedy for s in sampling)
         guided = any(r.mask is not None for r in requests)
-        return Way(
-            sampled=sampled,
-            cut=cut_for(sampling) if sampled else 0,
+        return Way.for_sampling(sampling)._replace(
             masked=guided or any(r.suppressed_ids for r in requests),
-            min_p=sampled and any(s.min_p for s in sampling),
-            penalized=any(s.is_penalized for s in sampling),
-            biased=any(s.logit_bias for s in sampling),
             held=any(h.num_made < s.min_tokens for h, s in zip(handles, sampling, strict=True)),
             guided=guided,
             logprobs=any(r.logprobs is not None for r in requests),
+        )
+
+    @staticmethod
+    def for_sampling(sampling: Sequence[Sampling]) -> Way:
+        """What the parameters alone ask for, but for min_tokens."""
+        sampled = not all(s.is_greedy for s in sampling)
+        return Way(
+            sampled=sampled,
+            cut=cut_for(sampling) if sampled else 0,
+            min_p=sampled and any(s.min_p for s in sampling),
+            penalized=any(s.is_penalized for s in sampling),
+            biased=any(s.logit_bias for s in sampling),
         )
 
     @property

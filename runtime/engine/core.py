@@ -13,7 +13,7 @@ import torch
 from kerngen.errors import KerngenError, NumericsError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine.changes import held_ids
+from kerngen.runtime.engine.changes import Way, held_ids
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLength
 from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.engine.pages import PagePool
@@ -122,15 +122,16 @@ class Engine:
         self._pending: deque[_Pending] = deque()
         self._num_steps = self._newest = self._num_requests = 0
 
-    def make_ready(self, say: Say = lambda *_: None) -> None:
+    def make_ready(self, say: Say = lambda *_: None, usual: Sampling | None = None) -> None:
         """Have built and captured what steps may need, before the first request: none waits for a compiler then. Of
-        graphs those of greedy steps of the longest sequences, and of short prefills; other steps are captured when they
-        are first needed, which takes as long as a few of them. say: done, of all, what.
+        graphs those of steps of the longest sequences, greedy or as most will ask (`usual`), and of short prefills;
+        others are captured when they are first needed, which takes as long as a few steps. say: done, of all, what.
         """
         fixed, most = self._fixed, self._lengths.longest
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
         self.model.ops.build_ahead(lambda: rehearse(self.runner, lengths, self.prefill_chunk), say)
-        self.runner.capture(sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed])
+        usually = sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed]
+        self.runner.capture(usually, list(dict.fromkeys((Way(), Way.for_sampling([usual or Sampling()])))))
         self._budget.know(self.runner.time_short_prefills())
 
     # -- many requests

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from kerngen.runtime.sampling import Parameters, choose, likeliest
 # Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LEAST_KV_LEN = 512  # of a graph: kernels choose their KV splits by the longest context, in powers of two from here
+PATIENT = 1  # sequences that wait while a step is captured which another would do for
 MOST_TIMED = 64  # prefills whose time nobody has asked for
 TIMED_RUNS = 3  # of a short prefill, of which the shortest counts
 LOGPROB_ROWS = 64  # of a prompt whose logits are held at once
@@ -92,6 +93,8 @@ class Runner:
         self.reproducible = reproducible
         self.least_kv_len = max_kv_len if reproducible else LEAST_KV_LEN
         self.buckets = buckets or (BUCKETS if ops.supports_graphs else ())
+        lengths = {self._kv_len(1 << e) for e in range(max_kv_len.bit_length() + 1)}
+        self.kv_lens = sorted(lengths) if self.buckets else [max_kv_len]  # that steps are captured for
         device = ops.device
         self.ints = torch.zeros(5, max_batch, dtype=torch.int64, device=device)
         self.floats = torch.zeros(3, max_batch, dtype=torch.float32, device=device)
@@ -267,12 +270,11 @@ class Runner:
         """Whether forwards of so many are CUDA graphs."""
         return self.model.ops.supports_graphs and (self._most_captured is None or tokens <= self._most_captured)
 
-    def capture(self, draft_lengths: Sequence[int]) -> None:
-        """Have greedy steps of the longest sequences captured, and short prefills. No row may stand for anybody."""
-        for batch in self.batches:
-            for num_drafts in draft_lengths:
-                if self.captures(batch * (num_drafts + 1)):
-                    self._graph(batch, num_drafts, Way(), self.max_kv_len)
+    def capture(self, draft_lengths: Sequence[int], ways: Sequence[Way]) -> None:
+        """Have steps of the longest sequences captured, and short prefills. No row may stand for anybody."""
+        for batch, num_drafts, way in product(self.batches, draft_lengths, ways):
+            if self.captures(batch * (num_drafts + 1)):
+                self._graph(batch, num_drafts, way, self.max_kv_len)
         for size in [] if self.reproducible else self.short_prefills.sizes:
             if self.captures(size):
                 self.short_prefills.capture(size)
@@ -359,19 +361,17 @@ class Runner:
     def _kv_len(self, longest: int) -> int:
         return min(self.max_kv_len, 1 << (max(longest, self.least_kv_len) - 1).bit_length())
 
-    @property
-    def kv_lens(self) -> list[int]:
-        """That steps are captured for."""
-        exponents = range(self.max_kv_len.bit_length() + 1)
-        return sorted({self._kv_len(1 << e) for e in exponents}) if self.buckets else [self.max_kv_len]
-
     def _graph(self, batch: int, num_drafts: int, way: Way, longest: int) -> Captured:
-        """The step as a CUDA graph and the tensor that it leaves its result in, captured when first asked for.
+        """The step as a CUDA graph and the tensor that it leaves its result in, captured when first asked for; but no
+        more than PATIENT sequences wait for that where the one of longer contexts will do.
 
         What the warm-up writes to the cache lies at and after the current lengths, where the next step writes again.
         """
         max_kv_len = self._kv_len(longest)
         key = batch, num_drafts, way, max_kv_len
+        if key not in self._steps and batch > PATIENT:
+            longer = ((batch, num_drafts, way, kv_len) for kv_len in self.kv_lens if kv_len > max_kv_len)
+            key = next((k for k in longer if k in self._steps), key)
         if key not in self._steps:
             self._steps[key] = self._graphs.capture(lambda: self.step(*key), self.written)
         return self._steps[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -102,10 +102,14 @@ def _content(text: str) -> list[Delta]:
     return [ContentDelta(text)] if text else []
 
 
+def usual_values(suggested: Mapping[str, float]) -> dict[str, Any]:
+    """The parameters of who asks for none: as the checkpoint suggests, else OpenAI's defaults."""
+    return {"temperature": 1.0} | {name: value for name, value in suggested.items() if name in _SUGGESTED}
+
+
 def sampling_of(service: Service, body: Generation, index: int) -> Sampling:
-    """The parameters of choice `index`: as asked for, else as the checkpoint suggests, else OpenAI's defaults."""
-    values: dict[str, Any] = {"temperature": 1.0}
-    values |= {name: value for name, value in service.suggested.items() if name in _SUGGESTED}
+    """The parameters of choice `index`: as asked for, else `usual_values`."""
+    values = usual_values(service.suggested)
     values |= {name: value for name in (*_SUGGESTED, *_MORE) if (value := getattr(body, name)) is not None}
     values["top_k"] = max(int(values.get("top_k", 0)), 0)  # vLLM's clients say -1 for all
     values["logit_bias"] = tuple((_token(name), bias) for name, bias in (body.logit_bias or {}).items())

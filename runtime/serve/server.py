@@ -20,7 +20,9 @@ from kerngen.errors import UsageError
 from kerngen.runtime.config import read_model_config, read_sampling
 from kerngen.runtime.conversation import DEFAULT_CONTEXT
 from kerngen.runtime.hub import find_checkpoint
+from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.app import make_app
+from kerngen.runtime.serve.choices import usual_values
 from kerngen.runtime.serve.client import EngineClient, OnLoad
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.tracing import open_tracing
@@ -101,7 +103,9 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
     context = settings.context or min(config.max_positions, DEFAULT_CONTEXT)
     if context > config.max_positions:
         raise UsageError(f"--context {context}: the model takes {config.max_positions:,} tokens")
-    options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible)
+    suggested = read_sampling(folder)
+    options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible,
+                      Sampling(**usual_values(suggested)))  # fmt: skip
     client = EngineClient(options, on_load)
     ready, _ = await asyncio.gather(client.start(), asyncio.to_thread(codec.prepare))
     for warning in ready.warnings:
@@ -114,7 +118,7 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
         codec=codec,
         config=config,
         names=settings.names or (_name(settings.load["folder"]),),
-        suggested=read_sampling(folder),
+        suggested=suggested,
         stop_ids=stop_ids_of(folder, config, codec),
         limits=settings.limits,
         created=int(time.time()),

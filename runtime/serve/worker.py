@@ -37,7 +37,7 @@ COMPILING_S = 0.002  # how often it is seen that a grammar is compiled, where no
 class Options:
     """load: arguments of `opens`. max_len: tokens of a sequence. max_batch: of them at once, where memory takes
     as many. opens: gives the session, None for `kerngen.load`; a function of a module, for it is called in the engine's
-    process. reproducible: as the engine's.
+    process. reproducible: as the engine's. usual: how most requests are sampled, if that is known.
     """
 
     load: Mapping[str, Any]
@@ -45,6 +45,7 @@ class Options:
     max_batch: int
     opens: Callable[..., Session] | None = None
     reproducible: bool = False
+    usual: Sampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
         engine = session.reserve(session.max_len, options.max_batch)
         began = time.perf_counter()
         with torch.inference_mode():
-            engine.make_ready(lambda *told: connection.send(Loading(*told)))
+            engine.make_ready(lambda *told: connection.send(Loading(*told)), options.usual)
         ready_s = time.perf_counter() - began
     keep_out_of_collections()
     ops = session.ops

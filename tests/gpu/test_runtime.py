@@ -118,6 +118,7 @@ def test_a_prompt_in_chunks_of_odd_size_runs() -> None:
 def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tuple[int, ...]) -> None:
     """What a graph gives of each chunk's last token, and leaves in the cache for the next one, twice in a row."""
     from kerngen.runtime.engine import Engine
+    from kerngen.runtime.engine.changes import Way
 
     config = _config(quant=True)
     model = _model("cuda", config)
@@ -125,7 +126,7 @@ def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tu
     runner, pages = engine.runner, 17
     draw = torch.Generator().manual_seed(sum(sizes))
     with torch.inference_mode():
-        runner.capture([0])
+        runner.capture([0], [Way()])
         tables = 1 + torch.arange(2 * len(sizes) * pages, dtype=torch.int32).view(2, len(sizes), pages)
         made = []
         for is_graph in (False, True):

@@ -19,6 +19,7 @@ from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine, Handle, Request, short_prefills
+from kerngen.runtime.engine.changes import Way
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.request import Phase
 from kerngen.runtime.engine.scheduler import window_pages
@@ -27,7 +28,7 @@ from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import KVPages, Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.outside import GATHERED_ROWS
-from kerngen.runtime.sampling import Sampling
+from kerngen.runtime.sampling import Sampling, cut_for
 
 PAGE = 4
 LENGTHS = (1, 2, 7, 8, 9, 13, 21, 30)  # prompts: around pages, around the window, and far beyond it
@@ -563,6 +564,29 @@ def test_steps_that_are_captured_when_first_needed(
         assert 3 <= once <= 8 < graphs.num_replayed
         assert tokens_of(engine, requests) == expected
         assert graphs.num_captured <= once + 2, "what was captured once is replayed"
+
+
+def test_who_decodes_does_not_wait_for_a_capture(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the longest contexts, greedy and as usual, are there before anybody asks. For shorter ones one sequence
+    waits for a step of its own, several go on with those.
+    """
+    model, _ = models["dense"]
+    usual = Sampling(0.8, 9, seed=1)
+    requests = [Request(r.prompt, 6, usual if i % 2 else Sampling()) for i, r in enumerate(REQUESTS[:5])]
+    expected = alone(model, requests)
+    engine = engine_for(model, max_len=1000, buckets=(1, 2, 4, 8), lag=1)
+    graphs = Graphless(engine, monkeypatch)
+    engine.make_ready(usual=usual)
+    ready, longest = graphs.num_captured, engine.runner.max_kv_len
+    assert {key[0] for key in engine.runner._steps} == {1, 2, 4, 8}
+    assert {key[2] for key in engine.runner._steps} == {Way(), Way(sampled=True, cut=cut_for([usual]))}
+    assert {key[3] for key in engine.runner._steps} == {longest}
+    assert tokens_of(engine, requests) == expected
+    fresh = [key for key in engine.runner._steps if key[3] != longest]
+    assert all(key[0] == 1 for key in fresh)
+    assert graphs.num_captured == ready + len(fresh)
+    assert tokens_of(engine, requests[:1]) == expected[:1]
+    assert (1, 0, Way(), engine.runner.least_kv_len) in engine.runner._steps
 
 
 @pytest.mark.parametrize("variant", ["dense", "moe", "shared_ple"])

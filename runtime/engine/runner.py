@@ -33,7 +33,7 @@ from kerngen.runtime.ops.outside import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, choose, likeliest
 
 # Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.
-BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 LEAST_KV_LEN = 512  # of a graph: kernels choose their KV splits by the longest context, in powers of two from here
 PATIENT = 1  # sequences that wait while a step is captured which another would do for
 MOST_TIMED = 64  # prefills whose time nobody has asked for

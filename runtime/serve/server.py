@@ -79,18 +79,36 @@ async def _run(settings: Settings, on_load: OnLoad | None, say: Callable[[str], 
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """Bound, so that nobody else gets the port while the weights load; whoever connects is refused until `_answer`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
     except OSError as e:
         raise UsageError(f"--host {host}: {e.strerror or e}") from e
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind(address)
+        try:
+            listening.bind(address)  # alone: of several that may share a port all would load, and one would listen
+        except OSError:  # it may be held by connections of a server that has just ended
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
     except OSError as e:
         listening.close()
-        raise UsageError(f"{host} port {port}: {e.strerror or e}", hint="--port takes another one, 0 any") from e
+        raise _not_there(host, port, e) from e
     return listening
+
+
+def _answer(listening: socket.socket) -> None:
+    """Let clients connect, whose connections are not to keep the port from the next server."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.listen()
+    except OSError as e:
+        host, port = listening.getsockname()[:2]
+        raise _not_there(host, port, e) from e
+
+
+def _not_there(host: str, port: int, error: OSError) -> UsageError:
+    return UsageError(f"{host} port {port}: {error.strerror or error}", hint="--port takes another one, 0 any")
 
 
 async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> Service:
@@ -140,6 +158,7 @@ async def _serve(service: Service, settings: Settings, listening: socket.socket,
         timeout_graceful_shutdown=int(max(settings.drain_s, 1)), h11_max_incomplete_event_size=65536,
     )  # fmt: skip
     server = _Server(config, service)
+    _answer(listening)
     host, port = listening.getsockname()[:2]
     serving, is_said = asyncio.ensure_future(server.serve(sockets=[listening])), False
     while not serving.done():

@@ -15,6 +15,9 @@ import pytest
 from command import Kerngen
 from served import TINY, Served, served
 
+from kerngen.errors import UsageError
+from kerngen.runtime.serve import server as serving
+
 ASKED = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0, "max_tokens": 40}
 LONG = {"prompt": "The", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
 
@@ -105,6 +108,24 @@ def test_it_says_that_the_engine_died(tmp_path: Path) -> None:
         assert long.result(120).status_code == 503
         assert found.process.wait(60) == 1
         assert any("the engine has ended: the engine's process died" in line for line in found.said)
+
+
+def test_a_port_is_one_servers_while_its_weights_load_and_free_once_it_has_ended() -> None:
+    first = serving._listen("127.0.0.1", 0)
+    address = first.getsockname()
+    with pytest.raises(UsageError, match=f"port {address[1]}: Address already in use"):
+        serving._listen(*address)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    serving._answer(first)
+    with socket.create_connection(address) as client:
+        first.accept()[0].close()  # the end that closes first keeps the port for a minute
+        assert client.recv(1) == b""
+    with pytest.raises(UsageError):
+        serving._listen(*address)
+    first.close()
+    with serving._listen(*address) as second:
+        serving._answer(second)
 
 
 def test_what_cannot_be_served(kerngen_here: Kerngen, tmp_path: Path) -> None:

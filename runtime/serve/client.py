@@ -92,7 +92,8 @@ class EngineClient:
             self._outbox.put(submit)
             while not is_over:
                 made = await queue.get()
-                while not queue.empty():  # more than one step's where this process is behind: they go out together
+                # More than one step's where this process is behind: they go out together.
+                while not made.reason and not queue.empty():
                     later = queue.get_nowait()
                     if later.reason in ("refused", "error"):
                         yield made

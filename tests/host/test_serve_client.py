@@ -44,6 +44,13 @@ def test_what_waits_goes_out_together() -> None:
     assert not any(isinstance(o, Cancel) for o in outbox)
 
 
+def test_an_answer_that_has_ended_stays_one() -> None:
+    """Its engine dies before somebody has come back for the end."""
+    got, error, _ = asyncio.run(_told([[Made(0, [5], reason="stop")], [Made(0, [], reason="error", error="died")]]))
+    assert [(m.tokens, m.reason) for m in got] == [([5], "stop")]
+    assert error is None
+
+
 def test_tokens_before_an_error_are_not_lost() -> None:
     got, error, _ = asyncio.run(_told([[Made(0, [5])], [Made(0, [6])], [Made(0, [], reason="error", error="NaN")]]))
     assert [m.tokens for m in got] == [[5, 6]]

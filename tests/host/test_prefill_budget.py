@@ -71,6 +71,13 @@ def test_what_was_timed_lets_chunks_grow_that_all_take_long(extra_s: float) -> N
     assert tokens == (512 if extra_s == 0 else 192)
 
 
+def test_two_sizes_that_took_the_same_do_not_let_chunks_be_of_any_length() -> None:
+    budget = PrefillBudget(2048)
+    budget.know([(64, 0.002), (384, 0.008), (512, 0.008)])
+    budget.decoded(0.005, 20)
+    assert 512 <= budget.tokens(3, 20) <= 1024
+
+
 def test_a_gap_counts_for_all_who_waited() -> None:
     """Few wait beside chunks, and many without: most gaps are short."""
     few, many = PrefillBudget(2048), PrefillBudget(2048)

@@ -61,7 +61,7 @@ class Server:
         try:
             reader, writer = await self._connect(receive_bytes)
         except OSError as e:
-            raise ServerGone(f"{self}: {why(e)}") from e
+            raise ServerGone(f"{self}: {why(e)}", hint="kerngen serve MODEL starts a server") from e
         answer = Answer(reader, writer)
         try:
             writer.write("\r\n".join([*lines, "", ""]).encode() + data)

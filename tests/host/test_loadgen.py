@@ -12,11 +12,12 @@ import pytest
 from command import Kerngen
 from stub_server import FAULTS, Stub, stubbed
 
+from kerngen.cli.bench_serve import print_runs
 from kerngen.errors import UsageError
 from kerngen.loadgen import arrivals
 from kerngen.loadgen.arrivals import Plan, delays
 from kerngen.loadgen.asking import Leaves, Outcome, Shape
-from kerngen.loadgen.figures import figures, table
+from kerngen.loadgen.figures import figures
 from kerngen.loadgen.http import Answer, Server, ServerGone, _Chunks
 from kerngen.loadgen.metrics import drafting
 from kerngen.loadgen.processes import processes_of, resident_mb
@@ -42,10 +43,24 @@ def test_figures_are_vllms() -> None:
     assert found["itl_ms"]["mean"] == pytest.approx(200)
     assert found["tpot_ms"] == pytest.approx(dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 400 / 3))
     assert found["e2el_ms"]["max"] == pytest.approx(900)
-    lines = list(table([{"rate": None, "concurrency": None, "drafting": None, **found}]))
-    assert "inf" in lines[1]
-    assert lines[2] == "at rate inf: 2 times HTTP 500: x"
     assert figures([], 1.0)["ttft_ms"] is None
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_runs_fit_the_terminal(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    bad = figures([Outcome(10.0, [10.5, 12.9], 100, 4), Outcome(12.0, error="HTTP 500: x")], 2.0)
+    none = figures([], 1.0)
+    print_runs([{"rate": 2.5, "concurrency": 4, "drafting": None, **bad},
+                {"rate": None, "concurrency": None, "drafting": {"acceptance_rate": 0.5, "acceptance_length": 2.5},
+                 **none}])  # fmt: skip
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= int(columns)
+    for what in ("TTFT p50/p90/p99 ms", "500.0/500.0/500.0", "2900/2900/2900", "50%, 2.50 a step", "2.5/s", "any"):
+        assert what in " ".join(out.split()), out
+    assert out.endswith("at rate 2.5/s: 1 times HTTP 500: x\n")
 
 
 def test_arrivals_are_poissons() -> None:
@@ -138,7 +153,7 @@ def test_a_server_is_put_under_load(kerngen: Kerngen) -> None:
         assert len(set(prompts)) == len(prompts), "a prompt that was asked before would be found in the cache"
         code, out, _ = kerngen("bench", "serve", stub.url, *SHORT, "--rate", "200,inf", "--requests", "5")
         assert code == 0
-        assert [line.split()[0] for line in out.splitlines()[2:]] == ["200", "inf"]
+        assert [line.split()[0] for line in out.splitlines()[2:]] == ["200/s", "inf"]
 
 
 def test_nobody_leaves_the_warm_up_before_all_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:

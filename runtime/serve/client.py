@@ -28,6 +28,10 @@ class EngineFailed(KerngenError):
     """There is no engine, or it has ended in an error."""
 
 
+class EngineStopped(EngineFailed):
+    """The answer was ended before its end: the server stops."""
+
+
 class EngineClient:
     """The engine's process and the requests that it works on. `start`, then from one event loop alone.
 
@@ -79,7 +83,8 @@ class EngineClient:
         """What the engine makes of a request, as it comes. Whoever leaves the loop early, or is cancelled, ends it, and
         what it holds is free at once.
 
-        Raises UsageError for what the engine does not take, EngineFailed where it is no more or computes no number.
+        Raises UsageError for what the engine does not take, EngineFailed where it is no more or computes no number,
+        EngineStopped after `end`.
         """
         if not self.is_alive:
             raise EngineFailed(self.why_dead or "the engine has stopped")
@@ -95,11 +100,13 @@ class EngineClient:
                 # More than one step's where this process is behind: they go out together.
                 while not made.reason and not queue.empty():
                     later = queue.get_nowait()
-                    if later.reason in ("refused", "error"):
+                    if later.reason in ("refused", "error", "stopped"):
                         yield made
                         made = later
                     else:
                         made = made.then(later)
+                if made.reason == "stopped":
+                    raise EngineStopped(made.error)
                 is_over = bool(made.reason)
                 if made.reason == "refused":
                     raise UsageError(made.error)
@@ -110,6 +117,11 @@ class EngineClient:
             del self._streams[number]
             if not is_over:
                 self._outbox.put(Cancel(number))
+
+    def end(self, why: str) -> None:
+        """End all that is at work: whoever waits for it is told `why`."""
+        for number, queue in self._streams.items():
+            queue.put_nowait(Made(number, [], reason="stopped", error=why))
 
     async def close(self) -> None:
         """End the process; what still runs ends with it."""

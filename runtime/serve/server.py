@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import time
@@ -30,6 +31,7 @@ from kerngen.runtime.text import TextCodec
 
 WATCH_S = 0.5  # how often it is seen that the engine has died
 HEAD_S = 20.0  # within which a client, once connected, has sent a request's head
+TOLD_S = 2.0  # in which those are told whose answers have not ended when the server must
 UNREAD_S = 60.0  # how long a client may leave unread what it asked for
 
 
@@ -155,9 +157,9 @@ async def _serve(service: Service, settings: Settings, listening: socket.socket,
     config = uvicorn.Config(
         make_app(service, settings.keys), http=Connection, ws="none", log_config=None, log_level="error",
         access_log=False, lifespan="off", timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(max(settings.drain_s, 1)), h11_max_incomplete_event_size=65536,
+        timeout_graceful_shutdown=math.ceil(settings.drain_s + TOLD_S), h11_max_incomplete_event_size=65536,
     )  # fmt: skip
-    server = _Server(config, service)
+    server = _Server(config, service, settings.drain_s)
     _answer(listening)
     host, port = listening.getsockname()[:2]
     serving, is_said = asyncio.ensure_future(server.serve(sockets=[listening])), False
@@ -224,13 +226,14 @@ class Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Tells the service that it drains, so that nobody is let in on a connection that is kept. A signal that ended it
-    has done what it was for: uvicorn would raise it once more.
+    """Tells the service that it drains, so that nobody is let in on a connection that is kept, and those who still wait
+    after `drain_s` seconds, or when Ctrl-C comes again, that their answers end. A signal that ended it has done what it
+    was for: uvicorn would raise it once more.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._drain_s = service, drain_s
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -243,4 +246,19 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.is_draining = True
-        await super().shutdown(sockets)
+        ending = asyncio.ensure_future(self._end_answers())
+        try:
+            await super().shutdown(sockets)
+            if self.force_exit:  # which waits for nobody
+                await ending
+        finally:
+            ending.cancel()
+
+    async def _end_answers(self) -> None:
+        end = time.monotonic() + self._drain_s
+        while time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(0.05)
+        self._service.client.end("the server has stopped before the answer's end")
+        end = time.monotonic() + TOLD_S
+        while self.server_state.tasks and time.monotonic() < end:
+            await asyncio.sleep(0.05)

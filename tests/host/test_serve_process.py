@@ -100,6 +100,24 @@ def test_it_ends_once_answers_have(tmp_path: Path) -> None:
         assert found.process.wait(60) == 0
 
 
+@pytest.mark.parametrize(("drain_s", "signals"), [(0, [signal.SIGTERM]), (60, [signal.SIGINT] * 2)])
+def test_answers_that_do_not_end_in_time_say_so(drain_s: int, signals: list[signal.Signals]) -> None:
+    with served("--no-draft", "--drain", str(drain_s)) as found, ThreadPoolExecutor(2) as threads:
+        url, long = f"{found.url}/v1/completions", LONG | {"max_tokens": 250, "n": 2}
+        asked = [threads.submit(found.http.post, url, json=long | {"stream": stream}) for stream in (False, True)]
+        _until(lambda: found.metric("num_requests_running") == 4)
+        for number in signals:
+            found.process.send_signal(number)
+            time.sleep(0.05)
+        whole, streamed = (answer.result(60) for answer in asked)
+        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "unavailable"), whole.text
+        *_, last, done, _ = streamed.text.split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(last.removeprefix("data: "))["error"]["message"].startswith("the server has stopped")
+        assert found.process.wait(60) == 0
+    assert not any("Traceback" in line for line in found.said), found.said
+
+
 def test_it_says_that_the_engine_died(tmp_path: Path) -> None:
     with served("--no-draft") as found, ThreadPoolExecutor(1) as threads:
         long = threads.submit(lambda: found.http.post(f"{found.url}/v1/completions", json=LONG))

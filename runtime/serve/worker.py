@@ -263,6 +263,13 @@ class _Loop:
 
         try:
             mask = None if guide is None else guide.result()
+        except KerngenError as e:
+            return (Made(told.number, [], reason="refused", error=e.message),)
+        except Exception as e:  # of a library, or a thread that could not start: the others' requests go on
+            traceback.print_exc()
+            error = f"the answer cannot be guided: {type(e).__name__}: {e}"
+            return (Made(told.number, [], reason="error", error=error),)
+        try:
             handle = self._engine.submit(Request(told.prompt, told.max_new_tokens, told.sampling, told.stop_ids,
                                                  logprobs=told.logprobs, mask=mask,
                                                  prompt_logprobs=told.prompt_logprobs))  # fmt: skip

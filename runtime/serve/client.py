@@ -48,7 +48,7 @@ class EngineClient:
         self.load: Load | None = None  # after the last step
 
     async def start(self) -> Ready:
-        """Start the process and wait until it is ready. Raises EngineFailed."""
+        """Start the process and wait until it is ready. Raises EngineFailed, and UsageError for bad settings."""
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         context = get_context("spawn")
@@ -180,6 +180,7 @@ class EngineClient:
             return
         self._failed = failed
         if not self._ready.done():
-            self._ready.set_exception(EngineFailed(failed.message, hint=failed.hint))
+            kind = UsageError if failed.is_misuse else EngineFailed
+            self._ready.set_exception(kind(failed.message, hint=failed.hint))
         for number, queue in self._streams.items():
             queue.put_nowait(Made(number, [], reason="error", error=failed.message))

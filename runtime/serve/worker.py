@@ -107,11 +107,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Why there is no engine, or no longer one. what: for whoever must mend it, "" where `message` says all."""
+    """Why there is no engine, or no longer one. what: for whoever must mend it, "" where `message` says all. is_misuse:
+    what it was asked to load cannot be right.
+    """
 
     message: str
     hint: str | None = None
     what: str = ""
+    is_misuse: bool = False
 
 
 class Made(NamedTuple):
@@ -156,7 +159,7 @@ def serve(connection: Connection, options: Options) -> None:
         except (BrokenPipeError, EOFError, ConnectionResetError):
             raise  # the other process is gone
         except KerngenError as e:
-            connection.send(Failed(e.message, e.hint))
+            connection.send(Failed(e.message, e.hint, is_misuse=isinstance(e, UsageError)))
         except Exception as e:
             connection.send(Failed(f"{type(e).__name__}: {e}", what=traceback.format_exc()))
 

@@ -158,6 +158,7 @@ def test_what_cannot_be_served(kerngen_here: Kerngen, tmp_path: Path) -> None:
         ((str(TINY), "--api-key", ""), 2, "an API key is empty"),
         ((str(TINY), "--host", "no.such.host.invalid"), 2, "--host no.such.host.invalid"),
         ((str(TINY), "--draft", str(tmp_path)), 1, str(tmp_path)),
+        ((str(TINY), "--db", "x.db"), 2, "UsageError: --db x.db: the torch backend looks nothing up"),
     ):
         code, out, err = kerngen_here("serve", *arguments, "--port", "0", "--backend", "torch")
         assert (code, out) == (status, ""), (arguments, err)

@@ -107,13 +107,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Why there is no engine, or no longer one. what: for whoever must mend it, "" where `message` says all. is_misuse:
-    what it was asked to load cannot be right.
-    """
+    """Why there is no engine, or no longer one. is_misuse: what it was asked to load cannot be right."""
 
     message: str
     hint: str | None = None
-    what: str = ""
     is_misuse: bool = False
 
 
@@ -161,7 +158,8 @@ def serve(connection: Connection, options: Options) -> None:
         except KerngenError as e:
             connection.send(Failed(e.message, e.hint, is_misuse=isinstance(e, UsageError)))
         except Exception as e:
-            connection.send(Failed(f"{type(e).__name__}: {e}", what=traceback.format_exc()))
+            traceback.print_exc()  # for whoever must mend it
+            connection.send(Failed(f"{type(e).__name__}: {e}"))
 
 
 def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from multiprocessing import Pipe
 from queue import SimpleQueue
 
 import pytest
 
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineClient, EngineFailed
-from kerngen.runtime.serve.worker import Cancel, Made, Options, Told
+from kerngen.runtime.serve.worker import Cancel, Failed, Made, Options, Told, serve
+from kerngen.runtime.session import Session
+
+
+def _breaks(**_: object) -> Session:
+    raise RuntimeError("planted")
+
+
+def test_what_breaks_an_engine_is_in_its_log(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    mine, theirs = Pipe()
+    serve(theirs, Options({}, 64, 1, opens=_breaks))
+    assert mine.recv() == Failed("RuntimeError: planted")
+    err = capfd.readouterr().err
+    assert "in _breaks" in err
+    assert err.endswith("RuntimeError: planted\n")
 
 
 async def _told(steps: list[list[Made]]) -> tuple[list[Made], Exception | None, list[object]]:

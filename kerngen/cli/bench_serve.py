@@ -78,18 +78,25 @@ def serve(
         ):
             rows.append(row)
 
-    with Reporter("bench serve", quiet=as_json) as bar:
-        asyncio.run(collect(bar))
-    if sweep:
-        rows.sort(key=lambda r: float("inf") if r["rate"] is None else r["rate"])
-    if as_json:
-        click.echo(json.dumps({"server": str(server), "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens,
-                               "spread": spread, "as": way, "temperature": temperature, "seed": seed,
-                               "warmup": plan.warmup, "runs": rows}))  # fmt: skip
-    else:
-        say(f"{server}: prompts of {prompt_tokens:,} tokens, answers of {answer_tokens:,}, spread {spread:g}, "
-            f"as {way}, {plan.warmup} to warm up, seed {seed}")  # fmt: skip
-        print_runs(rows)
+    def report() -> None:
+        if sweep:
+            rows.sort(key=lambda r: float("inf") if r["rate"] is None else r["rate"])
+        if as_json:
+            click.echo(json.dumps({"server": str(server), "prompt_tokens": prompt_tokens,
+                                   "answer_tokens": answer_tokens, "spread": spread, "as": way,
+                                   "temperature": temperature, "seed": seed, "warmup": plan.warmup,
+                                   "runs": rows}))  # fmt: skip
+        else:
+            say(f"{server}: prompts of {prompt_tokens:,} tokens, answers of {answer_tokens:,}, spread {spread:g}, "
+                f"as {way}, {plan.warmup} to warm up, seed {seed}")  # fmt: skip
+            print_runs(rows)
+
+    try:
+        with Reporter("bench serve", quiet=as_json) as bar:
+            asyncio.run(collect(bar))
+    finally:
+        if rows:  # also those that ended before Ctrl-C, or before the server did
+            report()
     if any(r["failed"] for r in rows):
         raise click.exceptions.Exit(1)
 

@@ -179,6 +179,14 @@ def test_nobody_leaves_the_warm_up_before_all_are_answered(monkeypatch: pytest.M
     assert set(at_work) == set(range(1, 13)), "batches of all sizes"
 
 
+def test_runs_that_ended_are_told_where_the_server_ends(kerngen: Kerngen) -> None:
+    options = (*SHORT, "--warmup", "0", "--requests", "4", "--concurrency", "1", "--rate", "inf,inf")
+    with stubbed(Stub("gone", since=6)) as stub:  # one alone, four of a run, and one more
+        code, out, err = kerngen("bench", "serve", stub.url, *options, "--json")
+        assert (code, "Connection refused" in err) == (1, True), err
+    assert [run["completed"] for run in json.loads(out)["runs"]] == [4]
+
+
 def test_failures_under_load(kerngen: Kerngen) -> None:
     with stubbed(Stub("500", since=9)) as stub:
         code, out, _ = kerngen("bench", "serve", stub.url, *SHORT, "--requests", "4", "--warmup", "6")

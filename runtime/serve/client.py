@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import count
 from multiprocessing import get_context
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.sampling import Sampling
@@ -149,15 +149,21 @@ class EngineClient:
         try:
             while True:
                 told = self._connection.recv()
-                self._loop.call_soon_threadsafe(self._heed, told)
-                if isinstance(told, Failed):
+                if not self._tell(self._heed, told) or isinstance(told, Failed):
                     return
         except (EOFError, OSError):
             self._process.join(STOP_S)
             code = self._process.exitcode
             lost = Failed("the engine's process died" + ("" if code is None else f" (exit code {code})"))
-            with suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._fail, lost)
+            self._tell(self._fail, lost)
+
+    def _tell(self, heed: Callable[[Any], None], told: object) -> bool:
+        """False where nobody is left to tell: Ctrl-C came while the weights were loading."""
+        try:
+            self._loop.call_soon_threadsafe(heed, told)
+        except RuntimeError:  # the event loop has ended
+            return False
+        return True
 
     # -- in the event loop
 
@@ -168,7 +174,8 @@ class EngineClient:
             if self._on_load is not None:
                 self._on_load(told.done, told.total, told.kernel)
         elif isinstance(told, Ready):
-            self._ready.set_result(told)
+            if not self._ready.done():  # by Ctrl-C
+                self._ready.set_result(told)
         else:
             self.load = told.load
             for made in told.made:

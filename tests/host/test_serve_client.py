@@ -11,7 +11,7 @@ import pytest
 
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineClient, EngineFailed
-from kerngen.runtime.serve.worker import Cancel, Failed, Made, Options, Told, serve
+from kerngen.runtime.serve.worker import Cancel, Failed, Loading, Made, Options, Ready, Told, serve
 from kerngen.runtime.session import Session
 
 
@@ -53,6 +53,18 @@ async def _told(steps: list[list[Made]]) -> tuple[list[Made], Exception | None, 
     while not client._outbox.empty():
         outbox.append(client._outbox.get())
     return got, error, outbox
+
+
+def test_nobody_is_told_how_weights_load_once_ctrl_c_has_come() -> None:
+    client = EngineClient(Options({}, 64, 1))
+    client._connection, theirs = Pipe()
+    client._loop = asyncio.new_event_loop()
+    client._ready = client._loop.create_future()
+    client._ready.cancel()
+    client._heed(Ready(64, 1, {}, "", 0.0, 0.0, None))
+    client._loop.close()
+    theirs.send(Loading(1, 2))
+    client._read()
 
 
 def test_what_waits_goes_out_together() -> None:

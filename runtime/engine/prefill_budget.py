@@ -73,8 +73,9 @@ class PrefillBudget:
         return s0 + each * max(tokens - n0, 0) + self._extra_s
 
     def decoded(self, seconds: float, rows: int) -> None:
-        """A decode step of so many sequences took `seconds`; 0 where that is not known."""
+        """A decode step of so many sequences took `seconds`; 0 where that is not known, nor the gap that it ends."""
         if seconds <= 0:
+            self._since_s = 0.0
             return
         self._decode_s += (SMOOTHING if self._decode_s else 1.0) * (seconds - self._decode_s)
         self._gaps.append((seconds + self._since_s, rows))

@@ -90,6 +90,16 @@ def test_a_gap_counts_for_all_who_waited() -> None:
     assert few.tokens(1, 1) > many.tokens(1, 1)
 
 
+def test_a_gap_that_nobody_timed_is_not_part_of_the_next() -> None:
+    """As of a step that is captured: its prefill is no other's."""
+    budget = PrefillBudget(2048)
+    for _ in range(100):
+        budget.decoded(0.01, 1)
+        budget.prefilled(128, 0.02)
+        budget.decoded(0.0, 1)
+    assert budget.tokens(1, 1) == MULTIPLE
+
+
 def test_many_who_wait_outweigh_few_who_decode() -> None:
     budget = PrefillBudget(2048)
     few = budget.tokens(1, 1)

@@ -19,7 +19,7 @@ import time
 from itertools import product
 from pathlib import Path
 
-from kerngen.loadgen.figures import table
+from kerngen.cli.bench_serve import print_runs
 
 # Tokens of prompts, of answers, requests at once.
 LOADS = {"chat": (1024, 1024, 80), "summary": (8192, 1024, 32)}
@@ -62,7 +62,7 @@ class Server:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        print(*self._said[-1:], sep="", flush=True)
+        print(*self._said[-1:], sep="", end="", flush=True)
 
 
 def main() -> int:
@@ -98,7 +98,7 @@ def main() -> int:
             failed += found.returncode != 0
             (told.out / f"{name}-draft-{drafting}.json").write_text(found.stdout)
             if found.stdout:
-                print(*table(json.loads(found.stdout)["runs"]), sep="\n", flush=True)
+                print_runs(json.loads(found.stdout)["runs"])
     return min(failed, 1)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
+from kerngen.cli.tables import Table, fitted, new_console, say
+
 URL = "http://127.0.0.1:8000"
+_TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms")
 
 
 @click.command()
@@ -55,7 +59,6 @@ def serve(
     from kerngen.errors import UsageError
     from kerngen.loadgen.arrivals import Plan, runs
     from kerngen.loadgen.asking import Shape
-    from kerngen.loadgen.figures import table
     from kerngen.loadgen.http import Server
     from kerngen.progress import Reporter
 
@@ -75,21 +78,56 @@ def serve(
         ):
             rows.append(row)
 
-    with Reporter("bench serve", quiet=as_json) as bar:
-        asyncio.run(collect(bar))
-    if sweep:
-        rows.sort(key=lambda r: float("inf") if r["rate"] is None else r["rate"])
-    if as_json:
-        click.echo(json.dumps({"server": str(server), "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens,
-                               "spread": spread, "as": way, "temperature": temperature, "seed": seed,
-                               "warmup": plan.warmup, "runs": rows}))  # fmt: skip
-    else:
-        click.echo(f"{server}: prompts of {prompt_tokens:,} tokens, answers of {answer_tokens:,}, spread {spread:g}, "
-                   f"as {way}, {plan.warmup} to warm up, seed {seed}")  # fmt: skip
-        for line in table(rows):
-            click.echo(line)
+    def report() -> None:
+        if sweep:
+            rows.sort(key=lambda r: float("inf") if r["rate"] is None else r["rate"])
+        if as_json:
+            click.echo(json.dumps({"server": str(server), "prompt_tokens": prompt_tokens,
+                                   "answer_tokens": answer_tokens, "spread": spread, "as": way,
+                                   "temperature": temperature, "seed": seed, "warmup": plan.warmup,
+                                   "runs": rows}))  # fmt: skip
+        else:
+            say(f"{server}: prompts of {prompt_tokens:,} tokens, answers of {answer_tokens:,}, spread {spread:g}, "
+                f"as {way}, {plan.warmup} to warm up, seed {seed}")  # fmt: skip
+            print_runs(rows)
+
+    try:
+        with Reporter("bench serve", quiet=as_json) as bar:
+            asyncio.run(collect(bar))
+    finally:
+        if rows:  # also those that ended before Ctrl-C, or before the server did
+            report()
     if any(r["failed"] for r in rows):
         raise click.exceptions.Exit(1)
+
+
+def print_runs(rows: Sequence[dict[str, Any]]) -> None:
+    """Runs beside each other, and what went wrong. rows: as `loadgen.arrivals.runs` gives them."""
+    heads = (f">{name[:-3].upper()} p50/p90/p99 ms" for name in _TIMES)
+    table = Table("", ">rate", ">at once", ">done", ">failed", ">req/s", ">out tok/s", ">tok/s", *heads, "drafts")
+    for r in rows:
+        drafted = r["drafting"]
+        table.add_row(
+            _rate(r), str(r["concurrency"] or "any"), str(r["completed"]), str(r["failed"]),
+            f"{r['requests_per_s']:.2f}", f"{r['answer_tokens_per_s']:.1f}", f"{r['tokens_per_s']:.1f}",
+            *(_spread(r[name]) for name in _TIMES),
+            f"{drafted['acceptance_rate']:.0%}, {drafted['acceptance_length']:.2f} a step" if drafted else "-",
+        )  # fmt: skip
+    new_console().print(table)
+    for r in rows:
+        for error, count in r["errors"].items():
+            click.echo(fitted(f"at rate {_rate(r)}: {count} times {error}"))
+
+
+def _rate(row: dict[str, Any]) -> str:
+    return "inf" if row["rate"] is None else f"{row['rate']:.3g}/s"
+
+
+def _spread(ms: dict[str, float] | None) -> str:
+    if ms is None:
+        return "-"
+    digits = 1 if ms["p99"] < 1000 else 0
+    return "/".join(f"{ms[f'p{p}']:.{digits}f}" for p in (50, 90, 99))
 
 
 def _rates(text: str) -> list[float | None]:

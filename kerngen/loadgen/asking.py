@@ -68,7 +68,10 @@ async def _prepared(server: Server, model: str, shape: Shape, number: int) -> As
     status, said = await server.ask("POST", "/detokenize", {"model": model, "tokens": ids})
     if status != 200:
         raise UsageError(f"/detokenize: {_said(said)}", hint="--as ids sends tokens, which need none")
-    text = json.loads(said)["prompt"]
+    try:
+        text = str(json.loads(said)["prompt"])
+    except (ValueError, LookupError, TypeError):
+        raise UsageError(f"/detokenize answered no text: {said[:80]!r}", hint="--as ids sends tokens") from None
     if shape.way == "text":
         return Asked("/v1/completions", {**body, "prompt": text}, len(ids))
     return Asked("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}, len(ids))
@@ -131,23 +134,33 @@ async def _follow(server: Server, asked: Asked, outcome: Outcome, leaves: Leaves
             if event == b"[DONE]":
                 is_over = True
                 continue
-            said = json.loads(event)
-            if "error" in said:
-                outcome.error = f"broke off: {said['error'].get('message')}"
-            elif choices := said.get("choices"):
-                outcome.at.append(time.perf_counter())
-                outcome.text += choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or ""
-                if leaves is not None and leaves(len(outcome.at)):
-                    return
-            if usage := said.get("usage"):
-                outcome.num_prompt_tokens = usage["prompt_tokens"]
-                outcome.num_tokens = usage["completion_tokens"]
+            try:
+                is_chunk = _hear(json.loads(event), outcome)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                outcome.error = f"sent what is none of the API's: {event[:80]!r}"
+                return
+            if is_chunk and leaves is not None and leaves(len(outcome.at)):
+                return
         if not is_over and not outcome.error:
             outcome.error = "ended without [DONE]"
         elif not outcome.at and not outcome.error:
             outcome.error = "no token came"
     finally:
         answer.leave()
+
+
+def _hear(said: dict[str, Any], outcome: Outcome) -> bool:
+    """Tells `outcome` what an event says. Whether it is a chunk of the answer."""
+    choices = said.get("choices")
+    if "error" in said:
+        outcome.error = f"broke off: {said['error'].get('message')}"
+    elif choices:
+        outcome.at.append(time.perf_counter())
+        outcome.text += choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or ""
+    if usage := said.get("usage"):
+        outcome.num_prompt_tokens = usage["prompt_tokens"]
+        outcome.num_tokens = usage["completion_tokens"]
+    return bool(choices) and not outcome.error
 
 
 def _said(body: bytes) -> str:
@@ -164,4 +177,8 @@ async def first_model(server: Server) -> str:
     if status != 200:
         raise UsageError(f"{server}/v1/models: HTTP {status}: {_said(said)}",
                          hint="--api-key, or is it another kind of server?")  # fmt: skip
-    return str(json.loads(said)["data"][0]["id"])
+    try:
+        return str(json.loads(said)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise UsageError(f"{server}/v1/models is no list of models: {said[:80]!r}",
+                         hint="is it another kind of server?") from None  # fmt: skip

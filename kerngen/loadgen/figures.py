@@ -8,7 +8,7 @@ from the first request to the end of the last one. Only requests that were answe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,35 +49,3 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
     return {"mean": float(ms.mean())} | {f"p{p}": float(np.percentile(ms, p)) for p in PERCENTILES} | {
         "max": float(ms.max())
     }  # fmt: skip
-
-
-_COLUMNS = ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms")
-
-
-def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Runs beside each other, for people."""
-    heads = [f"{name[:-3].upper()} p50/p90/p99 ms" for name in _COLUMNS]
-    yield (f"{'rate':>7} {'at once':>7} {'done':>5} {'failed':>6} {'req/s':>7} {'out tok/s':>9} {'tok/s':>8}  "
-           + "  ".join(f"{h:>22}" for h in heads) + "  drafts")  # fmt: skip
-    for r in rows:
-        rate = "inf" if r["rate"] is None else f"{r['rate']:.3g}"
-        spreads = (_cell(r[name]) for name in _COLUMNS)
-        drafted = r["drafting"]
-        drafts = "-"
-        if drafted is not None:
-            drafts = f"{drafted['acceptance_rate']:.0%}, {drafted['acceptance_length']:.2f} a step"
-        head = f"{rate:>7} {r['concurrency'] or 'any':>7} {r['completed']:5} {r['failed']:6}"
-        speeds = f"{r['requests_per_s']:7.2f} {r['answer_tokens_per_s']:9.1f} {r['tokens_per_s']:8.1f}"
-        yield f"{head} {speeds}  " + "  ".join(f"{s:>22}" for s in spreads) + f"  {drafts}"
-    for r in rows:
-        rate = "inf" if r["rate"] is None else f"{r['rate']:.3g}"
-        for error, count in r["errors"].items():
-            yield f"at rate {rate}: {count} times {error}"
-
-
-def _cell(spread: dict[str, float] | None) -> str:
-    return "-" if spread is None else "/".join(f"{spread[f'p{p}']:.{_digits(spread['p99'])}f}" for p in PERCENTILES)
-
-
-def _digits(ms: float) -> int:
-    return 1 if ms < 1000 else 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -14,6 +16,8 @@ from urllib.parse import urlsplit
 from kerngen.errors import KerngenError, UsageError
 
 READ_BYTES = 1 << 16
+_BLANK = re.compile(rb"\r?\n\r?\n")  # ends a server-sent event; some servers end lines as HTTP does
+_BODILESS = (204, 304)
 
 
 class ServerGone(KerngenError):
@@ -57,7 +61,7 @@ class Server:
         try:
             reader, writer = await self._connect(receive_bytes)
         except OSError as e:
-            raise ServerGone(f"{self}: {e.strerror or e}") from e
+            raise ServerGone(f"{self}: {why(e)}", hint="kerngen serve MODEL starts a server") from e
         answer = Answer(reader, writer)
         try:
             writer.write("\r\n".join([*lines, "", ""]).encode() + data)
@@ -118,41 +122,60 @@ class Answer:
             raise ServerGone("the connection ended where an answer should go on")
         return line
 
-    async def _read(self, count: int) -> bytes:
+    async def _some(self, count: int) -> bytes:
+        """b"" where the connection has ended."""
         try:
-            data = await self._reader.read(count)
+            return await self._reader.read(count)
         except OSError as e:
             raise ServerGone(f"the connection broke off: {e}") from e
-        if not data:
-            raise ServerGone("the connection ended where an answer should go on")
-        return data
+
+    async def _read(self, count: int) -> bytes:
+        if data := await self._some(count):
+            return data
+        raise ServerGone("the connection ended where an answer should go on")
 
     async def data(self, at_once: int = READ_BYTES) -> AsyncGenerator[bytes, None]:
-        """The body, in the pieces in which it is there. Raises ServerGone where it breaks off."""
+        """The body, in the pieces in which it is there; of one that says no length, until the connection ends. Raises
+        ServerGone where it breaks off.
+        """
         if self.headers.get("transfer-encoding", "").lower() == "chunked":
             chunks = _Chunks()
             while not chunks.is_over:
                 if found := chunks.push(await self._read(at_once)):
                     yield found
             return
-        left = int(self.headers.get("content-length", 0))
+        if "content-length" not in self.headers:
+            while self.status not in _BODILESS and (data := await self._some(at_once)):
+                yield data
+            return
+        try:
+            left = int(self.headers["content-length"])
+        except ValueError:
+            raise ServerGone(f"a body of {self.headers['content-length'][:40]!r} bytes") from None
         while left:
             data = await self._read(min(left, at_once))
             left -= len(data)
             yield data
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """What follows `data:` of each server-sent event."""
+        """What follows `data:` of each server-sent event that has it."""
         held = b""
         async for data in self.data():
-            *events, held = (held + data).split(b"\n\n")
+            *events, held = _BLANK.split(held + data)
             for event in events:
-                if event.startswith(b"data:"):
-                    yield event[5:].strip()
+                if lines := [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]:
+                    yield b"\n".join(lines)
 
     def leave(self) -> None:
         with suppress(OSError, RuntimeError):
             self._writer.transport.abort()
+
+
+def why(error: OSError) -> str:
+    """What the system calls it: of a connection that is refused, asyncio says where it was to go, and no more."""
+    if error.errno is None or isinstance(error, socket.gaierror):  # those of names have numbers of their own
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 class _Chunks:

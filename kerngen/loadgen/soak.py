@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kerngen.loadgen.asking import Asked, Shape, first_model, follow, prepared
-from kerngen.loadgen.http import Server, ServerGone
+from kerngen.loadgen.http import Server, ServerGone, why
 from kerngen.loadgen.metrics import read_metrics
 from kerngen.loadgen.processes import gpu_mb, processes_of, resident_mb
 
@@ -103,6 +103,7 @@ class Soak:
 
 async def soak(server: Server, settings: Settings, say: Say) -> Soak:
     """Raises ServerGone where there is no server to begin with, UsageError where it answers nothing."""
+    await server.ask("GET", "/health")
     model = settings.model or await first_model(server)
     run = _Run(server, model, settings, say)
     await run.all()
@@ -231,7 +232,7 @@ class _Run:
         try:
             _, writer = await asyncio.open_connection(self._server.host, self._server.port)
         except OSError as e:
-            raise ServerGone(f"{self._server}: {e.strerror or e}") from e
+            raise ServerGone(f"{self._server}: {why(e)}") from e
         try:
             head = f"POST {self._server.path}/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body[: self._draw.randrange(len(body))])

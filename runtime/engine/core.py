@@ -230,11 +230,10 @@ class Engine:
             for i, request in enumerate(requests):
                 handles[self.submit(request)] = i
             while handles:
-                for handle in [e.handle for e in self.step() if e.handle in handles and e.handle.is_done]:
+                self.step()
+                for handle in [h for h in handles if h.is_done]:  # also in somebody else's step, or cancelled
                     if handle.error is not None:
                         raise handle.error
-                    yield handles.pop(handle), handle.generation
-                for handle in [h for h in handles if h.is_done]:  # cancelled from elsewhere
                     yield handles.pop(handle), handle.generation
         finally:
             for handle in handles:

@@ -61,14 +61,21 @@ class PrefillBudget:
         return min(self._most, next(found, MULTIPLE))
 
     def _seconds(self, tokens: int) -> float:
-        """Of a chunk. Beyond the sizes that are known each token takes what it does between the last two."""
+        """Of a chunk. Beyond the sizes that are known each token takes what it does between the last two, and no less
+        than between the first and the last: two that took the same would let chunks be of any length.
+        """
+        (n, s), (last_n, last_s) = self._points[0], self._points[-1]
         index = min(max(bisect_left(self._points, (tokens, 0.0)), 1), len(self._points) - 1)
         (n0, s0), (n1, s1) = self._points[index - 1], self._points[index]
-        return max(s0 + (s1 - s0) * (tokens - n0) / (n1 - n0), s0) + self._extra_s
+        each = (s1 - s0) / (n1 - n0)
+        if tokens > last_n:
+            return last_s + max(each, (last_s - s) / (last_n - n)) * (tokens - last_n) + self._extra_s
+        return s0 + each * max(tokens - n0, 0) + self._extra_s
 
     def decoded(self, seconds: float, rows: int) -> None:
-        """A decode step of so many sequences took `seconds`; 0 where that is not known."""
+        """A decode step of so many sequences took `seconds`; 0 where that is not known, nor the gap that it ends."""
         if seconds <= 0:
+            self._since_s = 0.0
             return
         self._decode_s += (SMOOTHING if self._decode_s else 1.0) * (seconds - self._decode_s)
         self._gaps.append((seconds + self._since_s, rows))

@@ -54,6 +54,8 @@ _router = APIRouter()
 
 @_router.get("/health")
 @_router.get("/ping")
+@_router.head("/health", include_in_schema=False)
+@_router.head("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
     service_of(request).require_open()
     return Response(status_code=200)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import count
 from multiprocessing import get_context
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.sampling import Sampling
@@ -26,6 +26,10 @@ STOP_S = 10.0  # within which an engine that is told to stop is gone; then it is
 
 class EngineFailed(KerngenError):
     """There is no engine, or it has ended in an error."""
+
+
+class EngineStopped(EngineFailed):
+    """The answer was ended before its end: the server stops."""
 
 
 class EngineClient:
@@ -44,7 +48,7 @@ class EngineClient:
         self.load: Load | None = None  # after the last step
 
     async def start(self) -> Ready:
-        """Start the process and wait until it is ready. Raises EngineFailed."""
+        """Start the process and wait until it is ready. Raises EngineFailed, and UsageError for bad settings."""
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         context = get_context("spawn")
@@ -79,7 +83,8 @@ class EngineClient:
         """What the engine makes of a request, as it comes. Whoever leaves the loop early, or is cancelled, ends it, and
         what it holds is free at once.
 
-        Raises UsageError for what the engine does not take, EngineFailed where it is no more or computes no number.
+        Raises UsageError for what the engine does not take, EngineFailed where it is no more or computes no number,
+        EngineStopped after `end`.
         """
         if not self.is_alive:
             raise EngineFailed(self.why_dead or "the engine has stopped")
@@ -92,13 +97,16 @@ class EngineClient:
             self._outbox.put(submit)
             while not is_over:
                 made = await queue.get()
-                while not queue.empty():  # more than one step's where this process is behind: they go out together
+                # More than one step's where this process is behind: they go out together.
+                while not made.reason and not queue.empty():
                     later = queue.get_nowait()
-                    if later.reason in ("refused", "error"):
+                    if later.reason in ("refused", "error", "stopped"):
                         yield made
                         made = later
                     else:
                         made = made.then(later)
+                if made.reason == "stopped":
+                    raise EngineStopped(made.error)
                 is_over = bool(made.reason)
                 if made.reason == "refused":
                     raise UsageError(made.error)
@@ -109,6 +117,11 @@ class EngineClient:
             del self._streams[number]
             if not is_over:
                 self._outbox.put(Cancel(number))
+
+    def end(self, why: str) -> None:
+        """End all that is at work: whoever waits for it is told `why`."""
+        for number, queue in self._streams.items():
+            queue.put_nowait(Made(number, [], reason="stopped", error=why))
 
     async def close(self) -> None:
         """End the process; what still runs ends with it."""
@@ -136,15 +149,21 @@ class EngineClient:
         try:
             while True:
                 told = self._connection.recv()
-                self._loop.call_soon_threadsafe(self._heed, told)
-                if isinstance(told, Failed):
+                if not self._tell(self._heed, told) or isinstance(told, Failed):
                     return
         except (EOFError, OSError):
             self._process.join(STOP_S)
             code = self._process.exitcode
             lost = Failed("the engine's process died" + ("" if code is None else f" (exit code {code})"))
-            with suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._fail, lost)
+            self._tell(self._fail, lost)
+
+    def _tell(self, heed: Callable[[Any], None], told: object) -> bool:
+        """False where nobody is left to tell: Ctrl-C came while the weights were loading."""
+        try:
+            self._loop.call_soon_threadsafe(heed, told)
+        except RuntimeError:  # the event loop has ended
+            return False
+        return True
 
     # -- in the event loop
 
@@ -155,7 +174,8 @@ class EngineClient:
             if self._on_load is not None:
                 self._on_load(told.done, told.total, told.kernel)
         elif isinstance(told, Ready):
-            self._ready.set_result(told)
+            if not self._ready.done():  # by Ctrl-C
+                self._ready.set_result(told)
         else:
             self.load = told.load
             for made in told.made:
@@ -167,6 +187,7 @@ class EngineClient:
             return
         self._failed = failed
         if not self._ready.done():
-            self._ready.set_exception(EngineFailed(failed.message, hint=failed.hint))
+            kind = UsageError if failed.is_misuse else EngineFailed
+            self._ready.set_exception(kind(failed.message, hint=failed.hint))
         for number, queue in self._streams.items():
             queue.put_nowait(Made(number, [], reason="error", error=failed.message))

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kerngen.errors import KerngenError, UsageError
-from kerngen.runtime.serve.client import EngineFailed
+from kerngen.runtime.serve.client import EngineFailed, EngineStopped
 
 log = logging.getLogger(__name__)
 _TYPES = {
@@ -54,6 +54,8 @@ def of(error: Exception) -> ApiError:
         return error
     if isinstance(error, UsageError):
         return ApiError(400, error.message)
+    if isinstance(error, EngineStopped):
+        return ApiError(503, error.message, code="unavailable")
     if isinstance(error, EngineFailed):
         return ApiError(503, error.message, code="engine_failed")
     if isinstance(error, KerngenError):  # a chat template may refuse one chat and not the next

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import time
@@ -32,6 +33,7 @@ from kerngen.runtime.text import TextCodec
 
 WATCH_S = 0.5  # how often it is seen that the engine has died
 HEAD_S = 20.0  # within which a client, once connected, has sent a request's head
+TOLD_S = 2.0  # in which those are told whose answers have not ended when the server must
 UNREAD_S = 60.0  # how long a client may leave unread what it asked for
 
 
@@ -81,18 +83,36 @@ async def _run(settings: Settings, on_load: OnLoad | None, say: Callable[[str], 
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """Bound, so that nobody else gets the port while the weights load; whoever connects is refused until `_answer`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
     except OSError as e:
         raise UsageError(f"--host {host}: {e.strerror or e}") from e
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind(address)
+        try:
+            listening.bind(address)  # alone: of several that may share a port all would load, and one would listen
+        except OSError:  # it may be held by connections of a server that has just ended
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
     except OSError as e:
         listening.close()
-        raise UsageError(f"{host} port {port}: {e.strerror or e}", hint="--port takes another one, 0 any") from e
+        raise _not_there(host, port, e) from e
     return listening
+
+
+def _answer(listening: socket.socket) -> None:
+    """Let clients connect, whose connections are not to keep the port from the next server."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.listen()
+    except OSError as e:
+        host, port = listening.getsockname()[:2]
+        raise _not_there(host, port, e) from e
+
+
+def _not_there(host: str, port: int, error: OSError) -> UsageError:
+    return UsageError(f"{host} port {port}: {error.strerror or error}", hint="--port takes another one, 0 any")
 
 
 async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> Service:
@@ -141,9 +161,10 @@ async def _serve(service: Service, settings: Settings, listening: socket.socket,
     config = uvicorn.Config(
         make_app(service, settings.keys), http=Connection, ws="none", log_config=None, log_level="error",
         access_log=False, lifespan="off", timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(max(settings.drain_s, 1)), h11_max_incomplete_event_size=65536,
+        timeout_graceful_shutdown=math.ceil(settings.drain_s + TOLD_S), h11_max_incomplete_event_size=65536,
     )  # fmt: skip
-    server = _Server(config, service)
+    server = _Server(config, service, settings.drain_s)
+    _answer(listening)
     host, port = listening.getsockname()[:2]
     serving, is_said = asyncio.ensure_future(server.serve(sockets=[listening])), False
     while not serving.done():
@@ -209,13 +230,14 @@ class Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Tells the service that it drains, so that nobody is let in on a connection that is kept. A signal that ended it
-    has done what it was for: uvicorn would raise it once more.
+    """Tells the service that it drains, so that nobody is let in on a connection that is kept, and those who still wait
+    after `drain_s` seconds, or when Ctrl-C comes again, that their answers end. A signal that ended it has done what it
+    was for: uvicorn would raise it once more.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._drain_s = service, drain_s
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -228,4 +250,19 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.is_draining = True
-        await super().shutdown(sockets)
+        ending = asyncio.ensure_future(self._end_answers())
+        try:
+            await super().shutdown(sockets)
+            if self.force_exit:  # which waits for nobody
+                await ending
+        finally:
+            ending.cancel()
+
+    async def _end_answers(self) -> None:
+        end = time.monotonic() + self._drain_s
+        while time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(0.05)
+        self._service.client.end("the server has stopped before the answer's end")
+        end = time.monotonic() + TOLD_S
+        while self.server_state.tasks and time.monotonic() < end:
+            await asyncio.sleep(0.05)

@@ -108,11 +108,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Why there is no engine, or no longer one. what: for whoever must mend it, "" where `message` says all."""
+    """Why there is no engine, or no longer one. is_misuse: what it was asked to load cannot be right."""
 
     message: str
     hint: str | None = None
-    what: str = ""
+    is_misuse: bool = False
 
 
 class Made(NamedTuple):
@@ -157,9 +157,10 @@ def serve(connection: Connection, options: Options) -> None:
         except (BrokenPipeError, EOFError, ConnectionResetError):
             raise  # the other process is gone
         except KerngenError as e:
-            connection.send(Failed(e.message, e.hint))
+            connection.send(Failed(e.message, e.hint, is_misuse=isinstance(e, UsageError)))
         except Exception as e:
-            connection.send(Failed(f"{type(e).__name__}: {e}", what=traceback.format_exc()))
+            traceback.print_exc()  # for whoever must mend it
+            connection.send(Failed(f"{type(e).__name__}: {e}"))
 
 
 def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
@@ -264,6 +265,13 @@ class _Loop:
 
         try:
             mask = None if guide is None else guide.result()
+        except KerngenError as e:
+            return (Made(told.number, [], reason="refused", error=e.message),)
+        except Exception as e:  # of a library, or a thread that could not start: the others' requests go on
+            traceback.print_exc()
+            error = f"the answer cannot be guided: {type(e).__name__}: {e}"
+            return (Made(told.number, [], reason="error", error=error),)
+        try:
             handle = self._engine.submit(Request(told.prompt, told.max_new_tokens, told.sampling, told.stop_ids,
                                                  logprobs=told.logprobs, mask=mask,
                                                  prompt_logprobs=told.prompt_logprobs))  # fmt: skip

@@ -70,6 +70,9 @@ class PlayedEngine:
         finally:
             self.num_left += not is_over
 
+    def end(self, why: str) -> None:
+        """Nobody waits for long here."""
+
     async def close(self) -> None:
         self.is_alive = False
 

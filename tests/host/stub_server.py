@@ -15,11 +15,14 @@ LEAK_BYTES = 4 << 20
 
 @dataclass
 class Stub:
-    """fault: see FAULTS. It begins with the request `since`, so that what is asked alone before is answered well."""
+    """fault: see FAULTS. It begins with the request `since`, so that what is asked alone before is answered well.
+    only: what is answered in place of all else, as by another kind of server.
+    """
 
     fault: str = ""
     since: int = 0
     pause_s: float = 0.001
+    only: str = ""
     url: str = ""
     num_asked: int = 0
     bodies: list[dict[str, object]] = field(default_factory=list)
@@ -42,6 +45,8 @@ class Stub:
         path = head.split()[1]
         size = next((int(x.split(":")[1]) for x in head.splitlines() if x.lower().startswith("content-length")), 0)
         body = await reader.readexactly(size)
+        if self.only:
+            return _text(writer, self.only)
         if path == "/v1/models":
             return _whole(writer, 200, {"data": [{"id": "stub"}]})
         if path == "/health":

@@ -546,6 +546,17 @@ def test_a_mask_that_allows_nothing_ends_its_request_alone(models: Models) -> No
     assert_nothing_is_held(engine)
 
 
+def test_who_waits_for_many_is_told_of_an_error_in_anothers_step(model: Gemma4) -> None:
+    engine = engine_for(model)
+    made = engine.finished([Request(prompt(5), 1), Request(prompt(6), 9, mask=Script([8, 11], [9, 95], []))])
+    assert next(made)[0] == 0
+    while engine.has_work:
+        engine.step()
+    with pytest.raises(UsageError, match="allows no token after 2 of its answer"):
+        next(made)
+    assert_nothing_is_held(engine)
+
+
 def test_what_is_never_chosen_does_not_count_as_allowed(model: Gemma4) -> None:
     for options in ({"suppressed_ids": (8, 9)}, {"stop_ids": (8, 9), "sampling": Sampling(min_tokens=1)}):
         with pytest.raises(UsageError, match="allows no token after 0"):

@@ -22,6 +22,7 @@ NO_KERNEL = r"unknown kernel 'nope'\n  known: .*rmsnorm"
 NO_ARCH = r"unknown arch 'sm71'\n  did you mean sm75\? known: sm70"
 NO_DEVICE = r"unknown device 'nope'\n  known: V100"
 NO_CHANGE = r"absent\.db is not there: there is nothing to change\n  name another with --db"
+NOTHING = r"nothing\.db is an empty file: there is nothing to change\n  .*kerngen tune --db FILE fills one"
 NO_SERVER = r"a cluster fills a tuning database on PostgreSQL\n  --db postgresql\+psycopg://USER@HOST/NAME"
 REFUSED = r"127\.0\.0\.1:1/x: connection failed: .*\n  is that server up"
 SERVER = "postgresql+psycopg://u@127.0.0.1:1/x"
@@ -41,6 +42,7 @@ def kerngen(
 ) -> Kerngen:
     (tmp_path / "other.db").write_bytes(empty_database)
     (tmp_path / "notes.txt").write_text("Not a database, and somebody's work.\n")
+    (tmp_path / "nothing.db").touch()
     (tmp_path / "empty").mkdir()
     return Kerngen(tmp_path, monkeypatch, capsys)
 
@@ -60,12 +62,16 @@ def kerngen(
         ("db diff other.db absent.db", 1, ABSENT),
         ("db diff absent.db other.db", 1, ABSENT),
         ("db merge all.db absent.db", 1, ABSENT),
+        ("db merge other.db absent.db", 1, r"absent\.db: no such file\n  INTO comes first, here other\.db"),
         ("db import absent.kgdb", 1, NO_BUNDLE),
         ("db verify absent.kgdb", 1, NO_BUNDLE),
         ("db install absent.kgdb", 1, NO_BUNDLE),
         ("db sign absent.kgdb --key k", 1, r"k: No such file or directory\n  kerngen db keygen FILE makes one"),
         ("db build absent -o x.kgdb", 2, r"absent is not there\n  kerngen db dump -o absent"),
         ("db rebuild --db absent.db", 2, NO_CHANGE),
+        ("db rebuild --db nothing.db", 2, NOTHING),
+        ("db gc --db nothing.db", 2, NOTHING),
+        ("db ls --db nothing.db", 1, r"nothing\.db holds no tuning database: .*\n  kerngen tune --db FILE fills it"),
         ("db rm --kernel rmsnorm --db absent.db", 2, NO_CHANGE),
         ("db gc --db absent.db", 2, NO_CHANGE),
         ("db trust absent.pub", 1, r"absent\.pub: No such file or directory\n  kerngen db keygen"),

@@ -71,6 +71,13 @@ def test_what_was_timed_lets_chunks_grow_that_all_take_long(extra_s: float) -> N
     assert tokens == (512 if extra_s == 0 else 192)
 
 
+def test_two_sizes_that_took_the_same_do_not_let_chunks_be_of_any_length() -> None:
+    budget = PrefillBudget(2048)
+    budget.know([(64, 0.002), (384, 0.008), (512, 0.008)])
+    budget.decoded(0.005, 20)
+    assert 512 <= budget.tokens(3, 20) <= 1024
+
+
 def test_a_gap_counts_for_all_who_waited() -> None:
     """Few wait beside chunks, and many without: most gaps are short."""
     few, many = PrefillBudget(2048), PrefillBudget(2048)
@@ -81,6 +88,16 @@ def test_a_gap_counts_for_all_who_waited() -> None:
             few.prefilled(512, 0.02)
             many.prefilled(512, 0.02)
     assert few.tokens(1, 1) > many.tokens(1, 1)
+
+
+def test_a_gap_that_nobody_timed_is_not_part_of_the_next() -> None:
+    """As of a step that is captured: its prefill is no other's."""
+    budget = PrefillBudget(2048)
+    for _ in range(100):
+        budget.decoded(0.01, 1)
+        budget.prefilled(128, 0.02)
+        budget.decoded(0.0, 1)
+    assert budget.tokens(1, 1) == MULTIPLE
 
 
 def test_many_who_wait_outweigh_few_who_decode() -> None:

@@ -280,7 +280,7 @@ def test_keys(played: tuple[Service, PlayedEngine]) -> None:
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
         assert client.post(CHAT, json=HI, headers={"Authorization": "Bearer two"}).status_code == 200
-        assert client.get("/health").status_code == 200
+        assert client.get("/health").status_code == client.head("/health").status_code == 200
         assert client.get("/v1/models").status_code == 401
 
 

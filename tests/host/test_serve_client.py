@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from multiprocessing import Pipe
 from queue import SimpleQueue
 
 import pytest
 
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineClient, EngineFailed
-from kerngen.runtime.serve.worker import Cancel, Made, Options, Told
+from kerngen.runtime.serve.worker import Cancel, Failed, Loading, Made, Options, Ready, Told, serve
+from kerngen.runtime.session import Session
+
+
+def _breaks(**_: object) -> Session:
+    raise RuntimeError("planted")
+
+
+def test_what_breaks_an_engine_is_in_its_log(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    mine, theirs = Pipe()
+    serve(theirs, Options({}, 64, 1, opens=_breaks))
+    assert mine.recv() == Failed("RuntimeError: planted")
+    err = capfd.readouterr().err
+    assert "in _breaks" in err
+    assert err.endswith("RuntimeError: planted\n")
 
 
 async def _told(steps: list[list[Made]]) -> tuple[list[Made], Exception | None, list[object]]:
@@ -36,12 +55,31 @@ async def _told(steps: list[list[Made]]) -> tuple[list[Made], Exception | None, 
     return got, error, outbox
 
 
+def test_nobody_is_told_how_weights_load_once_ctrl_c_has_come() -> None:
+    client = EngineClient(Options({}, 64, 1))
+    client._connection, theirs = Pipe()
+    client._loop = asyncio.new_event_loop()
+    client._ready = client._loop.create_future()
+    client._ready.cancel()
+    client._heed(Ready(64, 1, {}, "", 0.0, 0.0, None))
+    client._loop.close()
+    theirs.send(Loading(1, 2))
+    client._read()
+
+
 def test_what_waits_goes_out_together() -> None:
     steps = [[Made(0, [5])], [Made(0, [6, 7])], [Made(0, [8], reason="length")]]
     got, error, outbox = asyncio.run(_told(steps))
     assert [(m.tokens, m.reason) for m in got] == [([5, 6, 7, 8], "length")]
     assert error is None
     assert not any(isinstance(o, Cancel) for o in outbox)
+
+
+def test_an_answer_that_has_ended_stays_one() -> None:
+    """Its engine dies before somebody has come back for the end."""
+    got, error, _ = asyncio.run(_told([[Made(0, [5], reason="stop")], [Made(0, [], reason="error", error="died")]]))
+    assert [(m.tokens, m.reason) for m in got] == [([5], "stop")]
+    assert error is None
 
 
 def test_tokens_before_an_error_are_not_lost() -> None:

@@ -277,6 +277,23 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(monkeypatch: pytest.Mon
     assert compiled == ["0", "2"]
 
 
+def test_a_grammar_that_breaks_its_compiler_is_one_requests_fault(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loop = _Loop(None, None, None)  # type: ignore[arg-type]
+
+    def guide(wanted: Guiding) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(loop, "_guide", guide)
+    loop._heed(Submit(7, [1], 1, Sampling(), guiding=Guiding("")))  # type: ignore[arg-type]
+    loop._compiler.shutdown()
+    (made,) = loop._submit(*loop._compiling.pop(7))
+    assert (made.number, made.reason) == (7, "error")
+    assert "can't start new thread" in made.error
+    assert "Traceback" in capfd.readouterr().err
+
+
 def test_size_of_counts_texts_and_parts() -> None:
     assert size_of("abc") == 7
     assert size_of({"ab": [1, None, "c"]}) == 4 * 6 + 3

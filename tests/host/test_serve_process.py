@@ -15,6 +15,9 @@ import pytest
 from command import Kerngen
 from served import TINY, Served, served
 
+from kerngen.errors import UsageError
+from kerngen.runtime.serve import server as serving
+
 ASKED = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0, "max_tokens": 40}
 LONG = {"prompt": "The", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
 
@@ -97,6 +100,24 @@ def test_it_ends_once_answers_have(tmp_path: Path) -> None:
         assert found.process.wait(60) == 0
 
 
+@pytest.mark.parametrize(("drain_s", "signals"), [(0, [signal.SIGTERM]), (60, [signal.SIGINT] * 2)])
+def test_answers_that_do_not_end_in_time_say_so(drain_s: int, signals: list[signal.Signals]) -> None:
+    with served("--no-draft", "--drain", str(drain_s)) as found, ThreadPoolExecutor(2) as threads:
+        url, long = f"{found.url}/v1/completions", LONG | {"max_tokens": 250, "n": 2}
+        asked = [threads.submit(found.http.post, url, json=long | {"stream": stream}) for stream in (False, True)]
+        _until(lambda: found.metric("num_requests_running") == 4)
+        for number in signals:
+            found.process.send_signal(number)
+            time.sleep(0.05)
+        whole, streamed = (answer.result(60) for answer in asked)
+        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "unavailable"), whole.text
+        *_, last, done, _ = streamed.text.split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(last.removeprefix("data: "))["error"]["message"].startswith("the server has stopped")
+        assert found.process.wait(60) == 0
+    assert not any("Traceback" in line for line in found.said), found.said
+
+
 def test_it_says_that_the_engine_died(tmp_path: Path) -> None:
     with served("--no-draft") as found, ThreadPoolExecutor(1) as threads:
         long = threads.submit(lambda: found.http.post(f"{found.url}/v1/completions", json=LONG))
@@ -105,6 +126,24 @@ def test_it_says_that_the_engine_died(tmp_path: Path) -> None:
         assert long.result(120).status_code == 503
         assert found.process.wait(60) == 1
         assert any("the engine has ended: the engine's process died" in line for line in found.said)
+
+
+def test_a_port_is_one_servers_while_its_weights_load_and_free_once_it_has_ended() -> None:
+    first = serving._listen("127.0.0.1", 0)
+    address = first.getsockname()
+    with pytest.raises(UsageError, match=f"port {address[1]}: Address already in use"):
+        serving._listen(*address)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    serving._answer(first)
+    with socket.create_connection(address) as client:
+        first.accept()[0].close()  # the end that closes first keeps the port for a minute
+        assert client.recv(1) == b""
+    with pytest.raises(UsageError):
+        serving._listen(*address)
+    first.close()
+    with serving._listen(*address) as second:
+        serving._answer(second)
 
 
 def test_what_cannot_be_served(kerngen_here: Kerngen, tmp_path: Path) -> None:
@@ -119,6 +158,7 @@ def test_what_cannot_be_served(kerngen_here: Kerngen, tmp_path: Path) -> None:
         ((str(TINY), "--api-key", ""), 2, "an API key is empty"),
         ((str(TINY), "--host", "no.such.host.invalid"), 2, "--host no.such.host.invalid"),
         ((str(TINY), "--draft", str(tmp_path)), 1, str(tmp_path)),
+        ((str(TINY), "--db", "x.db"), 2, "UsageError: --db x.db: the torch backend looks nothing up"),
     ):
         code, out, err = kerngen_here("serve", *arguments, "--port", "0", "--backend", "torch")
         assert (code, out) == (status, ""), (arguments, err)

@@ -52,9 +52,10 @@ def settle(engine: Engine, where: str, *, read_only: bool) -> Engine:
 
 
 def _migrated_copy(engine: Engine, where: str, found: str | None) -> Engine:
-    older = f"{where} has schema {found or 'none'}, and this kerngen reads {schema.SCHEMA}"
     if found is None:
-        raise DatabaseError(f"{older}: there is nothing in it to read", hint="kerngen tune --db FILE fills it")
+        raise DatabaseError(f"{where} holds no tuning database: there is nothing in it to read",
+                            hint="kerngen tune --db FILE fills it")  # fmt: skip
+    older = f"{where} has schema {found}, and this kerngen reads {schema.SCHEMA}"
     if engine.dialect.name != "sqlite":
         raise DatabaseError(
             f"{older}; a server is not migrated by reading it",

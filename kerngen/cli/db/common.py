@@ -88,6 +88,9 @@ def changing(url: str | None) -> Iterator[Store]:
     if "://" not in place:
         if not os.path.exists(place):
             raise UsageError(f"{place} is not there: there is nothing to change", hint="name another with --db")
+        if os.path.isfile(place) and not os.path.getsize(place):
+            raise UsageError(f"{place} is an empty file: there is nothing to change",
+                             hint="name another with --db; kerngen tune --db FILE fills one")  # fmt: skip
         if is_sealed_file(place):
             raise UsageError(f"{place} is sealed: it is never changed", hint="kerngen db import takes it to your own")
     with Store.open(place) as store:

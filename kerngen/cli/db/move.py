@@ -13,7 +13,7 @@ import click
 from kerngen.cli.db.common import boards_for, echo_json, reading
 from kerngen.cli.signing import signers, signing_options
 from kerngen.cores import usable_cores
-from kerngen.errors import UsageError
+from kerngen.errors import DatabaseError, UsageError
 
 if TYPE_CHECKING:
     from kerngen.tuning_db.keep.merge import Merged
@@ -215,6 +215,10 @@ def merge(into: str, files: tuple[str, ...], dry_run: bool, allow_unsigned: bool
 
     Example: kerngen db merge all.db sm90.kgdb
     """
+    absent = [file for file in files if "://" not in file and not os.path.exists(file)]
+    if absent and os.path.exists(into):  # to make a new file of one that is there is asked for the other way round
+        raise DatabaseError(f"{absent[0]}: no such file",
+                            hint=f"INTO comes first, here {into}, and may be new; what follows is read")  # fmt: skip
     _merge(into, files, dry_run, allow_unsigned, as_json)
 
 

@@ -30,7 +30,7 @@ def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) -
             for max_kv_len in kv_lens if is_usual else kv_lens[-1:]:
                 runner.step(batch, num_drafts, Way(), max_kv_len)
             runner.step(batch, num_drafts, Way(sampled=True), kv_lens[-1])
-    for size in runner.short_prefills.sizes:
+    for size in runner.short_sizes:
         for outputs in OUTPUTS:
             runner.short_prefills.forward(size, outputs)
     hidden = runner.hidden

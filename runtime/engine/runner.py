@@ -270,14 +270,18 @@ class Runner:
         """Whether forwards of so many are CUDA graphs."""
         return self.model.ops.supports_graphs and (self._most_captured is None or tokens <= self._most_captured)
 
+    @property
+    def short_sizes(self) -> list[int]:
+        """Tokens of the prefills that are captured: where it counts, a chunk is a forward by itself."""
+        return [] if self.reproducible else [size for size in self.short_prefills.sizes if self.captures(size)]
+
     def capture(self, draft_lengths: Sequence[int], ways: Sequence[Way]) -> None:
         """Have steps of the longest sequences captured, and short prefills. No row may stand for anybody."""
         for batch, num_drafts, way in product(self.batches, draft_lengths, ways):
             if self.captures(batch * (num_drafts + 1)):
                 self._graph(batch, num_drafts, way, self.max_kv_len)
-        for size in [] if self.reproducible else self.short_prefills.sizes:
-            if self.captures(size):
-                self.short_prefills.capture(size)
+        for size in self.short_sizes:
+            self.short_prefills.capture(size)
 
     def time_short_prefills(self) -> list[tuple[int, float]]:
         """(tokens, seconds) of those that were captured, where nothing is attended to yet. Waits for the device."""

@@ -133,7 +133,8 @@ def test_what_is_no_server(url: str) -> None:
         Server.at(url)
 
 
-def test_a_server_is_put_under_load(kerngen: Kerngen) -> None:
+def test_a_server_is_put_under_load(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     with stubbed(Stub(pause_s=0.004)) as stub:
         code, out, err = kerngen("bench", "serve", stub.url + "/v1", *SHORT, "--concurrency", "4", "--sweep", "2",
                                  "--requests", "16", "--seconds", "0.2", "--json")  # fmt: skip

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from once import settle
 from postgres import postgresql_server, postgresql_url
 
 __all__ = ["postgresql_server", "postgresql_url"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    settle(tmp_path_factory)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+from once import once
 
 from kerngen.arch import Arch
 from kerngen.compile import DEFAULT_OPTIONS, Cubin, Resources, cache_key
@@ -33,9 +36,13 @@ class PlayedCompiler:
 def measured_store(path: Path, kernels: Collection[str] = ()) -> Path:
     """`path`, a database of what an H200 measured (of these kernels, or all), with images that are none."""
     compiler: Any = PlayedCompiler()
-    with Store.open(path) as store:
-        done = build(read([p for p in MEASURED if not kernels or p.stem in kernels]), store, compiler)
-    assert done.faults == []
+
+    def make(part: Path) -> None:
+        with Store.open(part) as store:
+            done = build(read([p for p in MEASURED if not kernels or p.stem in kernels]), store, compiler)
+        assert done.faults == []
+
+    shutil.copyfile(once(f"{'+'.join(sorted(kernels)) or 'H200'}.sqlite", make), path)
     return path
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import fresh
 import pytest
 from once import settle
 from postgres import postgresql_server, postgresql_url
+
+from kerngen.tuning_db.keep import migrate
 
 __all__ = ["postgresql_server", "postgresql_url"]
 
@@ -12,6 +17,13 @@ __all__ = ["postgresql_server", "postgresql_url"]
 @pytest.fixture(scope="session", autouse=True)
 def _once(tmp_path_factory: pytest.TempPathFactory) -> None:
     settle(tmp_path_factory)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fresh() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migrate, "upgrade", fresh.upgrade)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

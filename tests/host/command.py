@@ -26,6 +26,21 @@ def _make_once(board: Board, key: str, path: Path) -> None:
     path.hardlink_to(once(path.name, lambda part: _make(board, key, part)))
 
 
+def lend_boards(cache: Path) -> None:
+    """Put what was made of boards' sheets so far into `cache`, that a process need not make it again."""
+    boards = cache / "prebuilt"
+    boards.mkdir(parents=True, exist_ok=True)
+    for path in kept(_BOARDS):
+        if not (boards / path.name).exists():
+            (boards / path.name).hardlink_to(path)
+
+
+def keep_boards(cache: Path) -> None:
+    """Lend what a process made in `cache` to those after it."""
+    for path in (cache / "prebuilt").glob(f"*{_BOARDS}"):
+        keep(path)
+
+
 class Kerngen:
     """Runs `kerngen` with a cache, a database and a home of its own, all in `folder`; installed with few sheets."""
 
@@ -56,17 +71,13 @@ class Kerngen:
 
     def run(self, *args: str, **how: object) -> tuple[int, str, str]:
         """In a process of its own, with all sheets; a board's that an earlier one made a file of are not read again."""
-        boards = self.folder / "cache" / "prebuilt"
-        if (made := kept(_BOARDS)) and os.environ.get("KERNGEN_CACHE_DIR") == str(boards.parent):
-            boards.mkdir(parents=True, exist_ok=True)
-            for path in made:
-                if not (boards / path.name).exists():
-                    (boards / path.name).hardlink_to(path)
+        cache = self.folder / "cache"
+        if kept(_BOARDS) and os.environ.get("KERNGEN_CACHE_DIR") == str(cache):
+            lend_boards(cache)
         done = subprocess.run([sys.executable, "-m", "kerngen", *args], stdin=subprocess.DEVNULL, text=True,
                               stderr=subprocess.PIPE, timeout=120, check=False,
                               **{"stdout": subprocess.PIPE, **how})  # type: ignore[call-overload]  # fmt: skip
-        for path in boards.glob(f"*{_BOARDS}"):
-            keep(path)
+        keep_boards(cache)
         return done.returncode, done.stdout or "", done.stderr
 
     def files(self) -> list[str]:

@@ -46,10 +46,11 @@ def measured_store(path: Path, kernels: Collection[str] = ()) -> Path:
     return path
 
 
-def measured_sheets(folder: Path) -> Path:
-    """`folder`, as an installation's prebuilt folder that has what an H200 measured and nothing else."""
+def measured_sheets(folder: Path, kernels: Collection[str] = ()) -> Path:
+    """`folder`, as an installation's prebuilt folder that has what an H200 measured (of these kernels, or all)."""
     board = folder / "H200"
     board.mkdir(parents=True)
     for sheet in MEASURED:
-        (board / sheet.name).symlink_to(sheet)
+        if not kernels or sheet.stem in kernels:
+            (board / sheet.name).symlink_to(sheet)
     return folder

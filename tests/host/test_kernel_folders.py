@@ -444,6 +444,7 @@ def test_runtime_fields_are_not_compiled_in(kernel: Kernel, arch: Arch) -> None:
 def test_what_a_configuration_chooses_is_compiled_in(kernel: Kernel, arch: Arch) -> None:
     """A yes or no, in a body's space or what chooses the body, gives another source than the opposite does."""
     target, rng = Target.of(arch), random.Random(9)
+    rendered = cache(lambda problem, config: render(kernel, problem, config, target))  # small spaces are drawn often
     served = [c.problem for c in kernel.cases.CASES if kernel.why_unsupported(c.problem, target) is None]
     for body, problem in product(kernel.bodies(arch) if served else (), rng.sample(served, min(len(served), 12))):
         choices = body.choices(problem, target)
@@ -451,12 +452,12 @@ def test_what_a_configuration_chooses_is_compiled_in(kernel: Kernel, arch: Arch)
             config = kernel.config_type(**{name: rng.choice(values) for name, values in choices.items()})
             if kernel.why_invalid(problem, config, target) is not None:
                 continue
-            source = render(kernel, problem, config, target)
+            source = rendered(problem, config)
             for name in (n for n, values in choices.items() if isinstance(values[0], bool)):
                 other = replace(config, **{name: not getattr(config, name)})
                 if kernel.why_invalid(problem, other, target) is None:
                     with suppress(ConfigRefused):  # no body has it so
-                        assert render(kernel, problem, other, target) != source, f"{name} of {describe(config)}"
+                        assert rendered(problem, other) != source, f"{name} of {describe(config)}"
 
 
 @EACH_KERNEL

@@ -23,22 +23,9 @@ _make = shipped._make
 
 def _make_once(board: Board, key: str, path: Path) -> None:
     """In place of kerngen's own, which it calls for the first test: the same file, where the test has its cache."""
-    path.hardlink_to(once(path.name, lambda part: _make(board, key, part)))
-
-
-def lend_boards(cache: Path) -> None:
-    """Put what was made of boards' sheets so far into `cache`, that a process need not make it again."""
-    boards = cache / "prebuilt"
-    boards.mkdir(parents=True, exist_ok=True)
-    for path in kept(_BOARDS):
-        if not (boards / path.name).exists():
-            (boards / path.name).hardlink_to(path)
-
-
-def keep_boards(cache: Path) -> None:
-    """Lend what a process made in `cache` to those after it."""
-    for path in (cache / "prebuilt").glob(f"*{_BOARDS}"):
-        keep(path)
+    made = once(path.name, lambda part: _make(board, key, part))
+    path.unlink(missing_ok=True)  # that was damaged
+    path.hardlink_to(made)
 
 
 class Kerngen:
@@ -69,15 +56,22 @@ class Kerngen:
         out, err = self._capsys.readouterr()
         return code, out, err
 
-    def run(self, *args: str, **how: object) -> tuple[int, str, str]:
-        """In a process of its own, with all sheets; a board's that an earlier one made a file of are not read again."""
-        cache = self.folder / "cache"
-        if kept(_BOARDS) and os.environ.get("KERNGEN_CACHE_DIR") == str(cache):
-            lend_boards(cache)
+    def run(self, *args: str, lend: bool = True, **how: object) -> tuple[int, str, str]:
+        """In a process of its own, with all sheets; a board's that an earlier one made a file of are not read again.
+
+        lend: put these files into its cache.
+        """
+        boards = self.folder / "cache" / "prebuilt"
+        if lend and (made := kept(_BOARDS)) and os.environ.get("KERNGEN_CACHE_DIR") == str(boards.parent):
+            boards.mkdir(parents=True, exist_ok=True)
+            for path in made:
+                if not (boards / path.name).exists():
+                    (boards / path.name).hardlink_to(path)
         done = subprocess.run([sys.executable, "-m", "kerngen", *args], stdin=subprocess.DEVNULL, text=True,
                               stderr=subprocess.PIPE, timeout=120, check=False,
                               **{"stdout": subprocess.PIPE, **how})  # type: ignore[call-overload]  # fmt: skip
-        keep_boards(cache)
+        for path in boards.glob(f"*{_BOARDS}"):
+            keep(path)
         return done.returncode, done.stdout or "", done.stderr
 
     def files(self) -> list[str]:

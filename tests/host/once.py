@@ -35,13 +35,13 @@ def once(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def keep(path: Path) -> None:
-    """As if `once` had made it: what a test's own process made."""
-    kept = _Session.folder / path.name / path.name
-    kept.parent.mkdir(exist_ok=True)
+    """Keep what a test's own process made."""
+    place = _Session.folder / "kept" / path.name
+    place.parent.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
-        kept.hardlink_to(path)
+        place.hardlink_to(path)
 
 
 def kept(suffix: str) -> list[Path]:
-    """What there is by now, of all processes."""
-    return [p for p in _Session.folder.glob(f"*/*{suffix}") if p.name == p.parent.name]
+    """What processes of tests made by now."""
+    return list((_Session.folder / "kept").glob(f"*{suffix}"))

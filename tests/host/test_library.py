@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from command import keep_boards, lend_boards
 from sheets import measured_sheets
 
 import kerngen
@@ -291,12 +290,10 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     few = str(measured_sheets(tmp_path / "prebuilt"))  # with predictions too it takes ten seconds more, once
     begin = ("import runpy, sys; from pathlib import Path; from kerngen.tuning_db.serve import places; "
              "places.PREBUILT = Path(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')")  # fmt: skip
-    lend_boards(cache)
     done = run(
         sys.executable, "-c", begin, script, few, KERNGEN_CACHE_DIR=cache, KERNGEN_DB=tmp_path / "t.db", PYTHONPATH=ROOT
     )
     assert done.returncode == 0, done.stderr
-    keep_boards(cache)
 
 
 CONSUMER = """

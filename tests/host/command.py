@@ -8,14 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from once import keep, kept, once
 from sheets import measured_sheets
 
 from kerngen.cli import main
+from kerngen.tuning_db import shipped
 from kerngen.tuning_db.serve import places
+from kerngen.tuning_db.serve.boards import Board
 
 ROOT = Path(__file__).resolve().parents[2]
-# File name -> content of what processes made of the sheets that kerngen is installed with: seconds of work a board.
-_BOARDS: dict[str, bytes] = {}
+_BOARDS = ".kgdb"  # what is made of the sheets of a board ends so: seconds of work, and its name says of which sheets
+_make = shipped._make
+
+
+def _make_once(board: Board, key: str, path: Path) -> None:
+    """In place of kerngen's own, which it calls for the first test: the same file, where the test has its cache."""
+    made = once(path.name, lambda part: _make(board, key, part))
+    path.unlink(missing_ok=True)  # that was damaged
+    path.hardlink_to(made)
 
 
 class Kerngen:
@@ -31,6 +41,7 @@ class Kerngen:
         monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
         monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         monkeypatch.setattr(places, "PREBUILT", measured_sheets(folder / "prebuilt"))
+        monkeypatch.setattr(shipped, "_make", _make_once)
         monkeypatch.chdir(folder)
 
     def __call__(self, *args: str) -> tuple[int, str, str]:
@@ -45,17 +56,22 @@ class Kerngen:
         out, err = self._capsys.readouterr()
         return code, out, err
 
-    def run(self, *args: str, **how: object) -> tuple[int, str, str]:
-        """In a process of its own, with all sheets; a board's that an earlier one made a file of are not read again."""
+    def run(self, *args: str, lend: bool = True, **how: object) -> tuple[int, str, str]:
+        """In a process of its own, with all sheets; a board's that an earlier one made a file of are not read again.
+
+        lend: put these files into its cache.
+        """
         boards = self.folder / "cache" / "prebuilt"
-        if _BOARDS and os.environ.get("KERNGEN_CACHE_DIR") == str(boards.parent):
+        if lend and (made := kept(_BOARDS)) and os.environ.get("KERNGEN_CACHE_DIR") == str(boards.parent):
             boards.mkdir(parents=True, exist_ok=True)
-            for name, content in _BOARDS.items():
-                (boards / name).write_bytes(content)
+            for path in made:
+                if not (boards / path.name).exists():
+                    (boards / path.name).hardlink_to(path)
         done = subprocess.run([sys.executable, "-m", "kerngen", *args], stdin=subprocess.DEVNULL, text=True,
                               stderr=subprocess.PIPE, timeout=120, check=False,
                               **{"stdout": subprocess.PIPE, **how})  # type: ignore[call-overload]  # fmt: skip
-        _BOARDS.update((f.name, f.read_bytes()) for f in boards.glob("*.kgdb") if f.name not in _BOARDS)
+        for path in boards.glob(f"*{_BOARDS}"):
+            keep(path)
         return done.returncode, done.stdout or "", done.stderr
 
     def files(self) -> list[str]:

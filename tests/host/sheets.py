@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+from once import once
 
 from kerngen.arch import Arch
 from kerngen.compile import DEFAULT_OPTIONS, Cubin, Resources, cache_key
@@ -33,16 +36,21 @@ class PlayedCompiler:
 def measured_store(path: Path, kernels: Collection[str] = ()) -> Path:
     """`path`, a database of what an H200 measured (of these kernels, or all), with images that are none."""
     compiler: Any = PlayedCompiler()
-    with Store.open(path) as store:
-        done = build(read([p for p in MEASURED if not kernels or p.stem in kernels]), store, compiler)
-    assert done.faults == []
+
+    def make(part: Path) -> None:
+        with Store.open(part) as store:
+            done = build(read([p for p in MEASURED if not kernels or p.stem in kernels]), store, compiler)
+        assert done.faults == []
+
+    shutil.copyfile(once(f"{'+'.join(sorted(kernels)) or 'H200'}.sqlite", make), path)
     return path
 
 
-def measured_sheets(folder: Path) -> Path:
-    """`folder`, as an installation's prebuilt folder that has what an H200 measured and nothing else."""
+def measured_sheets(folder: Path, kernels: Collection[str] = ()) -> Path:
+    """`folder`, as an installation's prebuilt folder that has what an H200 measured (of these kernels, or all)."""
     board = folder / "H200"
     board.mkdir(parents=True)
     for sheet in MEASURED:
-        (board / sheet.name).symlink_to(sheet)
+        if not kernels or sheet.stem in kernels:
+            (board / sheet.name).symlink_to(sheet)
     return folder

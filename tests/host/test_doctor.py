@@ -54,7 +54,7 @@ def test_a_models_problems_are_counted_by_who_chose_for_them(kerngen: Kerngen, d
     assert (f"kerngen tune --arch sm90 --model {MODEL}" in shown) == (untuned > 0)
 
 
-def test_what_was_measured_on_a_board_of_its_kind_is_the_same_arch() -> None:
+def test_what_was_measured_on_a_board_of_its_kind_is_the_same_arch(kerngen: Kerngen) -> None:
     kernel, board = find_kernel("add_norm"), find_device("H200")
     kin = Target.of(replace(board, name="H200 NVL", mem_gbps=4000))
     problem = kernel.problem_type(has_scalar=True)

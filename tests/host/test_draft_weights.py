@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ def test_a_packed_tensor_needs_a_config_that_says_so(tmp_path: Path) -> None:
 # -- what comes out
 
 
+@cache
 def _prompt() -> list[int]:
     session = load(TARGET, draft=False, device="cpu")
     return session.encode("What is a warp?")
@@ -169,10 +171,11 @@ def _tokens(weights: str, ops: Ops, assistant: Path = ASSISTANT, **options: Any)
     return made.tokens, made.stats.acceptance_length
 
 
-def _plain(**options: Any) -> list[int]:
+@cache
+def _plain(sampling: Sampling | None = None) -> list[int]:
     config, ops = read_model_config(TARGET), TorchOps(CPU, torch.float32)
     model = Gemma4(config, load_model(TARGET, config, ops), ops)
-    return list(Engine(model, max_len=128).generate(_prompt(), max_new_tokens=48, **options).tokens)
+    return list(Engine(model, max_len=128).generate(_prompt(), max_new_tokens=48, sampling=sampling).tokens)
 
 
 @pytest.mark.parametrize("make_ops", [lambda: TorchOps(CPU, torch.float32), kernel_ops], ids=["torch", "reference"])
@@ -189,7 +192,7 @@ def test_a_drafter_in_int4_changes_no_greedy_token(make_ops: Any) -> None:
 
 def test_nor_a_sampled_one() -> None:
     sampling = Sampling(4.0, 40, 0.98, seed=5)
-    plain = _plain(sampling=sampling)
+    plain = _plain(sampling)
     assert _tokens("int4", TorchOps(CPU, torch.float32), sampling=sampling)[0] == plain
     assert plain != _plain()
 

@@ -104,7 +104,7 @@ def test_compile_syncs_what_it_writes(kerngen: Kerngen, monkeypatch: pytest.Monk
 def test_a_disk_that_is_full_keeps_no_half_files(kerngen: Kerngen) -> None:
     """A limit on the size of files stands for it: room for 1,000 bytes of each."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # noqa: E731
-    code, out, err = kerngen.run(*COMPILE, "-o", "out", preexec_fn=limit)
+    code, out, err = kerngen.run(*COMPILE, "-o", "out", lend=False, preexec_fn=limit)
     assert (code, out) == (1, "")
     assert "cannot write out: File too large" in err
     assert _all(kerngen.folder / "out") == []

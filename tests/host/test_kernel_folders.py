@@ -99,18 +99,20 @@ def _telling(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
     compiles it, and each of them something of each body and dtypes. Left out are other problems for what is compiled,
     a value again with other dtypes, and of a size that has many values those between (`_is_telling`).
     """
-    seen: set[Hashable] = set()
-    for older in _sharing(kernel, arch):
-        sources = _sources(kernel, find_arch(older))
-        values = {source: _values(kernel, find_arch(older), *of) for source, of in sources.items()}
-        missing, chosen = set().union(*values.values()) - seen, set()
-        seen |= missing
-        while missing:
-            chosen.add(best := max(values, key=lambda source: len(values[source] & missing)))
-            missing -= values[best]
-        if older == arch.name:
-            return {source: of for source, of in sources.items() if source in chosen}
-    raise AssertionError(f"{arch} is not among those that share its bodies")
+    return _divided(kernel.name, tuple(_sharing(kernel, arch)))[arch.name]
+
+
+@cache
+def _divided(name: str, sharing: tuple[str, ...]) -> dict[str, dict[str, tuple[Case, Any]]]:
+    """What each arch compiles of what they share: always the source that counts for the most that is still missing."""
+    kernel = find_kernel(name)
+    sources = {a: _sources(kernel, find_arch(a)) for a in sharing}
+    values = {(a, source): _values(kernel, find_arch(a), *of) for a in sharing for source, of in sources[a].items()}
+    missing, chosen = set().union(*values.values()), set()
+    while missing:
+        chosen.add(best := max(values, key=lambda built: len(values[built] & missing)))
+        missing -= values[best]
+    return {a: {source: of for source, of in sources[a].items() if (a, source) in chosen} for a in sharing}
 
 
 def _values(kernel: Kernel, arch: Arch, case: Case, config: Any) -> set[Hashable]:
@@ -442,6 +444,7 @@ def test_runtime_fields_are_not_compiled_in(kernel: Kernel, arch: Arch) -> None:
 def test_what_a_configuration_chooses_is_compiled_in(kernel: Kernel, arch: Arch) -> None:
     """A yes or no, in a body's space or what chooses the body, gives another source than the opposite does."""
     target, rng = Target.of(arch), random.Random(9)
+    rendered = cache(lambda problem, config: render(kernel, problem, config, target))  # small spaces are drawn often
     served = [c.problem for c in kernel.cases.CASES if kernel.why_unsupported(c.problem, target) is None]
     for body, problem in product(kernel.bodies(arch) if served else (), rng.sample(served, min(len(served), 12))):
         choices = body.choices(problem, target)
@@ -449,12 +452,12 @@ def test_what_a_configuration_chooses_is_compiled_in(kernel: Kernel, arch: Arch)
             config = kernel.config_type(**{name: rng.choice(values) for name, values in choices.items()})
             if kernel.why_invalid(problem, config, target) is not None:
                 continue
-            source = render(kernel, problem, config, target)
+            source = rendered(problem, config)
             for name in (n for n, values in choices.items() if isinstance(values[0], bool)):
                 other = replace(config, **{name: not getattr(config, name)})
                 if kernel.why_invalid(problem, other, target) is None:
                     with suppress(ConfigRefused):  # no body has it so
-                        assert render(kernel, problem, other, target) != source, f"{name} of {describe(config)}"
+                        assert rendered(problem, other) != source, f"{name} of {describe(config)}"
 
 
 @EACH_KERNEL

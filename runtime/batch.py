@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -66,3 +68,14 @@ class Batch:
         rows = self.cu_seqlens[1:].long() - 1
         slots = {kind: slot[rows] for kind, slot in self.slots.items()}
         return rows, Batch(self.ids[rows], self.positions[rows], self.kv_lens, slots, 1, self.max_kv_len)
+
+
+def ragged_layout(
+    ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
+) -> tuple[list[Sequence[int]], list[int]]:
+    """What `Batch.ragged` takes as tokens and lengths, on the host. ids: of all chunks, one after another; starts,
+    sizes: of each, in its sequence. A chunk may be empty.
+    """
+    spans = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    tokens = [ids, [p for span in spans for p in span], [i for i, span in enumerate(spans) for _ in span]]
+    return tokens, [0, *accumulate(sizes), *(span.stop for span in spans)]

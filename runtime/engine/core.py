@@ -122,6 +122,7 @@ class Engine:
         self._pending: deque[_Pending] = deque()
         self._num_steps = self._newest = self._num_requests = 0
 
+    @torch.inference_mode()
     def make_ready(self, say: Say = lambda *_: None, usual: Sampling | None = None) -> None:
         """Have built and captured what steps may need, before the first request: none waits for a compiler then. Of
         graphs those of steps of the longest sequences, greedy or as most will ask (`usual`), and of short prefills;
@@ -131,7 +132,7 @@ class Engine:
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
         self.model.ops.build_ahead(lambda: rehearse(self.runner, lengths, self.prefill_chunk), say)
         usually = sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed]
-        self.runner.capture(usually, list(dict.fromkeys((Way(), Way.for_sampling([usual or Sampling()])))))
+        self.runner.capture(usually, sorted({Way(), Way.for_sampling([usual or Sampling()])}))
         self._budget.know(self.runner.time_short_prefills())
 
     # -- many requests

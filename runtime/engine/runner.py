@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kerngen.runtime.batch import Batch
+from kerngen.runtime.batch import Batch, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.changes import Changes, Values, Way
@@ -104,7 +104,7 @@ class Runner:
         self.changes = Changes(max_batch, config.vocab_size, config.eos_ids, device, self._sent)
         self._steps: dict[tuple[int, int, Way, int], Captured] = {}
         self._graphs = Graphs()
-        self.short_prefills = ShortPrefills(model, cache, self._graphs, max_kv_len)
+        self.short_prefills = ShortPrefills(model, cache, self._graphs, max_kv_len, self._sent)
         self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
 
     @property
@@ -228,17 +228,11 @@ class Runner:
         all chunks, one after another; starts, sizes: of each, in its sequence.
         """
         self.model.ops.row_invariant = False  # where it counts, a chunk is a forward by itself: its rows are the same
-        tokens = [
-            ids,
-            [p for start, n in zip(starts, sizes, strict=True) for p in range(start, start + n)],
-            [i for i, n in enumerate(sizes) for _ in range(n)],
-        ]
-        kv_lens = [start + n for start, n in zip(starts, sizes, strict=True)]
+        tokens, lengths = ragged_layout(ids, starts, sizes)
         cache = self.cache.with_tables(tables)
         batch = Batch.ragged(
-            self._sent(torch.tensor(tokens, dtype=torch.int64), torch.int64),
-            self._sent([0, *accumulate(sizes), *kv_lens], torch.int32),
-            cache, max_seqlen=max(sizes), max_kv_len=max(kv_lens),
+            self._sent(tokens, torch.int64), self._sent(lengths, torch.int32), cache,
+            max_seqlen=max(sizes), max_kv_len=max(lengths[len(sizes) + 1 :]),
         )  # fmt: skip
         return batch, cache
 

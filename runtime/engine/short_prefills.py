@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kerngen.runtime.batch import Batch
+from kerngen.runtime.batch import Batch, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
+from kerngen.runtime.engine.changes import Send
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.model import Gemma4
 
@@ -29,8 +29,10 @@ OUTPUTS = ("none", "last")  # as Gemma4.forward has them
 class ShortPrefills:
     """Those of one engine, each captured for contexts of any length."""
 
-    def __init__(self, model: Gemma4, cache: KVCache, graphs: Graphs, max_kv_len: int) -> None:
+    def __init__(self, model: Gemma4, cache: KVCache, graphs: Graphs, max_kv_len: int, send: Send) -> None:
+        """max_kv_len: tokens that tables have room for. send: brings values to the device without waiting for it."""
         self._model, self._cache, self._graphs, self._max_kv_len = model, cache, graphs, max_kv_len
+        self._send = send
         self._captured: dict[tuple[int, str], Captured] = {}
         device = cache.tables.device
         self._tables = torch.zeros(len(KINDS), SEQUENCES, cache.tables.shape[2], dtype=torch.int32, device=device)
@@ -71,36 +73,23 @@ class ShortPrefills:
         self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, outputs: str
     ) -> Tensor | None:
         """The forward of these chunks, as Runner.chunks has them, and the hidden states of their last tokens, [chunks,
-        H], where `outputs` says so: valid until the next one. None where no graph serves. tables: on the host.
+        H], where `outputs` says so: valid until any graph of this pool is replayed. None where no graph serves. tables:
+        on the host.
         """
-        total = sum(sizes)
-        size = next((size for size in self.sizes if size >= total and (size, outputs) in self._captured), None)
+        size = next((size for size in self.captured_sizes if size >= sum(sizes)), None)
         if size is None or len(sizes) >= SEQUENCES:
             return None
         self._fill(ids, starts, sizes, size)
         known = torch.zeros(self._tables.shape, dtype=torch.int32)
         known[:, : len(sizes), : tables.shape[2]] = tables
-        self._send(known, self._tables)
+        self._tables.copy_(self._send(known, torch.int32))
         graph, hidden = self._captured[size, outputs]
         graph.replay()
         return hidden[: len(sizes)]
 
     def _fill(self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], size: int) -> None:
         """The tokens of chunks, and then of nobody, up to `size`. What is left of the sequences is empty."""
-        spare = size - sum(sizes)
-        starts, sizes = [*starts, 0], [*sizes, spare]
-        left = SEQUENCES - len(sizes)
-        tokens = [
-            [*ids, *[0] * spare],
-            [p for start, n in zip(starts, sizes, strict=True) for p in range(start, start + n)],
-            [i for i, n in enumerate(sizes) for _ in range(n)],
-        ]
-        kv_lens = [start + n for start, n in zip(starts, sizes, strict=True)]
-        self._send(torch.tensor(tokens, dtype=torch.int64), self._tokens[:, :size])
-        lengths = [0, *accumulate(sizes), *[size] * left, *kv_lens, *[0] * left]
-        self._send(torch.tensor(lengths, dtype=torch.int32), self._lengths)
-
-    @staticmethod
-    def _send(values: Tensor, to: Tensor) -> None:
-        """To the device, without waiting for it: torch reuses pinned memory once its copies have ended."""
-        to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
+        spare, left = size - sum(sizes), [0] * (SEQUENCES - 1 - len(sizes))
+        tokens, lengths = ragged_layout([*ids, *[0] * spare], [*starts, 0, *left], [*sizes, spare, *left])
+        self._tokens[:, :size] = self._send(tokens, torch.int64)
+        self._lengths.copy_(self._send(lengths, torch.int32))

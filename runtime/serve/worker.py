@@ -164,8 +164,6 @@ def serve(connection: Connection, options: Options) -> None:
 
 
 def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
-    import torch
-
     from kerngen.runtime.backend import explaining_memory
     from kerngen.runtime.session import load
 
@@ -184,8 +182,7 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
     with explaining_memory(session.ops.device):
         engine = session.reserve(session.max_len, options.max_batch)
         began = time.perf_counter()
-        with torch.inference_mode():
-            engine.make_ready(lambda *told: connection.send(Loading(*told)), options.usual)
+        engine.make_ready(lambda *told: connection.send(Loading(*told)), options.usual)
         ready_s = time.perf_counter() - began
     keep_out_of_collections()
     ops = session.ops

@@ -65,11 +65,17 @@ class Server:
         print(*self._said[-1:], sep="", end="", flush=True)
 
 
+def _loads(text: str) -> list[str]:
+    if unknown := set(names := text.split(",")) - set(LOADS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: no such load; there are {', '.join(LOADS)}")
+    return names
+
+
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("model")
     asked.add_argument("--generated", action="store_true")
-    asked.add_argument("--loads", default="chat,summary")
+    asked.add_argument("--loads", type=_loads, default="chat,summary", help=f"of {', '.join(LOADS)}")
     asked.add_argument("--drafting", choices=("off", "on", "both"), default="both")
     asked.add_argument("--sweep", default="2", help="rates below saturation; 0 for saturation alone")
     asked.add_argument("--waves", type=int, default=2, help="of as many requests as are at work at once, at most")
@@ -80,7 +86,7 @@ def main() -> int:
     asked.add_argument("--out", type=Path, default=Path("under-load"))
     told = asked.parse_args()
     told.out.mkdir(parents=True, exist_ok=True)
-    loads = {name: tuple(max(n // told.shrink, 1) for n in LOADS[name]) for name in told.loads.split(",")}
+    loads = {name: tuple(max(n // told.shrink, 1) for n in LOADS[name]) for name in told.loads}
     draftings = ("off", "on") if told.drafting == "both" else (told.drafting,)
     failed = 0
     for (name, (prompt, answer, count)), drafting in product(loads.items(), draftings):

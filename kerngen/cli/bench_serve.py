@@ -127,7 +127,7 @@ def _spread(ms: dict[str, float] | None) -> str:
     if ms is None:
         return "-"
     digits = 1 if ms["p99"] < 1000 else 0
-    return "/".join(f"{ms[f'p{p}']:.{digits}f}" for p in (50, 90, 99))
+    return "/".join(f"{value:.{digits}f}" for name, value in ms.items() if name.startswith("p"))
 
 
 def _rates(text: str) -> list[float | None]:

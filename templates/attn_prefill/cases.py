@@ -78,6 +78,9 @@ CASES: tuple[Case, ...] = (
     _case("long-window", [900], [2100], 14, head_dim=256, num_q_heads=2, num_kv_heads=1, page_size=64, window=300,
           dtype="fp16"),
     _case("long-d512", [500], [900], 15, head_dim=512, num_q_heads=8, num_kv_heads=1, page_size=64, dtype="fp16"),
+    # Few queries behind many keys, and sequences beside them that have fewer keys than parts.
+    _case("chunks-d512", [64, 1, 0, 37, 2], [5003, 300, 9, 1029, 127], 16, head_dim=512, num_q_heads=8, num_kv_heads=1,
+          page_size=16),
 )  # fmt: skip
 
 

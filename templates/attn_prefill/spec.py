@@ -3,6 +3,10 @@
 A block serves BLOCK_M packed rows (row = query token · group + head in the group) of one sequence and kv head, and
 walks that sequence's keys backwards in tiles of BLOCK_N. Tiles that no row sees are never read; tiles that every row
 sees run without a mask. The block table is read where it lies, so its length costs no shared memory.
+
+Few query tokens behind many keys are too few blocks for a GPU. Then several blocks may have the same rows, each with a
+part of the keys (Config.split), and a second launch, attn_combine, merges what they found, as in attn_decode. In how
+many parts is said at each launch (num_splits), so that what is compiled serves any number of tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ HEAD_DIMS = (128, 256, 512)
 SPARE_REGS = 58
 WGMMA_SPARE_REGS = 30
 CHUNK_BYTES = 8192  # of keys or values, by halves.cu.jinja
+MAX_SPLITS = 16
+MAX_PARTIAL_BYTES = 64 << 20  # of partial results: more rows than that fill any GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class Config:
     q_in_regs: queries stay in registers instead of being read from shared memory for each tile. wgmma: num_warps warps
     multiply by warpgroups of 64 rows, and four more copy. ping_pong: two warpgroups have the tensor cores by turns.
     boxes: keys and values come in boxes of a tensor map where a tile is whole. cluster: blocks that share their copies.
+    split: the keys that a tile of rows sees go to several blocks, where there are few.
     """
 
     block_m: int = 128
@@ -79,6 +86,7 @@ class Config:
     ping_pong: bool = False
     boxes: bool = False
     cluster: int = 1
+    split: bool = False
 
 
 SPACE = {
@@ -127,23 +135,39 @@ ARGS = {
         Arg("max_seqlen_q", "i32"),
     )
 }
-WGMMA_ARGS = {"attn_prefill": (*ARGS["attn_prefill"], Arg("k_map", "map", of="k"), Arg("v_map", "map", of="v"))}
+_MAPS = (Arg("k_map", "map", of="k"), Arg("v_map", "map", of="v"))
+WGMMA_ARGS = {"attn_prefill": (*ARGS["attn_prefill"], *_MAPS)}
+SPLIT_ARGS = {
+    "attn_prefill": (*ARGS["attn_prefill"], Arg("workspace", "ptr"), *_MAPS),
+    "attn_combine": (
+        Arg("out", "ptr"), Arg("workspace", "ptr"), Arg("cu_seqlens_q", "ptr", align=4), Arg("batch", "i32"),
+    ),
+}  # fmt: skip
 BODIES = (
     Body(
         "kernel.cu.jinja", ARGS, SPACE | {"num_stages": (1, 2), "q_in_regs": (False, True)},
-        serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False},
+        serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False, "split": False},
     ),
     Body(
         "wgmma.cu.jinja", WGMMA_ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"wgmma": True, "warps_d": 1},
+        when={"wgmma": True, "warps_d": 1, "split": False},
     ),
     Body(
         "halves.cu.jinja", WGMMA_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"wgmma": True, "warps_d": 2},
+        when={"wgmma": True, "warps_d": 2, "split": False},
     ),
-    Body("volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix, when={"wgmma": False}),
+    Body(
+        "halves.cu.jinja", SPLIT_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
+        when={"wgmma": True, "warps_d": 2, "split": True},
+    ),
+    Body(
+        "volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix,
+        when={"wgmma": False, "split": False},
+    ),
 )  # fmt: skip
 OUTPUTS = ("out",)
+# What writing, merging and another launch take, in tiles of keys' time (of a block 1.6 us, on an H200).
+MERGE_TILES = 6
 # What ptxas may keep in local memory, a thread: the accumulators fill the register file. 96 at most in the test cases.
 MAX_SPILL_BYTES = 128
 
@@ -159,7 +183,8 @@ def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    return {"BOX_ROWS": box_rows(problem, config), "V_BOX_ROWS": box_rows(problem, config, "v")}
+    found = {"BOX_ROWS": box_rows(problem, config), "V_BOX_ROWS": box_rows(problem, config, "v")}
+    return found | ({"MAX_SPLITS": MAX_SPLITS} if config.split else {})
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
@@ -283,6 +308,8 @@ def _why_not_by_warps(problem: Problem, config: Config, target: Target) -> str |
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    if config.split and not (config.wgmma and config.warps_d == 2):
+        return "split=True is for wgmma=True with warps_d=2"
     why_not = _why_not_by_warpgroups if config.wgmma else _why_not_by_warps
     why = why_not(problem, config, target)
     return target.arch.why_too_large(smem_bytes(problem, config, target)) if why is None else why
@@ -320,18 +347,56 @@ _BY_WARPGROUPS = {
 }
 
 
-def _by_warpgroups(problem: Problem) -> Config:
+def _by_warpgroups(problem: Problem, target: Target) -> Config:
     config = _BY_WARPGROUPS[problem.head_dim]
     if problem.window and problem.page_size and config.block_n == 80:  # boxes of more than 16 keys, and shorter ends
         config = replace(config, block_n=64)
-    return config if box_rows(problem, config) else replace(config, boxes=False, cluster=1)
+    if not box_rows(problem, config):
+        config = replace(config, boxes=False, cluster=1)
+    # what serves so many tokens may serve half as many, too
+    return (
+        replace(config, split=_blocks(problem, config) <= 2 * target.device.num_sms) if config.warps_d == 2 else config
+    )
+
+
+def num_splits(problem: Problem, config: Config, target: Target) -> int:
+    """Parts of a tile of rows' keys: as many as there are SMs for that would be idle, if merging them costs less.
+
+    More rounds of shorter blocks may win where contexts are as long as kv_len allows (H200: 384 tokens of 32 heads 340
+    us in place of 389 behind 8192 keys) and lose as much where they are not (101 and 67 behind 1024).
+    """
+    p, sms = problem, target.device.num_sms
+    blocks = _blocks(p, config)
+    if not config.split or not blocks:
+        return 1
+    pairs = -(-visible_keys(p) // (2 * config.block_n))  # of tiles, which are dealt
+    rounds = -(-blocks // sms)
+    splits = max(min(rounds * sms // blocks, MAX_SPLITS, pairs, MAX_PARTIAL_BYTES // _partial_bytes(p, 1)), 1)
+    longest = -(-pairs // splits)
+    return -(-pairs // longest) if 2 * rounds * (pairs - longest) >= MERGE_TILES else 1
+
+
+def _row_tiles(problem: Problem, config: Config) -> int:
+    """Of a kv head: clusters' tiles of packed rows, the sequences taken together."""
+    group = problem.num_q_heads // problem.num_kv_heads
+    return -(-problem.num_tokens * group // (config.block_m * config.cluster))
+
+
+def _blocks(problem: Problem, config: Config) -> int:
+    """Those with rows, where keys are whole."""
+    return _row_tiles(problem, config) * problem.num_kv_heads * config.cluster
+
+
+def visible_keys(problem: Problem) -> int:
+    """That the last query of a sequence sees."""
+    return min(problem.kv_len, problem.window or problem.kv_len)
 
 
 def default_config(problem: Problem, target: Target) -> Config:
     """By warpgroups where there is wgmma; elsewhere the first configuration of a short list, best first, that fits."""
     arch = target.arch
     if arch.has_wgmma:
-        return _by_warpgroups(problem)
+        return _by_warpgroups(problem, target)
     if problem.head_dim == 256 and problem.window:
         need = smem_bytes(problem, _WINDOWED_256, target) + arch.reserved_smem_bytes
         if arch.has_cp_async and 2 * need <= arch.smem_per_sm:
@@ -343,19 +408,32 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
-    """One block for each kv head and each tile that any split of num_tokens into `batch` sequences could need."""
-    group = problem.num_q_heads // problem.num_kv_heads
-    tiles = -(-problem.num_tokens * group // (config.block_m * config.cluster)) + problem.batch
-    return (
-        Launch(
-            "attn_prefill",
-            (max(1, tiles * problem.num_kv_heads) * config.cluster, 1, 1),
-            (32 * (config.num_warps + (4 if config.wgmma else 0)), 1, 1),
-            smem_bytes(problem, config, target),
-            pdl=target.arch.has_pdl,
-            cluster=(config.cluster, 1, 1),
-        ),
+    """One block for each kv head and each tile that any split of num_tokens into `batch` sequences could need, and for
+    each part of its keys; then what merges these."""
+    p, c, splits = problem, config, num_splits(problem, config, target)
+    tiles = _row_tiles(p, c) + p.batch
+    attend = Launch(
+        "attn_prefill",
+        (max(1, tiles * p.num_kv_heads) * c.cluster, splits, 1),
+        (32 * (c.num_warps + (4 if c.wgmma else 0)), 1, 1),
+        smem_bytes(p, c, target),
+        pdl=target.arch.has_pdl,
+        cluster=(c.cluster, 1, 1),
     )
+    if splits == 1:
+        return (attend,)
+    combine = Launch("attn_combine", (p.num_tokens * p.num_q_heads, 1, 1), (p.head_dim // 4, 1, 1), 0, attend.pdl)
+    return (attend, combine)
+
+
+def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
+    """What each part of the keys leaves, with the logarithm of its sum; none where they are whole."""
+    splits = num_splits(problem, config, target)
+    return _partial_bytes(problem, splits) if splits > 1 else 0
+
+
+def _partial_bytes(problem: Problem, splits: int) -> int:
+    return problem.num_tokens * problem.num_q_heads * (MAX_SPLITS + splits * problem.head_dim) * 4
 
 
 def visible_pairs(problem: Problem) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kerngen.arch import Target
-from kerngen.templates.attn_prefill.spec import CHUNK_BYTES, Config, Problem, cost, visible_pairs
+from kerngen.templates.attn_prefill.spec import CHUNK_BYTES, Config, Problem, cost, num_splits, visible_pairs
 from kerngen.templates.kernel import Traffic
 
 # Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
@@ -20,19 +20,21 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     The tiles at the ends of its range are partly unseen: half a tile of keys, and half the queries of the block, at the
     diagonal, and again at the far end of a window. cuda_ops: a score takes about 12 instructions, a tensor instruction
     and its operands about two slots of a scheduler. clocks: of the longest block; where an SM has up to two, nothing
-    makes up for that it sees more keys than others do.
+    makes up for that it sees more keys than others do. Parts of the keys are blocks of their own; what merges them is
+    the second launch, which reads what they leave.
     """
-    p, c = problem, config
+    p, c, splits = problem, config, num_splits(problem, config, target)
     group = p.num_q_heads // p.num_kv_heads
     queries = p.num_tokens // max(p.batch, 1)
-    blocks = p.batch * p.num_kv_heads * -(-queries * group // c.block_m)
+    blocks = p.batch * p.num_kv_heads * -(-queries * group // c.block_m) * splits
     ends = 2 if p.window else 1
     waste = ends * (c.block_n + min(c.block_m // group, queries)) // 2 if p.causal or p.window else c.block_n // 2
     rows = p.batch * p.num_q_heads * queries
     pairs = p.num_q_heads * visible_pairs(p) + rows * waste
     pairs = max(pairs, blocks * c.block_m * c.block_n)  # a block works on one tile at least
     tiles = -(-pairs // (c.block_m * c.block_n))
-    longest = -(-min(p.kv_len, (p.window or p.kv_len) + c.block_m // group) // c.block_n) or 1  # of a block
+    longest = -(-min(p.kv_len, (p.window or p.kv_len) + c.block_m // group) // c.block_n) or 1  # of all parts
+    longest = -(-longest // splits)
     flops = 4 * p.head_dim * tiles * c.block_m * c.block_n
     kv_tile = 2 * c.block_n * p.head_dim * 2
     q_tile = c.block_m * p.head_dim * 2

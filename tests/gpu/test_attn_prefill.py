@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from bodies import valid_here, wrong_of
 
+from kerngen.measure import check_function, compare, load
 from kerngen.templates import Case, find_kernel
+from kerngen.templates.attn_prefill import spec
 
 KERNEL = find_kernel("attn_prefill")
 # (block_m, block_n, num_warps, warps_d, num_stages)
@@ -18,14 +22,14 @@ TILES = {
     256: ((128, 80, 8, 1, 2), (128, 64, 8, 1, 1)),
     512: ((64, 64, 8, 2, 9), (64, 64, 8, 2, 8), (64, 64, 8, 2, 4)),
 }
-WAYS = tuple(product((False, True), (False, True), (1, 2)))  # ping_pong, boxes, cluster
-HALVES_WAYS = tuple(product((False,), (False, True), (1, 2, 4)))
+WAYS = tuple(product((False, True), (False, True), (1, 2), (False,)))  # ping_pong, boxes, cluster, split
+HALVES_WAYS = tuple(product((False,), (False, True), (1, 2, 4), (False, True)))
 
 
 def _configs(case: Case) -> Iterator[Any]:
     ways = HALVES_WAYS if case.problem.head_dim == 512 else WAYS
-    for tile, (ping_pong, boxes, cluster) in product(TILES[case.problem.head_dim], ways):
-        yield KERNEL.config_type(*tile, False, True, ping_pong, boxes, cluster)
+    for tile, (ping_pong, boxes, cluster, split) in product(TILES[case.problem.head_dim], ways):
+        yield KERNEL.config_type(*tile, False, True, ping_pong, boxes, cluster, split)
 
 
 @pytest.mark.parametrize("case", KERNEL.cases.CASES, ids=str)
@@ -33,3 +37,51 @@ def test_by_warpgroups(case: Case) -> None:
     configs = valid_here(KERNEL, case, _configs(case))
     assert configs
     assert wrong_of(KERNEL, case, configs) == []
+
+
+@pytest.mark.parametrize("splits", [2, 3, spec.MAX_SPLITS])
+@pytest.mark.parametrize("case", [c for c in KERNEL.cases.CASES if c.problem.head_dim == 512], ids=str)
+def test_more_parts_than_are_of_use(case: Case, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts without a key, rows that see no key of a part; masks, windows and caps in others than the first."""
+    monkeypatch.setattr(spec, "num_splits", lambda problem, config, target: splits if config.split else 1)
+    shapes = [KERNEL.config_type(64, 64, 8, 2, 8, False, True, False, b, c, True) for b, c in ((False, 1), (True, 2))]
+    configs = valid_here(KERNEL, case, shapes)
+    assert configs
+    assert wrong_of(KERNEL, case, configs) == []
+
+
+SPLIT = KERNEL.config_type(64, 64, 8, 2, 8, wgmma=True, boxes=True, cluster=2, split=True)
+
+
+@pytest.mark.parametrize("heads", [(32, 4), (16, 2), (8, 1)], ids=str)
+def test_parts_of_the_keys(heads: tuple[int, int]) -> None:
+    """One Function for chunks of any length behind any number of keys: whole, in some parts, in as many as may be."""
+    whole = KERNEL.problem_type(512, *heads, page_size=64, kv_len=16384, num_tokens=64)
+    valid_here(KERNEL, KERNEL.cases.case_for(whole), [SPLIT])
+    function, found = load(KERNEL, whole, SPLIT), set()
+    for num_tokens, kv_len in product((1, 16, 63, 64, 65, 128, 192, 512), (64, 128, 129, 1024, 2049, 8191, 16384)):
+        problem = replace(whole, num_tokens=min(num_tokens, kv_len), kv_len=kv_len)
+        found.add(spec.num_splits(problem, SPLIT, function.target))
+        result = check_function(function, KERNEL.cases.case_for(problem))
+        assert result.ok, f"{num_tokens} tokens, {kv_len} keys: {result.message}"
+    assert {1, 16} < found
+
+
+def test_right_behind_another_with_the_same_bits() -> None:
+    """As in a forward: a launch begins while the one before it, of other inputs, still has the same workspace."""
+    problem = KERNEL.problem_type(512, 16, 2, page_size=64, kv_len=5003, num_tokens=64)
+    cases = [replace(KERNEL.cases.case_for(problem), seed=seed) for seed in range(3)]
+    valid_here(KERNEL, cases[0], [SPLIT])
+    function = load(KERNEL, problem, SPLIT)
+    inputs: list[dict[str, Any]] = [KERNEL.cases.inputs(case, torch.device("cuda")) for case in cases]
+    expected = [KERNEL.reference.expected(problem, given) for given in inputs]
+    given = [inputs[i % 3] | {"out": torch.full_like(inputs[i % 3]["out"], float("nan"))} for i in range(60)]
+    torch.cuda.synchronize()
+    for arguments in given:
+        function.run(problem, arguments, in_forward=True)
+    torch.cuda.synchronize()
+    for i, arguments in enumerate(given):
+        if i < 3:
+            result = compare(KERNEL, cases[i], arguments, expected[i])
+            assert result.ok, f"launch {i}: {result.message}"
+        assert torch.equal(arguments["out"], given[i % 3]["out"]), f"launch {i} is another than {i % 3}"

@@ -94,11 +94,61 @@ def test_grid_covers_every_split_of_the_tokens() -> None:
         lengths = torch.randint(0, 1 + 40 * (trial % 5), (batch,), generator=generator).tolist()
         p = problem(512, batch=batch, num_tokens=sum(lengths))
         config = KERNEL.default_config(p, Target.of(sm90))
-        (launch,) = KERNEL.launches(p, config, Target.of(sm90))
+        launch = KERNEL.launches(p, config, Target.of(sm90))[0]
         tiles = sum(-(-n * 8 // config.block_m) for n in lengths)
         assert launch.grid[0] >= tiles * p.num_kv_heads
         rows = config.block_m * config.cluster
         assert launch.grid[0] <= (sum(lengths) * 8 // rows + 1 + batch) * config.cluster * p.num_kv_heads
+
+
+H200 = Target.of(find_arch("sm90"))
+SPLIT = replace(spec._BY_WARPGROUPS[512], split=True)
+
+
+def test_few_tokens_behind_many_keys_fill_the_gpu() -> None:
+    """A part of the keys for each block that there would be room for, and the grid says so."""
+    p = problem(512, page_size=64, num_tokens=64, kv_len=8192)  # 16 tiles of 128 rows, by clusters of two blocks
+    attend, combine = KERNEL.launches(p, SPLIT, H200)
+    assert attend.grid[1] == spec.num_splits(p, SPLIT, H200) == 4
+    assert (combine.grid, combine.block) == ((64 * 32, 1, 1), (128, 1, 1))
+    assert KERNEL.workspace_bytes(p, SPLIT, H200) == 64 * 32 * (16 + 4 * 512) * 4
+    half = replace(p, num_q_heads=16, num_kv_heads=2)
+    assert spec.num_splits(half, SPLIT, H200) == 8
+    assert [spec.num_splits(replace(p, num_tokens=n), SPLIT, H200) for n in (128, 192, 256, 8192)] == [2, 1, 1, 1]
+    assert [spec.num_splits(replace(half, num_tokens=n), SPLIT, H200) for n in (128, 192, 256, 512)] == [4, 2, 2, 1]
+
+
+def test_whole_keys_are_one_launch() -> None:
+    p = problem(512, page_size=64, num_tokens=64, kv_len=8192)
+    for some, config in ((p, replace(SPLIT, split=False)), (replace(p, num_tokens=8192), SPLIT), (p, SPLIT)):
+        splits = spec.num_splits(some, config, H200)
+        assert len(KERNEL.launches(some, config, H200)) == 1 + (splits > 1)
+        assert (KERNEL.workspace_bytes(some, config, H200) > 0) == (splits > 1)
+    assert spec.num_splits(replace(p, kv_len=384), SPLIT, H200) == 1  # merging would take longer
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 64, 100, 500, 512, 1000, 4096])
+@pytest.mark.parametrize("kv_len", [0, 1, 64, 129, 1000, 9224, 262144])
+def test_splits_have_keys_and_room(num_tokens: int, kv_len: int) -> None:
+    p = problem(512, page_size=64, num_tokens=num_tokens, kv_len=kv_len)
+    splits = spec.num_splits(p, SPLIT, H200)
+    assert 1 <= splits <= spec.MAX_SPLITS
+    assert splits == 1 or 128 * splits <= kv_len + 127
+    assert KERNEL.workspace_bytes(p, SPLIT, H200) <= spec.MAX_PARTIAL_BYTES
+
+
+def test_the_default_splits_where_few_blocks_are() -> None:
+    p = problem(512, page_size=64, kv_len=8192)
+    chosen = {n: KERNEL.default_config(replace(p, num_tokens=n), H200).split for n in (1, 64, 512, 1024, 8192)}
+    assert chosen == {1: True, 64: True, 512: True, 1024: False, 8192: False}
+    assert not KERNEL.default_config(problem(256, page_size=64, num_tokens=64), H200).split
+
+
+def test_only_halves_split() -> None:
+    config = KERNEL.default_config(problem(256), H200)
+    why = KERNEL.why_invalid(problem(256), replace(config, split=True), H200)
+    assert why is not None
+    assert "warps_d=2" in why
 
 
 @pytest.mark.parametrize("causal", [True, False])

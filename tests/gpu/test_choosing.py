@@ -69,7 +69,7 @@ def test_each_has_beside_others_what_it_has_alone(session: Session, drafts: int)
     engine = Engine(session.model, session.drafter, max_len=longest, max_batch=6, num_draft_tokens=drafts,
                     reproducible=True)  # fmt: skip
     alone = [engine.generate_many([fresh(r)])[0] for r in requests]
-    assert {way for _, _, way, _ in engine.runner._graphs} >= {Way()}
+    assert {way for _, _, way, _ in engine.runner._steps} >= {Way()}
     together = engine.generate_many([fresh(r) for r in requests])
     for request, one, other in zip(requests, alone, together, strict=True):
         assert other.tokens == one.tokens
@@ -88,11 +88,11 @@ def test_a_plain_request_leaves_what_it_left_before(session: Session) -> None:
     plain = Request(text, COUNT)
     engine = Engine(session.model, session.drafter, max_len=len(text) + COUNT, num_draft_tokens=3)
     tokens = engine.generate_many([plain])[0].tokens
-    graphs = set(engine.runner._graphs)
+    graphs = set(engine.runner._steps)
     engine.generate_many([replace(plain, sampling=Sampling(presence_penalty=2.0, min_tokens=9))])
-    assert {way for _, _, way, _ in set(engine.runner._graphs) - graphs} <= {
+    assert {way for _, _, way, _ in set(engine.runner._steps) - graphs} <= {
         Way(penalized=True, held=True), Way(penalized=True)
     }  # fmt: skip
-    known = set(engine.runner._graphs)
+    known = set(engine.runner._steps)
     assert engine.generate_many([plain])[0].tokens == tokens
-    assert set(engine.runner._graphs) == known
+    assert set(engine.runner._steps) == known

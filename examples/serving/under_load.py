@@ -1,60 +1,76 @@
 """Serves a model and puts the server under the loads that a chat and a summary are, with drafts and without.
 
     python examples/serving/under_load.py gemma-4-31b --generated --out results
+    python examples/serving/under_load.py gemma-4-31b --generated --server vllm --sweep 0 --out results
     python examples/serving/under_load.py examples/tiny/gemma-4-tiny-w4a16 --shrink 16 --vocab 1024 --out results
 
 For each, `kerngen serve` is started and `kerngen bench serve` asks it. What that found is printed, and left in OUT as
-JSON.
+JSON. With --server vllm it is vLLM that serves, without drafts: a folder as it is, or the same shapes with generated
+weights (peer.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import urllib.request
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
+
+import peer
 
 from kerngen.cli.bench_serve import print_runs
 
 # Tokens of prompts, of answers, requests at once.
 LOADS = {"chat": (1024, 1024, 80), "summary": (8192, 1024, 32)}
-START_S = 400.0
+START_S = 900.0
 
 
 class Server:
-    """`kerngen serve`, as long as this lasts."""
+    """A server's process, as long as this lasts: it is up when /health answers."""
 
-    def __init__(self, *options: str) -> None:
-        print("$ kerngen serve", *options, flush=True)
-        self.began = time.monotonic()
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._began = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kerngen", "serve", *options, "--port", "0"], stderr=subprocess.PIPE, text=True
-        )
+            [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | dict(environment),
+        )  # fmt: skip
         self._said: list[str] = []
-        self._is_up = threading.Event()
-        self.url = ""
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._said.append(line)
-            if found := re.search(r"http://\S+:\d+", line):
-                self.url = found[0]
-                self._is_up.set()
-        self._is_up.set()
+        assert self._process.stdout is not None
+        self._said.extend(self._process.stdout)
 
     def __enter__(self) -> Server:
-        if not self._is_up.wait(START_S) or not self.url:
-            self._process.kill()
-            sys.exit("the server did not start:\n" + "".join(self._said))
-        print(f"ready after {time.monotonic() - self.began:.0f} s: {self._said[-2].strip()}", flush=True)
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() - self._began > START_S:
+                self._process.kill()
+                self._reader.join(10)
+                sys.exit("the server did not start:\n" + "".join(self._said[-200:]))
+            time.sleep(0.2)
+        print(f"ready after {time.monotonic() - self._began:.0f} s", flush=True)
         return self
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
@@ -62,6 +78,7 @@ class Server:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
+        self._reader.join(10)
         print(*self._said[-1:], sep="", end="", flush=True)
 
 
@@ -75,6 +92,8 @@ def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("model")
     asked.add_argument("--generated", action="store_true")
+    asked.add_argument("--server", choices=("kerngen", "vllm"), default="kerngen")
+    asked.add_argument("--python", default=sys.executable, help="of the environment that vLLM is installed in")
     asked.add_argument("--loads", type=_loads, default="chat,summary", help=f"of {', '.join(LOADS)}")
     asked.add_argument("--drafting", choices=("off", "on", "both"), default="both")
     asked.add_argument("--sweep", default="2", help="rates below saturation; 0 for saturation alone")
@@ -82,29 +101,42 @@ def main() -> int:
     asked.add_argument("--seconds", default="30", help="in which the requests of a rate come")
     asked.add_argument("--shrink", type=int, default=1, help="all lengths and numbers are divided by it")
     asked.add_argument("--vocab", default="32000")
-    asked.add_argument("--serve", default="", help="further options of kerngen serve, as one text")
+    asked.add_argument("--serve", default="", help="further options of the server, as one text")
     asked.add_argument("--out", type=Path, default=Path("under-load"))
     told = asked.parse_args()
     told.out.mkdir(parents=True, exist_ok=True)
     loads = {name: tuple(max(n // told.shrink, 1) for n in LOADS[name]) for name in told.loads}
     draftings = ("off", "on") if told.drafting == "both" else (told.drafting,)
     failed = 0
-    for (name, (prompt, answer, count)), drafting in product(loads.items(), draftings):
-        options = ["--context", str(prompt + answer + 8), "--max-batch", str(count), *told.serve.split()]
-        options += [*(["--generated"] if told.generated else []), *([] if drafting == "on" else ["--no-draft"])]
-        with Server(told.model, *options) as server:
-            print(f"{name}, drafting {drafting}", flush=True)
-            command = [sys.executable, "-m", "kerngen", "bench", "serve", server.url, "--json"]
-            numbers = {"prompt-tokens": prompt, "answer-tokens": answer, "concurrency": count, "vocab": told.vocab,
-                       "requests": max(told.waves * count, 2), "seconds": told.seconds}  # fmt: skip
-            if told.sweep != "0":
-                numbers["sweep"] = told.sweep
-            command += [part for key, value in numbers.items() for part in (f"--{key}", str(value))]
-            found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            failed += found.returncode != 0
-            (told.out / f"{name}-draft-{drafting}.json").write_text(found.stdout)
-            if found.stdout:
-                print_runs(json.loads(found.stdout)["runs"])
+    with tempfile.TemporaryDirectory(prefix="under-load-") as scratch:
+        if told.server == "vllm":
+            draftings = ("off",)
+            folder = peer.generated(told.model, Path(scratch)) if told.generated else told.model
+        for (name, (prompt, answer, count)), drafting in product(loads.items(), draftings):
+            length, environment = prompt + answer + 8, {}
+            if told.server == "vllm":
+                command = peer.command(told.python, folder, length, generated=told.generated)
+                environment = peer.environment(Path(scratch))
+            else:
+                command = [sys.executable, "-m", "kerngen", "serve", told.model, "--context", str(length)]
+                command += ["--max-batch", str(count), *(["--generated"] if told.generated else [])]
+                command += [] if drafting == "on" else ["--no-draft"]
+            command += told.serve.split()
+            print("$", *command, flush=True)
+            with Server(command, environment) as server:
+                print(f"{name}, drafting {drafting}", flush=True)
+                asking = [sys.executable, "-m", "kerngen", "bench", "serve", server.url, "--json"]
+                numbers = {"prompt-tokens": prompt, "answer-tokens": answer, "concurrency": count, "vocab": told.vocab,
+                           "requests": max(told.waves * count, 2), "seconds": told.seconds}  # fmt: skip
+                if told.sweep != "0":
+                    numbers["sweep"] = told.sweep
+                asking += [part for key, value in numbers.items() for part in (f"--{key}", str(value))]
+                found = subprocess.run(asking, stdout=subprocess.PIPE, text=True)
+                failed += found.returncode != 0
+                which = name if told.server == "kerngen" else f"{name}-{told.server}"
+                (told.out / f"{which}-draft-{drafting}.json").write_text(found.stdout)
+                if found.stdout:
+                    print_runs(json.loads(found.stdout)["runs"])
     return min(failed, 1)
 
 

@@ -142,7 +142,9 @@ def test_from_the_projection_is_head_norms_rope_and_attention(case: Case) -> Non
     rest = {
         n: arguments[n] for n in ("block_table", "kv_lens", "q_len", "window", "max_kv_len", "sm_scale", "logit_cap")
     }
-    assert torch.equal(at_once, reference.run(attn_decode(q, **caches, **rest), ""))
+    halves = reference.run(attn_decode(q, **caches, **rest), "")
+    # A CPU may add in another order where a tensor lies otherwise in memory: a rounding of fp32, or of the result.
+    torch.testing.assert_close(at_once, halves, rtol=2 * torch.finfo(halves.dtype).eps, atol=1e-6, equal_nan=True)
     for name, cache in caches.items():
         torch.testing.assert_close(inputs[name], cache, rtol=0, atol=0, equal_nan=True)
 

@@ -22,14 +22,18 @@ TILES = {
     256: ((128, 80, 8, 1, 2), (128, 64, 8, 1, 1)),
     512: ((64, 64, 8, 2, 9), (64, 64, 8, 2, 8), (64, 64, 8, 2, 4)),
 }
-WAYS = tuple(product((False, True), (False, True), (1, 2), (False,)))  # ping_pong, boxes, cluster, split
-HALVES_WAYS = tuple(product((False,), (False, True), (1, 2, 4), (False, True)))
+WAYS = tuple(product((False, True), (False, True), (1, 2)))  # ping_pong, boxes, cluster
+HALVES_WAYS = tuple(product((False,), (False, True), (1, 2, 4)))
+SPLIT = KERNEL.config_type(64, 64, 8, 2, 8, wgmma=True, boxes=True, cluster=2, split=True)
+SPLITS = (SPLIT, replace(SPLIT, boxes=False, cluster=1))
 
 
 def _configs(case: Case) -> Iterator[Any]:
     ways = HALVES_WAYS if case.problem.head_dim == 512 else WAYS
-    for tile, (ping_pong, boxes, cluster, split) in product(TILES[case.problem.head_dim], ways):
-        yield KERNEL.config_type(*tile, False, True, ping_pong, boxes, cluster, split)
+    for tile, (ping_pong, boxes, cluster) in product(TILES[case.problem.head_dim], ways):
+        yield KERNEL.config_type(*tile, False, True, ping_pong, boxes, cluster)
+    if case.problem.head_dim == 512:
+        yield from SPLITS
 
 
 @pytest.mark.parametrize("case", KERNEL.cases.CASES, ids=str)
@@ -44,13 +48,9 @@ def test_by_warpgroups(case: Case) -> None:
 def test_more_parts_than_are_of_use(case: Case, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts without a key, rows that see no key of a part; masks, windows and caps in others than the first."""
     monkeypatch.setattr(spec, "num_splits", lambda problem, config, target: splits if config.split else 1)
-    shapes = [KERNEL.config_type(64, 64, 8, 2, 8, False, True, False, b, c, True) for b, c in ((False, 1), (True, 2))]
-    configs = valid_here(KERNEL, case, shapes)
+    configs = valid_here(KERNEL, case, SPLITS)
     assert configs
     assert wrong_of(KERNEL, case, configs) == []
-
-
-SPLIT = KERNEL.config_type(64, 64, 8, 2, 8, wgmma=True, boxes=True, cluster=2, split=True)
 
 
 @pytest.mark.parametrize("heads", [(32, 4), (16, 2), (8, 1)], ids=str)

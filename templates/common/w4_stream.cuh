@@ -1,6 +1,6 @@
-// W4A16 products with one or two tokens whose weights come through shared memory: what w4a16_gemm is made of where
-// `stream` is chosen. S as for W4Gemm, with MANY_TILES, whether a warp's share of one token leaves no registers for more
-// than its digits.
+// W4A16 products with one token, or up to four, whose weights come through shared memory: what w4a16_gemm is made of where
+// `stream` is chosen. S as for W4Gemm, with MANY_TILES, whether a warp's share of x leaves no registers for more than its
+// digits.
 //
 // A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns; the units are dealt to the blocks in equal
 // runs, and a unit's columns to the warps of its block, in steps. Where SPLIT_K is 1 a block of fewer units ends sooner,
@@ -30,12 +30,14 @@ template <class S> struct W4Stream {
     static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / STEP / WARPS, ROUNDS = ceil_div(STEPS, SLOT_STEPS);
     static constexpr bool EVEN = NUM_TILES % (STEP * SPLIT_K * WARPS) == 0;
     typedef W4Slots<BF16, STEPS, STEP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES> Slots;
+    typedef W4StreamX<Slots, TOKENS> X;
     static_assert(S::BLOCK_N == STRIP && SLOT_STEPS > 0 && S::BLOCK_K % (STRIP * STEP * WARPS) == 0);
 
     struct alignas(16) Shared {
         uint8_t slots[WARPS][STAGES][Slots::BYTES];
         uint64_t barriers[WARPS][STAGES];
-        // behind it, for each unit of a block: float4 sums[WARPS][num_tokens][8], of four rows each
+        // behind it: uint8_t scratch[WARPS][X::X_BYTES], and for each unit of a block float4 sums[WARPS][num_tokens][8], of
+        // four rows each
     };
 
     // Which steps are a warp's in a part of K.
@@ -86,7 +88,8 @@ template <class S> struct W4Stream {
         const int first_unit = UNITS * int(blockIdx.x) / int(gridDim.x), end = UNITS * int(blockIdx.x + 1) / int(gridDim.x);
         Place ahead(first_unit), at(first_unit);
         const uint64_t policy = evict_first();
-        float4* const all_sums = reinterpret_cast<float4*>(&s + 1);
+        uint8_t* const scratch = reinterpret_cast<uint8_t*>(&s + 1);
+        float4* const all_sums = reinterpret_cast<float4*>(scratch + WARPS * X::X_BYTES);
         if (lane == 0) {
 #pragma unroll
             for (int i = 0; i < STAGES; i++) barrier_init(&s.barriers[warp][i]);
@@ -109,15 +112,16 @@ template <class S> struct W4Stream {
             return sum;
         };
 
-        W4StreamX<Slots, TOKENS> tokens;
+        X tokens;
         int part = -1;  // of K, whose columns `tokens` holds
         for (int unit = first_unit; unit < end; unit++) {
             if (part != unit / NUM_STRIPS) {
                 part = unit / NUM_STRIPS;
                 const Share share(part, warp);
-                tokens.load(x + share.first * (STEP * 16), K / 2, share.tiles(), num_tokens);
+                tokens.load(x + share.first * (STEP * 16), K / 2, share.tiles(), num_tokens,
+                            scratch + warp * X::X_BYTES);
             }
-            typename decltype(tokens)::Sums sums;
+            typename X::Sums sums;
 #pragma unroll
             for (int r = 0; r < ROUNDS; r++, at.next()) {
                 barrier_wait(&s.barriers[warp][at.slot], at.parity);

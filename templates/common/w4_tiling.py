@@ -18,8 +18,10 @@ from kerngen.templates.common.row_spec import DTYPES
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
-STREAMED = (1, 2)  # tokens of a tile with stream: digits of more leave no registers for many columns (w4_digits.cuh)
+STREAMED = (1, 4)  # tokens of a tile with stream (w4_stream_x.cuh)
 MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with: see stream_has_many
+MOST_QUADS = 14  # the same with four tokens
+X_SCRATCH_BYTES = 1024  # of a warp's shared memory, through which four tokens come
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Tiling:
     # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
     gemv: bool = False
     split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves, and added up by one of them
-    # One or two tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
+    # Up to four tokens, W by bulk copies through a ring of shared memory for each warp (w4_stream.cuh): a tile is a
     # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
     stream: bool = False
     # A warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile: see warpgroups.cu.jinja.
@@ -70,10 +72,11 @@ class Tiling:
         """The stages, and what the warps that split K exchange. All dynamic.
 
         With gemv the exchange alone, twice where tiles follow each other, and 16 bytes for who began last; with stream
-        the slots and a barrier for each.
+        the slots and a barrier for each, and of four tokens what x comes through.
         """
         if self.stream:
-            return -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
+            ring = -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
+            return ring + (X_SCRATCH_BYTES * self.warps_k if self.block_m > 1 else 0)
         if self.gemv:
             sums = self.warps_k * self.block_m * self.block_n * 4
             return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1) + 16 * (self.split_k > 1)
@@ -243,8 +246,12 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     if slot > most or k // step < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
     available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.warps_k * stream_blocks(c)) // 8 * 8)
-    pairs = ceil(tiles / 2)
-    need = 48 + 8 * tiles if c.block_m > 1 else 72 + 5 * pairs // 2 if stream_has_many(tiles) else 48 + 12 * pairs
+    many = stream_has_many(c, tiles)
+    if c.block_m > 1:
+        need = 60 + tiles * (2 if many else 6)
+    else:
+        pairs = ceil(tiles / 2)
+        need = 72 + 5 * pairs // 2 if many else 48 + 12 * pairs
     if need > available:
         return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None
@@ -261,9 +268,9 @@ def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
     return ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k) * step // STRIP
 
 
-def stream_has_many(tiles: int) -> bool:
-    """Whether a warp with so many keeps one token's digits of them alone (w4_pair_digits.cuh)."""
-    return ceil(tiles / 2) > MOST_PAIRS
+def stream_has_many(c: Tiling, tiles: int) -> bool:
+    """Whether a warp with so many keeps the digits of them alone (w4_pair_digits.cuh, w4_quad_digits.cuh)."""
+    return tiles > MOST_QUADS if c.block_m > 1 else ceil(tiles / 2) > MOST_PAIRS
 
 
 def stream_blocks(c: Tiling) -> int:

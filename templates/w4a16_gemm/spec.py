@@ -4,7 +4,7 @@ With gated, W's rows are gate and up, interleaved by common/w4_pack.py, and out[
 source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4_tiling.py).
 Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default from nine tokens on, of warpgroups that
 copy or multiply (warpgroups.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
-reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for one or two tokens
+reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for up to four tokens
 with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W; an infinity or a NaN among a
 token's x makes all of its outputs NaN there).
 """
@@ -106,9 +106,10 @@ OUTPUTS = ("out",)
 # Up to so many weights the default is gemv: what counts is when the first bytes arrive. For one token stream is faster
 # alone from far fewer on, but in the one run in which the 26B-A4B's small products took it, its step was slower.
 STRAIGHT_WEIGHTS = 1 << 26
-STREAMED_WEIGHTS = 1 << 25  # for one token
+STREAMED_WEIGHTS = 1 << 25  # for up to four tokens
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips
 LONGEST_ROW = 5 * LONG_ROW  # from here on it takes all of shared memory also where strips are cut into parts
+LONG_FOR_FOURS = 3 << 12  # of up to four tokens longer rows are left to the ring, which was faster in a step
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
 
 
@@ -116,7 +117,10 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"STREAM_BYTES": config.smem_bytes(problem.group_size)}
     if config.stream:
         tiles = w4_tiling.stream_tiles(config, problem.k, problem.group_size)
-        found |= {"MANY_TILES": w4_tiling.stream_has_many(tiles), "STREAM_BLOCKS": w4_tiling.stream_blocks(config)}
+        found |= {
+            "MANY_TILES": w4_tiling.stream_has_many(config, tiles),
+            "STREAM_BLOCKS": w4_tiling.stream_blocks(config),
+        }
     if not config.warpgroups:
         return found
     rows, blocks = x_box(config)
@@ -253,7 +257,7 @@ def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
 
 
 def _streamed(problem: Problem, target: Target) -> Config | None:
-    """By bulk copies: whole strips where there are enough for all blocks, else in a few parts of K.
+    """One token by bulk copies: whole strips where there are enough for all blocks, else in a few parts of K.
 
     Sweeps on an H200 (docs/performance.md). Many long strips want twelve warps and all of shared memory, others eight
     warps and room for the next launch's ring, but for the longest. Other boards with bulk copies get it unmeasured.
@@ -262,7 +266,7 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     is_long = problem.k >= LONG_ROW
     are_enough = 2 * strips >= 3 * blocks or (0.9 * blocks <= strips <= blocks and not is_long)
     for split in (1, 3, 6, 11) if are_enough else (3, 6, 11, 1):
-        base = Config(min(problem.num_tokens, STREAMED[-1]), STRIP, 0, STRIP, 1, 1, 1, 1, split_k=split, stream=True)
+        base = Config(1, STRIP, 0, STRIP, 1, 1, 1, 1, split_k=split, stream=True)
         step = w4_tiling.stream_step(base, problem.group_size)
         steps = ceil(ceil(problem.k / step) / split)
         takes_all = split == 1 and is_long
@@ -276,6 +280,29 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
                     continue
                 if why_invalid(problem, config, target) is None:
                     return config
+    return None
+
+
+def _streamed_by_fours(problem: Problem, target: Target) -> Config | None:
+    """Up to four tokens by bulk copies, where rows of W are not too long: their digits fill registers.
+
+    A sweep on an H200, and looks at the 31B's verification step by step (docs/performance.md): long strips as one
+    token's are taken, shorter ones with room for the next launch's ring; few of them in three parts of K, each warp's
+    share in a slot.
+    """
+    if problem.k > LONG_FOR_FOURS:
+        return None
+    are_enough, is_long = 2 * problem.n // STRIP >= 3 * target.device.num_sms, problem.k >= LONG_ROW
+    split, warps = (1, 12 if is_long else 8) if are_enough else (3, 8)
+    base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, warps, 1, 1, split_k=split, stream=True)
+    step = w4_tiling.stream_step(base, problem.group_size)
+    steps = ceil(ceil(ceil(problem.k / step) / split) / warps)
+    slot = max(1, min(6 * STRIP // step, ceil(steps / 2))) if are_enough else steps
+    most_bytes = target.arch.max_smem_bytes // (1 if is_long else 2)
+    for stages in (4, 3, 2) if are_enough else (2,):
+        config = replace(base, block_k=slot * step * warps, num_stages=stages)
+        if smem_bytes(problem, config, target) <= most_bytes and why_invalid(problem, config, target) is None:
+            return config
     return None
 
 
@@ -353,13 +380,13 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     warp_n = 32 if arch.has_ldmatrix else 64
     block_m = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
-    streams = m <= STREAMED[-1] and arch.has_tma
-    if m <= 8 and arch.has_ldmatrix:
-        most = STREAMED_WEIGHTS if streams and m == 1 else STRAIGHT_WEIGHTS
-        if problem.n * problem.k <= most:
-            return (*_straight(problem, target), last)
-    if streams and (found := _streamed(problem, target)) is not None:
+    found = None
+    if m <= STREAMED[-1] and arch.has_tma and problem.n * problem.k > STREAMED_WEIGHTS:
+        found = _streamed(problem, target) if m == 1 else _streamed_by_fours(problem, target)
+    if found is not None:
         return (found, last)
+    if m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
+        return (*_straight(problem, target), last)
     first = _by_warpgroups(problem, target) if m > 8 and arch.has_wgmma else ()  # not of every K
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply

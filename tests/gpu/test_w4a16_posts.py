@@ -24,8 +24,8 @@ def _warpgroups(m: int, n: int, k: int, stages: int, blocks: int = 1, cluster: i
 
 # Each with the numbers of tokens that it is launched with in turn: one Function, one workspace.
 WAYS = [
-    ("stream", Config(2, 32, 1024, 32, 1, 8, 3, 1, split_k=4, stream=True), (1, 2)),
-    ("stream-many-parts", Config(2, 32, 256, 32, 1, 8, 3, 1, split_k=12, stream=True), (2, 1)),
+    ("stream", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, stream=True), (1, 4, 2)),
+    ("stream-many-parts", Config(4, 32, 256, 32, 1, 8, 3, 1, split_k=12, stream=True), (3, 1)),
     ("gemv", Config(8, 64, 768, 64, 1, 8, 1, 0, gemv=True, split_k=3), (1, 5, 8)),
     ("gemv-many-blocks", Config(8, 32, 128, 32, 1, 4, 1, 0, gemv=True, split_k=8), (8, 2)),
     ("ring", Config(8, 128, 256, 32, 1, 1, 2, 4), (1, 8, 30)),

@@ -252,8 +252,9 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
 
 def _streams(problem: Problem, target: Target) -> list[Config]:
     """Configurations of the body with bulk copies: one round a unit and several, whole shares and ragged ones."""
+    tokens = 1 if problem.num_tokens == 1 else 4
     made = [
-        Config(2, 32, problem.group_size * slot * warps, 32, 1, warps, stages, blocks, split_k=split, stream=True)
+        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, blocks, split_k=split, stream=True)
         for slot, warps, stages, blocks, split in [(1, 8, 3, 1, 1), (2, 4, 2, 2, 3), (3, 4, 4, 1, 2)]
     ]
     return [c for c in made if spec.why_invalid(problem, c, target) is None]
@@ -263,8 +264,11 @@ def _streams(problem: Problem, target: Target) -> list[Config]:
 def test_the_body_with_bulk_copies_compiles_and_keeps_in_registers(arch: Arch) -> None:
     """No test case is large enough to get it by default. Its shared memory is counted in the source, too."""
     target = Target.of(arch)
-    for problem in (Problem(256, 1536, 32, "bf16", 1, True), Problem(256, 704, 64, "fp16", 2)):
+    few, long = Problem(256, 704, 64, "fp16", 2), Problem(64, 8192, 32, "bf16", 4, True)
+    for problem in (Problem(256, 1536, 64, "bf16", 1, True), few, long):
         configs = _streams(problem, target)
+        if problem is long:  # whose digits fill the registers
+            configs = [Config(4, 32, 8 * 32 * 4, 32, 1, 8, 2, 1, split_k=2, stream=True)]
         assert configs
         for config in configs:
             cubin = compile_cubin(render(KERNEL, problem, config, target), arch)
@@ -286,10 +290,10 @@ def test_the_body_with_bulk_copies_compiles_and_keeps_in_registers(arch: Arch) -
 )
 def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:
     problem, target = Problem(4096, 1536, 32, "bf16", 1), Target.of(find_arch("sm90"))
-    good = Config(2, 32, 8 * 32 * 2, 32, 1, 8, 3, 1, stream=True)
+    good = Config(4, 32, 8 * 32 * 2, 32, 1, 8, 3, 1, stream=True)
     assert spec.why_invalid(problem, good, target) is None
     why = spec.why_invalid(problem, dataclasses.replace(good, **change), target)
     assert why is not None
     assert needle in why
-    assert spec.why_invalid(dataclasses.replace(problem, num_tokens=3), good, target) is not None
+    assert spec.why_invalid(dataclasses.replace(problem, num_tokens=5), good, target) is not None
     assert "bulk copies" in str(spec.why_invalid(problem, good, Target.of(find_arch("sm80"))))

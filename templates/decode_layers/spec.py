@@ -39,8 +39,7 @@ LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 SAVED_US = 12.0  # a layer, beside launches of its own; of the 31B 20
 READ_US_PER_KEY_BYTE = 0.28e-6  # of a full layer's keys and values,
 US_PER_KEY_BYTE = 0.081e-6  # beyond what attn_decode takes to read them
-RING_LIMIT = 220 * 1024  # of shared memory, for the default configuration
-SUM_TILES = 24  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
+SUM_TILES = 11  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
 
 
@@ -160,8 +159,8 @@ class Config:
 
 
 SPACE = {
-    "num_warps": (8, 12, 16),
-    "stage_tiles": (24, 32, 40, 48, 56, 64, 80),
+    "num_warps": (8, 10, 11, 12, 16),
+    "stage_tiles": (24, 32, 40, 44, 48, 56, 64, 80),
     "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
     "in_flight": (1, 2, 3, 4),
     "tiles_together": (2, 3, 5),  # one, two and three pairs
@@ -294,7 +293,7 @@ def _shared_bytes(p: Problem, c: Config) -> int:
     """
     ring = ceil((c.num_stages * (slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
     keys = 2 * 2048 + 2 * 32 * 32 + 512
-    rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + 8 * c.num_warps + 16
+    rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + 16 * c.num_warps + 32
     return ceil((ring + keys + rows + 2 * 8 * 20 + len(_kinds(p)) * 4 * 24 + 2 * 48) / 128) * 128
 
 
@@ -398,19 +397,23 @@ def default_config(problem: Problem, target: Target) -> Config:
     measurement on an H200. Where none fits, the smallest: see why_unsupported.
     """
     p, blocks = problem, target.device.num_sms
-    warps = min(8, 12, key=lambda n: _row_vecs(p, n))
+
+    def sizes_of(warps: int) -> list[int]:
+        return [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0]
+
+    warps = min((n for n in (8, 10, 11, 12) if sizes_of(n)), key=lambda n: _row_vecs(p, n))
     most = max(1, MAX_ROW_WORDS // (8 * _row_vecs(p, warps)))
     out = _parts(p.hidden, _least_columns(p, 1), p.group_size, blocks, most, everywhere=False)
     down = _parts(p.hidden, _least_columns(p, 3), p.group_size, blocks, most, everywhere=True)
     slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
-    sizes = [t for t in SPACE["stage_tiles"] if t % lcm(warps, 2 * p.group_size // STRIP) == 0]
+    sizes = sizes_of(warps)
     sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= _least_slot_bytes(p)] or sizes[-1:]
     sizes = [t for t in sizes if t <= 48] or sizes[:1]
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
     for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
         in_flight = min(max(2, p.hidden // STRIP // tiles), 3)
-        config = Config(warps, tiles, stages, in_flight, 3, out, down, slots)
-        if smem_bytes(p, config, target) <= min(target.arch.max_smem_bytes, RING_LIMIT):
+        config = Config(warps, tiles, stages, in_flight, 2, out, down, slots)
+        if smem_bytes(p, config, target) <= target.arch.max_smem_bytes:
             break
     return config
 
@@ -428,8 +431,8 @@ def _parts(rows: int, columns: int, group_size: int, blocks: int, most: int, *, 
     """
     strips, tiles, groups = rows // STRIP, columns // STRIP, columns // group_size
 
-    def price(parts: int) -> float:
-        busiest = ceil(strips * parts / blocks) * tiles / parts
+    def price(parts: int) -> int:
+        busiest = ceil(strips * parts / blocks) * ceil(tiles / parts)
         return busiest + SUM_TILES * _most_that_meet(strips, parts, min(blocks, strips * parts))
 
     choices = [c for c in SPACE["down_parts"] if c <= groups]

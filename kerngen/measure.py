@@ -12,7 +12,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -197,12 +197,15 @@ def time_function(
 
     sets: the case's inputs and their copies (`timing_sets`), if they were made already.
     """
+    return time_calls(_calls(function, case, sets), samples=samples, target_ms=target_ms)
+
+
+def _calls(function: Function, case: Case, sets: Sequence[dict[str, Any]] | None = None) -> list[Callable[[], object]]:
     if sets is None:
         sets = timing_sets(function.kernel.cases.inputs(case, torch.device("cuda")))
     # Nothing writes the inputs in between, so that all launches may overlap as in a forward; and all are on one stream.
     alone = not shares_sms()
-    calls = [lambda s=s: function.run(case.problem, s, in_forward=True, alone=alone) for s in sets]
-    return time_calls(calls, samples=samples, target_ms=target_ms)
+    return [partial(function.run, case.problem, s, in_forward=True, alone=alone) for s in sets]
 
 
 def time_calls(calls: Sequence[Callable[[], object]], *, samples: int = 30, target_ms: float = 2.0) -> Timing:
@@ -210,6 +213,23 @@ def time_calls(calls: Sequence[Callable[[], object]], *, samples: int = 30, targ
 
     The graph repeats the round until a replay takes about `target_ms`, so that a launch's own time is what counts.
     """
+    return time_in_turn([captured(calls, target_ms)], samples=samples)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A CUDA graph of `launches` calls, the stream that it was captured on, and the calls: a graph keeps none of the
+    tensors that it reads.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    launches: int
+    stream: torch.cuda.Stream
+    calls: Sequence[Callable[[], object]]
+
+
+def captured(calls: Sequence[Callable[[], object]], target_ms: float = 2.0) -> Captured:
+    """As many rounds of `calls` as take about target_ms, as one graph."""
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()  # the inputs were made on another stream
     with torch.cuda.stream(stream):
@@ -229,23 +249,39 @@ def time_calls(calls: Sequence[Callable[[], object]], *, samples: int = 30, targ
         with torch.cuda.graph(graph, stream=stream):
             for i in range(count):
                 calls[i % len(calls)]()
-        times = []
-        for _ in range(3):
-            graph.replay()
-        for _ in range(samples):
-            start.record()
-            graph.replay()
-            end.record()
+    return Captured(graph, count, stream, calls)
+
+
+def time_in_turn(contenders: Sequence[Captured], *, samples: int = 30) -> list[Timing]:
+    """Each one's time, of replays in turn: whoever is first in one round is last in the next.
+
+    What runs for milliseconds on the tensor cores makes the GPU lower its clock, so that of two the one that is timed
+    for longer, or later, would seem slower: in turn all meet the same clocks.
+    """
+    times: list[list[float]] = [[] for _ in contenders]
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for sample in range(-3, samples):  # three to warm up
+        order = list(enumerate(contenders))
+        for i, one in order if sample % 2 == 0 else reversed(order):
+            with torch.cuda.stream(one.stream):
+                start.record()
+                one.graph.replay()
+                end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / count)
-    times.sort()
+            if sample >= 0:
+                times[i].append(start.elapsed_time(end) * 1e3 / one.launches)
+    return [_timing(sorted(of), one.launches) for of, one in zip(times, contenders, strict=True)]
+
+
+def _timing(times: list[float], launches: int) -> Timing:
+    """times: sorted."""
     return Timing(
         p50_us=statistics.median(times),
         p10_us=times[len(times) // 10],
         p90_us=times[len(times) * 9 // 10],
         min_us=times[0],
         samples=len(times),
-        launches=count,
+        launches=launches,
     )
 
 
@@ -291,7 +327,7 @@ def environment() -> dict[str, Any]:
 
 
 def bench_row(launcher: Launcher, kernel: Kernel, case: Case) -> dict[str, Any]:
-    """Time `case` and its baselines with what `launcher` runs: latency, rates, shares of the measured ceilings.
+    """Time `case` with what `launcher` runs, and its baselines, in turn: latency, rates, shares of measured ceilings.
 
     What fails is a row with an `error`.
     """
@@ -300,21 +336,23 @@ def bench_row(launcher: Launcher, kernel: Kernel, case: Case) -> dict[str, Any]:
     try:
         function = launcher.function(kernel, case.problem)
         row |= {"config": asdict(function.config), "source": function.source}
-        timing = time_function(function, case)
+        contenders = {"": captured(_calls(function, case))}
     except KerngenError as e:
         return row | {"error": str(e)}
-    cost = kernel.cost(case.problem)
+    refused = dict[str, str]()
+    for name, calls in _baselines(kernel, case).items():
+        try:
+            contenders[name] = captured(calls)
+        except Exception as e:  # a baseline may not support the case; the row says so
+            refused[f"baseline_{name}_us"] = f"{type(e).__name__}: {e}"[:120]
+    timings = dict(zip(contenders, time_in_turn(list(contenders.values())), strict=True))
+    timing, cost = timings.pop(""), kernel.cost(case.problem)
     gbps, tflops = cost.bytes / timing.p50_us / 1e3, cost.flops / timing.p50_us / 1e6
     row |= asdict(timing) | {
         "gbps": gbps, "tflops": tflops,
         "share_read": gbps / limit.read_gbps, "share_matmul": tflops / limit.matmul_tflops,
     }  # fmt: skip
-    for name, calls in _baselines(kernel, case).items():
-        try:
-            row[f"baseline_{name}_us"] = time_calls(calls, samples=10).p50_us
-        except Exception as e:  # a baseline may not support the case; the row says so
-            row[f"baseline_{name}_us"] = f"{type(e).__name__}: {e}"[:120]
-    return row
+    return row | {f"baseline_{name}_us": t.p50_us for name, t in timings.items()} | refused
 
 
 def load_peers() -> None:

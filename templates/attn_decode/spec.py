@@ -201,6 +201,7 @@ OUTPUTS = ("out", "k_cache", "v_cache")
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
 MAX_ACCUMULATORS = 128
 WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
+MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
 # What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
 BLOCK_US, COMBINE_US, TILE_US = 2.0, 2.5, 0.6
 # One register on sm70 with head_dim 128, where a cap of 128 registers lets two blocks share an SM.
@@ -555,8 +556,9 @@ def default_config(problem: Problem, target: Target) -> Config:
     choices = split_choices(problem, target)
     splits = [replace(best, num_splits=s) for s in choices if s == 1 or s * best.block_n <= p.visible]
     chosen = min(splits, key=lambda c: predicted_us(p, c, target))
-    if chosen.num_splits > 1 and chosen.block_m == 8 and p.head_dim >= 256 and target.arch.has_wgmma:
-        # a warp has less of each key: 3 to 12 % less time on an H200
+    is_narrow = chosen.block_m == 8 and p.batch == 1 and (p.head_dim == 512 or p.visible <= MOST_NARROW_KEYS)
+    if chosen.num_splits > 1 and p.head_dim >= 256 and is_narrow and target.arch.has_wgmma:
+        # a warp has less of each key: 3 to 12 % less time on an H200, but where many blocks stream for long
         narrow = replace(chosen, split_d=4, num_warps=8, num_stages=3 if p.head_dim == 256 else 4)
         return narrow if why_invalid(p, narrow, target) is None else chosen
     return chosen

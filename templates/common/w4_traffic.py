@@ -13,7 +13,7 @@ from kerngen.templates.kernel import Traffic
 # (BIASED); as integers, their product included. For a stage: its barrier and addresses, and each 16 bytes copied. For a
 # turn of gemv and stream.
 UNPACK, UNPACK_FP16, UNPACK_BIASED = 18, 14, 11
-AS_INTEGERS = {1: 6, 4: 9}  # and multiplied, by tokens of a tile (w4_stream_x.cuh)
+AS_INTEGERS = {1: 6, 2: 11, 4: 9}  # and multiplied, by tokens of a tile (w4_stream_x.cuh; 2: of data/recorded alone)
 STAGE_OPS, COPY_OPS, TURN_OPS = 40, 4, 40
 SLOTS_PER_MMA = 2  # of a scheduler: a tensor instruction, and the loads of its operands
 LEAST_COLUMNS = 32  # a wgmma of fewer tokens takes as long

@@ -87,10 +87,15 @@ def test_others_have_no_such_products(name: str) -> None:
     assert "needs wgmma" in (KERNEL.why_invalid(problem, CONFIG, Target.of(find_arch(name))) or "")
 
 
-def test_no_search_chooses_it_before_a_gpu_has_confirmed_it() -> None:
-    assert not KERNEL.body(CONFIG, H200.arch).proven
-    assert not any(c.warpgroups for c in candidates(KERNEL, FULL, H200).valid)
-    assert not KERNEL.default_config(FULL, H200).warpgroups
+def test_a_search_may_choose_it_and_one_new_token_in_a_window_does() -> None:
+    found = candidates(KERNEL, FULL, H200).valid
+    assert {(c.warpgroups, c.together) for c in found} == {(False, False), (True, False), (True, True)}
+    assert {c.cluster for c in found if c.warpgroups} == {1, 2, 4, 8}
+    window = Problem(256, 32, 16, window=1024, source="qkv", num_rotated_pairs=128)
+    chosen = KERNEL.default_config(window, H200)
+    assert (chosen.warpgroups, chosen.cluster, partials(chosen)) == (True, 8, 1)
+    for other in (FULL, replace(window, q_len=5), replace(window, batch=2), replace(window, kv_len=512)):
+        assert not KERNEL.default_config(other, H200).warpgroups, other
 
 
 def test_launches_have_warps_that_copy() -> None:
@@ -168,7 +173,6 @@ def test_the_last_block_merges_in_one_launch_and_waits_for_none() -> None:
     config = replace(CONFIG, num_splits=32, cluster=8, together=True)
     (decode,) = KERNEL.launches(FULL, config, H200)
     assert (decode.cluster, decode.cooperative) == ((8, 1, 1), False)
-    assert not KERNEL.body(config, H200.arch).proven
     assert item_words(config) == 4 * 128 + 32
     assert item_words(replace(config, cluster=1)) == 32 * 128 + 64
     # Where a sequence's counts lie does not depend on the batch.

@@ -127,9 +127,11 @@ def start(url: str, cache: Path) -> Iterator[Callable[..., Started]]:
         worker.end()
 
 
-def embed_alone(plan: Plan) -> Plan:
-    """One job, with more to try, so that it takes a while."""
-    return replace(plan, items=tuple(i for i in plan.items if i.kernel == "embed"), trials=12)
+def embed_alone(plan: Plan, wider: int = 0) -> Plan:
+    """One job, with more to try, so that it takes a while. wider: of a row, elements; what is wider is asked anew."""
+    embed = [i for i in plan.items if i.kernel == "embed"]
+    items = (replace(i, problem=replace(i.problem, hidden=i.problem.hidden + wider)) for i in embed)
+    return replace(plan, items=tuple(items), trials=12)
 
 
 class Unheard:
@@ -221,8 +223,8 @@ def test_one_that_was_silent_ends_when_it_comes_back(url: str, plan: Plan, start
 
 def test_one_that_is_told_to_end_puts_its_job_back(url: str, plan: Plan, start: Callable[..., Started]) -> None:
     with Queue.open(url) as queue:
-        for _ in range(5):  # it may be at the job's last step, and then ends it
-            (id,) = submit(queue, embed_alone(plan))
+        for again in range(5):  # it may be at the job's last step, and then ends it
+            (id,) = submit(queue, embed_alone(plan, wider=64 * again))
             first = start()
             until(lambda at=first: stopped_at(queue, at))
             first.process.terminate()

@@ -26,13 +26,13 @@ def times() -> tuple[Published, ...]:
 
 
 def test_what_was_published_is_predicted_within_reason(times: tuple[Published, ...]) -> None:
-    """Of other kernels that do the same: up to 1.6 off each, and a board's by a third at most. One token's W4A16 takes
-    less than theirs: Marlin 1.6 times as long on an H200, measured.
+    """Of other kernels that do the same: up to 1.6 off each, and a board's by a third at most. Up to four tokens' W4A16
+    takes less than theirs: Marlin 1.6 times as long for one on an H200 and 1.3 times for four, measured.
     """
     boards: dict[str, list[float]] = {}
     for t in times:
-        is_one_token = t.kernel == "w4a16_gemm" and t.problem["num_tokens"] == 1
-        assert (0.5 if is_one_token else 1 / 1.6) < t.ratio < 1.6, t
+        streamed = t.kernel == "w4a16_gemm" and t.problem["num_tokens"] <= 4
+        assert (0.5 if streamed else 1 / 1.6) < t.ratio < 1.6, t
         boards.setdefault(t.board, []).append(log(t.ratio))
     assert len(boards) >= 6
     for board, ratios in boards.items():

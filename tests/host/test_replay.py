@@ -196,7 +196,7 @@ def test_todays_kernel_may_allow_more_than_was_recorded(right: Recorded, monkeyp
 def test_kernels_of_several_bodies_replay() -> None:
     kernel: Kernel = find_kernel("w4a16_gemm")
     problem = kernel.problem_type(n=4096, k=2048, num_tokens=1)
-    fewer = {"block_m": (2, 8), "block_n": (32, 64), "num_stages": (1, 3, 4), "blocks_per_sm": (0, 1), "warps_m": (1,)}
+    fewer = {"block_m": (1, 8), "block_n": (32, 64), "num_stages": (1, 3, 4), "blocks_per_sm": (0, 1), "warps_m": (1,)}
     recorded = recording(kernel, problem, SM90, distorted(kernel, problem, SM90), fewer=fewer)
     assert len(recorded.rows) > 300
     assert len({(r.config.gemv, r.config.stream) for r in recorded.rows}) == 3

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO
@@ -116,16 +117,36 @@ def publish_with(write: Callable[[BinaryIO], object], target: Path) -> None:
     _sweep(folder)
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Within it one process at a time of those that ask for `path`, a file that is made if need be; the others wait.
+
+    Nothing is written to it, and no link is followed: its name can be guessed, and its folder may be one that others
+    write to. Raises OSError, also for a pipe.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        _require_regular(fd, path)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """A regular file, to read. Raises OSError, also for a folder, and for a pipe, at which a plain `open` waits."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+        _require_regular(fd, path)
         return open(fd, "rb")
     except BaseException:
         os.close(fd)
         raise
+
+
+def _require_regular(fd: int, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:

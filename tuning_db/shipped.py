@@ -13,7 +13,6 @@ kept, it is made in memory, which is said once.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import threading
@@ -25,7 +24,7 @@ from kerngen import __version__
 from kerngen.arch import Target
 from kerngen.closure import closure_of
 from kerngen.errors import DatabaseError, UnknownName
-from kerngen.files import cache_dir, make_folder
+from kerngen.files import cache_dir, locked, make_folder
 from kerngen.owner import TRUST_HINT, why_distrusted
 from kerngen.templates import find_kernel
 from kerngen.tuning_db.serve.boards import Board, nearest_board
@@ -138,8 +137,7 @@ def _kept(path: Path, key: str, name: str) -> Source | None:
 def _making(path: Path) -> Iterator[None]:
     """One process at a time makes it; the others wait. Raises OSError where that folder cannot be written to."""
     make_folder(path.parent)
-    with open(path.parent / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.parent / ".lock"):
         yield
 
 

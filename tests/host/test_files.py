@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import stat
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from command import Kerngen
 
 from kerngen import files
-from kerngen.files import publish
+from kerngen.files import locked, publish
 
 COMPILE = ("compile", "--arch", "sm70", "--kernel", "embed", "--cases", "--jobs", "1")
 
@@ -51,6 +52,21 @@ def test_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         publish(b"data", tmp_path / "other")
     assert victim.read_bytes() == b"precious"
     assert not (tmp_path / "other").exists()
+
+
+def test_a_lock_writes_to_nothing_and_waits_for_no_pipe(tmp_path: Path) -> None:
+    """Whatever lies where its file is expected to be: somebody may have put it there."""
+    victim, lock = tmp_path / "victim", tmp_path / ".lock"
+    victim.write_bytes(b"precious")
+    for put in (lambda: lock.symlink_to(victim), lambda: os.mkfifo(lock), lock.mkdir):
+        put()
+        with pytest.raises(OSError, match=re.escape(str(lock))), locked(lock):
+            pass
+        lock.rmdir() if lock.is_dir() and not lock.is_symlink() else lock.unlink()
+    os.link(victim, lock)
+    with locked(lock):
+        pass
+    assert victim.read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize("interrupt", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)

@@ -152,6 +152,21 @@ def test_a_file_that_others_may_have_written_is_not_read(cache: Path, caplog: py
     assert isinstance(open_board(here()), Reader)
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_lies_in_place_of_its_lock_is_left_alone(
+    cache: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a cache that others may write to: a link of theirs would have emptied the file, a pipe would be waited for."""
+    cache.mkdir(parents=True)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (cache / ".lock").symlink_to(victim) if kind == "link" else os.mkfifo(cache / ".lock")
+    assert lookup([Shipped()], GATE, problem(), H200) is not None
+    assert victim.read_text() == "precious"
+    assert re.search("cannot be kept: (Too many levels of symbolic links|is no regular file); .*KERNGEN_CACHE_DIR",
+                     caplog.text)  # fmt: skip
+
+
 @pytest.mark.parametrize("at", [-1, -100, 0, 5000])
 def test_a_damaged_file_is_made_anew(cache: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
     with open_board(here()) as source:

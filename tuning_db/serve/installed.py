@@ -10,7 +10,6 @@ Each is opened read-only and verified like any other: to be here is not to be tr
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kerngen.errors import DatabaseError, UsageError
-from kerngen.files import make_folder, open_regular, publish
+from kerngen.files import locked, make_folder, open_regular, publish
 from kerngen.owner import TRUST_HINT, why_distrusted
 from kerngen.tuning_db.serve.sealed import SUFFIX, Sealed, is_sealed_file
 
@@ -169,8 +168,7 @@ def _changing() -> Iterator[list[Installed]]:
     """The list, written back if the block ends well. One process at a time; readers see the old list or the new."""
     place = folder()
     make_folder(place)
-    with open(place / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(place / ".lock"):
         found = installed()
         yield found
         stated = {"kerngen_installed": 1, "bundles": [asdict(b) for b in found]}

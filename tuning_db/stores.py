@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from kerngen.arch import Target
-from kerngen.errors import DatabaseError
+from kerngen.errors import DatabaseError, TrustError
 from kerngen.tuning_db import shipped
 from kerngen.tuning_db.keep.bundles import open_any
 from kerngen.tuning_db.keep.store import Store
@@ -20,12 +20,15 @@ def default_stores(targets: Sequence[Target] | None = None) -> list[Store]:
     """What a run looks in, places.searched and then what is shipped. All read-only.
 
     targets: of which the shipped sheets are asked; None for those of every board, which takes seconds a board where
-    they are not made a database of yet. One that is not there is left out; one that cannot be opened, with a warning.
+    they are not made a database of yet. One that is not there is left out; one that cannot be opened, or is not to be
+    trusted, with a warning.
     """
     found: list[Store] = []
     for where, name, override in places.searched():
         try:
-            found.append(open_any(where, name=name, override=override))
+            found.append(open_any(where, name=name, override=override, own=True))
+        except TrustError as e:
+            log.warning("%s; looking on without it%s", e.message, f" ({e.hint})" if e.hint else "")
         except DatabaseError as e:
             log.warning("%s; looking on without it", e.message)
     wanted = shipped_boards() if targets is None else [nearest_board(t.device) for t in targets]
@@ -37,6 +40,9 @@ def default_stores(targets: Sequence[Target] | None = None) -> list[Store]:
     return found
 
 
-def stores_for(url: str | None, targets: Sequence[Target] | None = None) -> list[Store]:
-    """What `--db` names, read-only, or `default_stores(targets)` where it names nothing. Raises DatabaseError."""
-    return default_stores(targets) if url is None else [open_any(url)]
+def stores_for(url: str | None, targets: Sequence[Target] | None = None, *, own: bool = False) -> list[Store]:
+    """What `--db` names, read-only, or `default_stores(targets)` where it names nothing. own: as open_any.
+
+    Raises DatabaseError.
+    """
+    return default_stores(targets) if url is None else [open_any(url, own=own)]

@@ -101,7 +101,7 @@ def compile(
     if cases:
         builds = [b for target in targets for b in case_builds(target, names, notes)]
     else:
-        stores = [] if untuned else stores_for(db_url or None, targets)
+        stores = [] if untuned else stores_for(db_url or None, targets, own=True)
         models = [find_model(str(model), draft, draft_weights)]
         builds = models_builds(models, targets, stores, notes, chosen, names)
     require_allowed(builds, cache, ptx=ptx, what=CASES if cases else f"--model {model}")

@@ -120,7 +120,7 @@ def _release(job: _Job, cache: CompileCache, bar: Reporter) -> dict[str, Any]:
 
     notes: list[str] = []
     chosen: list[Choice] = []
-    stores = stores_for(job.db_url, job.targets)
+    stores = stores_for(job.db_url, job.targets, own=True)
     try:
         builds = models_builds(job.models, job.targets, stores, notes, chosen, job.kernels)
         require_allowed(builds, cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -279,6 +280,37 @@ def test_a_complete_bundle_is_proved_so(kerngen: Kerngen) -> None:
     code, out, _ = kerngen("db", "verify", "sm70.kgdb", "--model", "gemma-4-31b", "--kernel", "rmsnorm")
     assert code == 1
     assert "NO  complete" in out
+
+
+TAKING = (
+    "compile --arch sm70 --model gemma-4-31b --kernel embed --db mine.db",
+    "compile --arch sm70 --model gemma-4-31b --kernel embed --db sqlite:///mine.db -o x.kgdb",
+    "release --arch sm90 --model gemma-4-31b --kernel embed --db mine.db -o dist",
+    "db export --db mine.db -o x.kgdb",
+    "db import mine.db --db other.db",
+    "db merge other.db mine.db",
+)
+
+
+def test_machine_code_that_others_may_have_written_goes_nowhere(
+    kerngen: Kerngen, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever wrote it could put its digests right, and whoever takes it along would sign it. Looking at it is free."""
+    store.close()
+    os.chmod("mine.db", 0o666)
+    for command in TAKING:
+        code, out, err = kerngen(*command.split())
+        assert (code, out) == (1, ""), command
+        assert err.startswith("TrustError: mine.db can be written by everyone: it is not served\n  if it is"), err
+        assert [p for p in kerngen.files() if p.endswith(".kgdb") or p.startswith("other.db")] == [], command
+    assert kerngen("db", "ls", "--db", "mine.db")[0] == 0
+    assert kerngen("db", "export", "--db", "mine.db", "--no-images", "-o", "x.kgdb")[0] == 0
+    monkeypatch.setenv("KERNGEN_DB", "mine.db")
+    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", kerngen.folder / "none")
+    assert kerngen("db", "export", "-o", "y.kgdb")[0] != 0
+    assert re.search(r"mine\.db can be written by everyone.*; looking on without it \(.*TRUST_FILES=1", caplog.text)
+    monkeypatch.setenv("KERNGEN_TRUST_FILES", "1")
+    assert kerngen("db", "export", "-o", "y.kgdb")[0] == 0
 
 
 def test_the_user_can_say_whom_to_trust(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:

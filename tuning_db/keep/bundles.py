@@ -12,6 +12,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine
@@ -20,6 +21,8 @@ from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.tuning_db.keep import engine as engines
 from kerngen.tuning_db.keep import migrate, schema
 from kerngen.tuning_db.keep.store import Store
+from kerngen.tuning_db.serve.files import is_absent
+from kerngen.tuning_db.serve.reader import require_own
 from kerngen.tuning_db.serve.sealed import QUERY_ERRORS, Sealed, Value, is_sealed_file
 
 log = logging.getLogger(__name__)
@@ -49,11 +52,20 @@ def open_bundle(
     return Store(engine, where, name=name or sealed.path.stem, read_only=True, override=override)
 
 
-def open_any(url_or_path: str, *, name: str = "", override: bool = False, allow_unsigned: bool = False) -> Store:
-    """What a user names with --db, to read: a server, a file that is written to, or a sealed one. Raises as those."""
-    if "://" not in url_or_path and is_sealed_file(url_or_path):
-        return open_bundle(url_or_path, name=name, override=override, allow_unsigned=allow_unsigned)
-    return Store.open(url_or_path, read_only=True, name=name, override=override)
+def open_any(
+    url_or_path: str, *, name: str = "", override: bool = False, allow_unsigned: bool = False, own: bool = False
+) -> Store:
+    """What a user names with --db, to read: a server, a file that is written to, or a sealed one. Raises as those.
+
+    own: its machine code goes on from here. TrustError where another user may have written a file that is not sealed.
+    """
+    place = url_or_path.removeprefix("sqlite:///")
+    if "://" not in place:
+        if is_sealed_file(place):
+            return open_bundle(place, name=name, override=override, allow_unsigned=allow_unsigned)
+        if own and not is_absent(Path(place)):
+            require_own(Path(place))
+    return Store.open(place, read_only=True, name=name, override=override)
 
 
 def as_it_is(image: bytes) -> Engine:

@@ -60,9 +60,9 @@ def _boards_here() -> tuple[list[Target], list[str]]:
 
 
 @contextmanager
-def reading(url: str | None, targets: Sequence[Target] | None = None) -> Iterator[list[Store]]:
+def reading(url: str | None, targets: Sequence[Target] | None = None, *, own: bool = False) -> Iterator[list[Store]]:
     """What `--db` names, or all that a run looks in. Read-only. targets: boards whose shipped sheets are looked at too;
-    None for those of this machine's arch, and then the end says which were left out.
+    None for those of this machine's arch, and then the end says which were left out. own: as tuning_db.stores_for.
     """
     from kerngen.tuning_db import stores_for
 
@@ -70,7 +70,7 @@ def reading(url: str | None, targets: Sequence[Target] | None = None) -> Iterato
     if targets is None and url is None:
         targets, others = _boards_here()
     with ExitStack() as stack:
-        stores = stores_for(url, targets)
+        stores = stores_for(url, targets, own=own)
         for store in stores:
             stack.enter_context(store)
         yield stores

@@ -73,7 +73,7 @@ def export(
     selection = _selection(arch_names, devices, models, kernels)
     require_free(output)
     keys = signers(key_files, unsigned)
-    with reading(url, boards_for(arch_names, devices)) as stores:
+    with reading(url, boards_for(arch_names, devices), own=not no_images) as stores:
         done = write(stores, selection, output, history=history, images=not no_images, keys=keys, models=models)
     if as_json:
         echo_json({"file": str(output), "digest": done.digest, "bytes": done.size, "contents": done.contents,
@@ -231,7 +231,7 @@ def _merge(into: str, files: Sequence[str], dry_run: bool, allow_unsigned: bool,
     if "://" not in into and os.path.exists(into) and is_sealed_file(into):
         raise UsageError(f"{into} is sealed: nothing more is written to it", hint="name a database of your own")
     with ExitStack() as stack:
-        others = [stack.enter_context(open_any(file, allow_unsigned=allow_unsigned)) for file in files]
+        others = [stack.enter_context(open_any(file, allow_unsigned=allow_unsigned, own=True)) for file in files]
         done = unite(stack.enter_context(Store.open(into)), others, dry_run=dry_run)
     if as_json:
         echo_json({"into": into, "dry_run": dry_run, "added": dict(done.added), "mended": dict(done.mended),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.cluster.job import Job
 from kerngen.errors import DatabaseError, UsageError
+from kerngen.tuning_db.serve.places import NO_ANSWER
 
 if TYPE_CHECKING:
     import procrastinate
@@ -101,7 +102,7 @@ class Queue:
         Raises UsageError for what is no PostgreSQL URL, DatabaseError where it cannot be had.
         """
         psycopg, _ = _require()
-        with _clear(url, hint="is that server up, and may this host and user reach it? --db names another"):
+        with _clear(url, hint=NO_ANSWER):
             conninfo = _conninfo(url)
             with psycopg.connect(conninfo, autocommit=True) as first:
                 schema = _schema_name(first)

@@ -130,19 +130,20 @@ def test_a_deep_header_is_refused() -> None:
 def test_a_pipe_or_a_folder_in_place_of_a_file_is_a_miss(
     cache: CompileCache, caplog: pytest.LogCaptureFixture, sealed: bool
 ) -> None:
-    pipe, folder, whole = (cache.path(make_cubin(n).key) for n in (1, 2, 3))
+    """A device that never ends, too. At a pipe one would wait, and read the other until no memory is left."""
+    paths = pipe, folder, endless = [cache.path(make_cubin(n).key) for n in (1, 2, 4)]
     cache.put(make_cubin(3))
-    for path in (pipe, folder):
+    for path in paths:
         path.parent.mkdir(parents=True)
     os.mkfifo(pipe)
     folder.mkdir()
+    endless.symlink_to("/dev/zero")
     seen = CompileCache(cache.dir, sealed=sealed)
-    assert seen.get(make_cubin(1).key) is None
-    assert seen.get(make_cubin(2).key) is None
-    assert seen.get(make_cubin(3).key) == make_cubin(3)
-    assert [r.message.endswith("it is not used") for r in caplog.records] == [sealed, True]
+    assert [seen.get(make_cubin(n).key) for n in (1, 2, 3, 4)] == [None, None, make_cubin(3), None]
+    assert [r.message.endswith("it is not used") for r in caplog.records] == [sealed, True, sealed]
     assert all("is no regular file" in r.message for r in caplog.records)
-    assert (pipe.exists(), folder.exists(), whole.exists()) == (sealed, True, True)
+    assert (os.path.lexists(pipe), folder.exists(), os.path.lexists(endless)) == (sealed, True, sealed)
+    assert cache.path(make_cubin(3).key).exists()
     assert not seen.failed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sqlite3
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def test_a_model_that_does_not_fit_is_refused_at_once(kerngen: Kerngen, monkeypa
         ("newer.db", "newer kerngen", "newer kerngen"),
         (".", "is a folder, not a database", "is a folder, not a database"),
         ("fifo", "is no regular file", "is no regular file"),
+        ("/dev/zero", "is no regular file", "is no regular file"),
         ("x" * 300, "File name too long", "File name too long"),
     ],
 )
@@ -133,6 +135,20 @@ def test_a_users_database_that_cannot_be_opened_is_named_and_passed_over(
     assert code == 0
     assert re.search("^rmsnorm +sm90 ", out, re.MULTILINE)
     assert caplog.messages == [f"{'x' * 300}: File name too long; looking on without it"]
+
+
+def test_a_server_that_accepts_and_stays_silent_is_given_up(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What only looks in it goes on without; what needs it says so."""
+    monkeypatch.setattr("kerngen.tuning_db.keep.engine.CONNECT_S", 2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"postgresql+psycopg://me@127.0.0.1:{server.getsockname()[1]}/name"
+        monkeypatch.setenv("KERNGEN_DB", url)
+        code, out, _ = kerngen("db", "ls", "--kernel", "rmsnorm", "--arch", "sm90")
+        assert (code, bool(re.search("^rmsnorm +sm90 ", out, re.MULTILINE))) == (0, True)
+        assert caplog.messages == [f"{url}: connection timeout expired; looking on without it"]
+        _require_message(kerngen(*TUNE), 1, "DatabaseError: .*: connection timeout expired\n  is that server up")
 
 
 def _ship_little(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from sqlalchemy.pool import QueuePool
 
 from kerngen.errors import DatabaseError, UsageError
 from kerngen.tuning_db.serve.files import BUSY_S, decode_text, is_absent, require_whole, uri_of, wal_of
-from kerngen.tuning_db.serve.places import PREBUILT
+from kerngen.tuning_db.serve.places import NO_ANSWER, PREBUILT
 
 CONNECT_S = 10  # how long a server may take to answer, unless the URL has ?connect_timeout=
 STATEMENT_S = 300  # how long a server may take for one statement, and a session may sit in a transaction
@@ -66,16 +66,19 @@ _MEANINGS = (
 
 
 @contextlib.contextmanager
-def clear_errors(where: str) -> Iterator[None]:
-    """Turn what the database driver raises into a DatabaseError of one clear line that names `where`."""
+def clear_errors(where: str, hint: str | None = None) -> Iterator[None]:
+    """Turn what the database driver raises into a DatabaseError of one clear line that names `where`.
+
+    hint: for what is not known here by its words.
+    """
     try:
         yield
     except (exc.DBAPIError, sqlite3.Error) as e:
         text = str(e.orig if isinstance(e, exc.DBAPIError) else e).strip()
-        for sign, meaning, hint in _MEANINGS:
+        for sign, meaning, way_on in _MEANINGS:
             if sign in text:
-                raise DatabaseError(f"{where} {meaning}", hint=hint) from e
-        raise DatabaseError(f"{where}: {text.splitlines()[0] if text else type(e).__name__}") from e
+                raise DatabaseError(f"{where} {meaning}", hint=way_on) from e
+        raise DatabaseError(f"{where}: {text.splitlines()[0] if text else type(e).__name__}", hint=hint) from e
     except UnicodeDecodeError as e:  # an error message of SQLite's that quotes a damaged schema
         raise DatabaseError(f"{where} is damaged", hint=_RESTORE) from e
 
@@ -176,7 +179,7 @@ def open_server(url: str) -> Engine:
                          hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME") from e  # fmt: skip
     except ModuleNotFoundError as e:
         raise DatabaseError(f"{e.name} is not installed", hint="pip install 'kerngen[pg]'") from e
-    with clear_errors(parsed.render_as_string()), engine.connect():
+    with clear_errors(parsed.render_as_string(), NO_ANSWER), engine.connect():
         return engine
 
 

@@ -10,6 +10,7 @@ from kerngen.tuning_db.serve.files import is_absent
 from kerngen.tuning_db.serve.installed import search_path
 
 PREBUILT = Path(__file__).resolve().parents[1] / "prebuilt"  # shipped, and never written to
+NO_ANSWER = "is that server up, and may this host and user reach it? --db names another"  # to whom one gives none
 
 
 def default_path() -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.loading import chosen_lines, load_arguments, load_options
+from kerngen.cli.utf8 import require_utf8
 from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
@@ -176,11 +177,7 @@ def _read_prompt(prompt: str | None) -> str:
             raise UsageError(f"standard input is not UTF-8: {e}") from e
     if not prompt:
         raise UsageError("the prompt is empty")
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError as e:  # Python passes bytes of the command line that it cannot decode as surrogates
-        raise UsageError(f"the prompt is not UTF-8: character {e.start} is {prompt[e.start]!r}") from None
-    return prompt
+    return require_utf8("the prompt", prompt)
 
 
 def _sampling(sampling: Sampling, suggested: dict[str, float]) -> str:

@@ -289,6 +289,7 @@ def _conninfo(url: str, schema: str | None = None) -> str:
     from sqlalchemy import exc, make_url
 
     try:
+        url.encode()  # as open_server
         parsed = make_url(url)
     except (exc.ArgumentError, ValueError):
         parsed = None

@@ -75,7 +75,7 @@ def require_page_place(path: Path) -> None:
 
 def write_document(path: Path, content: str) -> int:
     """Put the page at `path`, whole or not at all; its bytes. Raises KerngenError where it cannot lie there."""
-    data = content.encode()
+    data = content.encode(errors="backslashreplace")  # the name of a file need not be UTF-8
     try:
         publish(data, path)
     except OSError as e:

@@ -95,6 +95,14 @@ def test_a_file_name_that_is_no_text(kerngen: Kerngen) -> None:
     code, out, err = kerngen.run("db", "ls", "--db", name, "--json")
     assert code == 0, err
     assert len(json.loads(out)) == 14
+    code, out, err = kerngen("db", "report", "--db", name, "-o", os.fsdecode(b"page\xff.html"))
+    assert code == 0, err
+    assert "tuning\\udcff.db" in (kerngen.folder / os.fsdecode(b"page\xff.html")).read_text()
+
+
+def test_a_reason_that_is_no_text(kerngen: Kerngen) -> None:
+    said = ("db", "revoke", "rmsnorm", "--arch", "sm90", "--reason", os.fsdecode(b"slow\xff"))
+    assert kerngen(*said) == (2, "", "UsageError: the reason is not UTF-8: character 4 is '\\udcff'\n")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +111,7 @@ def test_a_file_name_that_is_no_text(kerngen: Kerngen) -> None:
         ("postgresql+psycopg://me:secret@host:port/x", "is not a database URL"),
         ("postgresql+psycopg://me:secret@host:port:1/x", "is not a database URL"),
         ("://me:secret@host", "is not a database URL"),
+        (os.fsdecode(b"postgresql+psycopg://me:secret@host/\xff"), "is not a database URL"),
         ("mysql://me:secret@host/x", "neither SQLite nor PostgreSQL"),
     ],
 )

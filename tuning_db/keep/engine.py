@@ -164,6 +164,7 @@ def open_server(url: str) -> Engine:
     (?keepalives_idle=) or its options (?options=-cstatement_timeout%3D0).
     """
     try:
+        url.encode()  # bytes of a command line that are no UTF-8 are lone surrogates, which no driver takes
         parsed = make_url(url)
         if parsed.get_backend_name() != "postgresql":
             raise UsageError(f"{parsed.render_as_string()}: neither SQLite nor PostgreSQL",
@@ -173,7 +174,7 @@ def open_server(url: str) -> Engine:
         event.listen(
             engine, "connect", lambda connection, _: _set_session(connection, str(parsed.query.get("options")))
         )
-    except (exc.ArgumentError, ValueError) as e:  # ValueError: a port that is no number
+    except (exc.ArgumentError, ValueError) as e:  # ValueError: a port that is no number, or a surrogate
         hidden = re.sub(r"(?<=://)[^/]*@", "***@", url)
         raise UsageError(f"{hidden!r} is not a database URL",
                          hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME") from e  # fmt: skip

@@ -22,6 +22,7 @@ from kerngen.cli.db.common import (
 )
 from kerngen.cli.db.look import find, one_winner
 from kerngen.cli.tables import Table, new_console, say
+from kerngen.cli.utf8 import require_utf8
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def revoke(
     from kerngen.tuning_db import Store, default_path
     from kerngen.tuning_db.keep.everywhere import choose_everywhere, static_keys_of
 
+    require_utf8("the reason", reason)
     what, id = _subject(subject, fields, arch_name, device_name)
     with Store.open(url or default_path()) as store:
         store.revoke(id, reason)

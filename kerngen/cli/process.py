@@ -10,9 +10,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from kerngen.cores import usable_cores
 from kerngen.errors import KerngenError
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+AGAIN_S = 0.05  # after which a signal comes again that came where nothing can be raised
 
 
 def settle_streams() -> None:
@@ -63,9 +69,12 @@ def stopped_by() -> Iterator[Callable[[], signal.Signals]]:
     """Within it SIGTERM, which Slurm and Kubernetes send, ends a command as Ctrl-C does: by KeyboardInterrupt.
 
     So a report is printed, and compilers are stopped. Yields a function that says which of the two it was. More of
-    them change nothing: `timeout` sends two. Where SIGTERM is ignored or handled already, that stays.
+    them change nothing: `timeout` sends two. Where SIGTERM is ignored or handled already, that stays. One that comes
+    while an object is being destroyed, from where nothing can be raised, comes again a moment later.
     """
     received = signal.SIGINT
+    lost: list[threading.Timer] = []
+    say = sys.unraisablehook
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal received
@@ -73,13 +82,27 @@ def stopped_by() -> Iterator[Callable[[], signal.Signals]]:
             received = signal.Signals(number)
             raise KeyboardInterrupt
 
+    def come_again(unraisable: UnraisableHookArgs) -> None:
+        nonlocal received
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            say(unraisable)
+            return
+        number, received = received, signal.SIGINT
+        lost.append(threading.Timer(AGAIN_S, os.kill, (os.getpid(), number)))
+        lost[-1].daemon = True
+        lost[-1].start()
+
     in_charge = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
     if in_charge:
         signal.signal(signal.SIGTERM, stop)
+        sys.unraisablehook = come_again
     try:
         yield lambda: received
     finally:
         if in_charge:
+            for timer in lost:
+                timer.cancel()
+            sys.unraisablehook = say
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from command import ROOT, Kerngen
 
+from kerngen.cli.process import stopped_by
 from kerngen.tuning_db import Store
 
 MODEL = str(ROOT / "examples" / "tiny" / "gemma-4-tiny")
@@ -185,6 +186,28 @@ def test_sigterm_that_is_ignored_stays_ignored(kerngen: Kerngen, monkeypatch: py
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "put back as it was"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_as_an_object_is_destroyed_is_not_lost(number: signal.Signals) -> None:
+    """Python can only print what is raised there. The collector may run at any instruction."""
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    def work() -> None:
+        Dying()
+        time.sleep(20)
+
+    before = sys.unraisablehook, signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with stopped_by() as received, pytest.raises(KeyboardInterrupt):
+            work()
+        assert received() == number
+    finally:
+        signal.signal(signal.SIGINT, before[1])
+    assert (sys.unraisablehook, signal.getsignal(signal.SIGTERM)) == (before[0], signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -94,10 +96,23 @@ def test_layers_stay_light(module: str, heavy: tuple[str, ...]) -> None:
     assert out.stdout.strip() == ""
 
 
+PACKAGE = Path(kerngen.__file__).parent
+TREES = tuple(PACKAGE / tree for tree in (".", "runtime", "templates", "tuning_db"))  # the last three are links
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
 def _imports(folder: Path) -> Iterator[tuple[str, str]]:
     """(file:line, module) of every import in `folder`, those inside of functions too."""
-    for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in _files(folder):
+        for node in ast.walk(_parsed(path)):
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
@@ -121,10 +136,29 @@ _TUNES = ("kerngen.tuning", "kerngen.predict", "kerngen.measure", "kerngen.stept
     ],
 )
 def test_no_layer_imports_what_lies_above_it(layer: str, above: tuple[str, ...]) -> None:
-    found = list(_imports(Path(kerngen.__file__).parent / layer))
+    found = list(_imports(PACKAGE / layer))
     assert any(name.startswith("kerngen.") for _, name in found), "nothing was read"
     wrong = [f"{where} {name}" for where, name in found if f"{name}.".startswith(tuple(f"{a}." for a in above))]
     assert wrong == []
+
+
+def test_nothing_that_is_read_is_run_and_few_modules_reach_a_network() -> None:
+    """No pickles, and no shell: models, databases and caches come from others."""
+    found = {f"{where} {name}" for tree in TREES for where, name in _imports(tree)}
+    assert {f for f in found if re.search(r" (pickle|shelve|marshal|dill|cloudpickle|joblib)\b", f)} == set()
+    clients = r" (urllib\.request|http\.client|requests|httpx|aiohttp|huggingface_hub|psycopg|procrastinate|uvicorn)\b"
+    reach = {f.partition(":")[0] for f in found if re.search(clients, f)}
+    assert reach == {"hub.py", "serve/server.py", "cluster/queue.py", "cluster/worker.py"}
+    calls = [n for tree in TREES for path in _files(tree) for n in ast.walk(_parsed(path)) if isinstance(n, ast.Call)]
+    assert len(calls) > 1000, "nothing was read"
+    forbidden = {"os.system", "os.popen", "subprocess.getoutput", "torch.load", "exec"}
+    assert [ast.unparse(c) for c in calls if _name(c.func) in forbidden or "shell" in [k.arg for k in c.keywords]] == []
+
+
+def _name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"{function.value.id}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def test_what_a_run_reads_loads_where_there_is_no_sqlalchemy() -> None:

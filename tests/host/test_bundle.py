@@ -271,9 +271,14 @@ def test_the_board_decides_what_is_chosen(
 
 def test_a_bundle_made_anew_forgets_what_was_chosen_before(kerngen: Kerngen) -> None:
     assert kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb")[0] == 0
+    Path("victim").write_bytes(before := Path("bundle.kgdb").read_bytes())
+    Path("bundle.kgdb").unlink()
+    Path("bundle.kgdb").symlink_to("victim")
     assert kerngen("compile", "--device", "H200", *SMALL, "--untuned", "-o", "bundle.kgdb")[0] == 0
     with Bundle.open("bundle.kgdb").sources()[0] as store:
         assert store.winners() == []
+    assert Path("victim").read_bytes() == before, "what a link leads to stays, and the link is replaced"
+    assert {p.name for p in kerngen.folder.iterdir() if "kerngen-" in p.name} == set(), "nothing is left beside it"
 
 
 def test_a_file_that_is_no_bundle_is_not_overwritten(kerngen: Kerngen) -> None:

@@ -10,11 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
+from kerngen.arch import find_arch
 from kerngen.cli import cli, main
+from kerngen.runtime.session import find_drafter
+from kerngen.templates.kernel import fields_of
+from kerngen.workload import MODELS, find_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "add-a-kernel.md"
@@ -121,6 +126,35 @@ def test_every_link_and_path_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_no_placeholder_is_left(page: Path) -> None:
     assert not re.search(r"\bTODO\b|\bFIXME\b|^[A-Z0-9]+_[A-Z_]+$", page.read_text(), re.MULTILINE)
+
+
+def test_readme_says_how_the_command_and_a_model_come_to_be_there(tmp_path: Path) -> None:
+    """In its order: the environment on the PATH, what is downloaded, and what is run of that, its drafter found."""
+    use = (ROOT / "README.md").read_text().partition("\n## Use\n")[2].partition("\n## ")[0]
+    assert 0 < use.index(". .venv/bin/activate") < use.index("$ kerngen ")
+    downloads = re.findall(r"^\$ hf download \S+ --local-dir (\S+)$", use, re.MULTILINE)
+    model, drafter = downloads
+    for name in downloads:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    assert find_drafter(tmp_path / model) == tmp_path / drafter
+    run = {args[1] for args in _commands(ROOT / "README.md") if args[:1] == ["run"]}
+    assert run == {f"./{model}"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_what_is_looked_up_is_what_a_model_asks(page: Path) -> None:
+    """`kerngen db show` and `explain` of a kernel and its problem: a released model has it, n and k in their places."""
+    for args in _commands(page):
+        if args[0] == "db" and args[1] in ("show", "explain") and "--problem" in args and GUIDE_KERNEL not in args:
+            arch = find_arch(args[args.index("--arch") + 1])
+            asked = dict(part.split("=") for part in args[args.index("--problem") + 1].split(","))
+            items = (i for name in MODELS for i in find_workload(name, arch).items if i.kernel == args[2])
+            assert any(asked.items() <= _as_written(i.problem).items() for i in items), " ".join(args)
+
+
+def _as_written(problem: Any) -> dict[str, str]:
+    return {field: str(value).lower() for field, value in fields_of(problem).items()}
 
 
 def test_the_guide_is_what_kernel_new_makes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from io import BytesIO
 from itertools import product
@@ -295,9 +295,11 @@ def _complaints(kernel: Kernel, case: Case, config: Any, arch: Arch, cubin: Cubi
 def test_unsupported_cases_say_what_serves(kernel: Kernel, arch: Arch) -> None:
     reasons = Counter(kernel.why_unsupported(c.problem, Target.of(arch)) for c in kernel.cases.CASES)
     reasons.pop(None, None)
+    named = {f.name for made in (kernel.problem_type, kernel.config_type) for f in fields(made)}
     for why in reasons:
         assert why is not None
         assert _has_figure(why) or INSTEAD.search(why), why
+        assert set(re.findall(r"\b([a-z]\w*)=", why)) <= named, f"it has no such field: {why}"
     if reasons:  # nothing is left out without being counted
         count = len(kernel.cases.CASES)
         pytest.skip("; ".join(f"{n} of {count} cases of {kernel.name}: {why}" for why, n in reasons.items()))

@@ -32,7 +32,11 @@ def test_the_table_and_the_chart_have_the_same_figures() -> None:
     assert chart.readme(text, chart.read()) == text, "python docs/pictures/chart.py"
     for figure in (f for _, figures in chart.read() for f in figures):
         assert f"| {figure.what} | {figure.kerngen} {figure.unit} |" in text
-    for path in re.findall(r'(?:src|srcset)="([^"]+)"', text):
+    shown = set(re.findall(r'(?:src|srcset)="([^"]+)"|!\[[^\]]*\]\(([^)]+)\)', text))
+    assert {one or other for one, other in shown} == {
+        "docs/pictures/demo.svg", *(f"docs/pictures/h200-{scheme}.svg" for scheme in chart.COLOURS)
+    }  # fmt: skip
+    for path in (one or other for one, other in shown):
         assert (ROOT / path).exists(), path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -231,6 +232,12 @@ def claim_header(folder: Path, size: int) -> None:
     path.write_bytes(struct.pack("<Q", size) + path.read_bytes()[8:])
 
 
+def have_header(folder: Path, size: int) -> None:
+    """A hole in the file stands for it: it takes as long to be read and parsed, if it is."""
+    claim_header(folder, size)
+    os.truncate(folder / "model.safetensors", 8 + size)
+
+
 def drop_shard(folder: Path) -> None:
     shard(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -250,6 +257,7 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut in the data": (lambda f: cut_by(f, 10), "truncated"),
     "data after the end": (grow, "8 B follow the last tensor"),
     "huge header": (lambda f: claim_header(f, 1 << 60), "header claims"),
+    "large header": (lambda f: have_header(f, 95_000_000), "header claims 95,000,000 B"),
     "not json": (lambda f: claim_header(f, 30), "not JSON"),
     "shape too large": (lambda f: edit_header(f, lambda h: lie(h, shape=[1 << 40])), "data_offsets span"),
     "negative shape": (lambda f: edit_header(f, lambda h: lie(h, shape=[-32])), "impossible shape"),

@@ -65,6 +65,7 @@ def test_tunes_repeats_and_says_what_it_did(kerngen: Kerngen) -> None:
     (row,) = [line.split() for line in out.splitlines() if line.startswith("embed  ")]
     assert row == ["embed", str(len(first["results"])), f"{usual['default_us']:.1f}", "us", us, "us", gain, "decode"]
     assert out.splitlines()[-1] == "decode: one token, context 512"
+    assert not re.search(r"^step|\b0\.00\b", out, re.MULTILINE), "a part of the model is no step"
     assert "differs from the default in" not in out
     _, more, _ = kerngen(*TUNE, "--kernel", "embed", "--verbose")
     (line,) = [line for line in more.splitlines() if re.match(r"embed .* num_tokens=1 ", line)]

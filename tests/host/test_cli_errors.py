@@ -12,8 +12,10 @@ import pytest
 from command import ROOT, Kerngen
 from sheets import measured_sheets
 
+from kerngen.errors import DatabaseError
 from kerngen.tuning_db import Store
 from kerngen.tuning_db.serve import places
+from kerngen.tuning_db.serve.files import require_whole
 
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
 COMPILE = ("compile", "--arch", "sm70", "--kernel", "embed", "--jobs", "1")
@@ -124,6 +126,22 @@ def test_a_database_that_cannot_be_used(kerngen: Kerngen, place: str, writing: s
     # SQLite may leave its own side files (-wal, -shm) beside a database that was opened and refused.
     assert {name: (kerngen.folder / name).read_bytes() for name in before} == before
     assert {name.removesuffix("-wal").removesuffix("-shm") for name in kerngen.files()} == set(before)
+
+
+def test_a_pipe_beside_a_database_is_not_waited_for(kerngen: Kerngen) -> None:
+    """SQLite would open it, where no signal reaches. It looks beside what a link leads to."""
+    Store.open(kerngen.folder / "mine.db").close()
+    (kerngen.folder / "link.db").symlink_to("mine.db")
+    for end in ("-wal", "-shm", "-journal"):
+        os.mkfifo(kerngen.folder / f"mine.db{end}")
+        for name in ("mine.db", "link.db"):
+            with pytest.raises(DatabaseError, match=f"mine.db{end} is no regular file"):
+                require_whole(Path(name))
+        if end == "-journal":
+            _require_message(
+                kerngen.run("db", "ls", "--db", "link.db"), 1, "DatabaseError: .*mine.db-journal is no reg"
+            )
+        os.unlink(kerngen.folder / f"mine.db{end}")
 
 
 def test_a_users_database_that_cannot_be_opened_is_named_and_passed_over(

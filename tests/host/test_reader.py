@@ -335,6 +335,21 @@ def test_what_another_user_may_have_written_is_not_served(
         found.close()
 
 
+def test_what_lies_beside_what_a_link_leads_to_is_looked_at(path: Path, tmp_path: Path) -> None:
+    """In a folder that all may write to, as /tmp, anyone may put a log beside a file of ours."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    link = tmp_path / "link.db"
+    link.symlink_to(shutil.move(path, tmp_path / "shared" / "there.db"))
+    with opened(link) as there:
+        assert ask(there) is not None
+    log = tmp_path / "shared" / "there.db-wal"
+    log.touch()
+    log.chmod(0o666)
+    with pytest.raises(TrustError, match=r"there\.db-wal can be written by everyone"):
+        open_source(link)
+
+
 # ---- sealed files
 
 

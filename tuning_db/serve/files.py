@@ -37,13 +37,18 @@ def is_absent(path: Path) -> bool:
 
 
 def require_whole(path: Path) -> None:
-    """Raises DatabaseError if `path` is shorter than its own header says, or no regular file, or no SQLite file at all.
+    """Raises DatabaseError if `path` is shorter than its own header says, or no regular file, or no SQLite file at all,
+    or if what is called like a file that SQLite keeps beside it is none.
 
     SQLite notices only when it needs a page that is gone. Where a write-ahead log lies beside it, the header may be
     ahead of the file: nothing is checked.
     """
     another = "name another with --db or KERNGEN_DB"
     try:
+        for side in beside(path):  # SQLite opens it, and waits at a pipe: no signal ends that
+            if not is_absent(side) and not stat.S_ISREG(side.stat().st_mode):
+                what = "is no regular file, and SQLite keeps one of that name"
+                raise DatabaseError(f"{side} {what}", hint=f"remove it, or {another}")
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
             kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
@@ -66,5 +71,11 @@ def require_whole(path: Path) -> None:
         raise DatabaseError(f"{path} is cut short: {size:,} of {expected:,} bytes", hint="restore a copy of it")
 
 
+def beside(path: Path) -> tuple[Path, Path, Path]:
+    """What SQLite keeps beside a file, or beside what a link leads to: write-ahead log, its index, rollback journal."""
+    log, index, journal = (Path(os.path.realpath(path) + end) for end in ("-wal", "-shm", "-journal"))
+    return log, index, journal
+
+
 def wal_of(path: Path) -> Path:
-    return path.with_name(path.name + "-wal")
+    return beside(path)[0]

@@ -20,7 +20,7 @@ from kerngen.compile import Cubin, Ptx
 from kerngen.errors import CorruptRecord, DatabaseError, TrustError
 from kerngen.owner import TRUST_HINT, why_distrusted
 from kerngen.tuning_db.serve.canonical import seal_of
-from kerngen.tuning_db.serve.files import BUSY_S, decode_text, is_absent, require_whole, uri_of
+from kerngen.tuning_db.serve.files import BUSY_S, beside, decode_text, is_absent, require_whole, uri_of
 from kerngen.tuning_db.serve.images import image_of
 from kerngen.tuning_db.serve.line import COLUMNS, Line, decode, line_id_of, named
 from kerngen.tuning_db.serve.sealed import QUERY_ERRORS, Sealed, Value, is_sealed_file
@@ -236,11 +236,10 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def require_own(path: Path) -> None:
     """Raises TrustError where another user may have written `path`, or what SQLite keeps beside it: it is a program."""
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        beside = path.with_name(path.name + suffix)
+    for file in (path, *beside(path)):
         try:
-            why = None if suffix and is_absent(beside) else why_distrusted(beside)
+            why = None if file is not path and is_absent(file) else why_distrusted(file)
         except OSError as e:
-            raise DatabaseError(f"{beside}: {e.strerror or e}") from e
+            raise DatabaseError(f"{file}: {e.strerror or e}") from e
         if why is not None:
-            raise TrustError(f"{beside} {why}: it is not served", hint=TRUST_HINT)
+            raise TrustError(f"{file} {why}: it is not served", hint=TRUST_HINT)

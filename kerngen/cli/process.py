@@ -64,6 +64,12 @@ def settle_threads() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(cores))
 
 
+class Terminated(KeyboardInterrupt):
+    """By SIGTERM. Of a plain KeyboardInterrupt that comes while a text is executed, as dataclasses are made by, Python
+    remembers that it came: whatever was made of it, the process dies of SIGINT in the end.
+    """
+
+
 @contextmanager
 def stopped_by() -> Iterator[Callable[[], signal.Signals]]:
     """Within it SIGTERM, which Slurm and Kubernetes send, ends a command as Ctrl-C does: by KeyboardInterrupt.
@@ -80,7 +86,7 @@ def stopped_by() -> Iterator[Callable[[], signal.Signals]]:
         nonlocal received
         if received != number:
             received = signal.Signals(number)
-            raise KeyboardInterrupt
+            raise Terminated
 
     def come_again(unraisable: UnraisableHookArgs) -> None:
         nonlocal received

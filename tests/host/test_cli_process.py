@@ -188,6 +188,21 @@ def test_sigterm_that_is_ignored_stays_ignored(kerngen: Kerngen, monkeypatch: py
         signal.signal(signal.SIGTERM, before)
 
 
+def test_the_code_is_that_of_sigterm_wherever_it_comes(kerngen: Kerngen) -> None:
+    """In a text that is executed, too, of which the modules that are loaded have many: as `python -m kerngen`."""
+    (kerngen.folder / "played.py").write_text(
+        "import sys\n"
+        "from kerngen.cli.process import stopped_by\n"
+        "with stopped_by() as received:\n"
+        "    try:\n"
+        "        exec('import signal; signal.raise_signal(signal.SIGTERM); print(1)')\n"
+        "    except KeyboardInterrupt:\n"
+        "        sys.exit(128 + received())\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "played"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_comes_as_an_object_is_destroyed_is_not_lost(number: signal.Signals) -> None:
     """Python can only print what is raised there. The collector may run at any instruction."""

@@ -288,6 +288,8 @@ def _conninfo(url: str, schema: str | None = None) -> str:
     from psycopg.conninfo import make_conninfo
     from sqlalchemy import exc, make_url
 
+    from kerngen.tuning_db.keep.engine import CONNECT_S
+
     try:
         url.encode()  # as open_server
         parsed = make_url(url)
@@ -301,7 +303,7 @@ def _conninfo(url: str, schema: str | None = None) -> str:
         told["options"] = f"{told.get('options', '')} -csearch_path={schema}".strip()
     named = {"user": parsed.username, "password": parsed.password, "host": parsed.host, "port": parsed.port,
              "dbname": parsed.database}  # fmt: skip
-    told = {"connect_timeout": 10, **told, **{k: v for k, v in named.items() if v is not None}}
+    told = {"connect_timeout": CONNECT_S, **told, **{k: v for k, v in named.items() if v is not None}}
     return make_conninfo(**told)
 
 

@@ -14,6 +14,7 @@ import pytest
 from command import ROOT, Kerngen
 
 from kerngen.arch import DEVICES
+from kerngen.errors import CompileError
 
 
 @pytest.fixture
@@ -73,6 +74,23 @@ def test_a_kernel_that_computes_wrongly_fails_its_check(
     code, out, err = kerngen("kernel", "check", "embed")
     assert code == (0 if right else 1), err
     assert (" 0 wrong" in out) == right
+
+
+def test_a_kernel_that_does_not_compile_fails_its_check(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of the first case is not said again of each."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise CompileError("embed/kernel.cu.jinja:7: error: expected a declaration")
+
+    monkeypatch.setattr("kerngen.runtime.launcher.probe_device", lambda: replace(DEVICES["H200"], source="probed"))
+    monkeypatch.setattr("kerngen.measure.check_case", fail)
+    code, out, err = kerngen("kernel", "check", "embed")
+    assert code == 1, err
+    first, *others, last = out.splitlines()
+    assert first.endswith("embed/kernel.cu.jinja:7: error: expected a declaration")
+    assert len(others) > 3
+    assert all(line.startswith("failed ") and line.endswith(" as above") for line in others)
+    assert last == f"0 right, {1 + len(others)} wrong, 0 unsupported on sm90"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -499,6 +500,19 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     with pytest.raises(DatabaseError, match="procrastinate is not installed") as e:
         Queue.open("postgresql+psycopg://kerngen@localhost/none")
     assert e.value.hint == "pip install 'kerngen[pg]'"
+
+
+@pytest.mark.skipif(find_spec("procrastinate") is None, reason="what needs it fails above, and says so")
+def test_a_server_that_accepts_and_stays_silent_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kerngen.tuning_db.keep.engine.CONNECT_S", 2)
+    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"postgresql+psycopg://me@127.0.0.1:{server.getsockname()[1]}/name"
+        code, out, err = kerngen("worker", "--db", url, "--arch", "sm70")
+    assert (code, out) == (1, "")
+    assert "connection timeout expired\n  is that server up" in err
 
 
 @pytest.mark.skipif(find_spec("procrastinate") is None, reason="what needs it fails above, and says so")

@@ -115,6 +115,12 @@ def test_compile_syncs_what_it_writes(kerngen: Kerngen, monkeypatch: pytest.Monk
     out = kerngen.folder / "out"
     folders = [p for p in synced() if p.startswith(str(out)) and Path(p).is_dir()]
     assert len(folders) == len(_all(out)) == 4
+    seen = len(synced())
+    model = ("compile", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
+    assert kerngen(*model, "-o", "out.kgdb")[0] == 0
+    scratch, folder = (p for p in synced()[seen:] if Path(p).parent == kerngen.folder or Path(p) == kerngen.folder)
+    assert Path(scratch).name.startswith(files._SCRATCH)
+    assert folder == str(kerngen.folder)
 
 
 def test_a_disk_that_is_full_keeps_no_half_files(kerngen: Kerngen) -> None:

@@ -201,9 +201,13 @@ OUTPUTS = ("out", "k_cache", "v_cache")
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
 MAX_ACCUMULATORS = 128
 WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
+FEW_HEADS = 4  # of KV, of all sequences: up to 32 rows of each are not left to warpgroups
 MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
 # What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
 BLOCK_US, COMBINE_US, TILE_US = 2.0, 2.5, 0.6
+# And where there is wgmma: of an SM, shares of the memory; keys that are read again; memory that idle SMs leave idle;
+# warpgroups, for what they read and for their end.
+MOST_SHARES, AGAIN, IDLE_COSTS, WARPGROUPS_TAKE, WARPGROUPS_US = 1.3, 0.6, 0.2, 1.06, 2.0
 # One register on sm70 with head_dim 128, where a cap of 128 registers lets two blocks share an SM.
 MAX_SPILL_BYTES = 8
 # The rings of a block: 128 KB keep an H200's memory busy, more only delays the first tile.
@@ -518,22 +522,17 @@ def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
 
 
 def predicted_us(problem: Problem, config: Config, target: Target) -> float:
-    """The wave model behind default_config's num_splits. Not a promise of time.
+    """The wave model behind default_config's num_splits where there is no wgmma. Not a promise of time.
 
     The busiest SM works through ceil(blocks / SMs) blocks, as fast as its share of the memory allows or as its bytes in
     flight allow, and pays for each round of resident blocks; splits pay for the combine.
     """
     p, c, device = problem, config, target.device
-    smem = smem_bytes(p, c, target) + target.arch.reserved_smem_bytes
-    warps = 12 if c.block_m * p.head_dim // c.split_d // 32 <= 64 else 8  # that the registers allow an SM
-    resident = max(1, min(target.arch.smem_per_sm // smem, warps // c.num_warps))
-    blocks = ceil(p.rows / c.block_m) * c.num_splits * p.num_kv_heads * p.batch
+    resident, on_sm, tiles = _waves(p, c, target)
     teams = c.num_warps // c.split_d
-    tiles = ceil(ceil(max(p.visible, 1) / c.block_n) / c.num_splits)
     idle = ceil(tiles / teams) - tiles / teams  # rounds in which only some teams have a tile
     gbps = device.mem_gbps * 0.92
     sm_rate = gbps * 1e3 / device.num_sms  # bytes a us
-    on_sm = ceil(blocks / device.num_sms)
     rate = min(sm_rate, min(resident, on_sm) * bytes_in_flight(p, c, target) / LATENCY_US)
     us = on_sm * tiles * c.block_n * p.head_dim * 2 * 2 / rate + ceil(on_sm / resident) * (BLOCK_US + idle * TILE_US)
     if partials(c) > 1:  # partial results are written and read through L2, at about twice the memory's rate
@@ -541,27 +540,82 @@ def predicted_us(problem: Problem, config: Config, target: Target) -> float:
     return us
 
 
+def _waves(p: Problem, c: Config, target: Target) -> tuple[int, int, int]:
+    """(blocks that an SM holds at once, that the busiest one gets, tiles of each), of the first two about."""
+    arch, num_sms = target.arch, target.device.num_sms
+    if c.warpgroups:
+        resident = dealt(p, c, arch)[0]
+    else:
+        warps = 12 if c.block_m * p.head_dim // c.split_d // 32 <= 64 else 8  # that the registers allow an SM
+        smem = smem_bytes(p, c, target) + arch.reserved_smem_bytes
+        resident = max(1, min(arch.smem_per_sm // smem, warps // c.num_warps))
+    return resident, ceil(prod(_grid(p, c)) / num_sms), ceil(ceil(max(p.visible, 1) / c.block_n) / c.num_splits)
+
+
+def _hopper_us(p: Problem, c: Config, target: Target) -> float:
+    """The same where there is wgmma, fitted to 330 launches on an H200 (docs/performance.md). Not a promise of time.
+
+    The memory is shared by the SMs that work, each of which takes up to MOST_SHARES of an even share. Rows that are in
+    several blocks have their keys read again, then mostly from L2.
+    """
+    device = target.device
+    resident, on_sm, tiles = _waves(p, c, target)
+    gbps = device.mem_gbps * 0.92 * 1e3  # bytes a us
+    block_bytes, again = tiles * c.block_n * p.head_dim * 2 * 2, ceil(p.rows / c.block_m) - 1
+    total = c.num_splits * p.num_kv_heads * p.batch * block_bytes * (1 + AGAIN * again)
+    idle = max(0.0, 1 - prod(_grid(p, c)) / device.num_sms)
+    in_flight = min(resident, on_sm) * bytes_in_flight(p, c, target)
+    sm_rate = min(MOST_SHARES * gbps / device.num_sms, in_flight / LATENCY_US)
+    us = max(total / gbps / (1 - IDLE_COSTS * idle), on_sm * block_bytes / sm_rate) + ceil(on_sm / resident)
+    if partials(c) > 1:
+        us += COMBINE_US + 1.5 * workspace_bytes(p, c, target) / gbps
+    return us * WARPGROUPS_TAKE + WARPGROUPS_US if c.warpgroups else us
+
+
 def default_config(problem: Problem, target: Target) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`.
 
-    By measurement on an H200 (docs/performance.md) a window's few rows are attended to by clusters of warpgroups.
+    Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): clusters of warpgroups for a
+    window's few rows and for many rows of long heads; for few rows of few sequences warps that have a quarter of each
+    key, but where many blocks stream for long.
     """
-    p = problem
-    one_round = p.num_kv_heads * p.batch * WINDOW_SPLITS <= target.device.num_sms
-    if p.window and p.head_dim == 256 and p.rows <= 8 and one_round and p.visible >= WINDOW_SPLITS * 2 * TILE:
+    p, num_sms = problem, target.device.num_sms
+    shape, choices = _default_shape(p, target), split_choices(p, target)
+    if not target.arch.has_wgmma:
+        return min(_in_splits(p, shape, choices), key=lambda c: predicted_us(p, c, target))
+    heads = p.num_kv_heads * p.batch
+    if p.window and p.head_dim == 256 and p.rows <= 8 and heads * WINDOW_SPLITS <= num_sms:
         config = Config(8, 16, 4, 4, 6, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS)
-        if why_invalid(p, config, target) is None:
+        if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None:
             return config
-    best = _default_shape(problem, target)
-    choices = split_choices(problem, target)
-    splits = [replace(best, num_splits=s) for s in choices if s == 1 or s * best.block_n <= p.visible]
-    chosen = min(splits, key=lambda c: predicted_us(p, c, target))
-    is_narrow = chosen.block_m == 8 and p.batch == 1 and (p.head_dim == 512 or p.visible <= MOST_NARROW_KEYS)
-    if chosen.num_splits > 1 and p.head_dim >= 256 and is_narrow and target.arch.has_wgmma:
-        # a warp has less of each key: 3 to 12 % less time on an H200, but where many blocks stream for long
-        narrow = replace(chosen, split_d=4, num_warps=8, num_stages=3 if p.head_dim == 256 else 4)
-        return narrow if why_invalid(p, narrow, target) is None else chosen
-    return chosen
+    if shape.block_m == 8 and p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and 2 * heads <= num_sms:
+        # twice as many blocks as SMs, which hold two
+        choices = (1, min(2 * num_sms // heads, max(1, p.visible // shape.block_n)))
+        shape = replace(shape, split_d=4, num_warps=8, num_stages=3)
+    elif p.head_dim == 512 and heads <= FEW_HEADS:
+        choices = (1, min(num_sms // heads, max(1, p.visible // shape.block_n)))
+        if shape.block_m == 8:
+            shape = replace(shape, split_d=4, num_warps=8, num_stages=4)
+    are_many = p.head_dim == 512 and (p.rows > 32 or (p.rows > 16 and heads > FEW_HEADS))
+    found = _in_splits(p, shape, choices) if not are_many else _in_clusters(p, target)
+    return min((c for c in found if why_invalid(p, c, target) is None), key=lambda c: _hopper_us(p, c, target))
+
+
+def _in_splits(p: Problem, shape: Config, choices: tuple[int, ...]) -> list[Config]:
+    return [replace(shape, num_splits=s) for s in choices if s == 1 or s * shape.block_n <= p.visible]
+
+
+def _in_clusters(p: Problem, target: Target) -> list[Config]:
+    """Of many rows by warpgroups: as many splits as there are SMs for, in clusters that are all resident at once."""
+    rows, num_sms = min(ceil(p.rows / 8) * 8, TILE), target.device.num_sms
+    blocks = ceil(p.rows / rows) * p.num_kv_heads * p.batch  # of one split
+    found = []
+    for cluster in (1, 2, 4, 8):
+        most = num_sms if cluster <= 2 else num_sms * 6 // 7  # larger ones leave SMs of each GPC over
+        splits = max(1, min(most // blocks, p.visible // TILE) // cluster * cluster)
+        if splits % cluster == 0:
+            found.append(Config(rows, 16, 8, 8, 10, splits, warpgroups=True, cluster=cluster, key_parts=4))
+    return [replace(c, num_stages=s) for c in found for s in (10, 9, 8)]
 
 
 def _default_shape(p: Problem, target: Target) -> Config:

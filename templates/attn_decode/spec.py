@@ -201,7 +201,8 @@ OUTPUTS = ("out", "k_cache", "v_cache")
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
 MAX_ACCUMULATORS = 128
 WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
-FEW_HEADS = 4  # of KV, of all sequences: up to 32 rows of each are not left to warpgroups
+MOST_SPLITS, FEW_KEYS = 66, 1024  # of many rows of long heads by warpgroups
+MOST_STREAMED_KEYS = 2048  # of a block of warpgroups, where others need not read them twice: those stream faster
 MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
 # What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
 BLOCK_US, COMBINE_US, TILE_US = 2.0, 2.5, 0.6
@@ -588,17 +589,21 @@ def default_config(problem: Problem, target: Target) -> Config:
         config = Config(8, 16, 4, 4, 6, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS)
         if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None:
             return config
-    if shape.block_m == 8 and p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and 2 * heads <= num_sms:
-        # twice as many blocks as SMs, which hold two
-        choices = (1, min(2 * num_sms // heads, max(1, p.visible // shape.block_n)))
-        shape = replace(shape, split_d=4, num_warps=8, num_stages=3)
-    elif p.head_dim == 512 and heads <= FEW_HEADS:
+    eights = ceil(p.rows / 8) * heads
+    if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
+        # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again
+        most = num_sms // eights if p.rows <= 8 else 2 * num_sms // eights
+        choices = (1, min(2 * num_sms // eights, max(most, p.visible // TILE), max(1, p.visible // shape.block_n)))
+        shape = Config(8, shape.block_n, 4, 8, 3)
+    elif p.head_dim == 512 and p.rows <= 32 and (p.batch == 1 if p.rows <= 16 else heads == 1):
         choices = (1, min(num_sms // heads, max(1, p.visible // shape.block_n)))
-        if shape.block_m == 8:
-            shape = replace(shape, split_d=4, num_warps=8, num_stages=4)
-    are_many = p.head_dim == 512 and (p.rows > 32 or (p.rows > 16 and heads > FEW_HEADS))
-    found = _in_splits(p, shape, choices) if not are_many else _in_clusters(p, target)
-    return min((c for c in found if why_invalid(p, c, target) is None), key=lambda c: _hopper_us(p, c, target))
+        shape = Config(shape.block_m, shape.block_n, 4, 8, 4)
+    elif p.head_dim == 512 and p.rows > 16:
+        in_clusters = min(_in_clusters(p, target), key=lambda c: _hopper_us(p, c, target))
+        if p.rows > 32 or FEW_KEYS <= p.visible <= MOST_STREAMED_KEYS * in_clusters.num_splits:
+            return in_clusters
+    found = [c for c in _in_splits(p, shape, choices) if why_invalid(p, c, target) is None]
+    return min(found, key=lambda c: _hopper_us(p, c, target))
 
 
 def _in_splits(p: Problem, shape: Config, choices: tuple[int, ...]) -> list[Config]:
@@ -606,16 +611,22 @@ def _in_splits(p: Problem, shape: Config, choices: tuple[int, ...]) -> list[Conf
 
 
 def _in_clusters(p: Problem, target: Target) -> list[Config]:
-    """Of many rows by warpgroups: as many splits as there are SMs for, in clusters that are all resident at once."""
+    """Of many rows by warpgroups: as many splits as there are SMs for, in pairs, or all of a row's in one cluster.
+
+    Clusters of four and eight are not all resident at once where they would fill the board: SMs of each GPC are left.
+    """
     rows, num_sms = min(ceil(p.rows / 8) * 8, TILE), target.device.num_sms
     blocks = ceil(p.rows / rows) * p.num_kv_heads * p.batch  # of one split
-    found = []
-    for cluster in (1, 2, 4, 8):
-        most = num_sms if cluster <= 2 else num_sms * 6 // 7  # larger ones leave SMs of each GPC over
-        splits = max(1, min(most // blocks, p.visible // TILE) // cluster * cluster)
-        if splits % cluster == 0:
-            found.append(Config(rows, 16, 8, 8, 10, splits, warpgroups=True, cluster=cluster, key_parts=4))
-    return [replace(c, num_stages=s) for c in found for s in (10, 9, 8)]
+    most = max(1, min(num_sms // blocks, p.visible // TILE, MOST_SPLITS))
+    choices = [(1, most), *((c, c) for c in (4, 8) if c <= most and c * blocks <= num_sms * 6 // 7)]
+    if most > 1:
+        choices.append((2, most // 2 * 2))
+    shapes = [
+        Config(rows, 16, 8, 8, stages, splits, warpgroups=True, cluster=cluster, key_parts=4)
+        for cluster, splits in choices
+        for stages in (10, 9, 8)
+    ]
+    return [c for c in shapes if why_invalid(p, c, target) is None]
 
 
 def _default_shape(p: Problem, target: Target) -> Config:

@@ -98,6 +98,42 @@ def test_a_search_may_choose_it_and_one_new_token_in_a_window_does() -> None:
         assert not KERNEL.default_config(other, H200).warpgroups, other
 
 
+@pytest.mark.parametrize(
+    ("fields", "splits", "cluster"),
+    [
+        # (q heads, kv heads, tokens, sequences, keys): rows of 40 would be read twice by two blocks of 32
+        ((16, 2, 5, 7, 5003), 8, 8),
+        ((32, 4, 5, 4, 4096), 8, 2),  # 16 clusters of eight are not all resident
+        ((16, 2, 5, 16, 2048), 4, 2),
+        ((32, 4, 4, 16, 2048), 2, 2),
+        ((32, 4, 8, 2, 4096), None, None),
+        ((32, 4, 5, 64, 4096), 1, 1),  # more heads than SMs
+        ((32, 4, 5, 1, 40), 1, 1),  # no tile for a second split
+    ],
+)
+def test_many_rows_of_long_heads_are_left_to_clusters_that_fit(
+    fields: tuple[int, ...], splits: int | None, cluster: int | None
+) -> None:
+    heads, kv_heads, tokens, batch, keys = fields
+    problem = Problem(head_dim=512, num_q_heads=heads, num_kv_heads=kv_heads, q_len=tokens, batch=batch, kv_len=keys)
+    chosen = KERNEL.default_config(problem, H200)
+    assert chosen.warpgroups
+    assert chosen.block_m == -(-problem.rows // 8) * 8
+    blocks = chosen.num_splits * kv_heads * batch
+    assert chosen.cluster <= 2 or blocks <= 112, "clusters of four and eight leave SMs of a GPC over"
+    assert splits is None or (chosen.num_splits, chosen.cluster) == (splits, cluster)
+
+
+def test_few_rows_of_few_sequences_are_left_to_quarters_of_keys() -> None:
+    one = Problem(head_dim=512, num_q_heads=32, num_kv_heads=4)
+    chosen = KERNEL.default_config(one, H200)
+    assert (chosen.warpgroups, chosen.split_d, chosen.num_splits) == (False, 4, 33)
+    window = Problem(head_dim=256, num_q_heads=16, num_kv_heads=8, window=1024, kv_len=4096, batch=4)
+    chosen = KERNEL.default_config(window, H200)
+    assert (chosen.split_d, chosen.num_splits) == (4, 8), "256 blocks, two an SM"
+    assert KERNEL.default_config(replace(window, batch=16), H200).split_d == 1, "they stream for long"
+
+
 def test_launches_have_warps_that_copy() -> None:
     """One; or four, where the registers of all are dealt out. Splits are merged as those of other bodies."""
     decode, combine = KERNEL.launches(FULL, CONFIG, H200)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kerngen.ops import library
 from kerngen.ops.devices import use_stores
 from kerngen.ops.w4 import W4Weights, pack_w4, w4a16_gemm
-from kerngen.templates.common.int8_screen import int8_screen
+from kerngen.templates.common.screen import head_screen
 
 if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are found in the folders
     from typing import ParamSpec, TypeVar
@@ -95,7 +95,7 @@ __all__ = [
     "gelu_gate",
     "gelu_mul",
     "greedy_head",
-    "int8_screen",
+    "head_screen",
     "moe_combine",
     "moe_route",
     "moe_router",

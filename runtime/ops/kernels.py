@@ -37,9 +37,9 @@ from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
-from kerngen.templates.common.int8_screen import int8_screen
-from kerngen.templates.common.int8_spec import screen_bytes
 from kerngen.templates.common.row_spec import VEC
+from kerngen.templates.common.screen import head_screen
+from kerngen.templates.common.screen_spec import screen_bytes
 from kerngen.templates.common.w4_pack import interleave, pack
 from kerngen.templates.decode_advance.op import decode_advance
 from kerngen.templates.decode_inputs.op import decode_inputs
@@ -326,7 +326,7 @@ class KernelOps:
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             if not has_room(size, torch.cuda.mem_get_info(self.device)[0] + unused):
                 return None
-        return HeadScreen(*int8_screen(head.weight, excluded), head_spec.most_tokens(self.executor.target))
+        return HeadScreen(*head_screen(head.weight, excluded), head_spec.most_tokens(self.executor.target))
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
         if screen is not None and isinstance(head, DenseLinear):

@@ -1,4 +1,4 @@
-"""The models' heads, and the dense product with its arg-max beside them."""
+"""The models' heads in the bits that a run takes and in others, and the dense product with its arg-max beside them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 from torch.nn.functional import linear
 
 from kerngen.templates.greedy_head.cases import case_for
-from kerngen.templates.greedy_head.spec import Problem
+from kerngen.templates.greedy_head.spec import Problem, bits_for
 from kerngen.templates.kernel import Case
 
 # E2B, E4B, 26B-A4B, 12B, 31B; a drafter
-BENCH_CASES = tuple(
-    case_for(Problem(262144, hidden, num_tokens=t))
-    for hidden in (1536, 2560, 2816, 3840, 5376, 1024)
-    for t in (1, 4, 8, 32)
+BENCH_CASES = (
+    *(
+        case_for(Problem(262144, hidden, num_tokens=t, bits=b))
+        for hidden in (1536, 2560, 2816, 3840, 5376)
+        for b in (6, 7, 8)
+        for t in ((1, 4, 8, 32) if b == bits_for(hidden) else (1, 8))
+    ),
+    *(case_for(Problem(262144, 1024, num_tokens=t, bits=b)) for b in (4, 6, 8) for t in (1, 8)),
 )
 
 

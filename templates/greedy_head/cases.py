@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.int8_screen import int8_screen
 from kerngen.templates.common.row_torch import Draw
+from kerngen.templates.common.screen import head_screen
 from kerngen.templates.greedy_head.op import greedy_head
 from kerngen.templates.greedy_head.spec import Problem
 from kerngen.templates.kernel import Case
@@ -21,16 +21,25 @@ from kerngen.templates.kernel import Case
 
 def case_for(problem: Problem, **options: Any) -> Case:
     p = problem
-    name = "_".join([f"v{p.vocab_size}x{p.hidden}", p.dtype, *options.values(), f"t{p.num_tokens}"])
+    of_bits = [] if p.bits == 8 else [f"b{p.bits}"]
+    name = "_".join([f"v{p.vocab_size}x{p.hidden}", *of_bits, p.dtype, *options.values(), f"t{p.num_tokens}"])
     return Case(name, p, p.vocab_size + p.hidden + p.num_tokens, options)
 
 
-def _cases(vocab: int, hidden: int, *tokens: int, kinds: tuple[str, ...] = ("normal",)) -> tuple[Case, ...]:
+def _cases(
+    vocab: int,
+    hidden: int,
+    *tokens: int,
+    kinds: tuple[str, ...] = ("normal",),
+    bits: tuple[int, ...] = (8,),
+    dtypes: tuple[str, ...] = ("bf16", "fp16"),
+) -> tuple[Case, ...]:
     return tuple(
-        case_for(Problem(vocab, hidden, d, t), kind=k) for d in ("bf16", "fp16") for k in kinds for t in tokens
+        case_for(Problem(vocab, hidden, d, t, b), kind=k) for d in dtypes for b in bits for k in kinds for t in tokens
     )
 
 
+FEW = (4, 6, 7)  # bits
 CASES = (
     *_cases(1, 8, 1, 8),
     *_cases(17, 72, 2, 5, kinds=("normal", "equal")),  # one row in the second strip, one vector in the second tile
@@ -42,28 +51,45 @@ CASES = (
     *_cases(1500, 1000, 15, 17, 20, 32, kinds=("normal", "excluded")),
     *_cases(40000, 256, 1, 6, kinds=("normal", "ties", "excluded")),
     case_for(Problem(262144, 256, num_tokens=2), kind="normal"),
+    *_cases(1, 8, 1, bits=FEW),
+    *_cases(17, 264, 2, 5, kinds=("normal", "equal"), bits=FEW),  # one vector in the second group, of any bits
+    *_cases(3000, 320, 1, 7, kinds=("ties", "equal", "excluded", "outliers", "zero_rows", "sizes", "nan"), bits=(6,)),
+    *_cases(3000, 320, 2, kinds=("ties", "sizes", "nan"), bits=(4, 7), dtypes=("bf16",)),
+    *_cases(3000, 320, 2, kinds=("negative", "tiny", "huge", "rows", "likely"), bits=FEW),
+    *_cases(5000, 1536, 1, 3, kinds=("wide", "first", "last", "infinite"), bits=(6,), dtypes=("bf16",)),
+    *_cases(5000, 1536, 3, kinds=("wide",), bits=(7,), dtypes=("fp16",)),
+    *_cases(2056, 5376, 1, 9, 32, kinds=("wide",), bits=(6, 7), dtypes=("bf16",)),
+    *_cases(1500, 1000, 8, 17, 32, kinds=("excluded",), bits=FEW),
+    *_cases(100000, 1024, 1, 5, kinds=("wide", "likely"), bits=(4, 6), dtypes=("bf16",)),
+    case_for(Problem(262144, 256, num_tokens=32, bits=7), kind="wide"),
 )
 
 
 def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     """Every argument but the workspace. weight and x normal, in eighths, and by options["kind"]:
 
+    normal: many of them at 1, the largest there is; wide, and where there is no kind: of standard deviation 1 up to 5,
+    as few rows are likely as of normal numbers; likely: that, with bounds that are likely, which a problem of four bits
+    without a kind has too: sure ones leave most rows;
     ties: rows that are each a copy of some others; equal: all of x is zero; first, last: there is the greatest;
     excluded: what would be chosen is not to be, nor is a third of the rest; outliers: rows with one large element, so
-    that their other codes are coarse; zero_rows: every other row is zero; sizes: rows of very different size; negative:
-    all logits are; tiny, huge: x so small that its squares vanish in fp32, or so large that they, or logits in fp16,
-    are infinite; nan: one in the first token; infinite: one in the last token. ids are poison.
+    that their other codes are coarse; zero_rows: every other row is zero; rows: all of them are the same one; sizes:
+    rows of very different size; negative: all logits are; tiny, huge: x so small that its squares vanish in fp32, or so
+    large that they, or logits in fp16, are infinite; nan: one in the first token; infinite: one in the last token. ids
+    are poison.
     """
     p: Problem = case.problem
     draw = Draw(case.seed, device)
+    kind = case.options.get("kind", "wide" if p.bits != 4 else "likely")
+    std, most = (8.0, 40) if kind in ("wide", "likely") else (4.0, 8)
 
     def eighths(*shape: int) -> Tensor:
-        return draw.normal(*shape, dtype=p.dtype, std=4.0).clamp_(-8, 8).round_().div_(8)
+        return draw.normal(*shape, dtype=p.dtype, std=std).clamp_(-most, most).round_().div_(8)
 
     x, weight = eighths(p.num_tokens, p.hidden), eighths(p.vocab_size, p.hidden)
     rows = torch.arange(p.vocab_size, device=device)
     excluded: list[int] = []
-    match case.options.get("kind", "normal"):
+    match kind:
         case "ties":
             weight = weight[rows % 100 * 7 % p.vocab_size]
         case "equal":
@@ -80,6 +106,8 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
             x[:, 5] = 0.0
         case "zero_rows":
             weight[::2] = 0.0
+        case "rows":
+            weight[:] = weight[0].clone()
         case "sizes":
             weight *= (2.0 ** (rows % 9 - 6))[:, None].to(weight.dtype)
         case "negative":
@@ -92,7 +120,7 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
             x[0, 3] = float("nan")
         case "infinite":
             x[-1, 3] = -float("inf")
-    codes, bounds = int8_screen(weight, excluded)
+    codes, bounds = head_screen(weight, excluded, p.bits, likely=kind == "likely")
     return {
         "ids": torch.full((p.num_tokens,), -(2**62), dtype=torch.int64, device=device),
         "x": x,

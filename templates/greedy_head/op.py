@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_spec import require
 from kerngen.templates.common.row_torch import DTYPE_NAME, empty
+from kerngen.templates.common.screen_spec import COLUMNS, GROUP_TILES, bits_of
 from kerngen.templates.greedy_head.spec import Problem
 
 _TAKES = {
     "x": "D[M, K]",
     "weight": "D[V, K]",
-    "codes": "int32[(V + 15) // 16, (K + 63) // 64, 2, 32, 4]",
+    "codes": "int32[(V + 15) // 16, _, _, 32, 4]",  # the rest by bits, below
     "bounds": "fp32[(V + 15) // 16 * 16, 2]",
 }
 
@@ -21,12 +23,16 @@ _TAKES = {
 def greedy_head(x: Tensor, weight: Tensor, codes: Tensor, bounds: Tensor) -> Call[Tensor]:
     """The row of weight [V, K] whose product with x is the greatest, the lowest one on a tie: [M] int64 of x [M, K].
 
-    codes, bounds: of weight, as int8_screen makes them. The products are rounded to x's dtype, as those of a dense
-    matrix are. A row whose bounds are NaN is never chosen. M <= 32; K a multiple of 8, at most 7680.
+    codes, bounds: of weight, as head_screen makes them, in any of its bits; likely ones give a likely answer. The
+    products are rounded to x's dtype, as those of a dense matrix are. A row whose bounds are NaN is never chosen.
+    M <= 32; K a multiple of 8, at most 7680.
     """
     (tokens, hidden), vocab = x.shape, weight.shape[0]
+    bits = bits_of(codes.shape[2])
+    groups = -(-hidden // (COLUMNS * GROUP_TILES[bits]))
+    require(codes.shape[1] == groups, f"codes have {codes.shape[1]} groups of columns; K = {hidden} has {groups}")
     ids = empty(x, tokens, dtype=torch.int64)
-    problem = Problem(vocab, hidden, DTYPE_NAME[x.dtype], tokens) if tokens else None
+    problem = Problem(vocab, hidden, DTYPE_NAME[x.dtype], tokens, bits) if tokens else None
     arguments = {
         "ids": ids, "x": x.contiguous(), "weight": weight, "codes": codes, "bounds": bounds, "num_tokens": tokens,
     }  # fmt: skip

@@ -1,9 +1,14 @@
-"""greedy_head: the likeliest token of an output head, exactly, from half of its bytes, in two launches.
+"""greedy_head: the likeliest token of an output head, exactly, from half of its bytes or less, in two launches.
 
-greedy_screen multiplies the table in eight bits (common/int8_screen.py) and leaves in the workspace how high each row's
-logit may be, and the highest that one is at least. greedy_choose multiplies the few rows of the table itself that may
-be the greatest, each rounded as a dense product is; the last block to finish writes the id. However many rows those
-are, the answer is the same: a bound decides what is left out, never a guess.
+greedy_screen multiplies the table in four to eight bits (common/screen.py) and leaves in the workspace how high each
+row's logit may be, and the highest that one is at least. greedy_choose multiplies the few rows of the table itself that
+may be the greatest, each rounded as a dense product is; the last block to finish writes the id. However many rows those
+are, the answer is the same: a bound decides what is left out, never a guess. (Bounds that are likely and not sure are a
+guess, for who asks for them.)
+
+In six and seven bits a row's interval is wide, about a standard deviation of the logits to each side, and thousands of
+rows reach the highest lower end. The row that has it is multiplied first: its logit is near the middle of its interval,
+and what does not reach that is left out too.
 """
 
 from __future__ import annotations
@@ -13,7 +18,6 @@ from math import ceil, prod
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.int8_spec import COLUMNS, ROWS, TOKEN_STEPS, padded, screen_bytes
 from kerngen.templates.common.row_spec import (
     ELEMENT_BYTES,
     INT32_MAX,
@@ -24,22 +28,35 @@ from kerngen.templates.common.row_spec import (
     why_block_too_large,
     why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.common.screen_spec import (
+    COLUMNS,
+    GROUP_TILES,
+    ROWS,
+    TOKEN_STEPS,
+    padded,
+    require_bits,
+    screen_bytes,
+)
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, Traffic
 
 MAX_TOKENS = 32
 MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architecture's shared memory
-TILE_BYTES = ROWS * COLUMNS
-PROGRESS_BYTES = 16  # of a token in the workspace
+TILE_CODES = ROWS * COLUMNS
+PROGRESS_BYTES = 24  # of a token in the workspace
+LOOKS_FIRST = (6, 7)  # bits whose rows are compared with a logit, see above
 MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes
-MAX_SPILL_BYTES = 36  # a thread's, of 16 warps with the sums of 32 tokens: still faster than fewer warps without
+MAX_SPILL_BYTES = 48  # a thread's, of the sums of 32 tokens; in 8 bits still faster than fewer warps without
 TILE_CLOCKS = 100  # that a tile takes a warp however idle its SM is
 OTHER_REGISTERS = 56  # of a thread, beside tiles under way
+UNPACKING = {4: 12, 6: 28, 7: 44, 8: 0}  # instructions a lane and tile
+CHOOSE_BLOCKS = 2  # of greedy_choose an SM, over all tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """x [num_tokens, hidden] and weight [vocab_size, hidden] in dtype; codes and bounds of weight (int8_screen) -> ids
-    [num_tokens] int64, the row with the greatest product x . weight[row] rounded to dtype, the lowest one on a tie.
+    """x [num_tokens, hidden] and weight [vocab_size, hidden] in dtype; codes of `bits` and bounds of weight
+    (head_screen) -> ids [num_tokens] int64, the row with the greatest product x . weight[row] rounded to dtype, the
+    lowest one on a tie.
 
     Rows whose bounds are NaN are never chosen. A token with a NaN, or an infinity, gives 0.
     """
@@ -51,9 +68,11 @@ class Problem:
     hidden: int = 5376
     dtype: str = "bf16"
     num_tokens: int = 1
+    bits: int = 8
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
+        require_bits(self.bits)
         require_vectors(hidden=self.hidden)
         require(
             0 < self.vocab_size <= INT32_MAX - ROWS, f"vocab_size={self.vocab_size} is not in 1..{INT32_MAX - ROWS}"
@@ -67,18 +86,33 @@ class Config:
     block_tokens: int = 4  # that share a read of the codes
     column_parts: int = 1  # whose digits are in shared memory one after the other
     num_warps: int = 16  # of a block of greedy_screen, each with a strip of 16 rows at a time
-    steps: int = 4  # tiles of 1 KiB that a warp has under way
+    steps: int = 4  # tiles of `bits` / 8 KiB that a warp has under way, whole groups of them
     blocks_per_sm: int = 1  # of greedy_screen; they go through all strips
-    choose_warps: int = 8  # of a block of greedy_choose, which looks at 128 rows a warp
+    choose_warps: int = 8  # of a block of greedy_choose, which looks at 128 rows a warp at a time
 
 
-SPACE = {
-    "block_tokens": (4, 8, 16, 32),
-    "column_parts": (1, 2, 3, 4, 6),
+SPACE_TOKENS, SPACE_PARTS = (4, 8, 16, 32), (1, 2, 3, 4, 6)
+STEPS = {4: (1, 2, 4, 6, 8, 12, 16), 6: (2, 4, 6, 8, 12), 7: (4, 8, 12), 8: (1, 2, 3, 4, 5, 6, 8)}
+SPACE: dict[str, Choices] = {
+    "block_tokens": SPACE_TOKENS,
+    "column_parts": SPACE_PARTS,
     "num_warps": (4, 8, 16),
-    "steps": (1, 2, 3, 4, 5, 6, 8),
+    "steps": lambda problem, target: STEPS[problem.bits],
     "blocks_per_sm": (1, 2, 3, 4),
     "choose_warps": (4, 8, 16),
+}
+# By block_tokens, (num_warps, steps) that a default takes the first of that fits.
+EIGHT_BIT_CUTS = {
+    4: ((16, 4), (8, 4), (4, 4)),
+    8: ((16, 4), (8, 4), (4, 4)),
+    16: ((8, 6), (8, 4), (4, 4)),
+    32: ((16, 3), (8, 6), (4, 4)),
+}
+PLANE_CUTS = {
+    4: ((16, 8), (8, 8), (4, 4)),
+    8: ((16, 8), (8, 8), (4, 4)),
+    16: ((8, 8), (8, 4), (4, 4)),
+    32: ((16, 4), (8, 8), (4, 4)),
 }
 ARGS = {
     "greedy_screen": (
@@ -108,8 +142,24 @@ def most_tokens(target: Target | None) -> int:
     return MAX_TOKENS if target is not None and target.arch.has_tma else MOST_BY_DOT
 
 
+def bits_for(hidden: int, *, likely: bool = False) -> int:
+    """Of a code, for rows of `hidden` elements: the fewest whose bounds leave few rows of the table to multiply.
+
+    By count for 262,144 rows and tokens of normal numbers, a row's bound is 1.25 standard deviations of the logits and
+    200 rows are left in six bits of 1,536 elements, 1.7 and 900 of 2,816, 2.0 and 2,600 of 3,840; in seven bits 0.9 and
+    30, 1.1 and 80, 1.3 and 200 of 5,376. Each token has rows of its own: what is left must stay small for several.
+    likely: for bounds that are (head_screen): four bits leave 50 rows of 1,024 elements.
+    """
+    return 4 if likely else 6 if hidden <= 2816 else 7
+
+
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
-    return {"TOKEN_STEPS": f"{TOKEN_STEPS}.0f", "MAX_TOKENS": MAX_TOKENS}
+    return {
+        "TOKEN_STEPS": f"{TOKEN_STEPS}.0f",
+        "MAX_TOKENS": MAX_TOKENS,
+        "PROGRESS_BYTES": PROGRESS_BYTES,
+        "LOOKS_FIRST": "true" if problem.bits in LOOKS_FIRST else "false",
+    }
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -123,7 +173,9 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     threads = 32 * max(c.num_warps, c.choose_warps)
     if why := why_block_too_large(threads, f"{threads // 32} warps"):
         return why
-    if c.steps * c.column_parts > (tiles := ceil(p.hidden / COLUMNS)):
+    if c.steps % (group := GROUP_TILES[p.bits]):
+        return f"steps={c.steps} are no whole groups of {group} tiles, as codes of {p.bits} bits are"
+    if c.steps * c.column_parts > (tiles := _tiles(p)):
         return f"steps={c.steps} in column_parts={c.column_parts}, and a row has {tiles} tiles"
     if c.block_tokens > MOST_BY_DOT and not arch.has_mma16816:
         return f"block_tokens={c.block_tokens}: {arch} has sums of at most {MOST_BY_DOT} tokens in registers"
@@ -133,40 +185,40 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if warps > arch.max_warps_per_sm:
         return f"{warps} warps in {c.blocks_per_sm} blocks; {arch} holds {arch.max_warps_per_sm} an SM"
     available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps) // 8 * 8)
-    if (need := registers(c, arch)) > available:
+    if (need := registers(p, c, arch)) > available:
         return f"about {need} registers a thread; {warps} warps an SM leave {available}"
     return arch.why_too_large(smem_bytes(p, c, target), c.blocks_per_sm)
 
 
-def registers(config: Config, arch: Arch) -> int:
+def registers(problem: Problem, config: Config, arch: Arch) -> int:
     """A thread's of greedy_screen, about: tiles under way, sums, and the rest."""
     sums = 4 if arch.has_mma16816 else 16
-    return 8 * config.steps + (sums + 2) * config.block_tokens // 4 + OTHER_REGISTERS
+    return problem.bits * config.steps + (sums + 2) * config.block_tokens // 4 + OTHER_REGISTERS
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """Tiles under way of about 64 KiB an SM, less where sums take the registers. Sweeps on an H200."""
-    tiles = ceil(problem.hidden / COLUMNS)
-    widest = next(n for n in SPACE["block_tokens"] if n >= problem.num_tokens)
-    widths = [n for n in reversed(SPACE["block_tokens"]) if n <= widest]
-    cuts = {
-        4: ((16, 4), (8, 4), (4, 4)),
-        8: ((16, 4), (8, 4), (4, 4)),
-        16: ((8, 6), (8, 4), (4, 4)),
-        32: ((16, 3), (8, 6), (4, 4)),
-    }
+    """Tiles under way of 64 KiB an SM or more, less where sums take the registers. Of 8 bits by sweeps on an H200."""
+    tiles = _tiles(problem)
+    widest = next(n for n in SPACE_TOKENS if n >= problem.num_tokens)
+    widths = [n for n in reversed(SPACE_TOKENS) if n <= widest]
+    cuts = EIGHT_BIT_CUTS if problem.bits == 8 else PLANE_CUTS
     candidates = (
-        Config(n, parts, warps, min(steps, tiles))
+        Config(n, parts, warps, max(s for s in STEPS[problem.bits] if s <= min(steps, tiles)))
         for n in widths
-        for parts in SPACE["column_parts"]
+        for parts in SPACE_PARTS
         for warps, steps in cuts[n]
     )
     return next(c for c in candidates if why_invalid(problem, c, target) is None)
 
 
+def _tiles(p: Problem) -> int:
+    """Of a strip, in whole groups."""
+    return padded(ceil(p.hidden / COLUMNS), GROUP_TILES[p.bits])
+
+
 def _part_tiles(p: Problem, c: Config) -> int:
     """Tiles of a part of the columns, in whole steps."""
-    return ceil(ceil(ceil(p.hidden / COLUMNS) / c.column_parts) / c.steps) * c.steps
+    return padded(ceil(_tiles(p) / c.column_parts), c.steps)
 
 
 def _digit_bytes(p: Problem, c: Config) -> int:
@@ -177,8 +229,8 @@ def _digit_bytes(p: Problem, c: Config) -> int:
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """The tokens' digits; of greedy_screen what its warps exchange."""
     p, c = problem, config
-    screen = _digit_bytes(p, c) + c.block_tokens * (8 * c.num_warps + 16)
-    choose = 4 * 128 * c.choose_warps + 16
+    screen = _digit_bytes(p, c) + c.block_tokens * (8 * c.num_warps + 20 + 8 * c.column_parts)
+    choose = 4 * 128 * c.choose_warps + (32 if p.bits in LOOKS_FIRST else 16)
     return max(screen, choose)
 
 
@@ -186,10 +238,11 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     p, c, pdl = problem, config, target.arch.has_pdl
     blocks = min(ceil(_rows(p) / ROWS / c.num_warps), c.blocks_per_sm * target.device.num_sms)
     reads = ceil(p.num_tokens / c.block_tokens)
-    parts = ceil(_rows(p) / (128 * c.choose_warps))
+    most = ceil(_rows(p) / (128 * c.choose_warps))
+    choosing = max(1, min(most, CHOOSE_BLOCKS * target.device.num_sms // p.num_tokens))
     return (
         Launch("greedy_screen", (blocks, reads, 1), (32 * c.num_warps, 1, 1), _digit_bytes(p, c), pdl=pdl),
-        Launch("greedy_choose", (p.num_tokens * parts, 1, 1), (32 * c.choose_warps, 1, 1), 0, pdl=pdl),
+        Launch("greedy_choose", (choosing, p.num_tokens, 1), (32 * c.choose_warps, 1, 1), 0, pdl=pdl),
     )
 
 
@@ -205,45 +258,45 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
 def cost(problem: Problem) -> Cost:
     """Codes and bounds once, and one row of the table."""
     p, size = problem, ELEMENT_BYTES[problem.dtype]
-    moved = screen_bytes(p.vocab_size, p.hidden) + size * p.hidden * 2 * p.num_tokens + 8 * p.num_tokens
+    moved = screen_bytes(p.vocab_size, p.hidden, p.bits) + size * p.hidden * 2 * p.num_tokens + 8 * p.num_tokens
     return Cost(moved, 2 * p.num_tokens * p.vocab_size * p.hidden)
 
 
 def _resident(p: Problem, c: Config, target: Target) -> int:
     """Blocks of greedy_screen that an SM has room for, about."""
     arch = target.arch
-    by_registers = arch.regs_per_sm // (32 * c.num_warps * registers(c, arch))
+    by_registers = arch.regs_per_sm // (32 * c.num_warps * registers(p, c, arch))
     by_smem = arch.smem_per_sm // (smem_bytes(p, c, target) + arch.reserved_smem_bytes)
     return min(arch.max_warps_per_sm // c.num_warps, by_registers, by_smem)
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """cuda_ops: a tile takes about 12 instructions a lane, and for each four tokens two products and a load of their
-    digits, without the tensor core 40 a token; a row's end 10 a token, and the digits about 16 an element and block.
-    Blocks that read the codes for different tokens find them in L2 where they run beside each other. clocks: a tile's
-    two products, one after the other, and a load before them.
+    """cuda_ops: a tile takes about 12 instructions a lane, those that unpack it, and for each four tokens two products
+    and a load of their digits, without the tensor core 40 a token; a row's end 10 a token, and the digits about 16 an
+    element and block. Blocks that read the codes for different tokens find them in L2 where they run beside each other.
+    clocks: a tile's two products, one after the other, and a load before them.
     """
     p, c = problem, config
     reads, blocks = ceil(p.num_tokens / c.block_tokens), prod(launches(p, c, target)[0].grid)
     strips, fours = _rows(p) // ROWS, c.block_tokens // 4
-    tiles = strips * ceil(p.hidden / COLUMNS) * reads
+    tiles = strips * _tiles(p) * reads
     uppers = 4 * p.num_tokens * _rows(p)
-    once = screen_bytes(p.vocab_size, p.hidden)
+    once = screen_bytes(p.vocab_size, p.hidden, p.bits)
     codes = once * reads
     x_bytes = 2 * p.num_tokens * p.hidden
     tensor = target.arch.has_mma16816
-    each = 12 + (5 * fours if tensor else 40 * min(p.num_tokens, c.block_tokens))
+    each = 12 + UNPACKING[p.bits] + (5 * fours if tensor else 40 * min(p.num_tokens, c.block_tokens))
     ends = p.num_tokens * (10 * c.column_parts * _rows(p) + 16 * blocks * p.hidden)
     beside = max(1, _resident(p, c, target) // c.blocks_per_sm)
     screen = Traffic(
         once * ceil(reads / beside),
-        tiles * fours * TILE_BYTES * 8 if tensor else 0,  # two of eight bits an element, at the rate of one of 16
+        tiles * fours * TILE_CODES * 8 if tensor else 0,  # two of eight bits an element, at the rate of one of 16
         l2_bytes=codes + uppers * (2 * c.column_parts - 1) + 2 * blocks * x_bytes,
         smem_bytes=tiles * fours * 512,
         cuda_ops=32 * tiles * each + ends,
-        bytes_in_flight=c.num_warps * c.steps * TILE_BYTES,
+        bytes_in_flight=c.num_warps * c.steps * TILE_CODES * p.bits // 8,
         units=ceil(strips / c.num_warps) * reads,
-        clocks=ceil(p.hidden / COLUMNS) * TILE_CLOCKS,
+        clocks=_tiles(p) * TILE_CLOCKS,
         waits=2,
     )
     choose = Traffic(

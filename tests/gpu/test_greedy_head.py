@@ -13,7 +13,7 @@ from kerngen.measure import check_function, load, target_here
 from kerngen.render import render
 from kerngen.runtime.launcher import Function
 from kerngen.templates import find_kernel
-from kerngen.templates.common.int8_screen import int8_screen
+from kerngen.templates.common.screen import head_screen
 from kerngen.templates.greedy_head.spec import MAX_TOKENS, PROGRESS_BYTES, Config, Problem
 from kerngen.templates.kernel import Case
 
@@ -41,30 +41,40 @@ def test_every_launch_finds_a_clean_workspace(case: Case) -> None:
 
 @pytest.mark.parametrize("num_sms", [7, 132])
 @pytest.mark.parametrize(
-    "config",
+    ("bits", "config"),
     [
-        Config(4, 1, 4, 1, 4, 4),
-        Config(4, 3, 8, 3, 1, 16),
-        Config(8, 2, 16, 2, 1, 4),
-        Config(8, 4, 4, 4, 2),
-        Config(16, 1, 16, 3),
-        Config(16, 6, 4, 1, 2),
-        Config(32, 1, 8, 8),
-        Config(32, 2, 8, 6),
-        Config(32, 3, 16, 1),
+        (8, Config(4, 1, 4, 1, 4, 4)),
+        (8, Config(4, 3, 8, 3, 1, 16)),
+        (8, Config(8, 2, 16, 2, 1, 4)),
+        (8, Config(8, 4, 4, 4, 2)),
+        (8, Config(16, 1, 16, 3)),
+        (8, Config(16, 6, 4, 1, 2)),
+        (8, Config(32, 1, 8, 8)),
+        (8, Config(32, 2, 8, 6)),
+        (8, Config(32, 3, 16, 1)),
+        (7, Config(4, 1, 16, 8, 1, 16)),
+        (7, Config(8, 2, 4, 4, 4, 4)),
+        (7, Config(32, 4, 8, 4)),
+        (6, Config(4, 1, 8, 12, 1, 4)),
+        (6, Config(16, 3, 16, 2)),
+        (6, Config(32, 2, 8, 8, 1, 16)),
+        (4, Config(4, 1, 4, 16, 4)),
+        (4, Config(8, 4, 16, 4, 1, 4)),
+        (4, Config(32, 2, 8, 8)),
     ],
     ids=str,
 )
-def test_other_configurations_and_boards(config: Config, num_sms: int) -> None:
+def test_other_configurations_and_boards(bits: int, config: Config, num_sms: int) -> None:
     """Fewer SMs than there are: more strips a warp, and parts of columns whose sums wait in memory."""
     here = target_here()
     target = Target(here.arch, replace(here.device, num_sms=min(num_sms, here.device.num_sms)))
-    if (why := KERNEL.why_invalid(SMALL.problem, config, target)) is not None:
+    problem = replace(SMALL.problem, bits=bits)
+    if (why := KERNEL.why_invalid(problem, config, target)) is not None:
         pytest.skip(why)
-    image = CompileCache().get_or_compile(render(KERNEL, SMALL.problem, config, target), target.arch).image
+    image = CompileCache().get_or_compile(render(KERNEL, problem, config, target), target.arch).image
     function = Function(KERNEL, config, target, image)
     for seed in range(3):
-        result = check_function(function, Case(SMALL.name, SMALL.problem, seed, SMALL.options))
+        result = check_function(function, Case(SMALL.name, problem, seed, SMALL.options))
         assert result.ok, result.message
 
 
@@ -81,18 +91,28 @@ def test_launches_right_behind_each_other() -> None:
         assert torch.equal(given["ids"], want)
 
 
+@pytest.mark.parametrize("bits", [6, 7, 8])
 @pytest.mark.parametrize("num_tokens", [1, 8, MAX_TOKENS])
-def test_a_head_of_any_floats(num_tokens: int) -> None:
+def test_a_head_of_any_floats(num_tokens: int, bits: int) -> None:
     """No product is exact here: what is chosen is as large as the largest, but for the order of a sum."""
-    problem = Problem(262144, 1536, num_tokens=num_tokens)
-    function = _loaded(problem)
-    draw = torch.Generator("cuda").manual_seed(num_tokens)
-    weight = torch.randn(262144, 1536, generator=draw, device="cuda").mul_(1536**-0.5).to(torch.bfloat16)
-    sizes = torch.logspace(-3, 3, num_tokens, device="cuda")[:, None]
-    x = (torch.randn(num_tokens, 1536, generator=draw, device="cuda") * sizes).to(torch.bfloat16)
-    given = {"ids": torch.full((num_tokens,), -1, device="cuda"), "x": x, "weight": weight}
-    given["codes"], given["bounds"] = int8_screen(weight)
-    function(problem, **given, num_tokens=num_tokens)
-    logits = x.float() @ weight.float().T
-    chosen = logits.gather(1, given["ids"][:, None]).squeeze(1)
+    chosen, logits = _chosen(Problem(262144, 1536, num_tokens=num_tokens, bits=bits), likely=False)
     assert bool((chosen >= logits.amax(-1) * (1 - 2.0**-7)).all())
+
+
+def test_likely_bounds_hold_the_right_row() -> None:
+    chosen, logits = _chosen(Problem(262144, 1024, num_tokens=MAX_TOKENS, bits=4), likely=True)
+    assert int((chosen >= logits.amax(-1) * (1 - 2.0**-7)).sum()) >= MAX_TOKENS - 1
+
+
+def _chosen(problem: Problem, *, likely: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits that are chosen and all, of random rows."""
+    p, function = problem, _loaded(problem)
+    draw = torch.Generator("cuda").manual_seed(p.num_tokens)
+    weight = torch.randn(p.vocab_size, p.hidden, generator=draw, device="cuda").mul_(p.hidden**-0.5).to(torch.bfloat16)
+    sizes = torch.logspace(-3, 3, p.num_tokens, device="cuda")[:, None]
+    x = (torch.randn(p.num_tokens, p.hidden, generator=draw, device="cuda") * sizes).to(torch.bfloat16)
+    given = {"ids": torch.full((p.num_tokens,), -1, device="cuda"), "x": x, "weight": weight}
+    given["codes"], given["bounds"] = head_screen(weight, (), p.bits, likely)
+    function(p, **given, num_tokens=p.num_tokens)
+    logits = x.float() @ weight.float().T
+    return logits.gather(1, given["ids"][:, None]).squeeze(1), logits

@@ -1,9 +1,10 @@
-"""greedy_head without a GPU: what eight bits of a head are and how far off they may be, and who is given them."""
+"""greedy_head without a GPU: what few bits of a head are and how far off they may be, and who is given them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,89 +24,143 @@ from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import SCREEN_ROOM, KernelOps, screen_of
 from kerngen.runtime.weights.loader import load_model
 from kerngen.templates import find_kernel
-from kerngen.templates.common.int8_screen import int8_screen
-from kerngen.templates.common.int8_spec import screen_bytes
+from kerngen.templates.common.screen import head_screen
+from kerngen.templates.common.screen_spec import GROUP_TILES, screen_bytes
+from kerngen.templates.greedy_head.op import greedy_head
 from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem, most_tokens
 
 KERNEL = find_kernel("greedy_head")
 STEPS = 32512  # of a token's largest element
 
 
-def _rows(codes: Tensor) -> Tensor:
-    """The bytes of codes as a matrix [rows, columns], element by element as common/int8_screen.cuh has them."""
-    strips, tiles = codes.shape[:2]
-    flat = codes.view(torch.int8).flatten()
-    row, column = torch.meshgrid(torch.arange(16 * strips), torch.arange(64 * tiles), indexing="ij")
-    lane = row % 8 * 4 + column % 64 // 16
-    tile = row // 16 * tiles + column // 64
-    return flat[((tile * 2 + row % 16 // 8) * 32 + lane) * 16 + column % 16]
+def _rows(codes: Tensor, bits: int = 8) -> Tensor:
+    """What codes stand for as a matrix [rows, columns], element by element as common/screen.cuh has them."""
+    strips, groups = codes.shape[:2]
+    tiles = GROUP_TILES[bits]
+    flat = codes.view(torch.uint8).flatten().long()
+    row, column = torch.meshgrid(torch.arange(16 * strips), torch.arange(64 * tiles * groups), indexing="ij")
+    lane, half = row % 8 * 4 + column % 64 // 16, row % 16 // 8
+    group, tile, word, byte = column // (64 * tiles), column // 64 % tiles, column % 16 // 4, column % 4
+
+    def load(number: Tensor | int, of_word: Tensor) -> Tensor:
+        """Of the lane's loads this one's byte of this word."""
+        first = (row // 16 * groups + group) * codes.shape[2]
+        return flat[((first + number) * 32 + lane) * 16 + of_word * 4 + byte]
+
+    if bits == 8:
+        return load(half, word).to(torch.uint8).view(torch.int8)
+    code = load(tile, word) >> 4 * half & 15
+    if bits >= 6:
+        code += (load(tiles + tile // 2, tile % 2 * 2 + half) >> 2 * word & 3) * 16
+    if bits == 7:
+        code += (load(6, tile) >> 4 * half + word & 1) * 64
+    return code - 2 ** (bits - 1)
 
 
-def _screened(codes: Tensor, bounds: Tensor, x: Tensor) -> Tensor:
+def _screened(codes: Tensor, bounds: Tensor, x: Tensor, bits: int = 8) -> Tensor:
     """What greedy_screen computes of x [K] in place of the logits [rows], in fp64."""
     most = float(x.abs().max())
     fixed = (x.double() * (STEPS / most)).round()
     k = len(x)
-    return bounds[:, 0].double() * (_rows(codes)[:, :k].double() @ fixed) * (most / STEPS)
+    return bounds[:, 0].double() * (_rows(codes, bits)[:, :k].double() @ fixed) * (most / STEPS)
 
 
 def _heavy(x: Tensor) -> Tensor:
     return x.sign() * x.abs() ** 3
 
 
+@pytest.mark.parametrize("bits", GROUP_TILES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("of_rows", [lambda w: w, _heavy, lambda w: w * torch.logspace(-6, 0, len(w))[:, None]])
 @pytest.mark.parametrize("of_x", [lambda x: x, _heavy, lambda x: x.abs(), lambda x: 1e-3 * x])
 def test_no_logit_is_further_off_than_its_bound(
-    dtype: torch.dtype, of_rows: Callable[[Tensor], Tensor], of_x: Callable[[Tensor], Tensor]
+    bits: int, dtype: torch.dtype, of_rows: Callable[[Tensor], Tensor], of_x: Callable[[Tensor], Tensor]
 ) -> None:
     torch.manual_seed(0)
     weight = of_rows(torch.randn(300, 200)).to(dtype)
     weight[7], weight[8, :-1], weight[9] = 0.0, 0.0, weight[9].abs().max()
-    codes, bounds = int8_screen(weight)
+    codes, bounds = head_screen(weight, (), bits)
     for _ in range(20):
         x = of_x(torch.randn(200)).to(dtype)
-        off = (_screened(codes, bounds, x)[:300] - weight.double() @ x.double()).abs()
+        off = (_screened(codes, bounds, x, bits)[:300] - weight.double() @ x.double()).abs()
         assert bool((off <= bounds[:300, 1].double() * x.double().norm()).all())
     # x along a row's own error is where the bound is reached
-    error = weight.double() - bounds[:300, :1].double() * _rows(codes)[:300, :200].double()
+    error = weight.double() - bounds[:300, :1].double() * _rows(codes, bits)[:300, :200].double()
     row = int(error.norm(dim=-1).argmax())
     x = error[row] / error[row].abs().max()
-    off = (_screened(codes, bounds, x)[row] - weight[row].double() @ x).abs()
+    off = (_screened(codes, bounds, x, bits)[row] - weight[row].double() @ x).abs()
     assert 0.9 < float(off / (bounds[row, 1].double() * x.norm())) <= 1.0
+
+
+@pytest.mark.parametrize("likely", [False, True])
+def test_fewer_bits_have_wider_bounds(likely: bool) -> None:
+    """By count for normal numbers, in standard deviations of a logit: what the choice of bits goes by."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 1536)
+    widths = {bits: float(head_screen(weight, (), bits, likely)[1][:, 1].mean()) for bits in GROUP_TILES}
+    known = {4: 0.45, 6: 0.14, 7: 0.08, 8: 0.05} if likely else {4: 4.31, 6: 1.25, 7: 0.66, 8: 0.34}
+    assert widths == pytest.approx(known, rel=0.1, abs=0.01)
+
+
+def test_likely_bounds_hold_the_right_row() -> None:
+    torch.manual_seed(2)
+    weight = torch.randn(4000, 1024).to(torch.bfloat16)
+    codes, bounds = head_screen(weight, (), 4, likely=True)
+    q, held, left = _rows(codes, 4).float(), 0, 0
+    for _ in range(40):
+        x = torch.randn(1024).to(torch.bfloat16).float()
+        middle, off = bounds[:, 0] * (q @ x), bounds[:, 1] * x.norm()
+        kept = middle + off >= (middle - off).max()
+        held += int(kept[(weight.float() @ x).argmax()])
+        left += int(kept.sum())
+    assert held == 40
+    assert left < 40 * 40
 
 
 def test_bounds_of_small_rows_are_as_large_as_those_of_large_ones() -> None:
     weight = torch.randn(50, 320).to(torch.bfloat16)
-    small = int8_screen(weight * 2.0**-90)[1] * 2.0**90
-    assert torch.equal(small.nan_to_num(), int8_screen(weight)[1].nan_to_num())
+    small = head_screen(weight * 2.0**-90)[1] * 2.0**90
+    assert torch.equal(small.nan_to_num(), head_screen(weight)[1].nan_to_num())
 
 
-def test_codes_are_the_rows_in_the_order_of_lanes() -> None:
-    weight = torch.randint(-127, 128, (21, 72)).float()
-    weight[:, 0] = 127.0  # so that every row's scale is 1
-    codes, bounds = int8_screen(weight.to(torch.bfloat16))
-    assert codes.shape == (2, 2, 2, 32, 4)
+@pytest.mark.parametrize("bits", GROUP_TILES)
+def test_codes_are_the_rows_in_the_order_of_lanes(bits: int) -> None:
+    weight = torch.randint(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1), (21, 328)).float()
+    # so that every row's scale is 1: 7.5 of four bits are a step between two codes
+    weight[:, 0] = 127.0 if bits == 8 else 2 ** (bits - 1) - 0.5
+    codes, bounds = head_screen(weight, (), bits)
+    groups = -(-328 // (64 * GROUP_TILES[bits]))
+    assert codes.shape == (2, groups, {4: 1, 6: 3, 7: 7, 8: 2}[bits], 32, 4)
     assert bounds.shape == (32, 2)
-    rows = _rows(codes).float()
-    assert torch.equal(rows[:21, :72], weight)
+    rows = _rows(codes, bits).float()
+    assert torch.equal(rows[:21, 1:328], weight[:, 1:])
+    assert bool((rows[:21, 0] == 2 ** (bits - 1) - 1).all())
     assert not rows[21:].any()
-    assert not rows[:, 72:].any()
+    assert not rows[:, 328:].any()
     assert torch.equal(bounds[:21, 0], torch.ones(21))
     assert bool(bounds[21:].isnan().all())
-    assert codes.nbytes + bounds.nbytes == screen_bytes(21, 72)
+    assert codes.nbytes + bounds.nbytes == screen_bytes(21, 328, bits)
+
+
+def test_a_row_takes_the_scale_that_errs_least() -> None:
+    """One large element among many small ones is rounded itself where that leaves the others finer steps."""
+    weight = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0))
+    scales = head_screen(weight, (), 4)[1][:8, 0] / weight.abs().amax(-1)
+    assert bool((scales < 0.95 / 7.5).all())
+    weight[:, 0], weight[:, 1:] = 1.0, 0.0
+    assert torch.allclose(head_screen(weight, (), 4)[1][:8, 0], weight.abs().amax(-1) / 7.5)
 
 
 def test_parts_of_a_table_are_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(133, 40)
-    whole = int8_screen(weight)
-    monkeypatch.setattr("kerngen.templates.common.int8_screen._AT_ONCE", 1)
-    assert all(torch.equal(a, b) for a, b in zip(whole, int8_screen(weight), strict=True) if not a.is_floating_point())
-    assert torch.equal(whole[1].nan_to_num(), int8_screen(weight)[1].nan_to_num())
+    whole = head_screen(weight)
+    monkeypatch.setattr("kerngen.templates.common.screen._AT_ONCE", 1)
+    assert all(torch.equal(a, b) for a, b in zip(whole, head_screen(weight), strict=True) if not a.is_floating_point())
+    assert torch.equal(whole[1].nan_to_num(), head_screen(weight)[1].nan_to_num())
 
 
 def test_excluded_rows_have_no_bounds() -> None:
-    bounds = int8_screen(torch.randn(40, 16), [3, 39])[1]
+    bounds = head_screen(torch.randn(40, 16), [3, 39])[1]
     assert bounds[[3, 39]].isnan().all()
     assert int(bounds[:40].isnan().any(-1).sum()) == 2
 
@@ -113,25 +168,27 @@ def test_excluded_rows_have_no_bounds() -> None:
 @pytest.mark.parametrize(("excluded", "row"), [([40], 40), ([3, -1], -1)])
 def test_only_rows_that_there_are_can_be_excluded(excluded: list[int], row: int) -> None:
     with pytest.raises(ProblemError, match=f"excluded row {row} is not in 0..39"):
-        int8_screen(torch.randn(40, 16), excluded)
+        head_screen(torch.randn(40, 16), excluded)
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(5), torch.zeros(4, 8, dtype=torch.int32)], ids=["vector", "integers"])
 def test_only_matrices_of_floats_have_a_screen(weight: Tensor) -> None:
     with pytest.raises(ProblemError, match="is no matrix of floats"):
-        int8_screen(weight)
+        head_screen(weight)
 
 
-def test_few_rows_of_a_random_head_are_left() -> None:
-    """Of a head without any likelier token, which is the worst there is."""
+@pytest.mark.parametrize(("bits", "most"), [(8, 20), (7, 20), (6, 100)])
+def test_few_rows_of_a_random_head_are_left(bits: int, most: int) -> None:
+    """Of a head without any likelier token, which is the worst there is; in fewer bits by the logit of a first row."""
     torch.manual_seed(1)
-    weight, x = torch.randn(20000, 1536).to(torch.bfloat16), torch.randn(1536).to(torch.bfloat16)
-    codes, bounds = int8_screen(weight)
-    middle, off = _screened(codes, bounds, x), bounds[:, 1].double() * x.double().norm()
-    lower = (middle - off).max()
+    weight, x = torch.randn(4000, 1536).to(torch.bfloat16), torch.randn(1536).to(torch.bfloat16)
+    codes, bounds = head_screen(weight, (), bits)
+    logits = weight.double() @ x.double()
+    middle, off = _screened(codes, bounds, x, bits), bounds[:, 1].double() * x.double().norm()
+    lower = (middle - off)[:4000].max() if bits == 8 else logits[(middle - off)[:4000].argmax()]
     left = middle + off >= lower - lower.abs() / 64
-    assert bool(left[(weight.float() @ x.float()).argmax()])
-    assert int(left.sum()) < 20
+    assert bool(left[logits.argmax()])
+    assert int(left.sum()) < most
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "excluded"])
@@ -213,6 +270,7 @@ def test_a_screen_is_made_where_there_is_room() -> None:
         ({"hidden": 12}, "multiple of 8"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"num_tokens": 0}, "num_tokens=0"),
+        ({"bits": 5}, "bits=5 is not one of: 4, 6, 7, 8"),
     ],
 )
 def test_refused(changed: dict[str, object], why: str) -> None:
@@ -241,15 +299,33 @@ def test_more_tokens_than_share_a_read_read_again() -> None:
     problem = Problem(262144, 1536, num_tokens=7)
     screen, choose = KERNEL.launches(problem, Config(block_tokens=4), target)
     assert screen.grid[1] == 2
-    assert choose.grid[0] == 7 * 256
+    assert choose.grid == (264 // 7, 7, 1), "two blocks an SM, whatever tokens they are for"
+    assert KERNEL.launches(replace(problem, num_tokens=1), Config(), target)[1].grid == (256, 1, 1)
 
 
+def test_tiles_under_way_are_whole_groups() -> None:
+    why = KERNEL.why_invalid(Problem(1000, 1536, bits=7), Config(steps=6), Target.of(find_arch("sm90")))
+    assert why == "steps=6 are no whole groups of 4 tiles, as codes of 7 bits are"
+
+
+@pytest.mark.parametrize("bits", GROUP_TILES)
+def test_an_op_knows_bits_by_the_shape_of_codes(bits: int) -> None:
+    weight, x = torch.randn(40, 264).to(torch.bfloat16), torch.zeros(3, 264, dtype=torch.bfloat16)
+    codes, bounds = head_screen(weight, (), bits)
+    assert greedy_head(x, weight, codes, bounds).problem == Problem(40, 264, "bf16", 3, bits)
+    with pytest.raises(ProblemError, match="groups of columns"):
+        greedy_head(x, weight, codes[:, :-1], bounds)
+    with pytest.raises(ProblemError, match="5 loads a group"):
+        greedy_head(x, weight, torch.zeros(3, 2, 5, 32, 4, dtype=torch.int32), bounds)
+
+
+@pytest.mark.parametrize("bits", GROUP_TILES)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, MAX_TOKENS])
 @pytest.mark.parametrize("hidden", [8, 72, 1536, 5376, MAX_HIDDEN])
-def test_a_default_serves_every_size_everywhere(arch: str, num_tokens: int, hidden: int) -> None:
+def test_a_default_serves_every_size_everywhere(arch: str, num_tokens: int, hidden: int, bits: int) -> None:
     target = Target.of(find_arch(arch))
-    problem = Problem(1000, hidden, target.arch.dtype, num_tokens)
+    problem = Problem(1000, hidden, target.arch.dtype, num_tokens, bits)
     config = KERNEL.default_config(problem, target)
     KERNEL.require_valid(problem, config, target)
     tiles = -(-hidden // 64)

@@ -67,10 +67,10 @@ Linear = DenseLinear | W4Linear
 
 @dataclass(frozen=True, slots=True)
 class HeadScreen:
-    """A head in eight bits, with bounds of what that may be wrong by (templates/common/int8_screen.py).
+    """A head in few bits, with bounds of what those may be wrong by (templates/common/screen.py).
 
-    `Ops.greedy` reads it in place of most of the head [V, K], for up to max_tokens rows. codes: int32 [V / 16, K / 64,
-    2, 32, 4]; bounds: fp32 [V, 2], NaN for tokens that are never chosen; V and K padded to whole tiles.
+    `Ops.greedy` reads it in place of most of the head [V, K], for up to max_tokens rows. codes: int32, as head_screen
+    says; bounds: fp32 [V, 2], NaN for tokens that are never chosen; V and K padded to whole tiles.
     """
 
     codes: Tensor
@@ -392,10 +392,11 @@ class Ops(Protocol):
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""
 
-    def screen(self, head: Linear, excluded: Sequence[int] = ()) -> HeadScreen | None:
+    def screen(self, head: Linear, excluded: Sequence[int] = (), proposes: bool = False) -> HeadScreen | None:
         """What `greedy` may read in place of `head`, where the backend has a kernel for that and the device room.
 
-        excluded: tokens that are never to be chosen.
+        excluded: tokens that are never to be chosen. proposes: what is chosen is a draft, which is verified: it may be
+        another one by chance.
         """
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:

@@ -143,14 +143,14 @@ def most_tokens(target: Target | None) -> int:
 
 
 def bits_for(hidden: int, *, likely: bool = False) -> int:
-    """Of a code, for rows of `hidden` elements: the fewest whose bounds leave few rows of the table to multiply.
+    """Of a code, for rows of `hidden` elements: what is fastest on an H200 for one token and not slow for 32.
 
-    By count for 262,144 rows and tokens of normal numbers, a row's bound is 1.25 standard deviations of the logits and
-    200 rows are left in six bits of 1,536 elements, 1.7 and 900 of 2,816, 2.0 and 2,600 of 3,840; in seven bits 0.9 and
-    30, 1.1 and 80, 1.3 and 200 of 5,376. Each token has rows of its own: what is left must stay small for several.
+    The fewer bits, the more rows of the table are left to multiply, each token's own: of 262,144 rows of normal numbers
+    200 in six bits of 1,536 elements, 530 of 2,560, 900 of 2,816; in seven bits 30 of 2,816, 80 of 3,840, 200 of 5,376,
+    where 32 tokens take a fifth more time than in eight (docs/performance.md).
     likely: for bounds that are (head_screen): four bits leave 50 rows of 1,024 elements.
     """
-    return 4 if likely else 6 if hidden <= 2816 else 7
+    return 4 if likely else 6 if hidden <= 2560 else 7 if hidden <= 3840 else 8
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:

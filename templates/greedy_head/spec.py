@@ -108,8 +108,14 @@ EIGHT_BIT_CUTS = {
     16: ((8, 6), (8, 4), (4, 4)),
     32: ((16, 3), (8, 6), (4, 4)),
 }
-PLANE_CUTS = {
-    4: ((16, 8), (8, 8), (4, 4)),
+PLANE_CUTS = {  # of six and seven bits
+    4: ((16, 4), (8, 8), (4, 4)),
+    8: ((16, 4), (8, 8), (4, 4)),
+    16: ((16, 4), (8, 8), (4, 4)),
+    32: ((16, 4), (8, 8), (4, 4)),
+}
+NIBBLE_CUTS = {
+    4: ((8, 16), (8, 8), (4, 4)),
     8: ((16, 8), (8, 8), (4, 4)),
     16: ((8, 8), (8, 4), (4, 4)),
     32: ((16, 4), (8, 8), (4, 4)),
@@ -197,11 +203,11 @@ def registers(problem: Problem, config: Config, arch: Arch) -> int:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """Tiles under way of 64 KiB an SM or more, less where sums take the registers. Of 8 bits by sweeps on an H200."""
+    """Tiles under way of 48 KiB an SM or more, less where sums take the registers. By sweeps on an H200."""
     tiles = _tiles(problem)
     widest = next(n for n in SPACE_TOKENS if n >= problem.num_tokens)
     widths = [n for n in reversed(SPACE_TOKENS) if n <= widest]
-    cuts = EIGHT_BIT_CUTS if problem.bits == 8 else PLANE_CUTS
+    cuts = {4: NIBBLE_CUTS, 8: EIGHT_BIT_CUTS}.get(problem.bits, PLANE_CUTS)
     candidates = (
         Config(n, parts, warps, max(s for s in STEPS[problem.bits] if s <= min(steps, tiles)))
         for n in widths

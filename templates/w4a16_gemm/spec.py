@@ -337,6 +337,8 @@ def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
     tile_ns = c.block_n / 64 * problem.k / 16 * _STEP_NS[c.block_m]
     if c.blocks_per_sm == 0:
         return ceil(tiles / num_sms) * (tile_ns + _BLOCK_NS)
+    if c.cluster == 2 and tiles % num_sms == 0:  # nothing is shared
+        return tiles / num_sms * tile_ns * _IN_PAIRS + _BLOCK_NS
     whole, sums_ns = tiles / num_sms * tile_ns, c.block_m * c.block_n * _SUM_NS
     if c.blocks_per_sm == 2:
         return whole * _IN_TWO + _SHARED_NS + sums_ns
@@ -369,6 +371,10 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             pairs = 2 if block_m == 256 and shared else 1
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
                                 prefetch=4 * (pairs - 1)))  # fmt: skip
+    for block_m in (160, 192):  # in pairs, where each SM gets as many whole tiles (docs/performance.md)
+        tiles = ceil(problem.num_tokens / block_m) * ceil(problem.n / 128)
+        if problem.num_tokens > block_m and problem.k % 128 == 0 and tiles % target.device.num_sms == 0:
+            found.append(Config(block_m, 128, 128, 16, 1, 1, 3, 1, warpgroups=True, cluster=2))
     return tuple(sorted(found, key=lambda c: _warpgroups_ns(problem, c, target)))
 
 

@@ -372,8 +372,8 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
                                 prefetch=4 * (pairs - 1)))  # fmt: skip
     for block_m in (160, 192):  # in pairs, where each SM gets as many whole tiles (docs/performance.md)
-        tiles = ceil(problem.num_tokens / block_m) * ceil(problem.n / 128)
-        if problem.num_tokens > block_m and problem.k % 128 == 0 and tiles % target.device.num_sms == 0:
+        num_tiles = ceil(problem.num_tokens / block_m) * ceil(problem.n / 128)
+        if problem.num_tokens > block_m and problem.k % 128 == 0 and num_tiles % target.device.num_sms == 0:
             found.append(Config(block_m, 128, 128, 16, 1, 1, 3, 1, warpgroups=True, cluster=2))
     return tuple(sorted(found, key=lambda c: _warpgroups_ns(problem, c, target)))
 

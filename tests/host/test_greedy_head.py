@@ -27,7 +27,7 @@ from kerngen.templates import find_kernel
 from kerngen.templates.common.screen import head_screen
 from kerngen.templates.common.screen_spec import GROUP_TILES, screen_bytes
 from kerngen.templates.greedy_head.op import greedy_head
-from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem, most_tokens
+from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem, bits_for, most_tokens
 
 KERNEL = find_kernel("greedy_head")
 STEPS = 32512  # of a token's largest element
@@ -225,7 +225,7 @@ def test_what_is_reproducible_does_not_look_at_the_screen(tmp_path: Path) -> Non
     """Beside a row that is sampled a greedy one is chosen from all logits: so it is beside none."""
 
     class Screened(TorchOps):
-        def screen(self, head: Linear, excluded: Sequence[int] = ()) -> HeadScreen:
+        def screen(self, head: Linear, excluded: Sequence[int] = (), proposes: bool = False) -> HeadScreen:
             return HeadScreen(torch.empty(0), torch.empty(0), MAX_TOKENS)
 
         def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
@@ -254,6 +254,21 @@ def test_who_has_no_screen() -> None:
     assert fitting(ops.screen(DenseLinear(torch.zeros(16, 16))), torch.empty(9, 16)) is None
     assert [most_tokens(t) for t in (None, Target.of(find_arch("sm80")), Target.of(find_arch("sm90")))] == [8, 8, 32]
     assert fitting(None, torch.empty(1, 16)) is None
+
+
+def test_a_head_is_kept_in_as_few_bits_as_pay() -> None:
+    """And a drafter's, whose tokens are verified, in fewer, with bounds that are likely."""
+    assert [bits_for(k) for k in (64, 1536, 2560, 2816, 3840, 5376)] == [6, 6, 6, 7, 7, 8]
+    assert [bits_for(k, likely=True) for k in (1024, 5376)] == [4, 4]
+    head = DenseLinear(torch.randn(48, 256).bfloat16())
+    ops = KernelOps(Reference(), torch.bfloat16)
+    for proposes, bits in ((False, 6), (True, 4)):
+        made = ops.screen(head, [3], proposes)
+        assert made is not None
+        codes, bounds = head_screen(head.weight, [3], bits, likely=proposes)
+        assert torch.equal(made.codes, codes)
+        assert torch.equal(made.bounds.nan_to_num(-1.0), bounds.nan_to_num(-1.0))
+        assert codes.nbytes + bounds.nbytes == screen_bytes(48, 256, bits) == screen_of(head, proposes)
 
 
 def test_a_screen_is_made_where_there_is_room() -> None:

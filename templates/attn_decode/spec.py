@@ -201,7 +201,7 @@ OUTPUTS = ("out", "k_cache", "v_cache")
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
 MAX_ACCUMULATORS = 128
 WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
-MOST_SPLITS, FEW_KEYS = 66, 1024  # of many rows of long heads by warpgroups
+MOST_SPLITS = 66  # of many rows of long heads by warpgroups
 MOST_STREAMED_KEYS = 2048  # of a block of warpgroups, where others need not read them twice: those stream faster
 MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
 # What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
@@ -576,16 +576,17 @@ def _hopper_us(p: Problem, c: Config, target: Target) -> float:
 def default_config(problem: Problem, target: Target) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`.
 
-    Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): clusters of warpgroups for a
-    window's few rows and for many rows of long heads; for few rows of few sequences warps that have a quarter of each
-    key, but where many blocks stream for long.
+    Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): warpgroups for many rows of long
+    heads, where there are keys for all SMs; for few rows of few sequences warps that have a quarter of each key, but where
+    many blocks stream for long. A window's few rows are left to clusters of warpgroups where q is ready: they are faster
+    alone, but slower in a step, whose launches overlap.
     """
     p, num_sms = problem, target.device.num_sms
     shape, choices = _default_shape(p, target), split_choices(p, target)
     if not target.arch.has_wgmma:
         return min(_in_splits(p, shape, choices), key=lambda c: predicted_us(p, c, target))
     heads = p.num_kv_heads * p.batch
-    if p.window and p.head_dim == 256 and p.rows <= 8 and heads * WINDOW_SPLITS <= num_sms:
+    if p.source == "q" and p.window and p.head_dim == 256 and p.rows <= 8 and heads * WINDOW_SPLITS <= num_sms:
         config = Config(8, 16, 4, 4, 6, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS)
         if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None:
             return config
@@ -593,14 +594,15 @@ def default_config(problem: Problem, target: Target) -> Config:
     if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
         # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again
         most = num_sms // eights if p.rows <= 8 else 2 * num_sms // eights
-        choices = (1, min(2 * num_sms // eights, max(most, p.visible // TILE), max(1, p.visible // shape.block_n)))
+        choices = (1, min(2 * num_sms // eights, max(most, p.visible // (2 * TILE)), max(1, p.visible // shape.block_n)))
         shape = Config(8, shape.block_n, 4, 8, 3)
     elif p.head_dim == 512 and p.rows <= 32 and (p.batch == 1 if p.rows <= 16 else heads == 1):
         choices = (1, min(num_sms // heads, max(1, p.visible // shape.block_n)))
         shape = Config(shape.block_m, shape.block_n, 4, 8, 4)
     elif p.head_dim == 512 and p.rows > 16:
         in_clusters = min(_in_clusters(p, target), key=lambda c: _hopper_us(p, c, target))
-        if p.rows > 32 or FEW_KEYS <= p.visible <= MOST_STREAMED_KEYS * in_clusters.num_splits:
+        has_keys = 2 * p.visible // TILE >= min(num_sms // (ceil(p.rows / TILE) * heads), MOST_SPLITS)
+        if has_keys and (p.rows > 32 or p.visible <= MOST_STREAMED_KEYS * in_clusters.num_splits):
             return in_clusters
     found = [c for c in _in_splits(p, shape, choices) if why_invalid(p, c, target) is None]
     return min(found, key=lambda c: _hopper_us(p, c, target))

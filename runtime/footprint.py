@@ -26,7 +26,7 @@ RESERVE_BYTES = 15 * 10**8
 class Footprint:
     """Bytes on the device while one sequence runs; activations, workspaces and CUDA's own come on top.
 
-    cache_bytes: of `context` tokens. screen_bytes: of the heads in eight bits, the model's and the drafter's, each of
+    cache_bytes: of `context` tokens. screen_bytes: of the heads in few bits, the model's and the drafter's, each of
     which is made where there is room (ops/kernels.py); not in the total.
     """
 
@@ -58,7 +58,10 @@ def footprint(
             drafter_bytes=_bytes(assistant),
             cache_bytes=shape.num_bytes(shape.pages(1, context)),
             context=context,
-            screen_bytes=(screen_of(target.head), screen_of(assistant.head) if assistant and has_head else 0),
+            screen_bytes=(
+                screen_of(target.head),
+                screen_of(assistant.head, likely=True) if assistant and has_head else 0,
+            ),
         )
 
 
@@ -66,7 +69,7 @@ def footprint(
 class Plan:
     """What a model takes on a GPU, and what fits beside it. Bytes; see `CacheShape` for token_bytes and window_bytes.
 
-    By GB (10^9 bytes) of the GPU, screen_bytes: of the heads in eight bits, see `screened`; sequences: by context, how
+    By GB (10^9 bytes) of the GPU, screen_bytes: of the heads in few bits, see `screened`; sequences: by context, how
     many run at once; longest: the context of a single one, 0 where the weights alone do not fit.
     """
 
@@ -99,7 +102,7 @@ def plan(config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype,
 
 
 def screened(takes: Footprint, free_bytes: int) -> int:
-    """Bytes of the heads in eight bits that `KernelOps.screen` makes, in the order of loading, of `free_bytes`."""
+    """Bytes of the heads in few bits that `KernelOps.screen` makes, in the order of loading, of `free_bytes`."""
     free, made = free_bytes, 0
     for weight_bytes, screen_bytes in zip((takes.weight_bytes, takes.drafter_bytes), takes.screen_bytes, strict=True):
         free -= weight_bytes

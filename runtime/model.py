@@ -220,7 +220,7 @@ class Gemma4:
     def greedy(self, hidden: Tensor, *, screened: bool = True) -> Tensor:
         """The likeliest token [n] int64 of each hidden state [n, H] that is not suppressed.
 
-        screened: the head may be read in eight bits first. Sums of a logit have another order then, which may decide
+        screened: the head may be read in few bits first. Sums of a logit have another order then, which may decide
         between two that are all but equal.
         """
         self.ops.place = ""

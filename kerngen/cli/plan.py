@@ -31,7 +31,7 @@ def print_plan(model: str, draft: str | None, draft_weights: str, *, as_json: bo
         _print(f"{found.name}, {what}", p)
     click.echo(f"Sequences of so many tokens that run at once, beside the weights and {RESERVE_BYTES / 1e9:.1f} GB for "
                "CUDA, activations and graphs; - where none does. More wait for their turn. head: what the output heads "
-               "take in eight bits beside the weights, from which greedy tokens are chosen; - where memory is short."
+               "take in few bits beside the weights, from which greedy tokens are chosen; - where memory is short."
                )  # fmt: skip
 
 

@@ -62,21 +62,21 @@ from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 
-# A head is kept in eight bits too where so many times what that takes is free: the cache loses a sixteenth at most, and
+# A head is kept in few bits too where so many times what that takes is free: the cache loses a sixteenth at most, and
 # another one to the drafter's.
 SCREEN_ROOM = 16
 
 
 def has_room(size: int, free_bytes: int) -> bool:
-    """Whether a head in eight bits, of `size` bytes, is made where `free_bytes` are free."""
+    """Whether a head in few bits, of `size` bytes, is made where `free_bytes` are free."""
     return free_bytes >= SCREEN_ROOM * size
 
 
-def screen_of(head: Linear) -> int:
+def screen_of(head: Linear, *, likely: bool = False) -> int:
     """Bytes that `KernelOps.screen` takes for `head`, 0 where it makes none of it."""
     if not isinstance(head, DenseLinear) or head.in_features % VEC or head.in_features > head_spec.MAX_HIDDEN:
         return 0
-    return screen_bytes(head.out_features, head.in_features)
+    return screen_bytes(head.out_features, head.in_features, head_spec.bits_for(head.in_features, likely=likely))
 
 
 class KernelOps:
@@ -318,15 +318,16 @@ class KernelOps:
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         return self.executor.run(softcap(self.linear(h, head), logit_cap), self._at("logits"))
 
-    def screen(self, head: Linear, excluded: Sequence[int] = ()) -> HeadScreen | None:
-        size = screen_of(head)
+    def screen(self, head: Linear, excluded: Sequence[int] = (), *, likely: bool = False) -> HeadScreen | None:
+        size = screen_of(head, likely=likely)
         if not isinstance(head, DenseLinear) or not size:
             return None
         if self.device.type == "cuda":
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             if not has_room(size, torch.cuda.mem_get_info(self.device)[0] + unused):
                 return None
-        return HeadScreen(*head_screen(head.weight, excluded), head_spec.most_tokens(self.executor.target))
+        made = head_screen(head.weight, excluded, head_spec.bits_for(head.in_features, likely=likely), likely)
+        return HeadScreen(*made, head_spec.most_tokens(self.executor.target))
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
         if screen is not None and isinstance(head, DenseLinear):

@@ -23,8 +23,8 @@ RUNS = 5
 def step_bytes(model: Gemma4, context: int, batch: int = 1) -> tuple[int, int]:
     """(weight bytes, K and V bytes) that one greedy step of `batch` sequences of `context` tokens cannot avoid reading.
 
-    Of the head its few bits where it has them: but for a few rows it is not read itself then. Of experts those that
-    tokens choose, on average, where each chooses at random.
+    Of the head its codes in few bits where it has them: but for a few rows it is not read itself then. Of experts those
+    that tokens choose, on average, where each chooses at random.
     """
     config, weights = model.config, model.weights
 

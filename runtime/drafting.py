@@ -28,7 +28,8 @@ class Drafter:
         self.target = target
         self.ops: Ops = target.ops
         self.stack = DecoderStack(config.text, weights.layers, weights.norm, self.ops, "drafter")
-        self.screen = None if weights.centroids is not None else self.ops.screen(weights.head, proposes=True)
+        # A likely one will do: a draft is verified.
+        self.screen = None if weights.centroids is not None else self.ops.screen(weights.head, likely=True)
         self._donors = {layer.kind: target.config.donor(layer.kind) for layer in config.text.layers}
 
     def step(

@@ -60,7 +60,7 @@ def footprint(
             context=context,
             screen_bytes=(
                 screen_of(target.head),
-                screen_of(assistant.head, proposes=True) if assistant and has_head else 0,
+                screen_of(assistant.head, likely=True) if assistant and has_head else 0,
             ),
         )
 

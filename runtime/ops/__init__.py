@@ -67,10 +67,10 @@ Linear = DenseLinear | W4Linear
 
 @dataclass(frozen=True, slots=True)
 class HeadScreen:
-    """A head in few bits, with bounds of what those may be wrong by (templates/common/screen.py).
+    """A head in few bits, with bounds of what that may be wrong by, sure or likely (templates/common/screen.py).
 
-    `Ops.greedy` reads it in place of most of the head [V, K], for up to max_tokens rows. codes: int32, as head_screen
-    says; bounds: fp32 [V, 2], NaN for tokens that are never chosen; V and K padded to whole tiles.
+    `Ops.greedy` reads it in place of most of the head [V, K], for up to max_tokens rows. codes, bounds: as head_screen
+    makes them; bounds are NaN for tokens that are never chosen.
     """
 
     codes: Tensor
@@ -392,18 +392,19 @@ class Ops(Protocol):
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""
 
-    def screen(self, head: Linear, excluded: Sequence[int] = (), proposes: bool = False) -> HeadScreen | None:
+    def screen(self, head: Linear, excluded: Sequence[int] = (), *, likely: bool = False) -> HeadScreen | None:
         """What `greedy` may read in place of `head`, where the backend has a kernel for that and the device room.
 
-        excluded: tokens that are never to be chosen. proposes: what is chosen is a draft, which is verified: it may be
-        another one by chance.
+        excluded: tokens that are never to be chosen. likely: smaller, for what is verified afterwards: `greedy` may
+        miss the largest logit then, which is all but sure not to happen.
         """
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
         """The index of the largest logit, the lowest one on a tie. Returns [n] int64.
 
-        screen: of this head; n is at most its max_tokens. The result is the same but for what it excludes. A row with a
-        NaN, or without a finite logit, gives -1 on the torch backend, on the cuda one some token.
+        screen: of this head; n is at most its max_tokens. The result is the same but for what it excludes, and for
+        chance where it is a likely one. A row with a NaN, or without a finite logit, gives -1 on the torch backend, on
+        the cuda one some token.
         """
 
     def ple_inputs(

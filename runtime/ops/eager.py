@@ -246,7 +246,7 @@ class TorchOps:
         out = self.linear(h, head).float()
         return logit_cap * torch.tanh(out / logit_cap) if logit_cap > 0 else out
 
-    def screen(self, head: Linear, excluded: Sequence[int] = (), proposes: bool = False) -> HeadScreen | None:
+    def screen(self, head: Linear, excluded: Sequence[int] = (), *, likely: bool = False) -> HeadScreen | None:
         return None
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:

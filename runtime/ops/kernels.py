@@ -72,11 +72,11 @@ def has_room(size: int, free_bytes: int) -> bool:
     return free_bytes >= SCREEN_ROOM * size
 
 
-def screen_of(head: Linear, proposes: bool = False) -> int:
+def screen_of(head: Linear, *, likely: bool = False) -> int:
     """Bytes that `KernelOps.screen` takes for `head`, 0 where it makes none of it."""
     if not isinstance(head, DenseLinear) or head.in_features % VEC or head.in_features > head_spec.MAX_HIDDEN:
         return 0
-    return screen_bytes(head.out_features, head.in_features, head_spec.bits_for(head.in_features, likely=proposes))
+    return screen_bytes(head.out_features, head.in_features, head_spec.bits_for(head.in_features, likely=likely))
 
 
 class KernelOps:
@@ -318,17 +318,16 @@ class KernelOps:
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         return self.executor.run(softcap(self.linear(h, head), logit_cap), self._at("logits"))
 
-    def screen(self, head: Linear, excluded: Sequence[int] = (), proposes: bool = False) -> HeadScreen | None:
-        size = screen_of(head, proposes)
+    def screen(self, head: Linear, excluded: Sequence[int] = (), *, likely: bool = False) -> HeadScreen | None:
+        size = screen_of(head, likely=likely)
         if not isinstance(head, DenseLinear) or not size:
             return None
         if self.device.type == "cuda":
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             if not has_room(size, torch.cuda.mem_get_info(self.device)[0] + unused):
                 return None
-        bits = head_spec.bits_for(head.in_features, likely=proposes)
-        codes, bounds = head_screen(head.weight, excluded, bits, likely=proposes)
-        return HeadScreen(codes, bounds, head_spec.most_tokens(self.executor.target))
+        made = head_screen(head.weight, excluded, head_spec.bits_for(head.in_features, likely=likely), likely)
+        return HeadScreen(*made, head_spec.most_tokens(self.executor.target))
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
         if screen is not None and isinstance(head, DenseLinear):

@@ -576,10 +576,10 @@ def _hopper_us(p: Problem, c: Config, target: Target) -> float:
 def default_config(problem: Problem, target: Target) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`.
 
-    Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): warpgroups for many rows of long
-    heads, where there are keys for all SMs; for few rows of few sequences warps that have a quarter of each key, but where
-    many blocks stream for long. A window's few rows are left to clusters of warpgroups where q is ready: they are faster
-    alone, but slower in a step, whose launches overlap.
+    Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): warpgroups for many rows of
+    long heads, where there are keys for all SMs; for few rows of few sequences warps that have a quarter of each key,
+    but where many blocks stream for long. A window's few rows are left to clusters of warpgroups where q is ready:
+    those are faster alone, but slower in a step, whose launches overlap.
     """
     p, num_sms = problem, target.device.num_sms
     shape, choices = _default_shape(p, target), split_choices(p, target)
@@ -594,7 +594,8 @@ def default_config(problem: Problem, target: Target) -> Config:
     if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
         # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again
         most = num_sms // eights if p.rows <= 8 else 2 * num_sms // eights
-        choices = (1, min(2 * num_sms // eights, max(most, p.visible // (2 * TILE)), max(1, p.visible // shape.block_n)))
+        most = max(most, p.visible // (2 * TILE))
+        choices = (1, min(2 * num_sms // eights, most, max(1, p.visible // shape.block_n)))
         shape = Config(8, shape.block_n, 4, 8, 3)
     elif p.head_dim == 512 and p.rows <= 32 and (p.batch == 1 if p.rows <= 16 else heads == 1):
         choices = (1, min(num_sms // heads, max(1, p.visible // shape.block_n)))

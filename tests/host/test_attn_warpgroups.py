@@ -87,14 +87,15 @@ def test_others_have_no_such_products(name: str) -> None:
     assert "needs wgmma" in (KERNEL.why_invalid(problem, CONFIG, Target.of(find_arch(name))) or "")
 
 
-def test_a_search_may_choose_it_and_one_new_token_in_a_window_does() -> None:
+def test_a_search_may_choose_it_and_a_window_whose_q_is_ready_does() -> None:
     found = candidates(KERNEL, FULL, H200).valid
     assert {(c.warpgroups, c.together) for c in found} == {(False, False), (True, False), (True, True)}
     assert {c.cluster for c in found if c.warpgroups} == {1, 2, 4, 8}
-    window = Problem(256, 32, 16, window=1024, source="qkv", num_rotated_pairs=128)
+    window = Problem(256, 32, 16, window=1024)
     chosen = KERNEL.default_config(window, H200)
     assert (chosen.warpgroups, chosen.cluster, partials(chosen)) == (True, 8, 1)
-    for other in (FULL, replace(window, q_len=5), replace(window, batch=2), replace(window, kv_len=512)):
+    made = replace(window, source="qkv", num_rotated_pairs=128)  # in a step, where a cluster waits for its last SM
+    for other in (FULL, made, replace(window, q_len=5), replace(window, batch=2), replace(window, kv_len=512)):
         assert not KERNEL.default_config(other, H200).warpgroups, other
 
 
@@ -108,7 +109,6 @@ def test_a_search_may_choose_it_and_one_new_token_in_a_window_does() -> None:
         ((32, 4, 4, 16, 2048), 2, 2),
         ((32, 4, 8, 2, 4096), None, None),
         ((32, 4, 5, 64, 4096), 1, 1),  # more heads than SMs
-        ((32, 4, 5, 1, 40), 1, 1),  # no tile for a second split
     ],
 )
 def test_many_rows_of_long_heads_are_left_to_clusters_that_fit(

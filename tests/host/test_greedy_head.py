@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_gemma import make_target
+from command import ROOT
+from tiny_gemma import load_assistant, make_assistant, make_target
 from torch import Tensor
 
 from kerngen.arch import ARCHES, Target, find_arch
@@ -17,7 +18,7 @@ from kerngen.errors import ProblemError
 from kerngen.runtime.config import read_model_config
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.reference import Reference
-from kerngen.runtime.footprint import Footprint, screened
+from kerngen.runtime.footprint import Footprint, footprint, screened
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseLinear, HeadScreen, Linear, W4Linear, fitting
 from kerngen.runtime.ops.eager import TorchOps
@@ -28,7 +29,9 @@ from kerngen.templates.common.screen import head_screen
 from kerngen.templates.common.screen_spec import GROUP_TILES, screen_bytes
 from kerngen.templates.greedy_head.op import greedy_head
 from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem, bits_for, most_tokens
+from kerngen.workload import MODELS, find_workload
 
+TINY = ROOT / "examples" / "tiny"
 KERNEL = find_kernel("greedy_head")
 STEPS = 32512  # of a token's largest element
 
@@ -225,7 +228,7 @@ def test_what_is_reproducible_does_not_look_at_the_screen(tmp_path: Path) -> Non
     """Beside a row that is sampled a greedy one is chosen from all logits: so it is beside none."""
 
     class Screened(TorchOps):
-        def screen(self, head: Linear, excluded: Sequence[int] = (), proposes: bool = False) -> HeadScreen:
+        def screen(self, head: Linear, excluded: Sequence[int] = (), *, likely: bool = False) -> HeadScreen:
             return HeadScreen(torch.empty(0), torch.empty(0), MAX_TOKENS)
 
         def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
@@ -256,19 +259,58 @@ def test_who_has_no_screen() -> None:
     assert fitting(None, torch.empty(1, 16)) is None
 
 
-def test_a_head_is_kept_in_as_few_bits_as_pay() -> None:
-    """And a drafter's, whose tokens are verified, in fewer, with bounds that are likely."""
-    assert [bits_for(k) for k in (64, 1536, 2560, 2816, 3840, 5376)] == [6, 6, 6, 7, 7, 8]
-    assert [bits_for(k, likely=True) for k in (1024, 5376)] == [4, 4]
-    head = DenseLinear(torch.randn(48, 256).bfloat16())
+def _same(screen: HeadScreen | None, made: tuple[Tensor, Tensor]) -> bool:
+    assert screen is not None
+    return torch.equal(screen.codes, made[0]) and torch.equal(screen.bounds.nan_to_num(), made[1].nan_to_num())
+
+
+def test_a_targets_head_has_sure_bounds_and_a_drafters_likely_ones() -> None:
+    config = read_model_config(TINY / "gemma-4-tiny")
     ops = KernelOps(Reference(), torch.bfloat16)
-    for proposes, bits in ((False, 6), (True, 4)):
-        made = ops.screen(head, [3], proposes)
-        assert made is not None
-        codes, bounds = head_screen(head.weight, [3], bits, likely=proposes)
-        assert torch.equal(made.codes, codes)
-        assert torch.equal(made.bounds.nan_to_num(-1.0), bounds.nan_to_num(-1.0))
-        assert codes.nbytes + bounds.nbytes == screen_bytes(48, 256, bits) == screen_of(head, proposes)
+    target = Gemma4(config, load_model(TINY / "gemma-4-tiny", config, ops), ops, suppressed_ids=[3])
+    drafter = load_assistant(TINY / "gemma-4-tiny-assistant", target)
+    head, of_drafts = target.weights.head, drafter.weights.head
+    assert isinstance(head, DenseLinear)
+    assert _same(target.screen, head_screen(head.weight, [3], bits_for(config.hidden_size)))
+    few = bits_for(of_drafts.in_features, likely=True)
+    assert _same(drafter.screen, head_screen(of_drafts.weight, (), few, likely=True))
+    assert target.screen is not None
+    assert drafter.screen is not None
+    made = [s.codes.nbytes + s.bounds.nbytes for s in (target.screen, drafter.screen)]
+    assert footprint(config, drafter.config, torch.bfloat16, 1).screen_bytes == tuple(made)
+
+
+def test_a_centroid_head_has_no_screen(tmp_path: Path) -> None:
+    make_target(tmp_path / "target", "dense")
+    make_assistant(tmp_path / "assistant", "dense", num_centroids=8)
+    config = read_model_config(tmp_path / "target")
+    ops = KernelOps(Reference(), torch.float32)
+    drafter = load_assistant(tmp_path / "assistant", Gemma4(config, load_model(tmp_path / "target", config, ops), ops))
+    assert drafter.screen is None
+    assert footprint(config, drafter.config, torch.float32, 1).screen_bytes[1] == 0
+
+
+def test_long_rows_take_more_bits_and_drafts_the_fewest() -> None:
+    of_models = [bits_for(hidden) for hidden in (1024, 1536, 2560, 2816, 3840, 5376, MAX_HIDDEN)]
+    assert of_models == sorted(of_models)
+    assert set(of_models) <= {6, 7, 8}, "sure bounds of four bits leave most rows"
+    assert bits_for(1024, likely=True) == 4
+
+
+@pytest.mark.parametrize("arch", ["sm70", "sm90"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_workload_has_heads_in_the_bits_that_run(name: str, arch: str) -> None:
+    asked = [
+        (i.problem, {u.phase for u in i.uses})
+        for i in find_workload(name, find_arch(arch)).items
+        if i.kernel == "greedy_head"
+    ]
+    assert {frozenset(phases) for _, phases in asked} <= {
+        frozenset({"decode"}), frozenset({"verify"}), frozenset({"decode", "verify"}), frozenset({"draft"})
+    }  # fmt: skip
+    assert all(p.bits == bits_for(p.hidden, likely="draft" in phases) for p, phases in asked)
+    assert all((p.hidden == 1024) == ("draft" in phases) for p, phases in asked)
+    assert any("decode" in phases for _, phases in asked)
 
 
 def test_a_screen_is_made_where_there_is_room() -> None:

@@ -95,7 +95,7 @@ def test_a_search_may_choose_it_and_a_window_whose_q_is_ready_does() -> None:
     chosen = KERNEL.default_config(window, H200)
     assert (chosen.warpgroups, chosen.cluster, partials(chosen)) == (True, 8, 1)
     made = replace(window, source="qkv", num_rotated_pairs=128)  # in a step, where a cluster waits for its last SM
-    for other in (FULL, made, replace(window, q_len=5), replace(window, batch=2), replace(window, kv_len=512)):
+    for other in (made, replace(window, q_len=5), replace(window, batch=2), replace(window, kv_len=512)):
         assert not KERNEL.default_config(other, H200).warpgroups, other
 
 

@@ -593,9 +593,9 @@ def default_config(problem: Problem, target: Target) -> Config:
     eights = ceil(p.rows / 8) * heads
     if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
         # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again
-        most = num_sms // eights if p.rows <= 8 else 2 * num_sms // eights
-        most = max(most, p.visible // (2 * TILE))
-        choices = (1, min(2 * num_sms // eights, most, max(1, p.visible // shape.block_n)))
+        twice = 2 * num_sms // eights
+        worth = max(num_sms // eights, p.visible // (2 * TILE)) if p.rows <= 8 else twice
+        choices = (1, min(twice, worth, max(1, p.visible // shape.block_n)))
         shape = Config(8, shape.block_n, 4, 8, 3)
     elif p.head_dim == 512 and p.rows <= 32 and (p.batch == 1 if p.rows <= 16 else heads == 1):
         choices = (1, min(num_sms // heads, max(1, p.visible // shape.block_n)))

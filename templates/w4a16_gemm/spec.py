@@ -189,9 +189,13 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
+    return config.num_blocks(_num_tiles(problem, config), problem.k, target.device.num_sms)
+
+
+def _num_tiles(problem: Problem, config: Config) -> int:
+    """Of whole clusters: the last one may have tiles beyond W."""
     rows = config.block_n * config.cluster
-    tiles = -(-problem.num_tokens // config.block_m) * -(-problem.n // rows) * config.cluster
-    return config.num_blocks(tiles, problem.k, target.device.num_sms)
+    return -(-problem.num_tokens // config.block_m) * -(-problem.n // rows) * config.cluster
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
@@ -337,7 +341,7 @@ def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
     tile_ns = c.block_n / 64 * problem.k / 16 * _STEP_NS[c.block_m]
     if c.blocks_per_sm == 0:
         return ceil(tiles / num_sms) * (tile_ns + _BLOCK_NS)
-    if c.cluster == 2 and tiles % num_sms == 0:  # nothing is shared
+    if c.cluster == 2 and _num_tiles(problem, c) % num_sms == 0:  # nothing is shared
         return tiles / num_sms * tile_ns * _IN_PAIRS + _BLOCK_NS
     whole, sums_ns = tiles / num_sms * tile_ns, c.block_m * c.block_n * _SUM_NS
     if c.blocks_per_sm == 2:
@@ -372,9 +376,10 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
                                 prefetch=4 * (pairs - 1)))  # fmt: skip
     for block_m in (160, 192):  # in pairs, where each SM gets as many whole tiles (docs/performance.md)
-        num_tiles = ceil(problem.num_tokens / block_m) * ceil(problem.n / 128)
-        if problem.num_tokens > block_m and problem.k % 128 == 0 and num_tiles % target.device.num_sms == 0:
-            found.append(Config(block_m, 128, 128, 16, 1, 1, 3, 1, warpgroups=True, cluster=2))
+        config = Config(block_m, 128, 128, 16, 1, 1, 3, 1, warpgroups=True, cluster=2)
+        is_even = _num_tiles(problem, config) % target.device.num_sms == 0
+        if is_even and problem.num_tokens > block_m and problem.k % 128 == 0:
+            found.append(config)
     return tuple(sorted(found, key=lambda c: _warpgroups_ns(problem, c, target)))
 
 

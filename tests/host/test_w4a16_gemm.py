@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kerngen.arch import ARCHES, Arch, Target, find_arch
+from kerngen.arch import ARCHES, Arch, Target, find_arch, find_device
 from kerngen.compile import compile_cubin
 from kerngen.errors import ProblemError
 from kerngen.render import render
@@ -156,6 +156,15 @@ def test_every_shape_has_a_default(arch: object, num_tokens: int, row_invariant:
         assert spec.why_invalid(problem, config, Target.of(arch)) is None  # type: ignore[arg-type]
         (launch,) = spec.launches(problem, config, Target.of(arch))  # type: ignore[arg-type]
         assert launch.grid[0] >= 1
+
+
+def test_pairs_are_even_where_both_blocks_have_rows() -> None:
+    """132 SMs: 96 strips of rows by 11 of tokens are eight tiles each; of 33, one block of the last pair has none."""
+    target = Target.of(find_device("H200"))
+    even = spec.default_config(Problem(n=12288, k=1536, group_size=128, num_tokens=2048), target)
+    assert (even.block_m, even.cluster) == (192, 2)
+    odd = spec.default_config(Problem(n=4224, k=2816, group_size=128, num_tokens=1024), target)
+    assert (odd.block_m, odd.cluster, odd.blocks_per_sm) == (256, 1, 0)
 
 
 @pytest.mark.parametrize(("m", "least"), [(16, 16), (32, 32), (64, 64), (4096, 128)])

@@ -251,9 +251,10 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     warp_n = 32 if arch.has_ldmatrix else 64
     deep = 4 if arch.has_cp_async else 2
 
-    def config(m: int, warp: int, warps_m: int, wgmma: bool, up: tuple[int, ...], down: tuple[int, ...]) -> Config:
+    def config(m: int, warp: int, warps_m: int, wgmma: bool, up: tuple[int, ...], down: tuple[int, ...],
+               up_warps_k: int = 1) -> Config:  # fmt: skip
         (up_n, up_k, up_stages), (down_n, down_k, down_stages) = up, down
-        return Config(m, warp, warps_m, wgmma, False, up_n, up_k, 1, up_stages, 0,
+        return Config(m, warp, warps_m, wgmma, False, up_n, up_k, up_warps_k, up_stages, 0,
                       down_n, down_k, 1, down_stages, 0)  # fmt: skip
 
     # the two best of sweeps on an H200, for one token and for four
@@ -264,6 +265,13 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
         return (one if problem.num_tokens == 1 else few, one, least)
 
     last = config(8, warp_n, 1, False, (64, 64, 2), (64, 64, 2))
+    if rows <= 8 and arch.has_cp_async:  # by two sweeps of 6 to 128 tokens on an H200 (docs/performance.md)
+        return (
+            config(8, 64, 1, False, (128, 256, 2), (128, 64, 3)) if rows <= 0.75
+            else config(8, 64, 1, False, (128, 128, 4), (128, 64, 4), 2) if rows <= 4
+            else config(8, 64, 1, False, (128, 128, 3), (128, 64, 4)),
+            last,
+        )  # fmt: skip
     if rows <= 12:
         m = 8 if rows <= 6 else 16
         return (
@@ -280,7 +288,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
             last,
         )
     return (
-        config(128, 32, 1, True, (256, 64, deep), (256, 64, deep)),
+        config(128, 32, 1, True, (128, 64, deep), (128, 64, deep)),
         config(128, 32, 2, False, (128, 64, deep), (128, 64, deep)),
         config(64, 64, 2, False, (128, 32, 2), (128, 32, 2)),
         config(32, warp_n, 1, False, (64, 64, 2), (64, 64, 2)),

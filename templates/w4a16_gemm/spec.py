@@ -110,6 +110,7 @@ STREAMED_WEIGHTS = 1 << 25  # for up to four tokens
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips
 LONGEST_ROW = 5 * LONG_ROW  # from here on it takes all of shared memory also where strips are cut into parts
 LONG_FOR_FOURS = 3 << 12  # of up to four tokens longer rows are left to the ring, which was faster in a step
+PAIRED_SIDE = 5376  # of W at least, where tiles of 160 tokens are pairs
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
 
 
@@ -373,8 +374,12 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             while block_k > 64 and problem.k % block_k:
                 block_k, stages = block_k // 2, min(2 * stages, 12 // max(1, shared))
             pairs = 2 if block_m == 256 and shared else 1
+            prefetch = 4 * (pairs - 1)
+            is_large = min(problem.n, problem.k) >= PAIRED_SIDE and problem.k % 128 == 0
+            if (block_m, block_n, shared) == (160, 128, 1) and is_large:
+                block_k, stages, pairs = 128, 3, 2
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
-                                prefetch=4 * (pairs - 1)))  # fmt: skip
+                                prefetch=prefetch))  # fmt: skip
     for block_m in (160, 192):  # in pairs, where each SM gets as many whole tiles (docs/performance.md)
         config = Config(block_m, 128, 128, 16, 1, 1, 3, 1, warpgroups=True, cluster=2)
         is_even = _num_tiles(problem, config) % target.device.num_sms == 0

@@ -2,10 +2,11 @@
 
 Tokens come evenly where no gap between two of them is LONGEST times as long as most are, and that is what is kept to:
 from the median of the last gaps, their prefill included, follows how long the next one may take. So where prompts come
-now and then, their chunks are short; where somebody waits at each step, gaps are all alike, and chunks grow until they
-take MOST_STALL times as long as the decode: then more sequences decode at once, and a token costs less of everybody's
-time. Where more wait for their first token than for their next one, as when many come at once, a step prefills more by
-so many times: few gaps are long then. Where nobody decodes, chunks are as long as they may be.
+now and then, their chunks are short; where somebody waits at each step, gaps are all alike, and chunks grow with those
+who wait, until for CROWD of them they take MOST_STALL times as long as the decode: then more sequences decode at once,
+and a token costs less of everybody's time. One alone has chunks of ALONE of that: behind it steps are without any, and
+gaps are not alike then. Where more wait for their first token than for their next one, as when many come at once, a
+step prefills more by so many times: few gaps are long then. Where nobody decodes, chunks are as long as they may be.
 
 How many tokens take so long: reading the weights is most of what a short chunk takes, so eight times as many tokens may
 take twice as long. An engine that was made ready knows the time of a few sizes, and how much longer chunks take lately,
@@ -19,7 +20,8 @@ from collections import deque
 from collections.abc import Iterable
 
 LONGEST = 2.7  # medians: a margin to three
-MOST_STALL = 2.3  # decode steps
+MOST_STALL = 2.4  # decode steps
+ALONE, CROWD = 0.73, 5  # of MOST_STALL where one prompt is prefilled; how many have all of it
 REMEMBERED = 1024  # steps
 LOOKED_AT_EVERY = 16  # steps
 MULTIPLE = 64  # tokens of a whole tile of an int4 product
@@ -54,7 +56,9 @@ class PrefillBudget:
         times = max(num_prefilling, num_running) / num_running
         if not self._decode_s or not self._points:
             return min(self._most, max(int(self._most // 4 * times), MULTIPLE))
-        stall = min(LONGEST * max(self._median_s / self._decode_s, 1.0) - 1, self._max_stall)
+        crowd = min(max(num_prefilling - 1, 0) / (CROWD - 1), 1.0)
+        most_stall = self._max_stall * (ALONE + (1.0 - ALONE) * crowd)
+        stall = min(LONGEST * max(self._median_s / self._decode_s, 1.0) - 1, most_stall)
         allowed_s = stall * self._decode_s * times
         longest = self._most // MULTIPLE * MULTIPLE
         found = (n for n in range(longest, 0, -MULTIPLE) if self._seconds(n) <= allowed_s)

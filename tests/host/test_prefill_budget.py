@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kerngen.runtime.engine import Request
-from kerngen.runtime.engine.prefill_budget import LONGEST, MOST_STALL, MULTIPLE, PrefillBudget
+from kerngen.runtime.engine.prefill_budget import ALONE, CROWD, LONGEST, MOST_STALL, MULTIPLE, PrefillBudget
 
 STEP_S = 0.02
 
@@ -27,15 +27,28 @@ def test_a_chunk_takes_as_long_as_it_may(step_s: float, every: int, most: float)
     for step in range(300):
         budget.decoded(step_s, 1)
         if step % every == 0:
-            tokens = budget.tokens(1, 1)
+            tokens = budget.tokens(CROWD, CROWD)
             budget.prefilled(tokens, _seconds(tokens))
     assert tokens in (MULTIPLE, 2048) or 0.5 * most * step_s < _seconds(tokens) <= most * step_s
     assert (tokens == MULTIPLE) == (step_s == 0.005)
     budget.prefilled(17, _seconds(17))  # a prompt's end
-    assert budget.tokens(1, 1) == tokens
+    assert budget.tokens(CROWD, CROWD) == tokens
     budget.prefilled(tokens, 5.0)  # a kernel was compiled
-    assert budget.tokens(1, 1) >= max(tokens // 4, MULTIPLE)
+    assert budget.tokens(CROWD, CROWD) >= max(tokens // 4, MULTIPLE)
     assert budget.tokens(1, 0) == 2048
+
+
+def test_chunks_of_one_who_waits_are_shorter_than_a_crowds() -> None:
+    """Where all gaps have a chunk."""
+    budget = PrefillBudget(2048)
+    for _ in range(300):
+        budget.decoded(0.03, 20)
+        tokens = budget.tokens(1, 20)
+        budget.prefilled(tokens, _seconds(tokens))
+    assert 0.5 * ALONE * MOST_STALL * 0.03 < _seconds(tokens) <= ALONE * MOST_STALL * 0.03
+    sizes = [budget.tokens(n, 20) for n in range(1, 20)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[2] < sizes[CROWD - 1] == sizes[-1]
 
 
 def test_chunks_are_short_again_once_few_steps_have_one() -> None:
@@ -45,7 +58,7 @@ def test_chunks_are_short_again_once_few_steps_have_one() -> None:
         for step in range(count):
             budget.decoded(0.03, 1)
             if step % every == 0:
-                tokens = budget.tokens(1, 1)
+                tokens = budget.tokens(CROWD, CROWD)
                 budget.prefilled(tokens, _seconds(tokens))
         return tokens
 
@@ -64,18 +77,18 @@ def test_what_was_timed_lets_chunks_grow_that_all_take_long(extra_s: float) -> N
     budget.know(times.items())
     for step in range(400):
         budget.decoded(0.004, 20)
-        tokens = 64 if step < 50 else budget.tokens(3, 20)
+        tokens = 64 if step < 50 else budget.tokens(CROWD, 20)
         seconds = extra_s + float(np.interp(tokens, *zip(*times.items(), strict=True)))
         budget.prefilled(tokens, seconds)
         assert seconds <= MOST_STALL * 0.004
-    assert tokens == (512 if extra_s == 0 else 192)
+    assert tokens == (512 if extra_s == 0 else 256)
 
 
 def test_two_sizes_that_took_the_same_do_not_let_chunks_be_of_any_length() -> None:
     budget = PrefillBudget(2048)
     budget.know([(64, 0.002), (384, 0.008), (512, 0.008)])
     budget.decoded(0.005, 20)
-    assert 512 <= budget.tokens(3, 20) <= 1024
+    assert 512 <= budget.tokens(CROWD, 20) <= 1024
 
 
 def test_a_gap_counts_for_all_who_waited() -> None:
@@ -87,7 +100,7 @@ def test_a_gap_counts_for_all_who_waited() -> None:
         if step % 4:
             few.prefilled(512, 0.02)
             many.prefilled(512, 0.02)
-    assert few.tokens(1, 1) > many.tokens(1, 1)
+    assert few.tokens(CROWD, CROWD) > many.tokens(CROWD, CROWD)
 
 
 def test_a_gap_that_nobody_timed_is_not_part_of_the_next() -> None:

@@ -31,6 +31,7 @@ NAVIGATION: Mapping[str, Mapping[str, str]] = {
         "architecture.md": "Architecture",
         "models.md": "",
         "performance.md": "",
+        "experiments.md": "",
         "examples.md": "",
     },
     "Run": {"runtime.md": "", "library.md": "As a library"},

@@ -39,30 +39,22 @@ template <bool BF16> DEVICE uint32_t max_abs2(uint32_t a, uint32_t b) {
 constexpr float UNITS_FLOAT = 12582912.0f;  // 1.5 * 2^23
 constexpr int UNITS_BITS = 0x4b400000;
 
-// What a lane keeps of a tile of 32 columns of two tokens: digit g % 4 of token g / 4, and what the sums of columns 2 t and
-// 2 t + 1 begin with: the weights come with 8 added.
-struct W4Digits {
-    uint32_t b[2];
-    int begin[2];
-};
-
 template <bool BF16> struct W4Scaling {
     float up = 1.0f, down = 1.0f;  // q = x * up, x = q * down
     int shift = 0;
     uint32_t mask = 0;
 
-    // most: the largest |x| of the warp's columns of the token of this lane; below 2^-103 its digits become coarse. A token
-    // with an infinity or a NaN among them becomes all NaN.
-    DEVICE W4Scaling(float most, bool has_token) {
+    // most: the largest |x| of the warp's columns of the token; below 2^-103 its digits become coarse. A token with an
+    // infinity or a NaN among them becomes all NaN.
+    DEVICE explicit W4Scaling(float most) {
         const int digit = threadIdx.x / 4 % 4, exponent = max(int(__float_as_uint(most) >> 23), 24);
         up = __uint_as_float(uint32_t(274 - exponent) << 23);
         down = exponent == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(uint32_t(exponent - 20) << 23);
         shift = digit % 3 * 7;
-        mask = !has_token || digit == 3 ? 0u : digit == 2 ? 0xffffffffu : 0x7f7f7f7fu;
+        mask = digit == 3 ? 0u : digit == 2 ? 0xffffffffu : 0x7f7f7f7fu;
     }
-    // x: columns 2 t, 2 t + 1 of each 8 of a tile.
-    DEVICE W4Digits digits(const uint32_t (&x)[4]) const {
-        W4Digits d;
+    // b: what a lane keeps of a tile of 32 columns, digit g % 4. x: columns 2 t, 2 t + 1 of each 8 of a tile.
+    DEVICE void put(uint32_t (&b)[2], const uint32_t (&x)[4]) const {
         uint32_t bits[4][2];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -74,36 +66,7 @@ template <bool BF16> struct W4Scaling {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const uint32_t first = __byte_perm(bits[2 * i][0], bits[2 * i + 1][0], 0x0040);
-            d.b[i] = __byte_perm(first, __byte_perm(bits[2 * i][1], bits[2 * i + 1][1], 0x0040), 0x5410) & mask;
+            b[i] = __byte_perm(first, __byte_perm(bits[2 * i][1], bits[2 * i + 1][1], 0x0040), 0x5410) & mask;
         }
-        int begin[4] = {UNITS_BITS, UNITS_BITS, UNITS_BITS, UNITS_BITS};
-        const uint32_t minus_8[4] = {0xf8f8f8f8, 0xf8f8f8f8, 0xf8f8f8f8, 0xf8f8f8f8};
-        mma_s8s8(begin, minus_8, d.b);
-        d.begin[0] = begin[0], d.begin[1] = begin[1];
-        return d;
     }
 };
-
-// acc[r][c] += scale_r (W q)[r][c] of a tile. words: the lane's; scales: of rows 4 g + r; c: columns 2 t + c of the digits.
-template <bool BF16, int PAIRS>
-DEVICE void w4_digit_product(float (&acc)[PAIRS][4][2], const uint4& words, const uint2& scales,
-                             const W4Digits (&x)[PAIRS]) {
-    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
-    const float2 low = Half<BF16>::unpack(scales.x), high = Half<BF16>::unpack(scales.y);
-    const float by_row[4] = {low.x, low.y, high.x, high.y};
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const uint32_t a[4] = {w[2 * h] & 0x0f0f0f0f, w[2 * h] >> 4 & 0x0f0f0f0f, w[2 * h + 1] & 0x0f0f0f0f,
-                               w[2 * h + 1] >> 4 & 0x0f0f0f0f};
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
-            int d[4] = {x[p].begin[0], x[p].begin[1], x[p].begin[0], x[p].begin[1]};
-            mma_u8s8(d, a, x[p].b);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                float& sum = acc[p][2 * h + j / 2][j % 2];
-                sum = fmaf(__int_as_float(d[j]) - UNITS_FLOAT, by_row[2 * h + j / 2], sum);
-            }
-        }
-    }
-}

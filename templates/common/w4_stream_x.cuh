@@ -141,13 +141,15 @@ template <class L> struct W4StreamX<L, 1> {
 #pragma unroll
             for (int j = 0; j < 4; j++) most = max_abs2<L::BF16>(most, words[i][j]);
         }
-        const W4Scaling<L::BF16> scaling(most_of<L::BF16, 1, 2, 16>(most), true);
+        const W4Scaling<L::BF16> scaling(most_of<L::BF16, 1, 2, 16>(most));
         down = scaling.down;
         if (MANY) asm volatile("" ::: "memory");  // read again: there are no registers for all of them
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) {
             if (MANY) read(i);
-            digits[i] = Digits(scaling.digits(words[i]).b);
+            uint32_t of_tile[2];
+            scaling.put(of_tile, words[i]);
+            digits[i] = Digits(of_tile);
         }
     }
     DEVICE void multiply(Sums& sums, const uint8_t* slot, int in_slot, int tile) const {

@@ -86,7 +86,7 @@ def test_sums_of_two_digits_are_exact_as_floats_of_units() -> None:
 
 
 def test_a_groups_sums_are_exact_as_floats_of_units() -> None:
-    """What w4_digit_product adds up: accumulators that begin at the bits of 1.5 * 2^23 are floats of whole numbers."""
+    """What w4_pair_product adds up: accumulators that begin at the bits of 1.5 * 2^23 are floats of whole numbers."""
     rng = np.random.default_rng(3)
     for extreme in (None, 127, -128):
         weights = rng.integers(0, 16, (64, 32))

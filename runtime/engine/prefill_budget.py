@@ -61,8 +61,12 @@ class PrefillBudget:
         stall = min(LONGEST * max(self._median_s / self._decode_s, 1.0) - 1, most_stall)
         allowed_s = stall * self._decode_s * times
         longest = self._most // MULTIPLE * MULTIPLE
-        found = (n for n in range(longest, 0, -MULTIPLE) if self._seconds(n) <= allowed_s)
+        found = (n for n in range(longest, 0, -MULTIPLE) if self._is_whole(n) and self._seconds(n) <= allowed_s)
         return min(self._most, next(found, MULTIPLE))
+
+    def _is_whole(self, tokens: int) -> bool:
+        """Whether a chunk is no longer for what it is filled up with: between two known sizes it runs as the larger."""
+        return not self._knows or tokens > self._points[-1][0] or any(tokens == n for n, _ in self._points)
 
     def _seconds(self, tokens: int) -> float:
         """Of a chunk. Beyond the sizes that are known each token takes what it does between the last two, and no less

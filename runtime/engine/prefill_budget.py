@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Iterable
 
 LONGEST = 2.7  # medians: a margin to three
-MOST_STALL = 2.4  # decode steps
-ALONE, CROWD = 0.73, 5  # of MOST_STALL where one prompt is prefilled; how many have all of it
+MOST_STALL = 2.0  # decode steps
+ALONE, CROWD = 0.87, 5  # of MOST_STALL where one prompt is prefilled; how many have all of it
 REMEMBERED = 1024  # steps
 LOOKED_AT_EVERY = 16  # steps
 MULTIPLE = 64  # tokens of a whole tile of an int4 product

@@ -61,12 +61,12 @@ class PrefillBudget:
         stall = min(LONGEST * max(self._median_s / self._decode_s, 1.0) - 1, most_stall)
         allowed_s = stall * self._decode_s * times
         longest = self._most // MULTIPLE * MULTIPLE
-        found = (n for n in range(longest, 0, -MULTIPLE) if self._is_whole(n) and self._seconds(n) <= allowed_s)
+        found = (n for n in range(longest, 0, -MULTIPLE) if self._run_as(n) == n and self._seconds(n) <= allowed_s)
         return min(self._most, next(found, MULTIPLE))
 
-    def _is_whole(self, tokens: int) -> bool:
-        """Whether a chunk is no longer for what it is filled up with: between two known sizes it runs as the larger."""
-        return not self._knows or tokens > self._points[-1][0] or any(tokens == n for n, _ in self._points)
+    def _run_as(self, tokens: int) -> int:
+        """What a chunk of so many is filled up to: the next size that is known, where there is one."""
+        return next((n for n, _ in self._points if n >= tokens), tokens) if self._knows else tokens
 
     def _seconds(self, tokens: int) -> float:
         """Of a chunk. Beyond the sizes that are known each token takes what it does between the last two, and no less
@@ -98,8 +98,9 @@ class PrefillBudget:
             return
         self._since_s += seconds
         if self._knows:
-            longest = 2 * self._seconds(tokens)  # whatever else happened meanwhile
-            self._extra_s += SMOOTHING * (min(seconds, longest) - self._seconds(tokens))
+            expected = self._seconds(self._run_as(tokens))
+            longest = 2 * expected  # whatever else happened meanwhile
+            self._extra_s += SMOOTHING * (min(seconds, longest) - expected)
             return
         if self._points and 2 * tokens < self._points[1][0] and seconds <= self._decode_s:
             return  # the end of a prompt, which says little of a longer chunk

@@ -103,6 +103,16 @@ def test_a_chunk_is_as_long_as_what_it_runs_as() -> None:
     assert all(n in times or n > 512 for n in chosen)
 
 
+def test_the_end_of_a_prompt_says_nothing_of_longer_chunks() -> None:
+    """It takes as long as what it is filled up to."""
+    budget = PrefillBudget(2048)
+    budget.know({64: 0.004, 128: 0.006, 512: 0.012}.items())
+    budget.decoded(0.0073, 20)
+    for tokens, seconds in ((130, 0.012), (1, 0.004), (65, 0.006), (400, 0.012)) * 20:
+        budget.prefilled(tokens, seconds)
+    assert budget.tokens(CROWD, 20) == 512
+
+
 def test_a_gap_counts_for_all_who_waited() -> None:
     """Few wait beside chunks, and many without: most gaps are short."""
     few, many = PrefillBudget(2048), PrefillBudget(2048)

@@ -207,6 +207,35 @@ class Gemma4:
             return row[batch.cu_seqlens[1:].long() - 1]
         return row
 
+    @property
+    def joins(self) -> bool:
+        """Whether a prefill and a decode step can be one forward: no layer stops short at a prefill's last tokens."""
+        return self._first_shared == len(self.config.layers)
+
+    def forward_joint(
+        self, chunks: Batch, chunk_cache: KVCache, decode: Batch, decode_cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """A prefill and the decode step of other sequences, whose tokens go through all but attention together: the
+        weights are read once. Each cache has its own sequences' tables. Only where `joins`.
+
+        Returns the hidden states after the final norm, in `ops.dtype`: of each chunk's last token [B, H], and of the
+        decode step's tokens.
+        """
+        if chunks.cu_seqlens is None or not self.joins:
+            raise TypeError("a ragged prefill is joined by a decode step, of a model whose layers all own K and V")
+        self.ops.place = ""
+        count = len(chunks.ids)
+        residual = self.embed(torch.cat((chunks.ids, decode.ids)))
+        before, behind = self._attend(chunks, chunk_cache), self._attend(decode, decode_cache)
+
+        def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
+            return torch.cat((before(layer, qkv[:count]), behind(layer, qkv[count:])))
+
+        row = self.stack.first(residual)
+        for index in range(len(self.stack.layers)):
+            row = self.stack.layer(index, residual, row, attend, None)
+        return row[chunks.cu_seqlens[1:].long() - 1], row[count:]
+
     @staticmethod
     def _seen(batch: Batch, cache: KVCache, layer: LayerConfig) -> Seen:
         return layer.window, cache.pages(layer), batch.slots[layer.kind], cache.groups[layer.kind].block_table

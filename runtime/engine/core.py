@@ -43,13 +43,14 @@ def require_draft_tokens(count: int | None, ops: Ops) -> None:
 class _Pending:
     """A step whose results the host has not read. rows: who was in it, and in which epoch of theirs.
 
-    choice: None for a prefill.
+    choice: None for a prefill. joined: tokens that were prefilled in the same forward.
     """
 
     number: int
     rows: list[tuple[Handle, int]]
     choice: Choice | None
     wait: Wait
+    joined: int = 0
 
 
 class Engine:
@@ -59,8 +60,9 @@ class Engine:
     prefill_chunk: tokens prefilled a step, of all sequences together, the most; max_stall: how many decode steps' time
     that may take while others decode (prefill_budget.py), None for any. num_pages: of each kind of cache ("full",
     "sliding"), page 0 included; None for what max_batch sequences of max_len take. With fewer pages some requests wait
-    or are preempted. prefix_caching: prompts share the pages of what they begin with. buckets: batches that a decode
-    step comes in, lag: how many steps behind the host reads; None for the backend's own.
+    or are preempted. joint: sequences decode in the forward that prefills others, where nobody is drafted for and the
+    model allows it (joint_steps.py). prefix_caching: prompts share the pages of what they begin with. buckets: batches
+    that a decode step comes in, lag: how many steps behind the host reads; None for the backend's own.
 
     reproducible: no request's arithmetic depends on who runs beside it. Every decode step is one of max_batch rows for
     max_len keys, each chunk of a prompt is a forward of its own, begins at a multiple of prefill_chunk and shares no
@@ -82,6 +84,7 @@ class Engine:
         max_stall: float | None = MOST_STALL,
         page_size: int = PAGE_SIZE,
         num_pages: Mapping[str, int] | None = None,
+        joint: bool = False,
         prefix_caching: bool = True,
         reproducible: bool = False,
         buckets: Sequence[int] | None = None,
@@ -103,6 +106,7 @@ class Engine:
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
         self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
+        self._joins = joint and not reproducible and model.joins
         self._lengths = DraftLength(most if self._fixed is None else 0)
         self._lag = lag if lag is not None else 1 if ops.supports_graphs else 0
         step = (self._lag + 1) * (most + 1)
@@ -130,9 +134,11 @@ class Engine:
         """
         fixed, most = self._fixed, self._lengths.longest
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
-        self.model.ops.build_ahead(lambda: rehearse(self.runner, lengths, self.prefill_chunk), say)
+        self.model.ops.build_ahead(lambda: rehearse(self.runner, lengths, self.prefill_chunk, joint=self._joins), say)
         usually = sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed]
         self.runner.capture(usually, sorted({Way(), Way.for_sampling([usual or Sampling()])}))
+        if self._joins:
+            self.runner.capture_joint([Way(), *sorted({Way.for_sampling([usual or Sampling()])} - {Way()})])
         self._budget.know(self.runner.time_short_prefills())
 
     # -- many requests
@@ -205,8 +211,12 @@ class Engine:
         """Hand in a decode step and a prefill, and say which steps are to be read now."""
         self._num_steps += 1
         self.scheduler.admit()
-        decodes = self._decode()
-        self._prefill()
+        for tokens, seconds in self.runner.timed_prefills():
+            self._budget.prefilled(tokens, seconds)
+        choice = self._choose() if self.scheduler.running else None
+        if choice is None or (decodes := self._join(choice)) is None:
+            decodes = choice is not None and self._decode(choice)
+            self._prefill()
         # With nothing to decode there is nothing for the device to run meanwhile: a first token is read at once. So are
         # all while somebody's mask waits for them.
         waits = any(h.request.mask is not None for h in self.scheduler.running)
@@ -299,33 +309,61 @@ class Engine:
 
     # -- steps
 
-    def _decode(self) -> bool:
-        """Start a decode step of all that run. False if nobody does."""
+    def _choose(self) -> Choice:
+        """How many drafts those that run get."""
+        running = self.scheduler.running
+        bucket = self.runner.bucket(len(running))
+        if not self.runner.reproducible and all(h.request.mask is not None for h in running):
+            return Choice(0, bucket)  # nobody would accept one
+        return self._lengths.choose(bucket) if self._fixed is None else Choice(self._fixed, bucket)
+
+    def _decode(self, choice: Choice) -> bool:
+        """Start a decode step of all that run. False if nobody does any more."""
         scheduler = self.scheduler
-        if not scheduler.running:
-            return False
-        bucket = self.runner.bucket(len(scheduler.running))
-        if not self.runner.reproducible and all(h.request.mask is not None for h in scheduler.running):
-            choice = Choice(0, bucket)  # nobody would accept one
-        else:
-            choice = self._lengths.choose(bucket) if self._fixed is None else Choice(self._fixed, bucket)
-        num_drafts = choice.length
-        scheduler.grow_running(num_drafts + 1)
-        self.runner.add_pages(scheduler.new_pages)
-        scheduler.new_pages.clear()
+        scheduler.grow_running(choice.length + 1)
+        self._add_pages()
         running = list(scheduler.running)
         if not running:
             return False
-        wait = self.runner.decode(running, num_drafts, max(h.limit for h in running))
+        self._decoding(running, choice, self.runner.decode(running, choice.length, max(h.limit for h in running)))
+        return True
+
+    def _add_pages(self) -> None:
+        self.runner.add_pages(self.scheduler.new_pages)
+        self.scheduler.new_pages.clear()
+
+    def _decoding(self, running: list[Handle], choice: Choice, wait: Wait, joined: int = 0) -> None:
+        """A decode step of them was started."""
         for handle in running:
-            handle.in_flight.append(num_drafts + 1)
-        rows = [(h, h.epoch) for h in running]
-        self._pending.append(_Pending(self._num_steps, rows, choice, wait))
+            handle.in_flight.append(choice.length + 1)
+        self._pending.append(_Pending(self._num_steps, [(h, h.epoch) for h in running], choice, wait, joined))
+
+    def _join(self, choice: Choice) -> bool | None:
+        """Start a decode step of all that run and a prefill of others, as one forward if that can be; whether anybody
+        decodes. None, and nothing is done, where it is not to be.
+        """
+        scheduler = self.scheduler
+        if not self._joins or not scheduler.prefilling or choice.length:
+            return None
+        if (beside := self.runner.rows_beside(scheduler.running)) is None:
+            return None
+        scheduler.grow_running(1)
+        self._add_pages()
+        chunks = list(scheduler.chunks(self._budget.tokens(len(scheduler.prefilling), len(scheduler.running), beside)))
+        self._add_pages()  # who was preempted for a chunk has left its row
+        running = list(scheduler.running)
+        if not running or not chunks or (waits := self.runner.joint(running, chunks)) is None:
+            if running:
+                self._decoding(running, choice, self.runner.decode(running, 0, max(h.limit for h in running)))
+            if chunks:
+                self._prefill_together(chunks)
+            return bool(running)
+        tokens, first = waits
+        self._decoding(running, choice, tokens, sum(len(c.tokens) for c in chunks))
+        self._prefilling(chunks, first)
         return True
 
     def _prefill(self) -> None:
-        for tokens, seconds in self.runner.timed_prefills():
-            self._budget.prefilled(tokens, seconds)
         scheduler = self.scheduler
         chunks = scheduler.chunks(self._budget.tokens(len(scheduler.prefilling), len(scheduler.running)))
         if self.scheduler.fixed_chunk:
@@ -335,7 +373,10 @@ class Engine:
             self._prefill_together(together)
 
     def _prefill_together(self, chunks: list[Chunk]) -> None:
-        wait = self.runner.prefill(chunks, len(self.scheduler.running))
+        self._prefilling(chunks, self.runner.prefill(chunks, len(self.scheduler.running)))
+
+    def _prefilling(self, chunks: list[Chunk], wait: Wait | None) -> None:
+        """A prefill of them was started."""
         for chunk in chunks:
             self.scheduler.prefilled(chunk)
         if wait is not None:
@@ -346,9 +387,11 @@ class Engine:
         """Read a step's results: hand out tokens, end what has ended, and learn from what was accepted."""
         result = step.wait.result()
         live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]
-        if step.choice is not None:
+        if step.joined:
+            self._budget.joined(step.joined + len(step.rows), result.seconds, len(step.rows))
+        elif step.choice is not None:
             self._budget.decoded(result.seconds, len(step.rows))
-        if step.choice is not None and self._fixed is None:
+        if step.choice is not None and self._fixed is None and not step.joined:
             drafted = [i for i in live if step.rows[i][0].request.mask is None]
             self._lengths.observe(step.choice, result.seconds, [len(result.tokens[i]) - 1 for i in drafted])
         events = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+Left = TypeVar("Left")
 
 
 class Graphs:
@@ -18,8 +19,8 @@ class Graphs:
         self.count = 0
         self._memory: Any = None  # the pool
 
-    def capture(self, run: Callable[[], Tensor], written: Sequence[Tensor]) -> Captured:
-        """`run` as a graph, and the tensor that a replay leaves its result in. written: what `run` changes that must
+    def capture(self, run: Callable[[], Left], written: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, Left]:
+        """`run` as a graph, and the tensors that a replay leaves its results in. written: what `run` changes that must
         stay as it was; it is run twice before, so that whatever is loaded or chosen at first use is there.
         """
         saved = [tensor.clone() for tensor in written]

@@ -36,7 +36,7 @@ class PrefillBudget:
         self._points: list[tuple[int, float]] = []  # tokens and seconds of a chunk
         self._knows = False
         self._extra_s = 0.0  # that chunks take longer lately
-        self._decode_s = 0.0
+        self._decodes: dict[int, float] = {}  # seconds of steps alone, by the bits of how many decode
         self._gaps: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)  # seconds, and sequences that waited
         self._median_s, self._num_gaps = 0.0, 0
         self._since_s = 0.0  # prefill since the last decode step
@@ -49,20 +49,32 @@ class PrefillBudget:
             self._points = [(n, least := min(least, s)) for n, s in reversed(points)][::-1]
             self._knows = True
 
-    def tokens(self, num_prefilling: int, num_running: int) -> int:
-        """What the next step may prefill, of so many prompts, beside so many that decode."""
+    def tokens(self, num_prefilling: int, num_running: int, beside: int = 0) -> int:
+        """What the next step may prefill, of so many prompts, beside so many that decode. beside: rows of those in the
+        chunk's own forward, whose time is then the step's; 0 where they decode by themselves.
+        """
         if num_running == 0 or self._max_stall is None:
             return self._most
         times = max(num_prefilling, num_running) / num_running
-        if not self._decode_s or not self._points:
+        if not self._decodes or not self._points:
             return min(self._most, max(int(self._most // 4 * times), MULTIPLE))
+        decode_s = self._decode_seconds(num_running)
         crowd = min(max(num_prefilling - 1, 0) / (CROWD - 1), 1.0)
         most_stall = self._max_stall * (ALONE + (1.0 - ALONE) * crowd)
-        stall = min(LONGEST * max(self._median_s / self._decode_s, 1.0) - 1, most_stall)
-        allowed_s = stall * self._decode_s * times
-        longest = self._most // MULTIPLE * MULTIPLE
-        found = (n for n in range(longest, 0, -MULTIPLE) if self._run_as(n) == n and self._seconds(n) <= allowed_s)
-        return min(self._most, next(found, MULTIPLE))
+        stall = min(LONGEST * max(self._median_s / decode_s, 1.0) - 1, most_stall)
+        allowed_s = (stall * times + (beside > 0)) * decode_s
+        longest = self._points[-1][0] if beside and self._knows else self._most // MULTIPLE * MULTIPLE
+        found = (n for n in range(longest, beside, -MULTIPLE) if self._run_as(n) == n and self._seconds(n) <= allowed_s)
+        least = MULTIPLE * (1 + beside // MULTIPLE)
+        return min(self._most, next(found, least) - beside)
+
+    def _decode_seconds(self, rows: int) -> float:
+        """Of a step of so many sequences, by the nearest number that decoded alone lately: forwards that prefill, too,
+        say nothing of it. Of more sequences it grows as the root of them, about.
+        """
+        bits = rows.bit_length()
+        nearest = min(self._decodes, key=lambda known: abs(known - bits))
+        return self._decodes[nearest] * max(2.0 ** (0.5 * (bits - nearest)), 1.0)
 
     def _run_as(self, tokens: int) -> int:
         """What a chunk of so many is filled up to: the next size that is known, where there is one."""
@@ -85,24 +97,40 @@ class PrefillBudget:
         if seconds <= 0:
             self._since_s = 0.0
             return
-        self._decode_s += (SMOOTHING if self._decode_s else 1.0) * (seconds - self._decode_s)
+        known = self._decodes.get(rows.bit_length(), seconds)
+        self._decodes[rows.bit_length()] = known + SMOOTHING * (seconds - known)
+        self._gap(seconds, rows)
+
+    def _gap(self, seconds: float, rows: int) -> None:
         self._gaps.append((seconds + self._since_s, rows))
         self._since_s = 0.0
         if self._num_gaps % LOOKED_AT_EVERY == 0:
             self._median_s = _median(self._gaps)
         self._num_gaps += 1
 
+    def joined(self, tokens: int, seconds: float, rows: int) -> None:
+        """A forward of so many tokens, of which `rows` decoded, took `seconds`; 0 where that is not known."""
+        if seconds <= 0 or not self._decodes:
+            self._since_s = 0.0
+            return
+        self._learn(tokens, seconds)
+        self._gap(seconds, rows)
+
     def prefilled(self, tokens: int, seconds: float) -> None:
         """A prefill of so many tokens took `seconds`, whoever decoded beside it."""
-        if self._max_stall is None or not self._decode_s or seconds <= 0:
+        if self._max_stall is None or not self._decodes or seconds <= 0:
             return
         self._since_s += seconds
+        self._learn(tokens, seconds)
+
+    def _learn(self, tokens: int, seconds: float) -> None:
+        """How long a forward of so many tokens takes."""
         if self._knows:
             expected = self._seconds(self._run_as(tokens))
             longest = 2 * expected  # whatever else happened meanwhile
             self._extra_s += SMOOTHING * (min(seconds, longest) - expected)
             return
-        if self._points and 2 * tokens < self._points[1][0] and seconds <= self._decode_s:
+        if self._points and 2 * tokens < self._points[1][0] and seconds <= min(self._decodes.values()):
             return  # the end of a prompt, which says little of a longer chunk
         each = seconds / tokens
         if self._points:  # the first chunk of a kind takes much longer

@@ -19,9 +19,9 @@ from kerngen.runtime.engine.runner import Runner
 from kerngen.runtime.engine.short_prefills import OUTPUTS
 
 
-def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) -> None:
+def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *, joint: bool = False) -> None:
     """All steps, on rows that stand for nobody. draft_lengths: numbers of drafts of a step; unusual ones are rehearsed
-    for the longest sequences alone. longest_chunk: tokens that are prefilled together.
+    for the longest sequences alone. longest_chunk: tokens that are prefilled together. joint: whether steps are.
     """
     kv_lens, page_size = runner.kv_lens, runner.cache.page_size
     for batch in runner.batches:
@@ -33,6 +33,8 @@ def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) -
     for size in runner.short_sizes:
         for outputs in OUTPUTS:
             runner.short_prefills.forward(size, outputs)
+    for shape in runner.joint_shapes([Way()]) if joint else ():
+        runner.joint_of(shape)
     hidden = runner.hidden
     for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):
         tables = torch.zeros(len(KINDS), count, -(-keys // page_size), dtype=torch.int32, device=hidden.device)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise, product
 
 import numpy as np
@@ -23,6 +24,7 @@ from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.changes import Changes, Values, Way
 from kerngen.runtime.engine.graphs import Captured, Graphs
+from kerngen.runtime.engine.joint_steps import JointSteps, Shape
 from kerngen.runtime.engine.request import Handle
 from kerngen.runtime.engine.scheduler import Chunk, NewPage
 from kerngen.runtime.engine.short_prefills import ShortPrefills
@@ -106,6 +108,7 @@ class Runner:
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs = Graphs()
         self.short_prefills = ShortPrefills(model, cache, self._graphs, max_kv_len, self._sent)
+        self.joint_steps = JointSteps()
         self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
 
     @property
@@ -212,10 +215,13 @@ class Runner:
             return None
         if len(done) < len(chunks):
             hidden = hidden[self._sent(done, torch.int64)]
-        joining = [handles[i] for i in done]
+        return self._first(hidden, num_running, [handles[i] for i in done])
+
+    def _first(self, hidden: Tensor, num_running: int, joining: Sequence[Handle]) -> Wait:
+        """Sequences whose last tokens gave hidden [n, H] become rows `num_running` and on."""
         self._join(num_running, joining)
         self.changes.guide(num_running, joining)
-        rows = slice(num_running, num_running + len(done))
+        rows = slice(num_running, num_running + len(joining))
         return self._result(self.first_tokens(hidden, rows, Way.of(joining)), 1, began=None)
 
     def first_tokens(self, hidden: Tensor, rows: slice, way: Way) -> Tensor:
@@ -278,6 +284,21 @@ class Runner:
         for size in self.short_sizes:
             self.short_prefills.capture(size)
 
+    def joint_shapes(self, ways: Sequence[Way]) -> list[Shape]:
+        """Of the joint steps that are captured."""
+        sizes = self.short_sizes if self.model.joins else []
+        return JointSteps.shapes(self.batches, ways, sizes[-1]) if sizes else []
+
+    def capture_joint(self, ways: Sequence[Way]) -> None:
+        """Have joint steps captured. No row may stand for anybody."""
+        for shape in self.joint_shapes(ways):
+            self.short_prefills.clear(shape.chunk)
+            self.joint_steps.capture(shape, partial(self._graphs.capture, partial(self.joint_of, shape), self.written))
+
+    def joint_of(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """A joint step of whatever chunks lie in the tables and lengths of short prefills."""
+        return self.joint_step(shape.batch, shape.way, *self.short_prefills.batch(shape.chunk))
+
     def time_short_prefills(self) -> list[tuple[int, float]]:
         """(tokens, seconds) of those that were captured, where nothing is attended to yet. Waits for the device."""
         found = []
@@ -307,6 +328,53 @@ class Runner:
             began = self._now()
             result = self.step(batch, num_drafts, way, self.max_kv_len)
         return self._result(result[: len(handles)], num_drafts + 1, began=began)
+
+    def rows_beside(self, handles: Sequence[Handle]) -> int | None:
+        """Rows of a joint step in which these decode, None where none serves."""
+        if not self.model.ops.supports_graphs:
+            return len(handles)
+        return self.joint_steps.batch_for(len(handles), Way.of(handles))
+
+    def joint(self, handles: Sequence[Handle], chunks: Sequence[Chunk]) -> tuple[Wait, Wait | None] | None:
+        """Start a decode step of rows 0 to len(handles) - 1, without drafts, and the prefill of `chunks` as one
+        forward, and have sequences whose last chunks these are join. None where no forward serves, and nothing is done.
+
+        Returns what waits for the rows' tokens, and what waits for first tokens as `prefill` does.
+        """
+        way, count = Way.of(handles), len(handles)
+        starts, sizes = [c.start for c in chunks], [len(c.tokens) for c in chunks]
+        ids = [t for c in chunks for t in c.tokens]
+        tables = self._tables([c.handle for c in chunks], max(len(c.handle.pages["full"]) for c in chunks))
+        if any(c.handle.request.prompt_logprobs is not None for c in chunks):
+            return None
+        if self.model.ops.supports_graphs:
+            if (shape := self.joint_steps.find(sum(sizes), len(chunks), count, way)) is None:
+                return None
+            self.changes.guide(0, handles)
+            self.short_prefills.put(ids, starts, sizes, tables, shape.chunk)
+            began: _Moment = self._now()
+            result, last = self.joint_steps.replay(shape)
+        else:
+            self.changes.guide(0, handles)
+            began = self._now()
+            batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
+            result, last = self.joint_step(count, way, batch, cache)
+        tokens = self._result(result[:count], 1, began=began)
+        done = [i for i, c in enumerate(chunks) if c.is_last]
+        if not done:
+            return tokens, None
+        return tokens, self._first(last[self._sent(done, torch.int64)], count, [chunks[i].handle for i in done])
+
+    def joint_step(self, batch: int, way: Way, chunks: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """One decode step of rows 0 to batch - 1 and a prefill, all on the device: what `step` returns, and the hidden
+        states of the chunks' last tokens. cache: under the tables of `chunks`.
+        """
+        self.model.ops.row_invariant = False
+        own, rows = self.cache.rows(batch), slice(0, batch)
+        ids, lengths = self.ints[TOKEN, rows][:, None], self.ints[LENGTH, rows]
+        fed = Batch.decode(ids, lengths, own, self.max_kv_len, self.model.ops)
+        last, states = self.model.forward_joint(chunks, cache, fed, own)
+        return self._emit(states, fed.positions, None, rows, way), last
 
     def step(self, batch: int, num_drafts: int, way: Way, max_kv_len: int) -> Tensor:
         """One decode step of rows 0 to batch - 1, all on the device.

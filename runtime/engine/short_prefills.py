@@ -51,14 +51,18 @@ class ShortPrefills:
     def forward(self, size: int, outputs: str) -> Tensor:
         """What a graph of `size` tokens does: of the `last` tokens [SEQUENCES, H], in the order of the sequences."""
         self._model.ops.row_invariant = False
+        batch, cache = self.batch(size)
+        return self._model.forward(batch, cache, outputs=outputs)
+
+    def batch(self, size: int) -> tuple[Batch, KVCache]:
+        """What lies in the tables and lengths when it is replayed, and the cache under those tables."""
         cache = self._cache.with_tables(self._tables)
         batch = Batch.ragged(self._tokens[:, :size], self._lengths, cache, max_seqlen=size, max_kv_len=self._max_kv_len)
-        return self._model.forward(batch, cache, outputs=outputs)
+        return batch, cache
 
     def capture(self, size: int) -> None:
         """Have it at hand; `run` uses no others."""
-        self._tables.zero_()
-        self._fill([], [], [], size)
+        self.clear(size)
         for outputs in OUTPUTS:
             if (size, outputs) not in self._captured:
                 self._captured[size, outputs] = self._graphs.capture(partial(self.forward, size, outputs), [])
@@ -79,13 +83,22 @@ class ShortPrefills:
         size = next((size for size in self.captured_sizes if size >= sum(sizes)), None)
         if size is None or len(sizes) >= SEQUENCES:
             return None
+        self.put(ids, starts, sizes, tables, size)
+        graph, hidden = self._captured[size, outputs]
+        graph.replay()
+        return hidden[: len(sizes)]
+
+    def put(self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, size: int) -> None:
+        """Have a forward of `size` tokens be that of these chunks. tables: on the host."""
         self._fill(ids, starts, sizes, size)
         known = torch.zeros(self._tables.shape, dtype=torch.int32)
         known[:, : len(sizes), : tables.shape[2]] = tables
         self._tables.copy_(self._send(known, torch.int32))
-        graph, hidden = self._captured[size, outputs]
-        graph.replay()
-        return hidden[: len(sizes)]
+
+    def clear(self, size: int) -> None:
+        """Have it be of nobody's tokens."""
+        self._tables.zero_()
+        self._fill([], [], [], size)
 
     def _fill(self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], size: int) -> None:
         """The tokens of chunks, and then of nobody, up to `size`. What is left of the sequences is empty."""

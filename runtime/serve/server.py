@@ -39,8 +39,8 @@ UNREAD_S = 60.0  # how long a client may leave unread what it asked for
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """load, opens, reproducible: see `Options`. drain_s: how long answers may take once the server is told to stop.
-    traces: where spans go (tracing.py).
+    """load, opens, reproducible, joint: see `Options`. drain_s: how long answers may take once the server is told to
+    stop. traces: where spans go (tracing.py).
     """
 
     load: Mapping[str, Any]
@@ -55,6 +55,7 @@ class Settings:
     traces: str | None = None
     opens: Callable[..., Session] | None = None
     reproducible: bool = False
+    joint: bool = False
 
 
 def run(
@@ -124,7 +125,7 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
     if context > config.max_positions:
         raise UsageError(f"--context {context}: the model takes {config.max_positions:,} tokens")
     suggested = read_sampling(folder)
-    options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible,
+    options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible, settings.joint,
                       Sampling(**usual_values(suggested)))  # fmt: skip
     client = EngineClient(options, on_load)
     ready, _ = await asyncio.gather(client.start(), asyncio.to_thread(codec.prepare))

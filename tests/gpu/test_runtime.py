@@ -146,3 +146,38 @@ def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tu
         apart = (made[1] - made[0]).norm(dim=1) / made[0].norm(dim=1)
         assert apart.max() < 0.05, apart
         assert runner.short_prefills.run([5] * 4, [0] * 4, [1] * 4, tables, "last") is None
+
+
+@pytest.mark.parametrize(("sizes", "rows"), [((100,), 3), ((1, 40, 23), 8), ((300, 7), 5)], ids=str)
+def test_a_joint_step_is_the_forwards_that_it_stands_for(sizes: tuple[int, ...], rows: int) -> None:
+    """Of the chunks' last tokens and of the rows that decode, from the same caches."""
+    from kerngen.runtime.batch import Batch
+    from kerngen.runtime.engine import Engine
+
+    config = _config(quant=True)
+    model = _model("cuda", config)
+    assert model.joins
+    engine = Engine(model, max_len=1100, max_batch=8, num_pages={"full": 256, "sliding": 256})
+    runner, pages = engine.runner, 17
+    draw = torch.Generator().manual_seed(sum(sizes))
+    with torch.inference_mode():
+        own_pages = 1 + torch.arange((rows + len(sizes)) * pages, dtype=torch.int32).view(-1, pages)
+        of_rows, of_chunks = (half.expand(2, -1, -1).contiguous() for half in own_pages.split((rows, len(sizes))))
+        starts = [17 * i + 1 for i in range(rows)]
+        ids = torch.randint(5, 205, (sum(starts) + sum(sizes) + rows,), generator=draw).tolist()
+        model.forward(*runner.chunks(ids[: sum(starts)], [0] * rows, starts, of_rows.cuda()))
+        own = engine.cache.with_tables(of_rows.cuda())
+        lengths, last = torch.tensor(starts).cuda(), torch.tensor(ids[-rows:]).cuda()
+        new = ids[sum(starts) : -rows]
+        found = []
+        for is_joint in (False, True):
+            fed = Batch.decode(last[:, None], lengths, own, 512, model.ops)
+            batch, cache = runner.chunks(new, [0] * len(sizes), sizes, of_chunks.cuda())
+            if is_joint:
+                found.append(torch.cat(model.forward_joint(batch, cache, fed, own)))
+            else:
+                states = model.forward(fed, own)
+                found.append(torch.cat((model.forward(batch, cache, outputs="last"), states)))
+        assert torch.isfinite(found[1]).all()
+        apart = (found[1] - found[0]).float().norm(dim=1) / found[0].float().norm(dim=1)
+        assert apart.max() < 0.05, apart

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import Engine, Handle, Request, short_prefills
+from kerngen.runtime.engine import Engine, Handle, Request, joint_steps, prefill_budget, short_prefills
 from kerngen.runtime.engine.changes import Way
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.request import Phase
@@ -479,6 +480,7 @@ def test_random_arrivals_cancellations_and_preemptions(models: Models, seed: int
         buckets=draw.choice((None, (2, 5))),
         lag=draw.randint(0, 1),
         prefix_caching=draw.random() < 0.8,
+        joint=draw.random() < 0.5,
     )
     oracle.engine = engine
     waiting, handles = list(enumerate(requests)), {}
@@ -530,7 +532,8 @@ class Graphless:
 
         def replay() -> None:
             self.num_replayed += 1
-            result.copy_(run())
+            for left, made in zip(*([r] if isinstance(r, Tensor) else r for r in (result, run())), strict=True):
+                left.copy_(made)
 
         graph.replay = replay  # type: ignore[method-assign]
         return graph, result
@@ -618,6 +621,63 @@ def test_short_prefills_that_were_captured(models: Models, monkeypatch: pytest.M
     assert set(ran) == {(size, "last") for size in sizes} | ({(16, "none")} & {(size, "none") for size in sizes})
     usual = [key for key in engine.runner._steps if key[3] < engine.runner.max_kv_len]
     assert graphs.num_captured == once + len(usual), "steps of shorter contexts alone"
+
+
+@pytest.mark.parametrize("variant", ["dense", "k_eq_v", "moe"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_who_decodes_joins_a_prefill(models: Models, monkeypatch: pytest.MonkeyPatch, variant: str, lag: int) -> None:
+    """One forward for both: each has the tokens that it has alone, and no weights are read by a decode step beside."""
+    model, _ = models[variant]
+    expected = alone(model, REQUESTS)
+    engine = engine_for(model, joint=True, prefill_chunk=9, lag=lag, num_pages={"full": 40, "sliding": 50})
+    ran = Counter[str]()
+    for name in ("decode", "prefill", "joint"):
+        plain = getattr(engine.runner, name)
+        monkeypatch.setattr(engine.runner, name, lambda *args, n=name, p=plain: (ran.update([n]), p(*args))[1])
+    assert tokens_of(engine, REQUESTS) == expected
+    assert ran["joint"] > 4
+    assert ran["prefill"] <= 2, "only while nobody decodes"
+    assert_nothing_is_held(engine)
+    assert tokens_of(engine, REQUESTS[::-1]) == expected[::-1]
+
+
+def test_joint_steps_that_were_captured(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filled up to what was captured, in rows and in tokens; nothing is captured once requests come."""
+    model, _ = models["k_eq_v"]
+    expected = alone(model, REQUESTS)
+    monkeypatch.setattr(short_prefills, "SIZES", (4, 8, 16))
+    monkeypatch.setattr(joint_steps, "JOINT_SIZES", (8, 16))
+    monkeypatch.setattr(prefill_budget, "MULTIPLE", 4)
+    engine = engine_for(model, joint=True, prefill_chunk=16, buckets=(1, 2, 4, 8), lag=1, prefix_caching=False)
+    graphs, ran = Graphless(engine, monkeypatch), Counter[tuple[int, int]]()
+    engine.make_ready()
+    captured = engine.runner.joint_steps
+    assert {(s.size, s.batch) for s in captured._captured} == {(8, 2), (16, 2), (16, 8)}
+    plain = captured.replay
+    monkeypatch.setattr(captured, "replay", lambda s: (ran.update([(s.size, s.batch)]), plain(s))[1])
+    once = graphs.num_captured
+    assert tokens_of(engine, REQUESTS) == expected
+    assert {batch for _, batch in ran} == {2, 8}
+    usual = [key for key in engine.runner._steps if key[3] < engine.runner.max_kv_len]
+    assert graphs.num_captured == once + len(usual), "steps of shorter contexts alone"
+    assert_nothing_is_held(engine)
+
+
+def test_who_is_drafted_for_joins_nobody(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a model whose last layers see what others wrote, nor a prompt whose tokens are weighed."""
+    for variant, options in (("dense", {"num_draft_tokens": 2}), ("shared_ple", {"num_draft_tokens": 0})):
+        model, drafter = models[variant]
+        engine = engine_for(model, drafter, joint=True, prefill_chunk=9, **options)
+        monkeypatch.setattr(engine.runner, "joint", None)
+        assert tokens_of(engine, REQUESTS) == alone(model, REQUESTS)
+    model, _ = models["dense"]
+    weighed = [replace(r, prompt_logprobs=2) for r in REQUESTS]
+    engine = engine_for(model, joint=True, prefill_chunk=9)
+    handles = [engine.submit(request) for request in weighed]
+    while engine.has_work:
+        engine.step()
+    assert [h.tokens for h in handles] == alone(model, REQUESTS)
+    assert [len(h.prompt_logprobs) for h in handles] == [len(r.prompt) - 1 for r in REQUESTS]
 
 
 class Fickle(TorchOps):

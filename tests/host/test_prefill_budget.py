@@ -25,7 +25,7 @@ def test_a_chunk_takes_as_long_as_it_may(step_s: float, every: int, most: float)
     """Longer where all gaps have one: none is then longer than the others."""
     budget = PrefillBudget(2048)
     for step in range(300):
-        budget.decoded(step_s, 1)
+        budget.decoded(step_s, CROWD)
         if step % every == 0:
             tokens = budget.tokens(CROWD, CROWD)
             budget.prefilled(tokens, _seconds(tokens))
@@ -56,7 +56,7 @@ def test_chunks_are_short_again_once_few_steps_have_one() -> None:
 
     def steps(count: int, every: int) -> int:
         for step in range(count):
-            budget.decoded(0.03, 1)
+            budget.decoded(0.03, CROWD)
             if step % every == 0:
                 tokens = budget.tokens(CROWD, CROWD)
                 budget.prefilled(tokens, _seconds(tokens))
@@ -133,6 +133,25 @@ def test_a_gap_that_nobody_timed_is_not_part_of_the_next() -> None:
         budget.prefilled(128, 0.02)
         budget.decoded(0.0, 1)
     assert budget.tokens(1, 1) == MULTIPLE
+
+
+def test_a_chunk_beside_which_others_decode_is_what_the_step_takes() -> None:
+    """It may take as long as chunk and decode step would one after the other, and has room for who decodes."""
+    times = {64: 0.004, 128: 0.006, 256: 0.009, 512: 0.016}
+    apart, joint = PrefillBudget(2048), PrefillBudget(2048)
+    for budget in (apart, joint):
+        budget.know(times.items())
+        budget.decoded(0.004, 8)
+    assert apart.tokens(1, 8) == 128
+    assert [joint.tokens(1, 8, beside) for beside in (8, 64, 100)] == [256 - 8, 256 - 64, 256 - 100]
+    assert joint.tokens(8, 8, 8) == 256 - 8
+    assert joint.tokens(80, 8, 8) == 512 - 8, "not more than can be joined"
+    for _ in range(200):
+        joint.joined(256, 0.010, 8)
+    assert joint.tokens(1, 8, 8) == 256 - 8, "all gaps are alike, but three decode steps are the most"
+    assert joint.tokens(1, 40, 48) == 512 - 48, "a step of more sequences takes longer, though none was seen alone"
+    joint.joined(256, 0.0, 8)
+    assert joint.tokens(1, 0) == 2048
 
 
 def test_many_who_wait_outweigh_few_who_decode() -> None:

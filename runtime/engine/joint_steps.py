@@ -1,0 +1,72 @@
+"""Steps in which some sequences decode and others are prefilled, as one forward.
+
+Apart, a step's gap is the decode step and the chunk, one after the other, and both read the weights. Together it is
+little more than the chunk. A step is captured for a number of tokens in all and a decode batch among them; the chunk
+has what is left, and is filled up as short prefills are (short_prefills.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.engine.changes import Way
+from kerngen.runtime.engine.short_prefills import SEQUENCES, SIZES
+
+JOINT_SIZES = SIZES[1:]  # tokens in all: of 64 too few would be the chunk's
+MOST_SHARE = 0.5  # of a step's tokens, that decode at most
+
+
+class Shape(NamedTuple):
+    """size: tokens in all; batch: rows that decode; way: how they choose."""
+
+    size: int
+    batch: int
+    way: Way
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that are prefilled."""
+        return self.size - self.batch
+
+
+class JointSteps:
+    """Those of one engine that are captured. result: what a replay leaves, see Runner.joint_step."""
+
+    def __init__(self) -> None:
+        self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
+
+    @staticmethod
+    def shapes(batches: Sequence[int], ways: Sequence[Way], most: int) -> list[Shape]:
+        """That are worth capturing, of at most `most` tokens: every other batch will do for the one below it."""
+        some = [batch for i, batch in enumerate(reversed(batches)) if i % 2 == 0]
+        return [
+            Shape(size, batch, way)
+            for size in JOINT_SIZES
+            for batch in sorted(some)
+            for way in ways
+            if size <= most and batch <= MOST_SHARE * size
+        ]
+
+    def capture(self, shape: Shape, capture: Callable[[], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]]) -> None:
+        if shape not in self._captured:
+            self._captured[shape] = capture()
+
+    def batch_for(self, rows: int, way: Way) -> int | None:
+        """The least that serves so many rows, None where nothing does."""
+        return min((s.batch for s in self._captured if s.batch >= rows and s.way == way), default=None)
+
+    def find(self, tokens: int, chunks: int, rows: int, way: Way) -> Shape | None:
+        """The least that serves so many tokens of so many chunks beside so many rows, None where nothing does."""
+        if chunks >= SEQUENCES or (batch := self.batch_for(rows, way)) is None:
+            return None
+        fitting = [s for s in self._captured if s.batch == batch and s.way == way and s.chunk >= tokens]
+        return min(fitting, default=None)
+
+    def replay(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        graph, results = self._captured[shape]
+        graph.replay()
+        return results

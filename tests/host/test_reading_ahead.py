@@ -22,7 +22,7 @@ from kerngen.compile import compile_ptx
 from kerngen.render import render
 from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import Engine
+from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.kernels import KernelOps
@@ -142,6 +142,32 @@ def test_forwards_have_written_before_embed_what_is_read_ahead(variant: str, tmp
         drafter = Drafter(drafter_config, load_drafter(tmp_path / "assistant", drafter_config, ops), model)
         engine = Engine(model, drafter, max_len=80, num_draft_tokens=2, prefill_chunk=11, page_size=16)
         engine.generate([config.bos_id, *range(3, 27)], max_new_tokens=8)
+    assert watched.num_read > 100
+
+
+@pytest.mark.parametrize("variant", ["dense", "k_eq_v"])
+def test_joint_forwards_have_written_before_embed_what_is_read_ahead(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of those who decode, right behind a prefill of others."""
+    for name, value in SERVED.items():
+        monkeypatch.setitem(tiny_gemma.BASE, name, value)
+    tiny_gemma.make_target(tmp_path / "target", variant)
+    with Chain() as chain:
+        ops = KernelOps(watched := Watched(chain), torch.float32)
+        config = read_model_config(tmp_path / "target")
+        model = Gemma4(config, load_model(tmp_path / "target", config, ops), ops)
+        engine = Engine(model, max_len=80, max_batch=4, prefill_chunk=11, page_size=16, joint=True)
+        num_joint, plain = 0, model.forward_joint
+
+        def counted(*args: Any) -> tuple[Tensor, Tensor]:
+            nonlocal num_joint
+            num_joint += 1
+            return plain(*args)
+
+        monkeypatch.setattr(model, "forward_joint", counted)
+        list(engine.finished([Request([config.bos_id, *range(3, 9 + 9 * i)], 12) for i in range(4)]))
+    assert num_joint > 3
     assert watched.num_read > 100
 
 

@@ -95,8 +95,9 @@ def _asked(
         source = render(kernel, problem, config, Target(w.arch, w.device))
     except UnknownName:
         return Rebuilt(w, REFUSED, f"{w.kernel} is not installed here"), None
-    except (KerngenError, TypeError, ValueError) as e:  # what an older winner's fields do to today's spec
-        return Rebuilt(w, REFUSED, str(e).partition("\n")[0]), None
+    except Exception as e:  # what an older winner's fields and values do to today's spec
+        said = str(e) if isinstance(e, KerngenError) else f"{type(e).__name__}: {e}"
+        return Rebuilt(w, REFUSED, said.partition("\n")[0]), None
     sha, fields = source_sha(source), fields_of(config)
     there = [b for b in builds.values() if (b.source_sha, b.config, b.options) == (sha, fields, DEFAULT_OPTIONS)]
     has_code = any(b.target == w.arch.nvrtc_target and store.image(b) is not None for b in there)

@@ -245,7 +245,7 @@ class _Places:
         try:
             config = kernel.config_type(**m.config)
             return predict(kernel, problem, config, Target.of(place.device), build.entries).latency_us
-        except (KerngenError, TypeError, KeyError):  # a field, an entry or a device of another version of it
+        except (KerngenError, ArithmeticError, KeyError, TypeError):  # of another version of it
             return None
 
     def _problem(self, id: str, key: ProblemKey) -> Any | None:

@@ -20,6 +20,7 @@ from kerngen.tuning.features import described_space
 from kerngen.tuning.objective import Objective, Outcome
 from kerngen.tuning.plan import GUESSED_REGISTERS, rank
 from kerngen.tuning.space import Candidates, on_grid
+from kerngen.tuning_db.serve.bound import why_unfit
 
 if TYPE_CHECKING:
     import optuna
@@ -139,7 +140,8 @@ class Search:
         neighbours have of them, as a part of their time.
         """
         known = {*self.outcomes, *self._first, *self._open}
-        fresh = [c for c in configs if c not in known and self.kernel.why_invalid(self.problem, c, self.target) is None]
+        fit = (c for c in configs if why_unfit(self.kernel, self.problem, c, self.target) is None)
+        fresh = [c for c in fit if c not in known]
         if fresh and not self._closed:
             self._hinted = max(gain, self._hinted if self._first else 0.0)
             self._first.extend(fresh)

@@ -94,7 +94,11 @@ def test_what_cannot_run_there_does_not_serve() -> None:
     def refuses(problem: Problem, config: Config, target: Any) -> str | None:
         return "too many tokens" if config.block_n == 4 and problem.num_tokens > 4 else None
 
+    def breaks(problem: Problem, config: Config, target: Any) -> str | None:
+        return f"{1 // (config.block_n - 4)}" and None
+
     assert choose(wave(4, 4), wave(32, 32), why_invalid=refuses) == []
+    assert choose(wave(4, 4), wave(32, 32), why_invalid=breaks) == []
 
 
 def test_a_configuration_that_nobody_built_is_not_judged() -> None:

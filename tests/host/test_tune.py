@@ -654,7 +654,8 @@ def test_neighbours_winners_come_first(scale: Kernel) -> None:
     (default,) = search.ask(4)
     search.tell(default, _outcome(default))
     hint = scale.config_type(64, 4)
-    search.suggest([default, hint, scale.config_type(2048)])
+    of_another_version: Any = "64"
+    search.suggest([default, scale.config_type(of_another_version), hint, scale.config_type(2048)])
     assert search.ask(1) == [hint]
 
 

@@ -8,17 +8,22 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command import Kerngen
 from sqlalchemy import Text
 from test_tuning_db import H200, STATIC, add_build, key_of, measured
 from test_tuning_db_cli import tune_rmsnorm
 
 from kerngen.arch import Target
+from kerngen.compile import compile_cubin
 from kerngen.errors import DatabaseError
+from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.tuning_db import Store, lookup, static_key
+from kerngen.templates.kernel import fields_of, static_fields
+from kerngen.tuning_db import Measurement, Store, lookup, problem_key, static_key
 from kerngen.tuning_db.keep import schema as t
 
 TEXTS = [
@@ -112,6 +117,30 @@ def test_a_damaged_winner_is_skipped_with_a_warning_that_names_it(path: Path, st
     assert winner.id[:16] in done.stderr
     assert says in done.stderr
     assert "skipped" in done.stderr
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+def test_values_that_todays_spec_breaks_on_end_no_command(kerngen: Kerngen, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole rows, as another version of the kernel may have written them: rmsnorm divides by `rows_per_block`."""
+    kernel = find_kernel("rmsnorm")
+    problem, target = kernel.problem_type(), Target.of(H200)
+    sound = kernel.default_config(problem, target)
+    source, config = render(kernel, problem, sound, target), fields_of(replace(sound, rows_per_block=0))
+    with Store.open(kerngen.folder / "tuning.db") as store:
+        build = store.add_build(compile_cubin(source, target.arch), "rmsnorm", source, config, static_fields(problem))
+        key = problem_key(kernel, problem)
+        seen = Measurement(key, "sm90", H200, config, build, "ok", "measured", p50_us=3.5, error_abs=0.0)
+        store.add_measurement(seen)
+        store.recompute_winners(kernel, key.static_key, target)
+    assert kerngen("db", "explain", "rmsnorm", "--arch", "sm90", "--db", "tuning.db")[0] == 0
+    assert re.search("winner .* for rmsnorm cannot run .*: ZeroDivisionError: .*; skipped", caplog.text)
+    assert kerngen("db", "report", "-o", "page.html", "--db", "tuning.db")[0] == 0
+    code, out, _ = kerngen("db", "rebuild")
+    assert (code, "refused: rmsnorm on sm90 (1): ZeroDivisionError: " in out) == (0, True)
 
 
 def test_flipped_bits_never_raise_past_lookup(pristine: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kerngen.arch import Target
 from kerngen.compile import Resources
 from kerngen.errors import KerngenError
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning_db.serve.bound import why_unfit
 from kerngen.tuning_db.serve.canonical import canonical
 
 # (problem, configuration, resources of its build) -> microseconds; only the ratios of its answers count.
@@ -127,7 +128,7 @@ class _Weigher:
     def _said(self, problem: Any, config: Any) -> float:
         """What the judge says; inf where `config` cannot run, or was not built."""
         entries = self.entries(config)
-        if entries is None or self.kernel.why_invalid(problem, config, self.target) is not None:
+        if entries is None or why_unfit(self.kernel, problem, config, self.target) is not None:
             return inf
         said = self.judge(problem, config, entries)
         return said if said > 0 else inf

@@ -236,11 +236,7 @@ class Bound:
         return choice.answer is not None and self._can_run(choice, problem)
 
     def _can_run(self, choice: _Choice, problem: Any) -> bool:
-        try:
-            why = self.kernel.why_invalid(problem, choice.config, self.target)
-        except Exception as e:  # whatever an older Config's values do to today's spec
-            why = f"{type(e).__name__}: {e}"
-        if why is not None:
+        if (why := why_unfit(self.kernel, problem, choice.config, self.target)) is not None:
             log.warning("%s cannot run %s: %s; skipped", _here(choice, self.kernel), describe(problem), why)
         return why is None
 
@@ -268,6 +264,14 @@ class Bound:
         choice.answer = replace(
             w, config=build.config, cubin=cubin, stale=stale, source=f"{read.source.name}: {how}"
         )  # fmt: skip
+
+
+def why_unfit(kernel: Kernel, problem: Any, config: Any, target: Target) -> str | None:
+    """Kernel.why_invalid of what a database has: an older Config's values may do anything to today's spec."""
+    try:
+        return kernel.why_invalid(problem, config, target)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
 
 
 def _here(choice: _Choice, kernel: Kernel) -> str:

@@ -124,6 +124,53 @@ def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return Kerngen(tmp_path, monkeypatch, capsys)
 
 
+@pytest.mark.parametrize(
+    ("statement", "command", "code", "says"),
+    [
+        ("UPDATE build SET entries = '{}' WHERE config LIKE '%:0}'", "dump -o text", 0, "build that cannot be read; s"),
+        ("UPDATE build SET static_key = CAST(static_key || x'ff' AS TEXT) WHERE config LIKE '%:0}'", "gc", 0,
+         "is no name of a line; skipped"),
+        ("UPDATE line SET static_key = CAST(x'ff' AS TEXT) WHERE kernel = 'toy'", "verify", 1, "is no name of a line"),
+        ("UPDATE problem SET static_key = CAST(x'ff' AS TEXT) WHERE dynamic = 64", "rm --kernel toy", 1,
+         "tuning.db is damaged\n  restore a copy"),
+    ],
+    ids=lambda v: v.split()[0] if isinstance(v, str) else "",
+)  # fmt: skip
+def test_what_is_damaged_ends_no_command_in_a_traceback(
+    kerngen: Kerngen, path: Path, caplog: pytest.LogCaptureFixture, statement: str, command: str, code: int, says: str
+) -> None:
+    run(path, statement)
+    got, _, err = kerngen("db", *command.split(), *(["tuning.db"] if command == "verify" else ["--db", "tuning.db"]))
+    assert got == code, err
+    assert says in err + caplog.text
+
+
+def _flip(path: Path, index: str, text: str = "") -> None:
+    """A byte of an SQLite index's first page: that which says what it is, or the last of `text` in it."""
+    with sqlite3.connect(path) as c:
+        (page,) = c.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (index,)).fetchone()
+        (size,) = c.execute("PRAGMA page_size").fetchone()
+    c.close()
+    data = bytearray(path.read_bytes())
+    data[data.index(text.encode(), (page - 1) * size) + max(len(text) - 1, 0)] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_row_that_its_index_has_lost_costs_its_own_winner(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Store.open(path, read_only=True) as store:
+        first = next(o.id for o in store.measurements("toy"))
+    _flip(path, "sqlite_autoindex_measurement_1", first)
+    with Store.open(path) as store:
+        assert len(store.recompute_winners("toy", key_of().static_key, Target.of(H200))) == 1
+    assert "1 measurements of toy are damaged; their winners are skipped" in caplog.text
+
+
+def test_gc_of_a_file_that_cannot_be_written_anew(kerngen: Kerngen, path: Path) -> None:
+    _flip(path, "problem_by_static")
+    code, out, err = kerngen("db", "gc", "--db", "tuning.db")
+    assert (code, out, err.splitlines()[0]) == (1, "", "DatabaseError: tuning.db is damaged or cut short")
+
+
 def test_values_that_todays_spec_breaks_on_end_no_command(kerngen: Kerngen, caplog: pytest.LogCaptureFixture) -> None:
     """Whole rows, as another version of the kernel may have written them: rmsnorm divides by `rows_per_block`."""
     kernel = find_kernel("rmsnorm")

@@ -9,6 +9,7 @@ what they rest on may still win, so that two versions of kerngen share a databas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -33,6 +34,8 @@ from kerngen.tuning_db.serve.values import Build, Observation, Winner
 
 if TYPE_CHECKING:
     from kerngen.tuning_db.keep.store import Store
+
+log = logging.getLogger(__name__)
 
 KEPT = 3  # winners of one problem on one board, each for other kernel code
 _PATIENCE = 3  # times that others may come in between, before they have to wait
@@ -162,9 +165,13 @@ class _Derivation:
             m = t.measurement.c
             wanted = select(m.id, m.fields).where(m.id.in_([row["measurement_id"] for row in self.chosen]))
             fields = {row.id: row.fields for row in connection.execute(wanted)}
-            chosen = [row | {"why": to_json(row["why"])} for row in self.chosen]
+            chosen = [row | {"why": to_json(row["why"])} for row in self.chosen if row["measurement_id"] in fields]
             rows = [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in chosen]
-            connection.execute(t.winner.insert(), rows)
+            if len(rows) < len(self.chosen):
+                log.warning("%s: %s measurements of %s are damaged; their winners are skipped",
+                            self.store.where, len(self.chosen) - len(rows), self.name)  # fmt: skip
+            if rows:
+                connection.execute(t.winner.insert(), rows)
         lines.write(connection, self.static_key, arch, self.store.where)
         winners = self.store.winners(self.name, arch=arch, static_key=self.static_key, closure=self.closure)
         return [w for w in winners if w.id in ids]

@@ -79,7 +79,7 @@ def clear_errors(where: str, hint: str | None = None) -> Iterator[None]:
             if sign in text:
                 raise DatabaseError(f"{where} {meaning}", hint=way_on) from e
         raise DatabaseError(f"{where}: {text.splitlines()[0] if text else type(e).__name__}", hint=hint) from e
-    except UnicodeDecodeError as e:  # an error message of SQLite's that quotes a damaged schema
+    except UnicodeError as e:  # of a damaged schema that an error quotes, or of a damaged key that is asked for
         raise DatabaseError(f"{where} is damaged", hint=_RESTORE) from e
 
 

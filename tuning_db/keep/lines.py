@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 def line_of(connection: Connection, static_key: str, arch: str, where: str) -> Line | None:
     """What the rows of these compiled-in fields say now; None where nothing is served. Damaged rows are left out."""
+    if not (static_key + arch).isascii():  # a damaged key, which no row can be asked for by
+        log.warning("%s: %r is no name of a line; skipped", where, static_key[:16])
+        return None
     builds = _builds(connection, static_key, arch, where)
     wanted = WINNERS.where(t.winner.c.static_key == static_key, t.winner.c.arch == arch)
     newest = connection.execute(wanted.order_by(t.measurement.c.at.desc(), t.winner.c.id)).all()

@@ -46,7 +46,8 @@ def gc(store: Store, *, dry_run: bool = False) -> Pruned:
 
     _pruning(store, collect, dry_run)
     if not dry_run and store.engine.dialect.name == "sqlite":
-        engines.vacuum(store.engine)
+        with engines.clear_errors(store.where):
+            engines.vacuum(store.engine)
     return done
 
 

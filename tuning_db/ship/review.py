@@ -7,6 +7,7 @@ one that it was written from; winners are chosen from these, and have to be thos
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,6 +40,8 @@ from kerngen.tuning_db.ship.words import SOURCE_DIGITS, rounded, stated
 if TYPE_CHECKING:
     from kerngen.cache import CachedCompiler
 
+log = logging.getLogger(__name__)
+
 SUFFIX = ".txt"
 MAX_SHEET_BYTES = 64 * 1024 * 1024  # the largest that is shipped has less than 1 MB
 Told = Sheet | outlook.Outlook
@@ -56,7 +59,8 @@ def dump(sources: Sequence[Store], selection: Selection) -> dict[str, str]:
         path = f"{_file_name(device.name)}/{kernel}{SUFFIX}"
         if path in files:  # a profile and a probe of one board are two sheets
             path = f"{_file_name(device.name)}/{kernel}-{digest(asdict(device))[:8]}{SUFFIX}"
-        files[path] = text.dump(_sheet(kernel, device, list(found.values())))
+        if (sheet := _sheet(kernel, device, list(found.values()))).cells:
+            files[path] = text.dump(sheet)
     return files
 
 
@@ -76,8 +80,12 @@ def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -
         everything = source.measurements(kernel, static_key=static_key, arch=device.arch, device=device)
         for w in winners:
             here = [o for o in everything if o.measurement.problem.id == w.problem.id]
+            here = [o for o in here if o.measurement.build_id in builds]  # the others' cannot be read
             told = [o for o in here if o.id in kept and o.measurement.outcome in ("ok", "wrong_result")]
-            rows[w.problem.id] = w, _of_one_kind(told, w), builds
+            if w.build_id in builds:
+                rows[w.problem.id] = w, _of_one_kind(told, w), builds
+            else:
+                log.warning("%s: winner %s rests on a build that cannot be read; skipped", source.where, w.id)
     runs, looks = (
         _Runs(rows.values()),
         _Looks(rows.values(), {id: s for source, _ in found for id, s in _steps(source)}),

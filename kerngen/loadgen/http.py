@@ -39,6 +39,8 @@ class Server:
         try:
             found = urlsplit(url if "//" in url else f"http://{url}")
             port = found.port or 80
+            (found.hostname or "").encode("idna")  # as it will be looked up
+            found.path.encode()
         except ValueError as e:
             raise UsageError(f"{url}: {e}") from None
         if found.scheme != "http" or not found.hostname:

@@ -88,8 +88,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as e:
-        raise UsageError(f"--host {host}: {e.strerror or e}") from e
+    except (OSError, UnicodeError) as e:
+        raise UsageError(f"--host {host}: {getattr(e, 'strerror', None) or e}") from e
     try:
         try:
             listening.bind(address)  # alone: of several that may share a port all would load, and one would listen

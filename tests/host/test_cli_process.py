@@ -101,6 +101,13 @@ def test_a_file_name_that_is_no_text(kerngen: Kerngen) -> None:
     assert "tuning\\udcff.db" in (kerngen.folder / os.fsdecode(b"page\xff.html")).read_text()
 
 
+def test_a_board_that_is_no_text_is_in_no_database(kerngen: Kerngen) -> None:
+    Store.open(kerngen.folder / "tuning.db").close()
+    code, out, err = kerngen("db", "ls", "--device", os.fsdecode(b"H\xff"), "--db", "tuning.db")
+    assert (code, out) == (0, "")
+    assert err.startswith("no winners for device H\\udcff in ")
+
+
 def test_a_reason_that_is_no_text(kerngen: Kerngen) -> None:
     said = ("db", "revoke", "rmsnorm", "--arch", "sm90", "--reason", os.fsdecode(b"slow\xff"))
     assert kerngen(*said) == (2, "", "UsageError: the reason is not UTF-8: character 4 is '\\udcff'\n")

@@ -127,7 +127,7 @@ def test_what_drafting_came_to() -> None:
     assert drafting(after, after) is None
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:x"])
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:x", "h" * 70, "http://h\udcff", "http://h/\udcff"])
 def test_what_is_no_server(url: str) -> None:
     with pytest.raises(UsageError):
         Server.at(url)

@@ -157,6 +157,7 @@ def test_what_cannot_be_served(kerngen_here: Kerngen, tmp_path: Path) -> None:
         ((str(TINY), "--draft", "x", "--no-draft"), 2, "contradict"),
         ((str(TINY), "--api-key", ""), 2, "an API key is empty"),
         ((str(TINY), "--host", "no.such.host.invalid"), 2, "--host no.such.host.invalid"),
+        ((str(TINY), "--host", "a" * 70), 2, f"UsageError: --host {'a' * 70}: encoding with 'idna' codec failed"),
         ((str(TINY), "--draft", str(tmp_path)), 1, str(tmp_path)),
         ((str(TINY), "--db", "x.db"), 2, "UsageError: --db x.db: the torch backend looks nothing up"),
     ):

@@ -62,6 +62,8 @@ def ls(
     from kerngen.errors import UnknownName
 
     arches = None if arch_names is None else {a.name for a in parse_arches(arch_names)}
+    if device_name is not None:  # bytes that are no UTF-8 name no board, and no database can be asked for them
+        device_name = device_name.encode(errors="backslashreplace").decode()
     with reading(url, boards_for(arch_names, [device_name])) as stores:
         known = {w.kernel for store in stores for w in store.winners()}
         if kernel_name is not None and kernel_name not in known:

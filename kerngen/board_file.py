@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 from kerngen.boards import DEFAULT_DEVICE, MIB, Device, is_known
 from kerngen.errors import UnknownName, UsageError
+from kerngen.files import read_regular
 
 SUFFIX = ".toml"
+MAX_BYTES = 1 << 16
 # Field: what it says, and what it may be at most, so that a figure in another unit is found.
 FIGURES = {
     "num_sms": ("streaming multiprocessors", 1000),
@@ -29,7 +30,7 @@ _HINT = "a file to begin with: kerngen arch show H200 --toml > my-board.toml"
 def read_board(path: str) -> Device:
     """The board that a file describes. Raises UsageError, which says what is wrong with it."""
     try:
-        given = tomllib.loads(Path(path).read_bytes().decode("utf-8"))
+        given = tomllib.loads(read_regular(path, MAX_BYTES).decode("utf-8"))
     except OSError as e:
         raise UsageError(f"{path}: {e.strerror or e}", hint=_HINT) from None
     except UnicodeDecodeError as e:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,23 @@ def test_a_file_that_describes_none(kerngen: Kerngen, old: str, new: str, says: 
     code, out, err = kerngen("tune", "--device", "mine.toml", "--model", "gemma-4-31b")
     assert (code, out) == (2, "")
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (os.mkfifo, "is no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
+        (Path.mkdir, "is no regular file"),
+        (lambda path: path.write_text("#" * 100_000), "holds more than 65,536 B"),
+    ],
+    ids=["a pipe", "endless", "a folder", "large"],
+)
+def test_a_file_that_is_none(kerngen: Kerngen, make: Callable[[Path], object], says: str) -> None:
+    make(kerngen.folder / "mine.toml")
+    code, out, err = kerngen("arch", "show", "mine.toml")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"UsageError: mine.toml: {says}")
 
 
 def test_a_file_that_is_not_there(kerngen: Kerngen) -> None:

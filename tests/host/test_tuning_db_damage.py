@@ -102,6 +102,10 @@ def test_a_byte_that_is_no_text_costs_its_own_row_alone(
         ("UPDATE problem SET dynamic = dynamic + 1", "its problem does not match its digest"),
         ("UPDATE device SET props = replace(props, '132', '\"many\"')", "its device does not match its digest"),
         ("UPDATE artifact SET raw_bytes = 'many'", "does not match its own digest"),
+        ("UPDATE winner SET problem_id = 'x'", "its problem is not there"),
+        ("UPDATE device SET id = id || 'x'", "its device is not there"),
+        ("UPDATE winner SET build_id = 'x'", "its build is not there"),
+        ("UPDATE measurement SET id = id || 'x'", "its trial is not there"),
     ],
 )
 def test_a_damaged_winner_is_skipped_with_a_warning_that_names_it(path: Path, statement: str, says: str) -> None:

@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 
 ZSTD_LEVEL = 12
 
-WINNERS: Select[Any] = (  # with all that `read_winner` asks of a row
+WINNERS: Select[Any] = (  # with all that `read_winner` asks of a row, also where what it rests on is lost
     select(t.winner, t.problem.c.static, t.problem.c.runtime, t.problem.c.dynamic,
            t.device.c.props.label("device_props"), t.build.c.config, t.measurement.c.fields)
-    .join(t.problem, t.winner.c.problem_id == t.problem.c.id)
-    .join(t.device, t.winner.c.device_id == t.device.c.id)
-    .join(t.build, t.winner.c.build_id == t.build.c.id)
-    .join(t.measurement, t.winner.c.measurement_id == t.measurement.c.id)
+    .outerjoin(t.problem, t.winner.c.problem_id == t.problem.c.id)
+    .outerjoin(t.device, t.winner.c.device_id == t.device.c.id)
+    .outerjoin(t.build, t.winner.c.build_id == t.build.c.id)
+    .outerjoin(t.measurement, t.winner.c.measurement_id == t.measurement.c.id)
 )  # fmt: skip
 
 
@@ -316,6 +316,9 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
     """
     try:
         require_utf8(row)
+        rests_on = {"problem": row.static, "device": row.device_props, "build": row.config, "trial": row.fields}
+        if lost := [name for name, what in rests_on.items() if what is None]:
+            raise ValueError(f"its {lost[0]} is not there")
         if not is_sealed(t.winner, row, fields=row.fields):
             raise ValueError("it does not match its own seal")
         key = _key_as_filed(row)

@@ -105,6 +105,8 @@ class Reader:
     def line(self, kernel: str, static_key: str, arch: str) -> Line | None:
         id = line_id_of(static_key, arch)
         if not (rows := self._rows("line", COLUMNS, "id = ?", (id,)) or self._unindexed("line", COLUMNS, "id", id)):
+            rows = self._rows("line", COLUMNS, "kernel = ? AND static_key = ? AND arch = ?", (kernel, static_key, arch))
+        if not rows:
             return None
         if self.sealed is not None:
             self.revoked()  # what was taken out of them would be served

@@ -113,11 +113,12 @@ def compile(
         _make(output)
     with Reporter("compile", quiet=as_json) as bar:
         built = build_all(builds, cache, jobs or usable_cores(), bar, ptx=ptx)
+        is_whole = all(b.image is not None for b in built)
         if output is not None:
             try:
                 if not is_bundle:
                     _write_images(output, built)
-                else:
+                elif is_whole:
                     anew = partial(models_builds, models, targets, notes=[], chosen=[], kernels=names)
                     built += write_bundle(output, [str(model)], targets, (stores, chosen, built), anew,
                                           partial(build_all, cache=cache, jobs=jobs or usable_cores(), bar=bar),
@@ -137,7 +138,7 @@ def compile(
     if as_json:
         click.echo(json.dumps(report))
     else:
-        _print(report, output, is_bundle=is_bundle)
+        _print(report, output, is_bundle=is_bundle, is_whole=is_whole)
     if report["failures"]:
         raise click.exceptions.Exit(1)
 
@@ -193,7 +194,7 @@ def _row(built: Built) -> dict[str, Any]:
     return row
 
 
-def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool) -> None:
+def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool, is_whole: bool) -> None:
     from kerngen.runtime.binding import DEFAULT
 
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -224,6 +225,8 @@ def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool) -> Non
     click.echo(f"{len(made['builds'])} builds: " + ", ".join(f"{n} from: {where}" for where, n in code.most_common()))
     if output is None:
         click.echo("in the compile cache only (-o FILE makes a bundle to take elsewhere)")
+    elif is_bundle and not is_whole:
+        click.echo(f"{output} was not written: it would lack what failed")
     elif is_bundle:
         click.echo(f"{output} is a bundle: kerngen run MODEL --bundle {output}, or export KERNGEN_BUNDLE={output}")
     else:

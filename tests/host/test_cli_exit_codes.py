@@ -42,9 +42,11 @@ def test_a_kernel_that_does_not_compile_fails_the_command(kerngen: Kerngen, brok
     assert out.count("failed: embed on sm70 (") == 1
     assert re.search(r"templates/embed/kernel.cu.jinja:\d+: error: ", out)
     assert "Traceback" not in err
-    code, out, _ = kerngen.run(*compiling, "--json", env=environment)
+    bundling = ("compile", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "-o", "out.kgdb")
+    code, out, _ = kerngen.run(*bundling, "--json", env=environment)
     assert code == 1
     assert json.loads(out)["failures"]
+    assert not (kerngen.folder / "out.kgdb").exists(), "it would lack what its model runs"
     tuning = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
     code, out, err = kerngen.run(*tuning, env=environment)
     assert code == 1, err

@@ -41,18 +41,23 @@ def write_bundle(
     build_all: Callable[[list[Build]], list[Built]],
     keys: Sequence[SecretKey],
 ) -> list[Built]:
-    """Seal in `out` all that runs `models` on `targets`: what had to be built besides.
+    """Seal in `out` all that runs `models` on `targets`: what had to be built besides. Nothing is written where a build
+    has failed (see is_whole): a run would find that out where it cannot compile.
 
     found: the databases that answered, what they chose, and what was built of it. anew: what other databases would have
     built. Raises OSError.
     """
     stores, chosen, built = found
+    if not is_whole(built):
+        return []
     with shipment() as made:
         _collect(made, stores, chosen)
         # Where two databases have a winner for one board and problem, the bundle has one: perhaps one not built yet.
         known = {(b.build.source, b.build.target.arch.name) for b in built}
         lacking = [b for b in anew([made.store]) if (b.source, b.target.arch.name) not in known]
         more = build_all(lacking) if lacking else []
+        if not is_whole(more):
+            return more
         _keep(made.store, [*built, *more])
         about: dict[str, Any] = {
             "boards": [[t.arch.name, t.device.name, t.device.num_sms] for t in targets],
@@ -61,6 +66,11 @@ def write_bundle(
         }
         made.seal(out, {"contents": made.contents() | about}, keys)
     return more
+
+
+def is_whole(built: Sequence[Built]) -> bool:
+    """Whether all of it was built."""
+    return all(b.image is not None for b in built)
 
 
 def _collect(made: Shipment, stores: Sequence[Store], chosen: Sequence[Choice]) -> None:

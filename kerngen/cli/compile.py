@@ -73,7 +73,7 @@ def compile(
       kerngen compile --arch sm70,sm90 --model gemma-4-31b -o bundle.kgdb
     """
     from kerngen.builds import CASES, build_all, case_builds, models_builds, require_allowed
-    from kerngen.bundling import require_free, write_bundle
+    from kerngen.bundling import is_whole, require_free, write_bundle
     from kerngen.cache import CompileCache
     from kerngen.compile import nvrtc_version, require_target
     from kerngen.progress import Reporter
@@ -113,12 +113,11 @@ def compile(
         _make(output)
     with Reporter("compile", quiet=as_json) as bar:
         built = build_all(builds, cache, jobs or usable_cores(), bar, ptx=ptx)
-        is_whole = all(b.image is not None for b in built)
         if output is not None:
             try:
                 if not is_bundle:
                     _write_images(output, built)
-                elif is_whole:
+                else:
                     anew = partial(models_builds, models, targets, notes=[], chosen=[], kernels=names)
                     built += write_bundle(output, [str(model)], targets, (stores, chosen, built), anew,
                                           partial(build_all, cache=cache, jobs=jobs or usable_cores(), bar=bar),
@@ -138,7 +137,7 @@ def compile(
     if as_json:
         click.echo(json.dumps(report))
     else:
-        _print(report, output, is_bundle=is_bundle, is_whole=is_whole)
+        _print(report, output, is_bundle=is_bundle, whole=is_whole(built))
     if report["failures"]:
         raise click.exceptions.Exit(1)
 
@@ -194,7 +193,7 @@ def _row(built: Built) -> dict[str, Any]:
     return row
 
 
-def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool, is_whole: bool) -> None:
+def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool, whole: bool) -> None:
     from kerngen.runtime.binding import DEFAULT
 
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -225,7 +224,7 @@ def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool, is_who
     click.echo(f"{len(made['builds'])} builds: " + ", ".join(f"{n} from: {where}" for where, n in code.most_common()))
     if output is None:
         click.echo("in the compile cache only (-o FILE makes a bundle to take elsewhere)")
-    elif is_bundle and not is_whole:
+    elif is_bundle and not whole:
         click.echo(f"{output} was not written: it would lack what failed")
     elif is_bundle:
         click.echo(f"{output} is a bundle: kerngen run MODEL --bundle {output}, or export KERNGEN_BUNDLE={output}")

@@ -44,7 +44,7 @@ def release(
     """Make a bundle of each architecture, with the machine code of all that the released models run on its boards.
 
     Each is what `kerngen compile -o` writes, of several models and boards at once, sealed and signed. No GPU is needed.
-    Exit code 1 if a build fails.
+    Exit code 1 if a build fails, whose bundle is not written.
 
     \b
     Example:
@@ -113,7 +113,7 @@ class _Job:
 
 def _release(job: _Job, cache: CompileCache, bar: Reporter) -> dict[str, Any]:
     from kerngen.builds import build_all, models_builds, require_allowed
-    from kerngen.bundling import write_bundle
+    from kerngen.bundling import is_whole, write_bundle
     from kerngen.runtime.binding import Choice
     from kerngen.tuning_db import stores_for
     from kerngen.tuning_db.serve.sealed import Sealed
@@ -131,24 +131,29 @@ def _release(job: _Job, cache: CompileCache, bar: Reporter) -> dict[str, Any]:
     finally:
         for store in stores:
             store.close()
-    sealed = Sealed.open(job.out)
+    sealed = Sealed.open(job.out) if is_whole(built) else None
     origins: Counter[str] = sum((b.build.origins for b in built), Counter())
     return {
-        "file": str(job.out), "bytes": job.out.stat().st_size, "digest": sealed.digest,
-        "signed_by": list(sealed.signatures), "arch": job.targets[0].arch.name,
+        "file": str(job.out), "bytes": 0 if sealed is None else job.out.stat().st_size,
+        "digest": None if sealed is None else sealed.digest,
+        "signed_by": [] if sealed is None else list(sealed.signatures), "arch": job.targets[0].arch.name,
         "boards": [t.device.name for t in job.targets], "builds": sum(b.image is not None for b in built),
         "image_bytes": sum(len(b.image.image) for b in built if b.image is not None),
-        "winners": sealed.header["contents"]["winners"], "chosen_by": dict(origins.most_common()),
+        "winners": {} if sealed is None else sealed.header["contents"]["winners"],
+        "chosen_by": dict(origins.most_common()),
         "notes": list(dict.fromkeys(notes)),
         "failures": [{"kernel": b.build.kernel.name, "reason": b.made} for b in built if b.image is None],
     }  # fmt: skip
 
 
 def _print(made: dict[str, Any]) -> None:
+    for failure in made["failures"]:
+        click.echo(f"failed: {failure['kernel']}: {failure['reason']}", err=True)
+    if made["failures"]:
+        click.echo(f"{made['file']} was not written: it would lack what failed", err=True)
+        return
     winners = ", ".join(f"{count} {how}" for how, count in made["winners"].items()) or "no"
     click.echo(f"{made['file']}: {made['bytes'] / 1e6:.1f} MB for {', '.join(made['boards'])}: {made['builds']} builds "
                f"({made['image_bytes'] / 1e6:.1f} MB of machine code), {winners} winners")  # fmt: skip
-    for failure in made["failures"]:
-        click.echo(f"failed: {failure['kernel']}: {failure['reason']}", err=True)
     signed = f"signed by {', '.join(made['signed_by'])}" if made["signed_by"] else "not signed"
     click.echo(f"  digest {made['digest']}, {signed}")

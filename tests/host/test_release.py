@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import ROOT, Kerngen
 
+from kerngen import builds
 from kerngen.arch import Target, find_device
+from kerngen.builds import Built
 from kerngen.bundle import Bundle
 from kerngen.runtime.binding import Bindings
 from kerngen.templates import find_kernel
@@ -49,6 +53,26 @@ def test_a_release_has_all_that_its_models_run(kerngen: Kerngen, monkeypatch: py
         assert any(c.provenance == "measured" for c in choices) or model != "gemma-4-31b"
     with open_bundle(file) as store:
         assert {store.build(w.build_id).status for w in store.winners()} <= {"ok", "uncompiled"}
+
+
+def test_what_lacks_a_kernel_is_not_released(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = builds.build_all
+
+    def failing(*args: Any, **options: Any) -> list[Built]:
+        first, *others = plain(*args, **options)
+        return [replace(first, image=None, made="no room"), *others]
+
+    monkeypatch.setattr(builds, "build_all", failing)
+    asked = ("release", "-o", "dist", "--arch", "sm90", "--model", "gemma-4-31b", *KERNELS)
+    code, out, err = kerngen(*asked)
+    assert code == 1
+    assert "no room" in err
+    assert "was not written" in err
+    assert "digest" not in out
+    code, out, _ = kerngen(*asked, "--json")
+    assert code == 1
+    assert [(b["bytes"], b["digest"], len(b["failures"])) for b in json.loads(out)["bundles"]] == [(0, None, 1)]
+    assert not list(Path("dist").glob("*"))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def compile(
       kerngen compile --arch sm70,sm90 --model gemma-4-31b -o bundle.kgdb
     """
     from kerngen.builds import CASES, build_all, case_builds, models_builds, require_allowed
-    from kerngen.bundling import is_whole, require_free, write_bundle
+    from kerngen.bundling import require_free, write_bundle
     from kerngen.cache import CompileCache
     from kerngen.compile import nvrtc_version, require_target
     from kerngen.progress import Reporter
@@ -137,7 +137,7 @@ def compile(
     if as_json:
         click.echo(json.dumps(report))
     else:
-        _print(report, output, is_bundle=is_bundle, whole=is_whole(built))
+        _print(report, output, is_bundle=is_bundle)
     if report["failures"]:
         raise click.exceptions.Exit(1)
 
@@ -193,7 +193,7 @@ def _row(built: Built) -> dict[str, Any]:
     return row
 
 
-def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool, whole: bool) -> None:
+def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool) -> None:
     from kerngen.runtime.binding import DEFAULT
 
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -224,7 +224,7 @@ def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool, whole:
     click.echo(f"{len(made['builds'])} builds: " + ", ".join(f"{n} from: {where}" for where, n in code.most_common()))
     if output is None:
         click.echo("in the compile cache only (-o FILE makes a bundle to take elsewhere)")
-    elif is_bundle and not whole:
+    elif is_bundle and made["failures"]:
         click.echo(f"{output} was not written: it would lack what failed")
     elif is_bundle:
         click.echo(f"{output} is a bundle: kerngen run MODEL --bundle {output}, or export KERNGEN_BUNDLE={output}")

@@ -131,15 +131,16 @@ def _release(job: _Job, cache: CompileCache, bar: Reporter) -> dict[str, Any]:
     finally:
         for store in stores:
             store.close()
-    sealed = Sealed.open(job.out) if is_whole(built) else None
+    of_file: dict[str, Any] = {"bytes": 0, "digest": None, "signed_by": [], "winners": {}}
+    if is_whole(built):
+        sealed = Sealed.open(job.out)
+        of_file = {"bytes": job.out.stat().st_size, "digest": sealed.digest, "signed_by": list(sealed.signatures),
+                   "winners": sealed.header["contents"]["winners"]}  # fmt: skip
     origins: Counter[str] = sum((b.build.origins for b in built), Counter())
     return {
-        "file": str(job.out), "bytes": 0 if sealed is None else job.out.stat().st_size,
-        "digest": None if sealed is None else sealed.digest,
-        "signed_by": [] if sealed is None else list(sealed.signatures), "arch": job.targets[0].arch.name,
+        "file": str(job.out), **of_file, "arch": job.targets[0].arch.name,
         "boards": [t.device.name for t in job.targets], "builds": sum(b.image is not None for b in built),
         "image_bytes": sum(len(b.image.image) for b in built if b.image is not None),
-        "winners": {} if sealed is None else sealed.header["contents"]["winners"],
         "chosen_by": dict(origins.most_common()),
         "notes": list(dict.fromkeys(notes)),
         "failures": [{"kernel": b.build.kernel.name, "reason": b.made} for b in built if b.image is None],

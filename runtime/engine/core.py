@@ -136,9 +136,10 @@ class Engine:
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
         self.model.ops.build_ahead(lambda: rehearse(self.runner, lengths, self.prefill_chunk, joint=self._joins), say)
         usually = sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed]
-        self.runner.capture(usually, sorted({Way(), Way.for_sampling([usual or Sampling()])}))
+        ways = sorted({Way(), Way.for_sampling([usual or Sampling()])})
+        self.runner.capture(usually, ways)
         if self._joins:
-            self.runner.capture_joint([Way(), *sorted({Way.for_sampling([usual or Sampling()])} - {Way()})])
+            self.runner.capture_joint(ways)
         self._budget.know(self.runner.time_short_prefills())
 
     # -- many requests

@@ -7,7 +7,7 @@ has what is left, and is filled up as short prefills are (short_prefills.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 
 class JointSteps:
-    """Those of one engine that are captured. result: what a replay leaves, see Runner.joint_step."""
+    """Those of one engine that are captured; a replay leaves what Runner.joint_step gives."""
 
     def __init__(self) -> None:
         self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
@@ -51,9 +51,11 @@ class JointSteps:
             if size <= most and batch <= MOST_SHARE * size
         ]
 
-    def capture(self, shape: Shape, capture: Callable[[], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]]) -> None:
-        if shape not in self._captured:
-            self._captured[shape] = capture()
+    def __contains__(self, shape: Shape) -> bool:
+        return shape in self._captured
+
+    def keep(self, shape: Shape, captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]) -> None:
+        self._captured[shape] = captured
 
     def batch_for(self, rows: int, way: Way) -> int | None:
         """The least that serves so many rows, None where nothing does."""

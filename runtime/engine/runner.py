@@ -178,6 +178,13 @@ class Runner:
                 tables[i, j, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         return tables
 
+    def _layout(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[int], Tensor]:
+        """What a forward of `chunks` is given: ids, starts, sizes as `chunks` has them, and tables, on the host."""
+        handles = [c.handle for c in chunks]
+        tables = self._tables(handles, max(len(h.pages["full"]) for h in handles))
+        ids = [t for c in chunks for t in c.tokens]
+        return ids, [c.start for c in chunks], [len(c.tokens) for c in chunks], tables
+
     def _sent(self, values: Values, dtype: torch.dtype) -> Tensor:
         """`values` on the device, without waiting for it: torch reuses pinned memory once its copies have ended."""
         tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
@@ -193,10 +200,8 @@ class Runner:
         Returns what waits for their first tokens, or None where no chunk is a last one.
         """
         began = self._now()
-        starts, sizes = [c.start for c in chunks], [len(c.tokens) for c in chunks]
         handles = [c.handle for c in chunks]
-        tables = self._tables(handles, max(len(h.pages["full"]) for h in handles))
-        ids = [t for c in chunks for t in c.tokens]
+        ids, starts, sizes, tables = self._layout(chunks)
         done = [i for i, c in enumerate(chunks) if c.is_last]
         outputs = "last" if done else "none"
         if any(h.request.prompt_logprobs is not None for h in handles):
@@ -292,8 +297,9 @@ class Runner:
     def capture_joint(self, ways: Sequence[Way]) -> None:
         """Have joint steps captured. No row may stand for anybody."""
         for shape in self.joint_shapes(ways):
-            self.short_prefills.clear(shape.chunk)
-            self.joint_steps.capture(shape, partial(self._graphs.capture, partial(self.joint_of, shape), self.written))
+            if shape not in self.joint_steps:
+                self.short_prefills.clear(shape.chunk)
+                self.joint_steps.keep(shape, self._graphs.capture(partial(self.joint_of, shape), self.written))
 
     def joint_of(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """A joint step of whatever chunks lie in the tables and lengths of short prefills."""
@@ -342,20 +348,21 @@ class Runner:
         Returns what waits for the rows' tokens, and what waits for first tokens as `prefill` does.
         """
         way, count = Way.of(handles), len(handles)
-        starts, sizes = [c.start for c in chunks], [len(c.tokens) for c in chunks]
-        ids = [t for c in chunks for t in c.tokens]
-        tables = self._tables([c.handle for c in chunks], max(len(c.handle.pages["full"]) for c in chunks))
         if any(c.handle.request.prompt_logprobs is not None for c in chunks):
             return None
+        shape = None
         if self.model.ops.supports_graphs:
-            if (shape := self.joint_steps.find(sum(sizes), len(chunks), count, way)) is None:
+            shape = self.joint_steps.find(sum(len(c.tokens) for c in chunks), len(chunks), count, way)
+            if shape is None:
                 return None
-            self.changes.guide(0, handles)
+        ids, starts, sizes, tables = self._layout(chunks)
+        self.changes.guide(0, handles)
+        began: _Moment
+        if shape is not None:
             self.short_prefills.put(ids, starts, sizes, tables, shape.chunk)
-            began: _Moment = self._now()
+            began = self._now()
             result, last = self.joint_steps.replay(shape)
         else:
-            self.changes.guide(0, handles)
             began = self._now()
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
             result, last = self.joint_step(count, way, batch, cache)

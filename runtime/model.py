@@ -210,7 +210,7 @@ class Gemma4:
     @property
     def joins(self) -> bool:
         """Whether a prefill and a decode step can be one forward: no layer stops short at a prefill's last tokens."""
-        return self._first_shared == len(self.config.layers)
+        return not self.config.shares_kv
 
     def forward_joint(
         self, chunks: Batch, chunk_cache: KVCache, decode: Batch, decode_cache: KVCache

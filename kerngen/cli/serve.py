@@ -88,7 +88,7 @@ def serve(
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
     if reproducible and joint:
         raise UsageError("--joint has tokens depend on company, which --reproducible promises they do not",
-                         hint="one of the two")  # fmt: skip
+                         hint="leave one of the two out")  # fmt: skip
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
                         reproducible=reproducible, joint=joint)  # fmt: skip

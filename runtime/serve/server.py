@@ -124,6 +124,9 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
     context = settings.context or min(config.max_positions, DEFAULT_CONTEXT)
     if context > config.max_positions:
         raise UsageError(f"--context {context}: the model takes {config.max_positions:,} tokens")
+    if settings.joint and config.shares_kv:
+        raise UsageError(f"--joint: layers of {folder.name} own no K and V, and decode apart from a prefill",
+                         hint="leave it out")  # fmt: skip
     suggested = read_sampling(folder)
     options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible, settings.joint,
                       Sampling(**usual_values(suggested)))  # fmt: skip

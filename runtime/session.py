@@ -53,7 +53,7 @@ class Session:
     max_batch: prompts that `generate_many` works on at once, where memory takes as many.
     drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
     weights took. plain_text: control tokens in what users say (<turn|>) are text; as in transformers, they are not.
-    reproducible, joint: as the engine's.
+    reproducible: as the engine's.
     """
 
     folder: Path
@@ -69,7 +69,6 @@ class Session:
     drafter_folder: Path | None = None
     plain_text: bool = False
     reproducible: bool = False
-    joint: bool = False
     _engine: Engine | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
@@ -229,7 +228,6 @@ class Session:
             num_draft_tokens=self.num_draft_tokens,
             num_pages=pages,
             reproducible=self.reproducible,
-            joint=self.joint,
         )
         return self._engine
 

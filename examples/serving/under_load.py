@@ -101,7 +101,7 @@ def main() -> int:
     asked.add_argument("--seconds", default="30", help="in which the requests of a rate come")
     asked.add_argument("--shrink", type=int, default=1, help="all lengths and numbers are divided by it")
     asked.add_argument("--vocab", default="32000")
-    asked.add_argument("--serve", default="", help="further options of the server, as one text")
+    asked.add_argument("--serve", default="", help="further options of the server, as one text: --serve=--max-queue=9")
     asked.add_argument("--out", type=Path, default=Path("under-load"))
     told = asked.parse_args()
     told.out.mkdir(parents=True, exist_ok=True)

@@ -41,8 +41,6 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
               help="Random weights in the shapes of MODEL, a released model or a folder: for load tests.")  # fmt: skip
 @click.option("--reproducible", is_flag=True,
               help="Same tokens in every company, in 16 bits too: small batches pay for it.")  # fmt: skip
-@click.option("--joint", is_flag=True,
-              help="Decode in the forward that prefills others, where nobody is drafted for. On trial.")  # fmt: skip
 @click.option("--otlp-traces-endpoint", "traces", default=None, metavar="URL",
               help="Where OpenTelemetry's spans go. Default: as $OTEL_EXPORTER_OTLP_ENDPOINT says.")  # fmt: skip
 @load_options
@@ -59,7 +57,6 @@ def serve(
     drain_s: float,
     generated: bool,
     reproducible: bool,
-    joint: bool,
     traces: str | None,
     **where: Any,
 ) -> None:
@@ -86,12 +83,9 @@ def serve(
     if reproducible and arguments["num_draft_tokens"] is None and arguments["draft"]:
         raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
-    if reproducible and joint:
-        raise UsageError("--joint has tokens depend on company, which --reproducible promises they do not",
-                         hint="leave one of the two out")  # fmt: skip
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
-                        reproducible=reproducible, joint=joint)  # fmt: skip
+                        reproducible=reproducible)  # fmt: skip
     with _weights(settings, model, generated) as settings, Reporter("starting") as bar:
 
         def told(done: int, total: int, kernel: str) -> None:

@@ -84,7 +84,7 @@ class Engine:
         max_stall: float | None = MOST_STALL,
         page_size: int = PAGE_SIZE,
         num_pages: Mapping[str, int] | None = None,
-        joint: bool = False,
+        joint: bool = True,
         prefix_caching: bool = True,
         reproducible: bool = False,
         buckets: Sequence[int] | None = None,
@@ -346,11 +346,12 @@ class Engine:
         scheduler = self.scheduler
         if not self._joins or not scheduler.prefilling or choice.length:
             return None
-        if (beside := self.runner.rows_beside(scheduler.running)) is None:
+        if (least := self.runner.least_joint(scheduler.running)) is None:
             return None
         scheduler.grow_running(1)
         self._add_pages()
-        chunks = list(scheduler.chunks(self._budget.tokens(len(scheduler.prefilling), len(scheduler.running), beside)))
+        prefilling, decoding = len(scheduler.prefilling), len(scheduler.running)
+        chunks = list(scheduler.chunks(self._budget.tokens(prefilling, decoding, least.batch, least.size)))
         self._add_pages()  # who was preempted for a chunk has left its row
         running = list(scheduler.running)
         if not running or not chunks or (waits := self.runner.joint(running, chunks)) is None:
@@ -389,7 +390,7 @@ class Engine:
         result = step.wait.result()
         live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]
         if step.joined:
-            self._budget.joined(step.joined + len(step.rows), result.seconds, len(step.rows))
+            self._budget.prefilled(step.joined + len(step.rows), result.seconds)
         elif step.choice is not None:
             self._budget.decoded(result.seconds, len(step.rows))
         if step.choice is not None and self._fixed is None and not step.joined:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.engine.changes import Way
-from kerngen.runtime.engine.short_prefills import SEQUENCES, SIZES
+from kerngen.runtime.engine.short_prefills import SEQUENCES
 
-JOINT_SIZES = SIZES[1:]  # tokens in all: of 64 too few would be the chunk's
 MOST_SHARE = 0.5  # of a step's tokens, that decode at most
 
 
@@ -40,15 +39,15 @@ class JointSteps:
         self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
 
     @staticmethod
-    def shapes(batches: Sequence[int], ways: Sequence[Way], most: int) -> list[Shape]:
-        """That are worth capturing, of at most `most` tokens: every other batch will do for the one below it."""
-        some = [batch for i, batch in enumerate(reversed(batches)) if i % 2 == 0]
+    def shapes(sizes: Sequence[int], batches: Sequence[int], ways: Sequence[Way]) -> list[Shape]:
+        """That are worth capturing, of these sizes: every third batch will do for those below it."""
+        some = batches[::-1][::3]
         return [
             Shape(size, batch, way)
-            for size in JOINT_SIZES
+            for size in sizes
             for batch in sorted(some)
             for way in ways
-            if size <= most and batch <= MOST_SHARE * size
+            if batch <= MOST_SHARE * size
         ]
 
     def __contains__(self, shape: Shape) -> bool:
@@ -57,15 +56,16 @@ class JointSteps:
     def keep(self, shape: Shape, captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]) -> None:
         self._captured[shape] = captured
 
-    def batch_for(self, rows: int, way: Way) -> int | None:
-        """The least that serves so many rows, None where nothing does."""
-        return min((s.batch for s in self._captured if s.batch >= rows and s.way == way), default=None)
+    def least(self, rows: int, way: Way) -> Shape | None:
+        """That so many rows decode in where next to nothing is prefilled, None where none serves."""
+        fitting = (shape for shape in self._captured if shape.batch >= rows and shape.way == way)
+        return min(fitting, key=lambda shape: (shape.batch, shape.size), default=None)
 
     def find(self, tokens: int, chunks: int, rows: int, way: Way) -> Shape | None:
         """The least that serves so many tokens of so many chunks beside so many rows, None where nothing does."""
-        if chunks >= SEQUENCES or (batch := self.batch_for(rows, way)) is None:
+        if chunks >= SEQUENCES or (least := self.least(rows, way)) is None:
             return None
-        fitting = [s for s in self._captured if s.batch == batch and s.way == way and s.chunk >= tokens]
+        fitting = [s for s in self._captured if s.batch == least.batch and s.way == way and s.chunk >= tokens]
         return min(fitting, default=None)
 
     def replay(self, shape: Shape) -> tuple[Tensor, Tensor]:

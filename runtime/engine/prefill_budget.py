@@ -1,12 +1,9 @@
 """How many tokens of prompts a step prefills beside those who decode, so that they do not wait long for their next one.
 
-Tokens come evenly where no gap between two of them is LONGEST times as long as most are, and that is what is kept to:
-from the median of the last gaps, their prefill included, follows how long the next one may take. So where prompts come
-now and then, their chunks are short; where somebody waits at each step, gaps are all alike, and chunks grow with those
-who wait, until for CROWD of them they take MOST_STALL times as long as the decode: then more sequences decode at once,
-and a token costs less of everybody's time. One alone has chunks of ALONE of that: behind it steps are without any, and
-gaps are not alike then. Where more wait for their first token than for their next one, as when many come at once, a
-step prefills more by so many times: few gaps are long then. Where nobody decodes, chunks are as long as they may be.
+Tokens come evenly where no gap between two of them is three times as long as most are. Most are no shorter than a decode
+step, so a gap may take LONGEST of those who decode now: the step itself and a chunk, or one forward of both. Where more
+wait for their first token than for their next one, as when many come at once, a step prefills more by so many times: few
+gaps are long then. Where nobody decodes, chunks are as long as they may be.
 
 How many tokens take so long: reading the weights is most of what a short chunk takes, so eight times as many tokens may
 take twice as long. An engine that was made ready knows the time of a few sizes, and how much longer chunks take lately,
@@ -16,14 +13,10 @@ for what they attend to; another goes by what the last chunk took for a token.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable
 
-LONGEST = 2.7  # medians: a margin to three
-MOST_STALL = 2.0  # decode steps
-ALONE, CROWD = 0.87, 5  # of MOST_STALL where one prompt is prefilled; how many have all of it
-REMEMBERED = 1024  # steps
-LOOKED_AT_EVERY = 16  # steps
+LONGEST = 2.7  # decode steps that a gap takes: a margin to three
+MOST_STALL = LONGEST - 1  # that a chunk takes beside one
 MULTIPLE = 64  # tokens of a whole tile of an int4 product
 SMOOTHING = 0.2  # of a step's and a chunk's time, by the latest
 
@@ -37,9 +30,6 @@ class PrefillBudget:
         self._knows = False
         self._extra_s = 0.0  # that chunks take longer lately
         self._decodes: dict[int, float] = {}  # seconds of steps alone, by the bits of how many decode
-        self._gaps: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)  # seconds, and sequences that waited
-        self._median_s, self._num_gaps = 0.0, 0
-        self._since_s = 0.0  # prefill since the last decode step
 
     def know(self, timed: Iterable[tuple[int, float]]) -> None:
         """What chunks of so many tokens take in seconds, of prompts that begin. From one size nothing follows."""
@@ -49,23 +39,22 @@ class PrefillBudget:
             self._points = [(n, least := min(least, s)) for n, s in reversed(points)][::-1]
             self._knows = True
 
-    def tokens(self, num_prefilling: int, num_running: int, beside: int = 0) -> int:
+    def tokens(self, num_prefilling: int, num_running: int, beside: int = 0, least: int = MULTIPLE) -> int:
         """What the next step may prefill, of so many prompts, beside so many that decode. beside: rows of those in the
-        chunk's own forward, whose time is then the step's; 0 where they decode by themselves.
+        chunk's own forward, whose time is then the step's; 0 where they decode by themselves. least: tokens of the
+        shortest forward that there is: with fewer it takes no less.
         """
         if num_running == 0 or self._max_stall is None:
             return self._most
         times = max(num_prefilling, num_running) / num_running
         if not self._decodes or not self._points:
             return min(self._most, max(int(self._most // 4 * times), MULTIPLE))
-        decode_s = self._decode_seconds(num_running)
-        crowd = min(max(num_prefilling - 1, 0) / (CROWD - 1), 1.0)
-        most_stall = self._max_stall * (ALONE + (1.0 - ALONE) * crowd)
-        stall = min(LONGEST * max(self._median_s / decode_s, 1.0) - 1, most_stall)
-        allowed_s = (stall * times + (beside > 0)) * decode_s
-        longest = self._points[-1][0] if beside and self._knows else self._most // MULTIPLE * MULTIPLE
-        found = (n for n in range(longest, beside, -MULTIPLE) if self._run_as(n) == n and self._seconds(n) <= allowed_s)
-        least = MULTIPLE * (1 + beside // MULTIPLE)
+        allowed_s = (self._max_stall * times + (beside > 0)) * self._decode_seconds(num_running)
+        longest = (self._most + beside) // MULTIPLE * MULTIPLE
+        if beside and self._knows:
+            longest = min(longest, self._points[-1][0])
+        least = max(least, MULTIPLE * (1 + beside // MULTIPLE))
+        found = (n for n in range(longest, least, -MULTIPLE) if self._run_as(n) == n and self._seconds(n) <= allowed_s)
         return min(self._most, next(found, least) - beside)
 
     def _decode_seconds(self, rows: int) -> float:
@@ -93,38 +82,15 @@ class PrefillBudget:
         return s0 + each * max(tokens - n0, 0) + self._extra_s
 
     def decoded(self, seconds: float, rows: int) -> None:
-        """A decode step of so many sequences took `seconds`; 0 where that is not known, nor the gap that it ends."""
-        if seconds <= 0:
-            self._since_s = 0.0
-            return
-        known = self._decodes.get(rows.bit_length(), seconds)
-        self._decodes[rows.bit_length()] = known + SMOOTHING * (seconds - known)
-        self._gap(seconds, rows)
-
-    def _gap(self, seconds: float, rows: int) -> None:
-        self._gaps.append((seconds + self._since_s, rows))
-        self._since_s = 0.0
-        if self._num_gaps % LOOKED_AT_EVERY == 0:
-            self._median_s = _median(self._gaps)
-        self._num_gaps += 1
-
-    def joined(self, tokens: int, seconds: float, rows: int) -> None:
-        """A forward of so many tokens, of which `rows` decoded, took `seconds`; 0 where that is not known."""
-        if seconds <= 0 or not self._decodes:
-            self._since_s = 0.0
-            return
-        self._learn(tokens, seconds)
-        self._gap(seconds, rows)
+        """A decode step of so many sequences took `seconds`; 0 where that is not known."""
+        if seconds > 0:
+            known = self._decodes.get(rows.bit_length(), seconds)
+            self._decodes[rows.bit_length()] = known + SMOOTHING * (seconds - known)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """A prefill of so many tokens took `seconds`, whoever decoded beside it."""
+        """A forward of so many tokens took `seconds`, whoever decoded beside it or in it; 0 where that is not known."""
         if self._max_stall is None or not self._decodes or seconds <= 0:
             return
-        self._since_s += seconds
-        self._learn(tokens, seconds)
-
-    def _learn(self, tokens: int, seconds: float) -> None:
-        """How long a forward of so many tokens takes."""
         if self._knows:
             expected = self._seconds(self._run_as(tokens))
             longest = 2 * expected  # whatever else happened meanwhile
@@ -137,14 +103,3 @@ class PrefillBudget:
             known = self._points[1][1] / self._points[1][0]
             each = min(max(each, known / 2), 2 * known)
         self._points = [(0, 0.0), (tokens, each * tokens)]
-
-
-def _median(weighted: Iterable[tuple[float, int]]) -> float:
-    """The least that is no less than half of all, each counted so many times."""
-    ordered = sorted(weighted)
-    half = sum(count for _, count in ordered) / 2
-    for value, count in ordered:
-        half -= count
-        if half <= 0:
-            return value
-    raise ValueError("no value has a count")

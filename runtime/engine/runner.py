@@ -292,7 +292,7 @@ class Runner:
     def joint_shapes(self, ways: Sequence[Way]) -> list[Shape]:
         """Of the joint steps that are captured."""
         sizes = self.short_sizes if self.model.joins else []
-        return JointSteps.shapes(self.batches, ways, sizes[-1]) if sizes else []
+        return JointSteps.shapes(sizes, self.batches, ways)
 
     def capture_joint(self, ways: Sequence[Way]) -> None:
         """Have joint steps captured. No row may stand for anybody."""
@@ -335,11 +335,12 @@ class Runner:
             result = self.step(batch, num_drafts, way, self.max_kv_len)
         return self._result(result[: len(handles)], num_drafts + 1, began=began)
 
-    def rows_beside(self, handles: Sequence[Handle]) -> int | None:
-        """Rows of a joint step in which these decode, None where none serves."""
+    def least_joint(self, handles: Sequence[Handle]) -> Shape | None:
+        """The shortest joint step in which these decode, None where none serves."""
+        way, count = Way.of(handles), len(handles)
         if not self.model.ops.supports_graphs:
-            return len(handles)
-        return self.joint_steps.batch_for(len(handles), Way.of(handles))
+            return Shape(count + 1, count, way)
+        return self.joint_steps.least(count, way)
 
     def joint(self, handles: Sequence[Handle], chunks: Sequence[Chunk]) -> tuple[Wait, Wait | None] | None:
         """Start a decode step of rows 0 to len(handles) - 1, without drafts, and the prefill of `chunks` as one

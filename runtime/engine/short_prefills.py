@@ -20,7 +20,7 @@ from kerngen.runtime.engine.changes import Send
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.model import Gemma4
 
-SIZES = (64, 128, 192, 256, 384, 512)  # tokens: of more, the device takes longer than the host
+SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)  # tokens: of more, the device takes longer than the host
 SEQUENCES = 4  # of a forward, the one that stands for nobody included
 STRIDE = 7919  # from one id to the next, of tokens that are only timed
 OUTPUTS = ("none", "last")  # as Gemma4.forward has them

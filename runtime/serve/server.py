@@ -39,8 +39,8 @@ UNREAD_S = 60.0  # how long a client may leave unread what it asked for
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """load, opens, reproducible, joint: see `Options`. drain_s: how long answers may take once the server is told to
-    stop. traces: where spans go (tracing.py).
+    """load, opens, reproducible: see `Options`. drain_s: how long answers may take once the server is told to stop.
+    traces: where spans go (tracing.py).
     """
 
     load: Mapping[str, Any]
@@ -55,7 +55,6 @@ class Settings:
     traces: str | None = None
     opens: Callable[..., Session] | None = None
     reproducible: bool = False
-    joint: bool = False
 
 
 def run(
@@ -124,11 +123,8 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
     context = settings.context or min(config.max_positions, DEFAULT_CONTEXT)
     if context > config.max_positions:
         raise UsageError(f"--context {context}: the model takes {config.max_positions:,} tokens")
-    if settings.joint and config.shares_kv:
-        raise UsageError(f"--joint: layers of {folder.name} own no K and V, and decode apart from a prefill",
-                         hint="leave it out")  # fmt: skip
     suggested = read_sampling(folder)
-    options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible, settings.joint,
+    options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible,
                       Sampling(**usual_values(suggested)))  # fmt: skip
     client = EngineClient(options, on_load)
     ready, _ = await asyncio.gather(client.start(), asyncio.to_thread(codec.prepare))

@@ -37,7 +37,7 @@ COMPILING_S = 0.002  # how often it is seen that a grammar is compiled, where no
 class Options:
     """load: arguments of `opens`. max_len: tokens of a sequence. max_batch: of them at once, where memory takes
     as many. opens: gives the session, None for `kerngen.load`; a function of a module, for it is called in the engine's
-    process. reproducible, joint: as the engine's. usual: how most requests are sampled, if that is known.
+    process. reproducible: as the engine's. usual: how most requests are sampled, if that is known.
     """
 
     load: Mapping[str, Any]
@@ -45,7 +45,6 @@ class Options:
     max_batch: int
     opens: Callable[..., Session] | None = None
     reproducible: bool = False
-    joint: bool = False
     usual: Sampling | None = None
 
 
@@ -178,7 +177,7 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
 
     with warnings.catch_warnings(record=True, action="always") as caught:
         session = (options.opens or load)(**options.load, advance=advance)
-    session.reproducible, session.joint = options.reproducible, options.joint
+    session.reproducible = options.reproducible
     session.max_len = min(options.max_len, session.config.max_positions)
     with explaining_memory(session.ops.device):
         engine = session.reserve(session.max_len, options.max_batch)

@@ -57,6 +57,13 @@ class PacedRunner(Runner):
         self._prefills.append((count, self._free_at - CHUNK_S - TOKEN_S * count, self._free_at))
         return wait if done else None
 
+    def joint(self, handles: Sequence[Handle], chunks: Sequence[Chunk]) -> Any:
+        done, rows = [c.handle for c in chunks if c.is_last], len(handles)
+        if done:
+            self._join(rows, done)
+        tokens = self._takes(CHUNK_S + TOKEN_S * (rows + sum(len(c.tokens) for c in chunks)), rows)
+        return tokens, self._takes(0.0, len(done)) if done else None
+
     def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:
         return self._takes(STEP_S, len(handles))
 

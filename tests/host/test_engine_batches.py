@@ -19,7 +19,7 @@ from torch import Tensor
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import Engine, Handle, Request, joint_steps, prefill_budget, short_prefills
+from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, short_prefills
 from kerngen.runtime.engine.changes import Way
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.request import Phase
@@ -629,7 +629,7 @@ def test_who_decodes_joins_a_prefill(models: Models, monkeypatch: pytest.MonkeyP
     """One forward for both: each has the tokens that it has alone, and no weights are read by a decode step beside."""
     model, _ = models[variant]
     expected = alone(model, REQUESTS)
-    engine = engine_for(model, joint=True, prefill_chunk=9, lag=lag, num_pages={"full": 40, "sliding": 50})
+    engine = engine_for(model, prefill_chunk=9, lag=lag, num_pages={"full": 40, "sliding": 50})
     ran = Counter[str]()
     for name in ("decode", "prefill", "joint"):
         plain = getattr(engine.runner, name)
@@ -646,18 +646,17 @@ def test_joint_steps_that_were_captured(models: Models, monkeypatch: pytest.Monk
     model, _ = models["k_eq_v"]
     expected = alone(model, REQUESTS)
     monkeypatch.setattr(short_prefills, "SIZES", (4, 8, 16))
-    monkeypatch.setattr(joint_steps, "JOINT_SIZES", (8, 16))
     monkeypatch.setattr(prefill_budget, "MULTIPLE", 4)
-    engine = engine_for(model, joint=True, prefill_chunk=16, buckets=(1, 2, 4, 8), lag=1, prefix_caching=False)
+    engine = engine_for(model, prefill_chunk=16, buckets=(1, 2, 3, 4, 6, 8), lag=1, prefix_caching=False)
     graphs, ran = Graphless(engine, monkeypatch), Counter[tuple[int, int]]()
     engine.make_ready()
     captured = engine.runner.joint_steps
-    assert {(s.size, s.batch) for s in captured._captured} == {(8, 2), (16, 2), (16, 8)}
+    assert {(s.size, s.batch) for s in captured._captured} == {(8, 3), (16, 3), (16, 8)}
     plain = captured.replay
     monkeypatch.setattr(captured, "replay", lambda s: (ran.update([(s.size, s.batch)]), plain(s))[1])
     once = graphs.num_captured
     assert tokens_of(engine, REQUESTS) == expected
-    assert {batch for _, batch in ran} == {2, 8}
+    assert {batch for _, batch in ran} == {3, 8}
     usual = [key for key in engine.runner._steps if key[3] < engine.runner.max_kv_len]
     assert graphs.num_captured == once + len(usual), "steps of shorter contexts alone"
     assert_nothing_is_held(engine)
@@ -667,12 +666,12 @@ def test_who_is_drafted_for_joins_nobody(models: Models, monkeypatch: pytest.Mon
     """Nor does a model whose last layers see what others wrote, nor a prompt whose tokens are weighed."""
     for variant, options in (("dense", {"num_draft_tokens": 2}), ("shared_ple", {"num_draft_tokens": 0})):
         model, drafter = models[variant]
-        engine = engine_for(model, drafter, joint=True, prefill_chunk=9, **options)
+        engine = engine_for(model, drafter, prefill_chunk=9, **options)
         monkeypatch.setattr(engine.runner, "joint", None)
         assert tokens_of(engine, REQUESTS) == alone(model, REQUESTS)
     model, _ = models["dense"]
     weighed = [replace(r, prompt_logprobs=2) for r in REQUESTS]
-    engine = engine_for(model, joint=True, prefill_chunk=9)
+    engine = engine_for(model, prefill_chunk=9)
     handles = [engine.submit(request) for request in weighed]
     while engine.has_work:
         engine.step()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kerngen.runtime.engine import Request
-from kerngen.runtime.engine.prefill_budget import ALONE, CROWD, LONGEST, MOST_STALL, MULTIPLE, PrefillBudget
+from kerngen.runtime.engine.prefill_budget import MOST_STALL, MULTIPLE, PrefillBudget
 
 STEP_S = 0.02
 
@@ -20,51 +20,31 @@ def _seconds(tokens: int) -> float:
 
 
 @pytest.mark.parametrize("step_s", [0.005, 0.02, 0.03, 0.1])
-@pytest.mark.parametrize(("every", "most"), [(1, MOST_STALL), (10, LONGEST - 1)])
-def test_a_chunk_takes_as_long_as_it_may(step_s: float, every: int, most: float) -> None:
-    """Longer where all gaps have one: none is then longer than the others."""
+def test_a_chunk_takes_as_long_as_it_may(step_s: float) -> None:
     budget = PrefillBudget(2048)
-    for step in range(300):
-        budget.decoded(step_s, CROWD)
-        if step % every == 0:
-            tokens = budget.tokens(CROWD, CROWD)
-            budget.prefilled(tokens, _seconds(tokens))
-    assert tokens in (MULTIPLE, 2048) or 0.5 * most * step_s < _seconds(tokens) <= most * step_s
+    for _ in range(300):
+        budget.decoded(step_s, 5)
+        tokens = budget.tokens(5, 5)
+        budget.prefilled(tokens, _seconds(tokens))
+    assert tokens in (MULTIPLE, 2048) or 0.5 * MOST_STALL * step_s < _seconds(tokens) <= MOST_STALL * step_s
     assert (tokens == MULTIPLE) == (step_s == 0.005)
     budget.prefilled(17, _seconds(17))  # a prompt's end
-    assert budget.tokens(CROWD, CROWD) == tokens
+    assert budget.tokens(5, 5) == tokens
     budget.prefilled(tokens, 5.0)  # a kernel was compiled
-    assert budget.tokens(CROWD, CROWD) >= max(tokens // 4, MULTIPLE)
+    assert budget.tokens(5, 5) >= max(tokens // 4, MULTIPLE)
     assert budget.tokens(1, 0) == 2048
 
 
-def test_chunks_of_one_who_waits_are_shorter_than_a_crowds() -> None:
-    """Where all gaps have a chunk."""
+def test_chunks_are_as_long_as_those_who_decode_allow() -> None:
+    """Steps of more sequences take longer, and so may chunks beside them."""
     budget = PrefillBudget(2048)
-    for _ in range(300):
-        budget.decoded(0.03, 20)
-        tokens = budget.tokens(1, 20)
-        budget.prefilled(tokens, _seconds(tokens))
-    assert 0.5 * ALONE * MOST_STALL * 0.03 < _seconds(tokens) <= ALONE * MOST_STALL * 0.03
-    sizes = [budget.tokens(n, 20) for n in range(1, 20)]
-    assert sizes == sorted(sizes)
-    assert sizes[0] < sizes[2] < sizes[CROWD - 1] == sizes[-1]
-
-
-def test_chunks_are_short_again_once_few_steps_have_one() -> None:
-    budget = PrefillBudget(2048)
-
-    def steps(count: int, every: int) -> int:
-        for step in range(count):
-            budget.decoded(0.03, CROWD)
-            if step % every == 0:
-                tokens = budget.tokens(CROWD, CROWD)
-                budget.prefilled(tokens, _seconds(tokens))
-        return tokens
-
-    few, many = steps(400, 10), steps(2000, 1)
-    assert few < many
-    assert steps(2000, 10) == few
+    budget.know({64: 0.004, 128: 0.006, 256: 0.009, 512: 0.016}.items())
+    for rows, seconds in ((1, 0.002), (8, 0.004), (32, 0.008)):
+        for _ in range(50):
+            budget.decoded(seconds, rows)
+    assert [budget.tokens(1, rows) for rows in (1, 8, 32)] == [64, 128, 256]
+    assert [budget.tokens(1, rows) for rows in (2, 12, 20)] == [64, 128, 256], "by the nearest that was seen"
+    assert budget.tokens(1, 100) == 576, "of more than is known by what tokens took so far"
 
 
 @pytest.mark.parametrize("extra_s", [0.0, 0.002])
@@ -72,12 +52,12 @@ def test_what_was_timed_lets_chunks_grow_that_all_take_long(extra_s: float) -> N
     """Reading the weights takes twice as long as a decode step, and 512 tokens hardly more: 64 at a time would starve
     whoever waits.
     """
-    times = {64: 0.005, 128: 0.008, 192: 0.0055, 512: 0.0078}  # one is odd
+    times = {64: 0.004, 128: 0.007, 192: 0.0045, 512: 0.0067}  # one is odd
     budget = PrefillBudget(2048)
     budget.know(times.items())
     for step in range(400):
         budget.decoded(0.004, 20)
-        tokens = 64 if step < 50 else budget.tokens(CROWD, 20)
+        tokens = 64 if step < 50 else budget.tokens(5, 20)
         seconds = extra_s + float(np.interp(tokens, *zip(*times.items(), strict=True)))
         budget.prefilled(tokens, seconds)
         assert seconds <= MOST_STALL * 0.004
@@ -88,7 +68,7 @@ def test_two_sizes_that_took_the_same_do_not_let_chunks_be_of_any_length() -> No
     budget = PrefillBudget(2048)
     budget.know([(64, 0.002), (384, 0.008), (512, 0.008)])
     budget.decoded(0.005, 20)
-    assert 512 <= budget.tokens(CROWD, 20) <= 1024
+    assert 512 <= budget.tokens(5, 20) <= 1024
 
 
 def test_a_chunk_is_as_long_as_what_it_runs_as() -> None:
@@ -110,33 +90,11 @@ def test_the_end_of_a_prompt_says_nothing_of_longer_chunks() -> None:
     budget.decoded(0.0073, 20)
     for tokens, seconds in ((130, 0.012), (1, 0.004), (65, 0.006), (400, 0.012)) * 20:
         budget.prefilled(tokens, seconds)
-    assert budget.tokens(CROWD, 20) == 512
-
-
-def test_a_gap_counts_for_all_who_waited() -> None:
-    """Few wait beside chunks, and many without: most gaps are short."""
-    few, many = PrefillBudget(2048), PrefillBudget(2048)
-    for step in range(200):
-        few.decoded(0.01, 1)
-        many.decoded(0.01, 9 if step % 4 == 1 else 1)
-        if step % 4:
-            few.prefilled(512, 0.02)
-            many.prefilled(512, 0.02)
-    assert few.tokens(CROWD, CROWD) > many.tokens(CROWD, CROWD)
-
-
-def test_a_gap_that_nobody_timed_is_not_part_of_the_next() -> None:
-    """As of a step that is captured: its prefill is no other's."""
-    budget = PrefillBudget(2048)
-    for _ in range(100):
-        budget.decoded(0.01, 1)
-        budget.prefilled(128, 0.02)
-        budget.decoded(0.0, 1)
-    assert budget.tokens(1, 1) == MULTIPLE
+    assert budget.tokens(5, 20) == 512
 
 
 def test_a_chunk_beside_which_others_decode_is_what_the_step_takes() -> None:
-    """It may take as long as chunk and decode step would one after the other, and has room for who decodes."""
+    """It may take LONGEST decode steps, and has room for who decodes."""
     times = {64: 0.004, 128: 0.006, 256: 0.009, 512: 0.016}
     apart, joint = PrefillBudget(2048), PrefillBudget(2048)
     for budget in (apart, joint):
@@ -147,10 +105,12 @@ def test_a_chunk_beside_which_others_decode_is_what_the_step_takes() -> None:
     assert joint.tokens(8, 8, 8) == 256 - 8
     assert joint.tokens(80, 8, 8) == 512 - 8, "not more than can be joined"
     for _ in range(200):
-        joint.joined(256, 0.010, 8)
-    assert joint.tokens(1, 8, 8) == 256 - 8, "all gaps are alike, but three decode steps are the most"
+        joint.prefilled(256, 0.010)
+    assert joint.tokens(1, 8, 8) == 256 - 8
     assert joint.tokens(1, 40, 48) == 512 - 48, "a step of more sequences takes longer, though none was seen alone"
-    joint.joined(256, 0.0, 8)
+    joint.prefilled(256, 0.0)
+    joint.decoded(0.001, 1)
+    assert [joint.tokens(1, 1, 8, least) for least in (64, 128)] == [64 - 8, 128 - 8], "with fewer it takes no less"
     assert joint.tokens(1, 0) == 2048
 
 
@@ -182,14 +142,17 @@ class _Clock:
         self.now += seconds
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("max_stall", [MOST_STALL, None])
-def test_tokens_come_evenly_while_prompts_arrive(max_stall: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_come_evenly_while_prompts_arrive(
+    max_stall: float | None, joint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A device of a fixed pace, whose host is as far behind it as on a GPU."""
     clock, draw = _Clock(), random.Random(1)
     monkeypatch.setattr(paced, "time", clock)
     session = paced.paced_session(str(paced.TINY))
     engine = session.reserve(2048, 16)
-    engine._budget = PrefillBudget(2048, max_stall)
+    engine._budget, engine._joins = PrefillBudget(2048, max_stall), joint
     arrivals = [0.5 * i for i in range(30)]
     last: dict[object, float] = {}
     gaps = []

@@ -157,7 +157,7 @@ def test_joint_forwards_have_written_before_embed_what_is_read_ahead(
         ops = KernelOps(watched := Watched(chain), torch.float32)
         config = read_model_config(tmp_path / "target")
         model = Gemma4(config, load_model(tmp_path / "target", config, ops), ops)
-        engine = Engine(model, max_len=80, max_batch=4, prefill_chunk=11, page_size=16, joint=True)
+        engine = Engine(model, max_len=80, max_batch=4, prefill_chunk=11, page_size=16)
         num_joint, plain = 0, model.forward_joint
 
         def counted(*args: Any) -> tuple[Tensor, Tensor]:

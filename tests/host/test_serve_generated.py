@@ -44,17 +44,6 @@ def test_what_it_says_is_text(server: Served) -> None:
     assert any("drafts by" in line for line in server.said)
 
 
-def test_what_cannot_decode_beside_a_prefill_is_said(kerngen: Kerngen) -> None:
-    asked = ("serve", "gemma-4-e2b", "--generated", "--no-draft", "--port", "0", "--backend", "torch", "--joint")
-    code, _, err = kerngen(*asked)
-    assert code == 2
-    assert "own no K and V" in err
-    assert "leave it out" in err
-    code, _, err = kerngen(*asked, "--reproducible")
-    assert code == 2
-    assert "--joint has tokens depend on company" in err
-
-
 def test_it_is_put_under_load(server: Served, kerngen: Kerngen) -> None:
     code, out, err = kerngen(
         "bench", "serve", server.url, *LOAD, "--requests", "6", "--warmup", "2", "--as", "chat", "--json"

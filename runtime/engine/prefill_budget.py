@@ -2,8 +2,8 @@
 
 Tokens come evenly where no gap between two of them is three times as long as most are. Most are no shorter than a
 decode step, so a gap may take LONGEST of those who decode now: the step itself and a chunk, or one forward of both.
-Where more wait for their first token than for their next one, as when many come at once, a step prefills more by so many
-times: few gaps are long then. Where nobody decodes, chunks are as long as they may be.
+Where more wait for their first token than for their next one, as when many come at once, a step prefills more by so
+many times: few gaps are long then. Where nobody decodes, chunks are as long as they may be.
 
 How many tokens take so long: reading the weights is most of what a short chunk takes, so eight times as many tokens may
 take twice as long. An engine that was made ready knows the time of a few sizes, and how much longer chunks take lately,

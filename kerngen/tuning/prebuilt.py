@@ -43,7 +43,9 @@ from kerngen.workload import MODELS, Item, find_model, workload
 PREDICTED = ".predicted.txt"
 TRIALS = 4  # configurations a problem; docs/tuning-database.md says what twelve would gain
 # (board, kernel): its defaults were chosen on the board, and are better than what is predicted (docs/prediction.md).
-LEFT_TO_DEFAULTS = {("H200", k) for k in ("attn_decode", "greedy_head", "w4a16_gemm", "moe_w4a16", "decode_layers")}
+LEFT_TO_DEFAULTS = {
+    ("H200", k) for k in ("attn_decode", "greedy_head", "w4a16_gemm", "moe_w4a16", "decode_layers", "ple_block")
+}
 
 
 def problems_of(models: Iterable[str], target: Target, kernels: Collection[str] = ()) -> list[Item]:

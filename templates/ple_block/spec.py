@@ -80,6 +80,8 @@ class Config:
 
 
 SPACE = {"block_m": (1, 2, 4, 8), "gate_warps": (4, 8), "num_warps": (4, 8), "rows_per_warp": (1, 2, 4)}
+# Of tokens up to a number, by data/sweeps/h200/ple_block-few.txt.
+FEW_TOKENS = ((1, Config()), (8, Config(1, 8, 8, 4)), (16, Config(2, 4, 8, 4)))
 ARGS = {
     "ple_gate": (
         Arg("residual", "ptr"),
@@ -129,7 +131,12 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """As many tokens in a block as registers allow comfortably: the others' blocks read the weights again."""
+    """As few tokens in a block as leave no more than a round or two of blocks, which read the weights from L2: a block's
+    time is its tokens'. Of many tokens as many in a block as registers allow comfortably.
+    """
+    for most_tokens, config in FEW_TOKENS:
+        if problem.num_tokens <= most_tokens and why_invalid(problem, config, target) is None:
+            return config
     for block_m in (8, 4, 2):
         config = Config(block_m, gate_warps=8 if block_m > 2 else 4)
         held = max(_row_vecs(problem, config, w) for w in (config.gate_warps, config.num_warps))

@@ -83,7 +83,7 @@ def test_weights_are_on_their_way_before_the_wait_and_nothing_else_is() -> None:
 
 
 def test_each_tile_of_tokens_reads_the_weights_once() -> None:
-    for tokens, block_m, tiles in ((1, 1, 1), (2, 2, 1), (3, 4, 1), (8, 8, 1), (17, 8, 3), (64, 8, 8)):
+    for tokens, block_m, tiles in ((1, 1, 1), (2, 1, 2), (8, 1, 8), (16, 2, 8), (17, 8, 3), (64, 8, 8)):
         p = KERNEL.problem_type(num_tokens=tokens)
         config = KERNEL.default_config(p, H200)
         assert config.block_m == block_m

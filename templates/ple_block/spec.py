@@ -131,8 +131,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """As few tokens in a block as leave no more than a round or two of blocks, which read the weights from L2: a block's
-    time is its tokens'. Of many tokens as many in a block as registers allow comfortably.
+    """Of few tokens one or two in a block, though each block reads the weights again, from L2: its time is its tokens'.
+    Of more as many in a block as registers allow comfortably.
     """
     for most_tokens, config in FEW_TOKENS:
         if problem.num_tokens <= most_tokens and why_invalid(problem, config, target) is None:

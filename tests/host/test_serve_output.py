@@ -221,10 +221,13 @@ def test_bytes_that_are_no_text_do_not_fail(byte_fallback: TextCodec, data: st.D
     json.dumps(whole).encode()
 
 
+MARK = "\ud800"  # stands for the token around strings, whose characters a string may have
+
+
 def written(value: Any) -> str:
     """format_argument of the released template, with bare keys."""
     if isinstance(value, str):
-        return f"{Q}{value}{Q}"
+        return f"{MARK}{value}{MARK}"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{written(part)}" for key, part in sorted(value.items())) + "}"
     if isinstance(value, list):
@@ -232,7 +235,9 @@ def written(value: Any) -> str:
     return json.dumps(value)
 
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(['"', "}", "\x00", "<turn|>"])
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ['"', "}", "\x00", "<turn|>", Q]
+)
 KEYS = st.from_regex(r"[A-Za-z_é][A-Za-z0-9_.-]{0,6}", fullmatch=True)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
@@ -248,7 +253,7 @@ def test_what_the_template_writes_is_read_back(
 ) -> None:
     codec = byte_fallback if fallback else TINY
     ids: list[int] = []
-    for n, part in enumerate(f"<|tool_call>call:f{written(value)}<tool_call|>".split(Q)):
+    for n, part in enumerate(f"<|tool_call>call:f{written(value)}<tool_call|>".split(MARK)):
         ids += encode(Q, codec) if n else []
         ids += encode(part, codec, plain=n % 2 == 1)
     _, said, [(_, name, got)] = joined(read(ids, codec, size=size))

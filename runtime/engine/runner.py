@@ -109,6 +109,7 @@ class Runner:
         self._graphs = Graphs()
         self.short_prefills = ShortPrefills(model, cache, self._graphs, max_kv_len, self._sent)
         self.joint_steps = JointSteps()
+        self._latest: torch.cuda.Event | None = None  # behind all that was handed in
         self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
 
     @property
@@ -199,7 +200,7 @@ class Runner:
 
         Returns what waits for their first tokens, or None where no chunk is a last one.
         """
-        began = self._now()
+        began = self._beginning()
         handles = [c.handle for c in chunks]
         ids, starts, sizes, tables = self._layout(chunks)
         done = [i for i, c in enumerate(chunks) if c.is_last]
@@ -328,10 +329,10 @@ class Runner:
         if self.captures(batch * (num_drafts + 1)):
             known = len(self._steps)
             graph, result = self._graph(batch, num_drafts, way, longest + num_drafts + 1)
-            began = self._now() if len(self._steps) == known else None  # a graph's first replay takes longer
+            began = self._beginning() if len(self._steps) == known else None  # a graph's first replay takes longer
             graph.replay()
         else:
-            began = self._now()
+            began = self._beginning()
             result = self.step(batch, num_drafts, way, self.max_kv_len)
         return self._result(result[: len(handles)], num_drafts + 1, began=began)
 
@@ -361,10 +362,10 @@ class Runner:
         began: _Moment
         if shape is not None:
             self.short_prefills.put(ids, starts, sizes, tables, shape.chunk)
-            began = self._now()
+            began = self._beginning()
             result, last = self.joint_steps.replay(shape)
         else:
-            began = self._now()
+            began = self._beginning()
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
             result, last = self.joint_step(count, way, batch, cache)
         tokens = self._result(result[:count], 1, began=began)
@@ -457,20 +458,26 @@ class Runner:
         """The host's clock, or the device's where work is only handed in."""
         if not self.hidden.is_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._latest = torch.cuda.Event(enable_timing=True)
+        self._latest.record()
+        return self._latest
+
+    def _beginning(self) -> _Moment:
+        """When what is handed in next begins. Behind work that is not done yet that is when it ends: an event in a
+        stream takes the device 1 to 2 us.
+        """
+        return self._now() if self._latest is None or self._latest.query() else self._latest
 
     def _result(self, result: Tensor, q_len: int, *, began: _Moment | None) -> Wait:
         """Copies what the host will read out of the way of the next step."""
         if self._reading is not None:
-            ended = torch.cuda.Event(enable_timing=True)
-            ended.record()
             kept = result.clone()
+            ended = self._now()  # the copy may begin, too
+            assert isinstance(ended, torch.cuda.Event)
             # In this stream a copy to the host would hold up the next step by some 10 us.
             buffer = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             copied = torch.cuda.Event()
-            self._reading.wait_stream(torch.cuda.current_stream())
+            self._reading.wait_event(ended)
             with torch.cuda.stream(self._reading):
                 buffer.copy_(kept, non_blocking=True)
                 copied.record()

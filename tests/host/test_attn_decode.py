@@ -212,3 +212,12 @@ def test_inputs_poison_what_must_not_be_read(case: Case) -> None:
         rows = expected[s * p.q_len : (s + 1) * p.q_len]
         assert (rows[:unseen] == 0).all()
         assert (rows[unseen:] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("block_m", [4, 12, 24, 40])
+def test_rows_that_no_whole_merge_has_are_refused(block_m: int) -> None:
+    """Blocks of 24 rows wrote what they had for a fourth tile of 8 over the next block's rows."""
+    problem = SPEC.Problem(head_dim=512, num_q_heads=32, num_kv_heads=4, q_len=8)
+    config = SPEC.Config(block_m, 16, 8, 8, 2, 66)
+    why = KERNEL.why_invalid(problem, config, Target.of(find_arch("sm90")))
+    assert why == f"block_m={block_m}: a block has 8 rows or a multiple of 16 with warpgroups=False"

@@ -78,21 +78,22 @@ def use_gpu(device: str | None) -> int:
 
 
 @contextmanager
-def explaining_memory(device: torch.device) -> Iterator[None]:
-    """Turns torch's complaint that memory ran out into a DeviceError with the numbers."""
+def explaining_memory(device: torch.device, less: str = "fewer --max-new-tokens, a shorter prompt") -> Iterator[None]:
+    """Turns torch's complaint that memory ran out into a DeviceError with the numbers. less: what would take less."""
     try:
         yield
-    except torch.OutOfMemoryError as e:
-        free, total = torch.cuda.mem_get_info(device)
-        raise DeviceError(
-            f"out of memory on {device}: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free",
-            hint="fewer --max-new-tokens, a shorter prompt, a W4A16 checkpoint, or a larger GPU",
-        ) from e
     except RuntimeError as e:
-        if "can't allocate memory" not in str(e):  # what torch's CPU allocator says
-            raise
-        hint = "fewer --max-new-tokens, a shorter prompt, --dtype bf16, or a machine with more memory"
-        raise DeviceError("out of memory on the CPU", hint=hint) from e
+        # of the allocator on a GPU, or of what asks for memory beside it; then of the one on a CPU
+        if isinstance(e, torch.OutOfMemoryError) or "out of memory" in str(e):
+            free, total = torch.cuda.mem_get_info(device)
+            raise DeviceError(
+                f"out of memory on {device}: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free",
+                hint=f"{less}, a W4A16 checkpoint, or a larger GPU",
+            ) from e
+        if "can't allocate memory" in str(e):
+            hint = f"{less}, --dtype bf16, or a machine with more memory"
+            raise DeviceError("out of memory on the CPU", hint=hint) from e
+        raise
 
 
 def _device(backend: str, device: str | None) -> torch.device:

@@ -209,8 +209,10 @@ class Gemma4:
 
     @property
     def joins(self) -> bool:
-        """Whether a prefill and a decode step can be one forward: no layer stops short at a prefill's last tokens."""
-        return not self.config.shares_kv
+        """Whether a prefill and a decode step can be one forward: no layer stops short at a prefill's last tokens, and
+        none has an input of its own.
+        """
+        return not self.config.shares_kv and not self.config.ple_size
 
     def forward_joint(
         self, chunks: Batch, chunk_cache: KVCache, decode: Batch, decode_cache: KVCache
@@ -222,7 +224,7 @@ class Gemma4:
         decode step's tokens.
         """
         if chunks.cu_seqlens is None or not self.joins:
-            raise TypeError("a ragged prefill is joined by a decode step, of a model whose layers all own K and V")
+            raise TypeError("a ragged prefill is joined by a decode step, of a model that joins")
         self.ops.place = ""
         count = len(chunks.ids)
         residual = self.embed(torch.cat((chunks.ids, decode.ids)))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -43,7 +44,7 @@ def require_draft_tokens(count: int | None, ops: Ops) -> None:
 class _Pending:
     """A step whose results the host has not read. rows: who was in it, and in which epoch of theirs.
 
-    choice: None for a prefill. joined: tokens that were prefilled in the same forward.
+    choice: None for a prefill. joined: tokens of the forward, where others were prefilled in it.
     """
 
     number: int
@@ -106,7 +107,8 @@ class Engine:
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
         self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
-        self._joins = joint and not reproducible and model.joins
+        is_drafted = self._fixed is not None and self._fixed > 0
+        self._joins = joint and not reproducible and not is_drafted and max_batch > 1 and model.joins
         self._lengths = DraftLength(most if self._fixed is None else 0)
         self._lag = lag if lag is not None else 1 if ops.supports_graphs else 0
         step = (self._lag + 1) * (most + 1)
@@ -346,12 +348,18 @@ class Engine:
         scheduler = self.scheduler
         if not self._joins or not scheduler.prefilling or choice.length:
             return None
+        # first what a step takes that only decodes, for what it may take is measured against that
+        if not self._budget.knows_decode or (self._fixed is None and not self._lengths.knows_plain(choice.bucket)):
+            return None
+        if any(h.request.prompt_logprobs is not None for h in scheduler.prefilling):
+            return None
         if (least := self.runner.least_joint(scheduler.running)) is None:
             return None
         scheduler.grow_running(1)
         self._add_pages()
         prefilling, decoding = len(scheduler.prefilling), len(scheduler.running)
-        chunks = list(scheduler.chunks(self._budget.tokens(prefilling, decoding, least.batch, least.size)))
+        most = self._budget.tokens(prefilling, decoding, least.batch, least.size)
+        chunks = list(islice(scheduler.chunks(most), self.runner.most_joined))
         self._add_pages()  # who was preempted for a chunk has left its row
         running = list(scheduler.running)
         if not running or not chunks or (waits := self.runner.joint(running, chunks)) is None:
@@ -360,8 +368,8 @@ class Engine:
             if chunks:
                 self._prefill_together(chunks)
             return bool(running)
-        tokens, first = waits
-        self._decoding(running, choice, tokens, sum(len(c.tokens) for c in chunks))
+        tokens, first, size = waits
+        self._decoding(running, choice, tokens, size)
         self._prefilling(chunks, first)
         return True
 
@@ -390,10 +398,12 @@ class Engine:
         result = step.wait.result()
         live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]
         if step.joined:
-            self._budget.prefilled(step.joined + len(step.rows), result.seconds)
+            self._budget.prefilled(step.joined, result.seconds)
         elif step.choice is not None:
             self._budget.decoded(result.seconds, len(step.rows))
-        if step.choice is not None and self._fixed is None and not step.joined:
+        if step.choice is not None and self._fixed is None and step.joined:
+            self._lengths.passed(step.choice)
+        elif step.choice is not None and self._fixed is None:
             drafted = [i for i in live if step.rows[i][0].request.mask is None]
             self._lengths.observe(step.choice, result.seconds, [len(result.tokens[i]) - 1 for i in drafted])
         events = []

@@ -118,6 +118,16 @@ class DraftLength:
         self._repeats = self._repeats + 1 if length == self._last else 0
         self._last = length
 
+    def knows_plain(self, bucket: int) -> bool:
+        """Whether enough of such steps without drafts were timed for others to be measured against."""
+        return not self.longest or self._counts.get(bucket, [0])[0] >= PLAIN_STEPS
+
+    def passed(self, choice: Choice) -> None:
+        """The step did other work besides, so its time says nothing; but it was one since the last look."""
+        if choice is self._latest:
+            self._latest, self._held = None, 0.0
+        self._since_look += 1
+
     def acceptance(self) -> list[float]:
         """The estimate for each position."""
         rates: list[float] = []

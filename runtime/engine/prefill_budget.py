@@ -39,6 +39,11 @@ class PrefillBudget:
             self._points = [(n, least := min(least, s)) for n, s in reversed(points)][::-1]
             self._knows = True
 
+    @property
+    def knows_decode(self) -> bool:
+        """Whether any decode step was timed, if that matters: what gaps are measured against."""
+        return self._max_stall is None or bool(self._decodes)
+
     def tokens(self, num_prefilling: int, num_running: int, beside: int = 0, least: int = MULTIPLE) -> int:
         """What the next step may prefill, of so many prompts, beside so many that decode. beside: rows of those in the
         chunk's own forward, whose time is then the step's; 0 where they decode by themselves. least: tokens of the

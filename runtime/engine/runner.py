@@ -27,7 +27,7 @@ from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.joint_steps import JointSteps, Shape
 from kerngen.runtime.engine.request import Handle
 from kerngen.runtime.engine.scheduler import Chunk, NewPage
-from kerngen.runtime.engine.short_prefills import ShortPrefills
+from kerngen.runtime.engine.short_prefills import SEQUENCES, ShortPrefills
 from kerngen.runtime.logprobs import logprob_words, read_logprobs
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseExperts
@@ -343,11 +343,17 @@ class Runner:
             return Shape(count + 1, count, way)
         return self.joint_steps.least(count, way)
 
-    def joint(self, handles: Sequence[Handle], chunks: Sequence[Chunk]) -> tuple[Wait, Wait | None] | None:
+    @property
+    def most_joined(self) -> int | None:
+        """Chunks of a joint step at most; None for any."""
+        return SEQUENCES - 1 if self.model.ops.supports_graphs else None
+
+    def joint(self, handles: Sequence[Handle], chunks: Sequence[Chunk]) -> tuple[Wait, Wait | None, int] | None:
         """Start a decode step of rows 0 to len(handles) - 1, without drafts, and the prefill of `chunks` as one
         forward, and have sequences whose last chunks these are join. None where no forward serves, and nothing is done.
 
-        Returns what waits for the rows' tokens, and what waits for first tokens as `prefill` does.
+        Returns what waits for the rows' tokens, what waits for first tokens as `prefill` does, and how many tokens the
+        forward is of, filled up.
         """
         way, count = Way.of(handles), len(handles)
         if any(c.handle.request.prompt_logprobs is not None for c in chunks):
@@ -368,11 +374,12 @@ class Runner:
             began = self._beginning()
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
             result, last = self.joint_step(count, way, batch, cache)
-        tokens = self._result(result[:count], 1, began=began)
+        tokens, size = self._result(result[:count], 1, began=began), sum(sizes) + count if shape is None else shape.size
         done = [i for i, c in enumerate(chunks) if c.is_last]
         if not done:
-            return tokens, None
-        return tokens, self._first(last[self._sent(done, torch.int64)], count, [chunks[i].handle for i in done])
+            return tokens, None, size
+        first = self._first(last[self._sent(done, torch.int64)], count, [chunks[i].handle for i in done])
+        return tokens, first, size
 
     def joint_step(self, batch: int, way: Way, chunks: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """One decode step of rows 0 to batch - 1 and a prefill, all on the device: what `step` returns, and the hidden

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kerngen.runtime.serve.guided import Guide, Guides
     from kerngen.runtime.session import Session
 
+LESS_MEMORY = "a smaller --context or --max-batch"
 COMPILING_S = 0.002  # how often it is seen that a grammar is compiled, where nothing else is to do
 
 # -- what the engine is told
@@ -179,7 +180,7 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
         session = (options.opens or load)(**options.load, advance=advance)
     session.reproducible = options.reproducible
     session.max_len = min(options.max_len, session.config.max_positions)
-    with explaining_memory(session.ops.device):
+    with explaining_memory(session.ops.device, LESS_MEMORY):
         engine = session.reserve(session.max_len, options.max_batch)
         began = time.perf_counter()
         engine.make_ready(lambda *told: connection.send(Loading(*told)), options.usual)
@@ -219,7 +220,7 @@ class _Loop:
         from kerngen.runtime.backend import explaining_memory
 
         engine, connection = self._engine, self._connection
-        with explaining_memory(self._session.ops.device):
+        with explaining_memory(self._session.ops.device, LESS_MEMORY):
             while True:
                 made: list[Made] = []
                 while connection.poll(0 if engine.has_work or made else COMPILING_S if self._compiling else None):

@@ -61,8 +61,9 @@ class PacedRunner(Runner):
         done, rows = [c.handle for c in chunks if c.is_last], len(handles)
         if done:
             self._join(rows, done)
-        tokens = self._takes(CHUNK_S + TOKEN_S * (rows + sum(len(c.tokens) for c in chunks)), rows)
-        return tokens, self._takes(0.0, len(done)) if done else None
+        size = rows + sum(len(c.tokens) for c in chunks)
+        tokens = self._takes(CHUNK_S + TOKEN_S * size, rows)
+        return tokens, self._takes(0.0, len(done)) if done else None, size
 
     def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:
         return self._takes(STEP_S, len(handles))

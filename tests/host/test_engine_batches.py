@@ -23,7 +23,7 @@ from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, shor
 from kerngen.runtime.engine.changes import Way
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.request import Phase
-from kerngen.runtime.engine.scheduler import window_pages
+from kerngen.runtime.engine.scheduler import Chunk, window_pages
 from kerngen.runtime.engine.short_prefills import OUTPUTS, ShortPrefills
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import KVPages, Linear
@@ -630,6 +630,7 @@ def test_who_decodes_joins_a_prefill(models: Models, monkeypatch: pytest.MonkeyP
     model, _ = models[variant]
     expected = alone(model, REQUESTS)
     engine = engine_for(model, prefill_chunk=9, lag=lag, num_pages={"full": 40, "sliding": 50})
+    assert tokens_of(engine, REQUESTS[2:3]) == expected[2:3]  # what a step takes that only decodes
     ran = Counter[str]()
     for name in ("decode", "prefill", "joint"):
         plain = getattr(engine.runner, name)
@@ -660,6 +661,72 @@ def test_joint_steps_that_were_captured(models: Models, monkeypatch: pytest.Monk
     usual = [key for key in engine.runner._steps if key[3] < engine.runner.max_kv_len]
     assert graphs.num_captured == once + len(usual), "steps of shorter contexts alone"
     assert_nothing_is_held(engine)
+
+
+def test_what_only_decodes_is_timed_before_anybody_joins(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gaps are measured against it, and drafts: where somebody is prefilled at each step, too."""
+    model, drafter = models["dense"]
+    requests = [Request(prompt(30, seed=i), 6) for i in range(20)]
+    for engine in (
+        engine_for(model, prefill_chunk=5),
+        engine_for(model, drafter, prefill_chunk=5, num_draft_tokens=None),
+    ):
+        ran: list[str] = []
+        for name in ("decode", "joint"):
+            plain = getattr(engine.runner, name)
+            monkeypatch.setattr(engine.runner, name, lambda *args, n=name, p=plain, r=ran: (r.append(n), p(*args))[1])
+        assert tokens_of(engine, requests) == alone(model, requests)
+        assert ran[0] == "decode"
+        assert "joint" in ran
+        assert engine._budget.knows_decode
+        assert all(engine._lengths.knows_plain(b) for b in engine._lengths._counts if engine._lengths._costs[b][0])
+    assert any(cost is not None for costs in engine._lengths._costs.values() for cost in costs[1:]), "drafts were tried"
+
+
+def test_a_joint_step_has_no_more_chunks_than_were_captured(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many short prompts some wait for the next step, rather than all for a forward that is handed in."""
+    model, _ = models["k_eq_v"]
+    requests = [Request(prompt(2, seed=i), 20 if i == 0 else 4) for i in range(7)]
+    expected = alone(model, requests)
+    monkeypatch.setattr(short_prefills, "SIZES", (16, 32))
+    engine = engine_for(model, prefill_chunk=32, buckets=(8,), lag=1, prefix_caching=False)
+    Graphless(engine, monkeypatch)
+    engine.make_ready()
+    said: list[tuple[int, bool]] = []
+    plain = engine.runner.joint
+
+    def joint(rows: Sequence[Handle], chunks: Sequence[Chunk]) -> Any:
+        waits = plain(rows, chunks)
+        said.append((len(chunks), waits is not None and waits[2] == 16))
+        return waits
+
+    monkeypatch.setattr(engine.runner, "joint", joint)
+    handles = [engine.submit(requests[0])]
+    while len(handles[0].tokens) < 4:
+        engine.step()
+    handles += [engine.submit(request) for request in requests[1:]]
+    while engine.has_work:
+        engine.step()
+    assert [h.tokens for h in handles] == expected
+    assert said == [(3, True), (3, True)], "forwards of 16 tokens, filled up"
+
+
+def test_a_layer_with_an_input_of_its_own_joins_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all layers own their K and V: of no released model."""
+    monkeypatch.setitem(VARIANTS, "ple", {"hidden_size_per_layer_input": 16})
+    make_target(tmp_path / "ple", "ple")
+    model = load(tmp_path / "ple")
+    assert not model.joins
+    assert tokens_of(engine_for(model, prefill_chunk=9), REQUESTS) == alone(model, REQUESTS)
+
+
+NEVER: tuple[dict[str, Any], ...] = ({"max_batch": 1}, {"num_draft_tokens": 2}, {"reproducible": True})
+
+
+@pytest.mark.parametrize("options", [{}, {"num_draft_tokens": None}, *NEVER], ids=str)
+def test_who_could_never_join_captures_nothing_for_it(models: Models, options: dict[str, Any]) -> None:
+    model, drafter = models["dense"]
+    assert engine_for(model, drafter, **{"num_draft_tokens": 0, **options})._joins is (options not in NEVER)
 
 
 def test_who_is_drafted_for_joins_nobody(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

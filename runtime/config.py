@@ -96,11 +96,6 @@ class ModelConfig:
         return math.sqrt(self.hidden_size)
 
     @property
-    def shares_kv(self) -> bool:
-        """Whether some layers attend to what others wrote, and write no K and V of their own."""
-        return not all(layer.owns_kv for layer in self.layers)
-
-    @property
     def window(self) -> int:
         """The sliding layers' window, 0 if the model has none."""
         return max((layer.window for layer in self.layers), default=0)

@@ -212,7 +212,7 @@ class Gemma4:
         """Whether a prefill and a decode step can be one forward: no layer stops short at a prefill's last tokens, and
         none has an input of its own.
         """
-        return not self.config.shares_kv and not self.config.ple_size
+        return self._first_shared == len(self.config.layers) and not self.config.ple_size
 
     def forward_joint(
         self, chunks: Batch, chunk_cache: KVCache, decode: Batch, decode_cache: KVCache

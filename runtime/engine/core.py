@@ -107,8 +107,7 @@ class Engine:
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
         self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
-        is_drafted = self._fixed is not None and self._fixed > 0
-        self._joins = joint and not reproducible and not is_drafted and max_batch > 1 and model.joins
+        self._joins = joint and not reproducible and not self._fixed and max_batch > 1 and model.joins
         self._lengths = DraftLength(most if self._fixed is None else 0)
         self._lag = lag if lag is not None else 1 if ops.supports_graphs else 0
         step = (self._lag + 1) * (most + 1)
@@ -328,8 +327,12 @@ class Engine:
         running = list(scheduler.running)
         if not running:
             return False
-        self._decoding(running, choice, self.runner.decode(running, choice.length, max(h.limit for h in running)))
+        self._decode_alone(running, choice)
         return True
+
+    def _decode_alone(self, running: list[Handle], choice: Choice) -> None:
+        wait = self.runner.decode(running, choice.length, max(h.limit for h in running))
+        self._decoding(running, choice, wait)
 
     def _add_pages(self) -> None:
         self.runner.add_pages(self.scheduler.new_pages)
@@ -364,7 +367,7 @@ class Engine:
         running = list(scheduler.running)
         if not running or not chunks or (waits := self.runner.joint(running, chunks)) is None:
             if running:
-                self._decoding(running, choice, self.runner.decode(running, 0, max(h.limit for h in running)))
+                self._decode_alone(running, choice)
             if chunks:
                 self._prefill_together(chunks)
             return bool(running)
@@ -397,15 +400,15 @@ class Engine:
         """Read a step's results: hand out tokens, end what has ended, and learn from what was accepted."""
         result = step.wait.result()
         live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]
-        if step.joined:
+        if step.choice is not None and step.joined:
             self._budget.prefilled(step.joined, result.seconds)
+            if self._fixed is None:
+                self._lengths.passed(step.choice)
         elif step.choice is not None:
             self._budget.decoded(result.seconds, len(step.rows))
-        if step.choice is not None and self._fixed is None and step.joined:
-            self._lengths.passed(step.choice)
-        elif step.choice is not None and self._fixed is None:
-            drafted = [i for i in live if step.rows[i][0].request.mask is None]
-            self._lengths.observe(step.choice, result.seconds, [len(result.tokens[i]) - 1 for i in drafted])
+            if self._fixed is None:
+                drafted = [i for i in live if step.rows[i][0].request.mask is None]
+                self._lengths.observe(step.choice, result.seconds, [len(result.tokens[i]) - 1 for i in drafted])
         events = []
         for i in live:
             handle = step.rows[i][0]

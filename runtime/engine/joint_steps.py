@@ -8,6 +8,7 @@ has what is left, and is filled up as short prefills are (short_prefills.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -41,14 +42,8 @@ class JointSteps:
     @staticmethod
     def shapes(sizes: Sequence[int], batches: Sequence[int], ways: Sequence[Way]) -> list[Shape]:
         """That are worth capturing, of these sizes: every third batch will do for those below it."""
-        some = batches[::-1][::3]
-        return [
-            Shape(size, batch, way)
-            for size in sizes
-            for batch in sorted(some)
-            for way in ways
-            if batch <= MOST_SHARE * size
-        ]
+        some = batches[::-3][::-1]
+        return [Shape(*s) for s in product(sizes, some, ways) if s[1] <= MOST_SHARE * s[0]]
 
     def __contains__(self, shape: Shape) -> bool:
         return shape in self._captured

@@ -291,9 +291,8 @@ class Runner:
             self.short_prefills.capture(size)
 
     def joint_shapes(self, ways: Sequence[Way]) -> list[Shape]:
-        """Of the joint steps that are captured."""
-        sizes = self.short_sizes if self.model.joins else []
-        return JointSteps.shapes(sizes, self.batches, ways)
+        """Of the joint steps that are captured, of a model that joins."""
+        return JointSteps.shapes(self.short_sizes, self.batches, ways)
 
     def capture_joint(self, ways: Sequence[Way]) -> None:
         """Have joint steps captured. No row may stand for anybody."""
@@ -351,19 +350,18 @@ class Runner:
     def joint(self, handles: Sequence[Handle], chunks: Sequence[Chunk]) -> tuple[Wait, Wait | None, int] | None:
         """Start a decode step of rows 0 to len(handles) - 1, without drafts, and the prefill of `chunks` as one
         forward, and have sequences whose last chunks these are join. None where no forward serves, and nothing is done.
+        No chunk's tokens are weighed (prompt_logprobs).
 
         Returns what waits for the rows' tokens, what waits for first tokens as `prefill` does, and how many tokens the
         forward is of, filled up.
         """
         way, count = Way.of(handles), len(handles)
-        if any(c.handle.request.prompt_logprobs is not None for c in chunks):
-            return None
-        shape = None
-        if self.model.ops.supports_graphs:
-            shape = self.joint_steps.find(sum(len(c.tokens) for c in chunks), len(chunks), count, way)
-            if shape is None:
-                return None
         ids, starts, sizes, tables = self._layout(chunks)
+        shape, size = None, sum(sizes) + count
+        if self.model.ops.supports_graphs:
+            if (shape := self.joint_steps.find(sum(sizes), len(chunks), count, way)) is None:
+                return None
+            size = shape.size
         self.changes.guide(0, handles)
         began: _Moment
         if shape is not None:
@@ -374,7 +372,7 @@ class Runner:
             began = self._beginning()
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
             result, last = self.joint_step(count, way, batch, cache)
-        tokens, size = self._result(result[:count], 1, began=began), sum(sizes) + count if shape is None else shape.size
+        tokens = self._result(result[:count], 1, began=began)
         done = [i for i, c in enumerate(chunks) if c.is_last]
         if not done:
             return tokens, None, size
@@ -463,8 +461,10 @@ class Runner:
 
     def _now(self) -> _Moment:
         """The host's clock, or the device's where work is only handed in."""
-        if not self.hidden.is_cuda:
-            return time.perf_counter()
+        return self._mark() if self.hidden.is_cuda else time.perf_counter()
+
+    def _mark(self) -> torch.cuda.Event:
+        """Behind all that was handed in."""
         self._latest = torch.cuda.Event(enable_timing=True)
         self._latest.record()
         return self._latest
@@ -479,8 +479,7 @@ class Runner:
         """Copies what the host will read out of the way of the next step."""
         if self._reading is not None:
             kept = result.clone()
-            ended = self._now()  # the copy may begin, too
-            assert isinstance(ended, torch.cuda.Event)
+            ended = self._mark()  # the copy may begin, too
             # In this stream a copy to the host would hold up the next step by some 10 us.
             buffer = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             copied = torch.cuda.Event()

@@ -319,7 +319,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     least = 64 if arch.has_ldmatrix else 128
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
-    if c.block_m % 8 or (c.block_m > 8 and c.block_m % 16):  # teams are merged by tiles of 8 rows, two at once
+    if c.block_m != 8 and c.block_m % 16:  # teams are merged by tiles of 8 rows, two at once
         return f"block_m={c.block_m}: a block has 8 rows or a multiple of 16 with warpgroups=False"
     if c.block_m > 8 and c.block_m >= 2 * p.rows:
         return f"block_m={c.block_m} is twice the {p.rows} rows or more; block_m={c.block_m // 2} does the same"

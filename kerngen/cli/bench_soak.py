@@ -69,6 +69,9 @@ def soak(
         counts = ", ".join(f"{count} {name}" for name, count in sorted(said["counts"].items()))
         click.echo(f"{minutes:g} minutes, {concurrency} clients: {counts}; {said['tokens']:,} tokens read to the end")
         click.echo(f"greedy answers as alone: {said['equal']} equal, {said['different']} different")
+        if parted := said["parted_after"]:
+            least, middle, most = (f"{parted[name]:.1%}" for name in ("least", "median", "most"))
+            click.echo(f"different after {middle} of the answer in the median, {least} to {most}")
         if said["memory"]:
             grown = ", ".join(f"{name} {mb:+.1f}" for name, mb in said["growth_mb"].items())
             held, count = said["memory"][-1]["host_mb"], len(said["processes"])

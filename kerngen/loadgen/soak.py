@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from kerngen.loadgen.asking import Asked, Shape, first_model, follow, prepared
@@ -56,7 +57,9 @@ class Settings:
 
 @dataclass(slots=True)
 class Soak:
-    """What came of it. counts: requests, by what became of them. memory: (seconds, MB of the processes, MB of GPUs)."""
+    """What came of it. counts: requests, by what became of them. parted: of each answer that is another than alone, the
+    share of it, in characters, that is the same. memory: (seconds, MB of the processes, MB of GPUs).
+    """
 
     settings: Settings
     counts: Counter[str] = field(default_factory=Counter)
@@ -64,7 +67,7 @@ class Soak:
     num_faults: int = 0
     num_tokens: int = 0
     equal: int = 0
-    different: int = 0
+    parted: list[float] = field(default_factory=list)
     memory: list[tuple[float, dict[int, float], float | None]] = field(default_factory=list)
 
     def fault(self, text: str) -> None:
@@ -76,10 +79,19 @@ class Soak:
         last = self.memory[-1] if self.memory else (0.0, {}, None)
         return {
             "seconds": self.settings.seconds, "counts": dict(self.counts), "tokens": self.num_tokens,
-            "equal": self.equal, "different": self.different, "growth_mb": self.growth(),
+            "equal": self.equal, "different": len(self.parted), "parted_after": self.parted_after(),
+            "growth_mb": self.growth(),
             "memory": [{"at_s": at, "host_mb": sum(host.values()), "gpu_mb": gpu} for at, host, gpu in self.memory],
             "processes": list(last[1]), "faults": self.faults, "num_faults": self.num_faults,
         }  # fmt: skip
+
+    def parted_after(self) -> dict[str, float]:
+        """The least, the median and the most of `parted`; {} where no answer differed. Rounding tells sooner or later,
+        by chance; answers that all part at their first token were computed from something else.
+        """
+        if not self.parted:
+            return {}
+        return {"least": min(self.parted), "median": median(self.parted), "most": max(self.parted)}
 
     def growth(self) -> dict[str, float]:
         """By how many MB the most of the second half exceeds that of the first, by what holds it; {} where little was
@@ -191,10 +203,13 @@ class _Run:
         if outcome.error:
             self.found.fault(f"compared: {outcome.error}")
             return
-        self.found.equal += outcome.text == alone
-        self.found.different += outcome.text != alone
-        if outcome.text != alone and self._settings.is_exact:
-            same = next((i for i, (a, b) in enumerate(zip(outcome.text, alone, strict=False)) if a != b), None)
+        if outcome.text == alone:
+            self.found.equal += 1
+            return
+        least = min(len(outcome.text), len(alone))
+        same = next((i for i in range(least) if outcome.text[i] != alone[i]), least)
+        self.found.parted.append(same / max(len(alone), 1))
+        if self._settings.is_exact:
             self.found.fault(f"compared: an answer is another than alone, from character {same} on")
 
     async def _leave(self) -> None:

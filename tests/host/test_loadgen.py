@@ -245,6 +245,14 @@ def test_a_difference_may_be_counted(kerngen: Kerngen) -> None:
     with stubbed(Stub("other", since=3)) as stub:
         code, out, _ = kerngen("bench", "soak", stub.url, *SOAK, "--no-memory", "--different", "counts")
     assert (code, "0 equal" in out, "no faults" in out) == (0, True, True), out
+    assert "% of the answer in the median" in out, out
+
+
+def test_where_answers_part_is_told() -> None:
+    found = Soak(Settings(1.0, Shape(1, 1), 1))
+    assert found.parted_after() == {}
+    found.parted += [0.5, 0.1, 0.2]
+    assert found.parted_after() == {"least": 0.1, "median": 0.2, "most": 0.5}
 
 
 def test_memory_that_grows_is_found(kerngen: Kerngen) -> None:

@@ -40,6 +40,7 @@ SAVED_US = 12.0  # a layer, beside launches of its own; of the 31B 20
 READ_US_PER_KEY_BYTE = 0.28e-6  # of a full layer's keys and values,
 US_PER_KEY_BYTE = 0.081e-6  # beyond what attn_decode takes to read them
 SUM_TILES = 11  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
+TRIP_US = 1.7  # of a slot's copy: 3 of 25 KB are faster than 2 on an H200, on an H100 2 are
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
 
 
@@ -323,7 +324,7 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     ]
     pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in strips)
     return _shared_bytes(p, c) + max(
-        128 * c.num_warps * pieces, 4 * c.num_warps * _gate_rows(p, blocks), 4 * 8 * ceil(p.hidden / 16 / blocks)
+        128 * c.num_warps * pieces, 4 * c.num_warps * _gate_rows(p, blocks), 4 * 16 * ceil(p.hidden / STRIP / blocks)
     )
 
 
@@ -411,11 +412,17 @@ def default_config(problem: Problem, target: Target) -> Config:
     sizes = [t for t in sizes if t <= 48] or sizes[:1]
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
     for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
-        in_flight = min(max(2, p.hidden // STRIP // tiles), 3)
+        in_flight = min(max(2, p.hidden // STRIP // tiles), _most_in_flight(p, tiles, target))
         config = Config(warps, tiles, stages, in_flight, 2, out, down, slots)
         if smem_bytes(p, config, target) <= target.arch.max_smem_bytes:
             break
     return config
+
+
+def _most_in_flight(p: Problem, tiles: int, target: Target) -> int:
+    """Two slots, or three where an SM's share of the memory's rate brings two before the first is done with."""
+    bytes_per_us = 1e3 * target.device.mem_gbps / target.device.num_sms
+    return 3 if bytes_per_us * TRIP_US > 2 * matrix_bytes(STRIP, STRIP * tiles, p.group_size) else 2
 
 
 def _row_vecs(p: Problem, num_warps: int) -> int:

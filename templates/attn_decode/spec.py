@@ -4,9 +4,10 @@ One block takes the query heads of one kv head, times the tokens, as the rows of
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
 (fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.together,
 together.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (warpgroups.cu.jinja), and the
-splits of a cluster of blocks are merged through its shared memory (Config.cluster): attn_combine has fewer partial
-results to merge, or none; together there, whoever comes last merges them and nobody waits. Method: Flash-Decoding (Dao
-et al., 2023) over the online softmax of arXiv 1805.02867.
+splits of a cluster of blocks are merged through its shared memory (Config.cluster), where they are read or where they
+are pushed to (Config.push_bits): attn_combine has fewer partial results to merge, or none; together there, whoever
+comes last merges them and nobody waits. Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv
+1805.02867.
 
 From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
 new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
@@ -125,6 +126,9 @@ class Config:
     # With warpgroups: parts of their columns that the keys of a tile come in, each used as it comes; 1: they come in
     # whole boxes, as values do, and are used when all have come.
     key_parts: int = 2
+    # With clusters: what a block found is pushed to those that merge it, in 16 or 32 bits a value, to places beside
+    # their rings (pushed.cuh.jinja); 0: they read it where it was found, which takes no room.
+    push_bits: int = 0
 
 
 def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
@@ -139,6 +143,11 @@ def split_choices_in_clusters(problem: Problem, target: Target) -> tuple[int, ..
     """Those, and the next fewer that clusters of up to 8 blocks divide."""
     choices = split_choices(problem, target)
     return tuple(sorted({*choices, *(s // 8 * 8 for s in choices if s >= 8)}))
+
+
+def push_choices(problem: Problem, target: Target) -> tuple[int, ...]:
+    """Few rows have few results, which come as soon in 32 bits; those of many need half the room in 16."""
+    return (0, 32 if problem.rows <= 8 else 16)
 
 
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
@@ -173,6 +182,7 @@ _BY_WARPGROUPS: dict[str, Choices] = {
     "num_splits": split_choices_in_clusters,
     "cluster": (1, 2, 4, 8),
     "key_parts": (1, 2, 4),
+    "push_bits": push_choices,
 }
 BODIES = (
     Body(
@@ -202,6 +212,7 @@ OUTPUTS = ("out", "k_cache", "v_cache")
 MAX_ACCUMULATORS = 128
 WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
 MOST_SPLITS = 66  # of many rows of long heads by warpgroups
+PUSHING_STAGES = (9, 8, 7, 6)  # of those; fewer keep too little under way, and results are read where they were found
 MOST_STREAMED_KEYS = 2048  # of a block of warpgroups, where others need not read them twice: those stream faster
 MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
 # What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
@@ -235,6 +246,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
         found["COPIER_REGISTERS"] = COPIER_REGS
         found["BLOCKS_PER_SM"], found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
         found["ITEM_WORDS"] = item_words(config)
+        found["UNIT_COLUMNS"], found["PUSHED_BYTES"] = unit_columns(problem, config), pushed_bytes(problem, config)
     elif config.together:
         piece, owners, rows = pieces(problem, config)
         found |= {"PIECE": piece, "OWNERS": owners, "PIECE_ROWS": rows, "CELL": cell_quads(piece, rows)}
@@ -282,6 +294,24 @@ def item_words(config: Config) -> int:
     return partials(config) * 128 + ceil((1 + partials(config)) / 32) * 32
 
 
+def unit_columns(problem: Problem, config: Config) -> int:
+    """Columns of a pair of rows that one block of a cluster merges, where results are pushed: of each pair its share.
+
+    Those of an item (item_words) at most, and no fewer where the last block merges clusters.
+    """
+    return 128 if config.together else min(128, problem.head_dim // config.cluster)
+
+
+def pushed_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory for what is pushed to a block: by each of its cluster units and their log-sum-exps; a barrier."""
+    p, c = problem, config
+    if not c.push_bits:
+        return 0
+    columns = unit_columns(p, c)
+    slots = ceil(ceil(min(c.block_m, p.rows) / 2) * (p.head_dim // columns) / c.cluster)
+    return slots * c.cluster * (2 * columns * c.push_bits // 8 + 8) + 16
+
+
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
     """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages.
 
@@ -316,6 +346,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return _why_not_by_warpgroups(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
     if c.cluster != 1 or c.key_parts != 2:
         return f"cluster={c.cluster}, key_parts={c.key_parts} are warpgroups=True's; cluster=1, key_parts=2"
+    if c.push_bits:
+        return f"push_bits={c.push_bits} is of clusters, which warpgroups=True has; push_bits=0"
     least = 64 if arch.has_ldmatrix else 128
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
@@ -399,9 +431,28 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
             f"output, scores and statistics take {held} registers a thread; with {WARPGROUP_SPARE_REGS} for the rest "
             f"that is over {limit}"
         )
+    if c.push_bits and (why := _why_not_pushed(p, c, arch)):
+        return why
+    if c.push_bits and c.num_warps == c.split_d:
+        return None  # one team, which has nobody of its block to meet
     results, room = c.num_warps // c.split_d * c.block_m * p.head_dim * 4, c.num_stages * piece_bytes(p, c)
     if results > room:
         return f"{results:,} B of results of {c.num_warps // c.split_d} teams meet in a ring of {room:,} B"
+    return None
+
+
+def _why_not_pushed(p: Problem, c: Config, arch: Arch) -> str | None:
+    bits, columns = c.push_bits, unit_columns(p, c)
+    if bits not in (16, 32):
+        return f"push_bits={bits}: values are pushed in 16 or 32 bits; 0 pushes none"
+    if c.cluster == 1:
+        return f"push_bits={bits}: a block of cluster=1 has no other to push to; push_bits=0"
+    if bits == 16 and p.head_dim * 4 < 128 * c.split_d:
+        return f"push_bits=16: split_d={c.split_d} leaves a warpgroup one block of 64 columns; two are pushed at once"
+    if bits == 16 and columns < 32:
+        return f"push_bits=16: of each row a block merges {columns} columns; 32 are pushed at once, or push_bits=32"
+    if dealt(p, c, arch)[0] < dealt(p, replace(c, push_bits=0), arch)[0]:
+        return f"push_bits={bits}: its {pushed_bytes(p, c):,} B cost an SM its second block; fewer num_stages, or 0"
     return None
 
 
@@ -428,14 +479,16 @@ def _grid(p: Problem, c: Config) -> tuple[int, int, int]:
 
 
 def _smem_by_warpgroups(p: Problem, c: Config) -> int:
-    """Queries, the ring, each warpgroup's probabilities or turns before, new keys and values, statistics, barriers."""
+    """Queries, the ring, each warpgroup's probabilities or turns before, new keys and values, what is pushed here,
+    statistics, barriers."""
     row, warpgroups = p.head_dim * 2, c.num_warps // 4
     new = 2 * p.q_len * row if p.owns_kv else 0
     turns = 0 if p.source == "q" else p.q_len * row
     stats = warpgroups * c.block_m * (4 + 1) * 4
     barriers = 8 * (c.num_stages * (c.num_warps // c.split_d + 1) + 1)
     shown = warpgroups * c.block_m * TILE * 2
-    return c.block_m * row + c.num_stages * piece_bytes(p, c) + max(shown, turns) + new + stats + barriers
+    ring = c.num_stages * piece_bytes(p, c)
+    return c.block_m * row + ring + max(shown, turns) + new + pushed_bytes(p, c) + stats + barriers
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -589,9 +642,15 @@ def default_config(problem: Problem, target: Target) -> Config:
         return min(_in_splits(p, shape, choices), key=lambda c: predicted_us(p, c, target))
     heads = p.num_kv_heads * p.batch
     if p.source == "q" and p.window and p.head_dim == 256 and p.rows <= 8 and heads * WINDOW_SPLITS <= num_sms:
-        config = Config(8, 16, 4, 4, 6, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS)
+        num_stages, key_parts = (6, 2) if p.q_len == 1 else (12, 4)
+        config = Config(
+            8, 16, 4, 4, num_stages, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS, key_parts=key_parts,
+            push_bits=32,
+        )  # fmt: skip
         if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None:
             return config
+    if p.head_dim == 512 and heads == 1 and (config := _of_one_head(p, target)) is not None:
+        return config
     eights = ceil(p.rows / 8) * heads
     if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
         # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again
@@ -619,6 +678,7 @@ def _in_clusters(p: Problem, target: Target) -> list[Config]:
     """Of many rows by warpgroups: as many splits as there are SMs for, in pairs, or all of a row's in one cluster.
 
     Clusters of four and eight are not all resident at once where they would fill the board: SMs of each GPC are left.
+    The first of those that the model holds for equal is taken.
     """
     rows, num_sms = min(ceil(p.rows / 8) * 8, TILE), target.device.num_sms
     blocks = ceil(p.rows / rows) * p.num_kv_heads * p.batch  # of one split
@@ -626,12 +686,30 @@ def _in_clusters(p: Problem, target: Target) -> list[Config]:
     choices = [(1, most), *((c, c) for c in (4, 8) if c <= most and c * blocks <= num_sms * 6 // 7)]
     if most > 1:
         choices.append((2, most // 2 * 2))
-    shapes = [
-        Config(rows, 16, 8, 8, stages, splits, warpgroups=True, cluster=cluster, key_parts=4)
-        for cluster, splits in choices
-        for stages in (10, 9, 8)
-    ]
-    return [c for c in shapes if why_invalid(p, c, target) is None]
+    found = [c for cluster, splits in choices for c in _many_rows(rows, splits, cluster)]
+    return [c for c in found if why_invalid(p, c, target) is None]
+
+
+def _of_one_head(p: Problem, target: Target) -> Config | None:
+    """Of one KV head, whose splits are many: rows in blocks of up to 32, which are pushed to by more than two at once.
+    None where there are too few keys for that, or rows that fill no tile of mma.sync.
+    """
+    rows = min(ceil(p.rows / 8) * 8, 32)
+    splits = target.device.num_sms * 6 // 7 // ceil(p.rows / rows) // 8 * 8
+    if p.rows < 16 or p.visible < splits * TILE:
+        return None
+    one = Config(rows, 16, 4 if rows <= 16 else 8, 8, 0, splits, warpgroups=True, cluster=8, key_parts=4, push_bits=16)
+    found = (replace(one, num_stages=stages) for stages in (11, *PUSHING_STAGES))
+    return next((c for c in found if why_invalid(p, c, target) is None), None)
+
+
+def _many_rows(rows: int, splits: int, cluster: int) -> list[Config]:
+    """The most places in a ring first; clusters push where that leaves room for enough of them."""
+    one = Config(rows, 16, 8, 8, num_splits=splits, warpgroups=True, cluster=cluster, key_parts=4)
+    found = [replace(one, num_stages=stages) for stages in (10, 9, 8)]
+    if cluster > 1:
+        found = [replace(one, num_stages=stages, push_bits=16) for stages in PUSHING_STAGES] + found
+    return found
 
 
 def _default_shape(p: Problem, target: Target) -> Config:

@@ -28,6 +28,7 @@ MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
 WAITS, HEAD_WAITS = 5, 2
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 PRODUCT_CLOCKS = 32  # that a product by a warpgroup takes at least, its operands from shared memory
+PUSH_WAITS = 1  # where what a block merges is pushed to it
 MERGE_WAITS = 2  # where blocks merge together: partial results out to L2 or another SM, and the others' from it
 
 
@@ -106,6 +107,7 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
     turns = 0 if p.source == "q" else p.q_len
     results = blocks * teams * c.block_m * p.head_dim * 4 * 2
     moved_on, least = workspace_bytes(p, c, target), cost(p).bytes
+    in_cluster = 0 if c.cluster == 1 else PUSH_WAITS if c.push_bits else MERGE_WAITS
     decode = Traffic(
         dram_bytes=least,
         flops=tiles * (scores + outputs) * 2 * TILE * c.block_m * 16,
@@ -117,7 +119,7 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
         copies=True,
         tensor="roles",
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + MERGE_WAITS * ((c.cluster > 1) + c.together),
+        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + in_cluster + (MERGE_WAITS if c.together else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
     )
     return (decode,) if partials(c) == 1 or c.together else (decode, _combine(p, c, moved_on))

@@ -28,6 +28,8 @@ TEAMS = (
     (4, 8, 12, 1), (8, 8, 9, 4), (4, 4, 6, 2), (4, 12, 10, 4), (8, 8, 16, 1), (4, 8, 5, 2), (4, 4, 20, 4),
     (8, 8, 5, 4), (4, 4, 2, 2), (8, 8, 8, 1), (4, 8, 4, 1),
 )  # fmt: skip
+# Of clusters, what they found pushed: merged there, by a second launch, and by the last cluster.
+PUSHED = ((8, 8, False), (2, 2, False), (4, 4, False), (16, 8, False), (16, 8, True), (8, 2, True), (12, 4, True))
 # As Gemma 4 has them: a window's layer and a full one, and one whose K and V another kernel has made.
 WINDOW = Problem(256, 32, 16, window=1024, kv_len=8192, source="qkv", num_rotated_pairs=128)
 FULL = Problem(512, 32, 4, kv_len=8192, source="qk", num_rotated_pairs=64)
@@ -36,13 +38,18 @@ MODEL = [replace(p, q_len=q_len) for p in (WINDOW, FULL, PLAIN) for q_len in (1,
 LENGTHS = (0, 1, 4, 5, 8, 15, 16, 17, 63, 64, 65, 79, 80, 81, 1023, 1024, 1025, 1029, 1087, 8192)
 
 
-def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int = 0) -> list[Config]:
-    """`count` of those that serve here, from the `first` on: the fewest blocks of rows that the registers allow."""
+def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int = 0, push_bits: int = 0) -> list[Config]:
+    """`count` of those that serve here, from the `first` on: the fewest blocks of rows that the registers allow.
+
+    Columns that are fewer than are pushed at once in 16 bits are pushed in 32.
+    """
     num_splits, cluster, together = splits
+    if push_bits and not together and case.problem.head_dim // cluster < 32:
+        push_bits = 32
     found = []
     for split_d, num_warps, num_stages, key_parts in TEAMS:
         shapes = [
-            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster, key_parts)
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster, key_parts, push_bits)
             for m in range(64, 0, -8)
         ]
         found += valid_here(KERNEL, case, shapes)[:1]
@@ -60,6 +67,30 @@ def test_by_warpgroups(turn: int, case: Case) -> None:
     """Each case takes its turn of the shapes and of the splits: the numbers of both have no common divisor."""
     configs = _configs(case, SPLITS[turn % len(SPLITS)], 1, turn)
     assert wrong_of(KERNEL, case, configs) == []
+
+
+@pytest.mark.parametrize("push_bits", [16, 32])
+@pytest.mark.parametrize(("turn", "case"), list(enumerate(KERNEL.cases.CASES)), ids=str)
+def test_pushed(turn: int, case: Case, push_bits: int) -> None:
+    """Each case in its turn, as above. No key at all, or fewer chunks than splits: then blocks push zeros and -inf."""
+    configs = _configs(case, PUSHED[turn % len(PUSHED)], 1, turn, push_bits)
+    assert wrong_of(KERNEL, case, configs) == []
+
+
+@pytest.mark.parametrize("push_bits", [16, 32])
+@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
+def test_pushed_at_lengths_of_a_model(problem: Problem, push_bits: int) -> None:
+    """A window's and one more or less, and splits without keys among those of a cluster, or whole clusters of them."""
+    full = KERNEL.cases.case_for(problem)
+    for config in (
+        *_configs(full, (8, 8, False), 3, 0, push_bits), *_configs(full, (6, 2, False), 1, 4, push_bits),
+        *_configs(full, (32, 8, True), 2, 2, push_bits), *_configs(full, (16, 4, True), 1, 5, push_bits),
+    ):  # fmt: skip
+        function = _loaded(problem, config)
+        for kv_len in LENGTHS:
+            case = KERNEL.cases.case_for(replace(problem, kv_len=kv_len))
+            result = check_function(function, case)
+            assert result.ok, f"{config} kv_len={kv_len}: {result.message}"
 
 
 @pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
@@ -94,6 +125,9 @@ def test_groups_pages_and_ragged_batches(head_dim: int, group: int, q_len: int, 
         configs = [
             c for i, splits in enumerate(((3, 1, False), (4, 4, False), (6, 2, True)))
             for c in _configs(case, splits, 1, group + q_len * i)
+        ] + [
+            c for i, (splits, bits) in enumerate((((8, 8, False), 16), ((4, 4, False), 32), ((6, 2, True), 16)))
+            for c in _configs(case, splits, 1, group + q_len * i, bits)
         ]  # fmt: skip
         assert wrong_of(KERNEL, case, configs) == []
 
@@ -108,6 +142,8 @@ def test_right_behind_another_with_the_same_bits(problem: Problem) -> None:
         *_configs(cases[0], (8, 1, False), 2), *_configs(cases[0], (8, 8, False), 2),
         *_configs(cases[0], (16, 4, False), 1, 2), *_configs(cases[0], (32, 8, True), 2),
         *_configs(cases[0], (8, 1, True), 1),
+        *_configs(cases[0], (8, 8, False), 2, 0, 16), *_configs(cases[0], (8, 8, False), 1, 2, 32),
+        *_configs(cases[0], (32, 8, True), 1, 1, 16), *_configs(cases[0], (16, 4, False), 1, 0, 32),
     ):  # fmt: skip
         function = _loaded(problem, config)
         given = [inputs[i % 3] | {"out": torch.full_like(inputs[i % 3]["out"], float("nan"))} for i in range(60)]

@@ -26,6 +26,8 @@ from kerngen.templates.attn_decode.spec import (
     key_pieces,
     partials,
     piece_bytes,
+    pushed_bytes,
+    unit_columns,
 )  # fmt: skip
 from kerngen.tuning.space import candidates
 
@@ -60,6 +62,13 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True, key_parts=4)
         ({"key_parts": 3}, "key_parts=3: 1, 2 or 4 parts"),
         ({"key_parts": 1}, "num_stages=10: whole keys lie in four places side by side; a multiple of 4"),
         ({"num_stages": 13}, "B of shared memory"),
+        ({"push_bits": 8, "cluster": 8, "num_splits": 8}, "push_bits=8: values are pushed in 16 or 32 bits"),
+        ({"push_bits": 16}, "push_bits=16: a block of cluster=1 has no other to push to; push_bits=0"),
+        ({"push_bits": 16, "cluster": 8, "num_splits": 8}, "B of shared memory"),
+        (
+            {"push_bits": 16, "warpgroups": False, "key_parts": 2, "num_stages": 2},
+            "push_bits=16 is of clusters, which warpgroups=True has",
+        ),
         ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
     ],
     ids=str,
@@ -91,9 +100,13 @@ def test_a_search_may_choose_it_and_a_window_whose_q_is_ready_does() -> None:
     found = candidates(KERNEL, FULL, H200).valid
     assert {(c.warpgroups, c.together) for c in found} == {(False, False), (True, False), (True, True)}
     assert {c.cluster for c in found if c.warpgroups} == {1, 2, 4, 8}
+    assert {(c.cluster > 1, c.push_bits) for c in found} == {(False, 0), (True, 0), (True, 16)}
     window = Problem(256, 32, 16, window=1024)
-    chosen = KERNEL.default_config(window, H200)
-    assert (chosen.warpgroups, chosen.cluster, partials(chosen)) == (True, 8, 1)
+    for q_len, places in ((1, (2, 6)), (4, (4, 12))):
+        chosen = KERNEL.default_config(replace(window, q_len=q_len), H200)
+        assert (chosen.warpgroups, chosen.cluster, partials(chosen), chosen.push_bits) == (True, 8, 1, 32)
+        assert (chosen.key_parts, chosen.num_stages) == places
+        assert dealt(replace(window, q_len=q_len), chosen, H200.arch)[0] == 2
     made = replace(window, source="qkv", num_rotated_pairs=128)  # in a step, where a cluster waits for its last SM
     for other in (made, replace(window, q_len=5), replace(window, batch=2), replace(window, kv_len=512)):
         assert not KERNEL.default_config(other, H200).warpgroups, other
@@ -122,6 +135,20 @@ def test_many_rows_of_long_heads_are_left_to_clusters_that_fit(
     blocks = chosen.num_splits * kv_heads * batch
     assert chosen.cluster <= 2 or blocks <= 112, "clusters of four and eight leave SMs of a GPC over"
     assert splits is None or (chosen.num_splits, chosen.cluster) == (splits, cluster)
+    # 64 rows of 512 columns are 64 KB in 16 bits: those are read where they were found, by a ring of as many places.
+    assert chosen.push_bits == (16 if chosen.cluster > 1 and problem.rows < 64 else 0)
+    assert chosen.num_stages >= 6
+
+
+@pytest.mark.parametrize(("tokens", "rows", "splits", "split_d"), [(1, 16, 112, 4), (2, 32, 112, 8), (4, 32, 56, 8)])
+def test_one_head_of_many_keys_is_left_to_clusters_of_eight(tokens: int, rows: int, splits: int, split_d: int) -> None:
+    """Blocks of up to 32 rows; a few keys are left to mma.sync, as more heads are."""
+    problem = Problem(head_dim=512, num_q_heads=16, num_kv_heads=1, q_len=tokens, kv_len=8192)
+    chosen = KERNEL.default_config(problem, H200)
+    assert (chosen.block_m, chosen.num_splits, chosen.split_d) == (rows, splits, split_d)
+    assert (chosen.cluster, chosen.push_bits) == (8, 16)
+    assert KERNEL.default_config(replace(problem, kv_len=2048), H200).cluster < 8
+    assert KERNEL.default_config(replace(problem, batch=2), H200).cluster < 8
 
 
 def test_few_rows_of_few_sequences_are_left_to_quarters_of_keys() -> None:
@@ -203,6 +230,99 @@ def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_sp
             for i in range(rank + w * cluster, items, num_warps * cluster)
         )  # fmt: skip
         assert taken == Counter(range(items))
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "why"),
+    [
+        (Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, True, 2, 2, 16), "leaves a warpgroup one block of 64"),
+        (Problem(128, 16, 2), Config(8, 16, 4, 4, 8, 8, False, True, 8, 2, 16), "a block merges 16 columns; 32"),
+        (
+            Problem(512, 32, 4), Config(8, 16, 4, 4, 6, 8, False, True, 8, 4, 16),
+            "push_bits=16: its 8,464 B cost an SM its second block; fewer num_stages, or 0",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_pushed_says_why(problem: Problem, config: Config, why: str) -> None:
+    assert why in (KERNEL.why_invalid(problem, config, H200) or "")
+    assert KERNEL.why_invalid(problem, replace(config, push_bits=0), H200) is None
+
+
+def test_one_team_that_pushes_needs_no_room_for_results_in_its_ring() -> None:
+    batch = Problem(512, 16, 2, q_len=5, batch=7, kv_len=5003)
+    config = Config(40, 16, 8, 8, 4, 8, warpgroups=True, cluster=8, key_parts=4)
+    assert "meet in a ring of 65,536 B" in (KERNEL.why_invalid(batch, config, H200) or "")
+    assert KERNEL.why_invalid(batch, replace(config, push_bits=16), H200) is None
+    assert pushed_bytes(batch, replace(config, push_bits=16)) == 40 * 512 * 2 + 20 * 8 * 8 + 16
+    # Of a window's two rows nobody pushes the six that pad them.
+    window = Problem(256, 32, 16, window=1024)
+    one = Config(8, 16, 4, 4, 6, 8, warpgroups=True, cluster=8, push_bits=32)
+    assert pushed_bytes(window, one) == 2 * 256 * 4 + 8 * 8 + 16
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "cluster", "together", "bits"),
+    [
+        c for c in product((128, 256, 512), (2, 4, 8), (False, True), (16, 32))
+        if c[3] == 32 or c[2] or c[0] // c[1] >= 32
+    ],
+)  # fmt: skip
+def test_each_column_is_pushed_to_one_block_which_finds_it(
+    head_dim: int, cluster: int, together: bool, bits: int
+) -> None:
+    """pushed.cuh.jinja: Slot, who pushes which columns of which rows, and who merges them."""
+    config = Config(64, 16, 4, 4, 8, 2 * cluster, together, True, cluster, 2, bits)
+    columns = unit_columns(Problem(head_dim), config)
+    blocks = 2 if bits == 16 else 1  # of 64 columns, that a chunk has 16 of each of
+    chunks, units = columns // (16 * blocks), head_dim // columns
+
+    def turn(pair: int) -> int:
+        return pair * max(cluster // 4, 1) if units % cluster == 0 else 0
+
+    for num_rows in (1, 2, 5, 8, 39, 64):
+        num_pairs = (num_rows + 1) // 2
+        slots = -(-num_pairs * units // cluster)
+        pushed: dict[tuple[int, int, int], set[tuple[int, int]]] = {}  # (rank, slot, chunk of it): rows, columns
+        for pair, chunk in product(range(num_pairs), range(head_dim // (16 * blocks))):
+            i = pair * units + chunk // chunks
+            rank, slot = (i + turn(pair)) % cluster, i // cluster
+            assert slot < slots
+            cells = product(range(2), range(blocks), range(2), range(8))
+            its = {(2 * pair + e, (chunk // 4 * blocks + n) * 64 + chunk % 4 * 16 + h * 8 + g) for e, n, h, g in cells}
+            assert pushed.setdefault((rank, slot, chunk % chunks), its) is its, "nobody else is pushed there"
+        merged: Counter[tuple[int, int]] = Counter()
+        for rank in range(cluster):
+            for slot in range((num_pairs * units + cluster - 1 - rank) // cluster):
+                unit = slot * cluster + (rank - turn(slot * cluster // units)) % cluster
+                for chunk in range(chunks):
+                    of_pair, found = unit % units * chunks + chunk, set()
+                    for g, n, x in product(range(8), range(blocks), range(4)):
+                        m = g % 4
+                        first = (of_pair // 4 * blocks + n) * 64 + of_pair % 4 * 16 + m // 2 * 8 + g // 4 * 4
+                        found.add((unit // units * 2 + m % 2, first + x))
+                    assert found == pushed.pop((rank, slot, chunk))
+                    merged.update(found)
+        assert not pushed
+        assert merged == Counter(product(range(num_pairs * 2), range(head_dim)))
+        if num_rows >= 8 and units % cluster == 0:  # a warp's store is for several blocks
+            assert len({turn(t) % cluster for t in range(4)}) == min(cluster, 4)
+
+
+def test_what_pushes_compiles_to_what_fits() -> None:
+    window, batch = Problem(256, 32, 16, window=1024), Problem(512, 16, 2, q_len=5, batch=7, kv_len=5003)
+    for problem, config, two in (
+        (window, Config(8, 16, 4, 4, 6, 8, False, True, 8, 2, 32), True),
+        (replace(window, q_len=4), Config(8, 16, 4, 4, 6, 8, False, True, 8, 2, 16), True),
+        (batch, Config(40, 16, 8, 8, 8, 8, False, True, 8, 4, 16), False),
+        (FULL, Config(32, 16, 4, 8, 8, 24, True, True, 8, 4, 16), False),
+    ):
+        blocks, copiers, _ = dealt(problem, config, H200.arch)
+        assert blocks == 1 + two
+        cubin = compile_cubin(render(KERNEL, problem, config, H200), H200.arch)
+        takes, warps = cubin.entries["attn_decode"], -(-(config.num_warps + copiers) // 4) * 4
+        assert takes.spill_store_bytes == 0
+        assert blocks * warps * 32 * (-(-takes.registers // 8) * 8) <= H200.arch.regs_per_sm, config
+        assert "serialized" not in cubin.log
 
 
 def test_the_last_block_merges_in_one_launch_and_waits_for_none() -> None:

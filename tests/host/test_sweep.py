@@ -113,10 +113,14 @@ def test_a_plan_that_is_none(
 
 
 def test_plans_that_are_kept_can_run() -> None:
-    target, plans = Target.of(find_device("H200")), sorted((ROOT / "data" / "sweeps" / "h200").glob("*.txt"))
-    for planned in [p for path in plans for p in sweep.read_plan(path)]:
-        assert planned.texts
-        assert sweep.written_out(planned.kernel, planned.case.problem, target, planned.texts)
+    """A folder for each board that they were for."""
+    paths = sorted((ROOT / "data" / "sweeps").glob("*/*.txt"))
+    assert {path.parent.name for path in paths} == {"h100", "h200"}
+    for path in paths:
+        target = Target.of(find_device(path.parent.name.upper()))
+        for planned in sweep.read_plan(path):
+            assert planned.texts
+            assert sweep.written_out(planned.kernel, planned.case.problem, target, planned.texts)
 
 
 def test_the_quickest_by_the_model_are_tried_first() -> None:

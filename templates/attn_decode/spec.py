@@ -632,7 +632,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`.
 
     Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): warpgroups for many rows of
-    long heads, where there are keys for all SMs; for few rows of few sequences warps that have a quarter of each key,
+    long heads, where there are keys for all SMs, and for a lone KV head of many keys (an H100: docs/experiments.md); for few rows of few sequences warps that have a quarter of each key,
     but where many blocks stream for long. A window's few rows are left to clusters of warpgroups where q is ready:
     those are faster alone, but slower in a step, whose launches overlap.
     """
@@ -649,8 +649,8 @@ def default_config(problem: Problem, target: Target) -> Config:
         )  # fmt: skip
         if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None:
             return config
-    if p.head_dim == 512 and heads == 1 and (config := _of_one_head(p, target)) is not None:
-        return config
+    if p.head_dim == 512 and heads == 1 and (of_one := _of_one_head(p, target)) is not None:
+        return of_one
     eights = ceil(p.rows / 8) * heads
     if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
         # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again

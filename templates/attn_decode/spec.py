@@ -632,9 +632,10 @@ def default_config(problem: Problem, target: Target) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`.
 
     Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): warpgroups for many rows of
-    long heads, where there are keys for all SMs, and for a lone KV head of many keys (an H100: docs/experiments.md); for few rows of few sequences warps that have a quarter of each key,
-    but where many blocks stream for long. A window's few rows are left to clusters of warpgroups where q is ready:
-    those are faster alone, but slower in a step, whose launches overlap.
+    long heads, where there are keys for all SMs, and on an H100 (docs/experiments.md) for a lone KV head of many keys;
+    for few rows of few sequences warps that have a quarter of each key, but where many blocks stream for long. A
+    window's few rows are left to clusters of warpgroups where q is ready: those are faster alone, but slower in a step,
+    whose launches overlap.
     """
     p, num_sms = problem, target.device.num_sms
     shape, choices = _default_shape(p, target), split_choices(p, target)

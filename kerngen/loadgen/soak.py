@@ -57,8 +57,8 @@ class Settings:
 
 @dataclass(slots=True)
 class Soak:
-    """What came of it. counts: requests, by what became of them. parted: of each answer that is another than alone, the
-    share of it, in characters, that is the same. memory: (seconds, MB of the processes, MB of GPUs).
+    """What came of it. counts: requests, by what became of them. parted: of each answer that is another than alone, how
+    much of that one, in characters, is the same. memory: (seconds, MB of the processes, MB of GPUs).
     """
 
     settings: Settings

@@ -140,16 +140,18 @@ def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
 
 
 def split_choices_in_clusters(problem: Problem, target: Target) -> tuple[int, ...]:
-    """Those, and the next fewer that clusters of up to 8 blocks divide."""
+    """Those, and the next fewer that clusters of up to 8 blocks divide; of these as many as are resident, and half."""
     choices = split_choices(problem, target)
-    return tuple(sorted({*choices, *(s // 8 * 8 for s in choices if s >= 8)}))
+    resident = target.device.num_sms * RESIDENT[0] // RESIDENT[1] // (problem.num_kv_heads * problem.batch)
+    return tuple(sorted({s // 8 * 8 for s in (*choices, resident, resident // 2) if s >= 8} | set(choices)))
 
 
 def push_choices(problem: Problem, target: Target) -> tuple[int, ...]:
     """Few rows have few results, which come as soon in 32 bits; those of many need half the room in 16."""
-    return (0, 32 if problem.rows <= 8 else 16)
+    return (0, 32 if problem.rows <= 8 or problem.head_dim == 128 else 16)
 
 
+RESIDENT = 6, 7  # of a GPU's SMs those that clusters of four and eight fill at once: some of each GPC are left
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
 _SHAPES: dict[str, Choices] = {
     "block_m": (8, 16, 32),
@@ -212,6 +214,7 @@ OUTPUTS = ("out", "k_cache", "v_cache")
 MAX_ACCUMULATORS = 128
 WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
 MOST_SPLITS = 66  # of many rows of long heads by warpgroups
+MOST_ONE_HEAD_KEYS = 8192  # of a lone KV head that is read by clusters of eight
 PUSHING_STAGES = (9, 8, 7, 6)  # of those; fewer keep too little under way, and results are read where they were found
 MOST_STREAMED_KEYS = 2048  # of a block of warpgroups, where others need not read them twice: those stream faster
 MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
@@ -421,7 +424,7 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
         return f"num_stages={c.num_stages}: a thread has a bit for the phase of each place; at most 32"
     if c.cluster not in (1, 2, 4, 8):
         return f"cluster={c.cluster}: a cluster has 1, 2, 4 or 8 blocks wherever it lies"
-    if c.num_splits % c.cluster:
+    if c.num_splits < 1 or c.num_splits % c.cluster:
         return f"num_splits={c.num_splits}: whole clusters have them; a multiple of cluster={c.cluster}"
     if c.together and not 2 <= partials(c) <= 32:
         return f"together=True: the last block merges 2 to 32 results of a row; num_splits / cluster is {partials(c)}"
@@ -684,31 +687,35 @@ def _in_clusters(p: Problem, target: Target) -> list[Config]:
     rows, num_sms = min(ceil(p.rows / 8) * 8, TILE), target.device.num_sms
     blocks = ceil(p.rows / rows) * p.num_kv_heads * p.batch  # of one split
     most = max(1, min(num_sms // blocks, p.visible // TILE, MOST_SPLITS))
-    choices = [(1, most), *((c, c) for c in (4, 8) if c <= most and c * blocks <= num_sms * 6 // 7)]
+    choices = [(1, most), *((c, c) for c in (4, 8) if c <= most and c * blocks <= num_sms * RESIDENT[0] // RESIDENT[1])]
     if most > 1:
         choices.append((2, most // 2 * 2))
-    found = [c for cluster, splits in choices for c in _many_rows(rows, splits, cluster)]
+    found = [c for cluster, splits in choices for c in _many_rows(p, rows, splits, cluster)]
     return [c for c in found if why_invalid(p, c, target) is None]
 
 
 def _of_one_head(p: Problem, target: Target) -> Config | None:
     """Of one KV head, whose splits are many: rows in blocks of up to 32, which are pushed to by more than two at once.
-    None where there are too few keys for that, or rows that fill no tile of mma.sync.
+
+    None beyond what was timed, alone and in no step (docs/experiments.md): 64 keys a split at least, 8192 in all, which
+    the blocks of up to 96 rows read again from L2.
     """
     rows = min(ceil(p.rows / 8) * 8, 32)
-    splits = target.device.num_sms * 6 // 7 // ceil(p.rows / rows) // 8 * 8
-    if p.rows < 16 or p.visible < splits * TILE:
+    splits = target.device.num_sms * RESIDENT[0] // RESIDENT[1] // ceil(p.rows / rows) // 8 * 8
+    if not 16 <= p.rows <= 96 or splits < 8 or not splits * TILE <= p.visible <= MOST_ONE_HEAD_KEYS:
         return None
     one = Config(rows, 16, 4 if rows <= 16 else 8, 8, 0, splits, warpgroups=True, cluster=8, key_parts=4, push_bits=16)
     found = (replace(one, num_stages=stages) for stages in (11, *PUSHING_STAGES))
     return next((c for c in found if why_invalid(p, c, target) is None), None)
 
 
-def _many_rows(rows: int, splits: int, cluster: int) -> list[Config]:
-    """The most places in a ring first; clusters push where that leaves room for enough of them."""
+def _many_rows(p: Problem, rows: int, splits: int, cluster: int) -> list[Config]:
+    """The most places in a ring first; clusters push where that leaves room for enough of them, but where blocks stream
+    for long, which the places that it takes would help more.
+    """
     one = Config(rows, 16, 8, 8, num_splits=splits, warpgroups=True, cluster=cluster, key_parts=4)
     found = [replace(one, num_stages=stages) for stages in (10, 9, 8)]
-    if cluster > 1:
+    if cluster > 1 and p.visible <= MOST_STREAMED_KEYS * splits:
         found = [replace(one, num_stages=stages, push_bits=16) for stages in PUSHING_STAGES] + found
     return found
 

@@ -105,7 +105,9 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
     operands = (TILE + c.block_m) * 16 * 2  # of a product, both from shared memory
     heads = 0 if p.source == "q" else min(c.block_m, p.rows) + (2 * p.q_len if p.owns_kv else 0)
     turns = 0 if p.source == "q" else p.q_len
-    results = blocks * teams * c.block_m * p.head_dim * 4 * 2
+    results = blocks * teams * c.block_m * p.head_dim * 4 * 2  # written to shared memory and read
+    if c.push_bits:
+        results = results * (teams > 1) + blocks * min(c.block_m, p.rows) * p.head_dim * c.push_bits // 8 * 2
     moved_on, least = workspace_bytes(p, c, target), cost(p).bytes
     in_cluster = 0 if c.cluster == 1 else PUSH_WAITS if c.push_bits else MERGE_WAITS
     decode = Traffic(

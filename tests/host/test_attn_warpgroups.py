@@ -60,6 +60,7 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True, key_parts=4)
             "cluster=1, key_parts=4 are warpgroups=True's; cluster=1, key_parts=2",
         ),
         ({"key_parts": 3}, "key_parts=3: 1, 2 or 4 parts"),
+        ({"num_splits": 0}, "num_splits=0: whole clusters have them"),
         ({"key_parts": 1}, "num_stages=10: whole keys lie in four places side by side; a multiple of 4"),
         ({"num_stages": 13}, "B of shared memory"),
         ({"push_bits": 8, "cluster": 8, "num_splits": 8}, "push_bits=8: values are pushed in 16 or 32 bits"),
@@ -147,8 +148,10 @@ def test_one_head_of_many_keys_is_left_to_clusters_of_eight(tokens: int, rows: i
     chosen = KERNEL.default_config(problem, H200)
     assert (chosen.block_m, chosen.num_splits, chosen.split_d) == (rows, splits, split_d)
     assert (chosen.cluster, chosen.push_bits) == (8, 16)
-    assert KERNEL.default_config(replace(problem, kv_len=2048), H200).cluster < 8
-    assert KERNEL.default_config(replace(problem, batch=2), H200).cluster < 8
+    for other in ({"kv_len": 2048}, {"kv_len": 131072}, {"batch": 2}, {"q_len": 8}):  # not timed so
+        assert KERNEL.default_config(replace(problem, **other), H200).cluster < 8, other
+    few = Target(H200.arch, replace(H200.device, num_sms=16))
+    assert KERNEL.default_config(problem, few).num_splits >= 1
 
 
 def test_few_rows_of_few_sequences_are_left_to_quarters_of_keys() -> None:

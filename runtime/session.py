@@ -52,8 +52,8 @@ class Session:
     together; None for as many as a call needs, which makes a longer call allocate (and on a GPU capture) anew.
     max_batch: prompts that `generate_many` works on at once, where memory takes as many.
     drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
-    weights took. plain_text: control tokens in what users say (<turn|>) are text; as in transformers, they are not.
-    reproducible: as the engine's.
+    weights took. control_tokens: what looks like one in what users say (<turn|>) is one, as transformers has it; else
+    it is text. reproducible: as the engine's.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ class Session:
     max_len: int | None = None
     max_batch: int = MAX_BATCH
     drafter_folder: Path | None = None
-    plain_text: bool = False
+    control_tokens: bool = False
     reproducible: bool = False
     _engine: Engine | None = field(default=None, init=False)
 
@@ -96,9 +96,9 @@ class Session:
         if not chat:
             if not isinstance(prompt, str):
                 raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
-            return self._text_only(self.codec.encode(prompt, plain=self.plain_text))
+            return self._text_only(self.codec.encode(prompt, plain=not self.control_tokens))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._text_only(self.codec.encode_chat(messages, variables, plain=self.plain_text))
+        return self._text_only(self.codec.encode_chat(messages, variables, plain=not self.control_tokens))
 
     def _text_only(self, ids: list[int]) -> list[int]:
         """`ids`, if none of them stands for an image or the like. Raises UsageError."""
@@ -107,7 +107,7 @@ class Session:
             raise UsageError(
                 f"the prompt holds a placeholder for an image, a video or a sound ({token!r}, token {found}), "
                 "and kerngen reads text alone",
-                hint="leave it out; --plain-text (session.plain_text = True) takes it for text",
+                hint="leave it out; without --control-tokens (session.control_tokens) it is text",
             )
         return ids
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
               help="Tokens that a chat may hold. Default: what memory takes, 32768 at most.")  # fmt: skip
 @click.option("--think", is_flag=True, help="In a chat: let the model think before it answers.")
 @click.option("--hide-thinking", is_flag=True, help="In a chat: do not show what it thinks.")
-@click.option("--plain-text", is_flag=True,
-              help="Take control tokens in the prompt, such as <turn|>, for text.")  # fmt: skip
+@click.option("--control-tokens", is_flag=True,
+              help="Take what looks like a control token in the prompt (<turn|>) for one, not text.")  # fmt: skip
 @click.option("--plan", is_flag=True, help="Print what MODEL takes and what fits on GPUs of 16 to 141 GB, and no more.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 def run(
@@ -64,7 +64,7 @@ def run(
     context: int | None,
     think: bool,
     hide_thinking: bool,
-    plain_text: bool,
+    control_tokens: bool,
     plan: bool,
     as_json: bool,
     draft: Path | None,
@@ -111,7 +111,7 @@ def run(
         lines = checked_lines(click.get_current_context().with_resource(opened(prompts)), chat=not no_chat)
     with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
         session = load(**arguments, advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""))
-    session.plain_text = plain_text
+    session.control_tokens = control_tokens
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
     suggested: dict[str, Any] = {

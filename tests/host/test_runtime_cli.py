@@ -528,11 +528,12 @@ def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path)
     assert json.loads(kerngen(*common).out)["num_prompt_tokens"] > 10
 
 
-def test_run_takes_control_tokens_for_text_where_asked(kerngen: Terminal, folder: Path) -> None:
+def test_run_takes_control_tokens_for_text_unless_asked(kerngen: Terminal, folder: Path) -> None:
     common = ("run", folder, "--prompt", "a<turn|>b", "--max-new-tokens", 1, "--json", "--device", "cpu")
     for more in ((), ("--no-chat",)):
-        one, many = (
-            json.loads(kerngen(*common, *more, *plain).out)["num_prompt_tokens"] for plain in ((), ("--plain-text",))
+        many, one = (
+            json.loads(kerngen(*common, *more, *asked).out)["num_prompt_tokens"]
+            for asked in ((), ("--control-tokens",))
         )
         assert many == one - 1 + len("<turn|>")
 

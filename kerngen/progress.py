@@ -47,8 +47,13 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Take the bar away, and say nothing more: what is told next stands alone."""
         if self._bar is not None:
             self._bar.stop()
+        self._bar, self._quiet = None, True
 
     @property
     def elapsed_s(self) -> float:

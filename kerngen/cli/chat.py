@@ -12,6 +12,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from kerngen.cli.loading import chosen_lines
+from kerngen.cli.tables import fitted
 from kerngen.errors import KerngenError
 from kerngen.runtime.config import in_int4
 from kerngen.runtime.conversation import ContextFull, Conversation, Piece, Reply
@@ -98,9 +99,9 @@ class Screen:
         self._column = 0 if text.endswith("\n") else 1
 
     def line(self, text: str, *, dim: bool = True) -> None:
-        """`text` on lines of its own."""
+        """`text` on lines of its own, as long as the terminal is wide."""
         self.end_line()
-        self.show(f"{text}\n" if text else "", dim=dim)
+        self.show("".join(f"{fitted(line)}\n" for line in text.splitlines()), dim=dim)
         self.show_plainly()
 
     def end_line(self) -> None:

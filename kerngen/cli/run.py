@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.loading import chosen_lines, load_arguments, load_options
+from kerngen.cli.tables import say
 from kerngen.cli.utf8 import require_utf8
 from kerngen.runtime.config import in_int4
 
@@ -123,7 +124,7 @@ def run(
         from kerngen.runtime.conversation import Conversation
 
         if not sampling.is_greedy:
-            click.echo(_sampling(sampling, suggested), err=True)
+            say(_sampling(sampling, suggested), err=True)
         chat(
             Conversation(session, system=system, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop,
                          context=context, think=think),
@@ -135,7 +136,8 @@ def run(
 
         defaults = Defaults(max_new_tokens or MAX_NEW_TOKENS, asdict(sampling), stop, not no_chat, system)
         code = run_lines(session, *lines, defaults)
-        click.echo("\n".join([_where(session), *chosen_lines(session.ops.sources(), session.ops.outside())]), err=True)
+        for line in (_where(session), *chosen_lines(session.ops.sources(), session.ops.outside())):
+            say(line, err=True)
     else:
         if system is not None:
             asked = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
@@ -143,7 +145,7 @@ def run(
                                 chat=not no_chat)  # fmt: skip
         code = _show(stream, session, sampling, as_json)
     if not sampling.is_greedy and not (as_json and prompts is None):
-        click.echo(_sampling(sampling, suggested), err=True)
+        say(_sampling(sampling, suggested), err=True)
     click.get_current_context().exit(code)
 
 
@@ -157,7 +159,8 @@ def _show(stream: CompletionStream, session: Session, sampling: Sampling, as_jso
         click.echo(json.dumps(_report(stream.completion, session, sampling)))
     else:
         click.echo()
-        click.echo(_summary(stream.completion, session), err=True)
+        for line in _summary(stream.completion, session):
+            say(line, err=True)
     return 0
 
 
@@ -226,7 +229,7 @@ def _where(session: Session) -> str:
     return f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}; loaded in {session.load_s:.2f} s"
 
 
-def _summary(result: Completion, session: Session) -> str:
+def _summary(result: Completion, session: Session) -> list[str]:
     stats, ops = result.stats, session.ops
     lines = [
         _where(session),
@@ -240,7 +243,7 @@ def _summary(result: Completion, session: Session) -> str:
             f"{stats.acceptance_length:.2f} tokens accepted a step "
             f"({stats.num_steps} steps; by position {_shares(stats.acceptance_by_position)})"
         )
-    return "\n".join([*lines, *chosen_lines(ops.sources(), ops.outside())])
+    return [*lines, *chosen_lines(ops.sources(), ops.outside())]
 
 
 def _shares(shares: tuple[float, ...]) -> str:

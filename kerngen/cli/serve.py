@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.loading import load_arguments, load_options
+from kerngen.cli.tables import say
 
 if TYPE_CHECKING:
     from kerngen.runtime.serve.server import Settings
@@ -94,12 +94,12 @@ def serve(
             else:
                 bar.update(done // 10**6, total // 10**6, "MB of weights")
 
-        code = run(settings, on_load=told, say=_say)
+        def tell(line: str) -> None:
+            bar.end()  # what is told first is that it serves, or why not
+            say(line, err=True)
+
+        code = run(settings, on_load=told, say=tell)
     click.get_current_context().exit(code)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -122,6 +122,6 @@ def _weights(settings: Settings, model: Path, generated: bool) -> Iterator[Setti
     with TemporaryDirectory(prefix="kerngen-generated-") as folder:
         load = settings.load
         text = write_checkpoint(name, Path(folder), draft=load["draft"], draft_weights=load["draft_weights"])
-        _say(f"weights are generated: what it says means nothing; {text}")
+        say(f"weights are generated: what it says means nothing; {text}", err=True)
         yield replace(settings, load={**load, "folder": folder, "name": name}, opens=load_generated,
                       names=settings.names or (f"{model.name}-generated",))  # fmt: skip

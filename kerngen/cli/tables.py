@@ -25,14 +25,19 @@ def width(default: int | None = None) -> int | None:
     return default
 
 
-def line_width() -> int | None:
-    """Columns of the terminal that stdout is; None where another program reads it, which gets lines whole."""
-    return width() if sys.stdout.isatty() else None
+def line_width(*, err: bool = False) -> int | None:
+    """Columns of the terminal that stdout is, or stderr; None where another program reads it and gets lines whole."""
+    stream = sys.stderr if err else sys.stdout
+    if not stream.isatty():
+        return None
+    if err and not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return width()
 
 
-def fitted(text: str, indent: int = 2) -> str:
-    """`text` in lines as long as the terminal is wide."""
-    return wrapped(text, line_width(), indent)
+def fitted(text: str, indent: int = 2, *, err: bool = False) -> str:
+    """`text` in lines as long as the terminal is wide. err: it goes to stderr."""
+    return wrapped(text, line_width(err=err), indent)
 
 
 def wrapped(text: str, columns: int | None, indent: int = 0) -> str:
@@ -45,9 +50,15 @@ def wrapped(text: str, columns: int | None, indent: int = 0) -> str:
                          break_on_hyphens=False)  # fmt: skip
 
 
-def say(text: str, indent: int = 2, *, fg: str | None = None) -> None:
-    """Print a line, wrapped to the terminal; whole where another program reads it. fg: its colour on a terminal."""
-    line = fitted(text, indent)
+def say(text: str, indent: int = 2, *, fg: str | None = None, err: bool = False) -> None:
+    """Print a line, wrapped to the terminal; whole where another program reads it. fg: its colour on a terminal.
+
+    err: to stderr, without a colour.
+    """
+    line = fitted(text, indent, err=err)
+    if err:
+        print(line, file=sys.stderr, flush=True)
+        return
     print(click.style(line, fg=fg) if fg and sys.stdout.isatty() else line)  # click.echo has an encoding of its own
 
 

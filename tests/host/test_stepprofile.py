@@ -76,7 +76,7 @@ def test_a_profile_is_printed_in_80_columns_and_drawn(kerngen: Kerngen, monkeypa
     monkeypatch.setattr("kerngen.runtime.backend.use_gpu", lambda _: 0)
     monkeypatch.setattr("kerngen.stepprofile.profile_step", lambda _, step, *__, **___: Profile(step, 14.0, 4e3, rows))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("kerngen.cli.tables.line_width", lambda: 80)  # as on a terminal
+    monkeypatch.setattr("kerngen.cli.tables.line_width", lambda **_: 80)  # as on a terminal
     code, out, err = kerngen("bench", "profile", "gemma-4-31b", "--untuned", "--report", "p.html")
     assert code == 0, err
     assert all(len(line) <= 80 for line in out.splitlines())

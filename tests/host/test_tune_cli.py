@@ -88,7 +88,7 @@ def test_the_table_has_ten_rows_and_their_sums_in_80_columns(
                                                                          config={"threads": 32})  # fmt: skip
         report.results.append(Result(item, winner, default={"threads": 64}, default_us=12.0 + 1.2 * at, num_tried=3))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("kerngen.cli.tables.line_width", lambda: 80)  # as on a terminal
+    monkeypatch.setattr("kerngen.cli.tables.line_width", lambda **_: 80)  # as on a terminal
     tune = import_module("kerngen.cli.tune")
     tune._print(report, load, "tuning.db", whole=True, verbose=False)
     lines = capsys.readouterr().out.splitlines()

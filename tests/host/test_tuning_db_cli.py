@@ -77,7 +77,7 @@ def test_ls(path: Path) -> None:
 
 def test_ls_counts_in_80_columns_and_lists_where_it_is_asked_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("kerngen.cli.tables.line_width", lambda: 80)  # as on a terminal
+    monkeypatch.setattr("kerngen.cli.tables.line_width", lambda **_: 80)  # as on a terminal
     lines = run("ls").splitlines()
     assert f"user: {path} (2 winners)".replace(" ", "") in "".join("".join(lines).split()), "a long path may be broken"
     (row,) = [line.split() for line in lines if line.startswith("toy ")]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.tables import say
 from kerngen.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def reading(url: str | None, targets: Sequence[Target] | None = None, *, own: bo
             stack.enter_context(store)
         yield stores
     if others:
-        click.echo(f"left out: what is shipped for {', '.join(others)}; --arch or --device asks for it", err=True)
+        say(f"left out: what is shipped for {', '.join(others)}; --arch or --device asks for it", err=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import IO
 
@@ -21,10 +22,13 @@ LIMIT_S = 60.0  # for anything to happen; only a failure takes so long
 class Terminal:
     """Runs `kerngen ARGS` with its streams on a terminal of its own, in the environment of this process.
 
-    stdout: a file in place of the terminal. `shown` is all that the terminal has shown, lines ended by a newline alone.
+    stdout: a file in place of the terminal. program: what takes ARGS in place of kerngen. `shown` is all that the
+    terminal has shown, lines ended by a newline alone.
     """
 
-    def __init__(self, *args: str, stdout: IO[bytes] | None = None) -> None:
+    def __init__(
+        self, *args: str, stdout: IO[bytes] | None = None, program: Sequence[str] = (sys.executable, "-m", "kerngen")
+    ) -> None:
         self.shown = ""
         self._seen = 0
         self._ours, theirs = pty.openpty()
@@ -34,9 +38,8 @@ class Terminal:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen([sys.executable, "-m", "kerngen", *args], stdin=theirs, stderr=theirs,
-                                         stdout=stdout or theirs, env=environment, start_new_session=True,
-                                         preexec_fn=take_over)  # fmt: skip
+        self._process = subprocess.Popen([*program, *args], stdin=theirs, stderr=theirs, stdout=stdout or theirs,
+                                         env=environment, start_new_session=True, preexec_fn=take_over)  # fmt: skip
         os.close(theirs)
 
     def __enter__(self) -> Terminal:
@@ -57,13 +60,13 @@ class Terminal:
         time.sleep(0.2)
         self.type("\x03")
 
-    def until(self, text: str) -> str:
-        """What was shown since the last call, up to and with `text`."""
+    def until(self, *texts: str) -> str:
+        """What was shown since the last call, up to and with the first of `texts` that comes."""
         deadline = time.monotonic() + LIMIT_S
-        while (at := self.shown.find(text, self._seen)) < 0:
-            assert time.monotonic() < deadline, f"{text!r} never came; since then: {self.shown[self._seen :]!r}"
-            assert self._read(), f"it ended before {text!r}; since then: {self.shown[self._seen :]!r}"
-        start, self._seen = self._seen, at + len(text)
+        while not (ends := [at + len(text) for text in texts if (at := self.shown.find(text, self._seen)) >= 0]):
+            assert time.monotonic() < deadline, f"{texts!r} never came; since then: {self.shown[self._seen :]!r}"
+            assert self._read(), f"it ended before {texts!r}; since then: {self.shown[self._seen :]!r}"
+        start, self._seen = self._seen, min(ends)
         return self.shown[start : self._seen]
 
     def until_more(self) -> None:

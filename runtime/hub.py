@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kerngen.errors import CheckpointError, KerngenError, UsageError
-from kerngen.runtime.fields import nothing_among
+from kerngen.runtime.fields import nothing_among, require_folder
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
 
 # No other format, no training state, and of safetensors none that transformers would not read.
 FILES = (
@@ -54,6 +58,15 @@ def find_checkpoint(model: str | os.PathLike[str]) -> Path:
     return Path(model) if name is None else _download(name)
 
 
+def require_checkpoint(model: str | os.PathLike[str]) -> None:
+    """Raises as `find_checkpoint` and `require_folder` do where there is no such model; nothing is downloaded."""
+    if (name := hub_name(model)) is None:
+        require_folder(Path(model))
+    elif find_cached(name) is None:
+        with _explaining(name):
+            _model_info(name)
+
+
 def find_cached(name: HubName) -> Path | None:
     """The folder of a model that was downloaded before, without asking the hub."""
     from huggingface_hub import snapshot_download
@@ -68,12 +81,12 @@ def find_cached(name: HubName) -> Path | None:
 
 
 def _download(name: HubName) -> Path:
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     with _explaining(name):
         try:
-            info = HfApi().model_info(name.repo, revision=name.revision, timeout=TIMEOUT_S)
+            info = _model_info(name)
         except HfHubHTTPError:
             raise
         except (HTTPError, OSError):  # no network: what was downloaded before will do
@@ -85,6 +98,12 @@ def _download(name: HubName) -> Path:
             if not set(needed) & set(there):
                 raise nothing_among(there, f"{constants.ENDPOINT}/{name.repo}", "no " + " and no ".join(needed))
         return Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=list(FILES)))
+
+
+def _model_info(name: HubName) -> ModelInfo:
+    from huggingface_hub import HfApi
+
+    return HfApi().model_info(name.repo, revision=name.revision, timeout=TIMEOUT_S)
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def run(
         raise UsageError("--context, --think and --hide-thinking are for a chat",
                          hint="a chat is what runs on a terminal without --prompt and --prompts")  # fmt: skip
     if prompts is None:
-        asked: Prompt = "" if is_chat else _read_prompt(prompt)
+        asked: Prompt = "" if is_chat else _read_prompt(prompt, model)
     else:
         from kerngen.cli.prompts import checked_lines, opened
 
@@ -168,8 +168,9 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _read_prompt(prompt: str | None) -> str:
+def _read_prompt(prompt: str | None, model: Path) -> str:
     from kerngen.errors import UsageError
+    from kerngen.runtime.hub import require_checkpoint
 
     if prompt is None and sys.stdin.isatty():
         raise UsageError("no prompt", hint='give --prompt "…", or pipe the text in')
@@ -179,6 +180,7 @@ def _read_prompt(prompt: str | None) -> str:
         except UnicodeDecodeError as e:
             raise UsageError(f"standard input is not UTF-8: {e}") from e
     if not prompt:
+        require_checkpoint(model)  # who has neither learns first that the model is not there
         raise UsageError("the prompt is empty")
     return require_utf8("the prompt", prompt)
 

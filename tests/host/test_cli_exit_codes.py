@@ -115,7 +115,7 @@ def test_the_code_of_what_does_nothing(kerngen: Kerngen, args: tuple[str, ...], 
 def test_ctrl_c_is_130(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     """`kerngen run` keeps nothing, and must not say that it does."""
 
-    def stop(_: str | None) -> str:
+    def stop(*_: object) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kerngen.cli.run._read_prompt", stop)

@@ -184,7 +184,7 @@ def test_sigterm_that_is_ignored_stays_ignored(kerngen: Kerngen, monkeypatch: py
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     seen: list[object] = []
     try:
-        monkeypatch.setattr("kerngen.cli.run._read_prompt", lambda _: seen.append(signal.getsignal(signal.SIGTERM)))
+        monkeypatch.setattr("kerngen.cli.run._read_prompt", lambda *_: seen.append(signal.getsignal(signal.SIGTERM)))
         kerngen("run", "./nowhere")
         assert seen == [signal.SIG_IGN]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

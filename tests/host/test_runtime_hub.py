@@ -21,7 +21,7 @@ from tokens import write_tokenizer
 
 from kerngen.errors import CheckpointError, KerngenError, UsageError
 from kerngen.runtime import hub
-from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
+from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name, require_checkpoint
 from kerngen.runtime.session import load
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -208,6 +208,19 @@ def test_a_model_that_is_not_there_or_private(server: Hub) -> None:
     error = refused(f"{NAME}@v9")
     assert isinstance(error, UsageError)
     assert f"has {NAME}, but no revision v9" in error.message
+
+
+def test_whether_a_model_is_there_is_asked_without_a_download(server: Hub) -> None:
+    require_checkpoint(NAME)
+    with pytest.raises(UsageError, match="has no such model, or not for you"):
+        require_checkpoint("google/gemma-5")
+    with pytest.raises(UsageError, match="nowhere is not a folder"):
+        require_checkpoint("./nowhere")
+    assert not [a for a in server.asked if "/resolve/" in a]
+    find_checkpoint(NAME)
+    server.asked.clear()
+    require_checkpoint(NAME)
+    assert not server.asked, "it was downloaded before"
 
 
 def test_a_hub_that_fails_says_how(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,7 @@ def find(
             raise errors[0]
         raise UsageError(f"no winner with id {subject}", hint="list them: kerngen db ls -v")
     kernel = find_kernel(subject)
+    problem = parse_fields(kernel.problem_type, fields)
     if arch_name is None:
         tuned = sorted({w.arch.name for s in stores for w in s.winners(subject)})
         if len(tuned) != 1:
@@ -263,7 +264,6 @@ def find(
         arch_name = tuned[0]
     arch = find_arch(arch_name)
     target = Target.of(find_device(device_name) if device_name is not None else arch)
-    problem = parse_fields(kernel.problem_type, fields)
     try:
         winner = lookup(stores, kernel, problem, target, strict=True)
     except TuningMiss:

@@ -38,6 +38,7 @@ class UpToStop:
         self._text = ""
         self._shown = 0
         self._end: int | None = None
+        self.ended_by: str | None = None  # the stop string that is complete
 
     @property
     def is_over(self) -> bool:
@@ -53,8 +54,9 @@ class UpToStop:
             return
         before = len(self._text)
         self._text += piece
-        found = [self._text.find(s, max(before - len(s) + 1, 0)) for s in self._stop]
-        self._end = min((at for at in found if at >= 0), default=None)
+        found = [(self._text.find(s, max(before - len(s) + 1, 0)), s) for s in self._stop]
+        ends = [(at, s) for at, s in found if at >= 0]
+        self._end, self.ended_by = min(ends, key=lambda end: end[0], default=(None, None))
 
     def news(self) -> str:
         """The text since the last call that no stop string can take back."""

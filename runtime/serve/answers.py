@@ -93,6 +93,7 @@ class Message:
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | None = None
 
     def add(self, part: Part) -> None:
         self.logprobs += part.logprobs
@@ -106,7 +107,7 @@ class Message:
                                    "function": {"name": delta.name, "arguments": delta.arguments}})  # fmt: skip
             else:
                 self.calls[delta.index]["function"]["arguments"] += delta.arguments
-        self.finish_reason = part.finish_reason or self.finish_reason
+        self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason
 
     def body(self, index: int, codec: TextCodec, *, with_reasoning: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
@@ -115,7 +116,7 @@ class Message:
         if self.calls:
             message["tool_calls"] = self.calls
         return {"index": index, "message": message, "logprobs": chat_logprobs(self.logprobs, codec),
-                "finish_reason": self.finish_reason}  # fmt: skip
+                "finish_reason": self.finish_reason, "stop_reason": self.stop_reason}  # fmt: skip
 
 
 def chat_logprobs(found: Sequence[TokenLogprobs], codec: TextCodec) -> dict[str, Any] | None:

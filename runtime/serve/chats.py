@@ -74,7 +74,8 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
             last, found = len(deltas) - 1, chat_logprobs(part.logprobs, codec)
             return [
                 {"index": part.index, "delta": delta, "logprobs": found if i == last else None,
-                 "finish_reason": part.finish_reason if i == last else None} for i, delta in enumerate(deltas)
+                 "finish_reason": part.finish_reason if i == last else None,
+                 "stop_reason": part.stop_reason if i == last else None} for i, delta in enumerate(deltas)
             ]  # fmt: skip
 
         return await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)

@@ -28,8 +28,8 @@ _SUGGESTED = ("temperature", "top_k", "top_p")  # where generation_config.json s
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of choice `index`: what came with these tokens. finish_reason and stats come with the last part, prompt_logprobs
-    with the first.
+    """Of choice `index`: what came with these tokens. finish_reason and stats come with the last part, and stop_reason,
+    the stop string that ended it; prompt_logprobs with the first.
     """
 
     index: int
@@ -39,15 +39,16 @@ class Part:
     finish_reason: str | None = None
     stats: Stats | None = None
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    stop_reason: str | None = None
 
 
 class Reader(Protocol):
-    """Makes deltas of tokens. is_over: a stop string is complete."""
+    """Makes deltas of tokens. ended_by: the stop string that is complete, after which there is nothing."""
 
     def push(self, token: int) -> list[Delta]: ...
     def finish(self) -> list[Delta]: ...
     @property
-    def is_over(self) -> bool: ...
+    def ended_by(self) -> str | None: ...
 
 
 class TextReader:
@@ -57,8 +58,8 @@ class TextReader:
         self._stream, self._text = codec.stream(), UpToStop(stop)
 
     @property
-    def is_over(self) -> bool:
-        return self._text.is_over
+    def ended_by(self) -> str | None:
+        return self._text.ended_by
 
     def push(self, token: int) -> list[Delta]:
         self._text.push(self._stream.push([token]))
@@ -78,8 +79,8 @@ class ChatReader:
         self._output, self._text = Output(codec, prompt, calls=calls), UpToStop(stop)
 
     @property
-    def is_over(self) -> bool:
-        return self._text.is_over
+    def ended_by(self) -> str | None:
+        return self._text.ended_by
 
     def push(self, token: int) -> list[Delta]:
         return self._stopped(self._output.push([token]))
@@ -184,22 +185,26 @@ async def choice(
     """One answer, in parts."""
     has_calls = False
     stream = service.follow(asked.prompt, asked.max_new_tokens, sampling, asked.stop_ids, asked.logprobs, asked.guiding,
-                            asked.prompt_logprobs)  # fmt: skip
+                            asked.prompt_logprobs, lambda: reader.ended_by is not None)  # fmt: skip
     async with aclosing(stream):
         async for made in stream:
             deltas: list[Delta] = []
-            shown = made.tokens[:-1] if made.reason == "stop" else made.tokens
-            for count, token in enumerate(shown, 1):
+            count = len(made.tokens)
+            for at, token in enumerate(made.tokens[:-1] if made.reason == "stop" else made.tokens, 1):
                 deltas += reader.push(token)
-                if reader.is_over:
-                    yield Part(index, made.tokens[:count], made.logprobs[:count], deltas, "stop", made.stats,
-                               made.prompt_logprobs)  # fmt: skip
-                    return
-            if made.reason:
+                if reader.ended_by is not None:
+                    count = at
+                    break
+            if made.reason and reader.ended_by is None:
                 deltas += reader.finish()
             has_calls = has_calls or any(isinstance(d, ToolCallDelta) for d in deltas)
-            reason = "tool_calls" if made.reason == "stop" and has_calls else made.reason or None
-            yield Part(index, made.tokens, made.logprobs, deltas, reason, made.stats, made.prompt_logprobs)
+            reason, stop = made.reason or None, reader.ended_by if made.reason else None
+            if stop is not None:
+                reason = "stop"
+            elif reason == "stop" and has_calls:
+                reason = "tool_calls"
+            yield Part(index, made.tokens[:count], made.logprobs[:count], deltas, reason, made.stats,
+                       made.prompt_logprobs, stop)  # fmt: skip
 
 
 async def merged(generators: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:

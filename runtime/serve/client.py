@@ -79,9 +79,11 @@ class EngineClient:
         logprobs: int | None = None,
         guiding: Guiding | None = None,
         prompt_logprobs: int | None = None,
+        enough: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[Made, None]:
         """What the engine makes of a request, as it comes. Whoever leaves the loop early, or is cancelled, ends it, and
-        what it holds is free at once.
+        what it holds is free at once. enough: whether what came is all that is wanted; the engine is told to end it
+        then, and the last that comes has no tokens, the reason "stop" and what the engine says of it all.
 
         Raises UsageError for what the engine does not take, EngineFailed where it is no more or computes no number,
         EngineStopped after `end`.
@@ -113,6 +115,12 @@ class EngineClient:
                 if made.reason == "error":
                     raise EngineFailed(made.error)
                 yield made
+                if not is_over and enough():
+                    self._outbox.put(Cancel(number))
+                    is_over = True
+                    while not (made := await queue.get()).reason:
+                        pass  # of steps that had begun
+                    yield Made(number, [], reason="stop", stats=made.stats)
         finally:
             del self._streams[number]
             if not is_over:

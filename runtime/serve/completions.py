@@ -55,8 +55,9 @@ async def completions(request: Request, body: Completion) -> Response:
     usage = Usage(sum(map(len, prompts)))
     logprobs = [TextLogprobs(codec, first=prompts[i // count][0] if body.echo else None) for i in range(len(echoes))]
 
-    def told(index: int, text: str, of_tokens: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": of_tokens, "finish_reason": reason, "stop_reason": None}
+    def told(part: Part, text: str, of_tokens: dict[str, Any] | None) -> dict[str, Any]:
+        return {"index": part.index, "text": text, "logprobs": of_tokens, "finish_reason": part.finish_reason,
+                "stop_reason": part.stop_reason}  # fmt: skip
 
     if body.stream:
         unsaid = dict(enumerate(echoes))
@@ -65,19 +66,19 @@ async def completions(request: Request, body: Completion) -> Response:
             text = unsaid.pop(part.index, "") + text_of(part.deltas)
             found = logprobs[part.index].body([*part.prompt_logprobs, *part.logprobs])
             is_news = text or found or part.finish_reason
-            return [told(part.index, text, found, part.finish_reason)] if is_news else []
+            return [told(part, text, found)] if is_news else []
 
         return await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
-    texts, reasons = list(echoes), [""] * len(echoes)
+    texts, last = list(echoes), [Part(i) for i in range(len(echoes))]
     found: list[list[TokenLogprobs]] = [[] for _ in echoes]
 
     def add(part: Part) -> None:
         texts[part.index] += text_of(part.deltas)
         found[part.index] += [*part.prompt_logprobs, *part.logprobs]
-        reasons[part.index] = part.finish_reason or ""
+        last[part.index] = part
 
     def whole() -> dict[str, Any]:
-        choices = [told(i, texts[i], logprobs[i].body(found[i]), reasons[i]) for i in range(len(texts))]
+        choices = [told(part, texts[i], logprobs[i].body(found[i])) for i, part in enumerate(last)]
         return heading.body(choices, usage)
 
     return await send_whole(request, service, usage, trace, generators, add, whole)

@@ -95,7 +95,7 @@ class Metrics:
             self._counted = load.num_preemptions
         return generate_latest(self._registry)
 
-    def _ended(self, reason: str, stats: Stats | None, seconds: float) -> None:
+    def _ended(self, reason: str, stats: Stats | None, num_tokens: int, seconds: float) -> None:
         self._success.labels(self._model, reason).inc()
         self._whole.observe(seconds)
         if stats is None:
@@ -104,7 +104,7 @@ class Metrics:
         self._asked.inc(stats.num_prompt_tokens)
         self._found.inc(stats.num_cached_tokens)
         self._prompts.observe(stats.num_prompt_tokens)
-        self._answers.observe(stats.num_tokens)
+        self._answers.observe(num_tokens)
         if stats.drafted:
             self._drafts.inc(stats.drafted[0])
             self._drafted.inc(sum(stats.drafted))
@@ -120,6 +120,7 @@ class Watch:
         self._metrics = metrics
         self._began = time.perf_counter()
         self._last: float | None = None
+        self._count = 0
 
     def tokens(self, count: int) -> None:
         """`count` tokens came now."""
@@ -127,6 +128,7 @@ class Watch:
             return
         now, metrics = time.perf_counter(), self._metrics
         metrics._generated.inc(count)
+        self._count += count
         if self._last is None:
             metrics._first.observe(now - self._began)
             count -= 1
@@ -136,4 +138,4 @@ class Watch:
         self._last = now
 
     def ended(self, reason: str, stats: Stats | None = None) -> None:
-        self._metrics._ended(reason, stats, time.perf_counter() - self._began)
+        self._metrics._ended(reason, stats, self._count, time.perf_counter() - self._began)

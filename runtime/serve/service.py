@@ -156,20 +156,25 @@ class Service:
 
     async def follow(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int],
-        logprobs: int | None, guiding: Guiding | None, prompt_logprobs: int | None = None,
+        logprobs: int | None, guiding: Guiding | None, prompt_logprobs: int | None, enough: Callable[[], bool],
     ) -> AsyncGenerator[Made, None]:  # fmt: skip
         """As EngineClient.stream, watched."""
         watch, last = self.metrics.watch(), None
         try:
             async with aclosing(
-                self.client.stream(prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding, prompt_logprobs)
+                self.client.stream(
+                    prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding, prompt_logprobs, enough
+                )
             ) as stream:
                 async for made in stream:
                     watch.tokens(len(made.tokens))
                     last = made if made.reason else None
                     yield made
         finally:
-            watch.ended("abort" if last is None else last.reason, None if last is None else last.stats)
+            if last is None:
+                watch.ended("abort")
+            else:
+                watch.ended("stop" if enough() else last.reason, last.stats)
 
     def close(self) -> None:
         for threads in (self._quick, self._slow):

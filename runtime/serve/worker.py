@@ -229,9 +229,11 @@ class _Loop:
                     made += self._heed(told)
                 for number in [n for n, (_, guide) in self._compiling.items() if guide.done()]:
                     made += self._submit(*self._compiling.pop(number))
-                if engine.has_work:
-                    made += [self._made(event) for event in engine.step() if event.handle in self._numbers]
-                if made:
+                if made:  # before the step: whose answer has ended waits for its last word
+                    connection.send(Told(made, engine.load))
+                if not engine.has_work:
+                    continue
+                if made := [self._made(event) for event in engine.step() if event.handle in self._numbers]:
                     connection.send(Told(made, engine.load))
 
     def _heed(self, told: Submit | Cancel) -> Sequence[Made]:

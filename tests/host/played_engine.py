@@ -25,7 +25,7 @@ MAX_LEN = 256
 
 class PlayedEngine:
     """script: what follows a prompt, in steps of tokens; the last of them is a stop token or the limit. pause_s: before
-    each step. Remembers what was asked, and what was left before its end.
+    each step. Remembers what was asked, and what was left before its end, or ended since it was enough.
     """
 
     def __init__(self, script: Callable[[Sequence[int]], list[list[int]]], stop_ids: Sequence[int]) -> None:
@@ -37,12 +37,13 @@ class PlayedEngine:
         self.refuses: str | None = None
         self.asked: list[tuple[list[int], int, Sampling, tuple[int, ...]]] = []
         self.guided: list[Guiding | None] = []
-        self.num_left = 0
+        self.num_left = self.num_ended = 0
         self.load = None
 
     async def stream(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = (),
         logprobs: int | None = None, guiding: Guiding | None = None, prompt_logprobs: int | None = None,
+        enough: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[Made]:  # fmt: skip
         self.asked.append((list(array("i", prompt)), max_new_tokens, sampling, tuple(stop_ids)))
         self.guided.append(guiding)
@@ -66,6 +67,11 @@ class PlayedEngine:
                 yield Made(number, tokens, [] if logprobs is None else found, reason, stats if reason else None,
                            prompt_logprobs=of_prompt if made == len(tokens) else [])  # fmt: skip
                 if is_over:
+                    return
+                if enough():
+                    is_over = True
+                    self.num_ended += 1
+                    yield Made(number, [], reason="stop", stats=stats)
                     return
         finally:
             self.num_left += not is_over

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from command import ROOT
 from played_engine import MAX_LEN, PlayedEngine, played_service, words
 from starlette.testclient import TestClient
 
+from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.choices import merged
 from kerngen.runtime.serve.service import Limits, Service
@@ -98,12 +100,17 @@ def test_a_stop_string_ends_an_answer(
     if stream:
         events = _events(answer.text)
         assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == left
-        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+        choice = events[-1]["choices"][0]
     else:
         (choice,) = answer.json()["choices"]
         assert choice["message"]["content"] == left
-        assert choice["finish_reason"] == "stop"
-    assert played[1].num_left == 1, "the engine is told to end it"
+    by = stop if isinstance(stop, str) else "lo th"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", by)
+    assert (played[1].num_ended, played[1].num_left) == (1, 0), "the engine is told to end it"
+    answer = client.post(TEXT, json={"prompt": "a", "stop": stop, "stream": stream})
+    choices = [e["choices"][0] for e in _events(answer.text)] if stream else answer.json()["choices"]
+    assert "".join(c["text"] for c in choices) == left
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", by)
 
 
 def test_a_completion(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
@@ -352,15 +359,32 @@ def test_an_engine_that_fails(client: TestClient, played: tuple[Service, PlayedE
     assert client.post(CHAT, json=HI | {"stream": True}).status_code == 503
 
 
-def test_what_is_measured(client: TestClient) -> None:
-    client.post(CHAT, json=HI)
-    client.post(CHAT, json=HI | {"stop": "there"})
+def test_what_is_measured(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    """An answer that a stop string ends is one as those are that a token ends; one whose client leaves is not."""
+    usages = [client.post(CHAT, json=HI | more).json()["usage"] for more in ({}, {"stop": "there"})]
+    assert all(usage["prompt_tokens_details"]["cached_tokens"] == 3 for usage in usages)
+    asyncio.run(_leaves(played[0]))
     told = client.get("/metrics").text
-    assert 'vllm:request_success_total{finished_reason="stop",model_name="tiny"} 1.0' in told
-    assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 1.0' in told
-    assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 2.0' in told
-    assert 'vllm:prefix_cache_hits_total{model_name="tiny"} 3.0' in told
+
+    def total(name: str, **labels: str) -> float:
+        said = ",".join(f'{label}="{value}"' for label, value in sorted({"model_name": "tiny", **labels}.items()))
+        return float(told.partition(f"vllm:{name}{{{said}}} ")[2].split("\n")[0])
+
+    assert total("request_success_total", finished_reason="stop") == 2
+    assert total("request_success_total", finished_reason="abort") == 1
+    assert total("time_to_first_token_seconds_count") == 3
+    assert total("prefix_cache_hits_total") == 6
+    for name, counted in (("prompt", "prompt_tokens"), ("generation", "completion_tokens")):
+        tokens = sum(usage[counted] for usage in usages)
+        assert total(f"request_{name}_tokens_sum") == tokens
+        assert total(f"{name}_tokens_total") == tokens + (name == "generation"), "one had come to who left"
     assert "_created" not in told
+
+
+async def _leaves(service: Service) -> None:
+    """Somebody who goes after the first token."""
+    async with aclosing(service.follow([2, 5], 9, Sampling(), (), None, None, None, lambda: False)) as stream:
+        await anext(stream)
 
 
 def test_the_dashboard_asks_for_what_there_is(client: TestClient) -> None:

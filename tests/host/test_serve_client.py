@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from kerngen.runtime.engine import Stats
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.client import EngineClient, EngineFailed
 from kerngen.runtime.serve.worker import Cancel, Failed, Loading, Made, Options, Ready, Told, serve
@@ -73,6 +74,30 @@ def test_what_waits_goes_out_together() -> None:
     assert [(m.tokens, m.reason) for m in got] == [([5, 6, 7, 8], "length")]
     assert error is None
     assert not any(isinstance(o, Cancel) for o in outbox)
+
+
+@pytest.mark.parametrize("last", ["cancelled", "length", "error", "stopped"])
+def test_what_is_enough_ends_with_what_the_engine_says_of_it(last: str) -> None:
+    """It may have come to its end by itself meanwhile, or have died: the answer is whole."""
+    stats = Stats(1, 3, 2, 0, 3, 0.1, 0.2) if last in ("cancelled", "length") else None
+
+    async def run() -> None:
+        client = EngineClient(Options({}, 64, 1))
+        client._outbox = SimpleQueue()
+        stream = client.stream([1], 8, Sampling(), enough=lambda: True)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        client._heed(Told([Made(0, [5])]))
+        assert (await first).tokens == [5]
+        rest = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        assert [client._outbox.get() for _ in range(2)][1] == Cancel(0)
+        client._heed(Told([Made(0, [6]), Made(0, [7], reason=last, stats=stats)]))
+        assert await rest == Made(0, [], reason="stop", stats=stats)
+        assert [made async for made in stream] == []
+        assert client._outbox.empty()
+
+    asyncio.run(run())
 
 
 def test_an_answer_that_has_ended_stays_one() -> None:

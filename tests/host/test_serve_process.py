@@ -77,6 +77,17 @@ def test_an_answer_is_what_it_must_be(server: Served) -> None:
     assert refused.status_code == 400, refused.text
 
 
+def test_an_answer_that_a_stop_string_ends_is_counted(server: Served) -> None:
+    url, names = f"{server.url}/v1/completions", ("generation_tokens_total", "request_generation_tokens_sum")
+    alone = server.http.post(url, json=LONG).json()["choices"][0]["text"]
+    before = server.metric("prompt_tokens_total")
+    answer = server.http.post(url, json=LONG | {"stop": alone[40:44]}).json()
+    (choice,), usage = answer["choices"], answer["usage"]
+    assert (choice["text"], choice["stop_reason"]) == (alone[: alone.find(alone[40:44])], alone[40:44])
+    assert server.metric("prompt_tokens_total") == before + usage["prompt_tokens"]
+    assert server.metric(names[0]) == server.metric(names[1]) > 0
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_frees_what_it_held(server: Served, stream: bool) -> None:
     body = json.dumps(LONG | {"stream": stream, "n": 3}).encode()

@@ -16,17 +16,18 @@ from kerngen.runtime.serve.choices import (
     ChatReader,
     Part,
     choice,
-    guiding_of,
     sampling_of,
     stop_ids_of,
     stops_of,
 )
 from kerngen.runtime.serve.errors import ApiError
-from kerngen.runtime.serve.guided import json_grammar
+from kerngen.runtime.serve.guiding import guiding_of
 from kerngen.runtime.serve.protocol import ChatCompletion, NamedTool
+from kerngen.runtime.serve.refused import require_honoured
 from kerngen.runtime.serve.sending import send_events, send_whole, unless_gone
 from kerngen.runtime.serve.service import Service, service_of, size_of
 from kerngen.runtime.serve.turns import template_messages, template_tools
+from kerngen.runtime.serve.worker import Guiding
 
 router = APIRouter()
 
@@ -36,6 +37,9 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
     service = service_of(request)
     trace = service.trace(request)
     service.require_model(body.model)
+    require_honoured(body)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs is there only beside logprobs: true", param="top_logprobs")
     codec, count = service.codec, body.n or 1
     tools = _tools(service, body)
     messages = template_messages(body.messages, codec.template_reads)
@@ -44,14 +48,15 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         variables["tools"] = await service.off_loop(template_tools, tools, size=size_of(tools))
     if body.reasoning_effort is not None:
         variables.setdefault(THINKING, body.reasoning_effort != "none")
-    grammar = await service.off_loop(_grammar, service, body, tools, size=size_of(tools))
     prompt = await unless_gone(request, service.encode_chat(messages, variables))
+    may_think = bool(variables.get(THINKING))
+    guiding = await service.off_loop(_guiding, service, body, tools, prompt, may_think, size=size_of(tools))
     asked = Asked(
         prompt,
         service.room(prompt, body.max_completion_tokens or body.max_tokens),
         stop_ids_of(service, body, codec.end_of_calls_ids if tools else ()),
         (body.top_logprobs or 0) if body.logprobs else None,
-        guiding_of(service, body, grammar, prompt, may_think=bool(variables.get(THINKING))),
+        guiding,
     )
     generators = [
         choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, calls=bool(tools)),
@@ -102,22 +107,22 @@ def _tools(service: Service, body: ChatCompletion) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in body.tools]
 
 
-def _grammar(service: Service, body: ChatCompletion, tools: list[dict[str, Any]]) -> str | None:
-    """What response_format or tool_choice says of the answer."""
-    wanted, choice = body.response_format, body.tool_choice
+def _guiding(
+    service: Service, body: ChatCompletion, tools: list[dict[str, Any]], prompt: list[int], may_think: bool
+) -> Guiding | None:
+    return guiding_of(service, body, _calls(service, body, tools), prompt, may_think=may_think)
+
+
+def _calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]]) -> str | None:
+    """The grammar of the calls that tool_choice asks for, None where it asks for none."""
+    choice = body.tool_choice
+    if choice != "required" and not isinstance(choice, NamedTool):
+        return None
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    is_parallel = name is None and body.parallel_tool_calls is not False
     try:
-        if choice == "required" or isinstance(choice, NamedTool):
-            name = choice.function.name if isinstance(choice, NamedTool) else None
-            is_parallel = name is None and body.parallel_tool_calls is not False
-            if service.codec.call_ids is None:
-                raise UsageError("this model has no tokens for tool calls")
-            return call_grammar(tools, service.codec.call_ids, name=name, is_parallel=is_parallel)
+        if service.codec.call_ids is None:
+            raise UsageError("this model has no tokens for tool calls")
+        return call_grammar(tools, service.codec.call_ids, name=name, is_parallel=is_parallel)
     except UsageError as e:
         raise ApiError(400, e.message, param="tools") from e
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return json_grammar()
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise ApiError(400, "response_format.json_schema.schema is missing", param="response_format")
-    return json_grammar(wanted.json_schema.schema_)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -14,7 +13,6 @@ from kerngen.runtime.completion import UpToStop
 from kerngen.runtime.engine import Stats, TokenLogprobs
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.errors import ApiError
-from kerngen.runtime.serve.guided import choice_grammar, json_grammar, regex_grammar
 from kerngen.runtime.serve.output import ContentDelta, Delta, Output, ToolCallDelta
 from kerngen.runtime.serve.protocol import MAX_STOP_CHARS, Generation
 from kerngen.runtime.serve.service import Service
@@ -122,38 +120,6 @@ def _token(name: str) -> int:
     if not (name.isascii() and name.isdigit() and len(name) < 10):
         raise ApiError(400, f"logit_bias: {name!r:.40} is no token's number", param="logit_bias")
     return int(name)
-
-
-def guiding_of(
-    service: Service, body: Generation, grammar: str | None, prompt: Sequence[int], *, may_think: bool = False
-) -> Guiding | None:
-    """What the answer must be: `grammar`, or what vLLM's clients ask for by other fields. may_think: a thought may come
-    first, as it does where the prompt ends in one.
-    """
-    asked: list[str] = [] if grammar is None else [grammar]
-    if body.guided_json is not None:
-        asked.append(json_grammar(_schema(body.guided_json)))
-    if body.guided_regex is not None:
-        asked.append(regex_grammar(body.guided_regex))
-    if body.guided_choice is not None:
-        asked.append(choice_grammar(body.guided_choice))
-    if not asked:
-        return None
-    if len(asked) > 1:
-        raise ApiError(400, "an answer follows one grammar: response_format, tool_choice or one of guided_*")
-    if service.codec.channel_ids is None:
-        return Guiding(asked[0])
-    is_thinking = service.codec.open_thought(prompt) is not None
-    return Guiding(asked[0], may_think=may_think and not is_thinking, is_thinking=is_thinking)
-
-
-def _schema(given: dict[str, Any] | str) -> Any:
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except (ValueError, RecursionError) as e:
-        raise ApiError(400, f"guided_json is not JSON: {e}", param="guided_json") from None
 
 
 def stops_of(body: Generation) -> tuple[str, ...]:

@@ -15,13 +15,14 @@ from kerngen.runtime.serve.choices import (
     Part,
     TextReader,
     choice,
-    guiding_of,
     sampling_of,
     stop_ids_of,
     stops_of,
 )
 from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.guiding import guiding_of
 from kerngen.runtime.serve.protocol import Completion
+from kerngen.runtime.serve.refused import require_honoured
 from kerngen.runtime.serve.sending import send_events, send_whole, unless_gone
 from kerngen.runtime.serve.service import service_of
 
@@ -43,7 +44,7 @@ async def completions(request: Request, body: Completion) -> Response:
     echoes: list[str] = []
     for i, prompt in enumerate(prompts):
         room = service.room(prompt, body.max_tokens or DEFAULT_TOKENS)
-        guiding = guiding_of(service, body, None, prompt)
+        guiding = await service.off_loop(guiding_of, service, body, None, prompt)
         of_prompt = body.logprobs if body.echo else None
         asked = Asked(prompt, room, stop_ids_of(service, body), body.logprobs, guiding, of_prompt)
         echoes += [await service.off_loop(codec.decode, prompt) if body.echo else ""] * count
@@ -85,6 +86,7 @@ async def completions(request: Request, body: Completion) -> Response:
 
 
 def _require_known(body: Completion) -> None:
+    require_honoured(body)
     if body.suffix:
         raise ApiError(
             400, "suffix: the model here writes what follows a text, not what stands between two", param="suffix"

@@ -1,4 +1,5 @@
-"""What clients send: OpenAI's fields, and those that vLLM adds. Unknown ones are let pass, as both do.
+"""What clients send: OpenAI's fields, and those that vLLM adds. Unknown ones are let pass, as both do; for those that
+are known and not there see refused.py.
 
 Source: OpenAI's API reference (chat completions, completions); vLLM 0.24, `entrypoints/openai/protocol.py`, for names
 and meanings of the others.
@@ -27,6 +28,29 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
+class JsonSchema(_Body):
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+Choices = Annotated[list[str], Field(max_length=4096)]
+
+
+class StructuredOutputs(_Body):
+    """vLLM's, in place of guided_*."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    json_object: bool | None = None
+
+
 class Generation(_Body):
     """Fields that both kinds of completion have. None: as the model's generation_config.json says, else OpenAI's
     default."""
@@ -49,7 +73,9 @@ class Generation(_Body):
     ignore_eos: bool = False
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(max_length=4096)] | None = None
+    guided_choice: Choices | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -86,17 +112,6 @@ class NamedTool(_Body):
     function: NamedFunction
 
 
-class JsonSchema(_Body):
-    name: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(_Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
 class ChatCompletion(Generation):
     """POST /v1/chat/completions."""
 
@@ -107,7 +122,6 @@ class ChatCompletion(Generation):
     tools: Annotated[list[Tool], Field(max_length=256)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

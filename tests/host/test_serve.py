@@ -190,10 +190,76 @@ def test_what_an_answer_must_be(client: TestClient, played: tuple[Service, Playe
         {"guided_json": schema}, {"guided_json": json.dumps(schema)}, {"guided_regex": "[a-z]+"},
         {"guided_choice": ["yes", "no"]},
     ):  # fmt: skip
-        assert client.post(CHAT, json=HI | asked).status_code == 200, asked
-    assert all(guiding is not None and guiding.grammar.startswith("body:") for guiding in played[1].guided)
-    client.post(CHAT, json=HI | {"response_format": {"type": "text"}})
-    assert played[1].guided[-1] is None
+        for path, body in ((CHAT, HI), (TEXT, {"prompt": "a"})):
+            assert client.post(path, json=body | asked).status_code == 200, asked
+        (name, value), of_chat, of_text = *asked.items(), *played[1].guided[-2:]
+        assert of_chat == of_text is not None
+        assert of_text.grammar.startswith("body:")
+        if name.startswith("guided_"):
+            client.post(CHAT, json=HI | {"structured_outputs": {name.removeprefix("guided_"): value}})
+            assert played[1].guided[-1] == of_chat, "vLLM's newer name of the same"
+    for path, body in ((CHAT, HI), (TEXT, {"prompt": "a"})):
+        client.post(path, json=body | {"structured_outputs": {"json_object": True}})
+        assert played[1].guided[-1] == played[1].guided[0]
+        client.post(path, json=body | {"response_format": {"type": "text"}, "structured_outputs": {"regex": None}})
+        assert played[1].guided[-1] is None
+
+
+_OFF: dict[str, tuple[Any, ...]] = {
+    "guided_grammar": (None, ""), "bad_words": (None, []), "prompt_logprobs": (None, 0, False), "echo": (None, False),
+    "truncate_prompt_tokens": (None, 0), "continue_final_message": (None, False), "chat_template": (None, ""),
+    "add_generation_prompt": (None, True), "best_of": (None, 1), "functions": (None, []), "use_beam_search": (False,),
+    "function_call": (None, "none"), "allowed_token_ids": (None, []), "structured_outputs": (None, {}),
+    "top_logprobs": (None, 0), "nobody_knows": (None, 1, "x"),
+}  # fmt: skip
+
+
+def test_what_is_off_is_let_pass(client: TestClient) -> None:
+    """Benchmarks and evaluations send these."""
+    for name, values in _OFF.items():
+        for value in values:
+            for path, body in ((CHAT, HI), (TEXT, {"prompt": "a"}), ("/tokenize", HI)):
+                answer = client.post(path, json=body | {name: value})
+                assert answer.status_code == 200, (path, name, value, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "instead"),
+    [
+        ({"guided_grammar": "root ::= 'a'"}, "guided_regex"),
+        ({"structured_outputs": {"grammar": "root ::= 'a'"}}, "json, regex"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "tool_choice"),
+        ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "additionalProperties"),
+        ({"bad_words": ["a"]}, "logit_bias"),
+        ({"allowed_token_ids": [5]}, "guided_choice"),
+        ({"prompt_logprobs": 1}, "echo"),
+        ({"truncate_prompt_tokens": -1}, "/tokenize"),
+        ({"use_beam_search": True}, "temperature of 0"),
+        ({"functions": [{"name": "f"}]}, "tools"),
+        ({"function_call": {"name": "f"}}, "tool_choice"),
+        ({"continue_final_message": True}, "/v1/completions"),
+        ({"add_generation_prompt": False}, "/v1/completions"),
+        ({"chat_template": "{{ messages }}"}, "/v1/completions"),
+        ({"echo": True}, "/v1/completions"),
+        ({"best_of": 2, "n": 2}, "the n that are sent"),
+        ({"top_logprobs": 2}, "logprobs: true"),
+    ],
+)
+def test_what_is_known_and_not_there_is_refused(client: TestClient, asked: dict[str, Any], instead: str) -> None:
+    ((name, value),) = list(asked.items())[:1]
+    only_chats = {"functions", "function_call", "continue_final_message", "add_generation_prompt", "chat_template",
+                  "echo", "best_of", "top_logprobs"}  # fmt: skip
+    for path, body in ((CHAT, HI), (TEXT, {"prompt": "a"})):
+        answer = client.post(path, json=body | asked)
+        if path == TEXT and name in only_chats:
+            assert answer.status_code == 200, answer.text
+            continue
+        assert answer.status_code == 400, (path, asked)
+        error = answer.json()["error"]
+        field = f"{name}.{list(value)[-1]}" if name == "structured_outputs" else name
+        assert (error["param"], error["type"]) == (field, "invalid_request_error")
+        assert error["message"].startswith(field)
+        assert instead in error["message"]
 
 
 def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
@@ -224,6 +290,9 @@ def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, Play
         (CHAT, HI | {"tool_choice": "required"}, 400, "there are no tools", "tool_choice"),
         (CHAT, HI | {"response_format": {"type": "json_schema"}}, 400, "schema is missing", "response_format"),
         (CHAT, HI | {"guided_json": "{"}, 400, "not JSON", "guided_json"),
+        (CHAT, HI | {"structured_outputs": {"json": "{"}}, 400, "not JSON", "structured_outputs.json"),
+        (TEXT, {"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "missing", "response_format"),
+        (CHAT, HI | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "one grammar", None),
         (CHAT, HI | {"guided_regex": "a", "guided_choice": ["b"]}, 400, "one grammar", None),
         (TEXT, {"prompt": "a", "best_of": 3, "n": 2}, 400, "best_of 3", "best_of"),
         (CHAT, HI | {"tools": [{"type": "gun"}]}, 400, "tools", "tools.0.type"),

@@ -48,6 +48,7 @@ def _sensible(random: random.Random) -> dict[str, Any]:
               "logprobs": True, "top_logprobs": 2,
               "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
               "tool_choice": {"type": "function", "function": {"name": "f"}}, "guided_choice": ["a", "b"],
+              "structured_outputs": {"json": schema, "grammar": None}, "best_of": 1, "add_generation_prompt": True,
               "ignore_eos": True, "chat_template_kwargs": {"enable_thinking": True}, "user": "me"}  # fmt: skip
     body = {"prompt": "Hi", "tokens": [1, 2], **chat}
     return body | {name: fields[name] for name in random.sample(sorted(fields), random.randrange(4))}

@@ -18,6 +18,7 @@ from kerngen.runtime.serve.errors import ApiError, json_response
 from kerngen.runtime.serve.gate import Gate
 from kerngen.runtime.serve.metrics import CONTENT_TYPE
 from kerngen.runtime.serve.page import chat_page
+from kerngen.runtime.serve.refused import require_honoured
 from kerngen.runtime.serve.sending import unless_gone
 from kerngen.runtime.serve.service import Service, service_of
 from kerngen.runtime.serve.turns import template_messages
@@ -102,13 +103,17 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def tokenize(request: Request, body: protocol.Tokenize) -> Response:
     service = service_of(request)
     service.require_model(body.model)
+    require_honoured(body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "either prompt or messages is tokenized")
     if body.prompt is not None:
         ids = await unless_gone(request, service.encode(body.prompt, with_bos=body.add_special_tokens))
     else:
         messages = template_messages(body.messages or [], service.codec.template_reads)
-        ids = await unless_gone(request, service.encode_chat(messages, body.chat_template_kwargs or {}))
+        variables = await chats.variables_of(service, body, chats.told_tools(service, body.tools))
+        if body.add_generation_prompt is False:
+            variables["add_generation_prompt"] = False
+        ids = await unless_gone(request, service.encode_chat(messages, variables))
     texts = [service.codec.token(i) for i in ids] if body.return_token_strs else None
     return json_response({"count": len(ids), "max_model_len": service.ready.max_len, "tokens": ids,
                           "token_strs": texts})  # fmt: skip

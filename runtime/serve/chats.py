@@ -22,7 +22,7 @@ from kerngen.runtime.serve.choices import (
 )
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.guiding import guiding_of
-from kerngen.runtime.serve.protocol import ChatCompletion, NamedTool
+from kerngen.runtime.serve.protocol import ChatCompletion, NamedTool, Tokenize, Tool
 from kerngen.runtime.serve.refused import require_honoured
 from kerngen.runtime.serve.sending import send_events, send_whole, unless_gone
 from kerngen.runtime.serve.service import Service, service_of, size_of
@@ -43,9 +43,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
     codec, count = service.codec, body.n or 1
     tools = _tools(service, body)
     messages = template_messages(body.messages, codec.template_reads)
-    variables = dict(body.chat_template_kwargs or {})
-    if tools:
-        variables["tools"] = await service.off_loop(template_tools, tools, size=size_of(tools))
+    variables = await variables_of(service, body, tools)
     if body.reasoning_effort is not None:
         variables.setdefault(THINKING, body.reasoning_effort != "none")
     prompt = await unless_gone(request, service.encode_chat(messages, variables))
@@ -96,15 +94,30 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
     return await send_whole(request, service, usage, trace, generators, add, whole)
 
 
+async def variables_of(
+    service: Service, body: ChatCompletion | Tokenize, tools: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What the chat template is to see besides messages."""
+    variables = dict(body.chat_template_kwargs or {})
+    if tools:
+        variables["tools"] = await service.off_loop(template_tools, tools, size=size_of(tools))
+    return variables
+
+
+def told_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """`tools` as a client sends them. Raises ApiError where the model knows none."""
+    if tools and service.codec.call_ids is None:
+        raise ApiError(400, "this model has no tokens for tool calls", param="tools")
+    return [tool.model_dump(exclude_none=True) for tool in tools or ()]
+
+
 def _tools(service: Service, body: ChatCompletion) -> list[dict[str, Any]]:
     """Those that the model is told of."""
     if not body.tools or body.tool_choice == "none":
         if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
             raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
         return []
-    if service.codec.call_ids is None:
-        raise ApiError(400, "this model has no tokens for tool calls", param="tools")
-    return [tool.model_dump(exclude_none=True) for tool in body.tools]
+    return told_tools(service, body.tools)
 
 
 def _guiding(

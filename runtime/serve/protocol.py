@@ -103,6 +103,9 @@ class Tool(_Body):
     function: Function
 
 
+Tools = Annotated[list[Tool], Field(max_length=256)]
+
+
 class NamedFunction(_Body):
     name: str
 
@@ -119,7 +122,7 @@ class ChatCompletion(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=256)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -128,13 +131,15 @@ class ChatCompletion(Generation):
 
 
 class Tokenize(_Body):
-    """POST /tokenize: a text, or messages."""
+    """POST /tokenize: a text, or messages with what else the chat template is to see."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -303,6 +303,8 @@ def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, Play
         (TEXT, {"prompt": "a" * 10_000}, 400, "this model's maximum context length is 256", "messages"),
         (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix"),
         ("/tokenize", {}, 400, "either prompt or messages", None),
+        ("/tokenize", HI | {"chat_template": "{{ messages }}"}, 400, "the checkpoint's own", "chat_template"),
+        ("/tokenize", HI | {"continue_final_message": True}, 400, "is not there", "continue_final_message"),
         ("/detokenize", {"tokens": [10**9]}, 400, "outside the vocabulary", "tokens"),
     ],
 )  # fmt: skip
@@ -345,8 +347,27 @@ def test_text_and_tokens(client: TestClient, played: tuple[Service, PlayedEngine
         client.post("/tokenize", json={"prompt": "Hello there", "add_special_tokens": False}).json()["tokens"]
         == ids[1:]
     )
-    assert client.post("/tokenize", json=HI).json()["count"] > len(HI["messages"])
+    asked = client.post("/tokenize", json=HI).json()["tokens"]
+    client.post(CHAT, json=HI)
+    assert played[1].asked[0][0] == asked, "as a chat has them"
+    open_ended = client.post("/tokenize", json=HI | {"add_generation_prompt": False}).json()["tokens"]
+    assert asked[: len(open_ended)] == open_ended
+    assert played[0].codec.decode(asked[len(open_ended) :]) == "model\n"
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello there"}
+
+
+def test_tools_are_tokens_too(
+    client: TestClient, played: tuple[Service, PlayedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = played[0].codec._template
+    monkeypatch.setattr(template, "source", template.source + "{{ tools | tojson }}")
+    asked = HI | {"tools": [{"type": "function", "function": {"name": "look_up", "description": "Looks up."}}]}
+    tokens = client.post("/tokenize", json=asked).json()["tokens"]
+    client.post(CHAT, json=asked)
+    assert played[1].asked[0][0] == tokens
+    assert "look_up" in played[0].codec.decode(tokens)
+    twice = client.post("/tokenize", json=asked | {"tools": asked["tools"] * 2})
+    assert (twice.status_code, "two functions named" in twice.text) == (400, True)
 
 
 def test_keys(played: tuple[Service, PlayedEngine]) -> None:

@@ -80,6 +80,8 @@ def serve(
     given = [key for text in keys for key in text.split(",")]
     if any(not key.strip() for key in given):
         raise UsageError("an API key is empty")
+    if any(not name.strip() for name in names):
+        raise UsageError("a --name is empty")
     if reproducible and arguments["num_draft_tokens"] is None and arguments["draft"]:
         raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip

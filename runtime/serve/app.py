@@ -123,7 +123,7 @@ async def tokenize(request: Request, body: protocol.Tokenize) -> Response:
 async def detokenize(request: Request, body: protocol.Detokenize) -> Response:
     service = service_of(request)
     service.require_model(body.model)
-    service.require_length(len(body.tokens), "tokens")
+    service.require_length(len(body.tokens), "tokens", "tokens")
     if bad := [i for i in body.tokens if not 0 <= i < service.config.vocab_size]:
         raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {service.config.vocab_size}", param="tokens")
     text = await unless_gone(request, service.off_loop(service.codec.decode, body.tokens, size=len(body.tokens)))

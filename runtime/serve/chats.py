@@ -51,7 +51,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
     guiding = await service.off_loop(_guiding, service, body, tools, prompt, may_think, size=size_of(tools))
     asked = Asked(
         prompt,
-        service.room(prompt, body.max_completion_tokens or body.max_tokens),
+        service.room(prompt, body.max_completion_tokens or body.max_tokens, "messages"),
         stop_ids_of(service, body, codec.end_of_calls_ids if tools else ()),
         (body.top_logprobs or 0) if body.logprobs else None,
         guiding,

@@ -43,7 +43,7 @@ async def completions(request: Request, body: Completion) -> Response:
     generators: list[AsyncGenerator[Part, None]] = []
     echoes: list[str] = []
     for i, prompt in enumerate(prompts):
-        room = service.room(prompt, body.max_tokens or DEFAULT_TOKENS)
+        room = service.room(prompt, body.max_tokens or DEFAULT_TOKENS, "prompt")
         guiding = await service.off_loop(guiding_of, service, body, None, prompt)
         of_prompt = body.logprobs if body.echo else None
         asked = Asked(prompt, room, stop_ids_of(service, body), body.logprobs, guiding, of_prompt)

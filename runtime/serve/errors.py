@@ -86,6 +86,8 @@ def install(app: FastAPI) -> None:
 
     async def http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(cause := error.__cause__, UnicodeDecodeError):  # FastAPI's own message says nothing of it
+            return response_of(ApiError(400, f"the body is not UTF-8: {cause.reason} at byte {cause.start}"))
         return response_of(ApiError(error.status_code, str(error.detail), headers=error.headers))
 
     app.add_exception_handler(RequestValidationError, invalid)

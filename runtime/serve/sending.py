@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -64,9 +65,11 @@ async def send_events(
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(_parts(service, usage, trace, generators)) as parts:
             async for part in parts:
-                now = usage if asked.continuous_usage_stats and asked.include_usage else None
-                for chunk in chunks(part):
-                    yield _event(heading.body([chunk], now))
+                found, now, before = chunks(part), None, None
+                if asked.continuous_usage_stats and asked.include_usage:
+                    now, before = usage, replace(usage, completion_tokens=usage.completion_tokens - len(part.tokens))
+                for chunk in found:  # with the last of them, all of the part's tokens are there
+                    yield _event(heading.body([chunk], now if chunk is found[-1] else before))
         if asked.include_usage:
             yield _event(heading.body([], usage))
 

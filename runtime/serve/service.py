@@ -92,13 +92,15 @@ class Service:
         if count > self.limits.queue:
             raise ApiError(400, f"{count} sequences are asked for at once, and {self.limits.queue} may be at work")
 
-    def require_length(self, count: int, what: str = "characters") -> None:
-        """Raises ApiError for a text of so many characters that a sequence cannot hold it: it is not even read."""
+    def require_length(self, count: int, param: str, what: str = "characters") -> None:
+        """Raises ApiError for a text of so many characters, in field `param`, that a sequence cannot hold it: it is not
+        even read.
+        """
         most = max(LEAST_CHARS, self.ready.max_len * self.codec.longest_token)
         if count > most:
             raise ApiError(400, f"this model's maximum context length is {self.ready.max_len} tokens; the text has "
                                 f"{count:,} {what}, and more than {most:,} are not even counted",
-                           param="messages", code="context_length_exceeded")  # fmt: skip
+                           param=param, code="context_length_exceeded")  # fmt: skip
 
     @contextmanager
     def admitted(self, count: int = 1) -> Iterator[None]:
@@ -121,14 +123,14 @@ class Service:
 
     async def encode(self, text: str, *, with_bos: bool = True) -> list[int]:
         """Control tokens in it are text. Raises ApiError for a text that no sequence can hold."""
-        self.require_length(len(text))
+        self.require_length(len(text), "prompt")
         ids = await self.off_loop(partial(self.codec.encode, text, plain=True), size=len(text))
         return ids if with_bos else ids[1:]
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         """Through the chat template; control tokens in what is said are text. Raises as `encode`."""
         size = size_of(messages) + size_of(variables)
-        self.require_length(size)
+        self.require_length(size, "messages")
         encode = partial(self.codec.encode_chat, messages, variables, plain=True)
         if size <= QUICK_CHARS:
             try:
@@ -137,21 +139,23 @@ class Service:
                 pass  # it may be a slow machine
         return await self.off_loop(encode, size=QUICK_CHARS + 1)
 
-    def room(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """New tokens that may follow `prompt`. Raises ApiError where `wanted` are more, or there are none."""
+    def room(self, prompt: Sequence[int], wanted: int | None, param: str) -> int:
+        """New tokens that may follow `prompt`, of field `param`. Raises ApiError where `wanted` are more, or there are
+        none.
+        """
         if bad := [i for i in prompt if not 0 <= i < self.config.vocab_size]:
-            raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {self.config.vocab_size}", param="prompt")
+            raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {self.config.vocab_size}", param=param)
         if bad := [i for i in prompt if i in self.config.placeholder_ids]:
             raise ApiError(400, f"token {bad[0]} stands for an image or a sound; the model here reads text",
-                           param="prompt")  # fmt: skip
+                           param=param)  # fmt: skip
         most = self.ready.max_len - len(prompt)
         if not prompt:
-            raise ApiError(400, "the prompt is empty", param="prompt")
+            raise ApiError(400, "the prompt is empty", param=param)
         if most < 1 or (wanted or 1) > most:
             asked = "" if wanted is None else f" and {wanted} new ones"
             # By these words, OpenAI's, LiteLLM knows the error from other bad requests.
             raise ApiError(400, f"this model's maximum context length is {self.ready.max_len} tokens; the prompt has "
-                           f"{len(prompt)}{asked}", param="messages", code="context_length_exceeded")  # fmt: skip
+                           f"{len(prompt)}{asked}", param=param, code="context_length_exceeded")  # fmt: skip
         return wanted or most
 
     async def follow(

@@ -78,6 +78,10 @@ def test_usage_of_a_stream(client: TestClient, continuous: bool) -> None:
     assert events[-1]["choices"] == []
     assert events[-1]["usage"]["completion_tokens"] > 1
     assert all(("usage" in e) == continuous for e in events[:-1])
+    if continuous:
+        counts = [e["usage"]["completion_tokens"] for e in events]
+        assert counts[:3] == [0, 1, 2], "the first says the role alone"
+        assert counts[-2] == counts[-1]
 
 
 def test_several_answers(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
@@ -300,7 +304,7 @@ def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, Play
         (TEXT, {"prompt": []}, 400, "empty", "prompt"),
         (TEXT, {"prompt": [-1]}, 400, "outside the vocabulary", "prompt"),
         (TEXT, {"prompt": [1, "a"]}, 400, "prompt", None),
-        (TEXT, {"prompt": "a" * 10_000}, 400, "this model's maximum context length is 256", "messages"),
+        (TEXT, {"prompt": "a" * 10_000}, 400, "this model's maximum context length is 256", "prompt"),
         (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix"),
         ("/tokenize", {}, 400, "either prompt or messages", None),
         ("/tokenize", HI | {"chat_template": "{{ messages }}"}, 400, "the checkpoint's own", "chat_template"),
@@ -326,6 +330,11 @@ def test_a_body_that_is_none(client: TestClient, path: str, body: bytes) -> None
     answer = client.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_not_utf8_is_told_so(client: TestClient) -> None:
+    error = client.post(CHAT, content=b'{"user": "\xe4"}').json()["error"]
+    assert error["message"] == "the body is not UTF-8: invalid continuation byte at byte 10"
 
 
 def test_paths_and_methods(client: TestClient) -> None:

@@ -104,7 +104,15 @@ def test_it_ends_once_answers_have(tmp_path: Path) -> None:
     with served("--no-draft") as found, ThreadPoolExecutor(1) as threads:
         long = threads.submit(lambda: found.http.post(f"{found.url}/v1/completions", json=LONG))
         _until(lambda: found.metric("num_requests_running") == 1)
-        found.process.send_signal(signal.SIGTERM)
+        host, _, port = found.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as idle:
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+            found.process.send_signal(signal.SIGTERM)
+            assert idle.recv(4096) == b"", "it is closed"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
+        assert not long.done()
         answer = long.result(120)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 120
@@ -167,6 +175,7 @@ def test_what_cannot_be_served(kerngen_here: Kerngen, tmp_path: Path) -> None:
         ((str(TINY), "--context", "1000000"), 2, "--context 1000000"),
         ((str(TINY), "--draft", "x", "--no-draft"), 2, "contradict"),
         ((str(TINY), "--api-key", ""), 2, "an API key is empty"),
+        ((str(TINY), "--name", "tiny", "--name", " "), 2, "a --name is empty"),
         ((str(TINY), "--host", "no.such.host.invalid"), 2, "--host no.such.host.invalid"),
         ((str(TINY), "--host", "a" * 70), 2, f"UsageError: --host {'a' * 70}: encoding with 'idna' codec failed"),
         ((str(TINY), "--draft", str(tmp_path)), 1, str(tmp_path)),

@@ -221,6 +221,7 @@ def test_an_answer_comes_and_is_kept(chat: Chat) -> None:
     page = chat.page
     page.until("page.model.textContent === 'gemma-4-tiny-w4a16'")
     page.ask("settings.temperature = '0'")
+    chat.play({"more": {"ignore_eos": True, "max_tokens": 150}})  # so long that it comes in more than one piece
     page.ask("page.ask.focus()")
     page.type("Hello")
     page.press("Enter", shift=True)

@@ -213,11 +213,14 @@ def test_a_stop_string_ends_the_text_before_it(session: kerngen.Session) -> None
         session.generate(QUESTION, stop=[""])
 
 
-def test_messages_and_raw_text(session: kerngen.Session) -> None:
+def test_messages_and_raw_text(session: kerngen.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     message = [{"role": "user", "content": QUESTION}]
     assert session.encode(message) == session.encode(QUESTION) != session.encode(QUESTION, chat=False)
     raw = session.codec.chat(message)
     said = session.generate(message, max_new_tokens=8).tokens
+    assert session.encode(raw, chat=False) != session.encode(message), "what looks like a control token is text"
+    monkeypatch.setattr(session, "control_tokens", True)
+    assert session.encode(raw, chat=False) == session.encode(message)
     assert said == session.generate(raw, chat=False, max_new_tokens=8).tokens
     with pytest.raises(kerngen.UsageError, match="chat template"):
         session.generate(message, chat=False)

@@ -77,36 +77,35 @@ def test_pushed(turn: int, case: Case, push_bits: int) -> None:
     assert wrong_of(KERNEL, case, configs) == []
 
 
-@pytest.mark.parametrize("push_bits", [16, 32])
-@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
-def test_pushed_at_lengths_of_a_model(problem: Problem, push_bits: int) -> None:
-    """A window's and one more or less, and splits without keys among those of a cluster, or whole clusters of them."""
-    full = KERNEL.cases.case_for(problem)
-    for config in (
-        *_configs(full, (8, 8, False), 3, 0, push_bits), *_configs(full, (6, 2, False), 1, 4, push_bits),
-        *_configs(full, (32, 8, True), 2, 2, push_bits), *_configs(full, (16, 4, True), 1, 5, push_bits),
-    ):  # fmt: skip
+def _require_right_at_lengths(problem: Problem, configs: tuple[Config, ...]) -> None:
+    for config in configs:
         function = _loaded(problem, config)
         for kv_len in LENGTHS:
             case = KERNEL.cases.case_for(replace(problem, kv_len=kv_len))
             result = check_function(function, case)
             assert result.ok, f"{config} kv_len={kv_len}: {result.message}"
+
+
+@pytest.mark.parametrize("push_bits", [16, 32])
+@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
+def test_pushed_at_lengths_of_a_model(problem: Problem, push_bits: int) -> None:
+    """A window's and one more or less, and splits without keys among those of a cluster, or whole clusters of them."""
+    full = KERNEL.cases.case_for(problem)
+    _require_right_at_lengths(problem, (
+        *_configs(full, (8, 8, False), 3, 0, push_bits), *_configs(full, (6, 2, False), 1, 4, push_bits),
+        *_configs(full, (32, 8, True), 2, 2, push_bits), *_configs(full, (16, 4, True), 1, 5, push_bits),
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
 def test_at_lengths_of_a_model(problem: Problem) -> None:
     """One Function at every length: splits without keys, tiles of fewer chunks, rows whose windows begin elsewhere."""
     full = KERNEL.cases.case_for(problem)
-    for config in (
+    _require_right_at_lengths(problem, (
         *_configs(full, (8, 8, False), 3), *_configs(full, (8, 1, False), 1, 3), *_configs(full, (33, 1, False), 1, 1),
         *_configs(full, (32, 8, False), 2, 2), *_configs(full, (6, 2, False), 1, 4),
         *_configs(full, (16, 4, True), 1, 5), *_configs(full, (32, 8, True), 2), *_configs(full, (31, 1, True), 1, 6),
-    ):  # fmt: skip
-        function = _loaded(problem, config)
-        for kv_len in LENGTHS:
-            case = KERNEL.cases.case_for(replace(problem, kv_len=kv_len))
-            result = check_function(function, case)
-            assert result.ok, f"{config} kv_len={kv_len}: {result.message}"
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
 def split_choices_in_clusters(problem: Problem, target: Target) -> tuple[int, ...]:
     """Those, and the next fewer that clusters of up to 8 blocks divide; of these as many as are resident, and half."""
     choices = split_choices(problem, target)
-    resident = target.device.num_sms * RESIDENT[0] // RESIDENT[1] // (problem.num_kv_heads * problem.batch)
+    resident = _resident_in_clusters(target) // (problem.num_kv_heads * problem.batch)
     return tuple(sorted({s // 8 * 8 for s in (*choices, resident, resident // 2) if s >= 8} | set(choices)))
 
 
@@ -151,7 +151,11 @@ def push_choices(problem: Problem, target: Target) -> tuple[int, ...]:
     return (0, 32 if problem.rows <= 8 or problem.head_dim == 128 else 16)
 
 
-RESIDENT = 6, 7  # of a GPU's SMs those that clusters of four and eight fill at once: some of each GPC are left
+def _resident_in_clusters(target: Target) -> int:
+    """Blocks, one an SM, of clusters of four and eight that are resident at once: some SMs of each GPC are left."""
+    return target.device.num_sms * 6 // 7
+
+
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
 _SHAPES: dict[str, Choices] = {
     "block_m": (8, 16, 32),
@@ -681,13 +685,12 @@ def _in_splits(p: Problem, shape: Config, choices: tuple[int, ...]) -> list[Conf
 def _in_clusters(p: Problem, target: Target) -> list[Config]:
     """Of many rows by warpgroups: as many splits as there are SMs for, in pairs, or all of a row's in one cluster.
 
-    Clusters of four and eight are not all resident at once where they would fill the board: SMs of each GPC are left.
     The first of those that the model holds for equal is taken.
     """
     rows, num_sms = min(ceil(p.rows / 8) * 8, TILE), target.device.num_sms
     blocks = ceil(p.rows / rows) * p.num_kv_heads * p.batch  # of one split
     most = max(1, min(num_sms // blocks, p.visible // TILE, MOST_SPLITS))
-    choices = [(1, most), *((c, c) for c in (4, 8) if c <= most and c * blocks <= num_sms * RESIDENT[0] // RESIDENT[1])]
+    choices = [(1, most), *((c, c) for c in (4, 8) if c <= most and c * blocks <= _resident_in_clusters(target))]
     if most > 1:
         choices.append((2, most // 2 * 2))
     found = [c for cluster, splits in choices for c in _many_rows(p, rows, splits, cluster)]
@@ -701,7 +704,7 @@ def _of_one_head(p: Problem, target: Target) -> Config | None:
     the blocks of up to 96 rows read again from L2.
     """
     rows = min(ceil(p.rows / 8) * 8, 32)
-    splits = target.device.num_sms * RESIDENT[0] // RESIDENT[1] // ceil(p.rows / rows) // 8 * 8
+    splits = _resident_in_clusters(target) // ceil(p.rows / rows) // 8 * 8
     if not 16 <= p.rows <= 96 or splits < 8 or not splits * TILE <= p.visible <= MOST_ONE_HEAD_KEYS:
         return None
     one = Config(rows, 16, 4 if rows <= 16 else 8, 8, 0, splits, warpgroups=True, cluster=8, key_parts=4, push_bits=16)

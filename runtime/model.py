@@ -72,8 +72,8 @@ class DecoderStack:
             window, pages, slots, table = seen(layer)
             layers.append(LayerInStep(w, window, self.ropes[layer.kind], pages, slots, table))
         return self.ops.decode_layers(
-            residual, ple, layers, self.config.num_q_heads, positions, kv_lens, max_kv_len, self.norm,
-            self.config.rms_norm_eps,
+            residual, ple, layers, self.config.num_q_heads, self.config.top_k_experts, positions, kv_lens, max_kv_len,
+            self.norm, self.config.rms_norm_eps,
         )  # fmt: skip
 
     def first(self, residual: Tensor) -> Tensor:

@@ -375,6 +375,7 @@ class Ops(Protocol):
         ple: Tensor | None,
         layers: Sequence[LayerInStep],
         num_q_heads: int,
+        top_k: int,
         positions: Tensor,
         kv_lens: Tensor,
         max_kv_len: int,
@@ -385,8 +386,9 @@ class Ops(Protocol):
         nothing is done.
 
         residual [1, H] residual_dtype, which may be written; ple [1, L, P] or None. Of each layer rmsnorm, linear,
-        attend_decode, linear, add_norm, gated, linear and add_norm or ple_block one after the other; positions, kv_lens
-        and max_kv_len as attend_decode's. Returns norm(h; final_norm) [1, H] in dtype.
+        attend_decode, linear, add_norm, gated, linear, and add_norm, ple_block, or moe_router, experts (top_k of them)
+        and moe_combine, one after the other; positions, kv_lens and max_kv_len as attend_decode's. Returns norm(h;
+        final_norm) [1, H] in dtype.
         """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

@@ -234,6 +234,7 @@ class TorchOps:
         ple: Tensor | None,
         layers: Sequence[LayerInStep],
         num_q_heads: int,
+        top_k: int,
         positions: Tensor,
         kv_lens: Tensor,
         max_kv_len: int,

@@ -286,6 +286,7 @@ class KernelOps:
         ple: Tensor | None,
         layers: Sequence[LayerInStep],
         num_q_heads: int,
+        top_k: int,
         positions: Tensor,
         kv_lens: Tensor,
         max_kv_len: int,
@@ -307,7 +308,7 @@ class KernelOps:
                 k_caches=[pages.k for pages in given], v_caches=[pages.v for pages in given], final_norm=final_norm,
                 layers=letters, num_q_heads=num_q_heads, window=sliding.window or 1,
                 num_rotated_pairs=sliding.rope.num_rotated, num_full_rotated_pairs=full.rope.num_rotated, eps=eps,
-                max_kv_len=max_kv_len,
+                max_kv_len=max_kv_len, top_k=top_k,
             )  # fmt: skip
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
@@ -417,13 +418,14 @@ def _packed_experts(weights: W4Experts, *, gated: bool) -> W4Experts:
 
 
 def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str, list[Tensor]] | None:
-    """decode_layers' lists of weights, by name; None where a layer has experts or matrices that are not int4 in groups
-    of one size.
+    """decode_layers' lists of weights, by name; None where some layers have experts and others none, or where matrices
+    are not int4 in groups of one size.
     """
     found: dict[str, list[Tensor]] = {}
     group_sizes = set()
+    with_experts = layers[0].weights.moe is not None
     for w in (layer.weights for layer in layers):
-        if w.moe is not None or (w.ple is None) != (ple is None):
+        if (w.moe is not None) != with_experts or (w.ple is None) != (ple is None):
             return None
         for name, matrix in zip(layers_spec.MATRICES, (w.qkv, w.out, w.gate_up, w.down), strict=True):
             if not isinstance(matrix, W4Linear):
@@ -431,8 +433,19 @@ def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str,
             group_sizes.add(matrix.group_size)
             found.setdefault(f"{name}_packed", []).append(matrix.packed)
             found.setdefault(f"{name}_scales", []).append(matrix.scales)
+        if w.moe is not None:
+            for name, experts in zip(layers_spec.EXPERT_MATRICES, (w.moe.gate_up, w.moe.down), strict=True):
+                if not isinstance(experts, W4Experts):
+                    return None
+                group_sizes.add(experts.group_size)
+                found.setdefault(f"{name}_packed", []).append(experts.packed)
+                found.setdefault(f"{name}_scales", []).append(experts.scales)
     if len(group_sizes) > 1:
         return None
+    for name in layers_spec.EXPERT_MATRICES:
+        found.setdefault(f"{name}_packed", [])
+        found.setdefault(f"{name}_scales", [])
+    of_moe = [x.weights.moe for x in layers if x.weights.moe is not None]
     each, of_ple = [layer.weights for layer in layers], [x.weights.ple for x in layers if x.weights.ple is not None]
     return found | {
         "input_norms": [w.input_norm for w in each],
@@ -444,6 +457,12 @@ def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str,
         "ple_gates": [w.gate.weight for w in of_ple],
         "ple_projections": [w.projection.weight for w in of_ple],
         "post_ple_norms": [w.post_norm for w in of_ple],
+        "router_scales": [w.router_scale for w in of_moe],
+        "routers": [w.router.weight for w in of_moe],
+        "per_expert_scales": [w.per_expert_scale for w in of_moe],
+        "pre_expert_norms": [w.pre_norm for w in of_moe],
+        "dense_norms": [w.dense_norm for w in of_moe],
+        "expert_norms": [w.post_norm for w in of_moe],
     }
 
 

@@ -1,4 +1,4 @@
-"""What decode_layers is timed on: the dense models' layers, a few of each kind, and a drafter's."""
+"""What decode_layers is timed on: the models' layers, a few of each kind, and a drafter's."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ _12B: dict[str, Any] = {
     "hidden": 3840, "num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 1, "inner": 15360,
 }  # fmt: skip
 _31B: dict[str, Any] = {}  # the defaults
+_26B: dict[str, Any] = {
+    "hidden": 2816, "num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 2, "inner": 2112, "num_experts": 128,
+    "top_k": 8, "expert_inner": 704,
+}  # fmt: skip
 # The 31B's drafter, which attends to the 31B's keys and values.
 _DRAFTER: dict[str, Any] = {"hidden": 1024, "k_eq_v": False, "inner": 8192, "window": 1025}
 
@@ -29,6 +33,7 @@ BENCH_CASES: tuple[Case, ...] = (
     case_for(Problem("sfSF", **_E2B)),
     case_for(Problem("sfSF", **_E4B)),
     case_for(Problem("ssf", **_12B)),
+    case_for(Problem("ssf", **_26B)),
     case_for(Problem("ssf", **_31B)),
     case_for(Problem("ssf", **_31B, kv_len=8192)),
     case_for(Problem("SSSF", **_DRAFTER), signed=True),

@@ -12,14 +12,22 @@ from torch import Tensor
 
 from kerngen.templates.call import Op
 from kerngen.templates.common.heads_torch import inverse_frequencies
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.common.w4_pack import drawn, pack
 from kerngen.templates.decode_layers.op import decode_layers
-from kerngen.templates.decode_layers.spec import LAYER_TENSORS, MATRICES, Problem, sources
+from kerngen.templates.decode_layers.spec import (
+    EXPERT_MATRICES,
+    MATRICES,
+    MAX_EXPERTS,
+    Problem,
+    layer_tensors,
+    sources,
+)
 from kerngen.templates.kernel import Case
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
 DEEP = 3  # layers; in more of them each adds less, lest errors grow from layer to layer
+LIKED, DISLIKED = 2.0, 1.0  # logits of the chosen experts from here on, of the others up to here
 SCORE_STD = 3.0  # single keys carry weight, so that one key too many or too few shows
 
 
@@ -32,6 +40,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
     inner = f"i{p.inner}" + (f"-{p.shared_inner}" if p.shared_inner else "")
     names = [p.layers, f"h{p.hidden}", heads + ("_k=v" if p.k_eq_v else ""), inner]
     names += [f"ple{p.ple_width}"] * bool(p.ple_width)
+    names += [f"e{p.num_experts}-{p.top_k}x{p.expert_inner}"] * bool(p.num_experts)
     names += [f"w{p.window}", f"p{p.page_size}", f"g{p.group_size}", f"{p.residual_dtype}-{p.dtype}", *options]
     return Case("_".join([*names, f"kv{p.kv_len}"]), p, p.hidden + p.inner + p.kv_len, options)
 
@@ -123,8 +132,44 @@ def _drafters() -> tuple[Case, ...]:
     return (*cases, *(case_for(Problem(**_shape(**{"layers": "SSSF"} | s)), signed=True) for s in shapes))
 
 
+def _experts() -> tuple[Case, ...]:
+    """Few and many of them, matrices that no share or slot of the ring divides, all group sizes, and the 26B-A4B's own
+    sizes with fewer of them.
+    """
+    half: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
+    real: dict[str, Any] = {
+        "hidden": 2816, "num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 2, "k_eq_v": True, "inner": 2112,
+        "num_experts": 16, "top_k": 8, "expert_inner": 704, "window": 1024, "page_size": 64,
+    }  # fmt: skip
+    shapes: tuple[dict[str, Any], ...] = (
+        {"num_experts": 8, "top_k": 1, "expert_inner": 32},
+        {"num_experts": 8, "top_k": 2, "expert_inner": 96, "hidden": 128, **half},
+        {"num_experts": 16, "top_k": 3, "expert_inner": 160, "layers": "ssfs", "hidden": 320},
+        {"num_experts": 128, "top_k": 8, "expert_inner": 224, "hidden": 256, "inner": 512, "layers": "sfSF"},
+        {"num_experts": 120, "top_k": 7, "expert_inner": 64, "hidden": 1024, "group_size": 64, "inner": 64, **half},
+        {"num_experts": 8, "top_k": 8, "expert_inner": 384, "hidden": 640, "group_size": 128, "inner": 128},
+        {
+            "num_experts": 8,
+            "top_k": 4,
+            "expert_inner": 992,
+            "hidden": 64,
+            "inner": 2112,
+            "layers": "f",
+            "head_dim": 512,
+        },
+        {**real, "layers": "ssf", "kv_len": 300},
+        {**real, "layers": "sf", "kv_len": 1500, **half},
+    )
+    return (
+        *(case_for(Problem(**_shape(**shape))) for shape in shapes),
+        case_for(Problem(**_shape(**shapes[2] | {"layers": "sf", "kv_len": 50})), zeros=True),
+        case_for(Problem(**_shape(**shapes[3] | half)), zeros=True),
+    )
+
+
 CASES = (
     *_kinds(),
+    *_experts(),
     *_around(),
     *_drafters(),
     # every block of a board has weights, and tiles of keys
@@ -158,11 +203,13 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     given = sources(p.layers)
     for index, letter in enumerate(p.layers):
         tensors = _layer(p, letter, draw, zeros, signed=case.options.get("signed", False))
-        layers += [tensors[name] for name in LAYER_TENSORS]
+        layers += [tensors[name] for name in layer_tensors(p.num_experts)]
         if index in given:
             kind = letter.lower()
             last[kind] = _cache(p, letter, *tables[kind], draw), _cache(p, letter, *tables[kind], draw)
         caches.append(last[letter.lower()])
+    # With experts it is not about 0, by which the routers tell them apart: see _with_experts.
+    residual = draw.normal(1, p.hidden, dtype=p.residual_dtype, mean=1.0 if p.num_experts else 0.0)
     ple = None
     if p.ple_width:
         ple = draw.normal(1, len(p.layers), p.ple_width, dtype=p.dtype)
@@ -177,7 +224,7 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "out": poisoned(1, p.hidden, dtype=p.dtype, device=device),
         "k_caches": tuple(k for k, _ in caches),
         "v_caches": tuple(v for _, v in caches),
-        "residual": draw.normal(1, p.hidden, dtype=p.residual_dtype),
+        "residual": residual,
         "ple": ple,
         "layers": tuple(layers),
         "final_norm": _norm(p, draw, p.hidden),
@@ -202,7 +249,7 @@ def _layer(p: Problem, letter: str, draw: Draw, zeros: bool, *, signed: bool) ->
     """What layer `letter` brings along. zeros: every third strip of a product is zero. signed: see case_for."""
     _, dim = p.heads_of(letter)
     made: dict[str, Tensor | None] = {}
-    for name, (n, k) in zip(MATRICES, p.matrices(letter), strict=True):
+    for name, (n, k) in zip(MATRICES, p.matrices(letter)[: len(MATRICES)], strict=True):
         packed, scales = pack(*drawn(draw, n, k, p.group_size, p.dtype))
         if zeros:
             scales[::3] = 0.0
@@ -221,7 +268,35 @@ def _layer(p: Problem, letter: str, draw: Draw, zeros: bool, *, signed: bool) ->
         made["ple_gate"] = draw.normal(p.ple_width, p.hidden, dtype=p.dtype, std=p.hidden**-0.5)
         made["ple_projection"] = draw.normal(p.hidden, p.ple_width, dtype=p.dtype, std=p.ple_width**-0.5)
         made["post_ple_norm"] = _norm(p, draw, p.hidden, share)
+    if p.num_experts:
+        made |= _with_experts(p, draw, zeros, share)
     made["layer_scalar"] = draw.normal(1, dtype=p.dtype, mean=(1 + share * share) ** -0.5, std=0.1 * share)
+    return made
+
+
+def _with_experts(p: Problem, draw: Draw, zeros: bool, share: float) -> dict[str, Tensor | None]:
+    """What they bring along. Logits that lie close to each other may be ordered either way by sums in another order:
+    the router's rows are multiples of one row, and some noise, so that the mean of h makes those of top_k experts,
+    whichever these are, larger than those of the others. zeros: some of the others' are exactly zero.
+    """
+    made: dict[str, Tensor | None] = {"router_scale": draw.normal(p.hidden, dtype=p.dtype, mean=1.0, std=0.1)}
+    order = draw.permutation(p.num_experts)
+    levels = DISLIKED * (draw.permutation(p.num_experts) / p.num_experts * 2 - 1)
+    levels[order[: p.top_k]] = LIKED + torch.arange(p.top_k, device=draw.device) / p.top_k
+    router = levels[:, None] * p.hidden**-0.5 + draw.normal(p.num_experts, p.hidden, dtype="fp32", std=0.05)
+    if zeros:
+        router[order[p.top_k :: 2]] = 0.0
+    made["router"] = router.to(TORCH_DTYPE[p.dtype])
+    made["per_expert_scale"] = draw.normal(p.num_experts, dtype=p.dtype, mean=1.0, std=0.25)
+    made["pre_expert_norm"] = _norm(p, draw, p.hidden)
+    made["dense_norm"], made["expert_norm"] = _norm(p, draw, p.hidden), _norm(p, draw, p.hidden)
+    sizes = (2 * p.expert_inner, p.hidden), (p.hidden, p.expert_inner)
+    for name, (n, k) in zip(EXPERT_MATRICES, sizes, strict=True):
+        packed, scales = pack(*drawn(draw, p.num_experts * n, k, p.group_size, p.dtype))
+        if zeros:
+            scales[::3] = 0.0
+        made[f"{name}_packed"] = packed.view(p.num_experts, -1, *packed.shape[1:])
+        made[f"{name}_scales"] = scales.view(p.num_experts, -1, *scales.shape[1:])
     return made
 
 
@@ -252,10 +327,11 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
         "full_inv_freq", "final_norm", "eps",
     )  # fmt: skip
     given = {name: inputs[name] for name in names}
-    for i, name in enumerate(LAYER_TENSORS):
+    own = layer_tensors(p.num_experts)
+    for i, name in enumerate(layer_tensors(MAX_EXPERTS)):
         plural = name if name.endswith(("packed", "scales")) else f"{name}s"
-        given[plural] = [t for t in inputs["layers"][i :: len(LAYER_TENSORS)] if t is not None]
+        given[plural] = [t for t in inputs["layers"][i :: len(own)] if t is not None] if name in own else []
     for name in ("k_caches", "v_caches"):
         given[name] = [inputs[name][index] for index in sources(p.layers)]
-    given |= {n: getattr(p, n) for n in ("layers", "num_q_heads", "window", "num_rotated_pairs")}
+    given |= {n: getattr(p, n) for n in ("layers", "num_q_heads", "window", "num_rotated_pairs", "top_k")}
     return decode_layers, given | {"num_full_rotated_pairs": p.num_full_rotated_pairs, "max_kv_len": p.kv_len}

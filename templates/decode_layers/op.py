@@ -10,7 +10,7 @@ from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import keys_that_matter, require
 from kerngen.templates.common.row_torch import DTYPE_NAME, empty
 from kerngen.templates.common.w4_tiling import STRIP
-from kerngen.templates.decode_layers.spec import LAYER_TENSORS, MATRICES, Problem, sources
+from kerngen.templates.decode_layers.spec import EXPERT_MATRICES, MATRICES, Problem, layer_tensors, sources
 
 
 @op(
@@ -40,6 +40,14 @@ from kerngen.templates.decode_layers.spec import LAYER_TENSORS, MATRICES, Proble
         "ple_projections": "each D[H, P]",
         "post_ple_norms": "each D[H]",
         "layer_scalars": "each D[1]",
+        "router_scales": "each D[H]",
+        "routers": "each D[E, H]",
+        "per_expert_scales": "each D[E]",
+        "pre_expert_norms": "each D[H]",
+        "dense_norms": "each D[H]",
+        "expert_norms": "each D[H]",
+        **{f"{name}_packed": "each int32[E, _, _, 32, 4]" for name in EXPERT_MATRICES},
+        **{f"{name}_scales": "each D[E, _, _, 32]" for name in EXPERT_MATRICES},
         "final_norm": "D[H]",
     },
 )
@@ -74,6 +82,16 @@ def decode_layers(
     ple_projections: list[Tensor],
     post_ple_norms: list[Tensor],
     layer_scalars: list[Tensor],
+    router_scales: list[Tensor],
+    routers: list[Tensor],
+    per_expert_scales: list[Tensor],
+    pre_expert_norms: list[Tensor],
+    dense_norms: list[Tensor],
+    expert_norms: list[Tensor],
+    expert_gate_up_packed: list[Tensor],
+    expert_gate_up_scales: list[Tensor],
+    expert_down_packed: list[Tensor],
+    expert_down_scales: list[Tensor],
     final_norm: Tensor,
     layers: str,
     num_q_heads: int,
@@ -82,12 +100,14 @@ def decode_layers(
     num_full_rotated_pairs: int,
     eps: float,
     max_kv_len: int = 0,
+    top_k: int = 0,
 ) -> Call[Tensor]:
-    """All layers of a dense int4 model for one token. sm90 and sm100; the formulas: decode_layers' Problem.
+    """All layers of an int4 model for one token. sm90 and sm100; the formulas: decode_layers' Problem.
 
     layers: a letter each, s for sliding and f for full attention; S and F own no K and V and attend to those of the
     last s or f before them. Lists have a tensor a layer in this order, but k_norms, k_caches and v_caches one for each
-    layer that owns K and V, and those of the per-layer inputs none where ple is None. Layers may be S and F alone, a
+    layer that owns K and V, those of the per-layer inputs none where ple is None, and those of the experts, from
+    router_scales to expert_down_scales, none where there are no experts. Layers may be S and F alone, a
     drafter's: k_norms is empty then, slots and full_slots are None, and k_caches and v_caches have one for each of the
     two letters, in the order in which they come first.
 
@@ -97,10 +117,12 @@ def decode_layers(
     [d / 2] fp32 with its first num_rotated_pairs to turn. Matrices as w4a16_gemm's, packed [N / 32, K / 32, 32, 4]
     int32 and scales [N / 32, K / group_size, 32]: qkv as qkv_norm_rope's, q alone in S and F; out; gate_up as
     w4a16_gated's; down. Norms [H], those of heads [d]; caches [num_pages, nkv, page_size, d]; ple_gates [P, H],
-    ple_projections [H, P]; layer_scalars [1]. window: of sliding layers. max_kv_len: no kv_len is longer; 0 for what
-    the block table holds. All but what is said above is of the weights' dtype, and on a GPU each tensor begins at a
-    multiple of 16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes and `layers` do
-    not fit together.
+    ple_projections [H, P]; layer_scalars [1]. Routers [E, H], their scales [H], per_expert_scales [E]; the experts'
+    matrices as moe_w4a16's, expert_gate_up_packed [E, 2 I / 32, H / 32, 32, 4] and expert_down_packed [E, H / 32, I /
+    32, 32, 4], and top_k of them a token, 0 without experts. window: of sliding layers. max_kv_len: no kv_len is
+    longer; 0 for what the block table holds. All but what is said above is of the weights' dtype, and on a GPU each
+    tensor begins at a multiple of 16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes
+    and `layers` do not fit together.
     """
     require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
     given: dict[str, list[Tensor]] = {
@@ -112,11 +134,19 @@ def decode_layers(
     }  # fmt: skip
     of_ple = {"ple_gate": ple_gates, "ple_projection": ple_projections, "post_ple_norm": post_ple_norms}
     caches = {"k_cache": k_caches, "v_cache": v_caches}
+    of_experts = {
+        "router_scale": router_scales, "router": routers, "per_expert_scale": per_expert_scales,
+        "pre_expert_norm": pre_expert_norms, "dense_norm": dense_norms, "expert_norm": expert_norms,
+        "expert_gate_up_packed": expert_gate_up_packed, "expert_gate_up_scales": expert_gate_up_scales,
+        "expert_down_packed": expert_down_packed, "expert_down_scales": expert_down_scales,
+    }  # fmt: skip
+    num_experts = routers[0].shape[0] if routers else 0
     count, own = len(layers), [letter.islower() for letter in layers]
     kinds = [layers[index].lower() for index in sources(layers)]  # of the caches
     require(count > 0, "there are no layers")
     for wanted, lists in (
         (count, given), (sum(own), {"k_norm": k_norms}), (len(kinds), caches), (0 if ple is None else count, of_ple),
+        (count if num_experts else 0, of_experts),
     ):  # fmt: skip
         for name, those in lists.items():
             require(len(those) == wanted, f"{len(those)} tensors of {name}; {wanted} go with layers={layers!r}")
@@ -137,7 +167,8 @@ def decode_layers(
         0 if inner.get(True, own_inner) == own_inner else inner[True], 0 if ple is None else ple.shape[2],
         window, sliding.shape[2], num_rotated_pairs, num_full_rotated_pairs,
         out_packed[0].shape[1] * STRIP // out_scales[0].shape[1], DTYPE_NAME[final_norm.dtype],
-        DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, 0 if "f" in first else window),
+        DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, 0 if "f" in first else window), num_experts, top_k,
+        expert_down_packed[0].shape[2] * STRIP if num_experts else 0,
     )  # fmt: skip
     for name, frequencies, dim in (
         ("inv_freq", inv_freq, problem.head_dim), ("full_inv_freq", full_inv_freq, problem.full_head_dim),
@@ -148,7 +179,7 @@ def decode_layers(
     by_layer: list[dict[str, Tensor | None]] = []
     for index, letter in enumerate(layers):
         tensors: dict[str, Tensor | None] = {name: those[index] for name, those in given.items()}
-        tensors |= {name: those[index] if those else None for name, those in of_ple.items()}
+        tensors |= {name: those[index] if those else None for name, those in (of_ple | of_experts).items()}
         tensors["k_norm"] = next(norms) if own[index] else None
         attended = {name: those[index] for name, those in last.items()}
         _require_shapes(problem, f"layer {index} ({letter})", letter, tensors | attended)
@@ -156,7 +187,7 @@ def decode_layers(
     out = empty(final_norm, 1, problem.hidden)
     arguments = {
         "out": out, "k_caches": tuple(last["k_cache"]), "v_caches": tuple(last["v_cache"]), "residual": residual,
-        "ple": ple, "layers": tuple(tensors[name] for tensors in by_layer for name in LAYER_TENSORS),
+        "ple": ple, "layers": tuple(tensors[name] for tensors in by_layer for name in layer_tensors(num_experts)),
         "final_norm": final_norm, "positions": positions, "kv_lens": kv_lens, "slots": slots, "full_slots": full_slots,
         "block_table": block_table, "full_block_table": full_block_table, "inv_freq": inv_freq,
         "full_inv_freq": full_inv_freq, "eps": eps,
@@ -177,9 +208,16 @@ def _require_shapes(p: Problem, where: str, letter: str, tensors: Mapping[str, T
     """Raises ProblemError unless what differs from layer to layer is as the problem has it."""
     num_kv_heads, dim = p.heads_of(letter)
     wanted: dict[str, tuple[int, ...]] = {"q_norm": (dim,), "k_norm": (dim,)}
-    for name, (n, k) in zip(MATRICES, p.matrices(letter), strict=True):
+    for name, (n, k) in zip(MATRICES, p.matrices(letter)[: len(MATRICES)], strict=True):
         wanted[f"{name}_packed"] = n // STRIP, k // STRIP, 32, 4
         wanted[f"{name}_scales"] = n // STRIP, k // p.group_size, STRIP
+    if p.num_experts:
+        wanted["router"], wanted["per_expert_scale"] = (p.num_experts, p.hidden), (p.num_experts,)
+    for name, (n, k) in zip(
+        EXPERT_MATRICES, ((2 * p.expert_inner, p.hidden), (p.hidden, p.expert_inner)), strict=True
+    ):  # fmt: skip
+        wanted[f"{name}_packed"] = p.num_experts, n // STRIP, k // STRIP, 32, 4
+        wanted[f"{name}_scales"] = p.num_experts, n // STRIP, k // p.group_size, STRIP
     if (cache := tensors["k_cache"]) is not None:
         wanted |= dict.fromkeys(("k_cache", "v_cache"), (cache.shape[0], num_kv_heads, p.page_size, dim))
     for name, shape in wanted.items():

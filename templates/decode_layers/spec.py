@@ -1,4 +1,4 @@
-"""decode_layers: all layers of a dense W4A16 model for one token, in one launch.
+"""decode_layers: all layers of a W4A16 model for one token, in one launch.
 
 Every block of the grid stays for all of it. One warp of a block fetches what the block needs in its order, as far ahead
 as its ring in shared memory reaches: its shares of the weights, and its keys and values. The others multiply (as
@@ -9,12 +9,16 @@ Blocks wait for each other here, so all of them must be on the GPU together: the
 launched as a cooperative one, which starts whole. Such a launch waits for the end of its predecessor; in forwards that
 are known to be the only ones on their GPU it is an ordinary launch (runtime/executors/launch.py).
 
+Of layers with experts every block makes the router's choice for itself, from logits that blocks post. Between the row
+that the router reads and the experts' weights, which cannot be asked for before the choice, goes all of the dense MLP.
+
 Method: persistent kernels that run many dependent operations, "Look Ma, No Bubbles!" (Hazy Research, 2025), and words
 that carry their own flag, NCCL's LL protocol. Attention is split over keys and merged as in Flash-Decoding (2023).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -27,8 +31,11 @@ from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matr
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" and "NAME_scales" are its tensors
+EXPERT_MATRICES = ("expert_gate_up", "expert_down")  # the same of a layer with experts, all of its experts' in one
+GATE_UP, DOWN = (2, 4), (3, 5)  # which of a layer's products are gate and up, and which down: dense, and the experts'
 HEAD_DIMS = (256, 512)
 MAX_PLE_WIDTH = 256  # a vector a lane
+MAX_EXPERTS, MAX_TOP_K = 128, 8  # logits of four a lane; choices of eight lanes
 TILE_KEYS = 16  # of one page: keys that are fetched and multiplied together
 KEY_BATCH = 4  # tiles of K that are multiplied before their V
 UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
@@ -54,10 +61,14 @@ class Problem:
     h = h + norm(attention(q) Out^T; post_attention_norm); x = norm(h; pre_ffn_norm);
     h = h + norm((gelu_tanh(x Gate^T) * (x Up^T)) Down^T; post_ffn_norm);
     with ple_width h = h + norm((gelu_tanh(h PleGate^T) * ple) PleProjection^T; post_ple_norm); h = h * layer_scalar.
+    With experts what down gives is y = norm(it; dense_norm) + norm(experts(h); expert_norm), and h = h + norm(y;
+    post_ffn_norm): experts(h) = sum_k weight_k down_k((gelu_tanh(z gate_k^T) * (z up_k^T))), z = norm(h;
+    pre_expert_norm), of the top_k experts k of num_experts that moe_router chooses by h.
     out = norm(h; final_norm). kv_len: keys that the token sees in full attention, itself among them where a layer owns
     K and V; a drafter's sees those of the cache alone, and of them its sliding layers the last `window`.
 
-    inner: rows of Gate, and of Up; shared_inner: the same in layers that own no K and V, 0 where that is inner. k_eq_v:
+    inner: rows of Gate, and of Up; shared_inner: the same in layers that own no K and V, 0 where that is inner;
+    expert_inner: of each expert. num_experts: 0 for none. k_eq_v:
     full layers have no V of their own but the raw K. Matrices are int4 with scales by group_size, those of the
     per-layer inputs of dtype, as all else but the residual.
     """
@@ -84,6 +95,9 @@ class Problem:
     dtype: str = "bf16"
     residual_dtype: str = "bf16"
     kv_len: int = 512
+    num_experts: int = 0
+    top_k: int = 0
+    expert_inner: int = 0
 
     def __post_init__(self) -> None:
         p = self
@@ -113,10 +127,25 @@ class Problem:
         if p.ple_width:
             require_vectors(ple_width=p.ple_width)
         require(p.ple_width <= MAX_PLE_WIDTH, f"ple_width={p.ple_width} is more than {MAX_PLE_WIDTH}")
+        if p.num_experts:
+            self._require_experts()
+        require(p.num_experts > 0 or p.top_k == p.expert_inner == 0, f"top_k={p.top_k} of no experts")
         for letter in dict.fromkeys(p.layers):
             for n, k in p.matrices(letter):
                 require_matrix(n, k, p.group_size, p.dtype)
             require_matrix(p.inner_of(letter), p.hidden, p.group_size, p.dtype)  # gate, and up: whole strips of each
+
+    def _require_experts(self) -> None:
+        p = self
+        require(
+            0 < p.num_experts <= MAX_EXPERTS and p.num_experts % VEC == 0,
+            f"num_experts={p.num_experts} is no multiple of {VEC} up to {MAX_EXPERTS}",
+        )
+        most = min(MAX_TOP_K, p.num_experts)
+        require(0 < p.top_k <= most, f"top_k={p.top_k} is not in 1..{most}")
+        require(not p.ple_width, "a layer has experts or per-layer inputs, not both")
+        require_matrix(p.expert_inner, p.hidden, p.group_size, p.dtype)  # gate, and up: whole strips of each
+        require_matrix(p.hidden, p.expert_inner, p.group_size, p.dtype)
 
     @property
     def makes_kv(self) -> bool:
@@ -131,14 +160,17 @@ class Problem:
         return (self.num_kv_heads, self.head_dim) if letter in "sS" else (self.num_full_kv_heads, self.full_head_dim)
 
     def matrices(self, letter: str) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of a layer's MATRICES."""
+        """Rows and columns of a layer's MATRICES, and of EXPERT_MATRICES those of the chosen experts: gate and up one
+        below the other, down side by side.
+        """
         num_kv_heads, dim = self.heads_of(letter)
         own = 0 if letter.isupper() else 1 if letter == "f" and self.k_eq_v else 2
-        attended, inner = self.num_q_heads * dim, self.inner_of(letter)
-        return (
+        attended, inner, chosen = self.num_q_heads * dim, self.inner_of(letter), self.top_k * self.expert_inner
+        dense = (
             (attended + own * num_kv_heads * dim, self.hidden), (self.hidden, attended), (2 * inner, self.hidden),
             (self.hidden, inner),
         )  # fmt: skip
+        return (*dense, (2 * chosen, self.hidden), (self.hidden, chosen)) if chosen else dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +187,8 @@ class Config:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Of each of MATRICES: into how many parts its strips are cut."""
-        return 1, self.out_parts, 1, self.down_parts
+        """Of each of MATRICES, and of EXPERT_MATRICES: into how many parts its strips are cut."""
+        return 1, self.out_parts, 1, self.down_parts, 1, self.down_parts
 
 
 SPACE = {
@@ -172,10 +204,14 @@ SPACE = {
 }
 # What a layer brings along, in the order in which the kernel finds their addresses; null: k_norm where the layer owns
 # no K and V, the per-layer inputs' where there are none. The caches of such a layer are those that it attends to.
-LAYER_TENSORS = (
+_LAYER_TENSORS = (
     "input_norm", "qkv_packed", "qkv_scales", "q_norm", "k_norm", "out_packed", "out_scales", "post_attention_norm",
     "pre_ffn_norm", "gate_up_packed", "gate_up_scales", "down_packed", "down_scales", "post_ffn_norm", "ple_gate",
     "ple_projection", "post_ple_norm", "layer_scalar",
+)  # fmt: skip
+_EXPERT_TENSORS = (
+    "router_scale", "router", "per_expert_scale", "pre_expert_norm", "dense_norm", "expert_norm",
+    *(f"{name}_{part}" for name in EXPERT_MATRICES for part in ("packed", "scales")),
 )  # fmt: skip
 ARGS = {
     "decode_layers": (
@@ -184,7 +220,7 @@ ARGS = {
         Arg("v_caches", "ptrs"),
         Arg("residual", "ptr"),
         Arg("ple", "ptr"),
-        Arg("layers", "ptrs"),  # LAYER_TENSORS, layer after layer
+        Arg("layers", "ptrs"),  # layer_tensors(), layer after layer
         Arg("final_norm", "ptr"),
         Arg("positions", "ptr", align=8),
         Arg("kv_lens", "ptr", align=4),
@@ -207,6 +243,11 @@ def outputs(problem: Problem) -> tuple[str, ...]:
     return OUTPUTS if problem.makes_kv else ("out",)
 
 
+def layer_tensors(num_experts: int) -> tuple[str, ...]:
+    """What a layer brings along, in the order in which the kernel finds the addresses."""
+    return _LAYER_TENSORS + _EXPERT_TENSORS if num_experts else _LAYER_TENSORS
+
+
 def sources(layers: str) -> tuple[int, ...]:
     """The layers whose caches a caller gives: those that own K and V, or if none does the first of each kind."""
     own = tuple(index for index, letter in enumerate(layers) if letter.islower())
@@ -219,7 +260,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
     return {
         "KINDS": [
             {
-                "shapes": [(n // STRIP, k // STRIP, of) for (n, k), of in zip(p.matrices(kind), c.parts, strict=True)],
+                "shapes": _cut(p, c, kind),
                 "is_full": str(kind in "fF").lower(),
                 "owns_kv": str(kind in "sf").lower(),
                 "attended": p.matrices(kind)[1][1],
@@ -231,6 +272,10 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "MAX_QKV": _most(p, 0, 0),
         "MAX_ATTENDED": _most(p, 1, 1),
         "MAX_INNER": _most(p, 3, 1),
+        "CHOSEN": p.top_k * p.expert_inner,
+        "EXPERT_X": _expert_x(p),
+        "ROOT": p.hidden**-0.5,
+        "TENSORS": [name.upper() for name in layer_tensors(p.num_experts)],
         "NEW_KEY": int(p.makes_kv),  # of the keys that are seen: one, the last, is none of the cache's
         "UNIT_ELEMENTS": _unit_elements(p),
         "WORK_BYTES": _work_bytes(p),
@@ -240,6 +285,12 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "TILE_BYTES": _tile_bytes(p),
         "KEY_BATCH": KEY_BATCH,
     }
+
+
+def _cut(p: Problem, c: Config, kind: str) -> list[tuple[int, int, int]]:
+    """Of each of a layer's products: strips, tiles of a strip, and parts that it is cut into."""
+    matrices = p.matrices(kind)
+    return [(n // STRIP, k // STRIP, of) for (n, k), of in zip(matrices, c.parts[: len(matrices)], strict=True)]
 
 
 def _kinds(p: Problem) -> str:
@@ -252,12 +303,19 @@ def _most(p: Problem, matrix: int, side: int) -> int:
     return max(p.matrices(kind)[matrix][side] for kind in _kinds(p))
 
 
-def _least_columns(p: Problem, matrix: int) -> int:
-    return min(p.matrices(kind)[matrix][1] for kind in _kinds(p))
+def _least_columns(p: Problem, *matrices: int) -> int:
+    """Of those of these that there are."""
+    return min(k for kind in _kinds(p) for i, (_, k) in enumerate(p.matrices(kind)) if i in matrices)
 
 
 def _max_tiles(p: Problem) -> int:
-    return max(p.hidden, _most(p, 1, 1), _most(p, 3, 1)) // STRIP
+    experts = max(p.top_k * p.expert_inner, STRIP * _expert_x(p) + p.hidden) if p.num_experts else 0
+    return max(p.hidden, _most(p, 1, 1), _most(p, 3, 1), experts) // STRIP
+
+
+def _expert_x(p: Problem) -> int:
+    """From which tile on the experts' x is kept, beside the dense MLP's rows."""
+    return max(p.hidden, _most(p, 3, 1)) // STRIP
 
 
 def _unit_heads(p: Problem, kind: str) -> int:
@@ -280,8 +338,8 @@ def _tile_bytes(p: Problem) -> int:
 
 
 def _least_slot_bytes(p: Problem) -> int:
-    """A tile of keys, and a row of the per-layer gate, are fetched into a slot whole."""
-    return max(_tile_bytes(p), 2 * p.hidden if p.ple_width else 0)
+    """A tile of keys, and a row of the per-layer gate or of the router, are fetched into a slot whole."""
+    return max(_tile_bytes(p), 2 * p.hidden if p.ple_width or p.num_experts else 0)
 
 
 def _work_bytes(p: Problem) -> int:
@@ -290,12 +348,21 @@ def _work_bytes(p: Problem) -> int:
 
 def _shared_bytes(p: Problem, c: Config) -> int:
     """Of a block without the sums: the ring and its barriers, x by tiles or what attention works with, the token's own
-    keys and turns, what x's tiles count for, the gated row, sums of a row, addresses, shares and sights.
+    keys and turns, what x's tiles count for, the gated row, sums of a row, addresses, shares and sights, and the
+    router's choice.
     """
     ring = ceil((c.num_stages * (slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
     keys = 2 * 2048 + 2 * 32 * 32 + 512
-    rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + 16 * c.num_warps + 32
-    return ceil((ring + keys + rows + 2 * 8 * 20 + len(_kinds(p)) * 4 * 24 + 2 * 48) / 128) * 128
+    scratch = (2 if p.num_experts else 1) * 16 * c.num_warps
+    rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + scratch + 32
+    addresses, shares = 2 * 8 * (len(layer_tensors(p.num_experts)) + 2), len(_kinds(p)) * _num_products(p) * 24
+    choice = 4 * p.num_experts + 4 * 2 * MAX_TOP_K + 16 if p.num_experts else 0
+    return ceil((ring + keys + rows + addresses + shares + 2 * 48 + choice) / 128) * 128
+
+
+def _num_products(p: Problem) -> int:
+    """With int4 matrices, of a layer."""
+    return len(MATRICES) + (len(EXPERT_MATRICES) if p.num_experts else 0)
 
 
 def _units(p: Problem, c: Config, matrix: int) -> int:
@@ -310,27 +377,27 @@ def _most_that_meet(strips: int, parts: int, blocks: int) -> int:
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
-    """A block an SM, but no more than have a share of gate_up and of down: who has all of down's sums knows that all
-    blocks have read what was posted before.
+    """A block an SM, but no more than have a share of each gate_up and down: who has all of the last down's sums knows
+    that all blocks have read what was posted before.
     """
     p, c = problem, config
-    return min(target.device.num_sms, _units(p, c, 2), _units(p, c, 3))
+    return min(target.device.num_sms, *(_units(p, c, i) for i in range(GATE_UP[0], _num_products(p))))
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
-    strips = [
-        (n // STRIP, parts) for kind in _kinds(p) for (n, _), parts in zip(p.matrices(kind), c.parts, strict=True)
-    ]
+    strips = [(n, parts) for kind in _kinds(p) for n, _, parts in _cut(p, c, kind)]
     pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in strips)
     return _shared_bytes(p, c) + max(
-        128 * c.num_warps * pieces, 4 * c.num_warps * _gate_rows(p, blocks), 4 * 16 * ceil(p.hidden / STRIP / blocks)
+        128 * c.num_warps * pieces,
+        4 * c.num_warps * max(_rows_of_four(rows, blocks) for rows in (p.ple_width, p.num_experts)),
+        4 * 16 * ceil(p.hidden / STRIP / blocks),
     )
 
 
-def _gate_rows(p: Problem, blocks: int) -> int:
-    """Of the per-layer gate, in a block, which takes runs of four."""
-    return 4 * ceil(p.ple_width / 4 / blocks)
+def _rows_of_four(rows: int, blocks: int) -> int:
+    """Of the per-layer gate or the router, in a block, which takes runs of four."""
+    return 4 * ceil(rows / 4 / blocks)
 
 
 def pays(problem: Problem, target: Target) -> bool:
@@ -376,8 +443,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"in_flight={c.in_flight} is more than num_stages={c.num_stages}"
     if (slot := slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no row of the gate: {least:,} B"
-    for name, parts, matrix in (("out_parts", c.out_parts, 1), ("down_parts", c.down_parts, 3)):
-        if parts > (groups := _least_columns(p, matrix) // p.group_size):
+    for name, parts, matrices in (("out_parts", c.out_parts, (1,)), ("down_parts", c.down_parts, DOWN)):
+        if parts > (groups := _least_columns(p, *matrices) // p.group_size):
             return f"{name}={parts} is more than the {groups} groups of a row"
         if parts > 1 and (meet := _most_that_meet(p.hidden // STRIP, parts, blocks)) > c.slots:
             return f"{name}={parts}: {meet} blocks meet in a strip; slots={c.slots}"
@@ -388,7 +455,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if (words := 8 * vecs * c.slots) > MAX_ROW_WORDS:
         return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, slots={c.slots}); "
                 f"at most {MAX_ROW_WORDS}")  # fmt: skip
-    if p.ple_width and (rows := _gate_rows(p, blocks) * GATED_COPIES) > 32 * c.num_warps:
+    if p.ple_width and (rows := _rows_of_four(p.ple_width, blocks) * GATED_COPIES) > 32 * c.num_warps:
         return f"{rows} results of the per-layer gate a block; {c.num_warps} warps make {32 * c.num_warps} at a time"
     return arch.why_too_large(smem_bytes(p, c, target))
 
@@ -404,8 +471,9 @@ def default_config(problem: Problem, target: Target) -> Config:
 
     warps = min((n for n in (8, 10, 11, 12) if sizes_of(n)), key=lambda n: _row_vecs(p, n))
     most = max(1, MAX_ROW_WORDS // (8 * _row_vecs(p, warps)))
-    out = _parts(p.hidden, _least_columns(p, 1), p.group_size, blocks, most, everywhere=False)
-    down = _parts(p.hidden, _least_columns(p, 3), p.group_size, blocks, most, everywhere=True)
+    out = _parts(p.hidden, (_least_columns(p, 1),), p.group_size, blocks, most, everywhere=False)
+    downs = (_least_columns(p, 3), *((p.top_k * p.expert_inner,) if p.num_experts else ()))
+    down = _parts(p.hidden, downs, p.group_size, blocks, most, everywhere=True)
     slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
     sizes = sizes_of(warps)
     sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= _least_slot_bytes(p)] or sizes[-1:]
@@ -430,16 +498,16 @@ def _row_vecs(p: Problem, num_warps: int) -> int:
     return ceil(p.hidden / VEC / (32 * num_warps))
 
 
-def _parts(rows: int, columns: int, group_size: int, blocks: int, most: int, *, everywhere: bool) -> int:
-    """Into how many parts a strip of a matrix is cut. everywhere: all blocks must have a share, if there is enough.
-    most: blocks that may meet in a strip.
+def _parts(rows: int, columns: Sequence[int], group_size: int, blocks: int, most: int, *, everywhere: bool) -> int:
+    """Into how many parts a strip of a matrix is cut, or of several that are cut alike, of so many columns each.
+    everywhere: all blocks must have a share, if there is enough. most: blocks that may meet in a strip.
 
     What the busiest block multiplies, in tiles, and what waiting for the sums of one more block costs, as many tiles.
     """
-    strips, tiles, groups = rows // STRIP, columns // STRIP, columns // group_size
+    strips, groups = rows // STRIP, min(columns) // group_size
 
     def price(parts: int) -> int:
-        busiest = ceil(strips * parts / blocks) * ceil(tiles / parts)
+        busiest = ceil(strips * parts / blocks) * sum(ceil(k // STRIP / parts) for k in columns)
         return busiest + SUM_TILES * _most_that_meet(strips, parts, min(blocks, strips * parts))
 
     choices = [c for c in SPACE["down_parts"] if c <= groups]
@@ -461,7 +529,8 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
     rows = (_most(p, 0, 0) + _most(p, 1, 1) + _most(p, 3, 1)) // 8 + 2 * 2 * c.slots * p.hidden // 8
     per_layer = GATED_COPIES * p.ple_width // 4 + p.hidden // 8 if p.ple_width else 0
-    return 16 + 3 * 16 * (rows + per_layer + blocks * (_unit_elements(p) // 32 * 9))
+    chosen = p.num_experts // 4 + p.top_k * p.expert_inner // 8 + 2 * c.slots * p.hidden // 8 if p.num_experts else 0
+    return 16 + 3 * 16 * (rows + per_layer + chosen + blocks * (_unit_elements(p) // 32 * 9))
 
 
 def cost(problem: Problem) -> Cost:
@@ -473,7 +542,9 @@ def cost(problem: Problem) -> Cost:
         matrices = p.matrices(letter)
         weights += sum(matrix_bytes(n, k, p.group_size) for n, k in matrices) + 2 * size * p.ple_width * p.hidden
         weights += size * (4 * p.hidden + 2 * dim)
+        weights += size * (p.num_experts * (p.hidden + 1) + 4 * p.hidden) if p.num_experts else 0
         keys += 2 * size * seen * heads * dim
-        flops += 2 * (sum(n * k for n, k in matrices) + 2 * p.ple_width * p.hidden) + 4 * seen * p.num_q_heads * dim
+        dense = (2 * p.ple_width + p.num_experts) * p.hidden
+        flops += 2 * (sum(n * k for n, k in matrices) + dense) + 4 * seen * p.num_q_heads * dim
     rows = (ELEMENT_BYTES[p.residual_dtype] + 2 * size) * p.hidden + size * len(p.layers) * p.ple_width
     return Cost(weights + keys + rows, flops)

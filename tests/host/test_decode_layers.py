@@ -29,24 +29,27 @@ from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.launcher import shares_sms
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import DenseLinear, Ops, W4Linear
+from kerngen.runtime.ops import DenseExperts, DenseLinear, Ops, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps, layers_spec
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
 from kerngen.steps import Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.templates.decode_layers.op import decode_layers
-from kerngen.templates.decode_layers.spec import LAYER_TENSORS, Problem
+from kerngen.templates.decode_layers.spec import Problem, layer_tensors
 from kerngen.workload import MODELS as MODEL_NAMES
 from kerngen.workload import RELEASED, find_model
 
 KERNEL = find_kernel("decode_layers")
+LAYER_TENSORS = layer_tensors(0)
 H200 = Target.of(find_arch("sm90"))
 TINY = Path(__file__).parents[2] / "examples" / "tiny" / "gemma-4-tiny-w4a16"
 PROMPT = torch.tensor([2, 7, 11, 3, 5, 40, 21, 9, 30, 17])
 
 
-def model_of(letters: str, *, k_eq_v: bool = False, ple_size: int = 0, double: bool = False) -> ModelConfig:
+def model_of(
+    letters: str, *, k_eq_v: bool = False, ple_size: int = 0, double: bool = False, num_experts: int = 0
+) -> ModelConfig:
     """A small int4 model with these layers; its window is 6 keys."""
     layers: list[LayerConfig] = []
     last: dict[str, int] = {}
@@ -64,6 +67,7 @@ def model_of(letters: str, *, k_eq_v: bool = False, ple_size: int = 0, double: b
     return replace(
         released, vocab_size=64, hidden_size=64, num_q_heads=4, layers=tuple(layers), ple_size=ple_size,
         ple_vocab_size=64, rope={kind: rope for kind, rope in released.rope.items() if kind[0] in letters},
+        num_experts=num_experts, top_k_experts=3 if num_experts else 0, moe_intermediate_size=32,
     )  # fmt: skip
 
 
@@ -75,6 +79,7 @@ MODELS = {
     "shared": model_of("sfsSFSF"),
     "ple": model_of("sf", ple_size=32),
     "all": model_of("ssfsSSF", ple_size=32, double=True),
+    "experts": model_of("ssfsf", k_eq_v=True, num_experts=16),
 }
 
 
@@ -115,14 +120,14 @@ def test_it_means_what_the_model_does_step_by_step(config: ModelConfig, monkeypa
         for ops in (KernelOps(executor, torch.float32), TorchOps(torch.device("cpu"), torch.float32))
     )
     assert executor.asked.count("decode_layers") == 3
-    assert not {"attn_decode", "add_norm", "ple_block", "dense_gemv"} & set(executor.asked)
+    assert not {"attn_decode", "add_norm", "ple_block", "dense_gemv", "moe_router", "moe_w4a16"} & set(executor.asked)
     torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=1e-4)
     for mine, theirs in zip(got[1], want[1], strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("config", [MODELS["all"], MODELS["k_eq_v"], find_model(str(TINY)).target])
+@pytest.mark.parametrize("config", [MODELS["all"], MODELS["k_eq_v"], MODELS["experts"], find_model(str(TINY)).target])
 def test_it_rounds_where_the_kernels_of_single_layers_do(config: ModelConfig, dtype: torch.dtype) -> None:
     together, apart = Watched(H200), Watched(None)
     got, want = (decoded(config, KernelOps(executor, dtype)) for executor in (together, apart))
@@ -267,7 +272,9 @@ def test_all_blocks_have_a_share_of_what_all_wait_for() -> None:
         p, config = case.problem, KERNEL.default_config(case.problem, H200)
         (launch,) = KERNEL.launches(p, config, H200)
         for letter in p.layers:
-            for units in (2 * p.inner_of(letter) // 32, p.hidden // 32 * config.down_parts):
+            units_of = [2 * p.inner_of(letter) // 32, p.hidden // 32 * config.down_parts]
+            units_of += [2 * p.top_k * p.expert_inner // 32] if p.num_experts else []
+            for units in units_of:
                 runs = [_begin(units, b, launch.grid[0]) for b in range(launch.grid[0] + 1)]
                 assert all(a < b for a, b in pairwise(runs)), case
         assert launch.cooperative
@@ -482,10 +489,22 @@ def test_a_layer_may_share_the_last_of_its_kind_alone() -> None:
     assert "decode_layers" not in asked_of(other, H200)
 
 
-def test_experts_go_layer_by_layer() -> None:
-    asked = asked_of(read_model_config(RELEASED / "gemma-4-26b-a4b"), H200)
-    assert "moe_w4a16" in asked
-    assert "decode_layers" not in asked
+def test_experts_go_layer_by_layer_where_they_are_not_int4_or_not_everywhere() -> None:
+    config = replace(MODELS["experts"], hidden_size=128, moe_intermediate_size=64)
+    config = replace(config, layers=tuple(replace(x, intermediate_size=128) for x in config.layers))
+
+    def last(weights: Any, moe: Any) -> Any:
+        return replace(weights, layers=(*weights.layers[:-1], replace(weights.layers[-1], moe=moe)))
+
+    def dense(weights: Any) -> Any:
+        gate_up, down = (
+            DenseExperts(torch.empty(16, n, k, dtype=torch.bfloat16, device="meta")) for n, k in ((128, 128), (128, 64))
+        )
+        return last(weights, replace(weights.layers[-1].moe, gate_up=gate_up, down=down))
+
+    assert "decode_layers" in asked_of(config, H200)
+    for changed in (dense, lambda weights: last(weights, None)):
+        assert "decode_layers" not in asked_of(config, H200, changed=changed)
 
 
 def test_contexts_too_long_for_it_go_layer_by_layer() -> None:
@@ -503,8 +522,8 @@ def test_few_kv_heads_go_through_it_at_all_lengths(name: str) -> None:
     assert "decode_layers" in asked_of(config, H200, max_kv_len=config.max_positions)
 
 
-def test_dense_layers_of_a_model_ask_for_nothing_else() -> None:
-    for name in ("gemma-4-31b", "gemma-4-12b", "gemma-4-e4b", "gemma-4-e2b"):
+def test_all_layers_of_a_model_ask_for_nothing_else() -> None:
+    for name in ("gemma-4-31b", "gemma-4-26b-a4b", "gemma-4-12b", "gemma-4-e4b", "gemma-4-e2b"):
         asked = asked_of(read_model_config(RELEASED / name), H200)
         assert asked - {"dense_gemv", "w4a16_gemm", "ple_inputs"} == {"decode_inputs", "embed", "decode_layers"}, name
 

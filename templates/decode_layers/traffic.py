@@ -6,7 +6,7 @@ from kerngen.arch import Target
 from kerngen.templates.decode_layers.spec import Config, Problem, cost, num_blocks, slot_bytes
 from kerngen.templates.kernel import Traffic
 
-WAITS = 15  # of a layer
+WAITS, EXPERT_WAITS = 15, 4  # of a layer, and of its router and experts beside
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
@@ -18,7 +18,10 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     for letter in p.layers:
         weights += sum(n * k for n, k in p.matrices(letter))
         rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.slots
+        if p.num_experts:
+            rows += 4 * (p.num_experts + p.top_k * p.expert_inner) + 4 * p.hidden * c.slots
     return Traffic(
         least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
-        bytes_in_flight=c.in_flight * slot_bytes(p, c), waits=WAITS * len(p.layers), copies=True,
+        bytes_in_flight=c.in_flight * slot_bytes(p, c), copies=True,
+        waits=(WAITS + (EXPERT_WAITS if p.num_experts else 0)) * len(p.layers),
     )  # fmt: skip

@@ -42,7 +42,7 @@ def test_gemms_add_up_to_the_published_sizes(model: str, params_m: float) -> Non
         weights += sum(2 * i.problem.hidden * i.problem.width * n for i, n in asked if i.kernel == "ple_block")
         together = [i.problem for i, _ in asked if i.kernel == "decode_layers"]
         is_long = model == "gemma-4-31b" and context == 262144
-        assert len(together) == (arch == "sm90" and not is_long and model != "gemma-4-26b-a4b")
+        assert len(together) == (arch == "sm90" and not is_long)
         weights += sum(_weights(p) for p in together)
         assert weights / 1e6 == pytest.approx(params_m, rel=5e-4)
 
@@ -60,8 +60,8 @@ def test_a_chunk_of_a_prefill_reads_every_quantised_matrix_once(model: str) -> N
 
 
 def _weights(p: Any) -> int:
-    """Those of decode_layers' matrices."""
-    matrices = [matrix for letter in p.layers for matrix in p.matrices(letter)]
+    """Those of decode_layers' matrices, without the experts'."""
+    matrices = [matrix for letter in p.layers for matrix in p.matrices(letter)[:4]]
     return sum(n * k for n, k in matrices) + len(p.layers) * 2 * p.ple_width * p.hidden
 
 

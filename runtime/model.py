@@ -110,33 +110,47 @@ class DecoderStack:
     ) -> Tensor:
         """From attention's output on, kernel by kernel: norm(residual; next_norm)."""
         ops, eps = self.ops, self.config.rms_norm_eps
-        h = _some(ops.add_norm(residual, ops.linear(attended, w.out), w.post_attention_norm, None, w.pre_ffn_norm, eps))
-        h = ops.linear(ops.gated(h, w.gate_up), w.down)
+        x = _some(ops.add_norm(residual, ops.linear(attended, w.out), w.post_attention_norm, None, w.pre_ffn_norm, eps))
+
+        def dense() -> Tensor:
+            return ops.linear(ops.gated(x, w.gate_up), w.down)
+
         per_layer = None if ple is None else w.ple
-        if w.moe is not None:
+        h, normed = None, None
+        if w.moe is None:
+            h = dense()
+        else:
             # no released model has experts and per-layer inputs: its layer would go on from here
             scalar = w.scalar if per_layer is None else torch.ones_like(w.scalar)
-            normed = self._with_experts(residual, h, w, w.moe, scalar, next_norm)
-            if per_layer is None:
-                return normed
+            normed = self._with_experts(residual, dense, w, w.moe, scalar, next_norm)
         if ple is None or per_layer is None:
-            return _some(ops.add_norm(residual, h, w.post_ffn_norm, w.scalar, next_norm, eps))
+            return _some(normed if h is None else ops.add_norm(residual, h, w.post_ffn_norm, w.scalar, next_norm, eps))
         return ops.ple_block(
-            residual, h if w.moe is None else None, w.post_ffn_norm, per_layer.gate, ple, per_layer.projection,
+            residual, h, w.post_ffn_norm, per_layer.gate, ple, per_layer.projection,
             per_layer.post_norm, w.scalar, next_norm, eps,
         )  # fmt: skip
 
     def _with_experts(
-        self, residual: Tensor, dense: Tensor, w: LayerWeights, moe: MoeWeights, scalar: Tensor, next_norm: Tensor
+        self,
+        residual: Tensor,
+        dense: Callable[[], Tensor],
+        w: LayerWeights,
+        moe: MoeWeights,
+        scalar: Tensor,
+        next_norm: Tensor,
     ) -> Tensor:
-        """Adds the dense MLP's output and the routed experts', which read the residual before either. As add_norm."""
+        """Adds the dense MLP's output and the routed experts', which read the residual before either. As add_norm.
+
+        dense: gives the former. It is small, and goes on beside the router and the experts.
+        """
         ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
+        made = ops.beside(dense)
         ids, weights, x = ops.moe_router(
             residual, moe.router_scale, moe.router, moe.per_expert_scale, moe.pre_norm, config.top_k_experts, eps
         )
         routed = ops.experts(x, moe.gate_up, moe.down, ids)
         return ops.moe_combine(
-            residual, dense, routed, weights, moe.dense_norm, moe.post_norm, w.post_ffn_norm, scalar, next_norm, eps
+            residual, made(), routed, weights, moe.dense_norm, moe.post_norm, w.post_ffn_norm, scalar, next_norm, eps
         )
 
 

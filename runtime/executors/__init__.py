@@ -33,6 +33,11 @@ class Executor(Protocol):
         where: its place in the model ("qkv (sliding)"), for records and profiles.
         """
 
+    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
+        """Begins `work`, which waits for what was run before, while what is run next need not wait for it. The function
+        that is returned gives its result, once: what is run after that waits for it.
+        """
+
     def outside(self, name: str) -> None:
         """Told that the model computes `name` (of `runtime.ops.outside.OUTSIDE`) without a kernel of ours."""
 
@@ -41,3 +46,9 @@ class Executor(Protocol):
 
     def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
         """Have what serves these (kernel, problem) compiled before it is asked for, where anything is compiled."""
+
+
+def at_once(work: Callable[[], R]) -> Callable[[], R]:
+    """Executor.beside where calls are executed one after the other."""
+    result = work()
+    return lambda: result

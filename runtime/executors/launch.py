@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -12,7 +12,7 @@ import torch
 
 from kerngen.arch import Target
 from kerngen.cores import usable_cores
-from kerngen.runtime.executors import Say
+from kerngen.runtime.executors import Say, at_once
 from kerngen.runtime.launcher import Launcher, shares_sms
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
@@ -42,11 +42,31 @@ class Launch:
             self.alone = in_forwards and not shares_sms() and _alone.setdefault(launcher.index, self) is self
         self.device = torch.device("cuda", launcher.index)
         self.target: Target | None = launcher.target
+        self._aside: torch.cuda.Stream | None = None
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:
             self.launcher.launch(call, in_forward=self._in_forwards, alone=self.alone)
         return call.result
+
+    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
+        """In a graph that is being captured a branch of its own: elsewhere the host is what takes the time."""
+        if not torch.cuda.is_current_stream_capturing():
+            return at_once(work)
+        stream = torch.cuda.current_stream(self.device)
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(self.device)
+        aside = self._aside
+        aside.wait_stream(stream)
+        with torch.cuda.stream(aside):
+            result = work()
+
+        def joined(_keeps: Callable[[], R] = work) -> R:
+            # until here nobody else gets the memory of what `work` reads
+            stream.wait_stream(aside)
+            return result
+
+        return joined
 
     def outside(self, name: str) -> None:
         """Nothing to do: torch's own kernels run on the same stream."""

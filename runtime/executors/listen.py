@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kerngen.runtime.executors import Executor, Say
+from kerngen.runtime.executors import Executor, Say, at_once
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
@@ -29,6 +29,9 @@ class Listen:
             self.asked[call.kernel, call.problem] = None
         _clear(call.result)
         return call.result
+
+    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
+        return at_once(work)
 
     def outside(self, name: str) -> None:
         """torch computes it: nothing to write down."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from kerngen.arch import Target
-from kerngen.runtime.executors import Say
+from kerngen.runtime.executors import Say, at_once
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
@@ -66,6 +66,9 @@ class Record:
     def forget(self) -> None:
         """What `once` knows is of one step."""
         self._known.clear()
+
+    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
+        return at_once(work)
 
     def outside(self, name: str) -> None:
         self._note_outside(name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
 from kerngen.arch import Target
-from kerngen.runtime.executors import Say
+from kerngen.runtime.executors import Say, at_once
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.kernel import spread
@@ -37,6 +37,9 @@ class Reference:
             for _, shown, value in spread(kernel.reference.expected(call.problem, dict(call.arguments))):
                 given[shown].copy_(value.view(given[shown].shape))
         return call.result
+
+    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
+        return at_once(work)
 
     def outside(self, name: str) -> None:
         """Nothing to do: torch computes it here too."""

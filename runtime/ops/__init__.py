@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kerngen.runtime.executors import Say
     from kerngen.runtime.weights.layout import LayerWeights
+
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,11 @@ class Ops(Protocol):
     def build_ahead(self, rehearse: Callable[[], None], say: Say) -> None:
         """Compile what `rehearse`, which runs the model, asks for and is not compiled yet. Nothing is computed
         meanwhile: its results mean nothing. say: done, of all, what.
+        """
+
+    def beside(self, work: Callable[[], Made]) -> Callable[[], Made]:
+        """Begins `work`, some ops on what is there, which the ops that follow need not wait for. The function that is
+        returned gives its result, once: the ops after that wait for it.
         """
 
     def prepare(self, weights: Linear) -> Linear:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kerngen.runtime.executors import Say
+from kerngen.runtime.executors import Say, at_once
 from kerngen.runtime.ops import (
     DenseExperts,
     DenseLinear,
@@ -21,6 +21,7 @@ from kerngen.runtime.ops import (
     KVPages,
     LayerInStep,
     Linear,
+    Made,
     Rope,
     W4Experts,
     W4Linear,
@@ -59,6 +60,9 @@ class TorchOps:
 
     def build_ahead(self, rehearse: Callable[[], None], say: Say) -> None:
         """Nothing is compiled."""
+
+    def beside(self, work: Callable[[], Made]) -> Callable[[], Made]:
+        return at_once(work)
 
     def prepare(self, weights: Linear) -> Linear:
         """Unpacks W4A16 to a dense matrix: the reference needs the right values, not few bytes."""

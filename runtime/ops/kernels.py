@@ -23,6 +23,7 @@ from kerngen.runtime.ops import (
     KVPages,
     LayerInStep,
     Linear,
+    Made,
     Rope,
     W4Experts,
     W4Linear,
@@ -116,6 +117,9 @@ class KernelOps:
         finally:
             self.executor = executor
         executor.build(listening.asked, say)
+
+    def beside(self, work: Callable[[], Made]) -> Callable[[], Made]:
+        return self.executor.beside(work)
 
     def prepare(self, weights: Linear) -> Linear:
         """Packed weights in the kernel's order. Raises ProblemError for shapes that w4a16_gemm does not take."""

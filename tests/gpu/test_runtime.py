@@ -103,6 +103,38 @@ def test_graph_steps_equal_single_steps() -> None:
     assert tokens == expected
 
 
+@pytest.mark.parametrize("rows", [(1, 4), (3, 1), (16, 1), (2, 4)], ids=str)
+def test_experts_beside_the_dense_mlp_give_what_they_give_one_after_the_other(rows: tuple[int, int]) -> None:
+    """As branches of a captured graph, again and again, to the bit: nobody writes to what the other one still reads."""
+    from kerngen.runtime.batch import Batch
+    from kerngen.runtime.cache import KVCache
+
+    config = replace(_config(quant=True), num_experts=16, top_k_experts=4, moe_intermediate_size=128)
+    model = _model("cuda", config)
+    batch, q_len = rows
+    generator = torch.Generator("cuda").manual_seed(1)
+    with torch.inference_mode():
+        cache = KVCache.whole(config, model.ops, batch=batch, max_len=300)
+        for layer in config.layers:
+            cache.pages(layer).k.normal_(generator=generator)
+            cache.pages(layer).v.normal_(generator=generator)
+        ids = torch.randint(0, 2048, (batch, q_len), device="cuda", generator=generator)
+        lengths = torch.full((batch,), 200, device="cuda")
+
+        def forward() -> torch.Tensor:
+            return model.forward(Batch.decode(ids, lengths, cache, 512, model.ops), cache)
+
+        expected = [forward() for _ in range(3)][-1].clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = forward()
+        for _ in range(20):
+            found.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(found, expected)
+
+
 def test_a_prompt_in_chunks_of_odd_size_runs() -> None:
     """A chunk's ids start wherever the prompt was cut: at a multiple of 8 bytes, and of no more."""
     from kerngen.runtime.engine import Engine

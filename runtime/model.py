@@ -145,12 +145,15 @@ class DecoderStack:
         """
         ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
         made = ops.beside(dense)
-        ids, weights, x = ops.moe_router(
-            residual, moe.router_scale, moe.router, moe.per_expert_scale, moe.pre_norm, config.top_k_experts, eps
-        )
-        routed = ops.experts(x, moe.gate_up, moe.down, ids)
+        try:
+            ids, weights, x = ops.moe_router(
+                residual, moe.router_scale, moe.router, moe.per_expert_scale, moe.pre_norm, config.top_k_experts, eps
+            )
+            routed = ops.experts(x, moe.gate_up, moe.down, ids)
+        finally:
+            of_dense = made()
         return ops.moe_combine(
-            residual, made(), routed, weights, moe.dense_norm, moe.post_norm, w.post_ffn_norm, scalar, next_norm, eps
+            residual, of_dense, routed, weights, moe.dense_norm, moe.post_norm, w.post_ffn_norm, scalar, next_norm, eps
         )
 
 

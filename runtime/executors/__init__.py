@@ -20,7 +20,7 @@ Say = Callable[[int, int, str], None]  # done, of all, what
 
 
 class Executor(Protocol):
-    """Executes calls one after the other, on tensors of `device`."""
+    """Executes calls one after the other, but for what is said to go `beside` others, on tensors of `device`."""
 
     name: str  # as `kerngen run` says it
     device: torch.device
@@ -35,7 +35,9 @@ class Executor(Protocol):
 
     def beside(self, work: Callable[[], R]) -> Callable[[], R]:
         """Begins `work`, which waits for what was run before, while what is run next need not wait for it. The function
-        that is returned gives its result, once: what is run after that waits for it.
+        that is returned gives its result: what is run after that waits for it. It is called in any case, also where
+        something fails meanwhile. Of `work` and of what is run until then one alone may launch kernels whose blocks
+        wait for each other: two half-resident grids would wait for ever.
         """
 
     def outside(self, name: str) -> None:

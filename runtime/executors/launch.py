@@ -28,8 +28,8 @@ class Launch:
     """See `kerngen.runtime.executors.Executor`. launcher: of the GPU whose tensors the calls hold.
 
     in_forwards: the calls are those of forwards that begin with `embed`, so that kernels may read ahead. An executor's
-    forwards run one after the other, on one stream: those of the first such executor on a GPU are alone there, in the
-    sense of Function.run, unless other processes share its SMs.
+    forwards run one after the other, on one stream and what goes `beside` it: those of the first such executor on a GPU
+    are alone there, in the sense of Function.run, unless other processes share its SMs.
     """
 
     name = "cuda"
@@ -58,8 +58,12 @@ class Launch:
             self._aside = torch.cuda.Stream(self.device)
         aside = self._aside
         aside.wait_stream(stream)
-        with torch.cuda.stream(aside):
-            result = work()
+        try:
+            with torch.cuda.stream(aside):
+                result = work()
+        except BaseException:
+            stream.wait_stream(aside)  # a branch that nobody joins would spoil the capture, and hide what went wrong
+            raise
 
         def joined(_keeps: Callable[[], R] = work) -> R:
             # until here nobody else gets the memory of what `work` reads

@@ -157,6 +157,7 @@ def _experts() -> tuple[Case, ...]:
             "layers": "f",
             "head_dim": 512,
         },
+        {"num_experts": 16, "top_k": 2, "expert_inner": 64, "hidden": 96, "layers": "SSSF"},
         {**real, "layers": "ssf", "kv_len": 300},
         {**real, "layers": "sf", "kv_len": 1500, **half},
     )

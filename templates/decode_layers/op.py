@@ -119,7 +119,8 @@ def decode_layers(
     w4a16_gated's; down. Norms [H], those of heads [d]; caches [num_pages, nkv, page_size, d]; ple_gates [P, H],
     ple_projections [H, P]; layer_scalars [1]. Routers [E, H], their scales [H], per_expert_scales [E]; the experts'
     matrices as moe_w4a16's, expert_gate_up_packed [E, 2 I / 32, H / 32, 32, 4] and expert_down_packed [E, H / 32, I /
-    32, 32, 4], and top_k of them a token, 0 without experts. window: of sliding layers. max_kv_len: no kv_len is
+    32, 32, 4], and top_k of them a token, 0 without experts: E is a multiple of 8 up to 128, top_k 8 at most, and such
+    layers have no per-layer inputs. window: of sliding layers. max_kv_len: no kv_len is
     longer; 0 for what the block table holds. All but what is said above is of the weights' dtype, and on a GPU each
     tensor begins at a multiple of 16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes
     and `layers` do not fit together.

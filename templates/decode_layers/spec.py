@@ -442,7 +442,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if c.in_flight > c.num_stages:
         return f"in_flight={c.in_flight} is more than num_stages={c.num_stages}"
     if (slot := slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
-        return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no row of the gate: {least:,} B"
+        return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no dense row: {least:,} B"
     for name, parts, matrices in (("out_parts", c.out_parts, (1,)), ("down_parts", c.down_parts, DOWN)):
         if parts > (groups := _least_columns(p, *matrices) // p.group_size):
             return f"{name}={parts} is more than the {groups} groups of a row"

@@ -135,6 +135,33 @@ def test_experts_beside_the_dense_mlp_give_what_they_give_one_after_the_other(ro
             assert torch.equal(found, expected)
 
 
+def test_what_fails_in_a_branch_of_a_capture_is_said_and_spoils_no_other() -> None:
+    from kerngen.runtime.backend import open_backend
+
+    ops = open_backend("cuda", device="cuda", dtype="bf16")
+    x = torch.ones(64, device="cuda")
+
+    def fails() -> torch.Tensor:
+        raise LookupError("within a branch")
+
+    def captured_in_part() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x.add_(1)
+            ops.beside(fails)
+
+    with pytest.raises(LookupError, match="within a branch"):
+        captured_in_part()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = ops.beside(lambda: x * 2)
+        other = x * 3
+        both = made() + other
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(both, x * 5)
+    assert torch.equal(ops.beside(lambda: x + 1)(), x + 1), "uncaptured, one after the other"
+
+
 def test_a_prompt_in_chunks_of_odd_size_runs() -> None:
     """A chunk's ids start wherever the prompt was cut: at a multiple of 8 bytes, and of no more."""
     from kerngen.runtime.engine import Engine

@@ -61,6 +61,11 @@ class Stats:
     queue_s: float = 0.0
 
     @property
+    def phases_s(self) -> tuple[float, float, float]:
+        """In the queue, of prefill, of decoding: one after the other, together all of the request's time."""
+        return self.queue_s, self.prefill_s - self.queue_s, self.decode_s
+
+    @property
     def tokens_per_s(self) -> float:
         """Decode rate, without the first token; 0 if there was no step."""
         return (self.num_tokens - 1) / self.decode_s if self.num_steps and self.decode_s > 0 else 0.0

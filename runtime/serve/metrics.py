@@ -71,6 +71,12 @@ class Metrics:
         self._first = histogram("time_to_first_token_seconds", "From the request to its first token.", _FIRST_S)
         self._between = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", _BETWEEN_S)
         self._whole = histogram("e2e_request_latency_seconds", "From the request to its last token.", _WHOLE_S)
+        self._phases = (
+            histogram("request_queue_time_seconds", "From the request until it had pages.", _WHOLE_S),
+            histogram("request_prefill_time_seconds", "From there to its first token.", _WHOLE_S),
+            histogram("request_decode_time_seconds", "From its first token to its last.", _WHOLE_S),
+        )
+        self._inference = histogram("request_inference_time_seconds", "Of prefill and decoding.", _WHOLE_S)
         self._prompts = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answers = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._success = Counter("vllm:request_success", "Requests that ended.", (*_MODEL, "finished_reason"),
@@ -103,6 +109,9 @@ class Metrics:
         self._prompt.inc(stats.num_prompt_tokens)
         self._asked.inc(stats.num_prompt_tokens)
         self._found.inc(stats.num_cached_tokens)
+        for phase, seconds in zip(self._phases, stats.phases_s, strict=True):
+            phase.observe(seconds)
+        self._inference.observe(sum(stats.phases_s[1:]))
         self._prompts.observe(stats.num_prompt_tokens)
         self._answers.observe(num_tokens)
         if stats.drafted:

@@ -125,8 +125,7 @@ class Trace:
         if part.finish_reason is not None:
             self._reasons[part.index] = part.finish_reason
         if (stats := part.stats) is not None:
-            prefill_s = stats.prefill_s - stats.queue_s  # which counts from where the request was handed in
-            self._times = max(self._times, [stats.queue_s, prefill_s, stats.decode_s], key=sum)
+            self._times = max(self._times, [*stats.phases_s], key=sum)
 
     def ended(self, usage: Usage, error: BaseException | None = None) -> None:
         """error: why there is no whole answer."""

@@ -473,6 +473,9 @@ def test_what_is_measured(client: TestClient, played: tuple[Service, PlayedEngin
     assert total("request_success_total", finished_reason="abort") == 1
     assert total("time_to_first_token_seconds_count") == 3
     assert total("prefix_cache_hits_total") == 6
+    for phase, seconds in (("queue", 0.04), ("prefill", 0.06), ("decode", 0.2), ("inference", 0.26)):
+        assert total(f"request_{phase}_time_seconds_count") == 2
+        assert total(f"request_{phase}_time_seconds_sum") == pytest.approx(2 * seconds)
     for name, counted in (("prompt", "prompt_tokens"), ("generation", "completion_tokens")):
         tokens = sum(usage[counted] for usage in usages)
         assert total(f"request_{name}_tokens_sum") == tokens

@@ -197,10 +197,13 @@ def time_function(
 
     sets: the case's inputs and their copies (`timing_sets`), if they were made already.
     """
-    return time_calls(_calls(function, case, sets), samples=samples, target_ms=target_ms)
+    return time_calls(calls_of(function, case, sets), samples=samples, target_ms=target_ms)
 
 
-def _calls(function: Function, case: Case, sets: Sequence[dict[str, Any]] | None = None) -> list[Callable[[], object]]:
+def calls_of(
+    function: Function, case: Case, sets: Sequence[dict[str, Any]] | None = None
+) -> list[Callable[[], object]]:
+    """What launches `case` on each of `sets` as a forward does, for `captured`. sets: as time_function."""
     if sets is None:
         sets = timing_sets(function.kernel.cases.inputs(case, torch.device("cuda")))
     # Nothing writes the inputs in between, so that all launches may overlap as in a forward; and all are on one stream.
@@ -336,7 +339,7 @@ def bench_row(launcher: Launcher, kernel: Kernel, case: Case) -> dict[str, Any]:
     try:
         function = launcher.function(kernel, case.problem)
         row |= {"config": asdict(function.config), "source": function.source}
-        contenders = {"": captured(_calls(function, case))}
+        contenders = {"": captured(calls_of(function, case))}
     except KerngenError as e:
         return row | {"error": str(e)}
     refused = dict[str, str]()

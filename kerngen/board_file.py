@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from typing import Any
 
 from kerngen.boards import DEFAULT_DEVICE, MIB, Device, is_known
 from kerngen.errors import UnknownName, UsageError
-from kerngen.files import read_regular
+from kerngen.files import read_toml
 
 SUFFIX = ".toml"
 MAX_BYTES = 1 << 16
@@ -29,14 +28,7 @@ _HINT = "a file to begin with: kerngen arch show H200 --toml > my-board.toml"
 
 def read_board(path: str) -> Device:
     """The board that a file describes. Raises UsageError, which says what is wrong with it."""
-    try:
-        given = tomllib.loads(read_regular(path, MAX_BYTES).decode("utf-8"))
-    except OSError as e:
-        raise UsageError(f"{path}: {e.strerror or e}", hint=_HINT) from None
-    except UnicodeDecodeError as e:
-        raise UsageError(f"{path} is not UTF-8: {e}", hint=_HINT) from None
-    except tomllib.TOMLDecodeError as e:
-        raise UsageError(f"{path} is no TOML: {e}", hint=_HINT) from None
+    given = read_toml(path, MAX_BYTES, _HINT)
     fields = [*_TEXTS, *FIGURES]
     if unknown := [f for f in given if f not in fields]:
         raise UnknownName("field", unknown[0], fields)

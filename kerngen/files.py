@@ -12,12 +12,13 @@ import shutil
 import stat
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from kerngen.errors import KerngenError
+from kerngen.errors import KerngenError, UsageError
 from kerngen.owner import trusts_all
 
 _SCRATCH = ".kerngen-scratch-"
@@ -156,6 +157,18 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"holds more than {limit:,} B, which is all that is read", os.fspath(path))
     return data
+
+
+def read_toml(path: str | os.PathLike[str], limit: int, hint: str) -> dict[str, Any]:
+    """What a regular file of `limit` bytes at most says. Raises UsageError with `hint` where it is none, or no TOML."""
+    try:
+        return tomllib.loads(read_regular(path, limit).decode("utf-8"))
+    except OSError as e:
+        raise UsageError(f"{path}: {e.strerror or e}", hint=hint) from None
+    except UnicodeDecodeError as e:
+        raise UsageError(f"{path} is not UTF-8: {e}", hint=hint) from None
+    except tomllib.TOMLDecodeError as e:
+        raise UsageError(f"{path} is no TOML: {e}", hint=hint) from None
 
 
 def _sync_folder(folder: Path) -> None:

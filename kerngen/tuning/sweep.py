@@ -167,7 +167,8 @@ def _conclude(done: Sequence[Tried]) -> str | None:
 @click.option("--case", "wanted", default="", help="Only bench cases whose name contains this.")
 @click.option("--problem", "problems", multiple=True, help="FIELD=VALUE,...: this in place of the bench cases.")
 @click.option("--most", type=click.IntRange(1), default=24, show_default=True, help="Configurations a case.")
-@click.option("--timeout", "timeout_s", type=float, default=20.0, show_default=True, help="Seconds a configuration.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True,
+              help="Seconds a configuration.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 def main(
     name: str | None,

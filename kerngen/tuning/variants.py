@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from kerngen.arch import Target
 from kerngen.cache import CachedCompiler
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, UsageError
+from kerngen.files import read_toml
 from kerngen.measure import (
     Captured,
     Timing,
@@ -54,10 +54,12 @@ from kerngen.measure import (
 )
 from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Case, Kernel, describe, parse_over
-from kerngen.tuning.sweep import cases_of
+from kerngen.templates.kernel import Case, Kernel, describe
+from kerngen.tuning.sweep import cases_of, written_out
 
 AS_IT_IS = "as it is"
+MAX_BYTES = 1 << 20  # of a file
+_HINT = "[[variant]], each with a name, and a config or [[variant.replace]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,11 @@ class Variant:
 
 def read_variants(path: Path) -> list[Variant]:
     """Raises UsageError, with the variant, where the file says anything else than the module's docstring has."""
-    try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UsageError(f"{path}: {e}") from e
+    told = read_toml(path, MAX_BYTES, _HINT)
     if unknown := told.keys() - {"variant"}:
-        raise UsageError(f"{path}: {sorted(unknown)[0]!r} is nothing that it may say", hint="[[variant]] is")
+        raise UsageError(f"{path}: {sorted(unknown)[0]!r} is nothing that it may say", hint=_HINT)
     if not isinstance(told.get("variant"), list):
-        raise UsageError(f"{path} has no variants", hint="[[variant]], with a name, a config or [[variant.replace]]")
+        raise UsageError(f"{path} has no variants", hint=_HINT)
     found = []
     for number, given in enumerate(told["variant"], 1):
         where = f"{path}, variant {number}"
@@ -107,7 +106,7 @@ def changed(text: str, variant: Variant) -> str:
     """`text` with what the variant replaces. Raises UsageError where one of them does not stand there exactly once."""
     for this, by in variant.replace:
         if (count := text.count(this)) != 1:
-            raise UsageError(f"{variant.name}: the text has {count} times {this.splitlines()[0]!r}, which it replaces",
+            raise UsageError(f"{variant.name}: the text has {count} times {this[:60]!r}, which it replaces",
                              hint="once is what is meant; kerngen kernel show prints the text")  # fmt: skip
         text = text.replace(this, by)
     return text
@@ -121,14 +120,13 @@ class Made:
 
 
 def made_of(kernel: Kernel, problem: Any, target: Target, variants: Sequence[Variant]) -> list[Made]:
-    """The text as it is, and each variant's. Raises UsageError, and as parse_over and require_valid do."""
-    found = []
-    for variant in (Variant(AS_IT_IS), *variants, Variant(f"{AS_IT_IS}, again")):
-        default = kernel.default_config(problem, target)
-        config = parse_over(default, variant.config) if variant.config else default
-        kernel.require_valid(problem, config, target)
-        found.append(Made(variant, config, changed(str(render(kernel, problem, config, target)), variant)))
-    return found
+    """The text as it is, and each variant's. Raises UsageError, and as written_out does."""
+    found = (Variant(AS_IT_IS), *variants, Variant(f"{AS_IT_IS}, again"))
+    configs = written_out(kernel, problem, target, [variant.config for variant in found])
+    return [
+        Made(variant, config, changed(str(render(kernel, problem, config, target)), variant))
+        for variant, config in zip(found, configs, strict=True)
+    ]
 
 
 def times_of(
@@ -150,10 +148,10 @@ def times_of(
             function(case.problem, **outputs)
             torch.cuda.synchronize()
             found = compare(kernel, case, outputs, expected)
-            if one.variant.right and not found.ok:
-                yield one.variant, f"wrong: {found.message}"
-                continue
-            ready.append((one.variant, captured(calls_of(function, case, sets))))
+            if is_as_meant := found.ok or not one.variant.right:
+                ready.append((one.variant, captured(calls_of(function, case, sets))))
+        if not is_as_meant:
+            yield one.variant, f"wrong: {found.message}"
     for (variant, _), timing in zip(ready, time_in_turn([graph for _, graph in ready]), strict=True):
         yield variant, timing
 
@@ -187,7 +185,8 @@ def table(found: Sequence[tuple[Variant, Timing | str]]) -> list[str]:
 @click.argument("path", metavar="VARIANTS.toml", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--case", "wanted", default="", help="Only bench cases whose name contains this.")
 @click.option("--problem", "problems", multiple=True, help="FIELD=VALUE,...: this in place of the bench cases.")
-@click.option("--timeout", "timeout_s", type=float, default=60.0, show_default=True, help="Seconds to check one.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+              help="Seconds to check one.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 def main(name: str, path: Path, wanted: str, problems: tuple[str, ...], timeout_s: float, jobs: int | None) -> None:
     """Time the variants of KERNEL that the file has on this GPU. Exit code 1 if one has no time."""

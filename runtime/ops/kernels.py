@@ -425,30 +425,22 @@ def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str,
     """decode_layers' lists of weights, by name; None where some layers have experts and others none, or where matrices
     are not int4 in groups of one size.
     """
-    found: dict[str, list[Tensor]] = {}
+    names = (*layers_spec.MATRICES, *layers_spec.EXPERT_MATRICES)
+    found: dict[str, list[Tensor]] = {f"{name}_{part}": [] for name in names for part in ("packed", "scales")}
     group_sizes = set()
     with_experts = layers[0].weights.moe is not None
     for w in (layer.weights for layer in layers):
         if (w.moe is not None) != with_experts or (w.ple is None) != (ple is None):
             return None
-        for name, matrix in zip(layers_spec.MATRICES, (w.qkv, w.out, w.gate_up, w.down), strict=True):
-            if not isinstance(matrix, W4Linear):
+        of_experts = () if w.moe is None else (w.moe.gate_up, w.moe.down)
+        for name, matrix in zip(names, (w.qkv, w.out, w.gate_up, w.down, *of_experts), strict=False):
+            if not isinstance(matrix, W4Linear | W4Experts):
                 return None
             group_sizes.add(matrix.group_size)
-            found.setdefault(f"{name}_packed", []).append(matrix.packed)
-            found.setdefault(f"{name}_scales", []).append(matrix.scales)
-        if w.moe is not None:
-            for name, experts in zip(layers_spec.EXPERT_MATRICES, (w.moe.gate_up, w.moe.down), strict=True):
-                if not isinstance(experts, W4Experts):
-                    return None
-                group_sizes.add(experts.group_size)
-                found.setdefault(f"{name}_packed", []).append(experts.packed)
-                found.setdefault(f"{name}_scales", []).append(experts.scales)
+            found[f"{name}_packed"].append(matrix.packed)
+            found[f"{name}_scales"].append(matrix.scales)
     if len(group_sizes) > 1:
         return None
-    for name in layers_spec.EXPERT_MATRICES:
-        found.setdefault(f"{name}_packed", [])
-        found.setdefault(f"{name}_scales", [])
     of_moe = [x.weights.moe for x in layers if x.weights.moe is not None]
     each, of_ple = [layer.weights for layer in layers], [x.weights.ple for x in layers if x.weights.ple is not None]
     return found | {

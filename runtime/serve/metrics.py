@@ -109,8 +109,8 @@ class Metrics:
         self._prompt.inc(stats.num_prompt_tokens)
         self._asked.inc(stats.num_prompt_tokens)
         self._found.inc(stats.num_cached_tokens)
-        for phase, seconds in zip(self._phases, stats.phases_s, strict=True):
-            phase.observe(seconds)
+        for phase, of_it in zip(self._phases, stats.phases_s, strict=True):
+            phase.observe(of_it)
         self._inference.observe(sum(stats.phases_s[1:]))
         self._prompts.observe(stats.num_prompt_tokens)
         self._answers.observe(num_tokens)

@@ -291,8 +291,7 @@ def _with_experts(p: Problem, draw: Draw, zeros: bool, share: float) -> dict[str
     made["per_expert_scale"] = draw.normal(p.num_experts, dtype=p.dtype, mean=1.0, std=0.25)
     made["pre_expert_norm"] = _norm(p, draw, p.hidden)
     made["dense_norm"], made["expert_norm"] = _norm(p, draw, p.hidden), _norm(p, draw, p.hidden)
-    sizes = (2 * p.expert_inner, p.hidden), (p.hidden, p.expert_inner)
-    for name, (n, k) in zip(EXPERT_MATRICES, sizes, strict=True):
+    for name, (n, k) in zip(EXPERT_MATRICES, p.expert_matrices, strict=True):
         packed, scales = pack(*drawn(draw, p.num_experts * n, k, p.group_size, p.dtype))
         if zeros:
             scales[::3] = 0.0

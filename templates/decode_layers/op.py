@@ -120,10 +120,9 @@ def decode_layers(
     ple_projections [H, P]; layer_scalars [1]. Routers [E, H], their scales [H], per_expert_scales [E]; the experts'
     matrices as moe_w4a16's, expert_gate_up_packed [E, 2 I / 32, H / 32, 32, 4] and expert_down_packed [E, H / 32, I /
     32, 32, 4], and top_k of them a token, 0 without experts: E is a multiple of 8 up to 128, top_k 8 at most, and such
-    layers have no per-layer inputs. window: of sliding layers. max_kv_len: no kv_len is
-    longer; 0 for what the block table holds. All but what is said above is of the weights' dtype, and on a GPU each
-    tensor begins at a multiple of 16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes
-    and `layers` do not fit together.
+    layers have no per-layer inputs. window: of sliding layers. max_kv_len: no kv_len is longer; 0 for what the block
+    table holds. All but what is said above is of the weights' dtype, and on a GPU each tensor begins at a multiple of
+    16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes and `layers` do not fit.
     """
     require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
     given: dict[str, list[Tensor]] = {
@@ -214,9 +213,7 @@ def _require_shapes(p: Problem, where: str, letter: str, tensors: Mapping[str, T
         wanted[f"{name}_scales"] = n // STRIP, k // p.group_size, STRIP
     if p.num_experts:
         wanted["router"], wanted["per_expert_scale"] = (p.num_experts, p.hidden), (p.num_experts,)
-    for name, (n, k) in zip(
-        EXPERT_MATRICES, ((2 * p.expert_inner, p.hidden), (p.hidden, p.expert_inner)), strict=True
-    ):  # fmt: skip
+    for name, (n, k) in zip(EXPERT_MATRICES, p.expert_matrices, strict=True):
         wanted[f"{name}_packed"] = p.num_experts, n // STRIP, k // STRIP, 32, 4
         wanted[f"{name}_scales"] = p.num_experts, n // STRIP, k // p.group_size, STRIP
     if (cache := tensors["k_cache"]) is not None:

@@ -2,15 +2,15 @@
 
 Source: Gemma4TextModel.forward and Gemma4TextDecoderLayer.forward in transformers 5.22, modeling_gemma4.py. Every
 product, norm, head, activation and sum is a tensor of the model's dtype, and so is attention's output; the stream alone
-may be kept in fp32. Heads and attention: common/heads_torch.py, common/attention_torch.py. The router as moe_router's
-reference, and the experts' sum as moe_combine's: of rounded products, rounded once.
+may be kept in fp32. Heads and attention: common/heads_torch.py, common/attention_torch.py. Router and
+experts are moe_router's and moe_w4a16's references, and the experts' sum is as in moe_combine's: of rounded products,
+rounded once.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
@@ -24,10 +24,12 @@ from kerngen.templates.common.row_torch import (
     tolerance_of_flips,
 )
 from kerngen.templates.common.w4_pack import dequantize, separate, unpack
-from kerngen.templates.decode_layers.spec import EXPERT_MATRICES, Problem, layer_tensors
+from kerngen.templates.decode_layers.spec import Problem, layer_tensors
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.moe_router import spec as moe_router
 from kerngen.templates.moe_router.reference import expected as route
+from kerngen.templates.moe_w4a16 import spec as moe_w4a16
+from kerngen.templates.moe_w4a16.reference import expected as multiply
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -79,13 +81,13 @@ def _routed(p: Problem, stream: Tensor, w: dict[str, Any], eps: float) -> Tensor
     given = {name: w[name] for name in ("router_scale", "router", "per_expert_scale")}
     router = moe_router.Problem(p.hidden, p.num_experts, p.top_k, p.dtype, p.residual_dtype, 1)
     chosen = route(router, given | {"residual": stream, "pre_norm": w["pre_expert_norm"], "eps": eps})
-    given_by = []
-    for expert in chosen["topk_ids"][0].int().tolist():
-        own = {name: w[name][expert] for name in w if name.startswith(EXPERT_MATRICES)}
-        gate, up = _product(chosen["x"], own, "expert_gate_up", p.dtype, gated=True).chunk(2, dim=-1)
-        down = dequantize(*unpack(own["expert_down_packed"], own["expert_down_scales"]))
-        given_by.append(rounded(gelu_gated(gate, up, p.dtype) @ down.T, p.dtype))
-    return rounded((torch.stack(given_by, dim=1) * chosen["topk_weights"][..., None]).sum(1), p.dtype)
+    experts = moe_w4a16.Problem(p.num_experts, p.top_k, p.hidden, p.expert_inner, p.group_size, p.dtype, 1)
+    matrices = {
+        "gate_up": w["expert_gate_up_packed"], "gate_up_scales": w["expert_gate_up_scales"],
+        "down": w["expert_down_packed"], "down_scales": w["expert_down_scales"],
+    }  # fmt: skip
+    by_expert = multiply(experts, matrices | {"x": chosen["x"], "topk_ids": chosen["topk_ids"].int()})["y"]
+    return rounded((rounded(by_expert, p.dtype) * chosen["topk_weights"][..., None]).sum(1), p.dtype)
 
 
 def _tensors(p: Problem, inputs: dict[str, Any], index: int) -> dict[str, Any]:

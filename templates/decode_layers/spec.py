@@ -32,7 +32,8 @@ from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" and "NAME_scales" are its tensors
 EXPERT_MATRICES = ("expert_gate_up", "expert_down")  # the same of a layer with experts, all of its experts' in one
-GATE_UP, DOWN = (2, 4), (3, 5)  # which of a layer's products are gate and up, and which down: dense, and the experts'
+GATE_UP = 2  # which of a layer's products this is; behind it those of the MLPs alone
+DOWN = (3, 5)  # and this: the dense one, and the experts'
 HEAD_DIMS = (256, 512)
 MAX_PLE_WIDTH = 256  # a vector a lane
 MAX_EXPERTS, MAX_TOP_K = 128, 8  # logits of four a lane; choices of eight lanes
@@ -129,7 +130,10 @@ class Problem:
         require(p.ple_width <= MAX_PLE_WIDTH, f"ple_width={p.ple_width} is more than {MAX_PLE_WIDTH}")
         if p.num_experts:
             self._require_experts()
-        require(p.num_experts > 0 or p.top_k == p.expert_inner == 0, f"top_k={p.top_k} of no experts")
+        require(
+            p.num_experts > 0 or p.top_k == p.expert_inner == 0,
+            f"top_k={p.top_k}, expert_inner={p.expert_inner} of no experts",
+        )
         for letter in dict.fromkeys(p.layers):
             for n, k in p.matrices(letter):
                 require_matrix(n, k, p.group_size, p.dtype)
@@ -159,18 +163,26 @@ class Problem:
         """KV heads and the elements of a head."""
         return (self.num_kv_heads, self.head_dim) if letter in "sS" else (self.num_full_kv_heads, self.full_head_dim)
 
+    @property
+    def expert_matrices(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and columns of each expert's EXPERT_MATRICES."""
+        return (2 * self.expert_inner, self.hidden), (self.hidden, self.expert_inner)
+
     def matrices(self, letter: str) -> tuple[tuple[int, int], ...]:
         """Rows and columns of a layer's MATRICES, and of EXPERT_MATRICES those of the chosen experts: gate and up one
         below the other, down side by side.
         """
         num_kv_heads, dim = self.heads_of(letter)
         own = 0 if letter.isupper() else 1 if letter == "f" and self.k_eq_v else 2
-        attended, inner, chosen = self.num_q_heads * dim, self.inner_of(letter), self.top_k * self.expert_inner
+        attended, inner = self.num_q_heads * dim, self.inner_of(letter)
         dense = (
             (attended + own * num_kv_heads * dim, self.hidden), (self.hidden, attended), (2 * inner, self.hidden),
             (self.hidden, inner),
         )  # fmt: skip
-        return (*dense, (2 * chosen, self.hidden), (self.hidden, chosen)) if chosen else dense
+        if not self.num_experts:
+            return dense
+        (up_rows, up_columns), (down_rows, down_columns) = self.expert_matrices
+        return (*dense, (self.top_k * up_rows, up_columns), (down_rows, self.top_k * down_columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +393,7 @@ def num_blocks(problem: Problem, config: Config, target: Target) -> int:
     that all blocks have read what was posted before.
     """
     p, c = problem, config
-    return min(target.device.num_sms, *(_units(p, c, i) for i in range(GATE_UP[0], _num_products(p))))
+    return min(target.device.num_sms, *(_units(p, c, i) for i in range(GATE_UP, _num_products(p))))
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -472,7 +484,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     warps = min((n for n in (8, 10, 11, 12) if sizes_of(n)), key=lambda n: _row_vecs(p, n))
     most = max(1, MAX_ROW_WORDS // (8 * _row_vecs(p, warps)))
     out = _parts(p.hidden, (_least_columns(p, 1),), p.group_size, blocks, most, everywhere=False)
-    downs = (_least_columns(p, 3), *((p.top_k * p.expert_inner,) if p.num_experts else ()))
+    downs = [_least_columns(p, i) for i in DOWN if i < _num_products(p)]
     down = _parts(p.hidden, downs, p.group_size, blocks, most, everywhere=True)
     slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
     sizes = sizes_of(warps)

@@ -72,6 +72,8 @@ def test_what_is_replaced_stands_there_once() -> None:
     for text, count in (("xbcx", 0), ("aabc", 2)):
         with pytest.raises(UsageError, match=f"v: the text has {count} times 'a'"):
             changed(text, two)
+    with pytest.raises(UsageError, match="4 times ''"):
+        changed("abc", Variant("v", replace=(("", "x"),)))
 
 
 def test_texts_are_made_beside_the_one_that_there_is(tmp_path: Path) -> None:

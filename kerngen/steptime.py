@@ -16,6 +16,7 @@ from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear
+from kerngen.templates.common.screen_spec import bits_of, least_bytes
 
 RUNS = 5
 
@@ -23,8 +24,8 @@ RUNS = 5
 def step_bytes(model: Gemma4, context: int, batch: int = 1) -> tuple[int, int]:
     """(weight bytes, K and V bytes) that one greedy step of `batch` sequences of `context` tokens cannot avoid reading.
 
-    Of the head its codes in few bits where it has them: but for a few rows it is not read itself then. Of experts those
-    that tokens choose, on average, where each chooses at random.
+    Of the head its codes in few bits where it has them, of seven bits six: but for a few rows no more is read then. Of
+    experts those that tokens choose, on average, where each chooses at random.
     """
     config, weights = model.config, model.weights
 
@@ -37,7 +38,10 @@ def step_bytes(model: Gemma4, context: int, batch: int = 1) -> tuple[int, int]:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     screen = model.screen
-    total = size(weights.head) if screen is None else screen.codes.nbytes + screen.bounds.nbytes
+    if screen is None:
+        total = size(weights.head)
+    else:
+        total = least_bytes(weights.head.out_features, weights.head.in_features, bits_of(screen.codes.shape[2]))
     total += size(weights.ple.projection) if weights.ple is not None else 0
     kv = 0
     for layer, w in zip(config.layers, weights.layers, strict=True):

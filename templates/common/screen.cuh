@@ -12,11 +12,14 @@ DEVICE void load_stream_if(uint4& v, const void* p, bool valid) {
         : "l"(p), "r"(int(valid)));
 }
 
-// Tiles side by side whose planes lie together: LOADS of 16 bytes a lane. A byte is ZERO more than what it stands for.
-template <int BITS> struct CodeGroup {
+// Tiles side by side whose planes lie together: STRIDE loads of 16 bytes a lane, of which the first LOADS are the first FIRST
+// bits of each code: all, or six of seven. A byte b of those stands for GAIN * b - ZERO, in units of half a step where a bit
+// is left out: for the middle of the two codes that it may be.
+template <int BITS, int FIRST = BITS> struct CodeGroup {
     static_assert(BITS == 4 || BITS == 6 || BITS == 7 || BITS == 8, "planes of four, two and one bits, or whole bytes");
-    static constexpr int TILES = BITS == 7 ? 4 : BITS == 6 ? 2 : 1, LOADS = TILES * BITS / 4;
-    static constexpr int ZERO = BITS == 8 ? 0 : 1 << (BITS - 1);
+    static_assert(FIRST == BITS || (FIRST == 6 && BITS == 7), "all bits, or the first six of seven");
+    static constexpr int TILES = BITS == 7 ? 4 : BITS == 6 ? 2 : 1, LOADS = TILES * FIRST / 4, STRIDE = TILES * BITS / 4;
+    static constexpr int GAIN = FIRST == BITS ? 1 : 4, ZERO = FIRST < BITS ? 127 : BITS == 8 ? 0 : 1 << (BITS - 1);
 
     // The last tile that needs a load.
     static DEVICE constexpr int last_tile(int load) {
@@ -27,35 +30,41 @@ template <int BITS> struct CodeGroup {
         if constexpr (BITS == 8) {
             low = w[0], high = w[1];
         } else {
+            constexpr int UP = FIRST == 7 ? 1 : 0;  // below the nibbles is the seventh bit
+            constexpr uint32_t NIBBLES = 0x0f0f0f0f << UP;
             const uint4 n = w[tile];
-            low = make_uint4(n.x & 0x0f0f0f0f, n.y & 0x0f0f0f0f, n.z & 0x0f0f0f0f, n.w & 0x0f0f0f0f);
-            high = make_uint4(n.x >> 4 & 0x0f0f0f0f, n.y >> 4 & 0x0f0f0f0f, n.z >> 4 & 0x0f0f0f0f, n.w >> 4 & 0x0f0f0f0f);
-            if constexpr (BITS >= 6) {
+            low = make_uint4(n.x << UP & NIBBLES, n.y << UP & NIBBLES, n.z << UP & NIBBLES, n.w << UP & NIBBLES);
+            constexpr int DOWN = 4 - UP;
+            high = make_uint4(n.x >> DOWN & NIBBLES, n.y >> DOWN & NIBBLES, n.z >> DOWN & NIBBLES, n.w >> DOWN & NIBBLES);
+            if constexpr (FIRST >= 6) {
                 const uint4 pair = w[TILES + tile / 2];
-                put_twos(low, tile % 2 ? pair.z : pair.x);
-                put_twos(high, tile % 2 ? pair.w : pair.y);
+                put<0x30303030 << UP, 4 + UP, 2>(low, tile % 2 ? pair.z : pair.x);
+                put<0x30303030 << UP, 4 + UP, 2>(high, tile % 2 ? pair.w : pair.y);
             }
-            if constexpr (BITS == 7) {
+            if constexpr (FIRST == 7) {
                 const uint4 all = w[LOADS - 1];
                 const uint32_t ones = tile == 0 ? all.x : tile == 1 ? all.y : tile == 2 ? all.z : all.w;
-                low.x |= ones << 6 & 0x40404040, low.y |= ones << 5 & 0x40404040;
-                low.z |= ones << 4 & 0x40404040, low.w |= ones << 3 & 0x40404040;
-                high.x |= ones << 2 & 0x40404040, high.y |= ones << 1 & 0x40404040;
-                high.z |= ones & 0x40404040, high.w |= ones >> 1 & 0x40404040;
+                put<0x01010101, 0, 1>(low, ones);
+                put<0x01010101, -4, 1>(high, ones);
             }
         }
     }
 
 private:
-    static DEVICE void put_twos(uint4& bytes, uint32_t twos) {
-        bytes.x |= twos << 4 & 0x30303030, bytes.y |= twos << 2 & 0x30303030;
-        bytes.z |= twos & 0x30303030, bytes.w |= twos >> 2 & 0x30303030;
+    // Of each byte of `bits` the EACH lowest to bytes.x, the next to bytes.y and so on: UP places up, to MASK.
+    template <uint32_t MASK, int UP, int EACH> static DEVICE void put(uint4& bytes, uint32_t bits) {
+        bytes.x |= shifted<UP>(bits) & MASK, bytes.y |= shifted<UP - EACH>(bits) & MASK;
+        bytes.z |= shifted<UP - 2 * EACH>(bits) & MASK, bytes.w |= shifted<UP - 3 * EACH>(bits) & MASK;
+    }
+    template <int UP> static DEVICE uint32_t shifted(uint32_t bits) {
+        if constexpr (UP >= 0) return bits << UP;
+        return bits >> (UP < 0 ? -UP : 0);
     }
 };
 
-// Lane 4 g + t holds 16 bytes of row g (`low`) and of row g + 8 (`high`), columns 16 t and on, signed or below 128. digits: of four tokens and
-// those 64 columns, 16 bytes for each [column of the operand: 2 token + digit][t]; what there is no token for may be
-// anything, and so are its sums. num_tokens: of the four that there are.
+// Lane 4 g + t holds 16 bytes of row g (`low`) and of row g + 8 (`high`), columns 16 t and on, signed or below 128. digits: of
+// four tokens and those 64 columns, 16 bytes for each [column of the operand: 2 token + digit][t]; what there is no token for
+// may be anything, and so are its sums. num_tokens: of the four that there are.
 // finish: d[0] and d[1] are row g's sums with digits 0 and 1 of token t, d[2] and d[3] row g + 8's; by a whole warp.
 template <bool TENSOR_CORE> struct TileSums;
 

@@ -24,6 +24,7 @@ from kerngen.templates.common.screen_spec import (
     ROWS,
     TOKEN_STEPS,
     group_loads,
+    num_bounds,
     padded,
     require_bits,
 )
@@ -46,10 +47,13 @@ def head_screen(
     codes: int32 [V / 16, K / 64 / TILES, LOADS, 32, 4], TILES side by side being a group. Of a tile lane 4 g + t of a
     warp has columns 16 t to 16 t + 15 of rows g and g + 8. In 8 bits TILES is 1, and LOADS are row g's bytes and row
     g + 8's, signed. In fewer a code is q + 2^(bits - 1), and a lane has planes: 16 bytes a tile of nibbles, byte i of
-    both rows in one byte, row g's in the low half; in 6 and 7 bits 16 bytes for each two tiles of bits 4 and 5; in 7
-    bits 16 bytes for four tiles of bit 6. TILES are 1, 2 and 4 in 4, 6 and 7 bits, LOADS 1, 3 and 7.
+    both rows in one byte, row g's in the low half; in 6 and 7 bits 16 bytes for each two tiles of the two bits above.
+    In 7 bits both are of c, a code without its last bit, and 16 bytes for four tiles of that bit follow. TILES are 1, 2
+    and 4 in 4, 6 and 7 bits, LOADS 1, 3 and 7.
     bounds: [V, 2] fp32: a row's scale, and b: what is computed with the row's codes is at most b |x| off W[r] x,
-    roundings of x and of all sums included. NaN for rows that are never wanted: those in `excluded`, and what pads V.
+    roundings of x and of all sums included. In 7 bits [V, 4]: then the same of the first six, which stand for
+    4 c - 127, the middle of two codes in half steps; that bound is sure in any case. NaN for rows that are never
+    wanted: those in `excluded`, and what pads V.
     """
     shown = f"{weight.dtype} {list(weight.shape)}"
     require(weight.ndim == 2 and weight.is_floating_point(), f"head_screen: {shown} is no matrix of floats")
@@ -60,7 +64,7 @@ def head_screen(
     rows, columns = padded(v, ROWS), padded(k, COLUMNS * GROUP_TILES[bits])
     shape = (rows // ROWS, columns // COLUMNS // GROUP_TILES[bits], group_loads(bits), 32, 4)
     codes = torch.empty(shape, dtype=torch.int32, device=weight.device)
-    bounds = torch.full((rows, 2), float("nan"), dtype=torch.float32, device=weight.device)
+    bounds = torch.full((rows, num_bounds(bits)), float("nan"), dtype=torch.float32, device=weight.device)
     if weight.is_meta:  # a record of shapes alone
         return codes, bounds
     step = max(_AT_ONCE // columns // ROWS, 1) * ROWS
@@ -69,8 +73,12 @@ def head_screen(
         q, scale, error = _rounded(part, bits)
         at, n = first // ROWS, padded(len(part), ROWS)
         codes[at : at + n // ROWS] = _planes(q, n, columns, bits)
-        bounds[first : first + len(part), 0] = scale
-        bounds[first : first + len(part), 1] = _bound(part, scale[:, None] * q, error, likely)
+        into = bounds[first : first + len(part)]
+        into[:, 0], into[:, 1] = scale, _bound(part, scale[:, None] * q, error, likely)
+        if bits == 7:
+            kept = scale[:, None] * (2.0 * torch.floor(q / 2) + 0.5)
+            # Sure ones: what is left out of small elements has one sign, and is all but unrelated to a token.
+            into[:, 2], into[:, 3] = scale / 2, _bound(part, kept, _size(part - kept), likely=False)
     if excluded:
         bounds[torch.tensor(list(excluded), dtype=torch.int64, device=weight.device)] = float("nan")
     return codes, bounds
@@ -118,14 +126,16 @@ def _planes(q: Tensor, rows: int, columns: int, bits: int) -> Tensor:
     # [strip, half, g, group, tile, t, word, byte] -> [strip, group, tile, half, g, t, word, byte]
     c = whole.view(rows // ROWS, 2, 8, -1, GROUP_TILES[bits], 4, 4, 4).permute(0, 3, 4, 1, 2, 5, 6, 7)
     # [strip, group, half or tile, g, t, word, byte]
-    planes = c.flatten(2, 3) if bits == 8 else (c[:, :, :, 0] & 15) | (c[:, :, :, 1] & 15) << 4
+    first = c >> 1 if bits == 7 else c
+    planes = c.flatten(2, 3) if bits == 8 else (first[:, :, :, 0] & 15) | (first[:, :, :, 1] & 15) << 4
     if bits in (6, 7):
-        two = sum((c[..., word, :] >> 4 & 3) << 2 * word for word in range(4))  # [strip, group, tile, half, g, t, byte]
+        # [strip, group, tile, half, g, t, byte]
+        two = sum((first[..., word, :] >> 4 & 3) << 2 * word for word in range(4))
         assert isinstance(two, Tensor)
         two = two.unflatten(2, (-1, 2)).permute(0, 1, 2, 5, 6, 3, 4, 7).flatten(5, 6)  # [.., pair, g, t, word, byte]
         planes = torch.cat((planes, two), 2)
     if bits == 7:
-        one = sum((c[:, :, :, i // 4, :, :, i % 4] >> 6 & 1) << i for i in range(8))  # [strip, group, tile, g, t, byte]
+        one = sum((c[:, :, :, i // 4, :, :, i % 4] & 1) << i for i in range(8))  # [strip, group, tile, g, t, byte]
         assert isinstance(one, Tensor)
         planes = torch.cat((planes, one.permute(0, 1, 3, 4, 2, 5)[:, :, None]), 2)
     return planes.contiguous().view(torch.int32).view(rows // ROWS, -1, group_loads(bits), 32, 4)

@@ -25,6 +25,11 @@ def group_loads(bits: int) -> int:
     return GROUP_TILES[bits] * bits // 4
 
 
+def num_bounds(bits: int) -> int:
+    """Numbers a row: a scale and a bound, in seven bits also those of the first six."""
+    return 4 if bits == 7 else 2
+
+
 def bits_of(loads: int) -> int:
     """The bits of codes that have so many loads a group. Raises ProblemError where none have."""
     for bits in GROUP_TILES:
@@ -34,6 +39,12 @@ def bits_of(loads: int) -> int:
     raise ProblemError(f"codes have {loads} loads a group; there are {known}")
 
 
-def screen_bytes(rows: int, columns: int, bits: int = 8) -> int:
-    """Of codes and bounds of a matrix [rows, columns]."""
-    return padded(rows, ROWS) * (padded(columns, COLUMNS * GROUP_TILES[bits]) * bits // 8 + 8)
+def screen_bytes(rows: int, columns: int, bits: int = 8, first_bits: int | None = None) -> int:
+    """Of codes and bounds of a matrix [rows, columns]. first_bits: of so many bits of each code, in place of all."""
+    each = padded(columns, COLUMNS * GROUP_TILES[bits]) * (first_bits or bits) // 8
+    return padded(rows, ROWS) * (each + 4 * num_bounds(bits))
+
+
+def least_bytes(rows: int, columns: int, bits: int) -> int:
+    """Of those, what whoever looks for one row cannot but read: of seven bits the first six."""
+    return screen_bytes(rows, columns, bits, 6 if bits == 7 else bits)

@@ -54,13 +54,15 @@ CASES = (
     *_cases(1, 8, 1, bits=FEW),
     *_cases(17, 264, 2, 5, kinds=("normal", "equal"), bits=FEW),  # one vector in the second group, of any bits
     *_cases(3000, 320, 1, 7, kinds=("ties", "equal", "excluded", "outliers", "zero_rows", "sizes", "nan"), bits=(6,)),
+    *_cases(3000, 320, 1, 4, kinds=("equal", "excluded", "outliers", "zero_rows"), bits=(7,)),
     *_cases(3000, 320, 2, kinds=("ties", "sizes", "nan"), bits=(4, 7), dtypes=("bf16",)),
     *_cases(3000, 320, 2, kinds=("negative", "tiny", "huge", "rows", "likely"), bits=FEW),
-    *_cases(5000, 1536, 1, 3, kinds=("wide", "first", "last", "infinite"), bits=(6,), dtypes=("bf16",)),
+    *_cases(5000, 1536, 1, 3, kinds=("wide", "first", "last", "infinite"), bits=(6, 7), dtypes=("bf16",)),
     *_cases(5000, 1536, 3, kinds=("wide",), bits=(7,), dtypes=("fp16",)),
     *_cases(2056, 5376, 1, 9, 32, kinds=("wide",), bits=(6, 7), dtypes=("bf16",)),
     *_cases(1500, 1000, 8, 17, 32, kinds=("excluded",), bits=FEW),
     *_cases(100000, 1024, 1, 5, kinds=("wide", "likely"), bits=(4, 6), dtypes=("bf16",)),
+    *_cases(100000, 1024, 1, 4, kinds=("wide", "rows"), bits=(7,), dtypes=("bf16",)),
     case_for(Problem(262144, 256, num_tokens=32, bits=7), kind="wide"),
 )
 

@@ -8,14 +8,14 @@ from torch import Tensor
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.row_spec import require
 from kerngen.templates.common.row_torch import DTYPE_NAME, empty
-from kerngen.templates.common.screen_spec import COLUMNS, GROUP_TILES, bits_of
+from kerngen.templates.common.screen_spec import COLUMNS, GROUP_TILES, bits_of, num_bounds
 from kerngen.templates.greedy_head.spec import Problem
 
 _TAKES = {
     "x": "D[M, K]",
     "weight": "D[V, K]",
     "codes": "int32[(V + 15) // 16, _, _, 32, 4]",  # the rest by bits, below
-    "bounds": "fp32[(V + 15) // 16 * 16, 2]",
+    "bounds": "fp32[(V + 15) // 16 * 16, _]",
 }
 
 
@@ -31,6 +31,8 @@ def greedy_head(x: Tensor, weight: Tensor, codes: Tensor, bounds: Tensor) -> Cal
     bits = bits_of(codes.shape[2])
     groups = -(-hidden // (COLUMNS * GROUP_TILES[bits]))
     require(codes.shape[1] == groups, f"codes have {codes.shape[1]} groups of columns; K = {hidden} has {groups}")
+    columns = num_bounds(bits)
+    require(bounds.shape[1] == columns, f"bounds are {bounds.shape[1]} a row; of {bits} bits there are {columns}")
     ids = empty(x, tokens, dtype=torch.int64)
     problem = Problem(vocab, hidden, DTYPE_NAME[x.dtype], tokens, bits) if tokens else None
     arguments = {

@@ -9,12 +9,16 @@ guess, for who asks for them.)
 In six and seven bits a row's interval is wide, about a standard deviation of the logits to each side, and thousands of
 rows reach the highest lower end. The row that has it is multiplied first: its logit is near the middle of its interval,
 and what does not reach that is left out too.
+
+Of seven bits few tokens read the first six: the last one halves the interval, and is looked at for the few thousand
+rows of 262,144 that those leave.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, prod
+from dataclasses import dataclass, replace
+from math import ceil, prod, sqrt
+from statistics import NormalDist
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
@@ -33,6 +37,8 @@ from kerngen.templates.common.screen_spec import (
     GROUP_TILES,
     ROWS,
     TOKEN_STEPS,
+    least_bytes,
+    num_bounds,
     padded,
     require_bits,
     screen_bytes,
@@ -42,14 +48,16 @@ from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, Traffic
 MAX_TOKENS = 32
 MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architecture's shared memory
 TILE_CODES = ROWS * COLUMNS
-PROGRESS_BYTES = 24  # of a token in the workspace
+PROGRESS_BYTES = 32  # of a token in the workspace
 LOOKS_FIRST = (6, 7)  # bits whose rows are compared with a logit, see above
+FIRST_BITS_ELEMENTS = 32_000  # of all tokens, up to which six of seven bits are multiplied first
+LONG_ROW = 4096  # columns from which on wide blocks choose
 MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes
-MAX_SPILL_BYTES = 48  # a thread's, of the sums of 32 tokens; in 8 bits still faster than fewer warps without
+MAX_SPILL_BYTES = 48  # a thread's, of the sums of 32 tokens: in 8 bits still faster than fewer warps without
 TILE_CLOCKS = 100  # that a tile takes a warp however idle its SM is
-OTHER_REGISTERS = 56  # of a thread, beside tiles under way
+OTHER_REGISTERS, STRIP_REGISTERS = 56, 24  # of a thread, beside tiles under way and sums; for each further strip
 UNPACKING = {4: 12, 6: 28, 7: 44, 8: 0}  # instructions a lane and tile
-CHOOSE_BLOCKS = 2  # of greedy_choose an SM, over all tokens
+CHOOSE_WARPS = 16  # of greedy_choose an SM has room for; over all tokens there are as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +93,14 @@ class Problem:
 class Config:
     block_tokens: int = 4  # that share a read of the codes
     column_parts: int = 1  # whose digits are in shared memory one after the other
-    num_warps: int = 16  # of a block of greedy_screen, each with a strip of 16 rows at a time
-    steps: int = 4  # tiles of `bits` / 8 KiB that a warp has under way, whole groups of them
+    num_warps: int = 16  # of a block of greedy_screen, each with `strips` at a time
+    steps: int = 4  # tiles of `bits` / 8 KiB of each strip that a warp has under way, whole groups of them
     blocks_per_sm: int = 1  # of greedy_screen; they go through all strips
-    choose_warps: int = 8  # of a block of greedy_choose, which looks at 128 rows a warp at a time
+    choose_warps: int = 8  # of a block of greedy_choose, which looks at up to 1024 rows a warp at a time
+    strips: int = 1  # of 16 rows that a warp multiplies together
+    # Of each code's seven bits those that greedy_screen multiplies, six; greedy_choose looks at the last one, of the
+    # rows that may be chosen by these. 0: all bits that there are.
+    first_bits: int = 0
 
 
 SPACE_TOKENS, SPACE_PARTS = (4, 8, 16, 32), (1, 2, 3, 4, 6)
@@ -100,26 +112,27 @@ SPACE: dict[str, Choices] = {
     "steps": lambda problem, target: STEPS[problem.bits],
     "blocks_per_sm": (1, 2, 3, 4),
     "choose_warps": (4, 8, 16),
+    "strips": lambda problem, target: (1, 2) if problem.num_tokens > 16 else (1,),
+    "first_bits": lambda problem, target: (0, 6) if problem.bits == 7 else (0,),
 }
-# By block_tokens, (num_warps, steps) that a default takes the first of that fits.
+# By block_tokens, (num_warps, steps, strips) that a default takes the first of that fits.
 EIGHT_BIT_CUTS = {
-    4: ((16, 4), (8, 4), (4, 4)),
-    8: ((16, 4), (8, 4), (4, 4)),
-    16: ((8, 6), (8, 4), (4, 4)),
-    32: ((16, 3), (8, 6), (4, 4)),
+    4: ((16, 4, 1), (8, 4, 1), (4, 4, 1)),
+    8: ((16, 4, 1), (8, 4, 1), (4, 4, 1)),
+    16: ((8, 6, 1), (8, 4, 1), (4, 4, 1)),
+    32: ((16, 3, 1), (8, 6, 1), (4, 4, 1)),
 }
-PLANE_CUTS = {  # of six and seven bits
-    4: ((16, 4), (8, 8), (4, 4)),
-    8: ((16, 4), (8, 8), (4, 4)),
-    16: ((16, 4), (8, 8), (4, 4)),
-    32: ((16, 4), (8, 8), (4, 4)),
-}
+SIX_BIT_CUTS = dict.fromkeys((4, 8, 16, 32), ((16, 4, 1), (8, 8, 1), (4, 4, 1)))
+SEVEN_BIT_CUTS = SIX_BIT_CUTS | {32: ((8, 4, 2), (8, 8, 1), (4, 4, 1))}
 NIBBLE_CUTS = {
-    4: ((8, 16), (8, 8), (4, 4)),
-    8: ((16, 8), (8, 8), (4, 4)),
-    16: ((8, 8), (8, 4), (4, 4)),
-    32: ((16, 4), (8, 8), (4, 4)),
+    4: ((8, 16, 1), (8, 8, 1), (4, 4, 1)),
+    8: ((16, 8, 1), (8, 8, 1), (4, 4, 1)),
+    16: ((8, 8, 1), (8, 4, 1), (4, 4, 1)),
+    32: ((16, 4, 1), (8, 8, 1), (4, 4, 1)),
 }
+# Half of what a row's interval is wide, over the logits' standard deviation, of normal numbers: what W is rounded by,
+# over the square root of K where bounds are sure, and what is the same in any bits for each of K (common/screen.py).
+ROUNDED, EACH_COLUMN = {4: 0.43, 6: 0.0310, 7: 0.0162, 8: 0.0080}, 1 / 65_000
 ARGS = {
     "greedy_screen": (
         Arg("x", "ptr"),
@@ -132,6 +145,8 @@ ARGS = {
         Arg("ids", "ptr", align=8),
         Arg("x", "ptr"),
         Arg("weight", "ptr"),
+        Arg("codes", "ptr"),
+        Arg("bounds", "ptr"),
         Arg("workspace", "ptr"),
     ),
 }
@@ -149,14 +164,22 @@ def most_tokens(target: Target | None) -> int:
 
 
 def bits_for(hidden: int, *, likely: bool = False) -> int:
-    """Of a code, for rows of `hidden` elements: what is fastest on an H200 for one token and not slow for 32.
+    """Of a code, for rows of `hidden` elements: what is fastest for one token and not slow for 32.
 
     The fewer bits, the more rows of the table are left to multiply, each token's own: of 262,144 rows of normal numbers
-    200 in six bits of 1,536 elements, 530 of 2,560, 900 of 2,816; in seven bits 30 of 2,816, 80 of 3,840, 200 of 5,376,
-    where 32 tokens take a fifth more time than in eight (docs/performance.md).
+    200 in six bits of 1,536 elements, 530 of 2,560, 900 of 2,816, thousands of 5,376; in seven bits 30 of 2,816, 80 of
+    3,840, 200 of 5,376. Seven are six that few tokens read, and one of those rows that six leave (docs/experiments.md).
     likely: for bounds that are (head_screen): four bits leave 50 rows of 1,024 elements.
     """
-    return 4 if likely else 6 if hidden <= 2560 else 7 if hidden <= 3840 else 8
+    return 4 if likely else 6 if hidden <= 2560 else 7
+
+
+def rows_left(problem: Problem, bits: int) -> float:
+    """How many rows reach what one of them is at least, in `bits` of their codes, of normal numbers."""
+    normal, k = NormalDist(), problem.hidden
+    half = ROUNDED[bits] * (1.0 if bits == 4 else sqrt(k)) + k * EACH_COLUMN
+    highest = normal.inv_cdf(1 - 1 / (problem.vocab_size + 1))
+    return problem.vocab_size * (1 - normal.cdf(highest - half * (1 if bits in LOOKS_FIRST else 2)))
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
@@ -165,6 +188,9 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "MAX_TOKENS": MAX_TOKENS,
         "PROGRESS_BYTES": PROGRESS_BYTES,
         "LOOKS_FIRST": "true" if problem.bits in LOOKS_FIRST else "false",
+        "CHOOSE_LOOKS": _choose_looks(config),
+        "FIRST_BITS": _first_bits(problem, config),
+        "NUM_BOUNDS": num_bounds(problem.bits),
     }
 
 
@@ -179,6 +205,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     threads = 32 * max(c.num_warps, c.choose_warps)
     if why := why_block_too_large(threads, f"{threads // 32} warps"):
         return why
+    if c.first_bits and (p.bits, c.first_bits) != (7, 6):
+        return f"first_bits={c.first_bits}: of seven bits six may come first, not of {p.bits}"
     if c.steps % (group := GROUP_TILES[p.bits]):
         return f"steps={c.steps} are no whole groups of {group} tiles, as codes of {p.bits} bits are"
     if c.steps * c.column_parts > (tiles := _tiles(p)):
@@ -193,13 +221,19 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps) // 8 * 8)
     if (need := registers(p, c, arch)) > available:
         return f"about {need} registers a thread; {warps} warps an SM leave {available}"
-    return arch.why_too_large(smem_bytes(p, c, target), c.blocks_per_sm)
+    return arch.why_too_large(_screen_smem_bytes(p, c), c.blocks_per_sm) or arch.why_too_large(_choose_smem_bytes(p, c))
 
 
 def registers(problem: Problem, config: Config, arch: Arch) -> int:
     """A thread's of greedy_screen, about: tiles under way, sums, and the rest."""
     sums = 4 if arch.has_mma16816 else 16
-    return problem.bits * config.steps + (sums + 2) * config.block_tokens // 4 + OTHER_REGISTERS
+    each = _first_bits(problem, config) * config.steps + sums * config.block_tokens // 4
+    others = OTHER_REGISTERS + (config.strips - 1) * STRIP_REGISTERS
+    return config.strips * each + config.block_tokens // 2 + others
+
+
+def _first_bits(problem: Problem, config: Config) -> int:
+    return config.first_bits or problem.bits
 
 
 def default_config(problem: Problem, target: Target) -> Config:
@@ -207,12 +241,17 @@ def default_config(problem: Problem, target: Target) -> Config:
     tiles = _tiles(problem)
     widest = next(n for n in SPACE_TOKENS if n >= problem.num_tokens)
     widths = [n for n in reversed(SPACE_TOKENS) if n <= widest]
-    cuts = {4: NIBBLE_CUTS, 8: EIGHT_BIT_CUTS}.get(problem.bits, PLANE_CUTS)
+    cuts = {4: NIBBLE_CUTS, 6: SIX_BIT_CUTS, 7: SEVEN_BIT_CUTS, 8: EIGHT_BIT_CUTS}[problem.bits]
+    most_steps = max(s for s in STEPS[problem.bits] if s <= tiles)
+    base = Config(
+        choose_warps=16 if problem.hidden >= LONG_ROW else 8,
+        first_bits=6 if problem.bits == 7 and problem.num_tokens * problem.hidden <= FIRST_BITS_ELEMENTS else 0,
+    )
     candidates = (
-        Config(n, parts, warps, max(s for s in STEPS[problem.bits] if s <= min(steps, tiles)))
+        replace(base, block_tokens=n, column_parts=parts, num_warps=warps, strips=strips, steps=min(steps, most_steps))
         for n in widths
         for parts in SPACE_PARTS
-        for warps, steps in cuts[n]
+        for warps, steps, strips in cuts[n]
     )
     return next(c for c in candidates if why_invalid(problem, c, target) is None)
 
@@ -233,22 +272,43 @@ def _digit_bytes(p: Problem, c: Config) -> int:
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """The tokens' digits; of greedy_screen what its warps exchange."""
-    p, c = problem, config
-    screen = _digit_bytes(p, c) + c.block_tokens * (8 * c.num_warps + 20 + 8 * c.column_parts)
-    choose = 4 * 128 * c.choose_warps + (32 if p.bits in LOOKS_FIRST else 16)
-    return max(screen, choose)
+    """Of a block, of whichever launch takes more."""
+    return max(_screen_smem_bytes(problem, config), _choose_smem_bytes(problem, config))
+
+
+def _screen_smem_bytes(p: Problem, c: Config) -> int:
+    """The tokens' digits, and what warps exchange."""
+    return _digit_bytes(p, c) + c.block_tokens * (8 * c.num_warps + 20 + 8 * c.column_parts)
+
+
+def _choose_smem_bytes(p: Problem, c: Config) -> int:
+    """What looks have found, a token's digits for the last bits, and what warps exchange."""
+    exchanged = 4 * c.choose_warps * ((p.bits in LOOKS_FIRST) + (c.first_bits > 0))
+    return _choose_looks(c) * 256 * c.choose_warps + exchanged + 16 + _last_digit_bytes(p, c)
+
+
+def _choose_looks(c: Config) -> int:
+    """How many times four rows a thread of greedy_choose reads at once: of few tokens each has more blocks."""
+    return 4 if c.block_tokens == 4 else 8
+
+
+def _last_digit_bytes(p: Problem, c: Config) -> int:
+    """Of a token, for the last bits of rows: 128 a tile of columns, and 64 between each four of them."""
+    return 0 if not c.first_bits else 576 * _tiles(p) // GROUP_TILES[p.bits]
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     p, c, pdl = problem, config, target.arch.has_pdl
-    blocks = min(ceil(_rows(p) / ROWS / c.num_warps), c.blocks_per_sm * target.device.num_sms)
+    spans = ceil(_rows(p) / ROWS / c.strips)
+    blocks = min(ceil(spans / c.num_warps), c.blocks_per_sm * target.device.num_sms)
     reads = ceil(p.num_tokens / c.block_tokens)
     most = ceil(_rows(p) / (128 * c.choose_warps))
-    choosing = max(1, min(most, CHOOSE_BLOCKS * target.device.num_sms // p.num_tokens))
+    choosing = max(1, min(most, CHOOSE_WARPS // c.choose_warps * target.device.num_sms // p.num_tokens))
     return (
         Launch("greedy_screen", (blocks, reads, 1), (32 * c.num_warps, 1, 1), _digit_bytes(p, c), pdl=pdl),
-        Launch("greedy_choose", (choosing, p.num_tokens, 1), (32 * c.choose_warps, 1, 1), 0, pdl=pdl),
+        Launch(
+            "greedy_choose", (choosing, p.num_tokens, 1), (32 * c.choose_warps, 1, 1), _last_digit_bytes(p, c), pdl=pdl
+        ),
     )
 
 
@@ -262,9 +322,9 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 
 def cost(problem: Problem) -> Cost:
-    """Codes and bounds once, and one row of the table."""
+    """Codes, of seven bits the first six, and bounds once, and one row of the table."""
     p, size = problem, ELEMENT_BYTES[problem.dtype]
-    moved = screen_bytes(p.vocab_size, p.hidden, p.bits) + size * p.hidden * 2 * p.num_tokens + 8 * p.num_tokens
+    moved = least_bytes(p.vocab_size, p.hidden, p.bits) + size * p.hidden * 2 * p.num_tokens + 8 * p.num_tokens
     return Cost(moved, 2 * p.num_tokens * p.vocab_size * p.hidden)
 
 
@@ -272,7 +332,7 @@ def _resident(p: Problem, c: Config, target: Target) -> int:
     """Blocks of greedy_screen that an SM has room for, about."""
     arch = target.arch
     by_registers = arch.regs_per_sm // (32 * c.num_warps * registers(p, c, arch))
-    by_smem = arch.smem_per_sm // (smem_bytes(p, c, target) + arch.reserved_smem_bytes)
+    by_smem = arch.smem_per_sm // (_screen_smem_bytes(p, c) + arch.reserved_smem_bytes)
     return min(arch.max_warps_per_sm // c.num_warps, by_registers, by_smem)
 
 
@@ -280,32 +340,37 @@ def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
     """cuda_ops: a tile takes about 12 instructions a lane, those that unpack it, and for each four tokens two products
     and a load of their digits, without the tensor core 40 a token; a row's end 10 a token, and the digits about 16 an
     element and block. Blocks that read the codes for different tokens find them in L2 where they run beside each other.
-    clocks: a tile's two products, one after the other, and a load before them.
+    clocks: a tile's two products, one after the other, and a load before them. Rows are left to choose from as of
+    normal numbers.
     """
     p, c = problem, config
     reads, blocks = ceil(p.num_tokens / c.block_tokens), prod(launches(p, c, target)[0].grid)
     strips, fours = _rows(p) // ROWS, c.block_tokens // 4
     tiles = strips * _tiles(p) * reads
     uppers = 4 * p.num_tokens * _rows(p)
-    once = screen_bytes(p.vocab_size, p.hidden, p.bits)
+    bits = _first_bits(p, c)
+    once = screen_bytes(p.vocab_size, p.hidden, p.bits, bits)
     codes = once * reads
     x_bytes = 2 * p.num_tokens * p.hidden
     tensor = target.arch.has_mma16816
-    each = 12 + UNPACKING[p.bits] + (5 * fours if tensor else 40 * min(p.num_tokens, c.block_tokens))
+    each = 12 + UNPACKING[bits] + (5 * fours if tensor else 40 * min(p.num_tokens, c.block_tokens))
     ends = p.num_tokens * (10 * c.column_parts * _rows(p) + 16 * blocks * p.hidden)
     beside = max(1, _resident(p, c, target) // c.blocks_per_sm)
     screen = Traffic(
         once * ceil(reads / beside),
         tiles * fours * TILE_CODES * 8 if tensor else 0,  # two of eight bits an element, at the rate of one of 16
         l2_bytes=codes + uppers * (2 * c.column_parts - 1) + 2 * blocks * x_bytes,
-        smem_bytes=tiles * fours * 512,
+        smem_bytes=tiles * fours * 512 // c.strips,
         cuda_ops=32 * tiles * each + ends,
-        bytes_in_flight=c.num_warps * c.steps * TILE_CODES * p.bits // 8,
-        units=ceil(strips / c.num_warps) * reads,
+        bytes_in_flight=c.num_warps * c.strips * c.steps * TILE_CODES * bits // 8,
+        units=ceil(strips / c.strips / c.num_warps) * reads,
         clocks=_tiles(p) * TILE_CLOCKS,
         waits=2,
     )
+    first, left = (ceil(p.num_tokens * rows_left(p, b)) for b in (bits, p.bits))
+    last = first if c.first_bits else 0  # rows whose last bit is asked for: half of the bytes are other rows'
     choose = Traffic(
-        x_bytes, 0, l2_bytes=uppers + 2 * x_bytes, cuda_ops=8 * p.num_tokens * _rows(p), waits=4
+        x_bytes + last * p.hidden // 4 + left * p.hidden * ELEMENT_BYTES[p.dtype], 0, l2_bytes=uppers + 2 * x_bytes,
+        cuda_ops=8 * p.num_tokens * _rows(p) + (4 * last + 9 * left) * p.hidden // 3, waits=4 + (c.first_bits > 0),
     )  # fmt: skip
     return [screen, choose]

@@ -28,7 +28,15 @@ from kerngen.templates import find_kernel
 from kerngen.templates.common.screen import head_screen
 from kerngen.templates.common.screen_spec import GROUP_TILES, screen_bytes
 from kerngen.templates.greedy_head.op import greedy_head
-from kerngen.templates.greedy_head.spec import MAX_HIDDEN, MAX_TOKENS, Config, Problem, bits_for, most_tokens
+from kerngen.templates.greedy_head.spec import (
+    MAX_HIDDEN,
+    MAX_TOKENS,
+    Config,
+    Problem,
+    bits_for,
+    most_tokens,
+    rows_left,
+)
 from kerngen.workload import MODELS, find_workload
 
 TINY = ROOT / "examples" / "tiny"
@@ -56,8 +64,13 @@ def _rows(codes: Tensor, bits: int = 8) -> Tensor:
     if bits >= 6:
         code += (load(tiles + tile // 2, tile % 2 * 2 + half) >> 2 * word & 3) * 16
     if bits == 7:
-        code += (load(6, tile) >> 4 * half + word & 1) * 64
+        code = 2 * code + (load(6, tile) >> 4 * half + word & 1)
     return code - 2 ** (bits - 1)
+
+
+def _first_six(codes: Tensor) -> Tensor:
+    """Of codes of seven bits what the first six stand for, in half steps: the middle of two codes."""
+    return 2 * ((_rows(codes, 7) + 64) // 2 * 2) + 1 - 128
 
 
 def _screened(codes: Tensor, bounds: Tensor, x: Tensor, bits: int = 8) -> Tensor:
@@ -93,6 +106,36 @@ def test_no_logit_is_further_off_than_its_bound(
     x = error[row] / error[row].abs().max()
     off = (_screened(codes, bounds, x, bits)[row] - weight[row].double() @ x).abs()
     assert 0.9 < float(off / (bounds[row, 1].double() * x.norm())) <= 1.0
+
+
+@pytest.mark.parametrize("of_x", [lambda x: x, _heavy, lambda x: x.abs()])
+def test_no_logit_is_further_off_than_the_bound_of_six_of_seven_bits(of_x: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(300, 200).to(torch.bfloat16)
+    weight[7], weight[8, :-1] = 0.0, 0.0
+    codes, bounds = head_screen(weight, (), 7)
+    first, scale, bound = _first_six(codes)[:300, :200].double(), bounds[:300, 2:3].double(), bounds[:300, 3].double()
+    assert torch.equal(scale, bounds[:300, :1].double() / 2)
+    for _ in range(20):
+        x = of_x(torch.randn(200)).to(torch.bfloat16)
+        fixed = (x.double() * (STEPS / float(x.abs().max()))).round() * (float(x.abs().max()) / STEPS)
+        off = ((scale * first) @ fixed - weight.double() @ x.double()).abs()
+        assert bool((off <= bound * x.double().norm()).all())
+    error = weight.double() - scale * first
+    row = int(error.norm(dim=-1).argmax())
+    assert 0.9 < float(error[row].norm() / bound[row]) <= 1.0
+
+
+def test_the_first_six_bits_have_sure_bounds_where_the_others_are_likely() -> None:
+    """What they leave out of elements near zero is half a step of one sign: a token whose mean is not 0 finds it."""
+    torch.manual_seed(0)
+    weight = torch.randn(500, 1024) * 0.01
+    weight[:, 0] = 5.0
+    codes, bounds = head_screen(weight, (), 7, likely=True)
+    x = (torch.randn(1024) + 1.0).to(torch.bfloat16).double()
+    off = (bounds[:500, 2:3].double() * _first_six(codes)[:500, :1024].double() @ x - weight.double() @ x).abs()
+    assert bool((off <= bounds[:500, 3].double() * x.norm()).all())
+    assert float(off.max()) > float(bounds[:500, 1].max()) * float(x.norm())
 
 
 @pytest.mark.parametrize("likely", [False, True])
@@ -134,7 +177,7 @@ def test_codes_are_the_rows_in_the_order_of_lanes(bits: int) -> None:
     codes, bounds = head_screen(weight, (), bits)
     groups = -(-328 // (64 * GROUP_TILES[bits]))
     assert codes.shape == (2, groups, {4: 1, 6: 3, 7: 7, 8: 2}[bits], 32, 4)
-    assert bounds.shape == (32, 2)
+    assert bounds.shape == (32, 4 if bits == 7 else 2)
     rows = _rows(codes, bits).float()
     assert torch.equal(rows[:21, 1:328], weight[:, 1:])
     assert bool((rows[:21, 0] == 2 ** (bits - 1) - 1).all())
@@ -293,7 +336,7 @@ def test_a_centroid_head_has_no_screen(tmp_path: Path) -> None:
 def test_long_rows_take_more_bits_and_drafts_the_fewest() -> None:
     of_models = [bits_for(hidden) for hidden in (1024, 1536, 2560, 2816, 3840, 5376, MAX_HIDDEN)]
     assert of_models == sorted(of_models)
-    assert set(of_models) <= {6, 7, 8}, "sure bounds of four bits leave most rows"
+    assert set(of_models) <= {6, 7}, "sure bounds of four bits leave most rows"
     assert bits_for(1024, likely=True) == 4
 
 
@@ -344,6 +387,9 @@ def test_refused(changed: dict[str, object], why: str) -> None:
         (Config(steps=2, column_parts=2), "steps=2 in column_parts=2, and a row has 3 tiles"),
         (Config(steps=1, column_parts=2), None),
         (Config(block_tokens=32, num_warps=16, steps=3, blocks_per_sm=2), "registers"),
+        (Config(block_tokens=32, num_warps=8, steps=3, strips=2), None),
+        (Config(block_tokens=32, num_warps=16, steps=3, strips=2), "registers"),
+        (Config(steps=1, first_bits=6), "first_bits=6: of seven bits six may come first, not of 8"),
     ],
 )
 def test_configurations(config: Config, why: str | None) -> None:
@@ -358,6 +404,25 @@ def test_more_tokens_than_share_a_read_read_again() -> None:
     assert screen.grid[1] == 2
     assert choose.grid == (264 // 7, 7, 1), "two blocks an SM, whatever tokens they are for"
     assert KERNEL.launches(replace(problem, num_tokens=1), Config(), target)[1].grid == (256, 1, 1)
+    wide = KERNEL.launches(problem, Config(block_tokens=4, choose_warps=16), target)[1]
+    assert wide.grid == (132 // 7, 7, 1), "one of twice as many warps, which is all that fits"
+
+
+@pytest.mark.parametrize(("hidden", "bits", "least", "most"), [
+    (1536, 6, 100, 300), (2816, 6, 600, 1300), (5376, 6, 3500, 7000), (3840, 7, 50, 200), (5376, 7, 100, 300),
+    (1024, 4, 20, 80),
+])  # fmt: skip
+def test_as_many_rows_are_left_as_were_counted(hidden: int, bits: int, least: int, most: int) -> None:
+    assert least < rows_left(Problem(hidden=hidden, bits=bits), bits) < most
+
+
+@pytest.mark.parametrize(("hidden", "num_tokens", "first"), [
+    (2816, 8, 6), (2816, 16, 0), (3840, 8, 6), (5376, 1, 6), (5376, 5, 6), (5376, 8, 0), (2560, 1, 0),
+])  # fmt: skip
+def test_few_tokens_read_six_of_seven_bits(hidden: int, num_tokens: int, first: int) -> None:
+    problem = Problem(hidden=hidden, num_tokens=num_tokens, bits=bits_for(hidden))
+    for name in "sm75", "sm90":
+        assert KERNEL.default_config(problem, Target.of(find_arch(name))).first_bits == first
 
 
 def test_tiles_under_way_are_whole_groups() -> None:

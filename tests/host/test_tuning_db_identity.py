@@ -87,7 +87,16 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "greedy_head": (
         {"num_tokens": 1},
         {"vocab_size": 262144, "hidden": 5376, "dtype": "bf16", "bits": 8},
-        {"block_tokens": 4, "column_parts": 1, "num_warps": 16, "steps": 4, "blocks_per_sm": 1, "choose_warps": 8},
+        {
+            "block_tokens": 4,
+            "column_parts": 1,
+            "num_warps": 16,
+            "steps": 4,
+            "blocks_per_sm": 1,
+            "choose_warps": 8,
+            "strips": 1,
+            "first_bits": 0,
+        },
     ),
     "moe_combine": (
         {"num_tokens": 1},

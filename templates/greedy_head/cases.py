@@ -64,6 +64,8 @@ CASES = (
     *_cases(100000, 1024, 1, 5, kinds=("wide", "likely"), bits=(4, 6), dtypes=("bf16",)),
     *_cases(100000, 1024, 1, 4, kinds=("wide", "rows"), bits=(7,), dtypes=("bf16",)),
     case_for(Problem(262144, 256, num_tokens=32, bits=7), kind="wide"),
+    # all rows are left to choose from: lists are full, of few blocks a token and of many
+    *(case_for(Problem(262144, 64, num_tokens=t, bits=7), kind="equal") for t in (1, 4, 32)),
 )
 
 

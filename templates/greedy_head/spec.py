@@ -112,7 +112,7 @@ SPACE: dict[str, Choices] = {
     "steps": lambda problem, target: STEPS[problem.bits],
     "blocks_per_sm": (1, 2, 3, 4),
     "choose_warps": (4, 8, 16),
-    "strips": lambda problem, target: (1, 2) if problem.num_tokens > 16 else (1,),
+    "strips": lambda problem, target: (1, 2) if problem.bits == 7 and problem.num_tokens > 16 else (1,),
     "first_bits": lambda problem, target: (0, 6) if problem.bits == 7 else (0,),
 }
 # By block_tokens, (num_warps, steps, strips) that a default takes the first of that fits.

@@ -57,6 +57,7 @@ MAX_SPILL_BYTES = 48  # a thread's, of the sums of 32 tokens: in 8 bits still fa
 TILE_CLOCKS = 100  # that a tile takes a warp however idle its SM is
 OTHER_REGISTERS, STRIP_REGISTERS = 56, 24  # of a thread, beside tiles under way and sums; for each further strip
 UNPACKING = {4: 12, 6: 28, 7: 44, 8: 0}  # instructions a lane and tile
+ROW_OPS = 10  # a column of a row that is left, or whose last bit is looked at: by what an H100 took for them
 CHOOSE_WARPS = 16  # of greedy_choose an SM has room for; over all tokens there are as many
 
 
@@ -371,6 +372,6 @@ def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
     last = first if c.first_bits else 0  # rows whose last bit is asked for: half of the bytes are other rows'
     choose = Traffic(
         x_bytes + last * p.hidden // 4 + left * p.hidden * ELEMENT_BYTES[p.dtype], 0, l2_bytes=uppers + 2 * x_bytes,
-        cuda_ops=8 * p.num_tokens * _rows(p) + (4 * last + 9 * left) * p.hidden // 3, waits=4 + (c.first_bits > 0),
+        cuda_ops=8 * p.num_tokens * _rows(p) + ROW_OPS * (last + left) * p.hidden, waits=4 + (c.first_bits > 0),
     )  # fmt: skip
     return [screen, choose]

@@ -20,6 +20,7 @@ from kerngen.errors import ProblemError
 from kerngen.templates.common.row_spec import require
 from kerngen.templates.common.screen_spec import (
     COLUMNS,
+    FIRST_BITS,
     GROUP_TILES,
     ROWS,
     TOKEN_STEPS,
@@ -73,12 +74,12 @@ def head_screen(
         q, scale, error = _rounded(part, bits)
         at, n = first // ROWS, padded(len(part), ROWS)
         codes[at : at + n // ROWS] = _planes(q, n, columns, bits)
-        into = bounds[first : first + len(part)]
-        into[:, 0], into[:, 1] = scale, _bound(part, scale[:, None] * q, error, likely)
-        if bits == 7:
+        into, size = bounds[first : first + len(part)], _size(part)
+        into[:, 0], into[:, 1] = scale, _bound(size, scale[:, None] * q, error, likely)
+        if bits in FIRST_BITS:
             kept = scale[:, None] * (2.0 * torch.floor(q / 2) + 0.5)
             # Sure ones: what is left out of small elements has one sign, and is all but unrelated to a token.
-            into[:, 2], into[:, 3] = scale / 2, _bound(part, kept, _size(part - kept), likely=False)
+            into[:, 2], into[:, 3] = scale / 2, _bound(size, kept, _size(part - kept), likely=False)
     if excluded:
         bounds[torch.tensor(list(excluded), dtype=torch.int64, device=weight.device)] = float("nan")
     return codes, bounds
@@ -109,13 +110,14 @@ def _size(m: Tensor) -> Tensor:
     return torch.linalg.vector_norm(m, dim=-1, dtype=torch.float64)
 
 
-def _bound(w: Tensor, kept: Tensor, error: Tensor, likely: bool) -> Tensor:
-    k = w.shape[1]
+def _bound(size: Tensor, kept: Tensor, error: Tensor, likely: bool) -> Tensor:
+    """Of rows of `size` [n] that are kept as `kept` [n, K], `error` [n] off."""
+    k = kept.shape[1]
     if likely:
         error = error * min(DEVIATIONS / k**0.5, 1.0)
     # Of x, half a step of its largest element in each of K; 2^-18 and 2^-16 for sums in fp32, of codes and of the row
     # itself; and a thousandth for the norms.
-    return (error + _size(kept) * (k**0.5 / (2 * TOKEN_STEPS) + 2.0**-18) + _size(w) * 2.0**-16) * (1 + 2.0**-10)
+    return (error + _size(kept) * (k**0.5 / (2 * TOKEN_STEPS) + 2.0**-18) + size * 2.0**-16) * (1 + 2.0**-10)
 
 
 def _planes(q: Tensor, rows: int, columns: int, bits: int) -> Tensor:
@@ -126,7 +128,7 @@ def _planes(q: Tensor, rows: int, columns: int, bits: int) -> Tensor:
     # [strip, half, g, group, tile, t, word, byte] -> [strip, group, tile, half, g, t, word, byte]
     c = whole.view(rows // ROWS, 2, 8, -1, GROUP_TILES[bits], 4, 4, 4).permute(0, 3, 4, 1, 2, 5, 6, 7)
     # [strip, group, half or tile, g, t, word, byte]
-    first = c >> 1 if bits == 7 else c
+    first = c >> 1 if bits in FIRST_BITS else c
     planes = c.flatten(2, 3) if bits == 8 else (first[:, :, :, 0] & 15) | (first[:, :, :, 1] & 15) << 4
     if bits in (6, 7):
         # [strip, group, tile, half, g, t, byte]
@@ -134,7 +136,7 @@ def _planes(q: Tensor, rows: int, columns: int, bits: int) -> Tensor:
         assert isinstance(two, Tensor)
         two = two.unflatten(2, (-1, 2)).permute(0, 1, 2, 5, 6, 3, 4, 7).flatten(5, 6)  # [.., pair, g, t, word, byte]
         planes = torch.cat((planes, two), 2)
-    if bits == 7:
+    if bits in FIRST_BITS:
         one = sum((c[:, :, :, i // 4, :, :, i % 4] & 1) << i for i in range(8))  # [strip, group, tile, g, t, byte]
         assert isinstance(one, Tensor)
         planes = torch.cat((planes, one.permute(0, 1, 3, 4, 2, 5)[:, :, None]), 2)

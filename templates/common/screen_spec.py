@@ -9,6 +9,8 @@ ROWS, COLUMNS = 16, 64  # of a tile of codes
 TOKEN_STEPS = 32512
 # Bits of a code, and how many tiles side by side are a group: so many that each plane of it is 16 bytes a lane.
 GROUP_TILES = {4: 1, 6: 2, 7: 4, 8: 1}
+# Of which bits the last one lies apart: how many come first, and have bounds of their own.
+FIRST_BITS = {7: 6}
 
 
 def padded(size: int, multiple: int) -> int:
@@ -26,8 +28,8 @@ def group_loads(bits: int) -> int:
 
 
 def num_bounds(bits: int) -> int:
-    """Numbers a row: a scale and a bound, in seven bits also those of the first six."""
-    return 4 if bits == 7 else 2
+    """Numbers a row: a scale and a bound, and those of the first bits where they have some."""
+    return 4 if bits in FIRST_BITS else 2
 
 
 def bits_of(loads: int) -> int:
@@ -46,5 +48,5 @@ def screen_bytes(rows: int, columns: int, bits: int = 8, first_bits: int | None 
 
 
 def least_bytes(rows: int, columns: int, bits: int) -> int:
-    """Of those, what whoever looks for one row cannot but read: of seven bits the first six."""
-    return screen_bytes(rows, columns, bits, 6 if bits == 7 else bits)
+    """Of those, what whoever looks for one row cannot but read: of a code the first bits."""
+    return screen_bytes(rows, columns, bits, FIRST_BITS.get(bits))

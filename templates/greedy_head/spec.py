@@ -34,6 +34,7 @@ from kerngen.templates.common.row_spec import (
 )
 from kerngen.templates.common.screen_spec import (
     COLUMNS,
+    FIRST_BITS,
     GROUP_TILES,
     ROWS,
     TOKEN_STEPS,
@@ -50,7 +51,7 @@ MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architectur
 TILE_CODES = ROWS * COLUMNS
 PROGRESS_BYTES = 32  # of a token in the workspace
 LOOKS_FIRST = (6, 7)  # bits whose rows are compared with a logit, see above
-FIRST_BITS_ELEMENTS = 32_000  # of all tokens, up to which six of seven bits are multiplied first
+FEW_ELEMENTS = 32_000  # of all tokens, up to which the first bits alone are multiplied, where the last lies apart
 LONG_ROW = 4096  # columns from which on wide blocks choose
 MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes
 MAX_SPILL_BYTES = 48  # a thread's, of the sums of 32 tokens: in 8 bits still faster than fewer warps without
@@ -58,7 +59,7 @@ TILE_CLOCKS = 100  # that a tile takes a warp however idle its SM is
 OTHER_REGISTERS, STRIP_REGISTERS = 56, 24  # of a thread, beside tiles under way and sums; for each further strip
 UNPACKING = {4: 12, 6: 28, 7: 44, 8: 0}  # instructions a lane and tile
 ROW_OPS = 10  # a column of a row that is left, or whose last bit is looked at: by what an H100 took for them
-CHOOSE_WARPS = 16  # of greedy_choose an SM has room for; over all tokens there are as many
+CHOOSE_WARPS_PER_SM = 16  # that there is room for, and over all tokens as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ SPACE: dict[str, Choices] = {
     "blocks_per_sm": (1, 2, 3, 4),
     "choose_warps": (4, 8, 16),
     "strips": lambda problem, target: (1, 2) if problem.bits == 7 and problem.num_tokens > 16 else (1,),
-    "first_bits": lambda problem, target: (0, 6) if problem.bits == 7 else (0,),
+    "first_bits": lambda problem, target: (0, FIRST_BITS[problem.bits]) if problem.bits in FIRST_BITS else (0,),
 }
 # By block_tokens, (num_warps, steps, strips) that a default takes the first of that fits.
 EIGHT_BIT_CUTS = {
@@ -190,6 +191,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "PROGRESS_BYTES": PROGRESS_BYTES,
         "LOOKS_FIRST": "true" if problem.bits in LOOKS_FIRST else "false",
         "CHOOSE_LOOKS": _choose_looks(config),
+        "CHOOSE_WARPS_PER_SM": CHOOSE_WARPS_PER_SM,
         "FIRST_BITS": _first_bits(problem, config),
         "NUM_BOUNDS": num_bounds(problem.bits),
     }
@@ -206,7 +208,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     threads = 32 * max(c.num_warps, c.choose_warps)
     if why := why_block_too_large(threads, f"{threads // 32} warps"):
         return why
-    if c.first_bits and (p.bits, c.first_bits) != (7, 6):
+    if c.first_bits and c.first_bits != FIRST_BITS.get(p.bits):
         return f"first_bits={c.first_bits}: of seven bits six may come first, not of {p.bits}"
     if c.steps % (group := GROUP_TILES[p.bits]):
         return f"steps={c.steps} are no whole groups of {group} tiles, as codes of {p.bits} bits are"
@@ -246,7 +248,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     most_steps = max(s for s in STEPS[problem.bits] if s <= tiles)
     base = Config(
         choose_warps=16 if problem.hidden >= LONG_ROW else 8,
-        first_bits=6 if problem.bits == 7 and problem.num_tokens * problem.hidden <= FIRST_BITS_ELEMENTS else 0,
+        first_bits=FIRST_BITS.get(problem.bits, 0) if problem.num_tokens * problem.hidden <= FEW_ELEMENTS else 0,
     )
     candidates = (
         replace(base, block_tokens=n, column_parts=parts, num_warps=warps, strips=strips, steps=min(steps, most_steps))
@@ -304,7 +306,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     blocks = min(ceil(spans / c.num_warps), c.blocks_per_sm * target.device.num_sms)
     reads = ceil(p.num_tokens / c.block_tokens)
     most = ceil(_rows(p) / (128 * c.choose_warps))
-    choosing = max(1, min(most, CHOOSE_WARPS // c.choose_warps * target.device.num_sms // p.num_tokens))
+    choosing = max(1, min(most, CHOOSE_WARPS_PER_SM // c.choose_warps * target.device.num_sms // p.num_tokens))
     return (
         Launch("greedy_screen", (blocks, reads, 1), (32 * c.num_warps, 1, 1), _digit_bytes(p, c), pdl=pdl),
         Launch(

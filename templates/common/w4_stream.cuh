@@ -2,12 +2,13 @@
 // `stream` is chosen. S as for W4Gemm, with MANY_TILES, whether a warp's share of x leaves no registers for more than its
 // digits.
 //
-// A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns; the units are dealt to the blocks in equal
-// runs, and a unit's columns to the warps of its block, in steps. Where SPLIT_K is 1 a block of fewer units ends sooner,
-// which is no loss where the next launch's blocks wait for its room.
+// A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns; the units are dealt to the blocks in runs, the
+// longer ones first, since the last blocks begin last, and a unit's columns to the warps of its block, in steps. Where
+// SPLIT_K is 1 a block of fewer units ends sooner, which is no loss where the next launch's blocks wait for its room.
 //
 // What a warp needs of a run lies in few contiguous pieces, which it fetches by bulk copies into a ring of its own: warps
-// never wait for each other's bytes, and what the ring holds is there before the kernel that makes x has finished. Of each
+// never wait for each other's bytes, and what the ring holds is there before the kernel that makes x has finished. That one
+// shares the memory: of a warp's slots at most IN_FLIGHT are on their way while it runs, or its loads queue behind all. Of each
 // unit the warps' sums meet in shared memory, in their order. What other blocks have of a strip is posted to the one that
 // adds it up: all blocks are resident.
 #pragma once
@@ -19,6 +20,7 @@
 
 template <class S> struct W4Stream {
     static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
+    static constexpr int IN_FLIGHT = S::IN_FLIGHT;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED;
     static constexpr int THREADS = 32 * WARPS, STRIP = 32, TOKENS = S::BLOCK_M;
     static constexpr int QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
@@ -62,6 +64,12 @@ template <class S> struct W4Stream {
         }
     };
 
+    // A block's units begin with this one.
+    static DEVICE int run_begin(int block) {
+        const int each = UNITS / int(gridDim.x);
+        return block * each + min_of(block, UNITS - each * int(gridDim.x));
+    }
+
     // Begins to fetch `at`. By one lane of the warp, once all lanes have read what the slot held.
     static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, const Place& at, uint64_t policy) {
         const int warp = threadIdx.x / 32, strip = at.unit % NUM_STRIPS;
@@ -85,7 +93,7 @@ template <class S> struct W4Stream {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int num_tokens = TOKENS == 1 ? 1 : tokens_given;
         const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
-        const int first_unit = UNITS * int(blockIdx.x) / int(gridDim.x), end = UNITS * int(blockIdx.x + 1) / int(gridDim.x);
+        const int first_unit = run_begin(blockIdx.x), end = run_begin(blockIdx.x + 1);
         Place ahead(first_unit), at(first_unit);
         const uint64_t policy = evict_first();
         uint8_t* const scratch = reinterpret_cast<uint8_t*>(&s + 1);
@@ -97,7 +105,11 @@ template <class S> struct W4Stream {
         }
         __syncwarp();
         for (int i = 0; i < STAGES; i++, ahead.next())
-            if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
+            if (lane == 0 && ahead.unit < end) {
+                if (i >= IN_FLIGHT) barrier_wait(&s.barriers[warp][i - IN_FLIGHT], 0);
+                fetch(s, w, scales, ahead, policy);
+            }
+        if constexpr (IN_FLIGHT < STAGES) __syncwarp();
         pdl_wait();
 
         auto store = [&](int strip, int q, float4 v) {

@@ -48,6 +48,7 @@ class Tiling:
     warpgroups: bool = False
     cluster: int = 1
     prefetch: int = 0
+    in_flight: int = 0  # with stream: slots of a warp that are on their way at a time while x is waited for; 0: all
 
     @property
     def shares_tiles(self) -> bool:
@@ -143,6 +144,7 @@ STREAM_SPACE = {
     "num_stages": (2, 3, 4, 5, 6),
     "blocks_per_sm": (1,),
     "split_k": (1, 2, 3, 4, 6, 8, 11),
+    "in_flight": (0, 1, 2, 3),
 }
 
 
@@ -233,6 +235,8 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
                 f"block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
     if c.warps_m != 1 or c.wgmma or c.gemv:
         return f"stream=True goes with warps_m=1, wgmma=False and gemv=False, not {c.warps_m}, {c.wgmma} and {c.gemv}"
+    if not 0 <= c.in_flight < c.num_stages:
+        return f"in_flight={c.in_flight}: of num_stages={c.num_stages} slots fewer, or 0 for all"
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
         return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
                 "and slots at least, and blocks that go through many strips")  # fmt: skip
@@ -321,6 +325,11 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
         return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:
         return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
+    threads, groups = 32 * c.num_warps, max(1, c.block_k // group_size)
+    for what, row in (("weights", c.block_k), ("scales", 4 * groups), ("x", c.block_k // 8)):  # 16 bytes each
+        if row % threads and threads % row:
+            return (f"block_k={c.block_k}: {threads} threads copy rows of {row} chunks of {what}, and take whole rows "
+                    "or equal shares of one")  # fmt: skip
     if not arch.has_ldmatrix and c.warp_n != 64:
         return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
     if c.wgmma and (why := _why_not_wgmma(c, arch)):

@@ -106,10 +106,12 @@ OUTPUTS = ("out",)
 # Up to so many weights the default is gemv: what counts is when the first bytes arrive. For one token stream is faster
 # alone from far fewer on, but in the one run in which the 26B-A4B's small products took it, its step was slower.
 STRAIGHT_WEIGHTS = 1 << 26
-STREAMED_WEIGHTS = 1 << 25  # for up to four tokens
+STREAMED_WEIGHTS = 1 << 25  # for one token
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips
 LONGEST_ROW = 5 * LONG_ROW  # from here on it takes all of shared memory also where strips are cut into parts
-LONG_FOR_FOURS = 3 << 12  # of up to four tokens longer rows are left to the ring, which was faster in a step
+# Of two to four tokens: which rows are short, longer, long, and which are left to the ring, which was faster in a step.
+SHORT_FOR_FOURS, LONGER_FOR_FOURS, LONG_FOR_FOURS, LONGEST_FOR_FOURS = 3000, 5000, 3 << 12, 1 << 14
+MANY_STRIPS = 640  # of eight tokens: from here on tiles of 128 rows
 PAIRED_SIDE = 5376  # of W at least, where tiles of 160 tokens are pairs
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
 
@@ -169,6 +171,8 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    if config.in_flight and not config.stream:
+        return f"in_flight={config.in_flight} is for stream=True"
     if config.stream:
         p, c, arch = problem, config, target.arch
         if why := w4_tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):
@@ -289,26 +293,52 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
 
 
 def _streamed_by_fours(problem: Problem, target: Target) -> Config | None:
-    """Up to four tokens by bulk copies, where rows of W are not too long: their digits fill registers.
+    """Two to four tokens by bulk copies, where rows of W are not too long: their digits fill registers.
 
-    A sweep on an H200, and looks at the 31B's verification step by step (docs/performance.md): long strips as one
-    token's are taken, shorter ones with room for the next launch's ring; few of them in three parts of K, each warp's
-    share in a slot.
+    By looks at the verification steps of four models on an H100, each matrix exchanged alone (docs/experiments.md):
+    parts of K, warps, tiles of a slot, slots of a warp at most, and those on their way while x is waited for.
     """
-    if problem.k > LONG_FOR_FOURS:
+    strips, blocks, k = problem.n // STRIP, target.device.num_sms, problem.k
+    if 2 * strips >= 3 * blocks:
+        are_many = 2 * strips >= 9 * blocks
+        if k >= LONGER_FOR_FOURS:
+            ways: tuple[tuple[int, int, int, int, int], ...] = ((1, 12, 2, 9, 2),) if are_many else ((1, 14, 4, 5, 1),)
+        elif not are_many:
+            ways = ((1, 12, 4, 7, 1),)
+        else:
+            ways = ((1, 12, ceil(k / STRIP / 24), 4, 0),) if k >= LONG_ROW else ((1, 8, k // STRIP, 4, 2),)
+    elif strips < blocks // 3 or k > LONGEST_FOR_FOURS:
         return None
-    are_enough, is_long = 2 * problem.n // STRIP >= 3 * target.device.num_sms, problem.k >= LONG_ROW
-    split, warps = (1, 12 if is_long else 8) if are_enough else (3, 8)
-    base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, warps, 1, 1, split_k=split, stream=True)
-    step = w4_tiling.stream_step(base, problem.group_size)
-    steps = ceil(ceil(ceil(problem.k / step) / split) / warps)
-    slot = max(1, min(6 * STRIP // step, ceil(steps / 2))) if are_enough else steps
-    most_bytes = target.arch.max_smem_bytes // (1 if is_long else 2)
-    for stages in (4, 3, 2) if are_enough else (2,):
-        config = replace(base, block_k=slot * step * warps, num_stages=stages)
-        if smem_bytes(problem, config, target) <= most_bytes and why_invalid(problem, config, target) is None:
-            return config
+    elif k >= LONG_FOR_FOURS:
+        ways = ((6, 16, k // STRIP, 3, 1),)
+    elif k > LONGER_FOR_FOURS:
+        ways = ((3, 8, k // STRIP, 2, 0), (6, 16, k // STRIP, 2, 0))
+    elif k >= SHORT_FOR_FOURS:
+        ways = ((1, 16, 3, 7, 0),) if strips >= 0.9 * blocks else ()
+    else:
+        ways = ((1, 8, 6, 4, 0),)
+    for split, warps, tiles, most, in_flight in ways:
+        base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, warps, 1, 1, split_k=split, stream=True)
+        step = w4_tiling.stream_step(base, problem.group_size)
+        share = ceil(ceil(ceil(k / step) / split) / warps)  # of a warp, in steps
+        slot = max(1, min(tiles * STRIP // step, share))
+        for stages in range(most, 1, -1):
+            flying = in_flight if in_flight < stages else 0
+            config = replace(base, block_k=slot * step * warps, num_stages=stages, in_flight=flying)
+            if why_invalid(problem, config, target) is None:
+                return config
     return None
+
+
+def _rings_of_eight(problem: Problem) -> tuple[Config, ...]:
+    """Two to eight tokens of a large W by the ring, best first, for sm90: by such looks as _streamed_by_fours."""
+    weights, strips, k = problem.n * problem.k, problem.n // STRIP, problem.k
+    if k < LONG_ROW or weights < 7 << 22:
+        return ()
+    if k >= LONG_FOR_FOURS:
+        longest = k > LONGEST_FOR_FOURS
+        return (Config(8, 64, 256, 32, 1, 4, 8, 2) if longest else Config(8, 64, 512, 32, 1, 4, 4, 2),)
+    return (Config(8, 128, 256, 32, 1, 1, 2, 3) if strips >= MANY_STRIPS else Config(8, 32, 256, 32, 1, 2, 6, 4),)
 
 
 # Tiles of warpgroups, from sweeps on an H200 over the family's matrices: block_n, the longest block_k and its stages.
@@ -397,10 +427,14 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     block_m = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
     found = None
-    if m <= STREAMED[-1] and arch.has_tma and problem.n * problem.k > STREAMED_WEIGHTS:
-        found = _streamed(problem, target) if m == 1 else _streamed_by_fours(problem, target)
+    if m == 1 and arch.has_tma and problem.n * problem.k > STREAMED_WEIGHTS:
+        found = _streamed(problem, target)
+    elif m <= STREAMED[-1] and arch.has_tma:
+        found = _streamed_by_fours(problem, target)
     if found is not None:
         return (found, last)
+    if 1 < m <= 8 and arch.has_wgmma and (rings := _rings_of_eight(problem)):
+        return (*rings, last)
     if m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
         return (*_straight(problem, target), last)
     first = _by_warpgroups(problem, target) if m > 8 and arch.has_wgmma else ()  # not of every K

@@ -25,10 +25,12 @@ def _warpgroups(m: int, n: int, k: int, stages: int, blocks: int = 1, cluster: i
 # Each with the numbers of tokens that it is launched with in turn: one Function, one workspace.
 WAYS = [
     ("stream", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, stream=True), (1, 4, 2)),
+    ("stream-in-flight", Config(4, 32, 1024, 32, 1, 8, 4, 1, split_k=4, stream=True, in_flight=2), (4, 1, 3)),
     ("stream-many-parts", Config(4, 32, 256, 32, 1, 8, 3, 1, split_k=12, stream=True), (3, 1)),
     ("gemv", Config(8, 64, 768, 64, 1, 8, 1, 0, gemv=True, split_k=3), (1, 5, 8)),
     ("gemv-many-blocks", Config(8, 32, 128, 32, 1, 4, 1, 0, gemv=True, split_k=8), (8, 2)),
     ("ring", Config(8, 128, 256, 32, 1, 1, 2, 4), (1, 8, 30)),
+    ("ring-long", Config(8, 64, 256, 32, 1, 4, 8, 2), (4, 1, 8)),
     ("ring-64", Config(64, 128, 64, 32, 1, 1, 3, 2), (300, 64)),
     ("warpgroups-16", _warpgroups(16, 192, 256, 5), (16, 9, 40)),
     ("warpgroups-two-blocks", _warpgroups(16, 128, 256, 3, blocks=2), (16, 100)),

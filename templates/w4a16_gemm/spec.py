@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
@@ -109,8 +109,9 @@ STRAIGHT_WEIGHTS = 1 << 26
 STREAMED_WEIGHTS = 1 << 25  # for one token
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips
 LONGEST_ROW = 5 * LONG_ROW  # from here on it takes all of shared memory also where strips are cut into parts
-# Of two to four tokens: which rows are short, longer, long, and which are left to the ring, which was faster in a step.
-SHORT_FOR_FOURS, LONGER_FOR_FOURS, LONG_FOR_FOURS, LONGEST_FOR_FOURS = 3000, 5000, 3 << 12, 1 << 14
+# Of two to four tokens: rows by their length; what is longer than the longest is left to the ring, faster in a step.
+SHORTEST_FOR_FOURS, SHORT_FOR_FOURS, LONGER_FOR_FOURS = 2048, 3000, 5000
+LONG_FOR_FOURS, LONGEST_FOR_FOURS = 3 << 12, 1 << 14
 MANY_STRIPS = 640  # of eight tokens: from here on tiles of 128 rows
 PAIRED_SIDE = 5376  # of W at least, where tiles of 160 tokens are pairs
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
@@ -292,42 +293,58 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     return None
 
 
-def _streamed_by_fours(problem: Problem, target: Target) -> Config | None:
-    """Two to four tokens by bulk copies, where rows of W are not too long: their digits fill registers.
-
-    By looks at the verification steps of four models on an H100, each matrix exchanged alone (docs/experiments.md):
-    parts of K, warps, tiles of a slot, slots of a warp at most, and those on their way while x is waited for.
+class _Way(NamedTuple):
+    """How stream cuts a W: parts of K, warps of a block, tiles of a slot and slots of a warp, at most, and how many of
+    these are on their way while x is waited for, 0: all.
     """
-    strips, blocks, k = problem.n // STRIP, target.device.num_sms, problem.k
-    if 2 * strips >= 3 * blocks:
-        are_many = 2 * strips >= 9 * blocks
-        if k >= LONGER_FOR_FOURS:
-            ways: tuple[tuple[int, int, int, int, int], ...] = ((1, 12, 2, 9, 2),) if are_many else ((1, 14, 4, 5, 1),)
-        elif not are_many:
-            ways = ((1, 12, 4, 7, 1),)
-        else:
-            ways = ((1, 12, ceil(k / STRIP / 24), 4, 0),) if k >= LONG_ROW else ((1, 8, k // STRIP, 4, 2),)
-    elif strips < blocks // 3 or k > LONGEST_FOR_FOURS:
-        return None
-    elif k >= LONG_FOR_FOURS:
-        ways = ((6, 16, k // STRIP, 3, 1),)
-    elif k > LONGER_FOR_FOURS:
-        ways = ((3, 8, k // STRIP, 2, 0), (6, 16, k // STRIP, 2, 0))
-    elif k >= SHORT_FOR_FOURS:
-        ways = ((1, 16, 3, 7, 0),) if strips >= 0.9 * blocks else ()
-    else:
-        ways = ((1, 8, 6, 4, 0),)
-    for split, warps, tiles, most, in_flight in ways:
-        base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, warps, 1, 1, split_k=split, stream=True)
+
+    parts: int
+    warps: int
+    tiles: int
+    slots: int
+    in_flight: int
+
+
+def _streamed_by_fours(problem: Problem, target: Target) -> Config | None:
+    """Two to four tokens by bulk copies, where rows of W are not too long: their digits fill registers."""
+    for way in _ways_of_fours(problem.n // STRIP, problem.k, target.device.num_sms):
+        base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, way.warps, 1, 1, split_k=way.parts, stream=True)
         step = w4_tiling.stream_step(base, problem.group_size)
-        share = ceil(ceil(ceil(k / step) / split) / warps)  # of a warp, in steps
-        slot = max(1, min(tiles * STRIP // step, share))
-        for stages in range(most, 1, -1):
-            flying = in_flight if in_flight < stages else 0
-            config = replace(base, block_k=slot * step * warps, num_stages=stages, in_flight=flying)
+        share = ceil(ceil(ceil(problem.k / step) / way.parts) / way.warps)  # of a warp, in steps
+        slot = max(1, min(way.tiles * STRIP // step, share))
+        for stages in range(way.slots, 1, -1):
+            in_flight = way.in_flight if way.in_flight < stages else 0
+            config = replace(base, block_k=slot * step * way.warps, num_stages=stages, in_flight=in_flight)
             if why_invalid(problem, config, target) is None:
                 return config
     return None
+
+
+def _ways_of_fours(strips: int, k: int, blocks: int) -> tuple[_Way, ...]:
+    """Best first, by looks at the verification steps of four models on an H100, each matrix exchanged alone
+    (docs/experiments.md). None for what is left to other bodies.
+    """
+    all_tiles = k // STRIP  # of a row: a warp's share in one slot
+    if 2 * strips >= 3 * blocks:
+        are_many = 2 * strips >= 9 * blocks
+        if k < SHORTEST_FOR_FOURS:  # not looked at in a step
+            return (_Way(1, 8, ceil(all_tiles / 16), 4, 0),) if strips * STRIP * k > STREAMED_WEIGHTS else ()
+        if k < LONGER_FOR_FOURS and not are_many:
+            return (_Way(1, 12, 4, 7, 1),)
+        if k < LONG_ROW:
+            return (_Way(1, 8, all_tiles, 4, 2),)
+        if k < LONGER_FOR_FOURS:
+            return (_Way(1, 12, ceil(all_tiles / 24), 4, 0),)
+        return (_Way(1, 12, 2, 9, 2),) if are_many else (_Way(1, 14, 4, 5, 1),)
+    if k > LONGER_FOR_FOURS:
+        if k > LONGEST_FOR_FOURS or 2 * strips < blocks:
+            return ()
+        if k >= LONG_FOR_FOURS:
+            return (_Way(6, 16, all_tiles, 3, 1),)
+        return _Way(3, 8, all_tiles, 2, 0), _Way(6, 16, all_tiles, 2, 0)
+    if k >= SHORT_FOR_FOURS:
+        return (_Way(1, 16, 3, 7, 0),) if strips >= 0.9 * blocks else ()
+    return (_Way(1, 8, 6, 4, 0),) if k >= SHORTEST_FOR_FOURS and 3 * strips >= 2 * blocks else ()
 
 
 def _rings_of_eight(problem: Problem) -> tuple[Config, ...]:

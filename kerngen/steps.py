@@ -56,6 +56,22 @@ class Step:
         """`chunk` tokens of one sequence, the last of its `context`, whose earlier keys are in the cache."""
         return Step("prefill", 1, 0, context, chunk)
 
+    @staticmethod
+    def of_phase(phase: str, batch: int, context: int, tokens: int | None = None) -> Step:
+        """The step that `phase` names. tokens: of a verify (None: 4) or of a prefill (None: all of its context).
+
+        Raises UsageError for what such a step does not have.
+        """
+        if phase == "prefill" and batch > 1:
+            raise UsageError("a prefill is of one sequence", hint="leave out --batch")
+        if tokens is not None and phase not in ("verify", "prefill"):
+            raise UsageError(f"--tokens says how many a verify or a prefill has; {phase} has one a sequence")
+        if phase == "verify":
+            return Step.verify(batch, tokens or 4, context)
+        if phase == "prefill":
+            return Step.prefill(tokens or context, context)
+        return Step.draft(batch, context) if phase == "draft" else Step.decode(batch, context)
+
     @property
     def kind(self) -> Kind:
         return self.phase, self.batch, self.q_len, self.chunk

@@ -343,14 +343,7 @@ def profile(
 
     if untuned and db_url:
         raise UsageError("--untuned runs the defaults: no database is asked", hint="leave out --db")
-    if phase == "prefill" and batch > 1:
-        raise UsageError("a prefill is of one sequence", hint="leave out --batch")
-    if tokens is not None and phase not in ("verify", "prefill"):
-        raise UsageError(f"--tokens says how many a verify or a prefill has; {phase} has one a sequence")
-    step = {
-        "decode": Step.decode(batch, context), "draft": Step.draft(batch, context),
-        "verify": Step.verify(batch, tokens or 4, context), "prefill": Step.prefill(tokens or context, context),
-    }[phase]  # fmt: skip
+    step = Step.of_phase(phase, batch, context, tokens)
     model = find_model(name, draft, draft_weights)
     made = RunPage("profile", page, against, {"model": model.name, "step": asdict(step)})
     use_gpu(device)

@@ -137,14 +137,14 @@ GEMV_SPACE = {
 STREAM_SPACE = {
     "block_m": STREAMED,
     "block_n": (STRIP,),
-    "block_k": (512, 768, 1024, 1536, 2048, 2304, 2560, 3072, 4096, 5376),
+    "block_k": (512, 768, 1024, 1536, 1792, 2048, 2304, 2560, 3072, 4096, 5376),
     "warp_n": (STRIP,),
     "warps_m": (1,),
-    "warps_k": (8, 12, 16),
-    "num_stages": (2, 3, 4, 5, 6),
+    "warps_k": (8, 12, 14, 16),
+    "num_stages": (2, 3, 4, 5, 6, 9),
     "blocks_per_sm": (1,),
     "split_k": (1, 2, 3, 4, 6, 8, 11),
-    "in_flight": (0, 1, 2, 3),
+    "in_flight": (0, 1, 2),
 }
 
 
@@ -325,11 +325,6 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
         return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:
         return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
-    threads, groups = 32 * c.num_warps, max(1, c.block_k // group_size)
-    for what, row in (("weights", c.block_k), ("scales", 4 * groups), ("x", c.block_k // 8)):  # 16 bytes each
-        if row % threads and threads % row:
-            return (f"block_k={c.block_k}: {threads} threads copy rows of {row} chunks of {what}, and take whole rows "
-                    "or equal shares of one")  # fmt: skip
     if not arch.has_ldmatrix and c.warp_n != 64:
         return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
     if c.wgmma and (why := _why_not_wgmma(c, arch)):
@@ -354,4 +349,9 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
         return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
     if not arch.has_cp_async and c.num_stages != 2:
         return f"num_stages={c.num_stages}: without cp.async, {arch} keeps 2 stages and one on its way in registers"
+    threads, groups = 32 * warps, max(1, c.block_k // group_size)
+    for what, row in (("weights", c.block_k), ("scales", 4 * groups), ("x", c.block_k // 8)):  # 16 bytes each
+        if row % threads and threads % row:
+            return (f"block_k={c.block_k}: {threads} threads copy rows of {row} chunks of {what}, and take whole rows "
+                    "or equal shares of one")  # fmt: skip
     return arch.why_too_large(c.smem_bytes(group_size), blocks)

@@ -214,7 +214,7 @@ def test_wgmma_scales_weights_and_takes_no_tile_that_scales_products(block_m: in
 
 @pytest.mark.parametrize(("units", "blocks"), [(1, 1), (7, 3), (132, 132), (28224, 264), (1000, 999)])
 def test_pieces_cover_the_units_once_and_every_unit_knows_its_block(units: int, blocks: int) -> None:
-    """The kernel's Pieces, restated."""
+    """The kernel's Pieces, restated; W4Stream's runs begin as these do."""
     each, longer = divmod(units, blocks)
     begin = [b * each + min(b, longer) for b in range(blocks + 1)]
     head = longer * (each + 1)
@@ -259,13 +259,55 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
         assert spec.workspace_bytes(problem, alone, target) == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (Config(8, 128, 384, 32, 1, 2, 3, 2), "256 threads copy rows of 384 chunks of weights"),
+        (Config(8, 96, 256, 32, 1, 2, 4, 3), "192 threads copy rows of 256 chunks of weights"),
+        (Config(8, 96, 384, 32, 1, 2, 3, 2), None),
+        (Config(8, 64, 384, 32, 1, 3, 4, 2), None),
+        (Config(8, 128, 256, 32, 1, 1, 2, 4, in_flight=1), "in_flight=1 is for stream=True"),
+        (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, stream=True, in_flight=3), "of num_stages=3 slots fewer"),
+        (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, stream=True, in_flight=2), None),
+    ],
+)
+def test_rows_that_threads_do_not_share_out_whole_are_refused(config: Config, says: str | None) -> None:
+    """A ring's thread copies the chunks at its own place of each row: of 384 by 256 threads it would find others."""
+    why = spec.why_invalid(Problem(5376, 21504, 32, "bf16", 4), config, Target.of(find_arch("sm90")))
+    assert why is None if says is None else says in str(why)
+
+
+def test_two_to_eight_tokens_are_cut_by_what_a_row_and_the_strips_are() -> None:
+    """The matrices of the 31B and E4B on 132 SMs: whole strips, parts of K, and the ring where rows are longest."""
+    target = Target.of(find_device("H200"))
+
+    def way(n: int, k: int, tokens: int) -> tuple[bool, int, int]:
+        config = spec.default_config(Problem(n, k, 32, "bf16", tokens), target)
+        return config.stream, config.split_k, config.in_flight
+
+    for tokens in (2, 4):
+        assert way(43008, 5376, tokens) == (True, 1, 2)
+        assert way(16384, 5376, tokens) == (True, 1, 1)
+        assert way(5376, 8192, tokens) == (True, 3, 0)
+        assert way(5376, 16384, tokens) == (True, 6, 1)
+        assert way(5376, 21504, tokens) == (False, 1, 0)
+        assert way(2560, 10240, tokens) == (True, 6, 0)
+        assert spec.default_config(Problem(2560, 2048, 32, "bf16", tokens), target).gemv
+    for n, k in ((43008, 5376), (16384, 5376), (5376, 8192), (5376, 21504)):
+        ring = spec.default_config(Problem(n, k, 32, "bf16", 8), target)
+        assert (ring.stream, ring.gemv, ring.warpgroups) == (False, False, False)
+        assert ring.blocks_per_sm > 1
+
+
 def _streams(problem: Problem, target: Target) -> list[Config]:
     """Configurations of the body with bulk copies: one round a unit and several, whole shares and ragged ones."""
     tokens = 1 if problem.num_tokens == 1 else 4
+    ways = [(1, 8, 3, 1, 1, 0), (2, 4, 2, 2, 3, 1), (3, 4, 4, 1, 2, 2)]
     made = [
-        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, blocks, split_k=split, stream=True)
-        for slot, warps, stages, blocks, split in [(1, 8, 3, 1, 1), (2, 4, 2, 2, 3), (3, 4, 4, 1, 2)]
-    ]
+        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, blocks, split_k=split, stream=True,
+               in_flight=in_flight)
+        for slot, warps, stages, blocks, split, in_flight in ways
+    ]  # fmt: skip
     return [c for c in made if spec.why_invalid(problem, c, target) is None]
 
 

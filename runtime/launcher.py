@@ -191,6 +191,13 @@ class Function:
             ) from e
         self._limits[launch.entry] = launch.smem_bytes
 
+    def address(self, symbol: str) -> int:
+        """Where a variable of the module lies on the device. Raises LaunchError where it has none of that name."""
+        try:
+            return int(self._module.get_global_var(symbol))
+        except Exception as e:
+            raise LaunchError(f"{self.kernel.name} has no {symbol}: {e}") from e
+
     def workspace(self, num_bytes: int) -> torch.Tensor:
         """At least `num_bytes` of scratch, zeroed when first made; the same for every launch of this Function."""
         if self._workspace is None or self._workspace.numel() < num_bytes:

@@ -1,0 +1,316 @@
+"""When the blocks of each launch of a step begin, wait, go on and end: what a launch waits for, and what waits for it.
+
+    python -m kerngen.tuning.timeline gemma-4-31b --phase verify --tokens 4
+
+`kerngen bench profile` says by how much each launch moves a step's end. This says why: clocks go into the rendered text
+of every kernel, at its entries' first and last lines and around pdl_wait, and the step is replayed as one graph. A row
+is all launches of one kind behind another kind, medians, in microseconds from when the last block of the launch before
+ended: when its blocks began (the median one, the last one; below 0 they were resident while that one ran), when they
+had done all that needs no wait ("ready"), when the first of them went on, and when they ended, the median one and the
+last. So a row's last figure is what the launch adds to the step, "on" of it is the way from one launch to the next, and
+a "ready" above 0 is a launch that came too late for its own prologue.
+
+Clocks cost a little: some registers, and 512 bytes of shared memory a block; how much of the step is said. A kernel
+that has no room for them goes without, and its row with it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import prod
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kerngen.errors import CompileError, KerngenError
+from kerngen.steps import Ratio, Step, sequence
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import describe
+from kerngen.workload import Model, find_model
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kerngen.runtime.launcher import Function
+
+REPLAYS = 5
+FIELDS = 4  # of a block: begun, ready, on, ended
+_ENTRY = re.compile(r'extern "C" __global__([^{]*)\{')
+_WAIT = re.compile(r"DEVICE void pdl_wait\(\) \{(.*?)\n\}", re.DOTALL)
+_CLOCKS = """
+struct Clocks {
+    unsigned long long ready, on;  // of one warp; 0 where it does not wait
+};
+__device__ __forceinline__ Clocks& clocks_of_warp() {
+    __shared__ Clocks of_warps[32];
+    return of_warps[threadIdx.x / 32];
+}
+__device__ __forceinline__ unsigned long long clock_now() {
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now) : : "memory");
+    return now;
+}
+"""
+_OF_ENTRY = """
+extern "C" {{
+__device__ unsigned long long clocks_{name}[{launches}][{blocks}][{fields}];
+__device__ unsigned launches_{name}[{blocks}];
+}}
+struct Clocked_{name} {{
+    unsigned launch;
+    unsigned long long begun;
+    __device__ __forceinline__ static int block() {{
+        return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    }}
+    __device__ __forceinline__ Clocked_{name}() {{
+        if (threadIdx.x % 32) return;
+        launch = *(volatile unsigned*)&launches_{name}[block()];
+        clocks_of_warp() = {{0, 0}};
+        begun = clock_now();
+    }}
+    __device__ __forceinline__ ~Clocked_{name}() {{
+        if (threadIdx.x % 32) return;
+        const unsigned long long ended = clock_now();
+        unsigned long long* const to = clocks_{name}[launch % {launches}][block()];
+        const Clocks own = clocks_of_warp();
+        atomicMax(to, ~begun);
+        if (own.on) atomicMax(to + 1, ~own.ready), atomicMax(to + 2, own.on);
+        atomicMax(to + 3, ended);
+        if (threadIdx.x == 0) launches_{name}[block()] = launch + 1;
+    }}
+}};
+"""
+
+
+def with_clocks(text: str, entries: Mapping[str, tuple[int, int]]) -> str:
+    """The rendered `text` with clocks. entries: of each entry that is launched, how often a step launches it, and its
+    blocks. Raises CompileError where the text has no place for them.
+    """
+    text, waits = _WAIT.subn(_wait_with_clocks, text)
+    found = set()
+
+    def begun(entry: re.Match[str]) -> str:
+        names = [n for n in re.findall(r"(\w+)\(", entry[1]) if n in entries]
+        found.update(names)
+        return entry[0] + "".join(f" Clocked_{n} clocked;" for n in names)
+
+    text = _ENTRY.sub(begun, text)
+    if found != set(entries) or waits > 1:
+        raise CompileError(f"no place for clocks: of the entries {sorted(entries)} it has {sorted(found)}, and "
+                           f"{waits} definitions of pdl_wait")  # fmt: skip
+    head = "".join(
+        _OF_ENTRY.format(name=name, launches=launches, blocks=blocks, fields=FIELDS)
+        for name, (launches, blocks) in entries.items()
+    )
+    return _CLOCKS + head + text
+
+
+def _wait_with_clocks(found: re.Match[str]) -> str:
+    lead = "threadIdx.x % 32 == 0"
+    before = f"if ({lead} && !clocks_of_warp().ready) clocks_of_warp().ready = clock_now();"
+    after = f"if ({lead}) clocks_of_warp().on = clock_now();"
+    return f"DEVICE void pdl_wait() {{\n    {before}{found[1]}\n    {after}\n}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Of one launch, in nanoseconds of the GPU's clock: when the median block began, and the last; when the median one
+    was ready to wait, and the first went on (None: none waits); when the median one ended, and the last.
+    """
+
+    begun: int
+    last_begun: int
+    ready: int | None
+    on: int | None
+    ended: int
+    last_ended: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Launches of one kind behind another: how many, and medians in microseconds from the end of the one before."""
+
+    entry: str
+    kernel: str
+    problem: Any
+    count: int
+    begun_us: float
+    last_begun_us: float
+    ready_us: float | None
+    on_us: float | None
+    ended_us: float
+    last_ended_us: float
+
+
+Call = tuple[str, str, Any]  # of a launch: its entry, kernel and problem
+
+
+def blocks_of(stamps: np.ndarray[Any, Any]) -> Blocks | None:
+    """stamps: uint64 [blocks, FIELDS], as the device leaves them. None where a block has none."""
+    import numpy as np
+
+    if not stamps.size or not stamps[:, 0].all() or not stamps[:, 3].all():
+        return None
+    waits = stamps[:, 2] > 0
+    begun, ready = ~stamps[:, 0], ~stamps[waits, 1]
+    origin = int(begun.min())
+
+    def after(values: np.ndarray[Any, Any], what: Any) -> int:
+        return origin + round(float(what(values.astype(np.int64) - origin)))  # a float has not all digits of the clock
+
+    return Blocks(
+        after(begun, np.median), after(begun, np.max),
+        after(ready, np.median) if waits.any() else None, after(stamps[waits, 2], np.min) if waits.any() else None,
+        after(stamps[:, 3], np.median), after(stamps[:, 3], np.max),
+    )  # fmt: skip
+
+
+def rows_of(calls: Sequence[Call], replays: Sequence[Sequence[Blocks | None]]) -> list[Row]:
+    """By kind, in the order of the step. replays: of each, what came of every call. What follows a call without clocks
+    is left out.
+    """
+    met: dict[tuple[Call, Call], list[tuple[Blocks, int]]] = {}
+    for found in replays:
+        for (call, own), (call_before, before) in pairwise(reversed(list(zip(calls, found, strict=True)))):
+            if before is not None and own is not None:
+                met.setdefault((call, call_before), []).append((own, before.last_ended))
+    rows = []
+    for (call, _), seen in reversed(met.items()):
+        us = [_median_us([(getattr(b, f.name), end) for b, end in seen]) for f in fields(Blocks)]
+        rows.append(Row(*call, len(seen) // len(replays), *us))  # type: ignore[arg-type]  # None where a Row has it too
+    return rows
+
+
+def _median_us(times: Sequence[tuple[int | None, int]]) -> float | None:
+    """Of nanoseconds from another moment on; None where there is none."""
+    known = [(at - origin) / 1e3 for at, origin in times if at is not None]
+    return median(known) if known else None
+
+
+class _Stamps:
+    """What the blocks of one entry leave in the memory of its module, `launches` of `blocks` blocks."""
+
+    def __init__(self, function: Function, entry: str, launches: int, blocks: int) -> None:
+        self._address = function.address(f"clocks_{entry}")
+        self._shape = launches, blocks, FIELDS
+
+    def clear(self) -> None:
+        from cupy_backends.cuda.api import runtime
+
+        runtime.memset(self._address, 0, 8 * prod(self._shape))
+
+    def read(self) -> np.ndarray[Any, Any]:
+        import numpy as np
+        from cupy_backends.cuda.api import runtime
+
+        found = np.zeros(self._shape, np.uint64)
+        runtime.memcpy(found.ctypes.data, self._address, found.nbytes, runtime.memcpyDeviceToHost)
+        return found
+
+
+def timeline(model: Model, step: Step, *, seed: int = 0) -> tuple[list[Row], Ratio, list[str]]:
+    """`step` of `model` by default configurations on this GPU: the rows, its time with clocks over that without, and
+    what goes without clocks, with the reason. Raises UsageError for a step that the model cannot take.
+    """
+    import torch
+
+    from kerngen.cache import CompileCache
+    from kerngen.render import render
+    from kerngen.runtime.launcher import Function as Loaded
+    from kerngen.runtime.launcher import Launcher
+    from kerngen.stepgraph import Stage, StepGraph
+
+    stage = Stage(model, seed=seed)
+    held, target, index = StepGraph(stage, step), stage.target, stage.launcher.index
+    chosen = dict(held.chosen_by(Launcher(index=index)))
+    launches = {called: find_kernel(called[0]).launches(called[1], f.config, target) for called, f in chosen.items()}
+    clocked: dict[Any, Function] = {}
+    stamps: dict[tuple[Any, str], _Stamps] = {}
+    without = []
+    for called, function in chosen.items():
+        kernel, problem = find_kernel(called[0]), called[1]
+        sizes = {x.entry: (held.calls[called], prod(x.grid)) for x in launches[called]}
+        try:
+            text = with_clocks(render(kernel, problem, function.config, target), sizes)
+            image = CompileCache().get_or_compile(text, target.arch).image
+            made = Loaded(kernel, function.config, target, image, "with clocks", index)
+            made.plan(problem)
+        except KerngenError as e:
+            without.append(f"{called[0]} {describe(problem)}: {e.message.splitlines()[0]}")
+            continue
+        clocked[called] = made
+        stamps |= {(called, entry): _Stamps(made, entry, *size) for entry, size in sizes.items()}
+    plain, graph = held.capture(chosen), held.capture(chosen | clocked)
+    cost = held.compare(plain, graph)
+    calls: list[Call] = []
+    places: list[tuple[tuple[Any, str], int]] = []  # of each call: whose stamps, and which launch
+    counts: dict[Any, int] = {}
+    for launched in sequence(model, step, target.arch):
+        called = launched.kernel, launched.problem
+        number = counts[called] = counts.get(called, -1) + 1
+        for x in launches[called]:
+            calls.append((x.entry, *called))
+            places.append(((called, x.entry), number))
+    replays = []
+    for _ in range(REPLAYS):
+        for one in stamps.values():
+            one.clear()
+        graph.replay()
+        torch.cuda.synchronize()
+        read = {key: one.read() for key, one in stamps.items()}
+        replays.append([blocks_of(read[key][number]) if key in read else None for key, number in places])
+    return rows_of(calls, replays), cost, without
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """A line each, in the order of the step, behind one that names the columns."""
+
+    def shown(us: float | None) -> str:
+        return "       -" if us is None else f"{us:8.2f}"
+
+    lines = [f"{'':40} launches    begin     last    ready       on     done  last done"]
+    for r in rows:
+        figures = (r.begun_us, r.last_begun_us, r.ready_us, r.on_us, r.ended_us, r.last_ended_us)
+        what = r.entry if r.entry == r.kernel else f"{r.kernel}: {r.entry}"
+        lines.append(f"{what:40} {r.count:8d} " + " ".join(shown(us) for us in figures) + f"  {describe(r.problem)}")
+    return lines
+
+
+@click.command()
+@click.argument("name", metavar="MODEL")
+@click.option(
+    "--phase", type=click.Choice(["decode", "verify", "prefill", "draft"]), default="decode", show_default=True
+)
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences; of a prefill one.")
+@click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Keys of a sequence.")
+@click.option(
+    "--tokens", type=click.IntRange(1), default=None, help="Of a verify or a prefill. Default: 4, the context."
+)
+@click.option("--draft-weights", type=click.Choice(["stored", "int4"]), default="stored", show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(name: str, phase: str, batch: int, context: int, tokens: int | None, draft_weights: str, seed: int) -> None:
+    """Show when the blocks of each launch of a step of MODEL begin, wait, go on and end, on this GPU."""
+    from kerngen.runtime.backend import use_gpu
+
+    model, step = find_model(name, draft_weights=draft_weights), Step.of_phase(phase, batch, context, tokens)
+    use_gpu(None)
+    rows, cost, without = timeline(model, step, seed=seed)
+    ms = cost.base_us / 1e3
+    click.echo(
+        f"{model.name}, {step.name}: {ms:.3f} ms, with clocks {cost.median:.4f} of it; us from the last block before"
+    )
+    for line in table(rows):
+        click.echo(line)
+    for line in without:
+        click.echo(f"without clocks: {line}", err=True)
+
+
+if __name__ == "__main__":
+    from kerngen.cli import run_command
+
+    sys.exit(run_command(main, "python -m kerngen.tuning.timeline"))

@@ -1,0 +1,23 @@
+"""`python -m kerngen.tuning.timeline` on a GPU: every block tells, in the order in which things happen."""
+
+from __future__ import annotations
+
+import pytest
+
+from kerngen.steps import Step
+from kerngen.tuning.timeline import timeline
+from kerngen.workload import find_model
+
+
+@pytest.mark.parametrize("step", [Step.verify(1, 4, 512), Step.decode(8, 512)], ids=lambda s: s.name)
+def test_what_the_blocks_of_a_step_say(step: Step) -> None:
+    rows, cost, without = timeline(find_model("gemma-4-e2b"), step)
+    assert not without
+    assert 0.95 < cost.median < 1.25
+    assert sum(r.count for r in rows) > 35 * 5
+    for row in rows:
+        assert row.begun_us <= row.last_begun_us
+        assert row.begun_us < row.ended_us <= row.last_ended_us
+        assert 0 < row.last_ended_us < 100, "none ends before the one that it waits for"
+        if row.on_us is not None and row.ready_us is not None:
+            assert -1 < row.on_us < row.ended_us

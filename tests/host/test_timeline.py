@@ -84,4 +84,4 @@ def test_rows_count_from_the_end_of_the_launch_before() -> None:
     assert head.split() == ["launches", "begin", "last", "ready", "on", "done", "last", "done"]
     assert line.split()[:8] == ["b:", "second", "2", "-0.50", "-0.40", "-0.30", "1.50", "1.90"]
     assert "num_tokens=4" in line
-    assert [r.entry for r in rows_of([a, b, a], [replay[:2] + [launch(2000, 5000)]])] == ["second", "a"]
+    assert [r.entry for r in rows_of([a, b, a], [[*replay[:2], launch(2000, 5000)]])] == ["second", "a"]

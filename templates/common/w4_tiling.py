@@ -137,11 +137,11 @@ GEMV_SPACE = {
 STREAM_SPACE = {
     "block_m": STREAMED,
     "block_n": (STRIP,),
-    "block_k": (512, 768, 1024, 1536, 1792, 2048, 2304, 2560, 3072, 4096, 5376),
+    "block_k": (512, 768, 1024, 1280, 1536, 1792, 1920, 2048, 2304, 2560, 2816, 3072, 4096, 5376),
     "warp_n": (STRIP,),
     "warps_m": (1,),
     "warps_k": (8, 12, 14, 16),
-    "num_stages": (2, 3, 4, 5, 6, 9),
+    "num_stages": (2, 3, 4, 5, 6, 7, 9),
     "blocks_per_sm": (1,),
     "split_k": (1, 2, 3, 4, 6, 8, 11),
     "in_flight": (0, 1, 2),
@@ -292,7 +292,7 @@ def warpgroup_registers(c: Tiling) -> tuple[int, int]:
     return _REGISTERS_OF_TWO if c.blocks_per_sm == 2 else _REGISTERS[c.block_n]
 
 
-def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
+def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | None:
     """As why_invalid where `warpgroups` is chosen. Without shared memory."""
     if not arch.has_wgmma:
         return f"warpgroups=True: {arch} has no wgmma; warpgroups=False serves every arch"
@@ -314,6 +314,12 @@ def why_not_warpgroups(c: Tiling, k: int, arch: Arch) -> str | None:
                 "most 2, 1 or 2, and at least 3")  # fmt: skip
     if c.block_k % 64 or k % c.block_k:
         return f"block_k={c.block_k} of k={k}: warpgroups takes whole stages of a multiple of 64"
+    return _why_not_groups(c, group_size)
+
+
+def _why_not_groups(c: Tiling, group_size: int) -> str | None:
+    if c.block_k % group_size and group_size % c.block_k:
+        return f"block_k={c.block_k}: a stage has whole groups of {group_size} columns, or lies in one"
     return None
 
 
@@ -349,9 +355,15 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
         return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
     if not arch.has_cp_async and c.num_stages != 2:
         return f"num_stages={c.num_stages}: without cp.async, {arch} keeps 2 stages and one on its way in registers"
-    threads, groups = 32 * warps, max(1, c.block_k // group_size)
-    for what, row in (("weights", c.block_k), ("scales", 4 * groups), ("x", c.block_k // 8)):  # 16 bytes each
-        if row % threads and threads % row:
+    if c.block_k % 64 and c.block_k != STRIP:
+        return f"block_k={c.block_k}: x lies in blocks of 64 columns, or one of {STRIP}"
+    if why := _why_not_groups(c, group_size):
+        return why
+    threads, strips = 32 * warps, c.block_n // STRIP
+    scales = 4 * max(1, c.block_k // group_size)
+    copied = (("weights", strips, c.block_k), ("scales", strips, scales), ("x", c.block_m, c.block_k // 8))
+    for what, rows, row in copied:  # row: in chunks of 16 bytes
+        if rows * row > threads and row % threads and threads % row:
             return (f"block_k={c.block_k}: {threads} threads copy rows of {row} chunks of {what}, and take whole rows "
                     "or equal shares of one")  # fmt: skip
     return arch.why_too_large(c.smem_bytes(group_size), blocks)

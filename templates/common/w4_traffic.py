@@ -112,6 +112,8 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
 def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
     """Without stages (gemv), or a ring for each warp (stream): a block's warps meet at a tile's end alone.
 
+    What is on its way early (in_flight) is no part of it: of those that differ in that alone the first stands.
+
     gemv's lanes load x four bytes at a time, each warp for itself, and a load touches a line for each row.
     """
     tiles = p.row_tiles * -(-p.n // c.block_n)

@@ -5,8 +5,8 @@ source serves every M and every arch from sm70: tiles, warps and the way the wor
 Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default from nine tokens on, of warpgroups that
 copy or multiply (warpgroups.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
 reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for up to four tokens
-with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W; an infinity or a NaN among a
-token's x makes all of its outputs NaN there).
+with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W of one token and for most of more;
+an infinity or a NaN among a token's x makes all of its outputs NaN there).
 """
 
 from __future__ import annotations
@@ -103,16 +103,15 @@ BODIES = (
     ),
 )
 OUTPUTS = ("out",)
-# Up to so many weights the default is gemv: what counts is when the first bytes arrive. For one token stream is faster
-# alone from far fewer on, but in the one run in which the 26B-A4B's small products took it, its step was slower.
+# Up to so many weights the default is gemv, where looks at steps chose nothing else: what counts is when the first bytes
+# arrive. For one token stream is faster alone from far fewer on, but in the one run in which the 26B-A4B's small products
+# took it, its step was slower.
 STRAIGHT_WEIGHTS = 1 << 26
-STREAMED_WEIGHTS = 1 << 25  # for one token
+STREAMED_WEIGHTS = 1 << 25  # from so many on stream serves one token, and two to four where no step was looked at
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips
 LONGEST_ROW = 5 * LONG_ROW  # from here on it takes all of shared memory also where strips are cut into parts
-# Of two to four tokens: rows by their length; what is longer than the longest is left to the ring, faster in a step.
-SHORTEST_FOR_FOURS, SHORT_FOR_FOURS, LONGER_FOR_FOURS = 2048, 3000, 5000
-LONG_FOR_FOURS, LONGEST_FOR_FOURS = 3 << 12, 1 << 14
-MANY_STRIPS = 640  # of eight tokens: from here on tiles of 128 rows
+IN_SIXTHS = 3 << 12  # of two to four tokens, rows from here on are cut into six parts
+LEFT_TO_RING = (1 << 14) + 1  # and from here on the ring was faster in a step
 PAIRED_SIDE = 5376  # of W at least, where tiles of 160 tokens are pairs
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
 
@@ -182,7 +181,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.gemv:
         return w4_tiling.why_not_gemv(config, problem.num_tokens, problem.k, target.arch)
     if config.warpgroups:
-        if why := w4_tiling.why_not_warpgroups(config, problem.k, target.arch):
+        if why := w4_tiling.why_not_warpgroups(config, problem.k, problem.group_size, target.arch):
             return why
         if why := target.arch.why_too_large(smem_bytes(problem, config, target), max(1, config.blocks_per_sm)):
             return why
@@ -321,41 +320,39 @@ def _streamed_by_fours(problem: Problem, target: Target) -> Config | None:
 
 
 def _ways_of_fours(strips: int, k: int, blocks: int) -> tuple[_Way, ...]:
-    """Best first, by looks at the verification steps of four models on an H100, each matrix exchanged alone
-    (docs/experiments.md). None for what is left to other bodies.
+    """Best first, by looks at the verification steps of the 31B, the 12B, E4B and the 26B-A4B on an H100, each matrix
+    exchanged alone (docs/experiments.md). None for what is left to other bodies.
     """
-    all_tiles = k // STRIP  # of a row: a warp's share in one slot
-    if 2 * strips >= 3 * blocks:
-        are_many = 2 * strips >= 9 * blocks
-        if k < SHORTEST_FOR_FOURS:  # not looked at in a step
-            return (_Way(1, 8, ceil(all_tiles / 16), 4, 0),) if strips * STRIP * k > STREAMED_WEIGHTS else ()
-        if k < LONGER_FOR_FOURS and not are_many:
-            return (_Way(1, 12, 4, 7, 1),)
+    whole_share = k // STRIP  # at least: all that a warp has of a unit goes into one slot
+    rounds = strips / blocks  # that blocks make of whole strips
+    if rounds >= 1.5 and k < 2048:  # E2B's, whose steps nobody has looked at
+        return (_Way(1, 8, ceil(k / STRIP / 16), 4, 0),) if strips * STRIP * k > STREAMED_WEIGHTS else ()
+    if rounds >= 4.5:  # gate and up
         if k < LONG_ROW:
-            return (_Way(1, 8, all_tiles, 4, 2),)
-        if k < LONGER_FOR_FOURS:
-            return (_Way(1, 12, ceil(all_tiles / 24), 4, 0),)
-        return (_Way(1, 12, 2, 9, 2),) if are_many else (_Way(1, 14, 4, 5, 1),)
-    if k > LONGER_FOR_FOURS:
-        if k > LONGEST_FOR_FOURS or 2 * strips < blocks:
+            return (_Way(1, 8, whole_share, 4, 2),)
+        return (_Way(1, 12, ceil(k / STRIP / 24), 4, 0),) if k < 5000 else (_Way(1, 12, 2, 9, 2),)
+    if rounds >= 1.5:  # q, k and v
+        return (_Way(1, 12, 4, 7, 1),) if k < 5000 else (_Way(1, 14, 4, 5, 1),)
+    if k > 5000:  # in parts of K, which fill the blocks
+        if rounds < 0.5 or k >= LEFT_TO_RING:
             return ()
-        if k >= LONG_FOR_FOURS:
-            return (_Way(6, 16, all_tiles, 3, 1),)
-        return _Way(3, 8, all_tiles, 2, 0), _Way(6, 16, all_tiles, 2, 0)
-    if k >= SHORT_FOR_FOURS:
-        return (_Way(1, 16, 3, 7, 0),) if strips >= 0.9 * blocks else ()
-    return (_Way(1, 8, 6, 4, 0),) if k >= SHORTEST_FOR_FOURS and 3 * strips >= 2 * blocks else ()
+        if k >= IN_SIXTHS:
+            return (_Way(6, 16, whole_share, 3, 1),)
+        return _Way(3, 8, whole_share, 2, 0), _Way(6, 16, whole_share, 2, 0)
+    if k >= 3000:
+        return (_Way(1, 16, 3, 7, 0),) if rounds >= 0.9 else ()
+    return (_Way(1, 8, 6, 4, 0),) if k >= 2048 and rounds >= 2 / 3 else ()
 
 
-def _rings_of_eight(problem: Problem) -> tuple[Config, ...]:
-    """Two to eight tokens of a large W by the ring, best first, for sm90: by such looks as _streamed_by_fours."""
-    weights, strips, k = problem.n * problem.k, problem.n // STRIP, problem.k
-    if k < LONG_ROW or weights < 7 << 22:
-        return ()
-    if k >= LONG_FOR_FOURS:
-        longest = k > LONGEST_FOR_FOURS
-        return (Config(8, 64, 256, 32, 1, 4, 8, 2) if longest else Config(8, 64, 512, 32, 1, 4, 4, 2),)
-    return (Config(8, 128, 256, 32, 1, 1, 2, 3) if strips >= MANY_STRIPS else Config(8, 32, 256, 32, 1, 2, 6, 4),)
+def _ring_of_few(problem: Problem) -> Config | None:
+    """Two to eight tokens of a large W with long rows by the ring, for sm90: by such looks as _ways_of_fours."""
+    if problem.k < LONG_ROW or problem.n * problem.k < 7 << 22:
+        return None
+    if problem.k >= LEFT_TO_RING:
+        return Config(8, 64, 256, 32, 1, 4, 8, 2)
+    if problem.k >= IN_SIXTHS:
+        return Config(8, 64, 512, 32, 1, 4, 4, 2)
+    return Config(8, 128, 256, 32, 1, 1, 2, 3) if problem.n >= 20480 else Config(8, 32, 256, 32, 1, 2, 6, 4)
 
 
 # Tiles of warpgroups, from sweeps on an H200 over the family's matrices: block_n, the longest block_k and its stages.
@@ -446,15 +443,14 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     found = None
     if m == 1 and arch.has_tma and problem.n * problem.k > STREAMED_WEIGHTS:
         found = _streamed(problem, target)
-    elif m <= STREAMED[-1] and arch.has_tma:
+    elif 1 < m <= STREAMED[-1] and arch.has_tma:
         found = _streamed_by_fours(problem, target)
     if found is not None:
         return (found, last)
-    if 1 < m <= 8 and arch.has_wgmma and (rings := _rings_of_eight(problem)):
-        return (*rings, last)
-    if m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
+    ring = _ring_of_few(problem) if 1 < m <= 8 and arch.has_wgmma else None
+    if ring is None and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
         return (*_straight(problem, target), last)
-    first = _by_warpgroups(problem, target) if m > 8 and arch.has_wgmma else ()  # not of every K
+    first = _by_warpgroups(problem, target) if m > 8 and arch.has_wgmma else (ring,) if ring else ()  # not of every K
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply
         even = problem.n % 128 == 0 and problem.k % 256 == 0

@@ -265,6 +265,7 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
         (Config(8, 128, 384, 32, 1, 2, 3, 2), "256 threads copy rows of 384 chunks of weights"),
         (Config(8, 96, 256, 32, 1, 2, 4, 3), "192 threads copy rows of 256 chunks of weights"),
         (Config(8, 96, 384, 32, 1, 2, 3, 2), None),
+        (Config(8, 96, 96, 32, 1, 1, 3, 2), "x lies in blocks of 64 columns"),
         (Config(8, 64, 384, 32, 1, 3, 4, 2), None),
         (Config(8, 128, 256, 32, 1, 1, 2, 4, in_flight=1), "in_flight=1 is for stream=True"),
         (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, stream=True, in_flight=3), "of num_stages=3 slots fewer"),
@@ -275,6 +276,23 @@ def test_rows_that_threads_do_not_share_out_whole_are_refused(config: Config, sa
     """A ring's thread copies the chunks at its own place of each row: of 384 by 256 threads it would find others."""
     why = spec.why_invalid(Problem(5376, 21504, 32, "bf16", 4), config, Target.of(find_arch("sm90")))
     assert why is None if says is None else says in str(why)
+
+
+@pytest.mark.parametrize("warpgroups", [False, True])
+def test_a_stage_has_whole_groups_or_lies_in_one(warpgroups: bool) -> None:
+    ring = Config(8, 64, 192, 32, 1, 3, 4, 2)
+    config = Config(32, 128, 192, 16, 1, 1, 4, 1, warpgroups=True) if warpgroups else ring
+    target = Target.of(find_arch("sm90"))
+    why = spec.why_invalid(Problem(5376, 5376, 128, "bf16", 8), config, target)
+    assert "whole groups of 128 columns" in str(why)
+    assert spec.why_invalid(Problem(5376, 5376, 64, "bf16", 8), config, target) is None
+
+
+@pytest.mark.parametrize(("n", "k"), [(10752, 2560), (8192, 2816), (3840, 4096), (3072, 2560)])
+def test_one_token_of_a_small_matrix_goes_straight(n: int, k: int) -> None:
+    target = Target.of(find_device("H200"))
+    assert spec.default_config(Problem(n, k, 32, "bf16", 1), target).gemv
+    assert spec.default_config(Problem(n, k, 32, "bf16", 2), target).stream
 
 
 def test_two_to_eight_tokens_are_cut_by_what_a_row_and_the_strips_are() -> None:

@@ -103,9 +103,9 @@ BODIES = (
     ),
 )
 OUTPUTS = ("out",)
-# Up to so many weights the default is gemv, where looks at steps chose nothing else: what counts is when the first bytes
-# arrive. For one token stream is faster alone from far fewer on, but in the one run in which the 26B-A4B's small products
-# took it, its step was slower.
+# Up to so many weights the default is gemv where looks at steps chose nothing else: what counts is when the first
+# bytes arrive. For one token stream is faster alone from far fewer on, but in the one run in which the 26B-A4B's
+# small products took it, its step was slower.
 STRAIGHT_WEIGHTS = 1 << 26
 STREAMED_WEIGHTS = 1 << 25  # from so many on stream serves one token, and two to four where no step was looked at
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips

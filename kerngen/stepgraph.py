@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -83,7 +84,7 @@ class StepGraph:
             self.calls[called] = self.calls.get(called, 0) + 1
         with torch.inference_mode():
             self._run, _ = Forwards(stage.made, stage.drafter, self._cache).prepare(step)
-        self._warm: set[Function] = set()
+        self._warm: WeakSet[Function] = WeakSet()
         self._is_warm = False
 
     def _cache(self, step: Step) -> KVCache:

@@ -1,7 +1,7 @@
 """Exchanges configurations in a step of a model, one at a time: what is fastest where it runs.
 
     python -m kerngen.tuning.exchange gemma-4-31b --phase verify --tokens 4 --kernel w4a16_gemm --most 60
-    python -m kerngen.tuning.exchange gemma-4-31b --phase verify --plan data/exchanges/h100/w4a16_gemm-fours.txt
+    python -m kerngen.tuning.exchange gemma-4-31b --phase verify --plan data/exchanges/h100/gemma-4-31b--verify-4.txt
 
 Alone, a kernel is not what it is in the step. Where `kerngen tune --objective step` has steps choose between the few
 that are fastest alone, this looks at nothing but the step: of each problem that it launches, those of most bytes
@@ -42,6 +42,7 @@ from kerngen.workload import Model, find_model
 
 PAIRS = 6  # replays of a look, with and without in turn
 SURE_PAIRS = 18  # of the look that decides
+SURE_LOOKS = 2  # of the best of a place's, how many get one where the one before did not stand it
 KEPT = 12  # of a place's configurations, those that come into the next round
 
 
@@ -146,8 +147,15 @@ class Exchange:
             for config in (place.default, *place.configs):
                 self._image(place, config)
 
+    def begin(self) -> None:
+        """Make the model and look at the step as it is. Raises LaunchError where it does not run."""
+        seen = self._gpu.compare(self._model, self._step, (), (), pairs=PAIRS)
+        if isinstance(seen, Observed):
+            raise LaunchError(f"{self._step.name} of {self._model.name} does not run by default: {seen.reason}",
+                              hint="give the first look more time with --timeout")  # fmt: skip
+
     def round(self) -> Iterator[Look | Kept]:
-        """All places once, each with what was kept so far. Leaves each with the best of its configurations."""
+        """All places once, each with what was kept so far. Leaves each with the best of those that work."""
         for place in self._places:
             now = self.kept.get(place.called, place.default)
             looks = []
@@ -158,21 +166,37 @@ class Exchange:
                     if isinstance(look.seen, Ratio):
                         looks.append((look.seen.median, config))
             looks.sort(key=lambda seen: seen[0])
-            place.configs = [now] * (now != place.default) + [c for _, c in looks[:KEPT] if c != place.default]
-            for ratio, config in looks[:2]:
-                if ratio >= 1 - self._least:
+            broken = set()
+            sure_looks = 0
+            for ratio, config in looks:
+                if ratio >= 1 - self._least or sure_looks == SURE_LOOKS:
                     break
-                sure = self._look(place, config, SURE_PAIRS)
-                if isinstance(sure, Ratio) and sure.median >= 1 - self._least:
+                found = self._decided(place, config)
+                if isinstance(found, Look):
+                    broken.add(config)
+                    yield found
                     continue
-                checked = self._checked(place, config)
-                if isinstance(sure, Ratio) and checked.outcome == "ok":
-                    self.kept[place.called] = config
-                    if config == place.default:
-                        del self.kept[place.called]
-                    yield Kept(place, config, sure)
+                sure_looks += 1
+                if isinstance(found, Kept):
+                    yield found
                     break
-                yield Look(place, config, sure if isinstance(sure, Observed) else checked)
+            best = [config for _, config in looks if config not in broken][:KEPT]
+            place.configs = [c for c in dict.fromkeys((now, *best)) if c != place.default]
+
+    def _decided(self, place: Place, config: Any) -> Kept | Look | None:
+        """Keeps it where a longer look confirms the gain, and the reference the results. A Look says what is broken."""
+        sure = self._look(place, config, SURE_PAIRS)
+        if isinstance(sure, Observed):
+            return Look(place, config, sure)
+        if sure.median >= 1 - self._least or sure.median + 2 * sure.spread >= 1:
+            return None
+        checked = self._gpu.check(place.kernel, place.problem, config, self._image(place, config).result().image)
+        if checked.outcome != "ok":
+            return Look(place, config, checked)
+        self.kept[place.called] = config
+        if config == place.default:
+            del self.kept[place.called]
+        return Kept(place, config, sure)
 
     def against_defaults(self) -> Ratio | Observed:
         """The step with all that was kept, over the step by default."""
@@ -184,9 +208,6 @@ class Exchange:
         except CompileError as e:
             return Observed("compile_failed", e.message)
         return self._gpu.compare(self._model, self._step, self._chosen(self.kept), other, pairs=pairs)
-
-    def _checked(self, place: Place, config: Any) -> Observed:
-        return self._gpu.check(place.kernel, place.problem, config, self._image(place, config).result().image)
 
     def _chosen(self, configs: Mapping[tuple[str, Any], Any]) -> list[Exchanged]:
         by_call = {p.called: p for p in self._places}
@@ -237,7 +258,7 @@ def _of_place(place: Place) -> str:
               help="Of the step's time, what must be gained.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
-              help="Seconds a look; the first makes the model.")  # fmt: skip
+              help="Seconds a look; those that begin a process make the model.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 def main(
     name: str, phase: str, batch: int, context: int, tokens: int | None, draft_weights: str, kernels: tuple[str, ...],
@@ -259,6 +280,7 @@ def main(
             return
         click.echo(f"{target.device}: reads {gpu.ceilings().read_gbps:.0f} GB/s; {model.name}, {step.name}")
         run = Exchange(model, step, places, target, gpu, compiler, least)
+        run.begin()
         failed, last = 0, None
         for _ in range(rounds):
             for found in run.round():
@@ -268,15 +290,13 @@ def main(
                 click.echo(_line(found))
                 failed += isinstance(found.seen, Observed)
         whole = run.against_defaults()
-    if isinstance(whole, Observed):
-        raise LaunchError(f"the step does not run with what was kept: {whole.reason}")
-    ms = whole.base_us / 1e3
-    click.echo(
-        f"{step.name}: {ms:.3f} ms by default, with what was kept {whole.median:.4f} +- {whole.spread:.4f} of it"
-    )
     for place in places:
         if (config := run.kept.get(place.called)) is not None:
-            click.echo(f"  {place.kernel.name} {describe(place.problem)}: {describe(config)}")
+            click.echo(f"kept: {place.kernel.name} {describe(place.problem)}: {describe(config)}")
+    if isinstance(whole, Observed):
+        raise LaunchError(f"the step does not run with all that was kept: {whole.reason}")
+    part = f"{whole.median:.4f} +- {whole.spread:.4f}"
+    click.echo(f"{step.name}: {whole.base_us / 1e3:.3f} ms by default, with what was kept {part} of it")
     if failed:
         click.echo(f"{failed} configurations are wrong or failed", err=True)
         raise click.exceptions.Exit(1)

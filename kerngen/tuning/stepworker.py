@@ -18,6 +18,7 @@ from kerngen.templates import find_kernel
 from kerngen.workload import Model
 
 GRAPHS_KEPT = 4  # of a step: what is compared with many others, and those
+FUNCTIONS_KEPT = 256  # of a step, each with its module and its workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,12 @@ class HeldStep:
         return graph
 
     def _function(self, e: Exchanged) -> Function:
-        if (found := self._functions.get(e.identity)) is None:
+        if (found := self._functions.pop(e.identity, None)) is None:
             index = torch.cuda.current_device()
             found = Function(find_kernel(e.kernel), e.config, target_here(), e.image, index=index)
-            self._functions[e.identity] = found
+        self._functions[e.identity] = found  # as the latest
+        while len(self._functions) > FUNCTIONS_KEPT:  # graphs hold what they launch
+            del self._functions[next(iter(self._functions))]
         return found
 
 

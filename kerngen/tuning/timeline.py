@@ -6,9 +6,9 @@
 of every kernel, at its entries' first and last lines and around pdl_wait, and the step is replayed as one graph. A row
 is all launches of one kind behind another kind, medians, in microseconds from when the last block of the launch before
 ended: when its blocks began (the median one, the last one; below 0 they were resident while that one ran), when they
-had done all that needs no wait ("ready"), when the first of them went on, and when they ended, the median one and the
-last. So a row's last figure is what the launch adds to the step, "on" of it is the way from one launch to the next, and
-a "ready" above 0 is a launch that came too late for its own prologue.
+had done all that needs no wait ("ready", the last warp of each), when the first of them went on, and when they ended,
+the median one and the last. So a row's last figure is what the launch adds to the step, "on" of it is the way from one
+launch to the next, and a "ready" above 0 is a launch that came too late for its own prologue.
 
 Clocks cost a little: some registers, and 512 bytes of shared memory a block; how much of the step is said. A kernel
 that has no room for them goes without, and its row with it.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.errors import CompileError, KerngenError
+from kerngen.errors import CompileError, KerngenError, LaunchError
 from kerngen.steps import Ratio, Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 REPLAYS = 5
 FIELDS = 4  # of a block: begun, ready, on, ended
 _ENTRY = re.compile(r'extern "C" __global__([^{]*)\{')
-_WAIT = re.compile(r"DEVICE void pdl_wait\(\) \{(.*?)\n\}", re.DOTALL)
+_WAIT = re.compile(r"DEVICE void pdl_wait\(\) \{\n((?: [^\n]*\n)+)\}")
 _CLOCKS = """
 struct Clocks {
-    unsigned long long ready, on;  // of one warp; 0 where it does not wait
+    unsigned long long ready, on;  // of one warp, when it waited first; 0 where it does not wait
 };
 __device__ __forceinline__ Clocks& clocks_of_warp() {
     __shared__ Clocks of_warps[32];
@@ -79,7 +79,7 @@ struct Clocked_{name} {{
         unsigned long long* const to = clocks_{name}[launch % {launches}][block()];
         const Clocks own = clocks_of_warp();
         atomicMax(to, ~begun);
-        if (own.on) atomicMax(to + 1, ~own.ready), atomicMax(to + 2, own.on);
+        if (own.on) atomicMax(to + 1, own.ready), atomicMax(to + 2, ~own.on);
         atomicMax(to + 3, ended);
         if (threadIdx.x == 0) launches_{name}[block()] = launch + 1;
     }}
@@ -100,7 +100,7 @@ def with_clocks(text: str, entries: Mapping[str, tuple[int, int]]) -> str:
         return entry[0] + "".join(f" Clocked_{n} clocked;" for n in names)
 
     text = _ENTRY.sub(begun, text)
-    if found != set(entries) or waits > 1:
+    if found != set(entries) or waits != ("pdl_wait" in text):
         raise CompileError(f"no place for clocks: of the entries {sorted(entries)} it has {sorted(found)}, and "
                            f"{waits} definitions of pdl_wait")  # fmt: skip
     head = "".join(
@@ -111,16 +111,18 @@ def with_clocks(text: str, entries: Mapping[str, tuple[int, int]]) -> str:
 
 
 def _wait_with_clocks(found: re.Match[str]) -> str:
-    lead = "threadIdx.x % 32 == 0"
-    before = f"if ({lead} && !clocks_of_warp().ready) clocks_of_warp().ready = clock_now();"
-    after = f"if ({lead}) clocks_of_warp().on = clock_now();"
-    return f"DEVICE void pdl_wait() {{\n    {before}{found[1]}\n    {after}\n}}"
+    before, after = (
+        f"if (threadIdx.x % 32 == 0 && !clocks_of_warp().{which}) clocks_of_warp().{which} = clock_now();"
+        for which in ("ready", "on")
+    )
+    return f"DEVICE void pdl_wait() {{\n    {before}\n{found[1]}    {after}\n}}"
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Of one launch, in nanoseconds of the GPU's clock: when the median block began, and the last; when the median one
-    was ready to wait, and the first went on (None: none waits); when the median one ended, and the last.
+    """Of one launch, in nanoseconds of the GPU's clock: when the median block began, and the last; when the last warp
+    of the median one was ready to wait, and the first warp went on (None: none waits); when the median block ended,
+    and the last.
     """
 
     begun: int
@@ -133,11 +135,12 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Launches of one kind behind another: how many, and medians in microseconds from the end of the one before."""
+    """Launches of one kind behind another, `before`: how many, and medians in microseconds from the end of that one."""
 
     entry: str
     kernel: str
     problem: Any
+    before: str  # its entry
     count: int
     begun_us: float
     last_begun_us: float
@@ -157,7 +160,7 @@ def blocks_of(stamps: np.ndarray[Any, Any]) -> Blocks | None:
     if not stamps.size or not stamps[:, 0].all() or not stamps[:, 3].all():
         return None
     waits = stamps[:, 2] > 0
-    begun, ready = ~stamps[:, 0], ~stamps[waits, 1]
+    begun, ready, on = ~stamps[:, 0], stamps[waits, 1], ~stamps[waits, 2]
     origin = int(begun.min())
 
     def after(values: np.ndarray[Any, Any], what: Any) -> int:
@@ -165,7 +168,7 @@ def blocks_of(stamps: np.ndarray[Any, Any]) -> Blocks | None:
 
     return Blocks(
         after(begun, np.median), after(begun, np.max),
-        after(ready, np.median) if waits.any() else None, after(stamps[waits, 2], np.min) if waits.any() else None,
+        after(ready, np.median) if waits.any() else None, after(on, np.min) if waits.any() else None,
         after(stamps[:, 3], np.median), after(stamps[:, 3], np.max),
     )  # fmt: skip
 
@@ -176,13 +179,13 @@ def rows_of(calls: Sequence[Call], replays: Sequence[Sequence[Blocks | None]]) -
     """
     met: dict[tuple[Call, Call], list[tuple[Blocks, int]]] = {}
     for found in replays:
-        for (call, own), (call_before, before) in pairwise(reversed(list(zip(calls, found, strict=True)))):
-            if before is not None and own is not None:
-                met.setdefault((call, call_before), []).append((own, before.last_ended))
+        for (call, own), (call_before, one_before) in pairwise(reversed(list(zip(calls, found, strict=True)))):
+            if one_before is not None and own is not None:
+                met.setdefault((call, call_before), []).append((own, one_before.last_ended))
     rows = []
-    for (call, _), seen in reversed(met.items()):
+    for (call, before), seen in reversed(met.items()):
         us = [_median_us([(getattr(b, f.name), end) for b, end in seen]) for f in fields(Blocks)]
-        rows.append(Row(*call, len(seen) // len(replays), *us))  # type: ignore[arg-type]  # None where a Row has it too
+        rows.append(Row(*call, before[0], len(seen) // len(replays), *us))  # type: ignore[arg-type]  # None where a Row has it too
     return rows
 
 
@@ -196,20 +199,27 @@ class _Stamps:
     """What the blocks of one entry leave in the memory of its module, `launches` of `blocks` blocks."""
 
     def __init__(self, function: Function, entry: str, launches: int, blocks: int) -> None:
-        self._address = function.address(f"clocks_{entry}")
-        self._shape = launches, blocks, FIELDS
+        self._entry, self._shape = entry, (launches, blocks, FIELDS)
+        self._clocks, self._counts = (function.address(f"{what}_{entry}") for what in ("clocks", "launches"))
 
     def clear(self) -> None:
+        """Before a replay, whose first launch is number 0 then."""
         from cupy_backends.cuda.api import runtime
 
-        runtime.memset(self._address, 0, 8 * prod(self._shape))
+        runtime.memset(self._clocks, 0, 8 * prod(self._shape))
+        runtime.memset(self._counts, 0, 4 * self._shape[1])
 
     def read(self) -> np.ndarray[Any, Any]:
+        """Raises LaunchError where a block was not launched as often as the step has it."""
         import numpy as np
         from cupy_backends.cuda.api import runtime
 
-        found = np.zeros(self._shape, np.uint64)
-        runtime.memcpy(found.ctypes.data, self._address, found.nbytes, runtime.memcpyDeviceToHost)
+        found, counts = np.zeros(self._shape, np.uint64), np.zeros(self._shape[1], np.uint32)
+        for array, address in ((found, self._clocks), (counts, self._counts)):
+            runtime.memcpy(array.ctypes.data, address, array.nbytes, runtime.memcpyDeviceToHost)
+        if (counts != self._shape[0]).any():
+            raise LaunchError(f"{self._entry}: a step launches it {self._shape[0]} times, and its blocks counted "
+                              f"{counts.min()} to {counts.max()}")  # fmt: skip
         return found
 
 
@@ -276,7 +286,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines = [f"{'':40} launches    begin     last    ready       on     done  last done"]
     for r in rows:
         figures = (r.begun_us, r.last_begun_us, r.ready_us, r.on_us, r.ended_us, r.last_ended_us)
-        what = r.entry if r.entry == r.kernel else f"{r.kernel}: {r.entry}"
+        what = f"{r.entry} behind {r.before}"
         lines.append(f"{what:40} {r.count:8d} " + " ".join(shown(us) for us in figures) + f"  {describe(r.problem)}")
     return lines
 

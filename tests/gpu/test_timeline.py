@@ -15,6 +15,7 @@ def test_what_the_blocks_of_a_step_say(step: Step) -> None:
     assert not without
     assert 0.95 < cost.median < 1.25
     assert sum(r.count for r in rows) > 35 * 5
+    assert all(r.on_us is not None and r.ready_us is not None for r in rows)
     for row in rows:
         assert row.begun_us <= row.last_begun_us
         assert row.begun_us < row.ended_us <= row.last_ended_us

@@ -39,6 +39,12 @@ def test_a_text_without_a_place_for_them() -> None:
         with_clocks('extern "C" __global__ void there(int x) {\n}\n', {"absent": (1, 1)})
 
 
+def test_a_wait_that_is_spelled_otherwise_is_no_wait_without_marks() -> None:
+    text = 'DEVICE void pdl_wait() { wait(); }\nextern "C" __global__ void there(int x) {\n    pdl_wait();\n}\n'
+    with pytest.raises(CompileError, match="0 definitions of pdl_wait"):
+        with_clocks(text, {"there": (1, 1)})
+
+
 def test_an_older_arch_has_no_wait_to_tell_of() -> None:
     """Its pdl_wait is empty: marks stand in it all the same, and the text compiles."""
     kernel, arch = find_kernel("rmsnorm"), find_arch("sm80")
@@ -54,7 +60,7 @@ def _stamps(*blocks: tuple[int, int, int, int]) -> np.ndarray:  # type: ignore[t
     for row, (begun, ready, on, ended) in zip(found, blocks, strict=True):
         row[0], row[3] = ~np.uint64(EPOCH + begun), EPOCH + ended
         if on:
-            row[1], row[2] = ~np.uint64(EPOCH + ready), EPOCH + on
+            row[1], row[2] = EPOCH + ready, ~np.uint64(EPOCH + on)
     return found
 
 
@@ -76,12 +82,14 @@ def test_rows_count_from_the_end_of_the_launch_before() -> None:
 
     replay = [launch(0, 1000), launch(500, 3000), None, launch(900, 4000), launch(3500, 6000)]
     rows = rows_of([a, b, c, a, b], [replay, replay])
-    assert [(r.entry, r.count) for r in rows] == [("second", 2)]  # both behind an `a`; the `a` behind c is not known
+    assert [(r.entry, r.before, r.count) for r in rows] == [
+        ("second", "a", 2)
+    ]  # both behind an `a`; the `a` behind c is not known
     (row,) = rows
     assert (row.begun_us, row.last_begun_us, row.ready_us) == (-0.5, -0.4, -0.3)
     assert (row.on_us, row.ended_us, row.last_ended_us) == (1.5, 1.9, 2.0)
     head, line = table(rows)
     assert head.split() == ["launches", "begin", "last", "ready", "on", "done", "last", "done"]
-    assert line.split()[:8] == ["b:", "second", "2", "-0.50", "-0.40", "-0.30", "1.50", "1.90"]
+    assert line.split()[:8] == ["second", "behind", "a", "2", "-0.50", "-0.40", "-0.30", "1.50"]
     assert "num_tokens=4" in line
     assert [r.entry for r in rows_of([a, b, a], [[*replay[:2], launch(2000, 5000)]])] == ["second", "a"]

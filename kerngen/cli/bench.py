@@ -15,6 +15,7 @@ from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.bench_serve import serve
 from kerngen.cli.bench_soak import soak
 from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.stepping import step_options
 from kerngen.cli.tables import Table, fitted, new_console, say
 from kerngen.cores import usable_cores
 from kerngen.runtime.config import in_int4
@@ -304,17 +305,7 @@ def step(
 @click.argument("name")
 @click.option("--draft", default=None, help="Folder of the assistant, where NAME is a folder.")
 @draft_weights_option
-@click.option(
-    "--phase", type=click.Choice(["decode", "verify", "prefill", "draft"]), default="decode", show_default=True
-)
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences; of a prefill one.")
-@click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Keys of a sequence.")
-@click.option(
-    "--tokens",
-    type=click.IntRange(1),
-    default=None,
-    help="Of a verify or a prefill. Default: 4, the context.",
-)
+@step_options
 @click.option("--db", "db_url", default=None, help="Tuning database whose winners to run. Default: the user's.")
 @click.option("--untuned", is_flag=True, help="Run the default configurations.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")

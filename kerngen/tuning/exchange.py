@@ -28,6 +28,8 @@ import click
 
 from kerngen.arch import Target
 from kerngen.cache import CachedCompiler
+from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.stepping import step_options
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, LaunchError, UsageError
 from kerngen.render import render
@@ -239,15 +241,8 @@ def _of_place(place: Place) -> str:
 
 @click.command()
 @click.argument("name", metavar="MODEL")
-@click.option(
-    "--phase", type=click.Choice(["decode", "verify", "prefill", "draft"]), default="decode", show_default=True
-)
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences; of a prefill one.")
-@click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Keys of a sequence.")
-@click.option(
-    "--tokens", type=click.IntRange(1), default=None, help="Of a verify or a prefill. Default: 4, the context."
-)
-@click.option("--draft-weights", type=click.Choice(["stored", "int4"]), default="stored", show_default=True)
+@step_options
+@draft_weights_option
 @click.option("--kernel", "kernels", multiple=True, help="Of this kernel alone; repeatable.")
 @click.option("--most", type=click.IntRange(0), default=40, show_default=True,
               help="Configurations of a problem; 0 lists the problems.")  # fmt: skip

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.stepping import step_options
 from kerngen.errors import CompileError, KerngenError, LaunchError
 from kerngen.steps import Ratio, Step, sequence
 from kerngen.templates import find_kernel
@@ -293,15 +295,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 @click.command()
 @click.argument("name", metavar="MODEL")
-@click.option(
-    "--phase", type=click.Choice(["decode", "verify", "prefill", "draft"]), default="decode", show_default=True
-)
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences; of a prefill one.")
-@click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Keys of a sequence.")
-@click.option(
-    "--tokens", type=click.IntRange(1), default=None, help="Of a verify or a prefill. Default: 4, the context."
-)
-@click.option("--draft-weights", type=click.Choice(["stored", "int4"]), default="stored", show_default=True)
+@step_options
+@draft_weights_option
 @click.option("--seed", default=0, show_default=True)
 def main(name: str, phase: str, batch: int, context: int, tokens: int | None, draft_weights: str, seed: int) -> None:
     """Show when the blocks of each launch of a step of MODEL begin, wait, go on and end, on this GPU."""

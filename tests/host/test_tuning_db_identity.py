@@ -154,7 +154,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "row_invariant": False},
         {"block_m": 8, "block_n": 128, "block_k": 128, "warp_n": 32, "warps_m": 1, "warps_k": 1, "num_stages": 4,
          "blocks_per_sm": 1, "wgmma": False, "gemv": False, "split_k": 1, "stream": False,
-         "warpgroups": False, "cluster": 1, "prefetch": 0},
+         "warpgroups": False, "cluster": 1, "prefetch": 0, "in_flight": 0},
     ),
 }  # fmt: skip
 WHAT_TO_DO = """\

@@ -88,7 +88,8 @@ ADDED_SINCE = {
       for name in ("source", "num_rotated_pairs", "together", "warpgroups", "cluster", "key_parts", "push_bits")),
     *(("attn_prefill", name) for name in ("wgmma", "ping_pong", "boxes", "cluster", "split")),
     *(("w4a16_gemm", name)
-      for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch")),
+      for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch",
+                   "in_flight")),
 }  # fmt: skip
 
 

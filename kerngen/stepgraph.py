@@ -21,7 +21,7 @@ from kerngen.runtime.cache import KVCache
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.launcher import Function, Launcher, shares_sms
 from kerngen.runtime.ops.kernels import KernelOps
-from kerngen.steps import Ratio, Step, sequence
+from kerngen.steps import Ratio, Step, launch_counts
 from kerngen.templates import find_kernel
 from kerngen.templates.common.row_torch import TORCH_DTYPE
 from kerngen.templates.kernel import Kernel
@@ -78,10 +78,7 @@ class StepGraph:
 
     def __init__(self, stage: Stage, step: Step) -> None:
         self.stage, self.step = stage, step
-        self.calls: dict[Called, int] = {}
-        for launched in sequence(stage.model, step, stage.target.arch):
-            called = launched.kernel, launched.problem
-            self.calls[called] = self.calls.get(called, 0) + 1
+        self.calls: dict[Called, int] = launch_counts(stage.model, step, stage.target.arch)
         with torch.inference_mode():
             self._run, _ = Forwards(stage.made, stage.drafter, self._cache).prepare(step)
         self._warm: WeakSet[Function] = WeakSet()

@@ -56,22 +56,6 @@ class Step:
         """`chunk` tokens of one sequence, the last of its `context`, whose earlier keys are in the cache."""
         return Step("prefill", 1, 0, context, chunk)
 
-    @staticmethod
-    def of_phase(phase: str, batch: int, context: int, tokens: int | None = None) -> Step:
-        """The step that `phase` names. tokens: of a verify (None: 4) or of a prefill (None: all of its context).
-
-        Raises UsageError for what such a step does not have.
-        """
-        if phase == "prefill" and batch > 1:
-            raise UsageError("a prefill is of one sequence", hint="leave out --batch")
-        if tokens is not None and phase not in ("verify", "prefill"):
-            raise UsageError(f"--tokens says how many a verify or a prefill has; {phase} has one a sequence")
-        if phase == "verify":
-            return Step.verify(batch, tokens or 4, context)
-        if phase == "prefill":
-            return Step.prefill(tokens or context, context)
-        return Step.draft(batch, context) if phase == "draft" else Step.decode(batch, context)
-
     @property
     def kind(self) -> Kind:
         return self.phase, self.batch, self.q_len, self.chunk
@@ -214,6 +198,13 @@ def sequence(model: Model, step: Step, arch: Arch) -> tuple[Launched, ...]:
     return tuple(found)
 
 
+def launch_counts(model: Model, step: Step, arch: Arch) -> Counter[tuple[str, Any]]:
+    """(kernel, problem) -> launches in `step` of `model` on `arch`, in the order in which each is first met. Raises as
+    `sequence`.
+    """
+    return Counter((launched.kernel, launched.problem) for launched in sequence(model, step, arch))
+
+
 # -- layers that repeat
 
 
@@ -264,27 +255,23 @@ def shortened(model: Model, step: Step, arch: Arch) -> tuple[Model, Repeat]:
     """
     runs = _runs([_like(layer) for layer in model.target.layers])
     every = tuple(range(len(model.target.layers)))
-    whole = _counts(model, step, arch)
+    whole = launch_counts(model, step, arch)
     as_it_is = model, Repeat(every, len(every), {key: (count, count) for key, count in whole.items()})
     kept = dict.fromkeys(runs, KEPT_PERIODS)
     layers = tuple(_kept(kept))
     if layers == every:
         return as_it_is
     short = _of_layers(model, layers)
-    counts = _counts(short, step, arch)
+    counts = launch_counts(short, step, arch)
     total = Counter(counts)
     for run in runs:
         if run.times > KEPT_PERIODS:
-            without = _counts(_of_layers(model, tuple(_kept(kept | {run: KEPT_PERIODS - 1}))), step, arch)
+            without = launch_counts(_of_layers(model, tuple(_kept(kept | {run: KEPT_PERIODS - 1}))), step, arch)
             for key in counts.keys() | without.keys():
                 total[key] += (run.times - KEPT_PERIODS) * (counts[key] - without[key])
     if counts.keys() != whole.keys() or any(total[key] != count for key, count in whole.items()):
         return as_it_is
     return short, Repeat(layers, len(every), {key: (count, counts[key]) for key, count in whole.items()})
-
-
-def _counts(model: Model, step: Step, arch: Arch) -> Counter[tuple[str, Any]]:
-    return Counter((launched.kernel, launched.problem) for launched in sequence(model, step, arch))
 
 
 def _like(layer: LayerConfig) -> LayerConfig:

@@ -8,7 +8,7 @@ above, beyond the last it uses the default.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -90,10 +90,7 @@ class Workload:
         """The part that concerns `kernels`. Raises UnknownName for one that the workload does not have."""
         wanted = list(kernels)
         have = sorted({i.kernel for i in self.items})
-        for name in wanted:
-            if name not in have:
-                find_kernel(name)  # a kernel that does not exist at all is the clearer complaint
-                raise UsageError(f"{self.model} needs no {name} on {self.arch}", hint=f"it needs: {', '.join(have)}")
+        require_among(wanted, have, self.model, "needs", f" on {self.arch}")
         return replace(self, items=tuple(i for i in self.items if i.kernel in wanted))
 
     def step(
@@ -176,6 +173,17 @@ def _find_model(name: str, drafter: str | None) -> Model:
         raise UnknownName("model", name, [*MODELS, "or a model folder"])
     target = read_model_config(folder)
     return Model(name, target, read_drafter_config(Path(drafter), target) if drafter else None)
+
+
+def require_among(names: Iterable[str], have: Sequence[str], who: str, verb: str, where: str = "") -> None:
+    """Raises UsageError for a kernel that is not in `have`: "`who` `verb` no NAME`where`", with those that are.
+
+    UnknownName for one that does not exist at all, which is the clearer complaint.
+    """
+    for name in names:
+        if name not in have:
+            find_kernel(name)
+            raise UsageError(f"{who} {verb} no {name}{where}", hint=f"it {verb}: {', '.join(have)}")
 
 
 def workload(model: Model, arch: Arch) -> Workload:

@@ -15,7 +15,7 @@ from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.bench_serve import serve
 from kerngen.cli.bench_soak import soak
 from kerngen.cli.drafting import draft_weights_option
-from kerngen.cli.stepping import step_options
+from kerngen.cli.stepping import step_of, step_options
 from kerngen.cli.tables import Table, fitted, new_console, say
 from kerngen.cores import usable_cores
 from kerngen.runtime.config import in_int4
@@ -328,13 +328,12 @@ def profile(
     from kerngen.measure import ceilings
     from kerngen.runtime.backend import use_gpu
     from kerngen.stepprofile import profile_step
-    from kerngen.steps import Step
     from kerngen.tuning_db import sources_for
     from kerngen.workload import find_model
 
     if untuned and db_url:
         raise UsageError("--untuned runs the defaults: no database is asked", hint="leave out --db")
-    step = Step.of_phase(phase, batch, context, tokens)
+    step = step_of(phase, batch, context, tokens)
     model = find_model(name, draft, draft_weights)
     made = RunPage("profile", page, against, {"model": model.name, "step": asdict(step)})
     use_gpu(device)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from kerngen.steps import Step
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -22,7 +25,22 @@ _OPTIONS = (
 
 
 def step_options(command: C) -> C:
-    """--phase, --batch, --context and --tokens: the arguments of Step.of_phase."""
+    """--phase, --batch, --context and --tokens: the arguments of step_of."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def step_of(phase: str, batch: int, context: int, tokens: int | None) -> Step:
+    """The step that the options name. Raises UsageError for what such a step does not have."""
+    from kerngen.errors import UsageError
+    from kerngen.steps import Step
+
+    if phase == "prefill" and batch > 1:
+        raise UsageError("a prefill is of one sequence", hint="leave out --batch")
+    if tokens is not None and phase not in ("verify", "prefill"):
+        raise UsageError(f"--tokens says how many a verify or a prefill has; {phase} has one a sequence")
+    return {
+        "decode": Step.decode(batch, context), "draft": Step.draft(batch, context),
+        "verify": Step.verify(batch, tokens or 4, context), "prefill": Step.prefill(tokens or context, context),
+    }[phase]  # fmt: skip

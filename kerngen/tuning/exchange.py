@@ -29,18 +29,18 @@ import click
 from kerngen.arch import Target
 from kerngen.cache import CachedCompiler
 from kerngen.cli.drafting import draft_weights_option
-from kerngen.cli.stepping import step_options
+from kerngen.cli.stepping import step_of, step_options
 from kerngen.compile import Cubin
 from kerngen.errors import CompileError, LaunchError, UsageError
 from kerngen.render import render
-from kerngen.steps import Ratio, Step, sequence
+from kerngen.steps import Ratio, Step, launch_counts
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe
 from kerngen.tuning.space import valid_of
 from kerngen.tuning.stepworker import Exchanged
 from kerngen.tuning.sweep import read_plan, written_out
 from kerngen.tuning.worker import GpuWorker, Observed
-from kerngen.workload import Model, find_model
+from kerngen.workload import Model, find_model, require_among
 
 PAIRS = 6  # replays of a look, with and without in turn
 SURE_PAIRS = 18  # of the look that decides
@@ -86,15 +86,9 @@ def places_of(model: Model, step: Step, target: Target, kernels: Sequence[str] =
 
     Raises UsageError for a kernel that the step does not launch, and as `sequence` does.
     """
-    launches: dict[tuple[str, Any], int] = {}
-    for launched in sequence(model, step, target.arch):
-        called = launched.kernel, launched.problem
-        launches[called] = launches.get(called, 0) + 1
+    launches = launch_counts(model, step, target.arch)
     have = sorted({name for name, _ in launches})
-    for name in kernels:
-        if name not in have:
-            find_kernel(name)  # a kernel that does not exist at all is the clearer complaint
-            raise UsageError(f"{step.name} of {model.name} launches no {name}", hint=f"it launches: {', '.join(have)}")
+    require_among(kernels, have, f"{step.name} of {model.name}", "launches")
     found = [
         Place(kernel := find_kernel(name), problem, count, kernel.default_config(problem, target))
         for (name, problem), count in launches.items()
@@ -143,6 +137,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         self._model, self._step, self._places, self._target = model, step, places, target
         self._gpu, self._compiler, self._least = gpu, compiler, least
+        self._by_call = {p.called: p for p in places}
         self._images: dict[tuple[Any, ...], Future[Cubin]] = {}
         self.kept: dict[tuple[str, Any], Any] = {}  # where it is not the default
         for place in places:
@@ -212,9 +207,8 @@ class Exchange:
         return self._gpu.compare(self._model, self._step, self._chosen(self.kept), other, pairs=pairs)
 
     def _chosen(self, configs: Mapping[tuple[str, Any], Any]) -> list[Exchanged]:
-        by_call = {p.called: p for p in self._places}
         return [
-            Exchanged(name, (problem,), config, self._image(by_call[name, problem], config).result().image)
+            Exchanged(name, (problem,), config, self._image(self._by_call[name, problem], config).result().image)
             for (name, problem), config in configs.items()
         ]
 
@@ -232,7 +226,7 @@ def _line(found: Look | Kept) -> str:
         return f"  kept: {found.seen.median:.4f} +- {found.seen.spread:.4f}  {config}"
     if isinstance(found.seen, Ratio):
         return f"  {found.seen.median:.4f}  {config}"
-    return f"  {found.seen.outcome}: {found.seen.reason.splitlines()[0] if found.seen.reason else ''}  {config}"
+    return f"  {found.seen.in_a_line}  {config}"
 
 
 def _of_place(place: Place) -> str:
@@ -260,7 +254,7 @@ def main(
     most: int, plan: Path | None, rounds: int, least: float, seed: int, timeout_s: float, jobs: int | None,
 ) -> None:  # fmt: skip
     """Exchange configurations in a step of MODEL on this GPU. Exit code 1 if one is wrong or fails."""
-    model, step = find_model(name, draft_weights=draft_weights), Step.of_phase(phase, batch, context, tokens)
+    model, step = find_model(name, draft_weights=draft_weights), step_of(phase, batch, context, tokens)
     with GpuWorker(timeout_s) as gpu, CachedCompiler(jobs or os.cpu_count() or 1) as compiler:
         target = Target.of(gpu.device())
         places = places_of(model, step, target, kernels)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
 from kerngen.errors import LaunchError
-from kerngen.steps import Ratio, Repeat, Step, sequence, shortened, steps_for
+from kerngen.steps import Ratio, Repeat, Step, launch_counts, shortened, steps_for
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe
 from kerngen.tuning.plan import lower_bound_us
@@ -37,13 +37,9 @@ class GpuTimer:
 
     @cached_property
     def _points(self) -> tuple[StepPoint, ...]:
-        launches: dict[tuple[str, Any], int] = {}
-        for launched in sequence(self.model, self.step, self.target.arch):
-            called = launched.kernel, launched.problem
-            launches[called] = launches.get(called, 0) + 1
         return tuple(
             StepPoint(name, p, count, self._us(name, p), self.repeat.times(name, p))
-            for (name, p), count in launches.items()
+            for (name, p), count in launch_counts(self.model, self.step, self.target.arch).items()
         )
 
     def _us(self, name: str, problem: Any) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from kerngen.stepgraph import Graph, Stage, StepGraph
 from kerngen.steps import Ratio, Step
 from kerngen.templates import find_kernel
 from kerngen.workload import Model
+
+T = TypeVar("T")
 
 GRAPHS_KEPT = 4  # of a step: what is compared with many others, and those
 FUNCTIONS_KEPT = 256  # of a step, each with its module and its workspace
@@ -47,23 +49,26 @@ class HeldStep:
         return self._graph.compare(self._of(base), self._of(other), pairs=pairs)
 
     def _of(self, chosen: Sequence[Exchanged]) -> Graph:
-        key = frozenset((e.identity, e.problems) for e in chosen)
-        if (graph := self._captured.pop(key, None)) is None:
-            functions = {(e.kernel, p): self._function(e) for e in chosen for p in e.problems}
-            graph = self._graph.capture(functions)
-        self._captured[key] = graph  # as the latest
-        while len(self._captured) > GRAPHS_KEPT:
-            del self._captured[next(iter(self._captured))]
-        return graph
+        def captured() -> Graph:
+            return self._graph.capture({(e.kernel, p): self._function(e) for e in chosen for p in e.problems})
+
+        return _latest(self._captured, frozenset((e.identity, e.problems) for e in chosen), captured, GRAPHS_KEPT)
 
     def _function(self, e: Exchanged) -> Function:
-        if (found := self._functions.pop(e.identity, None)) is None:
+        def loaded() -> Function:
             index = torch.cuda.current_device()
-            found = Function(find_kernel(e.kernel), e.config, target_here(), e.image, index=index)
-        self._functions[e.identity] = found  # as the latest
-        while len(self._functions) > FUNCTIONS_KEPT:  # graphs hold what they launch
-            del self._functions[next(iter(self._functions))]
-        return found
+            return Function(find_kernel(e.kernel), e.config, target_here(), e.image, index=index)
+
+        return _latest(self._functions, e.identity, loaded, FUNCTIONS_KEPT)  # graphs hold what they launch
+
+
+def _latest(held: dict[Any, T], key: Any, make: Callable[[], T], most: int) -> T:
+    """What `held` has for `key`, or what `make` gives, as the latest; of the others those asked for longest ago go."""
+    found = held.pop(key) if key in held else make()
+    held[key] = found
+    while len(held) > most:
+        del held[next(iter(held))]
+    return found
 
 
 # Stages are most of the memory; the steps of one model share one.

@@ -137,7 +137,7 @@ def _line(limits: Ceilings, tried: Tried) -> str:
     cost, us = tried.planned.kernel.cost(tried.planned.case.problem), tried.seen.p50_us
     told = f"expected {tried.expected_us:9.1f} us  {describe(tried.config)}"
     if us is None:
-        return f"  {tried.seen.outcome}: {tried.seen.reason.splitlines()[0] if tried.seen.reason else ''}  {told}"
+        return f"  {tried.seen.in_a_line}  {told}"
     gbps, tflops = cost.bytes / us / 1e3, cost.flops / us / 1e6
     shares = (
         f"{gbps:6.0f} GB/s {gbps / limits.read_gbps:5.3f} {tflops:7.1f} TFLOP/s {tflops / limits.matmul_tflops:5.3f}"

@@ -16,9 +16,11 @@ that has no room for them goes without, and its row with it.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import prod
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.drafting import draft_weights_option
-from kerngen.cli.stepping import step_options
+from kerngen.cli.stepping import step_of, step_options
 from kerngen.errors import CompileError, KerngenError, LaunchError
 from kerngen.steps import Ratio, Step, sequence
 from kerngen.templates import find_kernel
@@ -38,6 +40,7 @@ from kerngen.workload import Model, find_model
 if TYPE_CHECKING:
     import numpy as np
 
+    from kerngen.compile import Cubin
     from kerngen.runtime.launcher import Function
 
 REPLAYS = 5
@@ -231,7 +234,7 @@ def timeline(model: Model, step: Step, *, seed: int = 0) -> tuple[list[Row], Rat
     """
     import torch
 
-    from kerngen.cache import CompileCache
+    from kerngen.cache import CachedCompiler
     from kerngen.render import render
     from kerngen.runtime.launcher import Function as Loaded
     from kerngen.runtime.launcher import Launcher
@@ -241,24 +244,30 @@ def timeline(model: Model, step: Step, *, seed: int = 0) -> tuple[list[Row], Rat
     held, target, index = StepGraph(stage, step), stage.target, stage.launcher.index
     chosen = dict(held.chosen_by(Launcher(index=index)))
     launches = {called: find_kernel(called[0]).launches(called[1], f.config, target) for called, f in chosen.items()}
+    sizes = {called: {x.entry: (held.calls[called], prod(x.grid)) for x in of} for called, of in launches.items()}
     clocked: dict[Any, Function] = {}
     stamps: dict[tuple[Any, str], _Stamps] = {}
-    without = []
-    for called, function in chosen.items():
-        kernel, problem = find_kernel(called[0]), called[1]
-        sizes = {x.entry: (held.calls[called], prod(x.grid)) for x in launches[called]}
-        try:
-            text = with_clocks(render(kernel, problem, function.config, target), sizes)
-            image = CompileCache().get_or_compile(text, target.arch).image
-            made = Loaded(kernel, function.config, target, image, "with clocks", index)
-            made.plan(problem)
-        except KerngenError as e:
-            without.append(f"{called[0]} {describe(problem)}: {e.message.splitlines()[0]}")
-            continue
-        clocked[called] = made
-        stamps |= {(called, entry): _Stamps(made, entry, *size) for entry, size in sizes.items()}
-    plain, graph = held.capture(chosen), held.capture(chosen | clocked)
-    cost = held.compare(plain, graph)
+    building: dict[Any, Future[Cubin]] = {}
+    without: dict[Any, KerngenError] = {}
+    with CachedCompiler(os.cpu_count() or 1) as compiler:
+        for called, function in chosen.items():
+            try:
+                text = with_clocks(render(function.kernel, called[1], function.config, target), sizes[called])
+                building[called] = compiler.submit(text, target.arch)
+            except KerngenError as e:
+                without[called] = e
+        for called, made in building.items():
+            plain = chosen[called]
+            try:
+                own = Loaded(plain.kernel, plain.config, target, made.result().image, "with clocks", index)
+                own.plan(called[1])
+            except KerngenError as e:
+                without[called] = e
+                continue
+            clocked[called] = own
+            stamps |= {(called, entry): _Stamps(own, entry, *size) for entry, size in sizes[called].items()}
+    graph = held.capture(chosen | clocked)
+    cost = held.compare(held.capture(chosen), graph)
     calls: list[Call] = []
     places: list[tuple[tuple[Any, str], int]] = []  # of each call: whose stamps, and which launch
     counts: dict[Any, int] = {}
@@ -276,7 +285,8 @@ def timeline(model: Model, step: Step, *, seed: int = 0) -> tuple[list[Row], Rat
         torch.cuda.synchronize()
         read = {key: one.read() for key, one in stamps.items()}
         replays.append([blocks_of(read[key][number]) if key in read else None for key, number in places])
-    return rows_of(calls, replays), cost, without
+    reasons = [f"{name} {describe(p)}: {e.message.splitlines()[0]}" for (name, p), e in without.items()]
+    return rows_of(calls, replays), cost, reasons
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -302,7 +312,7 @@ def main(name: str, phase: str, batch: int, context: int, tokens: int | None, dr
     """Show when the blocks of each launch of a step of MODEL begin, wait, go on and end, on this GPU."""
     from kerngen.runtime.backend import use_gpu
 
-    model, step = find_model(name, draft_weights=draft_weights), Step.of_phase(phase, batch, context, tokens)
+    model, step = find_model(name, draft_weights=draft_weights), step_of(phase, batch, context, tokens)
     use_gpu(None)
     rows, cost, without = timeline(model, step, seed=seed)
     ms = cost.base_us / 1e3

@@ -50,6 +50,11 @@ class Observed:
     error_rel: float | None = None
     gpu: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def in_a_line(self) -> str:
+        """The outcome with the first line of its reason."""
+        return f"{self.outcome}: {self.reason.splitlines()[0] if self.reason else ''}"
+
     def figures(self) -> dict[str, Any]:
         """What else a Measurement of it holds, by field."""
         return {n: getattr(self, n) for n in FIGURES}

@@ -344,15 +344,15 @@ def _ways_of_fours(strips: int, k: int, blocks: int) -> tuple[_Way, ...]:
     return (_Way(1, 8, 6, 4, 0),) if k >= 2048 and rounds >= 2 / 3 else ()
 
 
-def _ring_of_few(problem: Problem) -> Config | None:
+def _by_ring(problem: Problem) -> tuple[Config, ...]:
     """Two to eight tokens of a large W with long rows by the ring, for sm90: by such looks as _ways_of_fours."""
     if problem.k < LONG_ROW or problem.n * problem.k < 7 << 22:
-        return None
+        return ()
     if problem.k >= LEFT_TO_RING:
-        return Config(8, 64, 256, 32, 1, 4, 8, 2)
+        return (Config(8, 64, 256, 32, 1, 4, 8, 2),)
     if problem.k >= IN_SIXTHS:
-        return Config(8, 64, 512, 32, 1, 4, 4, 2)
-    return Config(8, 128, 256, 32, 1, 1, 2, 3) if problem.n >= 20480 else Config(8, 32, 256, 32, 1, 2, 6, 4)
+        return (Config(8, 64, 512, 32, 1, 4, 4, 2),)
+    return (Config(8, 128, 256, 32, 1, 1, 2, 3) if problem.n >= 20480 else Config(8, 32, 256, 32, 1, 2, 6, 4),)
 
 
 # Tiles of warpgroups, from sweeps on an H200 over the family's matrices: block_n, the longest block_k and its stages.
@@ -447,10 +447,11 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
         found = _streamed_by_fours(problem, target)
     if found is not None:
         return (found, last)
-    ring = _ring_of_few(problem) if 1 < m <= 8 and arch.has_wgmma else None
-    if ring is None and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
+    first: tuple[Config, ...] = ()
+    if m > 1 and arch.has_wgmma:  # not of every K
+        first = _by_ring(problem) if m <= 8 else _by_warpgroups(problem, target)
+    if not first and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
         return (*_straight(problem, target), last)
-    first = _by_warpgroups(problem, target) if m > 8 and arch.has_wgmma else (ring,) if ring else ()  # not of every K
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply
         even = problem.n % 128 == 0 and problem.k % 256 == 0

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from command import ROOT
+from played_gpu import PlayedWorker
 
-from kerngen.arch import Device, Target, find_device
+from kerngen.arch import Target, find_device
 from kerngen.cli import run_command
 from kerngen.errors import CompileError, LaunchError
-from kerngen.measure import Ceilings
 from kerngen.steps import Ratio, Step
 from kerngen.templates.kernel import fields_of
 from kerngen.tuning import exchange
@@ -33,7 +33,7 @@ ONE_VECTOR, TWO_ROWS, FOUR = (
 )
 
 
-class PlayedGpu:
+class PlayedGpu(PlayedWorker):
     """An H200. A step's time is the product of the factors that `times` has for what is exchanged, by problem,
     configuration and pairs of the look; a text says that it breaks. `wrong` has what the reference refuses.
     """
@@ -45,18 +45,6 @@ class PlayedGpu:
 
     def __call__(self, timeout_s: float) -> PlayedGpu:
         return self
-
-    def __enter__(self) -> PlayedGpu:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def device(self) -> Device:
-        return find_device("H200")
-
-    def ceilings(self) -> Ceilings:
-        return Ceilings(4580.0, 4100.0, 790.0, {})
 
     def check(self, kernel: Any, problem: Any, config: Any, image: bytes) -> Observed:
         assert image[:4] == b"\x7fELF"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from command import ROOT
+from played_gpu import PlayedWorker
 
-from kerngen.arch import Device, Target, find_device
+from kerngen.arch import Target, find_device
 from kerngen.cli import run_command
-from kerngen.measure import Ceilings
 from kerngen.templates import find_kernel
 from kerngen.tuning import sweep
 from kerngen.tuning.worker import Observed
@@ -22,24 +22,12 @@ GEMM = find_kernel("w4a16_gemm")
 ARGUMENTS = ("w4a16_gemm", "--body", "warpgroups.cu.jinja", "--problem", "n=512,k=256,gated=false,num_tokens=40")
 
 
-class PlayedGpu:
+class PlayedGpu(PlayedWorker):
     """An H200 on which tiles of 64 tokens are quick, and the second configuration of a case is wrong."""
 
     def __init__(self, timeout_s: float) -> None:
         assert timeout_s == 3.0
         self.seen: list[Any] = []
-
-    def __enter__(self) -> PlayedGpu:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def device(self) -> Device:
-        return find_device("H200")
-
-    def ceilings(self) -> Ceilings:
-        return Ceilings(4580.0, 4100.0, 790.0, {})
 
     def measure(self, kernel: Any, problem: Any, config: Any, image: bytes) -> Observed:
         assert image[:4] == b"\x7fELF"

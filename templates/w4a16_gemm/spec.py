@@ -306,7 +306,7 @@ class _Way(NamedTuple):
 
 def _streamed_by_fours(problem: Problem, target: Target) -> Config | None:
     """Two to four tokens by bulk copies, where rows of W are not too long: their digits fill registers."""
-    for way in _ways_of_fours(problem.n // STRIP, problem.k, target.device.num_sms):
+    for way in _ways_of_fours(problem.n // STRIP, problem.k, target):
         base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, way.warps, 1, 1, split_k=way.parts, stream=True)
         step = w4_tiling.stream_step(base, problem.group_size)
         share = ceil(ceil(ceil(problem.k / step) / way.parts) / way.warps)  # of a warp, in steps
@@ -319,12 +319,20 @@ def _streamed_by_fours(problem: Problem, target: Target) -> Config | None:
     return None
 
 
-def _ways_of_fours(strips: int, k: int, blocks: int) -> tuple[_Way, ...]:
-    """Best first, by looks at the verification steps of the 31B, the 12B, E4B and the 26B-A4B on an H100, each matrix
-    exchanged alone (docs/experiments.md). None for what is left to other bodies.
+def _has_fast_memory(target: Target) -> bool:
+    """Whether an SM gets more than 16 bytes a clock, as of an H200 (19), not of an H100 (13): steps chose other cuts."""
+    device = target.device
+    return device.mem_gbps * 1e3 > 16 * device.num_sms * device.clock_mhz
+
+
+def _ways_of_fours(strips: int, k: int, target: Target) -> tuple[_Way, ...]:
+    """Best first, by looks at the verification steps of the 31B, the 12B, E4B and the 26B-A4B on an H100 and, of E2B as
+    well, on an H200, each matrix exchanged alone (docs/experiments.md). None for what is left to other bodies.
     """
     whole_share = k // STRIP  # at least: all that a warp has of a unit goes into one slot
-    rounds = strips / blocks  # that blocks make of whole strips
+    rounds = strips / target.device.num_sms  # that blocks make of whole strips
+    if _has_fast_memory(target) and (ways := _ways_by_fast_memory(rounds, k)):
+        return ways
     if rounds >= 1.5 and k < 2048:  # E2B's, whose steps nobody has looked at
         return (_Way(1, 8, ceil(k / STRIP / 16), 4, 0),) if strips * STRIP * k > STREAMED_WEIGHTS else ()
     if rounds >= 4.5:  # gate and up
@@ -344,8 +352,29 @@ def _ways_of_fours(strips: int, k: int, blocks: int) -> tuple[_Way, ...]:
     return (_Way(1, 8, 6, 4, 0),) if k >= 2048 and rounds >= 2 / 3 else ()
 
 
-def _by_ring(problem: Problem) -> tuple[Config, ...]:
+def _ways_by_fast_memory(rounds: float, k: int) -> tuple[_Way, ...]:
+    """As _ways_of_fours, where an H200's steps chose otherwise."""
+    if k < 2048:
+        return (_Way(1, 12, 4, 7 if rounds >= 4.5 else 4, 1) if rounds >= 1.5 else _Way(1, 8, 6, 4, 0),)
+    if rounds >= 4.5:  # gate and up
+        if k < LONG_ROW:
+            return (_Way(1, 16, 5, 4, 1),)
+        return (_Way(1, 14, 4, 5, 1),) if k >= 5000 else ()
+    if k >= LEFT_TO_RING:
+        return (_Way(8, 12, 4, 6, 2),)
+    if rounds >= 1:
+        return ()
+    if 3000 <= k < 5000:
+        return (_Way(1, 16, 4, 5, 0),)
+    if rounds < 0.4:  # E2B's
+        return (_Way(1, 8, 8, 5, 2) if k < 3000 else _Way(2, 16, 6, 3, 1) if k < 8192 else _Way(6, 8, 6, 4, 0),)
+    return ()
+
+
+def _by_ring(problem: Problem, target: Target) -> tuple[Config, ...]:
     """Two to eight tokens of a large W with long rows by the ring, for sm90: by such looks as _ways_of_fours."""
+    if _has_fast_memory(target) and (found := _by_ring_of_fast_memory(problem, target)):
+        return found
     if problem.k < LONG_ROW or problem.n * problem.k < 7 << 22:
         return ()
     if problem.k >= LEFT_TO_RING:
@@ -353,6 +382,23 @@ def _by_ring(problem: Problem) -> tuple[Config, ...]:
     if problem.k >= IN_SIXTHS:
         return (Config(8, 64, 512, 32, 1, 4, 4, 2),)
     return (Config(8, 128, 256, 32, 1, 1, 2, 3) if problem.n >= 20480 else Config(8, 32, 256, 32, 1, 2, 6, 4),)
+
+
+def _by_ring_of_fast_memory(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """As _by_ring, where an H200's steps chose otherwise."""
+    n, k = problem.n, problem.k
+    if k >= LEFT_TO_RING:
+        return (Config(8, 64, 512, 32, 1, 4, 4, 2),)
+    if n >= 16384:
+        if n >= 20480 and k >= 5000:
+            return (Config(8, 128, 128, 32, 1, 1, 4, 4),)
+        return (Config(8, 128, 256, 32, 1, 1, 2, 4 if k >= 2048 else 3),)
+    rounds = n / STRIP / target.device.num_sms
+    if (0.7 <= rounds < 1 and 2048 <= k < 3000) or 10000 <= k < IN_SIXTHS:
+        return (Config(8, 64, 512, 32, 1, 4, 3, 2),)
+    if rounds < 0.4 and 5000 <= k < 10000:
+        return (Config(8, 32, 256, 32, 1, 2, 6, 4),)
+    return ()
 
 
 # Tiles of warpgroups, from sweeps on an H200 over the family's matrices: block_n, the longest block_k and its stages.
@@ -449,7 +495,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
         return (found, last)
     first: tuple[Config, ...] = ()
     if m > 1 and arch.has_wgmma:  # not of every K
-        first = _by_ring(problem) if m <= 8 else _by_warpgroups(problem, target)
+        first = _by_ring(problem, target) if m <= 8 else _by_warpgroups(problem, target)
     if not first and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
         return (*_straight(problem, target), last)
     if m <= 16:

@@ -82,7 +82,6 @@ class StepGraph:
         with torch.inference_mode():
             self._run, _ = Forwards(stage.made, stage.drafter, self._cache).prepare(step)
         self._warm: WeakSet[Function] = WeakSet()
-        self._is_warm = False
 
     def _cache(self, step: Step) -> KVCache:
         model = self.stage.made
@@ -102,15 +101,15 @@ class StepGraph:
         self.stage.launcher.chosen = chosen
         stream = torch.cuda.Stream()
         with torch.inference_mode():
-            if not self._is_warm or not self._warm.issuperset(chosen.values()):
+            functions = [self.stage.launcher.function(find_kernel(kernel), problem) for kernel, problem in self.calls]
+            if not self._warm.issuperset(functions):
                 # workspaces and arrays of addresses are made before anything is captured
                 torch.cuda.synchronize()
                 with torch.cuda.stream(stream):
                     self._run()
                     self._run()
                 torch.cuda.synchronize()
-                self._warm.update(chosen.values())
-                self._is_warm = True
+                self._warm.update(functions)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.stage.pool, stream=stream):
                 self._run()

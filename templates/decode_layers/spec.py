@@ -512,7 +512,7 @@ def _row_vecs(p: Problem, num_warps: int) -> int:
 
 def _parts(rows: int, columns: Sequence[int], group_size: int, blocks: int, most: int, *, everywhere: bool) -> int:
     """Into how many parts a strip of a matrix is cut, or of several that are cut alike, of so many columns each.
-    everywhere: all blocks must have a share, if there is enough. most: blocks that may meet in a strip.
+    everywhere: nearly all blocks must have a share, if there is enough. most: blocks that may meet in a strip.
 
     What the busiest block multiplies, in tiles, and what waiting for the sums of one more block costs, as many tiles.
     """
@@ -524,7 +524,7 @@ def _parts(rows: int, columns: Sequence[int], group_size: int, blocks: int, most
 
     choices = [c for c in SPACE["down_parts"] if c <= groups]
     choices = [c for c in choices if _most_that_meet(strips, c, min(blocks, strips * c)) <= most]
-    enough = [c for c in choices if strips * c >= blocks] if everywhere else choices
+    enough = [c for c in choices if strips * c >= 0.95 * blocks] if everywhere else choices
     return min(enough or choices[-1:], key=price)
 
 

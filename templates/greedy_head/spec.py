@@ -51,7 +51,9 @@ MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architectur
 TILE_CODES = ROWS * COLUMNS
 PROGRESS_BYTES = 32  # of a token in the workspace
 LOOKS_FIRST = (6, 7)  # bits whose rows are compared with a logit, see above
-FEW_ELEMENTS = 32_000  # of all tokens, up to which the first bits alone are multiplied, where the last lies apart
+# Of all tokens, up to which the first bits alone are multiplied, where the last lies apart: where memory is fast the rows
+# that they leave take longer than the bits that they save.
+FEW_ELEMENTS, FEW_ELEMENTS_OF_FAST = 32_000, 16_000
 LONG_ROW = 4096  # columns from which on wide blocks choose
 MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes
 MAX_SPILL_BYTES = 48  # a thread's, of the sums of 32 tokens: in 8 bits still faster than fewer warps without
@@ -246,9 +248,10 @@ def default_config(problem: Problem, target: Target) -> Config:
     widths = [n for n in reversed(SPACE_TOKENS) if n <= widest]
     cuts = {4: NIBBLE_CUTS, 6: SIX_BIT_CUTS, 7: SEVEN_BIT_CUTS, 8: EIGHT_BIT_CUTS}[problem.bits]
     most_steps = max(s for s in STEPS[problem.bits] if s <= tiles)
+    few = FEW_ELEMENTS_OF_FAST if target.device.has_fast_memory else FEW_ELEMENTS
     base = Config(
         choose_warps=16 if problem.hidden >= LONG_ROW else 8,
-        first_bits=FIRST_BITS.get(problem.bits, 0) if problem.num_tokens * problem.hidden <= FEW_ELEMENTS else 0,
+        first_bits=FIRST_BITS.get(problem.bits, 0) if problem.num_tokens * problem.hidden <= few else 0,
     )
     candidates = (
         replace(base, block_tokens=n, column_parts=parts, num_warps=warps, strips=strips, steps=min(steps, most_steps))

@@ -319,19 +319,13 @@ def _streamed_by_fours(problem: Problem, target: Target) -> Config | None:
     return None
 
 
-def _has_fast_memory(target: Target) -> bool:
-    """Whether an SM gets more than 16 bytes a clock, as of an H200 (19), not of an H100 (13): steps chose other cuts."""
-    device = target.device
-    return device.mem_gbps * 1e3 > 16 * device.num_sms * device.clock_mhz
-
-
 def _ways_of_fours(strips: int, k: int, target: Target) -> tuple[_Way, ...]:
     """Best first, by looks at the verification steps of the 31B, the 12B, E4B and the 26B-A4B on an H100 and, of E2B as
     well, on an H200, each matrix exchanged alone (docs/experiments.md). None for what is left to other bodies.
     """
     whole_share = k // STRIP  # at least: all that a warp has of a unit goes into one slot
     rounds = strips / target.device.num_sms  # that blocks make of whole strips
-    if _has_fast_memory(target) and (ways := _ways_by_fast_memory(rounds, k)):
+    if target.device.has_fast_memory and (ways := _ways_by_fast_memory(rounds, k)):
         return ways
     if rounds >= 1.5 and k < 2048:  # E2B's, whose steps nobody has looked at
         return (_Way(1, 8, ceil(k / STRIP / 16), 4, 0),) if strips * STRIP * k > STREAMED_WEIGHTS else ()
@@ -373,7 +367,7 @@ def _ways_by_fast_memory(rounds: float, k: int) -> tuple[_Way, ...]:
 
 def _by_ring(problem: Problem, target: Target) -> tuple[Config, ...]:
     """Two to eight tokens of a large W with long rows by the ring, for sm90: by such looks as _ways_of_fours."""
-    if _has_fast_memory(target) and (found := _by_ring_of_fast_memory(problem, target)):
+    if target.device.has_fast_memory and (found := _by_ring_of_fast_memory(problem, target)):
         return found
     if problem.k < LONG_ROW or problem.n * problem.k < 7 << 22:
         return ()

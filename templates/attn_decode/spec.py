@@ -216,7 +216,7 @@ OUTPUTS = ("out", "k_cache", "v_cache")
 
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
 MAX_ACCUMULATORS = 128
-FEW_KEYS_SPLITS = 8  # of up to 1024 keys of one sequence, 17 to 32 rows of head_dim 512
+FEW_KEYS, FEW_KEYS_BLOCKS = 2048, 96  # of one sequence's, for more than eight rows of head_dim 512: blocks of eight
 WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
 MOST_SPLITS = 66  # of many rows of long heads by warpgroups
 MOST_ONE_HEAD_KEYS = 8192  # of a lone KV head that is read by clusters of eight
@@ -641,7 +641,8 @@ def default_config(problem: Problem, target: Target) -> Config:
 
     Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): warpgroups for many rows of
     long heads, where there are keys for all SMs, and on an H100 (docs/experiments.md) for a lone KV head of many keys;
-    for few rows of few sequences warps that have a quarter of each key, but where many blocks stream for long. A
+    for few rows of few sequences warps that have a quarter of each key, but where many blocks stream for long; of few
+    keys of one sequence blocks of eight rows, by steps. A
     window's few rows are left to clusters of warpgroups where q is ready: those are faster alone, but slower in a step,
     whose launches overlap.
     """
@@ -664,9 +665,12 @@ def default_config(problem: Problem, target: Target) -> Config:
     if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
         # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again
         twice = 2 * num_sms // eights
-        worth = max(num_sms // eights, p.visible * 5 // (8 * TILE)) if p.rows <= 8 else twice
+        worth = max(num_sms // eights, p.visible * 5 // (8 * TILE)) if p.rows <= 8 else 16
         choices = (1, min(twice, worth, max(1, p.visible // shape.block_n)))
         shape = Config(8, shape.block_n, 4, 8, 3)
+    elif p.head_dim == 512 and p.rows > 8 and p.batch == 1 and p.visible <= FEW_KEYS:
+        choices = (1, max(1, min(FEW_KEYS_BLOCKS // eights, p.visible // shape.block_n)))
+        shape = Config(8, shape.block_n, 4, 8, 5) if eights >= 8 else Config(8, shape.block_n, 8, 8, 3)
     elif p.head_dim == 512 and p.rows <= 32 and (p.batch == 1 if p.rows <= 16 else heads == 1):
         choices = (1, min(num_sms // heads, max(1, p.visible // shape.block_n)))
         shape = Config(shape.block_m, shape.block_n, 4, 8, 4)
@@ -675,9 +679,6 @@ def default_config(problem: Problem, target: Target) -> Config:
         has_keys = 2 * p.visible // TILE >= min(num_sms // (ceil(p.rows / TILE) * heads), MOST_SPLITS)
         if has_keys and (p.rows > 32 or p.visible <= MOST_STREAMED_KEYS * in_clusters.num_splits):
             return in_clusters
-        if p.batch == 1 and p.rows <= 32:  # of few keys: blocks of half the rows have the registers to be quick
-            choices = (1, min(FEW_KEYS_SPLITS, max(1, p.visible // shape.block_n)))
-            shape = Config(16, shape.block_n, 4, 8, 4)
     found = [c for c in _in_splits(p, shape, choices) if why_invalid(p, c, target) is None]
     return min(found, key=lambda c: _hopper_us(p, c, target))
 

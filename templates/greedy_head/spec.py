@@ -51,8 +51,8 @@ MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architectur
 TILE_CODES = ROWS * COLUMNS
 PROGRESS_BYTES = 32  # of a token in the workspace
 LOOKS_FIRST = (6, 7)  # bits whose rows are compared with a logit, see above
-# Of all tokens, up to which the first bits alone are multiplied, where the last lies apart: where memory is fast the rows
-# that they leave take longer than the bits that they save.
+# Of all tokens, up to which the first bits alone are multiplied, where the last lies apart. Where memory is fast the
+# rows that are left of more take longer than the bit.
 FEW_ELEMENTS, FEW_ELEMENTS_OF_FAST = 32_000, 16_000
 LONG_ROW = 4096  # columns from which on wide blocks choose
 MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes

@@ -641,8 +641,8 @@ def default_config(problem: Problem, target: Target) -> Config:
 
     Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): warpgroups for many rows of
     long heads, where there are keys for all SMs, and on an H100 (docs/experiments.md) for a lone KV head of many keys;
-    for few rows of few sequences warps that have a quarter of each key, but where many blocks stream for long; of few
-    keys of one sequence blocks of eight rows, by steps. A
+    for few rows of few sequences, and of many, warps that have a quarter of each key, but where many blocks stream for
+    long; of few keys of one sequence blocks of eight rows. By steps, these two. A
     window's few rows are left to clusters of warpgroups where q is ready: those are faster alone, but slower in a step,
     whose launches overlap.
     """
@@ -668,6 +668,8 @@ def default_config(problem: Problem, target: Target) -> Config:
         worth = max(num_sms // eights, p.visible * 5 // (8 * TILE)) if p.rows <= 8 else 16
         choices = (1, min(twice, worth, max(1, p.visible // shape.block_n)))
         shape = Config(8, shape.block_n, 4, 8, 3)
+    elif p.head_dim == 256 and p.rows <= 8 and 2 * heads > 3 * num_sms and p.source != "q":
+        shape = Config(8, shape.block_n, 4, 4 if heads > 3 * num_sms else 8, 2)
     elif p.head_dim == 512 and p.rows > 8 and p.batch == 1 and p.visible <= FEW_KEYS:
         choices = (1, max(1, min(FEW_KEYS_BLOCKS // eights, p.visible // shape.block_n)))
         shape = Config(8, shape.block_n, 4, 8, 5) if eights >= 8 else Config(8, shape.block_n, 8, 8, 3)

@@ -51,9 +51,8 @@ MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architectur
 TILE_CODES = ROWS * COLUMNS
 PROGRESS_BYTES = 32  # of a token in the workspace
 LOOKS_FIRST = (6, 7)  # bits whose rows are compared with a logit, see above
-# Of all tokens, up to which the first bits alone are multiplied, where the last lies apart. Where memory is fast the
-# rows that are left of more take longer than the bit.
-FEW_ELEMENTS, FEW_ELEMENTS_OF_FAST = 32_000, 16_000
+FEW_ELEMENTS = 32_000  # of all tokens, up to which the first bits alone are multiplied, where the last lies apart
+FEW_OF_LONG_ROWS = 16_000  # and of long rows where memory is fast: those that are left take longer than the bit
 LONG_ROW = 4096  # columns from which on wide blocks choose
 MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes
 MAX_SPILL_BYTES = 48  # a thread's, of the sums of 32 tokens: in 8 bits still faster than fewer warps without
@@ -248,9 +247,10 @@ def default_config(problem: Problem, target: Target) -> Config:
     widths = [n for n in reversed(SPACE_TOKENS) if n <= widest]
     cuts = {4: NIBBLE_CUTS, 6: SIX_BIT_CUTS, 7: SEVEN_BIT_CUTS, 8: EIGHT_BIT_CUTS}[problem.bits]
     most_steps = max(s for s in STEPS[problem.bits] if s <= tiles)
-    few = FEW_ELEMENTS_OF_FAST if target.device.has_fast_memory else FEW_ELEMENTS
+    has_long_rows = problem.hidden >= LONG_ROW
+    few = FEW_OF_LONG_ROWS if has_long_rows and target.device.has_fast_memory else FEW_ELEMENTS
     base = Config(
-        choose_warps=16 if problem.hidden >= LONG_ROW else 8,
+        choose_warps=16 if has_long_rows else 8,
         first_bits=FIRST_BITS.get(problem.bits, 0) if problem.num_tokens * problem.hidden <= few else 0,
     )
     candidates = (

@@ -61,6 +61,20 @@ def test_a_step_takes_as_long_as_itself_and_launches_what_was_chosen(
         ran.clear()
 
 
+def test_a_default_that_has_not_run_yet_is_run_before_it_is_captured(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = StepGraph(stage, Step.decode(1, 128))
+    called, other = next((c, o) for c in graph.calls if (o := _other(*c)) is not None)
+    graph.capture({called: other})
+    ran: list[Function] = []
+    plain = Function.run
+    monkeypatch.setattr(Function, "run", lambda self, *a, **k: (ran.append(self), plain(self, *a, **k))[1])
+    graph.capture({})
+    default = stage.launcher.function(find_kernel(called[0]), called[1])
+    assert ran.count(default) == 3 * graph.calls[called]
+
+
 def test_what_takes_longer_is_seen_to(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = StepGraph(stage, Step.decode(1, 128))
     base, twice = graph.capture({}), graph.capture({})

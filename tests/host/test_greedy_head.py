@@ -13,7 +13,7 @@ from command import ROOT
 from tiny_gemma import load_assistant, make_assistant, make_target
 from torch import Tensor
 
-from kerngen.arch import ARCHES, Target, find_arch
+from kerngen.arch import ARCHES, Target, find_arch, find_device
 from kerngen.errors import ProblemError
 from kerngen.runtime.config import read_model_config
 from kerngen.runtime.engine import Engine
@@ -421,8 +421,10 @@ def test_as_many_rows_are_left_as_were_counted(hidden: int, bits: int, least: in
 ])  # fmt: skip
 def test_few_tokens_read_six_of_seven_bits(hidden: int, num_tokens: int, first: int) -> None:
     problem = Problem(hidden=hidden, num_tokens=num_tokens, bits=bits_for(hidden))
-    for name in "sm75", "sm90":
-        assert KERNEL.default_config(problem, Target.of(find_arch(name))).first_bits == first
+    for name in "T4", "H100":
+        assert KERNEL.default_config(problem, Target.of(find_device(name))).first_bits == first
+    fewer = 0 if hidden == 5376 and num_tokens > 2 else first  # the longest rows that are left take longer there
+    assert KERNEL.default_config(problem, Target.of(find_device("H200"))).first_bits == fewer
 
 
 def test_tiles_under_way_are_whole_groups() -> None:

@@ -295,26 +295,49 @@ def test_one_token_of_a_small_matrix_goes_straight(n: int, k: int) -> None:
     assert spec.default_config(Problem(n, k, 32, "bf16", 2), target).stream
 
 
-def test_two_to_eight_tokens_are_cut_by_what_a_row_and_the_strips_are() -> None:
-    """The matrices of the 31B and E4B on 132 SMs: whole strips, parts of K, and the ring where rows are longest."""
-    target = Target.of(find_device("H200"))
+@pytest.mark.parametrize("board", ["H100", "H200"])
+def test_two_to_eight_tokens_are_cut_by_what_a_row_and_the_strips_are(board: str) -> None:
+    """The matrices of the 31B and the small models on 132 SMs: whole strips, parts of K, and the ring where rows are
+    longest; of an H200, whose memory is faster, longer slots, and more by bulk copies.
+    """
+    target = Target.of(find_device(board))
+    is_fast = board == "H200"
+
+    def of(n: int, k: int, tokens: int) -> Config:
+        return spec.default_config(Problem(n, k, 32, "bf16", tokens), target)
 
     def way(n: int, k: int, tokens: int) -> tuple[bool, int, int]:
-        config = spec.default_config(Problem(n, k, 32, "bf16", tokens), target)
+        config = of(n, k, tokens)
         return config.stream, config.split_k, config.in_flight
 
     for tokens in (2, 4):
-        assert way(43008, 5376, tokens) == (True, 1, 2)
+        assert way(43008, 5376, tokens) == (True, 1, 1 if is_fast else 2)
+        assert of(43008, 5376, tokens).warps_k == (14 if is_fast else 12)
         assert way(16384, 5376, tokens) == (True, 1, 1)
         assert way(5376, 8192, tokens) == (True, 3, 0)
         assert way(5376, 16384, tokens) == (True, 6, 1)
-        assert way(5376, 21504, tokens) == (False, 1, 0)
+        assert way(5376, 21504, tokens) == ((True, 8, 2) if is_fast else (False, 1, 0))
         assert way(2560, 10240, tokens) == (True, 6, 0)
-        assert spec.default_config(Problem(2560, 2048, 32, "bf16", tokens), target).gemv
+        assert of(2560, 2048, tokens).gemv
+        # E2B's, and rows of 3000 to 5000 columns in few strips
+        for n, k in (
+            (12288, 1536),
+            (2048, 1536),
+            (1536, 2048),
+            (1536, 6144),
+            (1536, 12288),
+            (2816, 4096),
+            (2560, 4096),
+        ):
+            assert (of(n, k, tokens).stream, of(n, k, tokens).gemv) == (is_fast, not is_fast)
     for n, k in ((43008, 5376), (16384, 5376), (5376, 8192), (5376, 21504)):
-        ring = spec.default_config(Problem(n, k, 32, "bf16", 8), target)
+        ring = of(n, k, 8)
         assert (ring.stream, ring.gemv, ring.warpgroups) == (False, False, False)
         assert ring.blocks_per_sm > 1
+    for n, k in ((20480, 2560), (24576, 1536), (3072, 2560), (2560, 10240), (1536, 6144)):
+        assert of(n, k, 8).gemv == (not is_fast)
+    for n, k in ((2048, 2560), (2560, 2048), (2816, 2112), (2560, 4096)):
+        assert of(n, k, 8).gemv
 
 
 def _streams(problem: Problem, target: Target) -> list[Config]:

@@ -56,7 +56,7 @@ def ls(
 ) -> None:  # fmt: skip
     """Count the winners by kernel, arch and device, and say what they gain over the defaults; or list them.
 
-    Example: kerngen db ls --kernel attn_decode --arch sm90
+    Example: kerngen db ls --kernel attn_prefill --arch sm90
     """
     from kerngen.arch import parse_arches
     from kerngen.errors import UnknownName

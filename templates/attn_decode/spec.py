@@ -217,6 +217,7 @@ OUTPUTS = ("out", "k_cache", "v_cache")
 # A lane holds block_m * head_dim / split_d / 32 accumulators: 128 of the 255 registers leave room for the rest.
 MAX_ACCUMULATORS = 128
 FEW_KEYS, FEW_KEYS_BLOCKS = 2048, 96  # of one sequence's, for more than eight rows of head_dim 512: blocks of eight
+FEW_KEYS_SPLITS = 16  # of head_dim 256, for more than eight rows of few heads
 WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
 MOST_SPLITS = 66  # of many rows of long heads by warpgroups
 MOST_ONE_HEAD_KEYS = 8192  # of a lone KV head that is read by clusters of eight
@@ -665,7 +666,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
         # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again
         twice = 2 * num_sms // eights
-        worth = max(num_sms // eights, p.visible * 5 // (8 * TILE)) if p.rows <= 8 else 16
+        worth = max(num_sms // eights, p.visible * 5 // (8 * TILE)) if p.rows <= 8 else FEW_KEYS_SPLITS
         choices = (1, min(twice, worth, max(1, p.visible // shape.block_n)))
         shape = Config(8, shape.block_n, 4, 8, 3)
     elif p.head_dim == 256 and p.rows <= 8 and 2 * heads > 3 * num_sms and p.source != "q":

@@ -129,6 +129,9 @@ class Config:
     # With clusters: what a block found is pushed to those that merge it, in 16 or 32 bits a value, to places beside
     # their rings (pushed.cuh.jinja); 0: they read it where it was found, which takes no room.
     push_bits: int = 0
+    # Of num_stages those on their way at most until all have come once: they stand before what a predecessor still
+    # loads and stores, and before the queries. 0: all.
+    in_flight: int = 0
 
 
 def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
@@ -177,7 +180,7 @@ ARGS: dict[str, tuple[Arg, ...]] = {
 }  # fmt: skip
 # Volta: m8n8k4, K and V straight to registers. The other body serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16).
 # `together` was right and, of batch 7, 10 % faster on an H200 (docs/performance.md); its layout has changed since.
-_STAGED = _SHAPES | {"num_stages": (1, 2, 3, 4, 6)}
+_STAGED = _SHAPES | {"num_stages": (1, 2, 3, 4, 6), "in_flight": (0, 2)}
 _MAPS = (Arg("k_map", "map", of="k_cache"), Arg("v_map", "map", of="v_cache"))
 _BY_WARPGROUPS: dict[str, Choices] = {
     "block_m": (8, 16, 24, 32, 40, 48, 56, 64),
@@ -189,6 +192,7 @@ _BY_WARPGROUPS: dict[str, Choices] = {
     "cluster": (1, 2, 4, 8),
     "key_parts": (1, 2, 4),
     "push_bits": push_choices,
+    "in_flight": (0, 3),
 }
 BODIES = (
     Body(
@@ -349,6 +353,10 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     p, c, arch = problem, config, target.arch
     dim = p.head_dim // c.split_d
+    if c.in_flight and not arch.has_pdl:
+        return f"in_flight={c.in_flight} is for launches that begin before others end, on sm90 and newer; in_flight=0"
+    if not 0 <= c.in_flight < c.num_stages:
+        return f"in_flight={c.in_flight} of num_stages={c.num_stages}: fewer, or 0 for all"
     if c.num_warps % c.split_d:
         return f"num_warps={c.num_warps} is no multiple of split_d={c.split_d}"
     if c.warpgroups:
@@ -515,7 +523,8 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
             exchange = scores + teams * c.block_m * (c.block_n * 2 + 4)
         else:
             exchange = 2 * scores
-        return ring + queries + exchange + stats + turns
+        meeting = 16 if target.arch.has_cp_async and c.split_d > 1 and teams > 1 and not c.together else 0
+        return ring + queries + exchange + stats + meeting + turns
     merge = teams * 8 * 128 * c.split_d * 4
     probabilities = c.num_warps * c.block_m * 80
     return merge + queries + probabilities + 2 * scores + stats + turns

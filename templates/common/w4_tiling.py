@@ -48,7 +48,8 @@ class Tiling:
     warpgroups: bool = False
     cluster: int = 1
     prefetch: int = 0
-    in_flight: int = 0  # with stream: slots of a warp that are on their way at a time while x is waited for; 0: all
+    # Weights on their way at once while x is waited for: with stream slots of a warp, with warpgroups stages; 0: all
+    in_flight: int = 0
 
     @property
     def shares_tiles(self) -> bool:
@@ -160,6 +161,7 @@ WARPGROUP_SPACE = {
     "blocks_per_sm": (0, 1, 2),
     "cluster": (1, 2),
     "prefetch": (0, 4, 8),
+    "in_flight": (0, 1, 2),
 }
 
 
@@ -312,6 +314,8 @@ def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | 
     if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
         return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
                 "most 2, 1 or 2, and at least 3")  # fmt: skip
+    if not 0 <= c.in_flight < c.num_stages:
+        return f"in_flight={c.in_flight}: of num_stages={c.num_stages} stages fewer, or 0 for all"
     if c.block_k % 64 or k % c.block_k:
         return f"block_k={c.block_k} of k={k}: warpgroups takes whole stages of a multiple of 64"
     return _why_not_groups(c, group_size)

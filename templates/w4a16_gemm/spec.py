@@ -166,13 +166,14 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.warpgroups:  # stages, 16 or 32 tokens on their way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
         leaving = config.block_n // 64 * (16 if config.block_m % 32 else 32) * (64 * 2 + 16)
-        return config.num_stages * (stage + 16) + leaving + 8
+        barriers = 8 * (2 * config.num_stages + (config.num_stages if config.in_flight else 1))
+        return config.num_stages * stage + leaving + barriers
     return config.smem_bytes(problem.group_size)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
-    if config.in_flight and not config.stream:
-        return f"in_flight={config.in_flight} is for stream=True"
+    if config.in_flight and not (config.stream or config.warpgroups):
+        return f"in_flight={config.in_flight} is for stream=True or warpgroups=True"
     if config.stream:
         p, c, arch = problem, config, target.arch
         if why := w4_tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):

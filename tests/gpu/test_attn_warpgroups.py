@@ -48,10 +48,12 @@ def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int =
         push_bits = 32
     found = []
     for split_d, num_warps, num_stages, key_parts in TEAMS:
+        in_flight = min((0, 3, 1)[len(found) % 3], num_stages - 1)
         shapes = [
-            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster, key_parts, push_bits)
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster, key_parts, push_bits,
+                   in_flight)
             for m in range(64, 0, -8)
-        ]
+        ]  # fmt: skip
         found += valid_here(KERNEL, case, shapes)[:1]
     assert found
     return [found[(first + i) % len(found)] for i in range(min(count, len(found)))]

@@ -153,6 +153,7 @@ def test_two_launches_have_the_source_that_they_had() -> None:
         lines = set(text.splitlines())
         missing = [line.strip() for line in apart.splitlines() if line not in lines]
         assert missing == [
+            "constexpr bool TOGETHER = false, TEAMS_MEET = HAS_CP_ASYNC && SPLIT_D > 1 && NUM_TEAMS > 1 && !TOGETHER;",
             "return hand_over_nothing(workspace, batch, place);",
             "hand_over<MERGE_TILES * 8, HEAD_DIM>(",
             "out, workspace, batch, place, first * 8, row_merge,",

@@ -85,7 +85,8 @@ def migrated(request: pytest.FixtureRequest) -> Iterator[Store]:
 # Fields of kernels that were there in schema 1, added since with a default that means what was done before.
 ADDED_SINCE = {
     *(("attn_decode", name)
-      for name in ("source", "num_rotated_pairs", "together", "warpgroups", "cluster", "key_parts", "push_bits")),
+      for name in ("source", "num_rotated_pairs", "together", "warpgroups", "cluster", "key_parts", "push_bits",
+                   "in_flight")),
     *(("attn_prefill", name) for name in ("wgmma", "ping_pong", "boxes", "cluster", "split")),
     *(("w4a16_gemm", name)
       for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch",

@@ -33,17 +33,20 @@ class Drafter:
         self._donors = {layer.kind: target.config.donor(layer.kind) for layer in config.text.layers}
 
     def step(
-        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int
-    ) -> tuple[Tensor, Tensor]:
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int,
+        kv_lens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One forward. ids [B]: the last known tokens; hidden [B, T]: the target's final hidden state that gave them,
         or this function's second result; lengths [B] int64: tokens in the cache, and the position drafted from.
-        max_kv_len: no length is longer, nor will be when a captured step is replayed.
+        max_kv_len: no length is longer, nor will be when a captured step is replayed. kv_lens [B] int32: lengths, where
+        the caller has them so.
 
         Returns y [B, d], the input of the head, and the hidden state [B, T] for the next draft.
         """
         ops = self.ops
         ops.place = self.stack.name
-        kv_lens = lengths.to(torch.int32)  # before embed: attention reads it ahead (docs/architecture.md)
+        if kv_lens is None:
+            kv_lens = lengths.to(torch.int32)  # before embed: attention reads it ahead (docs/architecture.md)
         embedded = self.target.embed(ids).to(ops.dtype)
         residual = ops.linear(torch.cat((embedded, hidden), dim=-1), self.weights.pre).to(ops.residual_dtype)
 
@@ -89,9 +92,9 @@ class Drafter:
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         """`count` greedy drafts [B, count] int64 after ids [B]; arguments as for step."""
-        drafts = []
+        drafts, kv_lens = [], lengths.to(torch.int32)
         for _ in range(count):
-            y, hidden = self.step(ids, hidden, lengths, cache, max_kv_len)
+            y, hidden = self.step(ids, hidden, lengths, cache, max_kv_len, kv_lens)
             ids = self.greedy(y)
             drafts.append(ids)
         return torch.stack(drafts, dim=1)

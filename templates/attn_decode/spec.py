@@ -224,7 +224,7 @@ FEW_KEYS, FEW_KEYS_BLOCKS = 2048, 96  # of one sequence's, for more than eight r
 FEW_KEYS_SPLITS = 16  # of head_dim 256, for more than eight rows of few heads
 WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
 MOST_SPLITS = 66  # of many rows of long heads by warpgroups
-MOST_ONE_HEAD_KEYS = 8192  # of a lone KV head that is read by clusters of eight
+MOST_KEYS_IN_EIGHTS = 8192  # of one sequence's few KV heads that are read by clusters of eight
 PUSHING_STAGES = (9, 8, 7, 6)  # of those; fewer keep too little under way, and results are read where they were found
 MOST_STREAMED_KEYS = 2048  # of a block of warpgroups, where others need not read them twice: those stream faster
 MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
@@ -662,15 +662,15 @@ def default_config(problem: Problem, target: Target) -> Config:
         return min(_in_splits(p, shape, choices), key=lambda c: predicted_us(p, c, target))
     heads = p.num_kv_heads * p.batch
     if p.source == "q" and p.window and p.head_dim == 256 and p.rows <= 8 and heads * WINDOW_SPLITS <= num_sms:
-        num_stages, key_parts = (6, 2) if p.q_len == 1 else (12, 4)
+        num_stages, key_parts, in_flight = (6, 2, 2) if p.q_len == 1 else (12, 4, 4)
         config = Config(
             8, 16, 4, 4, num_stages, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS, key_parts=key_parts,
-            push_bits=32,
+            push_bits=32, in_flight=in_flight,
         )  # fmt: skip
         if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None:
             return config
-    if p.head_dim == 512 and heads == 1 and (of_one := _of_one_head(p, target)) is not None:
-        return of_one
+    if p.head_dim == 512 and (by_eight := _in_eights(p, target)) is not None:
+        return by_eight
     eights = ceil(p.rows / 8) * heads
     if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
         # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again
@@ -684,8 +684,10 @@ def default_config(problem: Problem, target: Target) -> Config:
         choices = (1, max(1, min(FEW_KEYS_BLOCKS // eights, p.visible // shape.block_n)))
         shape = Config(8, shape.block_n, 4, 8, 5) if eights >= 8 else Config(8, shape.block_n, 8, 8, 3)
     elif p.head_dim == 512 and p.rows <= 32 and (p.batch == 1 if p.rows <= 16 else heads == 1):
-        choices = (1, min(num_sms // heads, max(1, p.visible // shape.block_n)))
-        shape = Config(shape.block_m, shape.block_n, 4, 8, 4)
+        splits = _fewest_splits(p, shape, min(num_sms // heads, max(1, p.visible // shape.block_n)))
+        choices, few = (1, splits), p.visible <= splits * 4 * shape.block_n  # keys that four places of each team have
+        shapes = [Config(shape.block_m, shape.block_n, 4, 8, s, in_flight=1) for s in ((4,) if few else (6, 5, 4))]
+        shape = next(c for c in shapes if why_invalid(p, c, target) is None)
     elif p.head_dim == 512 and p.rows > 16:
         in_clusters = min(_in_clusters(p, target), key=lambda c: _hopper_us(p, c, target))
         has_keys = 2 * p.visible // TILE >= min(num_sms // (ceil(p.rows / TILE) * heads), MOST_SPLITS)
@@ -697,6 +699,16 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 def _in_splits(p: Problem, shape: Config, choices: tuple[int, ...]) -> list[Config]:
     return [replace(shape, num_splits=s) for s in choices if s == 1 or s * shape.block_n <= p.visible]
+
+
+def _fewest_splits(p: Problem, shape: Config, most: int) -> int:
+    """Those with which the two teams of the busiest block have as few rounds of tiles as with `most`."""
+    tiles = ceil(p.visible / shape.block_n)
+
+    def rounds(splits: int) -> int:
+        return ceil(ceil(tiles / splits) / 2)
+
+    return next(s for s in range(1, most + 1) if rounds(s) == rounds(most))
 
 
 def _in_clusters(p: Problem, target: Target) -> list[Config]:
@@ -714,17 +726,26 @@ def _in_clusters(p: Problem, target: Target) -> list[Config]:
     return [c for c in found if why_invalid(p, c, target) is None]
 
 
-def _of_one_head(p: Problem, target: Target) -> Config | None:
-    """Of one KV head, whose splits are many: rows in blocks of up to 32, which are pushed to by more than two at once.
+def _in_eights(p: Problem, target: Target) -> Config | None:
+    """Of one sequence's few KV heads: rows in blocks of up to 40, which are pushed to by more than two at once.
 
-    None beyond what was timed, alone and in no step (docs/experiments.md): 64 keys a split at least, 8192 in all, which
-    the blocks of up to 96 rows read again from L2.
+    None beyond what was timed, alone and in no step (docs/experiments.md): 64 keys a split at least, 8192 in all. Of one
+    head, whose splits are many, up to 96 rows, for whose blocks L2 has the keys again.
     """
-    rows = min(ceil(p.rows / 8) * 8, 32)
-    splits = _resident_in_clusters(target) // ceil(p.rows / rows) // 8 * 8
-    if not 16 <= p.rows <= 96 or splits < 8 or not splits * TILE <= p.visible <= MOST_ONE_HEAD_KEYS:
+    rows = min(ceil(p.rows / 8) * 8, 32 if p.num_kv_heads == 1 else 40)
+    blocks = ceil(p.rows / rows) * p.num_kv_heads * p.batch  # of one split
+    splits = _resident_in_clusters(target) // blocks // 8 * 8
+    if p.num_kv_heads == 1:
+        timed, least = 16 <= p.rows <= 96, 0
+    else:
+        timed, least = p.num_kv_heads in (2, 4) and 16 <= p.rows <= 40, FEW_KEYS + 1
+    keys = range(max(least, splits * TILE), MOST_KEYS_IN_EIGHTS + 1)
+    if p.batch > 1 or not timed or splits < 8 or p.visible not in keys:
         return None
-    one = Config(rows, 16, 4 if rows <= 16 else 8, 8, 0, splits, warpgroups=True, cluster=8, key_parts=4, push_bits=16)
+    one = Config(
+        rows, 16, 4 if rows <= 16 else 8, 8, 0, splits, warpgroups=True, cluster=8, key_parts=4, push_bits=16,
+        in_flight=3 if p.num_kv_heads == 1 else 2,
+    )  # fmt: skip
     found = (replace(one, num_stages=stages) for stages in (11, *PUSHING_STAGES))
     return next((c for c in found if why_invalid(p, c, target) is None), None)
 
@@ -736,7 +757,7 @@ def _many_rows(p: Problem, rows: int, splits: int, cluster: int) -> list[Config]
     one = Config(rows, 16, 8, 8, num_splits=splits, warpgroups=True, cluster=cluster, key_parts=4)
     found = [replace(one, num_stages=stages) for stages in (10, 9, 8)]
     if cluster > 1 and p.visible <= MOST_STREAMED_KEYS * splits:
-        found = [replace(one, num_stages=stages, push_bits=16) for stages in PUSHING_STAGES] + found
+        found = [replace(one, num_stages=stages, push_bits=16, in_flight=3) for stages in PUSHING_STAGES] + found
     return found
 
 

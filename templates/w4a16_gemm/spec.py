@@ -418,6 +418,12 @@ _STEP_NS = {
 _BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
 _IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two share tokens
 _IN_TWO = 0.95  # and of two blocks an SM
+# By looks at steps on an H200 (docs/experiments.md): of those times, tiles of 192 rows, which read 32 tokens less often;
+# tokens of a tile up to which weights of IN_FLIGHT columns are on their way at a time while x is waited for; rows from
+# which 16 tokens go to tiles of more than 128 in one block an SM.
+_FEWER_READS = 0.96
+FEW_IN_FLIGHT, IN_FLIGHT = 64, 256
+MANY_ROWS = 1 << 15
 
 
 def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
@@ -430,6 +436,8 @@ def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
     if c.cluster == 2 and _num_tiles(problem, c) % num_sms == 0:  # nothing is shared
         return tiles / num_sms * tile_ns * _IN_PAIRS + _BLOCK_NS
     whole, sums_ns = tiles / num_sms * tile_ns, c.block_m * c.block_n * _SUM_NS
+    if (c.block_m, c.block_n) == (32, 192):
+        whole *= _FEWER_READS
     if c.blocks_per_sm == 2:
         return whole * _IN_TWO + _SHARED_NS + sums_ns
     if c.cluster == 2:
@@ -453,7 +461,7 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             continue
         for (block_n, block_k, stages), shared in product(tiles, (1, 0)):
             if block_n == 128 and block_m == 16:
-                if problem.n * problem.k < STRAIGHT_WEIGHTS // 2 or not shared:
+                if problem.n * problem.k < STRAIGHT_WEIGHTS // 2 or problem.n >= MANY_ROWS or not shared:
                     continue
                 shared = 2
             while block_k > 64 and problem.k % block_k:
@@ -463,8 +471,10 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             is_large = min(problem.n, problem.k) >= PAIRED_SIDE and problem.k % 128 == 0
             if (block_m, block_n, shared) == (160, 128, 1) and is_large:
                 block_k, stages, pairs = 128, 3, 2
+            few = block_m <= FEW_IN_FLIGHT and (block_m, block_n) != (32, 128)
+            in_flight = IN_FLIGHT // block_k if few and IN_FLIGHT // block_k < stages else 0
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
-                                prefetch=prefetch))  # fmt: skip
+                                prefetch=prefetch, in_flight=in_flight))  # fmt: skip
     for block_m in (160, 192):  # in pairs, where each SM gets as many whole tiles (docs/performance.md)
         config = Config(block_m, 128, 128, 16, 1, 1, 3, 1, warpgroups=True, cluster=2)
         is_even = _num_tiles(problem, config) % target.device.num_sms == 0

@@ -16,10 +16,11 @@ TILES = (
     (64, 384, 64, 4), (64, 128, 128, 4), (32, 256, 128, 4), (32, 128, 128, 5), (16, 192, 256, 5), (16, 128, 64, 12),
     (48, 256, 64, 6), (80, 128, 128, 6), (80, 192, 64, 8), (96, 256, 64, 6), (112, 128, 128, 5), (160, 192, 64, 5),
 )  # fmt: skip
-CONFIGS = [
-    KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, warpgroups=True, cluster=cluster, prefetch=ahead)
-    for (m, n, k, stages), shared, cluster, ahead in product(TILES, (0, 1, 2), (1, 2), (0, 4))
-]
+CONFIGS = [  # in turn with all stages' weights on their way while x is waited for, with one and with two
+    KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, warpgroups=True, cluster=cluster, prefetch=ahead,
+                       in_flight=turn % 3)
+    for turn, ((m, n, k, stages), shared, cluster, ahead) in enumerate(product(TILES, (0, 1, 2), (1, 2), (0, 4)))
+]  # fmt: skip
 # Several rounds of whole tiles behind those that are shared, and tokens of more than one band of tiles.
 LARGE = [
     KERNEL.cases.case_for(KERNEL.problem_type(n=n, k=256, num_tokens=m, group_size=group, dtype="bf16"))

@@ -729,8 +729,8 @@ def _in_clusters(p: Problem, target: Target) -> list[Config]:
 def _in_eights(p: Problem, target: Target) -> Config | None:
     """Of one sequence's few KV heads: rows in blocks of up to 40, which are pushed to by more than two at once.
 
-    None beyond what was timed, alone and in no step (docs/experiments.md): 64 keys a split at least, 8192 in all. Of one
-    head, whose splits are many, up to 96 rows, for whose blocks L2 has the keys again.
+    None beyond what was timed (docs/experiments.md): 64 keys a split at least, 8192 in all. Of one head, whose splits
+    are many, up to 96 rows, for whose blocks L2 has the keys again.
     """
     rows = min(ceil(p.rows / 8) * 8, 32 if p.num_kv_heads == 1 else 40)
     blocks = ceil(p.rows / rows) * p.num_kv_heads * p.batch  # of one split

@@ -25,7 +25,8 @@ struct Pieces {
     }
 };
 
-template <class S> struct W4Gemm {
+// FEW: stages whose weights are on their way at most while x is waited for, since they stand before what makes x; 0: all.
+template <class S, int FEW = 0> struct W4Gemm {
     static constexpr int N = S::N, K = S::K, GROUP_SIZE = S::GROUP_SIZE;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED, WGMMA = S::WGMMA;
     static constexpr int BLOCK_M = S::BLOCK_M, BLOCK_N = S::BLOCK_N, BLOCK_K = S::BLOCK_K;
@@ -55,7 +56,7 @@ template <class S> struct W4Gemm {
     // What follows the stages: sums of warps that split K.
     static constexpr int EXCHANGE_CHUNKS = (WARPS_K - 1) * TILE_QUADS;
     // Stages on their way while one is multiplied. wgmma reads the one before that too, until its results are waited for.
-    static constexpr int AHEAD = NUM_STAGES - (WGMMA ? 2 : 1);
+    static constexpr int AHEAD = NUM_STAGES - (WGMMA ? 2 : 1), IN_FLIGHT = FEW ? FEW : AHEAD;
     // a thread's share
     static constexpr int W_COPIES = ceil_div(W_CHUNKS, THREADS), S_COPIES = ceil_div(S_CHUNKS, THREADS);
     static constexpr int X_COPIES = ceil_div(X_CHUNKS, THREADS);
@@ -467,11 +468,12 @@ template <class S> struct W4Gemm {
 #pragma unroll
             for (int stage = 0; stage < AHEAD; stage++) {
                 at[stage] = loader;
+                if constexpr (IN_FLIGHT < AHEAD) copy_wait<IN_FLIGHT - 1>();
                 if (stage < count) {
                     loader.weights([&](int, int to, const uint4* from) { copy16(slot(stage) + to, from); });
                     advance();
                 }
-                if constexpr (X_IN_REGISTERS) copy_commit();
+                copy_commit();
             }
             pdl_wait();
             if constexpr (X_IN_REGISTERS) {

@@ -48,7 +48,7 @@ class Tiling:
     warpgroups: bool = False
     cluster: int = 1
     prefetch: int = 0
-    # Weights on their way at once while x is waited for: with stream slots of a warp, with warpgroups stages; 0: all
+    # Weights on their way at once while x is waited for: with stream slots of a warp, else stages; 0: all.
     in_flight: int = 0
 
     @property
@@ -161,7 +161,6 @@ WARPGROUP_SPACE = {
     "blocks_per_sm": (0, 1, 2),
     "cluster": (1, 2),
     "prefetch": (0, 4, 8),
-    "in_flight": (0, 1, 2),
 }
 
 
@@ -304,7 +303,8 @@ def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | 
     if c.blocks_per_sm == 2 and (c.block_n != 128 or c.cluster != 1):
         return (f"blocks_per_sm=2 block_n={c.block_n} cluster={c.cluster}: two blocks have registers for 128 rows "
                 "each, and no cluster")  # fmt: skip
-    sums, spare = c.block_m // 2, 44
+    # with few registers and several groups of 64 columns ptxas lets products wait for each other (C7510)
+    sums, spare = c.block_m // 2, 60 if c.block_n == 384 and c.block_k > 64 else 44
     if sums + spare > (limit := warpgroup_registers(c)[1]):
         return f"block_m={c.block_m} is {sums} sums a thread; with {spare} for the rest that is over {limit}"
     if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1 or c.wgmma or c.gemv or c.stream:
@@ -339,6 +339,10 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
         return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
     if c.wgmma and (why := _why_not_wgmma(c, arch)):
         return why
+    if c.in_flight and not arch.has_pdl:
+        return f"in_flight={c.in_flight} is for launches that begin before others end, on sm90 and newer; in_flight=0"
+    if not 0 <= c.in_flight < c.num_stages:
+        return f"in_flight={c.in_flight}: of num_stages={c.num_stages} stages fewer, or 0 for all"
     if c.block_m % (8 * c.warps_m):
         return f"block_m={c.block_m} is not made of warps_m={c.warps_m} warps of a multiple of 8 tokens"
     if c.block_k % (STRIP * c.warps_k):

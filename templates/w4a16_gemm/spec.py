@@ -89,15 +89,22 @@ _RING, _WGMMA, _GEMV, _STREAM, _WARPGROUPS = (
     {name: body == name for name in ("wgmma", "gemv", "stream", "warpgroups")}
     for body in ("ring", "wgmma", "gemv", "stream", "warpgroups")
 )
+FEW_IN_FLIGHT = 64  # tokens up to which defaults and searches limit what weights are on their way while x is waited for
+
+
+def _in_flight(problem: Problem, target: Target) -> tuple[int, ...]:
+    return (0, 1, 2) if target.arch.has_pdl and problem.num_tokens <= FEW_IN_FLIGHT else (0,)
+
+
 BODIES = (
-    Body("kernel.cu.jinja", ARGS, SPACE, when=_RING),
+    Body("kernel.cu.jinja", ARGS, SPACE | {"in_flight": _in_flight}, when=_RING),
     Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when=_WGMMA),
     Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when=_GEMV),
     Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=lambda arch: arch.has_tma, when=_STREAM),
     Body(
         "warpgroups.cu.jinja",
         WARPGROUP_ARGS,
-        WARPGROUP_SPACE,
+        WARPGROUP_SPACE | {"in_flight": _in_flight},
         serves=lambda arch: arch.has_wgmma,
         when=_WARPGROUPS,
     ),
@@ -172,8 +179,8 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
-    if config.in_flight and not (config.stream or config.warpgroups):
-        return f"in_flight={config.in_flight} is for stream=True or warpgroups=True"
+    if config.in_flight and config.gemv:
+        return f"in_flight={config.in_flight}: gemv=True has no stages; in_flight=0"
     if config.stream:
         p, c, arch = problem, config, target.arch
         if why := w4_tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):
@@ -379,6 +386,12 @@ def _by_ring(problem: Problem, target: Target) -> tuple[Config, ...]:
     return (Config(8, 128, 256, 32, 1, 1, 2, 3) if problem.n >= 20480 else Config(8, 32, 256, 32, 1, 2, 6, 4),)
 
 
+def _few_in_flight(configs: Sequence[Config]) -> tuple[Config, ...]:
+    """The same of the ring, with about RING_IN_FLIGHT bytes of weights on their way at a time while x is waited for."""
+    at_once = ((c, max(1, RING_IN_FLIGHT // (c.block_n * c.block_k // 2))) for c in configs)
+    return tuple(replace(c, in_flight=few if few < c.num_stages - 1 else 0) for c, few in at_once)
+
+
 def _by_ring_of_fast_memory(problem: Problem, target: Target) -> tuple[Config, ...]:
     """As _by_ring, where an H200's steps chose otherwise."""
     n, k = problem.n, problem.k
@@ -418,11 +431,11 @@ _STEP_NS = {
 _BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
 _IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two share tokens
 _IN_TWO = 0.95  # and of two blocks an SM
-# By looks at steps on an H200 (docs/experiments.md): of those times, tiles of 192 rows, which read 32 tokens less often;
-# tokens of a tile up to which weights of IN_FLIGHT columns are on their way at a time while x is waited for; rows from
+# By looks at steps on an H200 (docs/experiments.md): of those times, tiles of 192 rows, which read 32 tokens less
+# often; columns whose weights are on their way at once while x is waited for, and bytes of them by the ring; rows from
 # which 16 tokens go to tiles of more than 128 in one block an SM.
 _FEWER_READS = 0.96
-FEW_IN_FLIGHT, IN_FLIGHT = 64, 256
+IN_FLIGHT, RING_IN_FLIGHT = 256, 8192
 MANY_ROWS = 1 << 15
 
 
@@ -500,7 +513,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
         return (found, last)
     first: tuple[Config, ...] = ()
     if m > 1 and arch.has_wgmma:  # not of every K
-        first = _by_ring(problem, target) if m <= 8 else _by_warpgroups(problem, target)
+        first = _few_in_flight(_by_ring(problem, target)) if m <= 8 else _by_warpgroups(problem, target)
     if not first and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
         return (*_straight(problem, target), last)
     if m <= 16:

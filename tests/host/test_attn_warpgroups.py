@@ -154,10 +154,41 @@ def test_one_head_of_many_keys_is_left_to_clusters_of_eight(tokens: int, rows: i
     assert KERNEL.default_config(problem, few).num_splits >= 1
 
 
+@pytest.mark.parametrize(("q_heads", "kv_heads", "splits"), [(32, 4, 24), (16, 2, 56)])
+def test_few_heads_of_one_sequence_are_left_to_clusters_of_eight(q_heads: int, kv_heads: int, splits: int) -> None:
+    """Of 16 to 40 rows and some thousand keys: more clusters are not resident."""
+    problem = Problem(head_dim=512, num_q_heads=q_heads, num_kv_heads=kv_heads, q_len=4, kv_len=8192)
+    for q_len in (2, 4, 5):
+        chosen = KERNEL.default_config(replace(problem, q_len=q_len), H200)
+        assert (chosen.block_m, chosen.num_splits, chosen.cluster) == (8 * q_len, splits, 8)
+        assert (chosen.push_bits, chosen.in_flight) == (16, 2)
+    for other in ({"kv_len": 2048}, {"kv_len": 16384}, {"batch": 2}, {"q_len": 8}, {"q_len": 1}):  # not timed so
+        assert KERNEL.default_config(replace(problem, **other), H200).cluster < 8, other
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (replace(CONFIG, in_flight=CONFIG.num_stages), "fewer, or 0 for all"),
+        (Config(8, 16, 4, 8, 4, 32, in_flight=4), "in_flight=4 of num_stages=4: fewer, or 0 for all"),
+        (Config(8, 16, 4, 8, 4, 32, in_flight=3), None),
+    ],
+)
+def test_fewer_tiles_are_on_their_way_than_there_is_room_for(config: Config, says: str | None) -> None:
+    why = KERNEL.why_invalid(FULL, config, H200)
+    assert why is None if says is None else says in str(why)
+    older = KERNEL.why_invalid(replace(FULL, dtype="fp16"), replace(config, in_flight=1), Target.of(find_arch("sm80")))
+    assert "in_flight=1 is for launches that begin before others end" in str(older)
+
+
 def test_few_rows_of_few_sequences_are_left_to_quarters_of_keys() -> None:
     one = Problem(head_dim=512, num_q_heads=32, num_kv_heads=4)
     chosen = KERNEL.default_config(one, H200)
-    assert (chosen.warpgroups, chosen.split_d, chosen.num_splits) == (False, 4, 33)
+    assert (chosen.warpgroups, chosen.split_d, chosen.num_splits) == (False, 4, 32), "33 have as many rounds of tiles"
+    assert (chosen.num_stages, chosen.in_flight) == (6, 1)
+    assert KERNEL.default_config(replace(one, kv_len=131072), H200).num_splits == 33, "one round less"
+    few = KERNEL.default_config(replace(one, kv_len=2048), H200)
+    assert (few.num_stages, few.in_flight) == (4, 1), "a team has two tiles"
     window = Problem(head_dim=256, num_q_heads=16, num_kv_heads=8, window=1024, kv_len=4096, batch=4)
     chosen = KERNEL.default_config(window, H200)
     assert (chosen.split_d, chosen.num_splits) == (4, 8), "256 blocks, two an SM"
@@ -168,7 +199,7 @@ def test_launches_have_warps_that_copy() -> None:
     """One; or four, where the registers of all are dealt out. Splits are merged as those of other bodies."""
     decode, combine = KERNEL.launches(FULL, CONFIG, H200)
     assert (decode.grid, decode.block, decode.reads_ahead) == ((33, 4, 1), (9 * 32, 1, 1), True)
-    apart = KERNEL.launches(FULL, replace(KERNEL.default_config(FULL, H200), num_splits=33), H200)
+    apart = KERNEL.launches(FULL, Config(32, 16, 4, 8, 4, 33), H200)
     assert combine == apart[1]
     assert KERNEL.workspace_bytes(FULL, CONFIG, H200) == 4 * 32 * 33 * (512 + 1) * 4
     one_each = replace(CONFIG, split_d=4)

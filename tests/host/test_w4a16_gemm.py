@@ -267,7 +267,14 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
         (Config(8, 96, 384, 32, 1, 2, 3, 2), None),
         (Config(8, 96, 96, 32, 1, 1, 3, 2), "x lies in blocks of 64 columns"),
         (Config(8, 64, 384, 32, 1, 3, 4, 2), None),
-        (Config(8, 128, 256, 32, 1, 1, 2, 4, in_flight=1), "in_flight=1 is for stream=True"),
+        (Config(8, 128, 256, 32, 1, 1, 3, 2, in_flight=2), None),
+        (Config(8, 128, 256, 32, 1, 1, 3, 2, in_flight=3), "of num_stages=3 stages fewer"),
+        (Config(8, 64, 512, 64, 1, 2, 1, 0, gemv=True, in_flight=1), "in_flight=1: gemv=True has no stages"),
+        (Config(16, 128, 256, 16, 1, 1, 3, 2, warpgroups=True, in_flight=2), None),
+        (
+            Config(16, 128, 256, 16, 1, 1, 3, 2, warpgroups=True, in_flight=3),
+            "in_flight=3: of num_stages=3 stages fewer",
+        ),
         (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, stream=True, in_flight=3), "of num_stages=3 slots fewer"),
         (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, stream=True, in_flight=2), None),
     ],
@@ -316,7 +323,7 @@ def test_two_to_eight_tokens_are_cut_by_what_a_row_and_the_strips_are(board: str
         assert way(16384, 5376, tokens) == (True, 1, 1)
         assert way(5376, 8192, tokens) == (True, 3, 0)
         assert way(5376, 16384, tokens) == (True, 6, 1)
-        assert way(5376, 21504, tokens) == ((True, 8, 2) if is_fast else (False, 1, 0))
+        assert way(5376, 21504, tokens) == ((True, 8, 2) if is_fast else (False, 1, 1))
         assert way(2560, 10240, tokens) == (True, 6, 0)
         assert of(2560, 2048, tokens).gemv
         # E2B's, and rows of 3000 to 5000 columns in few strips

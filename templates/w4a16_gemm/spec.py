@@ -93,7 +93,7 @@ FEW_IN_FLIGHT = 64  # tokens up to which defaults and searches limit what weight
 
 
 def _in_flight(problem: Problem, target: Target) -> tuple[int, ...]:
-    return (0, 1, 2) if target.arch.has_pdl and problem.num_tokens <= FEW_IN_FLIGHT else (0,)
+    return (0, 1) if target.arch.has_pdl and 1 < problem.num_tokens <= FEW_IN_FLIGHT else (0,)
 
 
 BODIES = (

@@ -96,9 +96,10 @@ class Oracle(Drafter):
         self.engine: Engine | None = None
 
     def step(
-        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int
-    ) -> tuple[Tensor, Tensor]:
-        y, hidden = super().step(ids, hidden, lengths, cache, max_kv_len)
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int,
+        kv_lens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y, hidden = super().step(ids, hidden, lengths, cache, max_kv_len, kv_lens)
         assert hidden.isfinite().all(), "a draft saw a key that was let go"
         return y, hidden
 

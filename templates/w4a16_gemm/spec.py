@@ -387,9 +387,9 @@ def _by_ring(problem: Problem, target: Target) -> tuple[Config, ...]:
 
 
 def _few_in_flight(configs: Sequence[Config]) -> tuple[Config, ...]:
-    """The same of the ring, with about RING_IN_FLIGHT bytes of weights on their way at a time while x is waited for."""
-    at_once = ((c, max(1, RING_IN_FLIGHT // (c.block_n * c.block_k // 2))) for c in configs)
-    return tuple(replace(c, in_flight=few if few < c.num_stages - 1 else 0) for c, few in at_once)
+    """The same with RING_IN_FLIGHT bytes of weights on their way to an SM at a time while x is waited for."""
+    stages = ((c, RING_IN_FLIGHT // (c.blocks_per_sm * c.block_n * c.block_k // 2)) for c in configs)
+    return tuple(replace(c, in_flight=few if 0 < few < c.num_stages - 1 else 0) for c, few in stages)
 
 
 def _by_ring_of_fast_memory(problem: Problem, target: Target) -> tuple[Config, ...]:
@@ -431,11 +431,12 @@ _STEP_NS = {
 _BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
 _IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two share tokens
 _IN_TWO = 0.95  # and of two blocks an SM
-# By looks at steps on an H200 (docs/experiments.md): of those times, tiles of 192 rows, which read 32 tokens less
-# often; columns whose weights are on their way at once while x is waited for, and bytes of them by the ring; rows from
-# which 16 tokens go to tiles of more than 128 in one block an SM.
+# By looks at steps on an H200 (docs/experiments.md), for such memory alone, since an H100's steps gain nothing or lose:
+# of those times, tiles of 192 rows, which read 32 tokens less often; columns whose weights are on their way at once
+# while x is waited for, and bytes of them an SM by the ring; rows from which 16 tokens go to tiles of more than 128 in
+# one block an SM.
 _FEWER_READS = 0.96
-IN_FLIGHT, RING_IN_FLIGHT = 256, 8192
+IN_FLIGHT, RING_IN_FLIGHT = 256, 32 * 1024
 MANY_ROWS = 1 << 15
 
 
@@ -449,7 +450,7 @@ def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
     if c.cluster == 2 and _num_tiles(problem, c) % num_sms == 0:  # nothing is shared
         return tiles / num_sms * tile_ns * _IN_PAIRS + _BLOCK_NS
     whole, sums_ns = tiles / num_sms * tile_ns, c.block_m * c.block_n * _SUM_NS
-    if (c.block_m, c.block_n) == (32, 192):
+    if target.device.has_fast_memory and (c.block_m, c.block_n) == (32, 192):
         whole *= _FEWER_READS
     if c.blocks_per_sm == 2:
         return whole * _IN_TWO + _SHARED_NS + sums_ns
@@ -474,7 +475,8 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             continue
         for (block_n, block_k, stages), shared in product(tiles, (1, 0)):
             if block_n == 128 and block_m == 16:
-                if problem.n * problem.k < STRAIGHT_WEIGHTS // 2 or problem.n >= MANY_ROWS or not shared:
+                is_wide = problem.n >= MANY_ROWS and target.device.has_fast_memory
+                if problem.n * problem.k < STRAIGHT_WEIGHTS // 2 or is_wide or not shared:
                     continue
                 shared = 2
             while block_k > 64 and problem.k % block_k:
@@ -484,8 +486,8 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             is_large = min(problem.n, problem.k) >= PAIRED_SIDE and problem.k % 128 == 0
             if (block_m, block_n, shared) == (160, 128, 1) and is_large:
                 block_k, stages, pairs = 128, 3, 2
-            few = block_m <= FEW_IN_FLIGHT and (block_m, block_n) != (32, 128)
-            in_flight = IN_FLIGHT // block_k if few and IN_FLIGHT // block_k < stages else 0
+            limited = block_m <= FEW_IN_FLIGHT and (block_m, block_n) != (32, 128) and target.device.has_fast_memory
+            in_flight = IN_FLIGHT // block_k if limited and IN_FLIGHT // block_k < stages else 0
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
                                 prefetch=prefetch, in_flight=in_flight))  # fmt: skip
     for block_m in (160, 192):  # in pairs, where each SM gets as many whole tiles (docs/performance.md)
@@ -513,7 +515,9 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
         return (found, last)
     first: tuple[Config, ...] = ()
     if m > 1 and arch.has_wgmma:  # not of every K
-        first = _few_in_flight(_by_ring(problem, target)) if m <= 8 else _by_warpgroups(problem, target)
+        first = _by_ring(problem, target) if m <= 8 else _by_warpgroups(problem, target)
+        if m <= 8 and target.device.has_fast_memory:
+            first = _few_in_flight(first)
     if not first and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
         return (*_straight(problem, target), last)
     if m <= 16:

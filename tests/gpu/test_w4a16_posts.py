@@ -18,8 +18,10 @@ KERNEL = find_kernel("w4a16_gemm")
 FEW, MANY = Problem(2816, 4096, num_tokens=1), Problem(2816, 4096, num_tokens=300)
 
 
-def _warpgroups(m: int, n: int, k: int, stages: int, blocks: int = 1, cluster: int = 1) -> Config:
-    return Config(m, n, k, 16, 1, 1, stages, blocks, warpgroups=True, cluster=cluster)
+def _warpgroups(
+    m: int, n: int, k: int, stages: int, blocks: int = 1, cluster: int = 1, in_flight: int = 0
+) -> Config:  # fmt: skip
+    return Config(m, n, k, 16, 1, 1, stages, blocks, warpgroups=True, cluster=cluster, in_flight=in_flight)
 
 
 # Each with the numbers of tokens that it is launched with in turn: one Function, one workspace.
@@ -31,9 +33,11 @@ WAYS = [
     ("gemv-many-blocks", Config(8, 32, 128, 32, 1, 4, 1, 0, gemv=True, split_k=8), (8, 2)),
     ("ring", Config(8, 128, 256, 32, 1, 1, 2, 4), (1, 8, 30)),
     ("ring-long", Config(8, 64, 256, 32, 1, 4, 8, 2), (4, 1, 8)),
+    ("ring-in-flight", Config(8, 64, 256, 32, 1, 4, 8, 2, in_flight=2), (4, 1, 8)),
     ("ring-64", Config(64, 128, 64, 32, 1, 1, 3, 2), (300, 64)),
     ("warpgroups-16", _warpgroups(16, 192, 256, 5), (16, 9, 40)),
     ("warpgroups-two-blocks", _warpgroups(16, 128, 256, 3, blocks=2), (16, 100)),
+    ("warpgroups-in-flight", _warpgroups(16, 128, 256, 3, blocks=2, in_flight=1), (16, 100)),
     ("warpgroups-64", _warpgroups(64, 128, 256, 3), (64, 10, 300)),
     ("warpgroups-256-pairs", _warpgroups(256, 128, 64, 4, cluster=2), (300, 20, 1000)),
 ]

@@ -176,17 +176,19 @@ def _sample(kernel: Kernel, problem: Any, target: Target, grid: tuple[Part, ...]
 def _spread(kernel: Kernel, problem: Any, target: Target, part: Part, count: int) -> list[Any]:
     """Up to `count` valid points of `part`, the first of an additive recurrence by powers of one number.
 
-    That is a sequence of low discrepancy in as many dimensions as the part has fields (M. Roberts, 2018: the root of
-    x ** (d + 1) = x + 1): any prefix of it holds every value of every field about equally often.
+    That is a sequence of low discrepancy in as many dimensions as the part has fields with a choice (M. Roberts, 2018:
+    the root of x ** (d + 1) = x + 1): any prefix of it holds every value of every field about equally often.
     """
+    only = {k: vs[0] for k, vs in part.items() if len(vs) == 1}
+    several = {k: vs for k, vs in part.items() if len(vs) != 1}
     root = 2.0
     for _ in range(64):
-        root = (1 + root) ** (1 / (len(part) + 1))
-    steps = [root ** -(d + 1) for d in range(len(part))]
+        root = (1 + root) ** (1 / (len(several) + 1))
+    steps = [root ** -(d + 1) for d in range(len(several))]
     found: dict[Any, None] = {}
     for n in range(1, min(MOST_DRAWS, REPEATS * prod(map(len, part.values())))):
-        chosen = {k: vs[int((0.5 + n * s) % 1.0 * len(vs))] for (k, vs), s in zip(part.items(), steps, strict=True)}
-        config = kernel.config_type(**chosen)
+        chosen = {k: vs[int((0.5 + n * s) % 1.0 * len(vs))] for (k, vs), s in zip(several.items(), steps, strict=True)}
+        config = kernel.config_type(**only, **chosen)
         if config not in found and kernel.why_invalid(problem, config, target) is None:
             found[config] = None
             if len(found) == count:

@@ -290,8 +290,8 @@ def test_a_sample_spreads_over_bodies_values_and_predicted_times() -> None:
     assert found == points(wanted, target), "the same every time"
     assert len(found.configs) - wanted.sample in (0, 1), "the default may be among them"
     assert {c.wgmma for c in found.configs} == {False, True}
-    for name, least in (("block_m", 3), ("block_k", 2), ("num_stages", 3), ("blocks_per_sm", 3)):
-        assert len({getattr(c, name) for c in found.configs}) >= least, name
+    for name in ("block_m", "block_k", "num_stages", "blocks_per_sm"):
+        assert len({getattr(c, name) for c in found.configs}) >= 3, name
 
 
 # -- the command

@@ -685,8 +685,9 @@ def default_config(problem: Problem, target: Target) -> Config:
         shape = Config(8, shape.block_n, 4, 8, 5) if eights >= 8 else Config(8, shape.block_n, 8, 8, 3)
     elif p.head_dim == 512 and p.rows <= 32 and (p.batch == 1 if p.rows <= 16 else heads == 1):
         splits = _fewest_splits(p, shape, min(num_sms // heads, max(1, p.visible // shape.block_n)))
-        choices, few = (1, splits), p.visible <= splits * 4 * shape.block_n  # keys that four places of each team have
-        shapes = [Config(shape.block_m, shape.block_n, 4, 8, s, in_flight=1) for s in ((4,) if few else (6, 5, 4))]
+        choices = (1, splits)
+        stages = (4,) if p.visible <= splits * 4 * shape.block_n else (6, 5, 4)  # four places have all keys of a team
+        shapes = (Config(shape.block_m, shape.block_n, 4, 8, s, in_flight=1) for s in stages)
         shape = next(c for c in shapes if why_invalid(p, c, target) is None)
     elif p.head_dim == 512 and p.rows > 16:
         in_clusters = min(_in_clusters(p, target), key=lambda c: _hopper_us(p, c, target))
@@ -732,19 +733,18 @@ def _in_eights(p: Problem, target: Target) -> Config | None:
     None beyond what was timed (docs/experiments.md): 64 keys a split at least, 8192 in all. Of one head, whose splits
     are many, up to 96 rows, for whose blocks L2 has the keys again.
     """
-    rows = min(ceil(p.rows / 8) * 8, 32 if p.num_kv_heads == 1 else 40)
-    blocks = ceil(p.rows / rows) * p.num_kv_heads * p.batch  # of one split
-    splits = _resident_in_clusters(target) // blocks // 8 * 8
-    if p.num_kv_heads == 1:
-        timed, least = 16 <= p.rows <= 96, 0
-    else:
-        timed, least = p.num_kv_heads in (2, 4) and 16 <= p.rows <= 40, FEW_KEYS + 1
-    keys = range(max(least, splits * TILE), MOST_KEYS_IN_EIGHTS + 1)
-    if p.batch > 1 or not timed or splits < 8 or p.visible not in keys:
+    if p.batch > 1 or p.num_kv_heads not in (1, 2, 4):
+        return None
+    most_rows, block_rows, few_keys, in_flight = (96, 32, 0, 3) if p.num_kv_heads == 1 else (40, 40, FEW_KEYS, 2)
+    rows = min(ceil(p.rows / 8) * 8, block_rows)
+    splits = _resident_in_clusters(target) // (ceil(p.rows / rows) * p.num_kv_heads) // 8 * 8
+    if not 16 <= p.rows <= most_rows or splits < 8 or p.visible <= few_keys:
+        return None
+    if not splits * TILE <= p.visible <= MOST_KEYS_IN_EIGHTS:
         return None
     one = Config(
         rows, 16, 4 if rows <= 16 else 8, 8, 0, splits, warpgroups=True, cluster=8, key_parts=4, push_bits=16,
-        in_flight=3 if p.num_kv_heads == 1 else 2,
+        in_flight=in_flight,
     )  # fmt: skip
     found = (replace(one, num_stages=stages) for stages in (11, *PUSHING_STAGES))
     return next((c for c in found if why_invalid(p, c, target) is None), None)

@@ -236,8 +236,8 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
                 f"block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
     if c.warps_m != 1 or c.wgmma or c.gemv:
         return f"stream=True goes with warps_m=1, wgmma=False and gemv=False, not {c.warps_m}, {c.wgmma} and {c.gemv}"
-    if not 0 <= c.in_flight < c.num_stages:
-        return f"in_flight={c.in_flight}: of num_stages={c.num_stages} slots fewer, or 0 for all"
+    if why := _why_not_in_flight(c, arch, "slots"):
+        return why
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
         return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
                 "and slots at least, and blocks that go through many strips")  # fmt: skip
@@ -314,11 +314,19 @@ def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | 
     if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
         return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
                 "most 2, 1 or 2, and at least 3")  # fmt: skip
-    if not 0 <= c.in_flight < c.num_stages:
-        return f"in_flight={c.in_flight}: of num_stages={c.num_stages} stages fewer, or 0 for all"
+    if why := _why_not_in_flight(c, arch):
+        return why
     if c.block_k % 64 or k % c.block_k:
         return f"block_k={c.block_k} of k={k}: warpgroups takes whole stages of a multiple of 64"
     return _why_not_groups(c, group_size)
+
+
+def _why_not_in_flight(c: Tiling, arch: Arch, places: str = "stages") -> str | None:
+    if c.in_flight and not arch.has_pdl:
+        return f"in_flight={c.in_flight} is for launches that begin before others end, on sm90 and newer; in_flight=0"
+    if not 0 <= c.in_flight < c.num_stages:
+        return f"in_flight={c.in_flight}: of num_stages={c.num_stages} {places} fewer, or 0 for all"
+    return None
 
 
 def _why_not_groups(c: Tiling, group_size: int) -> str | None:
@@ -339,10 +347,8 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
         return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
     if c.wgmma and (why := _why_not_wgmma(c, arch)):
         return why
-    if c.in_flight and not arch.has_pdl:
-        return f"in_flight={c.in_flight} is for launches that begin before others end, on sm90 and newer; in_flight=0"
-    if not 0 <= c.in_flight < c.num_stages:
-        return f"in_flight={c.in_flight}: of num_stages={c.num_stages} stages fewer, or 0 for all"
+    if why := _why_not_in_flight(c, arch):
+        return why
     if c.block_m % (8 * c.warps_m):
         return f"block_m={c.block_m} is not made of warps_m={c.warps_m} warps of a multiple of 8 tokens"
     if c.block_k % (STRIP * c.warps_k):

@@ -375,8 +375,13 @@ def _ways_by_fast_memory(rounds: float, k: int) -> tuple[_Way, ...]:
 
 def _by_ring(problem: Problem, target: Target) -> tuple[Config, ...]:
     """Two to eight tokens of a large W with long rows by the ring, for sm90: by such looks as _ways_of_fours."""
-    if target.device.has_fast_memory and (found := _by_ring_of_fast_memory(problem, target)):
-        return found
+    if target.device.has_fast_memory:
+        return _few_in_flight(_by_ring_of_fast_memory(problem, target) or _by_ring_of_slower_memory(problem))
+    return _by_ring_of_slower_memory(problem)
+
+
+def _by_ring_of_slower_memory(problem: Problem) -> tuple[Config, ...]:
+    """As an H100's steps chose, and for what no look on an H200 changed."""
     if problem.k < LONG_ROW or problem.n * problem.k < 7 << 22:
         return ()
     if problem.k >= LEFT_TO_RING:
@@ -487,7 +492,8 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             if (block_m, block_n, shared) == (160, 128, 1) and is_large:
                 block_k, stages, pairs = 128, 3, 2
             limited = block_m <= FEW_IN_FLIGHT and (block_m, block_n) != (32, 128) and target.device.has_fast_memory
-            in_flight = IN_FLIGHT // block_k if limited and IN_FLIGHT // block_k < stages else 0
+            few = IN_FLIGHT // block_k
+            in_flight = few if limited and few < stages else 0
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
                                 prefetch=prefetch, in_flight=in_flight))  # fmt: skip
     for block_m in (160, 192):  # in pairs, where each SM gets as many whole tiles (docs/performance.md)
@@ -516,8 +522,6 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     first: tuple[Config, ...] = ()
     if m > 1 and arch.has_wgmma:  # not of every K
         first = _by_ring(problem, target) if m <= 8 else _by_warpgroups(problem, target)
-        if m <= 8 and target.device.has_fast_memory:
-            first = _few_in_flight(first)
     if not first and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
         return (*_straight(problem, target), last)
     if m <= 16:

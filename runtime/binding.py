@@ -87,8 +87,8 @@ class Binding:
     def _default(self, problem: Any) -> Choice:
         """The default of the next power of two on the dynamic axis, or the problem's own where that cannot run it.
 
-        Between two powers the kernel may prefer that of a length between them, or of one of the three below: no more of
-        them are needed than a bundle has.
+        Between two powers the kernel may prefer that of a length between them, or of those down to an eighth: no more
+        of them are needed than a bundle has.
         """
         key = coordinates(bucketed(self.kernel, problem))
         size = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
@@ -112,9 +112,10 @@ class Binding:
         return found
 
     def _others(self, key: tuple[Any, ...], problem: Any, found: Choice, above: int) -> dict[Any, Choice]:
-        """By config, the defaults of `between` and of three smaller powers of two that are others than `found`."""
+        """By config, the defaults of three smaller powers of two and `between` all four, without `found`'s."""
+        powers = [above >> i for i in range(min(4, above.bit_length()))]
         below = []
-        for dynamic in (*between(above), *(above >> i for i in range(1, min(4, above.bit_length())))):
+        for dynamic in (*powers[1:], *(length for power in powers for length in between(power))):
             with suppress(ConfigRefused, ProblemError):  # what serves fewer is no need
                 below.append(self._default_at(key, problem, dynamic))
         return {c.config: c for c in reversed(below) if c.config != found.config}

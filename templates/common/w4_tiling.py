@@ -283,14 +283,23 @@ def stream_blocks(c: Tiling) -> int:
     return c.blocks_per_sm * (1 if c.warps_k * c.blocks_per_sm > 8 else 2)
 
 
+MANY_TOKENS = 128  # of a tile of warpgroups, whose sums are worth that
 # Of a thread that copies and of one that multiplies, by the rows of a tile: 64 a warpgroup, and one that copies.
 _REGISTERS = {128: (40, 232), 192: (32, 160), 256: (32, 112), 384: (24, 80)}
 _REGISTERS_OF_TWO = 24, 104  # where two blocks of 128 rows share an SM
+_REGISTERS_BESIDE = 72, 216  # of 128 rows, where some of those that copy add up sums
 
 
 def warpgroup_registers(c: Tiling) -> tuple[int, int]:
     """What setmaxnreg gives a thread that copies, and one that multiplies."""
+    if adds_beside(c):
+        return _REGISTERS_BESIDE
     return _REGISTERS_OF_TWO if c.blocks_per_sm == 2 else _REGISTERS[c.block_n]
+
+
+def adds_beside(c: Tiling) -> bool:
+    """Whether warps beside those that multiply add up the sums of shared tiles, for which there must be registers."""
+    return c.blocks_per_sm == 1 and c.block_n == 128 and c.block_m >= MANY_TOKENS
 
 
 def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | None:

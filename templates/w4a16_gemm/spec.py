@@ -119,7 +119,9 @@ LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for wh
 LONGEST_ROW = 5 * LONG_ROW  # from here on it takes all of shared memory also where strips are cut into parts
 IN_SIXTHS = 3 << 12  # of two to four tokens, rows from here on are cut into six parts
 LEFT_TO_RING = (1 << 14) + 1  # and from here on the ring was faster in an H100's step
-PAIRED_SIDE = 5376  # of W at least, where tiles of 160 tokens are pairs
+# Columns of a tile of many tokens that a block may idle for in a last round that is not full, before its tiles are
+# shared: behind whole rounds, which hide how their sums are added up, and with none.
+LEAST_IDLE, LEAST_IDLE_ALONE = 1000, 1600
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
 
 
@@ -135,7 +137,9 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
         return found
     rows, blocks = x_box(config)
     copier, multiplier = w4_tiling.warpgroup_registers(config)
-    found |= {"BOX_ROWS": rows, "BOX_BLOCKS": blocks}
+    found |= {"BOX_ROWS": rows, "BOX_BLOCKS": blocks, "OUT_BYTES": _leaving_bytes(config)}
+    found |= {"LEAST_IDLE": LEAST_IDLE, "LEAST_IDLE_ALONE": LEAST_IDLE_ALONE}
+    found["ADDS_BESIDE"] = w4_tiling.adds_beside(config)
     return found | {"COPIER_REGISTERS": copier, "MULTIPLIER_REGISTERS": multiplier}
 
 
@@ -145,6 +149,13 @@ def x_box(config: Config) -> tuple[int, int]:
     if blocks % config.cluster:
         return config.block_m // config.cluster, blocks
     return config.block_m, blocks // config.cluster
+
+
+def _leaving_bytes(config: Config) -> int:
+    """Of what a warpgroup has finished and not stored: a whole tile where others store it, else 16 or 32 tokens."""
+    if w4_tiling.adds_beside(config):
+        return config.block_m * 64 * 2
+    return (16 if config.block_m % 32 else 32) * (64 * 2 + 16)
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
@@ -170,11 +181,13 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.stream:  # and the sums of all units of a block
         units = ceil(problem.n // STRIP * config.split_k / num_blocks(problem, config, target))
         return config.smem_bytes(problem.group_size) + units * config.warps_k * problem.num_tokens * STRIP * 4
-    if config.warpgroups:  # stages, 16 or 32 tokens on their way out of each warpgroup, and the barriers
+    if config.warpgroups:  # stages, what is on its way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
-        leaving = config.block_n // 64 * (16 if config.block_m % 32 else 32) * (64 * 2 + 16)
+        groups = config.block_n // 64
         barriers = 8 * (2 * config.num_stages + (config.num_stages if config.in_flight else 1))
-        return config.num_stages * stage + leaving + barriers
+        if w4_tiling.adds_beside(config):
+            barriers += 8 * (2 * groups + 1)
+        return config.num_stages * stage + groups * _leaving_bytes(config) + barriers
     return config.smem_bytes(problem.group_size)
 
 
@@ -428,14 +441,24 @@ _WARPGROUP_TILES = {
     192: ((128, 64, 6), (192, 64, 4)),
     256: ((128, 64, 4),),
 }
+# Of those that add up beside: block_k, its stages, cluster and prefetch.
+_BESIDE_TILES = {
+    128: ((128, 4, 1, 0), (128, 4, 2, 0)),
+    160: ((64, 6, 1, 0), (128, 3, 2, 0)),
+    192: ((64, 6, 1, 0), (128, 3, 2, 0)),
+    256: ((64, 4, 1, 0), (64, 4, 2, 4)),
+}
 # What an SM takes, in nanoseconds, fitted to those sweeps: for 64 rows of W by 16 columns and block_m tokens; where
 # each tile has a block, for each that an SM gets; where tiles are shared, for that and for each of a tile's sums.
 _STEP_NS = {
     16: 21.0, 32: 23.5, 48: 28.5, 64: 32.5, 80: 37.0, 96: 41.0, 112: 45.5, 128: 49.0, 160: 62.5, 192: 72.0, 256: 93.0,
 }  # fmt: skip
 _BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
-_IN_PAIRS, _PAIRED_SUMS = 0.97, 1.3  # of those times, where clusters of two share tokens
-_IN_TWO = 0.95  # and of two blocks an SM
+_IN_TWO = 0.95  # of those times, of two blocks an SM
+# The same of tiles whose sums are added up beside (an H100's, docs/experiments.md), and what more of it a column of W
+# costs those that are not in pairs: x comes from memory where it is long.
+_BESIDE_STEP_NS = {128: 47.0, 160: 57.5, 192: 67.0, 256: 87.0}
+_ALONE_A_COLUMN = 1e-5
 # By looks at steps on an H200 (docs/experiments.md), for such memory alone, since an H100's steps gain nothing or lose:
 # of those times, tiles of 192 rows, which read 32 tokens less often; columns whose weights are on their way at once
 # while x is waited for, and bytes of them an SM by the ring; rows from which 16 tokens go to tiles of more than 128 in
@@ -447,21 +470,33 @@ MANY_ROWS = 1 << 15
 
 def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
     """By the figures above, what tiles of warpgroups take."""
+    if w4_tiling.adds_beside(c):
+        return _beside_ns(problem, c, target)
     num_sms = target.device.num_sms
     tiles = ceil(problem.num_tokens / c.block_m) * ceil(problem.n / c.block_n)
     tile_ns = c.block_n / 64 * problem.k / 16 * _STEP_NS[c.block_m]
     if c.blocks_per_sm == 0:
         return ceil(tiles / num_sms) * (tile_ns + _BLOCK_NS)
-    if c.cluster == 2 and _num_tiles(problem, c) % num_sms == 0:  # nothing is shared
-        return tiles / num_sms * tile_ns * _IN_PAIRS + _BLOCK_NS
     whole, sums_ns = tiles / num_sms * tile_ns, c.block_m * c.block_n * _SUM_NS
     if target.device.has_fast_memory and (c.block_m, c.block_n) == (32, 192):
         whole *= _FEWER_READS
     if c.blocks_per_sm == 2:
         return whole * _IN_TWO + _SHARED_NS + sums_ns
-    if c.cluster == 2:
-        whole, sums_ns = whole * _IN_PAIRS, sums_ns * _PAIRED_SUMS
     return whole + _SHARED_NS + sums_ns
+
+
+def _beside_ns(problem: Problem, c: Config, target: Target) -> float:
+    """Whole rounds, and of what is left either one more or what each cluster has of it, with its sums."""
+    clusters, tiles = target.device.num_sms // c.cluster, _num_tiles(problem, c) // c.cluster
+    tile_ns = c.block_n / 64 * problem.k / 16 * _BESIDE_STEP_NS[c.block_m]
+    if c.cluster == 1 and c.block_m > w4_tiling.MANY_TOKENS:
+        tile_ns *= 1 + _ALONE_A_COLUMN * problem.k
+    rounds, rest = divmod(tiles, clusters)
+    least = LEAST_IDLE if rounds else LEAST_IDLE_ALONE
+    if rest == 0 or (clusters - rest) * problem.k < clusters * least:
+        return ceil(tiles / clusters) * tile_ns + _BLOCK_NS
+    sums_ns = c.block_m * c.block_n * _SUM_NS * (1 + rest / clusters)
+    return tiles / clusters * tile_ns + _BLOCK_NS + sums_ns + (0 if rounds else _SHARED_NS)
 
 
 def prefer(problem: Problem, configs: Sequence[Config], target: Target) -> Config:
@@ -479,6 +514,8 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
         if block_m > 16 and block_m >= 2 * problem.num_tokens:
             continue
         for (block_n, block_k, stages), shared in product(tiles, (1, 0)):
+            if shared and block_n == 128 and block_m in _BESIDE_TILES:
+                continue
             if block_n == 128 and block_m == 16:
                 is_wide = problem.n >= MANY_ROWS and target.device.has_fast_memory
                 if problem.n * problem.k < STRAIGHT_WEIGHTS // 2 or is_wide or not shared:
@@ -486,21 +523,16 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
                 shared = 2
             while block_k > 64 and problem.k % block_k:
                 block_k, stages = block_k // 2, min(2 * stages, 12 // max(1, shared))
-            pairs = 2 if block_m == 256 and shared else 1
-            prefetch = 4 * (pairs - 1)
-            is_large = min(problem.n, problem.k) >= PAIRED_SIDE and problem.k % 128 == 0
-            if (block_m, block_n, shared) == (160, 128, 1) and is_large:
-                block_k, stages, pairs = 128, 3, 2
             limited = block_m <= FEW_IN_FLIGHT and (block_m, block_n) != (32, 128) and target.device.has_fast_memory
             few = IN_FLIGHT // block_k
             in_flight = few if limited and few < stages else 0
-            found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True, cluster=pairs,
-                                prefetch=prefetch, in_flight=in_flight))  # fmt: skip
-    for block_m in (160, 192):  # in pairs, where each SM gets as many whole tiles (docs/performance.md)
-        config = Config(block_m, 128, 128, 16, 1, 1, 3, 1, warpgroups=True, cluster=2)
-        is_even = _num_tiles(problem, config) % target.device.num_sms == 0
-        if is_even and problem.num_tokens > block_m and problem.k % 128 == 0:
-            found.append(config)
+            found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True,
+                                in_flight=in_flight))  # fmt: skip
+        for block_k, stages, cluster, prefetch in _BESIDE_TILES.get(block_m, ()):
+            if problem.k % block_k:
+                block_k, stages = 64, 2 * stages
+            found.append(Config(block_m, 128, block_k, 16, 1, 1, stages, 1, warpgroups=True, cluster=cluster,
+                                prefetch=prefetch))  # fmt: skip
     return tuple(sorted(found, key=lambda c: _warpgroups_ns(problem, c, target)))
 
 

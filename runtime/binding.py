@@ -105,9 +105,12 @@ class Binding:
         return valid.get(self.kernel.prefer(problem, (found.config, *valid), self.target), found)
 
     def _default_at(self, key: tuple[Any, ...], problem: Any, dynamic: Any) -> Choice:
-        """The default where the dynamic field is `dynamic`; None: there is none. key: the other runtime fields."""
+        """The default where the dynamic field is `dynamic`; None: there is none. key: the other runtime fields, as they
+        are looked up, which it is chosen for too: who asks first does not decide for those that share it.
+        """
         if (found := self._defaults.get((key, dynamic))) is None:
-            moved = problem if dynamic is None else _moved(problem, dynamic)
+            runtime = bucketed(self.kernel, problem)
+            moved = _moved(problem, runtime if dynamic is None else runtime | {problem.DYNAMIC: dynamic})
             found = self._defaults[key, dynamic] = self._default_for(moved)
         return found
 
@@ -132,10 +135,10 @@ def between(power: int) -> list[int]:
     return [power * eighths // 8 for eighths in (7, 6, 5) if power * eighths % 8 == 0]
 
 
-def _moved(problem: Any, dynamic: int) -> Any:
-    """`problem` with its dynamic field at `dynamic`, or as it is where the kernel takes no such."""
+def _moved(problem: Any, runtime: dict[str, Any]) -> Any:
+    """`problem` with these runtime fields, or as it is where the kernel takes no such."""
     try:
-        return replace(problem, **{problem.DYNAMIC: dynamic})
+        return replace(problem, **runtime)
     except ProblemError:
         return problem
 

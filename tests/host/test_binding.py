@@ -76,6 +76,14 @@ def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
     assert all(bindings.choice(GEMM, replace(problem, num_tokens=1 << i)).config == defaults[1 << i] for i in range(14))
 
 
+def test_a_default_does_not_depend_on_who_asked_first() -> None:
+    """Batches of 24 and 32 share one, and 24's own would deal each sequence's keys out to several blocks."""
+    few, many = (replace(GLOBAL, batch=batch, kv_len=4096) for batch in (24, 32))
+    bindings = Bindings([], H200)
+    assert bindings.choice(DECODE, few) is bindings.choice(DECODE, many)
+    assert bindings.choice(DECODE, few).config == DECODE.default_config(many, H200) != DECODE.default_config(few, H200)
+
+
 def test_one_board_gets_no_other_boards_grid() -> None:
     """An L4 has 58 SMs, and the usual board of its arch 128."""
     problem = GEMM.problem_type(n=43008, k=5376)

@@ -40,6 +40,9 @@ WAYS = [
     ("warpgroups-in-flight", _warpgroups(16, 128, 256, 3, blocks=2, in_flight=1), (16, 100)),
     ("warpgroups-64", _warpgroups(64, 128, 256, 3), (64, 10, 300)),
     ("warpgroups-256-pairs", _warpgroups(256, 128, 64, 4, cluster=2), (300, 20, 1000)),
+    ("warpgroups-256-beside", _warpgroups(256, 128, 64, 4, cluster=2), (2000, 300, 1900)),
+    ("warpgroups-160-beside", _warpgroups(160, 128, 128, 3, cluster=2), (1300, 2000, 100)),
+    ("warpgroups-128-beside", _warpgroups(128, 128, 128, 4), (900, 130, 1700)),
 ]
 
 

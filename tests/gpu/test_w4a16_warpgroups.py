@@ -15,17 +15,22 @@ TILES = (
     (256, 128, 64, 4), (192, 192, 64, 5), (128, 128, 64, 8), (128, 128, 128, 3), (128, 192, 128, 4), (64, 256, 64, 5),
     (64, 384, 64, 4), (64, 128, 128, 4), (32, 256, 128, 4), (32, 128, 128, 5), (16, 192, 256, 5), (16, 128, 64, 12),
     (48, 256, 64, 6), (80, 128, 128, 6), (80, 192, 64, 8), (96, 256, 64, 6), (112, 128, 128, 5), (160, 192, 64, 5),
+    (160, 128, 128, 3), (192, 128, 64, 6),
 )  # fmt: skip
 CONFIGS = [  # in turn with all stages' weights on their way while x is waited for, with one and with two
     KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, warpgroups=True, cluster=cluster, prefetch=ahead,
                        in_flight=turn % 3)
     for turn, ((m, n, k, stages), shared, cluster, ahead) in enumerate(product(TILES, (0, 1, 2), (1, 2), (0, 4)))
 ]  # fmt: skip
-# Several rounds of whole tiles behind those that are shared, and tokens of more than one band of tiles.
+# Several rounds of whole tiles, behind those that are shared (where K is long) or not, and tokens of more than one band
+# of tiles, of which the last one's are few.
 LARGE = [
-    KERNEL.cases.case_for(KERNEL.problem_type(n=n, k=256, num_tokens=m, group_size=group, dtype="bf16"))
-    for n, m, group in ((4096, 1030, 32), (1056, 5000, 128))
-]
+    KERNEL.cases.case_for(KERNEL.problem_type(n=n, k=k, num_tokens=m, group_size=g, dtype="bf16", gated=gated))
+    for n, k, m, g, gated in (
+        (4096, 256, 1030, 32, False), (1056, 256, 5000, 128, False), (4224, 2048, 1030, 128, False),
+        (4224, 2048, 1100, 32, True),
+    )
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", KERNEL.cases.CASES, ids=str)

@@ -159,12 +159,14 @@ def test_every_shape_has_a_default(arch: object, num_tokens: int, row_invariant:
 
 
 def test_pairs_are_even_where_both_blocks_have_rows() -> None:
-    """132 SMs: 96 strips of rows by 11 of tokens are eight tiles each; of 33, one block of the last pair has none."""
+    """132 SMs: 48 pairs of strips of rows by 8 of tokens are nearly six rounds of 66 pairs; 33 strips by four are one
+    round of blocks, but of 17 pairs, whose last block has no rows, two.
+    """
     target = Target.of(find_device("H200"))
     even = spec.default_config(Problem(n=12288, k=1536, group_size=128, num_tokens=2048), target)
-    assert (even.block_m, even.cluster) == (192, 2)
+    assert (even.block_m, even.cluster, even.blocks_per_sm) == (256, 2, 1)
     odd = spec.default_config(Problem(n=4224, k=2816, group_size=128, num_tokens=1024), target)
-    assert (odd.block_m, odd.cluster, odd.blocks_per_sm) == (256, 1, 0)
+    assert (odd.block_m, odd.cluster, odd.blocks_per_sm) == (256, 1, 1)
 
 
 @pytest.mark.parametrize(("m", "least"), [(16, 16), (32, 32), (64, 64), (4096, 128)])

@@ -283,7 +283,7 @@ def stream_blocks(c: Tiling) -> int:
     return c.blocks_per_sm * (1 if c.warps_k * c.blocks_per_sm > 8 else 2)
 
 
-MANY_TOKENS = 128  # of a tile of warpgroups, whose sums are worth that
+MANY_TOKENS = 128  # of a tile of warpgroups: from here on sums may be added up beside, and the last tile begins early
 # Of a thread that copies and of one that multiplies, by the rows of a tile: 64 a warpgroup, and one that copies.
 _REGISTERS = {128: (40, 232), 192: (32, 160), 256: (32, 112), 384: (24, 80)}
 _REGISTERS_OF_TWO = 24, 104  # where two blocks of 128 rows share an SM

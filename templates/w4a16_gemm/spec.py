@@ -139,7 +139,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     copier, multiplier = w4_tiling.warpgroup_registers(config)
     found |= {"BOX_ROWS": rows, "BOX_BLOCKS": blocks, "OUT_BYTES": _leaving_bytes(config)}
     found |= {"LEAST_IDLE": LEAST_IDLE, "LEAST_IDLE_ALONE": LEAST_IDLE_ALONE}
-    found["ADDS_BESIDE"] = w4_tiling.adds_beside(config)
+    found |= {"ADDS_BESIDE": w4_tiling.adds_beside(config), "MANY_TOKENS": w4_tiling.MANY_TOKENS}
     return found | {"COPIER_REGISTERS": copier, "MULTIPLIER_REGISTERS": multiplier}
 
 

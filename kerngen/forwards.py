@@ -86,8 +86,10 @@ class Forwards:
         states: list[Tensor] = []
 
         def run() -> Tensor:
-            states[:] = [drafter.step(ids, hidden, lengths, cache, step.context)[0]]
-            return drafter.greedy(states[0])
+            states[:] = [drafter.step(ids, hidden, lengths, cache, step.context)]
+            tokens = drafter.greedy(states[0])
+            drafter.carried(states[0])  # behind all drafts of a step but its last
+            return tokens
 
         return run, None if drafter.weights.centroids is not None else lambda: ops.greedy(
             states[0], drafter.weights.head, 0.0

@@ -35,20 +35,20 @@ class Drafter:
     def step(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int,
         kv_lens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """One forward. ids [B]: the last known tokens; hidden [B, T]: the target's final hidden state that gave them,
-        or this function's second result; lengths [B] int64: tokens in the cache, and the position drafted from.
-        max_kv_len: no length is longer, nor will be when a captured step is replayed. kv_lens [B] int32: lengths, where
-        the caller has them so.
+        or what `carried` makes of this function's result; lengths [B] int64: tokens in the cache, and the position
+        drafted from. max_kv_len: no length is longer, nor will be when a captured step is replayed. kv_lens [B] int32:
+        lengths, where the caller has them so.
 
-        Returns y [B, d], the input of the head, and the hidden state [B, T] for the next draft.
+        Returns y [B, d], the input of the head.
         """
         ops = self.ops
         ops.place = self.stack.name
         if kv_lens is None:
-            kv_lens = lengths.to(torch.int32)  # before embed: attention reads it ahead (docs/architecture.md)
-        embedded = self.target.embed(ids).to(ops.dtype)
-        residual = ops.linear(torch.cat((embedded, hidden), dim=-1), self.weights.pre).to(ops.residual_dtype)
+            kv_lens = lengths.to(torch.int32)  # before draft_inputs: attention reads it ahead (docs/architecture.md)
+        given = ops.draft_inputs(ids, hidden, self.target.weights.embed, self.target.embed_scale)
+        residual = ops.linear(given, self.weights.pre).to(ops.residual_dtype)
 
         def seen(layer: LayerConfig) -> Seen:
             window = layer.window + 1 if layer.is_sliding else 0
@@ -68,7 +68,12 @@ class Drafter:
             row = self.stack.first(residual)
             for index in range(len(self.stack.layers)):
                 row = self.stack.layer(index, residual, row, attend, None)
-        return row, ops.linear(row, self.weights.post)
+        return row
+
+    def carried(self, y: Tensor) -> Tensor:
+        """The hidden state [B, T] that the next draft begins with, of step's y [B, d]."""
+        self.ops.place = self.stack.name
+        return self.ops.linear(y, self.weights.post)
 
     def logits(self, y: Tensor) -> Tensor:
         """Uncapped logits [B, vocab] fp32. With a centroid head, tokens not selected get the lowest logit minus 1."""
@@ -92,9 +97,13 @@ class Drafter:
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         """`count` greedy drafts [B, count] int64 after ids [B]; arguments as for step."""
-        drafts, kv_lens = [], lengths.to(torch.int32)
+        drafts: list[Tensor] = []
+        kv_lens = lengths.to(torch.int32)
+        y = None
         for _ in range(count):
-            y, hidden = self.step(ids, hidden, lengths, cache, max_kv_len, kv_lens)
+            if y is not None:  # behind the head, while which its weights come; nobody asks for the last one's
+                hidden = self.carried(y)
+            y = self.step(ids, hidden, lengths, cache, max_kv_len, kv_lens)
             ids = self.greedy(y)
             drafts.append(ids)
         return torch.stack(drafts, dim=1)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.decode_inputs import op as _decode_inputs
     from kerngen.templates.decode_layers import op as _decode_layers
     from kerngen.templates.dense_gemv import op as _dense_gemv
+    from kerngen.templates.draft_inputs import op as _draft_inputs
     from kerngen.templates.embed import op as _embed
     from kerngen.templates.gelu_gate import op as _gelu_gate
     from kerngen.templates.greedy_head import op as _greedy_head
@@ -59,6 +60,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     decode_inputs = _run(_decode_inputs.decode_inputs)
     decode_layers = _run(_decode_layers.decode_layers)
     dense_gemv = _run(_dense_gemv.dense_gemv)
+    draft_inputs = _run(_draft_inputs.draft_inputs)
     embed = _run(_embed.embed)
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
@@ -91,6 +93,7 @@ __all__ = [
     "decode_inputs",
     "decode_layers",
     "dense_gemv",
+    "draft_inputs",
     "embed",
     "gelu_gate",
     "gelu_mul",

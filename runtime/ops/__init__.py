@@ -256,6 +256,13 @@ class Ops(Protocol):
         Returns [T, H] in residual_dtype (rounded to dtype first where they differ).
         """
 
+    def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
+        """[table[ids] * scale, hidden], what a drafter's first projection reads. ids, table and scale as for embed,
+        hidden [T, C] in dtype.
+
+        Returns [T, H + C] in dtype.
+        """
+
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """x * (mean(x^2) + eps)^(-1/2) * weight over the last dim, in fp32, cast to dtype. weight None: no
         multiply.

@@ -100,6 +100,9 @@ class TorchOps:
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
         return (table[ids] * scale).to(self.residual_dtype)
 
+    def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
+        return torch.cat(((table[ids] * scale).to(self.dtype), hidden), dim=-1)
+
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_norm(x, weight, eps).to(self.dtype)
 

@@ -48,6 +48,7 @@ from kerngen.templates.decode_layers import spec as layers_spec
 from kerngen.templates.decode_layers.op import decode_layers
 from kerngen.templates.dense_gemv.op import dense_gemv
 from kerngen.templates.dense_gemv.spec import MAX_TOKENS
+from kerngen.templates.draft_inputs.op import draft_inputs
 from kerngen.templates.embed.op import embed
 from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
 from kerngen.templates.greedy_head import spec as head_spec
@@ -155,6 +156,9 @@ class KernelOps:
 
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
         return self.executor.run(embed(ids, table, scale, self.residual_dtype), self._at("embedding"))
+
+    def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
+        return self.executor.run(draft_inputs(ids, hidden, table, scale), self._at("embedding"))
 
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return self.executor.run(rmsnorm(x, weight, eps, self.dtype), self._at("norm"))

@@ -90,8 +90,8 @@ def _drafted(stage: Stage, cache: KVCache, length: int) -> tuple[Tensor, Tensor]
         for token in (4, 5, 6):
             state = torch.randn(1, width, generator=rng, device="cuda").to(stage.made.ops.dtype)
             ids, lengths = torch.tensor([[token], [length]], device="cuda")
-            y, hidden = drafter.step(ids, state, lengths, cache, cache.tables.shape[2] * cache.page_size)
-            rows.append((y, hidden))
+            y = drafter.step(ids, state, lengths, cache, cache.tables.shape[2] * cache.page_size)
+            rows.append((y, drafter.carried(y)))
     return torch.cat([y for y, _ in rows]).float(), torch.cat([h for _, h in rows]).float()
 
 

@@ -164,7 +164,8 @@ def drafted(config: ModelConfig, letters: str, ops: Ops, length: int) -> Tensor:
     before = [t.clone() for p in pages for t in (p.k, p.v)]
     rows = []
     for step in range(3):
-        y, hidden = drafter.step(torch.tensor([4 + step]), hidden, torch.tensor([length]), cache, 64)
+        y = drafter.step(torch.tensor([4 + step]), hidden, torch.tensor([length]), cache, 64)
+        hidden = drafter.carried(y)
         rows.append(torch.cat((y, hidden), dim=-1))
     assert all(torch.equal(a, b) for a, b in zip(before, (t for p in pages for t in (p.k, p.v)), strict=True))
     return torch.cat(rows)

@@ -98,10 +98,10 @@ class Oracle(Drafter):
     def step(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int,
         kv_lens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, hidden = super().step(ids, hidden, lengths, cache, max_kv_len, kv_lens)
-        assert hidden.isfinite().all(), "a draft saw a key that was let go"
-        return y, hidden
+    ) -> Tensor:  # fmt: skip
+        y = super().step(ids, hidden, lengths, cache, max_kv_len, kv_lens)
+        assert y.isfinite().all(), "a draft saw a key that was let go"
+        return y
 
     def draft(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int

@@ -197,8 +197,9 @@ def test_drafts_have_written_what_all_layers_at_once_read_ahead() -> None:
     assert watched.num_read > 100 * len(drafter_config.text.layers)
 
 
-def test_embed_lets_its_successor_start_after_its_own_wait() -> None:
-    kernel, arch = find_kernel("embed"), find_arch("sm90")
+@pytest.mark.parametrize("name", ["embed", "draft_inputs"])
+def test_a_forwards_first_kernel_lets_its_successor_start_after_its_own_wait(name: str) -> None:
+    kernel, arch = find_kernel(name), find_arch("sm90")
     problem = kernel.problem_type()
     config = kernel.default_config(problem, Target.of(arch))
     ptx = compile_ptx(render(kernel, problem, config, Target.of(arch)), arch).image.decode()

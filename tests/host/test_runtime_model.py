@@ -146,7 +146,8 @@ def test_drafter_logits_equal_transformers(
     token, lengths = torch.tensor([11]), torch.tensor([len(PROMPT)])
     theirs_token, theirs_hidden = token[None], out.hidden_states[-1][:, -1:]
     for _ in range(3):
-        y, hidden = drafter.step(token, hidden, lengths, cache, 64)
+        y = drafter.step(token, hidden, lengths, cache, 64)
+        hidden = drafter.carried(y)
         with torch.no_grad():
             embedded = hf.get_input_embeddings()(theirs_token)
             theirs = assistant(

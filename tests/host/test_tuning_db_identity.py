@@ -74,6 +74,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"block_m": 8, "row_tiles": 1, "warps_n": 1, "warps_k": 8, "steps": 4, "split_k": 1, "blocks_per_sm": 2,
          "persistent": False},
     ),
+    "draft_inputs": (
+        {"num_tokens": 1},
+        {"embed_size": 5376, "hidden": 5376, "vocab_size": 262144, "dtype": "bf16"},
+        {"threads": 128},
+    ),
     "embed": (
         {"num_tokens": 1},
         {"hidden": 5376, "vocab_size": 262144, "dtype": "bf16", "residual_dtype": "bf16"},

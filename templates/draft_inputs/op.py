@@ -1,0 +1,23 @@
+"""Tensors to calls of draft_inputs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
+from kerngen.templates.draft_inputs.spec import Problem
+
+
+@op(takes={"ids": "int64[T]", "hidden": "D[T, H]", "table": "D[V, E]"})
+def draft_inputs(ids: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Call[Tensor]:
+    """[table[ids] * scale, hidden]. ids [T] int64; hidden [T, H]; table [vocab, E]; scale already rounded to the
+    table's dtype.
+
+    Returns [T, E + H] in that dtype.
+    """
+    (tokens, size), (vocab, embed_size) = hidden.shape, table.shape
+    out = empty(table, tokens, embed_size + size)
+    problem = Problem(embed_size, size, vocab, DTYPE_NAME[table.dtype], tokens) if tokens else None
+    arguments = {"out": out, "ids": ids, "table": table, "hidden": hidden, "scale": scale, "num_tokens": tokens}
+    return Call("draft_inputs", problem, arguments, out)

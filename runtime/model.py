@@ -110,13 +110,16 @@ class DecoderStack:
     ) -> Tensor:
         """From attention's output on, kernel by kernel: norm(residual; next_norm)."""
         ops, eps = self.ops, self.config.rms_norm_eps
-        x = _some(ops.add_norm(residual, ops.linear(attended, w.out), w.post_attention_norm, None, w.pre_ffn_norm, eps))
+        x = ops.linear_norm(residual, attended, w.out, w.post_attention_norm, None, w.pre_ffn_norm, eps)
 
         def dense() -> Tensor:
             return ops.linear(ops.gated(x, w.gate_up), w.down)
 
         per_layer = None if ple is None else w.ple
         h, normed = None, None
+        if w.moe is None and per_layer is None:
+            gated = ops.gated(x, w.gate_up)
+            return ops.linear_norm(residual, gated, w.down, w.post_ffn_norm, w.scalar, next_norm, eps)
         if w.moe is None:
             h = dense()
         else:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.rmsnorm import op as _rmsnorm
     from kerngen.templates.softcap_argmax import op as _softcap_argmax
     from kerngen.templates.w4a16_gemm import op as _w4a16_gemm
+    from kerngen.templates.w4a16_norm import op as _w4a16_norm
 
     P = ParamSpec("P")
     R = TypeVar("R")
@@ -76,6 +77,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     rmsnorm = _run(_rmsnorm.rmsnorm)
     softcap = _run(_softcap_argmax.softcap)
     w4a16_gated = _run(_w4a16_gemm.w4a16_gated)
+    w4a16_norm = _run(_w4a16_norm.w4a16_norm)
 
 __all__ = [
     "W4Weights",
@@ -113,6 +115,7 @@ __all__ = [
     "use_stores",
     "w4a16_gated",
     "w4a16_gemm",
+    "w4a16_norm",
 ]
 
 

@@ -286,6 +286,21 @@ class Ops(Protocol):
         Returns [T, H] in dtype, or None where next_weight is None.
         """
 
+    def linear_norm(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weights: Linear,
+        post_weight: Tensor,
+        layer_scalar: Tensor | None,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """add_norm of linear(x, weights): residual [T, H] becomes (residual + norm) * layer_scalar, in place.
+
+        x [T, in_features] dtype; the rest as for add_norm. Returns norm(residual; next_weight) [T, H] in dtype.
+        """
+
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         """x W^T. x [T, in_features] dtype. Returns [T, out_features] dtype, fp32 accumulation."""
 

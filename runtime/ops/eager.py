@@ -7,6 +7,7 @@ RoPE's cos and sin are cast to the activations' dtype); attention computes in fp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -119,6 +120,19 @@ class TorchOps:
         if layer_scalar is not None:
             residual *= layer_scalar
         return None if next_weight is None else self.rmsnorm(residual, next_weight, eps)
+
+    def linear_norm(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weights: Linear,
+        post_weight: Tensor,
+        layer_scalar: Tensor | None,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        made = self.add_norm(residual, self.linear(x, weights), post_weight, layer_scalar, next_weight, eps)
+        return cast(Tensor, made)
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         if isinstance(weights, W4Linear):

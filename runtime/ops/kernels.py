@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
+from kerngen.templates.w4a16_norm import spec as norm_spec
+from kerngen.templates.w4a16_norm.op import w4a16_norm
 
 # A head is kept in few bits too where so many times what that takes is free: the cache loses a sixteenth at most, and
 # another one to the drafter's.
@@ -176,6 +179,25 @@ class KernelOps:
         if next_weight is None:
             return self.executor.run(add_post_norm(residual, h, post_weight, layer_scalar, eps), where)
         return self.executor.run(add_norm(residual, h, post_weight, layer_scalar, next_weight, eps), where)
+
+    def linear_norm(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weights: Linear,
+        post_weight: Tensor,
+        layer_scalar: Tensor | None,
+        next_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        target = self.executor.target
+        if isinstance(weights, W4Linear) and 1 < len(x) <= norm_spec.TOKENS and target is not None:
+            call = w4a16_norm(residual, x, weights.packed, weights.scales, post_weight, layer_scalar, next_weight, eps)
+            problem = call.problem
+            if not norm_spec.why_unsupported(problem, target) and norm_spec.pays(problem, target):
+                return self.executor.run(call, self._at(weights.name))
+        made = self.add_norm(residual, self.linear(x, weights), post_weight, layer_scalar, next_weight, eps)
+        return cast(Tensor, made)
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         if isinstance(weights, W4Linear):

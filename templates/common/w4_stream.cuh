@@ -18,7 +18,9 @@
 #include "common/w4_store.cuh"
 #include "common/w4_stream_x.cuh"
 
-template <class S> struct W4Stream {
+// POSTS_OUT: out is posted to the launch behind, which is let begin when all before this one is complete: `out` is
+// [tokens][N], of posted pairs, zero before and left so by who takes them.
+template <class S, bool POSTS_OUT = false> struct W4Stream {
     static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
     static constexpr int IN_FLIGHT = S::IN_FLIGHT;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED;
@@ -111,9 +113,14 @@ template <class S> struct W4Stream {
             }
         if constexpr (IN_FLIGHT < STAGES) __syncwarp();
         pdl_wait();
+        if constexpr (POSTS_OUT) pdl_launch_dependents();
 
         auto store = [&](int strip, int q, float4 v) {
-            store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
+            if constexpr (POSTS_OUT)
+                post2(reinterpret_cast<uint2*>(out) + q / 8 * (N / 4) + strip * 8 + q % 8,
+                      make_uint2(posted_pair(Half<BF16>::pack(v.x, v.y)), posted_pair(Half<BF16>::pack(v.z, v.w))));
+            else
+                store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
         };
         auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
         auto sum_of = [&](int index, int q) {

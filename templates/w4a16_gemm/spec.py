@@ -325,7 +325,7 @@ class _Way(NamedTuple):
     in_flight: int
 
 
-def _streamed_by_fours(problem: Problem, target: Target) -> Config | None:
+def streamed_by_fours(problem: Problem, target: Target) -> Config | None:
     """Two to four tokens by bulk copies, where rows of W are not too long: their digits fill registers."""
     for way in _ways_of_fours(problem.n // STRIP, problem.k, target):
         base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, way.warps, 1, 1, split_k=way.parts, stream=True)
@@ -548,7 +548,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     if m == 1 and arch.has_tma and problem.n * problem.k > STREAMED_WEIGHTS:
         found = _streamed(problem, target)
     elif 1 < m <= STREAMED[-1] and arch.has_tma:
-        found = _streamed_by_fours(problem, target)
+        found = streamed_by_fours(problem, target)
     if found is not None:
         return (found, last)
     first: tuple[Config, ...] = ()

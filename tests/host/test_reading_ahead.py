@@ -206,6 +206,21 @@ def test_a_forwards_first_kernel_lets_its_successor_start_after_its_own_wait(nam
     assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
 
+def test_a_norm_takes_what_is_posted_while_all_before_its_product_is_complete() -> None:
+    """The product lets it begin behind its own wait; and it ends when the product has, for who waits for it waits for
+    no other.
+    """
+    kernel, target = find_kernel("w4a16_norm"), Target.of(find_arch("sm90"))
+    problem = kernel.problem_type()
+    ptx = compile_ptx(
+        render(kernel, problem, kernel.default_config(problem, target), target), target.arch
+    ).image.decode()
+    product, norm = (ptx[ptx.index(f".entry {name}") :].split("\n}")[0] for name in ("w4a16_posts", "norm_of_posts"))
+    assert product.index("griddepcontrol.wait") < product.index("griddepcontrol.launch_dependents")
+    assert norm.count("griddepcontrol.wait") == 1
+    assert norm.rindex("st.global") < norm.index("griddepcontrol.wait")
+
+
 def test_outside_of_a_forward_nothing_is_read_ahead() -> None:
     """There the kernel right before may be torch's, and have written the lengths."""
     pytest.importorskip("cuda.bindings")

@@ -1,0 +1,67 @@
+"""Shapes that tests, bench and tuner share: edges of N, K, group and parts first, then the models' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kerngen.templates.call import Op
+from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.w4_pack import drawn, pack
+from kerngen.templates.kernel import Case
+from kerngen.templates.w4a16_norm.op import w4a16_norm
+from kerngen.templates.w4a16_norm.spec import Problem
+
+
+def case_for(problem: Problem, **options: Any) -> Case:
+    p = problem
+    names = [f"{p.n}x{p.k}_g{p.group_size}_{p.residual_dtype}-{p.dtype}", *options, f"t{p.num_tokens}"]
+    return Case("_".join([*names, *(["scalar"] if p.has_scalar else [])]), p, p.n + p.k + p.num_tokens, options)
+
+
+def _cases(n: int, k: int, group: int, *tokens: int, in_place: bool = False, scalar: bool = False) -> tuple[Case, ...]:
+    options = {"in_place": True} if in_place else {}
+    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
+    return tuple(case_for(Problem(n, k, group, d, r, scalar, t), **options) for d, r in kinds for t in tokens)
+
+
+CASES = (
+    *_cases(96, 768, 32, 1, 2, 3, 4),
+    *_cases(256, 1536, 64, 2, 4, scalar=True),
+    *_cases(320, 2048, 128, 3, in_place=True),
+    *_cases(2816, 4096, 32, 4, in_place=True, scalar=True),
+    *_cases(5376, 8192, 32, 2, 4),
+    *_cases(5376, 21504, 32, 3, 4, in_place=True, scalar=True),
+)
+
+
+def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Every argument but the workspace. The product and residual have a standard deviation of about 1, weights are
+    about 1; outputs are NaN, or residual itself with in_place.
+    """
+    p: Problem = case.problem
+    draw = Draw(case.seed, device)
+    w_packed, scales = pack(*drawn(draw, p.n, p.k, p.group_size, p.dtype))
+    shape = p.num_tokens, p.n
+    residual = draw.normal(*shape, dtype=p.residual_dtype)
+    in_place = case.options.get("in_place", False)
+    return {
+        "residual_out": residual if in_place else poisoned(*shape, dtype=p.residual_dtype, device=device),
+        "out": poisoned(*shape, dtype=p.dtype, device=device),
+        "residual": residual,
+        "x": draw.normal(p.num_tokens, p.k, dtype=p.dtype),
+        "w_packed": w_packed,
+        "scales": scales,
+        "post_weight": draw.normal(p.n, dtype=p.dtype, mean=1.0, std=0.25),
+        "layer_scalar": draw.normal(1, dtype=p.dtype, mean=0.7, std=0.1) if p.has_scalar else None,
+        "next_weight": draw.normal(p.n, dtype=p.dtype, mean=1.0, std=0.25),
+        "eps": 1e-6,
+        "num_tokens": p.num_tokens,
+    }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    names = ("residual", "x", "w_packed", "scales", "post_weight", "layer_scalar", "next_weight", "eps")
+    return w4a16_norm, {n: inputs[n] for n in names}

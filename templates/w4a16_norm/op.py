@@ -1,0 +1,53 @@
+"""Tensors to calls of w4a16_norm."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kerngen.templates.call import Call, op
+from kerngen.templates.common.row_spec import require
+from kerngen.templates.common.row_torch import DTYPE_NAME, empty
+from kerngen.templates.w4a16_norm.spec import Problem
+
+
+@op(
+    mutates=("residual",),
+    takes={
+        "residual": "R[T, 32 * S]",
+        "x": "D[T, 32 * U]",
+        "w_packed": "int32[S, U, 32, 4]",
+        "scales": "D[S, G, 32]",
+        "post_weight": "D[32 * S]",
+        "layer_scalar": "D[1]",
+        "next_weight": "D[32 * S]",
+    },
+)
+def w4a16_norm(
+    residual: Tensor,
+    x: Tensor,
+    w_packed: Tensor,
+    scales: Tensor,
+    post_weight: Tensor,
+    layer_scalar: Tensor | None,
+    next_weight: Tensor,
+    eps: float,
+) -> Call[Tensor]:
+    """residual <- (residual + norm(x W^T; post_weight)) * layer_scalar, in place; returns norm(residual; next_weight).
+
+    As add_norm of w4a16_gemm's output, of up to four tokens. residual [T, N] in x's dtype or fp32; x [T, K]; W [N, K]
+    int4 as `pack` gives it: w_packed [N / 32, K / 32, 32, 4] int32, scales [N / 32, K / group_size, 32] in x's dtype;
+    weights [N] and layer_scalar [1], or None for 1, in x's dtype. Returns [T, N] in x's dtype.
+    """
+    (tokens, k), n, groups = x.shape, residual.shape[1], scales.shape[1]
+    require(groups > 0 and k % groups == 0, f"K = {k} is not a multiple of {groups} groups")
+    out = empty(x, tokens, n)
+    problem = None
+    if tokens:
+        dtypes = DTYPE_NAME[x.dtype], DTYPE_NAME[residual.dtype]
+        problem = Problem(n, k, k // groups, *dtypes, layer_scalar is not None, tokens)
+    arguments = {
+        "residual_out": residual, "out": out, "residual": residual, "x": x.contiguous(), "w_packed": w_packed,
+        "scales": scales, "post_weight": post_weight, "layer_scalar": layer_scalar, "next_weight": next_weight,
+        "eps": eps, "num_tokens": tokens,
+    }  # fmt: skip
+    return Call("w4a16_norm", problem, arguments, out)

@@ -138,29 +138,33 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 def default_config(problem: Problem, target: Target) -> Config:
     """As w4a16_gemm cuts W where it goes through it so; by steps on an H100 (docs/experiments.md)."""
     p = problem
-    found = [_LONG_ROWS] if p.k >= gemm.LEFT_TO_RING else []
-    if (cut := _as_streamed(p, target)) is not None:
-        # two slots in three parts: with one on its way the kernels before end sooner, and the norm is waiting already
-        few = 1 if (cut.split_k, cut.num_stages) == (3, 2) else cut.in_flight
-        found.append((cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, few))
     vecs = fewest_vecs(p.n, SPACE["vecs_per_thread"], MOST_THREADS)
-    for cut in (*found, *_others(p)):
+    for cut in _preferred(p, target):
         config = Config(*cut, vecs)
         if why_invalid(p, config, target) is None:
             return config
     raise ProblemError(f"no default configuration of w4a16_norm serves {problem} on {target.arch}")
 
 
-def _as_streamed(p: Problem, target: Target) -> Tiling | None:
-    return gemm.streamed_by_fours(gemm.Problem(p.n, p.k, p.group_size, p.dtype, TOKENS), target)
+_Cut = tuple[int, int, int, int, int]  # a Config's first fields
 
 
-def _others(p: Problem) -> Iterator[tuple[int, int, int, int, int]]:
-    """Whole strips, in slots of up to four tiles a warp."""
+def _preferred(p: Problem, target: Target) -> Iterator[_Cut]:
+    """Best first; behind what w4a16_gemm chose whole strips, in slots of up to four tiles a warp."""
+    if p.k >= gemm.LEFT_TO_RING:
+        yield _LONG_ROWS
+    if (cut := _as_streamed(p, target)) is not None:
+        # two slots in three parts: with one on its way the kernels before end sooner, and the norm is waiting already
+        few = 1 if (cut.split_k, cut.num_stages) == (3, 2) else cut.in_flight
+        yield cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, few
     step = w4_tiling.stream_step(Config(split_k=1).tiling, p.group_size)
     for warps in (12, 8, 4, 2):
         slot = max(1, min(4 * STRIP // step, ceil(p.k / step / warps)))
         yield slot * step * warps, warps, 3, 1, 0
+
+
+def _as_streamed(p: Problem, target: Target) -> Tiling | None:
+    return gemm.streamed_by_fours(gemm.Problem(p.n, p.k, p.group_size, p.dtype, TOKENS), target)
 
 
 def pays(problem: Problem, target: Target) -> bool:

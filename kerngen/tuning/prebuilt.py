@@ -44,7 +44,8 @@ PREDICTED = ".predicted.txt"
 TRIALS = 4  # configurations a problem; docs/tuning-database.md says what twelve would gain
 # (board, kernel): its defaults were chosen on the board, and are better than what is predicted (docs/prediction.md).
 LEFT_TO_DEFAULTS = {
-    ("H200", k) for k in ("attn_decode", "greedy_head", "w4a16_gemm", "moe_w4a16", "decode_layers", "ple_block")
+    ("H200", k)
+    for k in ("attn_decode", "greedy_head", "w4a16_gemm", "w4a16_norm", "moe_w4a16", "decode_layers", "ple_block")
 }
 
 

@@ -1,5 +1,6 @@
-"""Gemma-4 31B's two projections that a norm follows, of four tokens; and what w4a16_gemm and add_norm take one after
-the other."""
+"""Gemma-4 31B's projections that norms follow, of two and four tokens. Nothing of torch's is beside them: what they
+are measured against is w4a16_gemm and add_norm in a step (docs/experiments.md).
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ y to be stored, and no launch ends before the norm begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ TOKENS = STREAMED[-1]
 # block_k, warps_k, num_stages, split_k and in_flight of rows that w4a16_gemm leaves to its ring where memory is slower.
 _LONG_ROWS = (1536, 12, 5, 8, 2)
 MOST_THREADS = 1024
+_Cut = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,42 +138,43 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 def default_config(problem: Problem, target: Target) -> Config:
     """As w4a16_gemm cuts W where it goes through it so; by steps on an H100 (docs/experiments.md)."""
-    p = problem
-    vecs = fewest_vecs(p.n, SPACE["vecs_per_thread"], MOST_THREADS)
-    for cut in _preferred(p, target):
-        config = Config(*cut, vecs)
-        if why_invalid(p, config, target) is None:
+    for cuts in (_streamed, _whole_strips):
+        if (config := _first_valid(problem, cuts(problem, target), target)) is not None:
             return config
     raise ProblemError(f"no default configuration of w4a16_norm serves {problem} on {target.arch}")
 
 
-_Cut = tuple[int, int, int, int, int]  # a Config's first fields
+def _first_valid(p: Problem, cuts: Iterable[_Cut], target: Target) -> Config | None:
+    vecs = fewest_vecs(p.n, SPACE["vecs_per_thread"], MOST_THREADS)
+    configs = (Config(*cut, vecs) for cut in cuts)
+    return next((c for c in configs if why_invalid(p, c, target) is None), None)
 
 
-def _preferred(p: Problem, target: Target) -> Iterator[_Cut]:
-    """Best first; behind what w4a16_gemm chose whole strips, in slots of up to four tiles a warp."""
+def _streamed(p: Problem, target: Target) -> Iterator[_Cut]:
+    """What steps chose, best first; none for what they leave to w4a16_gemm."""
     if p.k >= gemm.LEFT_TO_RING:
         yield _LONG_ROWS
-    if (cut := _as_streamed(p, target)) is not None:
+    of_gemm = gemm.Problem(p.n, p.k, p.group_size, p.dtype, TOKENS)
+    if (cut := gemm.streamed_by_fours(of_gemm, target)) is not None:
         # two slots in three parts: with one on its way the kernels before end sooner, and the norm is waiting already
         few = 1 if (cut.split_k, cut.num_stages) == (3, 2) else cut.in_flight
         yield cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, few
+
+
+def _whole_strips(p: Problem, target: Target) -> Iterator[_Cut]:
+    """In slots of up to four tiles a warp."""
     step = w4_tiling.stream_step(Config(split_k=1).tiling, p.group_size)
     for warps in (12, 8, 4, 2):
         slot = max(1, min(4 * STRIP // step, ceil(p.k / step / warps)))
         yield slot * step * warps, warps, 3, 1, 0
 
 
-def _as_streamed(p: Problem, target: Target) -> Tiling | None:
-    return gemm.streamed_by_fours(gemm.Problem(p.n, p.k, p.group_size, p.dtype, TOKENS), target)
-
-
 def pays(problem: Problem, target: Target) -> bool:
-    """Whether it is faster than w4a16_gemm and add_norm, one after the other: where that goes through W as this does on
-    the board that its arch is mostly of. So what a step asks for is the same on all of them.
+    """Whether it is faster than w4a16_gemm and add_norm, one after the other: where steps cut W so on the board that
+    its arch is mostly of. So what a step asks for is the same on all of them.
     """
-    p = problem
-    return p.num_tokens > 1 and (p.k >= gemm.LEFT_TO_RING or _as_streamed(p, Target.of(target.arch)) is not None)
+    usual = Target.of(target.arch)
+    return problem.num_tokens > 1 and _first_valid(problem, _streamed(problem, usual), usual) is not None
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:

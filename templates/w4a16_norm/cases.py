@@ -27,7 +27,7 @@ def _cases(n: int, k: int, group: int, *tokens: int, in_place: bool = False, sca
 
 
 CASES = (
-    *_cases(96, 768, 32, 1, 2, 3, 4),
+    *_cases(96, 768, 32, 4, 3, 2, 1),
     *_cases(256, 1536, 64, 2, 4, scalar=True),
     *_cases(320, 2048, 128, 3, in_place=True),
     *_cases(2816, 4096, 32, 4, in_place=True, scalar=True),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import ceil
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from kerngen.templates.common.row_spec import (
     ELEMENT_BYTES,
     fewest_vecs,
     require_dtypes,
+    require_tokens,
     row_scratch_bytes,
     row_threads,
     why_no_dtype,
@@ -34,6 +36,7 @@ from kerngen.templates.w4a16_gemm import spec as gemm
 TOKENS = STREAMED[-1]
 # block_k, warps_k, num_stages, split_k and in_flight of rows that w4a16_gemm leaves to its ring where memory is slower.
 _LONG_ROWS = (1536, 12, 5, 8, 2)
+MOST_TILES = 12  # of a warp, where no step chose: their digits fill its registers
 MOST_THREADS = 1024
 _Cut = tuple[int, int, int, int, int]
 
@@ -61,8 +64,7 @@ class Problem:
     def __post_init__(self) -> None:
         require_matrix(self.n, self.k, self.group_size, self.dtype)
         require_dtypes(self.dtype, residual_dtype=self.residual_dtype)
-        if not 1 <= self.num_tokens <= TOKENS:
-            raise ProblemError(f"num_tokens={self.num_tokens}: w4a16_norm serves 1 to {TOKENS}")
+        require_tokens(self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
 def why_unsupported(problem: Problem, target: Target) -> str | None:
     if not target.arch.has_tma:
         return f"{target.arch} has no bulk copies; w4a16_gemm and add_norm serve it"
+    if problem.num_tokens > TOKENS:
+        return f"num_tokens={problem.num_tokens}: at most {TOKENS}; w4a16_gemm and add_norm serve more"
     return why_no_dtype(target.arch, problem.dtype)
 
 
@@ -138,7 +142,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 def default_config(problem: Problem, target: Target) -> Config:
     """As w4a16_gemm cuts W where it goes through it so; by steps on an H100 (docs/experiments.md)."""
-    for cuts in (_streamed, _whole_strips):
+    for cuts in (_streamed, _others):
         if (config := _first_valid(problem, cuts(problem, target), target)) is not None:
             return config
     raise ProblemError(f"no default configuration of w4a16_norm serves {problem} on {target.arch}")
@@ -161,12 +165,13 @@ def _streamed(p: Problem, target: Target) -> Iterator[_Cut]:
         yield cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, few
 
 
-def _whole_strips(p: Problem, target: Target) -> Iterator[_Cut]:
-    """In slots of up to four tiles a warp."""
+def _others(p: Problem, target: Target) -> Iterator[_Cut]:
+    """As few parts as leave a warp registers, in slots of up to four tiles."""
     step = w4_tiling.stream_step(Config(split_k=1).tiling, p.group_size)
-    for warps in (12, 8, 4, 2):
-        slot = max(1, min(4 * STRIP // step, ceil(p.k / step / warps)))
-        yield slot * step * warps, warps, 3, 1, 0
+    for split, warps in product(SPACE["split_k"], (12, 8, 4, 2)):
+        share = ceil(ceil(p.k / step / split) / warps)  # of a warp, in steps
+        if share * step // STRIP <= MOST_TILES:
+            yield max(1, min(4 * STRIP // step, share)) * step * warps, warps, 2, split, 0
 
 
 def pays(problem: Problem, target: Target) -> bool:

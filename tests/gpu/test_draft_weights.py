@@ -103,8 +103,8 @@ def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkey
     stage = Stage(_of_layers(model, donors))
     ops, config = stage.made.ops, stage.made.config
     cache, window = KVCache.whole(config, ops, batch=1, max_len=room), config.window
-    # Scores of a few units: were they larger, one key would take all, and a last bit would say which. Of random keys one
-    # in forty comes near that all the same, so they are the same ones each time.
+    # Scores of a few units: were they larger, one key would take all, and a last bit would say which. One draw of keys
+    # in forty comes near that all the same, so they are the same each time.
     torch.manual_seed(1)
     caches = [tensor.normal_(std=0.1) for x in config.layers for tensor in (cache.pages(x).k, cache.pages(x).v)]
     before = [tensor.clone() for tensor in caches]

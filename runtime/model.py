@@ -116,10 +116,10 @@ class DecoderStack:
             return ops.linear(ops.gated(x, w.gate_up), w.down)
 
         per_layer = None if ple is None else w.ple
-        h, normed = None, None
         if w.moe is None and per_layer is None:
             gated = ops.gated(x, w.gate_up)
             return ops.linear_norm(residual, gated, w.down, w.post_ffn_norm, w.scalar, next_norm, eps)
+        h, normed = None, None
         if w.moe is None:
             h = dense()
         else:
@@ -127,7 +127,7 @@ class DecoderStack:
             scalar = w.scalar if per_layer is None else torch.ones_like(w.scalar)
             normed = self._with_experts(residual, dense, w, w.moe, scalar, next_norm)
         if ple is None or per_layer is None:
-            return _some(normed if h is None else ops.add_norm(residual, h, w.post_ffn_norm, w.scalar, next_norm, eps))
+            return _some(normed)
         return ops.ple_block(
             residual, h, w.post_ffn_norm, per_layer.gate, ple, per_layer.projection,
             per_layer.post_norm, w.scalar, next_norm, eps,
@@ -162,7 +162,7 @@ class DecoderStack:
 
 def _some(h: Tensor | None) -> Tensor:
     if h is None:
-        raise TypeError("add_norm returned nothing although it was given a next norm")
+        raise TypeError("the end of a layer returned nothing although it was given a next norm")
     return h
 
 

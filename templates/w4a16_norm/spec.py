@@ -1,15 +1,16 @@
 """w4a16_norm: an int4 projection and add_norm behind it, for two to four tokens.
 
 y = x dequant(W)^T; residual_out = (residual + norm(y; post_weight)) * layer_scalar; out = norm(residual_out;
-next_weight). Two launches: the blocks of the first post what they have of each strip of W (common/w4_stream.cuh) and
-end; those of the second, one a token, are there by then and take the sums as they come. So nobody adds up sums for
-y to be stored, and no launch ends before the norm begins.
+next_weight). Two launches: the blocks of the first post what they have of y's rows, a strip of W at a time, to the
+second (common/w4_stream.cuh), whose blocks, one a token, are there by then and take it as it comes. So the norm waits
+neither for the last block's end nor for what is written until then to be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import ceil
 from typing import Any, ClassVar
@@ -174,6 +175,7 @@ def _others(p: Problem, target: Target) -> Iterator[_Cut]:
             yield max(1, min(4 * STRIP // step, share)) * step * warps, warps, 2, split, 0
 
 
+@cache
 def pays(problem: Problem, target: Target) -> bool:
     """Whether it is faster than w4a16_gemm and add_norm, one after the other: where steps cut W so on the board that
     its arch is mostly of. So what a step asks for is the same on all of them.
@@ -208,7 +210,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """What blocks have of each strip and part of K, zero between launches."""
+    """What blocks post to each other of each strip and part of K, and the rows of y; zero between launches."""
     sums = config.split_k if config.split_k > 1 else 0
     return problem.n * TOKENS * (4 * sums + 2)
 
@@ -222,9 +224,9 @@ def cost(problem: Problem) -> Cost:
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """The product's, as w4a16_gemm's, and the norm's: a block a token, which takes each part's sums from L2."""
+    """The product's, as w4a16_gemm's, and the norm's: a block a token, which takes its row from L2."""
     p, c = problem, config
     sums_of = Product(p.n, p.k, p.group_size, p.dtype, p.num_tokens, 1, cost(p).bytes, gated=False)
-    sums = workspace_bytes(p, c, target)
-    norm = Traffic(0, 0, l2_bytes=2 * sums, cuda_ops=(12 + c.split_k) * p.num_tokens * p.n, waits=2)
+    elements = p.num_tokens * p.n
+    norm = Traffic(0, 0, l2_bytes=2 * elements * ELEMENT_BYTES[p.dtype], cuda_ops=12 * elements, waits=2)
     return [of_product(sums_of, c.tiling, target, num_blocks(p, c, target)), norm]

@@ -242,7 +242,8 @@ def test_its_steps_ask_for_int4_products(name: str, arch: str) -> None:
     assert not {p.kernel for p in launched} & {"gelu_gate"}, "gate and up are multiplied in the product"
     before, after = ({(i.kernel, i.problem) for i in workload(m, a).items} for m in (stored, made))
     new = after - before
-    assert {kernel for kernel, _ in new} == {"w4a16_gemm"} | {p.kernel for p in int4}
+    behind = {"w4a16_norm"} if arch == "sm90" else set()  # the norms of two and four sequences' drafts
+    assert {kernel for kernel, _ in new} == {"w4a16_gemm"} | behind | {p.kernel for p in int4}
     assert {p.num_tokens for kernel, p in new if kernel == "w4a16_gemm"} == {1, 2, 4, 8, 16, 32}
     assert all(
         u.phase == "draft" for i in workload(made, a).items if (i.kernel, i.problem) in new for u in i.uses

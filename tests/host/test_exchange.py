@@ -224,7 +224,7 @@ def test_a_plan_of_another_step(
 
 
 def test_draws_are_of_every_body_and_the_same_each_time() -> None:
-    places = exchange.places_of(MODEL, STEP, TARGET)
+    places = exchange.places_of(MODEL, Step.verify(1, 4, 512), TARGET)
     moved = [p.launches * p.kernel.cost(p.problem).bytes for p in places]
     assert moved == sorted(moved, reverse=True)
     place = places[0]

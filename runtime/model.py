@@ -15,7 +15,7 @@ from kerngen.errors import UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
-from kerngen.runtime.ops import KVPages, LayerInStep, Ops, Rope, fitting
+from kerngen.runtime.ops import KVPages, LayerInStep, Linear, Ops, Rope, fitting
 from kerngen.runtime.sampling import likeliest
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
 
@@ -110,15 +110,14 @@ class DecoderStack:
     ) -> Tensor:
         """From attention's output on, kernel by kernel: norm(residual; next_norm)."""
         ops, eps = self.ops, self.config.rms_norm_eps
-        x = ops.linear_norm(residual, attended, w.out, w.post_attention_norm, None, w.pre_ffn_norm, eps)
+        x = self._projected(residual, attended, w.out, w.post_attention_norm, None, w.pre_ffn_norm)
 
         def dense() -> Tensor:
             return ops.linear(ops.gated(x, w.gate_up), w.down)
 
         per_layer = None if ple is None else w.ple
         if w.moe is None and per_layer is None:
-            gated = ops.gated(x, w.gate_up)
-            return ops.linear_norm(residual, gated, w.down, w.post_ffn_norm, w.scalar, next_norm, eps)
+            return self._projected(residual, ops.gated(x, w.gate_up), w.down, w.post_ffn_norm, w.scalar, next_norm)
         h, normed = None, None
         if w.moe is None:
             h = dense()
@@ -132,6 +131,16 @@ class DecoderStack:
             residual, h, w.post_ffn_norm, per_layer.gate, ple, per_layer.projection,
             per_layer.post_norm, w.scalar, next_norm, eps,
         )  # fmt: skip
+
+    def _projected(
+        self, residual: Tensor, x: Tensor, weights: Linear, post_norm: Tensor, scalar: Tensor | None, next_norm: Tensor
+    ) -> Tensor:
+        """add_norm of x's projection."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        done = ops.linear_norm(residual, x, weights, post_norm, scalar, next_norm, eps)
+        if done is None:
+            done = ops.add_norm(residual, ops.linear(x, weights), post_norm, scalar, next_norm, eps)
+        return _some(done)
 
     def _with_experts(
         self,

@@ -295,10 +295,10 @@ class Ops(Protocol):
         layer_scalar: Tensor | None,
         next_weight: Tensor,
         eps: float,
-    ) -> Tensor:
-        """add_norm of linear(x, weights): residual [T, H] becomes (residual + norm) * layer_scalar, in place.
+    ) -> Tensor | None:
+        """add_norm of linear(x, weights), where one kernel does both faster; else None, and nothing is done.
 
-        x [T, in_features] dtype; the rest as for add_norm. Returns norm(residual; next_weight) [T, H] in dtype.
+        x [T, in_features] dtype; the rest as for add_norm.
         """
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -189,15 +188,14 @@ class KernelOps:
         layer_scalar: Tensor | None,
         next_weight: Tensor,
         eps: float,
-    ) -> Tensor:
+    ) -> Tensor | None:
         target = self.executor.target
-        if isinstance(weights, W4Linear) and 1 < len(x) <= norm_spec.TOKENS and target is not None:
-            call = w4a16_norm(residual, x, weights.packed, weights.scales, post_weight, layer_scalar, next_weight, eps)
-            problem = call.problem
-            if not norm_spec.why_unsupported(problem, target) and norm_spec.pays(problem, target):
-                return self.executor.run(call, self._at(weights.name))
-        made = self.add_norm(residual, self.linear(x, weights), post_weight, layer_scalar, next_weight, eps)
-        return cast(Tensor, made)
+        if not isinstance(weights, W4Linear) or not 1 < len(x) <= norm_spec.TOKENS or target is None:
+            return None
+        call = w4a16_norm(residual, x, weights.packed, weights.scales, post_weight, layer_scalar, next_weight, eps)
+        if norm_spec.why_unsupported(call.problem, target) or not norm_spec.pays(call.problem, target):
+            return None
+        return self.executor.run(call, self._at(weights.name))
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         if isinstance(weights, W4Linear):

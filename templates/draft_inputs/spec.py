@@ -16,6 +16,7 @@ from kerngen.templates.common.row_spec import (
     why_flat_too_long,
     why_no_dtype,
 )
+from kerngen.templates.embed import spec as embed
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
 
@@ -43,6 +44,12 @@ class Problem:
         require_tokens(self.num_tokens)
         why = why_flat_too_long(self.num_tokens, self.width)
         require(why is None, str(why))
+
+    @property
+    def embedding(self) -> embed.Problem:
+        """What is on the left of out."""
+        return embed.Problem(self.embed_size, self.vocab_size, self.dtype, num_tokens=self.num_tokens,
+                             residual_dtype=self.dtype)  # fmt: skip
 
     @property
     def width(self) -> int:

@@ -9,10 +9,9 @@ neither for the last block's end nor for what is written until then to be read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from math import ceil
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
@@ -28,10 +27,8 @@ from kerngen.templates.common.row_spec import (
     why_no_dtype,
     why_row_invalid,
 )
-from kerngen.templates.common.w4_tiling import STREAM_SPACE, STREAMED, STRIP, Tiling, matrix_bytes, require_matrix
-from kerngen.templates.common.w4_traffic import Product
-from kerngen.templates.common.w4_traffic import traffic as of_product
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.common.w4_tiling import STREAM_SPACE, STREAMED, STRIP, require_matrix
+from kerngen.templates.kernel import Arg, Body, Cost, Launch
 from kerngen.templates.w4a16_gemm import spec as gemm
 
 TOKENS = STREAMED[-1]
@@ -67,6 +64,15 @@ class Problem:
         require_dtypes(self.dtype, residual_dtype=self.residual_dtype)
         require_tokens(self.num_tokens)
 
+    @property
+    def product(self) -> gemm.Problem:
+        """y = x W^T alone."""
+        return _product(self, self.num_tokens)
+
+
+def _product(p: Problem, num_tokens: int) -> gemm.Problem:
+    return gemm.Problem(p.n, p.k, p.group_size, p.dtype, num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -80,14 +86,14 @@ class Config:
     vecs_per_thread: int = 1  # vectors of eight elements that a thread of the norm holds
 
     @property
-    def tiling(self) -> Tiling:
-        return Tiling(TOKENS, STRIP, self.block_k, STRIP, 1, self.warps_k, self.num_stages, 1, split_k=self.split_k,
-                      stream=True, in_flight=self.in_flight)  # fmt: skip
+    def product(self) -> gemm.Config:
+        """Of the product alone."""
+        return gemm.Config(TOKENS, STRIP, self.block_k, STRIP, 1, self.warps_k, self.num_stages, 1,
+                           split_k=self.split_k, stream=True, in_flight=self.in_flight)  # fmt: skip
 
 
-_SPACE_VECS = (1, 2, 3, 4)
 SPACE = {name: STREAM_SPACE[name] for name in ("block_k", "warps_k", "num_stages", "split_k", "in_flight")} | {
-    "vecs_per_thread": _SPACE_VECS
+    "vecs_per_thread": (1, 2, 3, 4)
 }
 ARGS = {
     "w4a16_posts": (
@@ -113,14 +119,7 @@ OUTPUTS = ("residual_out", "out")
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
-    tiling = config.tiling
-    tiles = w4_tiling.stream_tiles(tiling, problem.k, problem.group_size)
-    return {
-        "TOKENS": TOKENS,
-        "STREAM_BYTES": tiling.smem_bytes(problem.group_size),
-        "MANY_TILES": "true" if w4_tiling.stream_has_many(tiling, tiles) else "false",
-        "STREAM_BLOCKS": w4_tiling.stream_blocks(tiling),
-    }
+    return gemm.constants(_product(problem, TOKENS), config.product, arch) | {"TOKENS": TOKENS}
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -132,13 +131,10 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
-    p, c, arch = problem, config, target.arch
-    if why := w4_tiling.why_not_stream(c.tiling, p.num_tokens, p.k, p.group_size, arch):
+    if why := gemm.why_invalid(problem.product, config.product, target):
         return why
-    registers = 12 + 2 * ELEMENT_BYTES[p.residual_dtype]
-    if why := why_row_invalid(p.n, c.vecs_per_thread, 1, registers, SPACE["vecs_per_thread"], arch):
-        return why
-    return arch.why_too_large(_smem_bytes(p, c, target))
+    registers = 12 + 2 * ELEMENT_BYTES[problem.residual_dtype]
+    return why_row_invalid(problem.n, config.vecs_per_thread, 1, registers, SPACE["vecs_per_thread"], target.arch)
 
 
 def default_config(problem: Problem, target: Target) -> Config:
@@ -159,8 +155,7 @@ def _streamed(p: Problem, target: Target) -> Iterator[_Cut]:
     """What steps chose, best first; none for what they leave to w4a16_gemm."""
     if p.k >= gemm.LEFT_TO_RING:
         yield _LONG_ROWS
-    of_gemm = gemm.Problem(p.n, p.k, p.group_size, p.dtype, TOKENS)
-    if (cut := gemm.streamed_by_fours(of_gemm, target)) is not None:
+    if (cut := gemm.streamed_by_fours(_product(p, TOKENS), target)) is not None:
         # two slots in three parts: with one on its way the kernels before end sooner, and the norm is waiting already
         few = 1 if (cut.split_k, cut.num_stages) == (3, 2) else cut.in_flight
         yield cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, few
@@ -168,11 +163,10 @@ def _streamed(p: Problem, target: Target) -> Iterator[_Cut]:
 
 def _others(p: Problem, target: Target) -> Iterator[_Cut]:
     """As few parts as leave a warp registers, in slots of up to four tiles."""
-    step = w4_tiling.stream_step(Config(split_k=1).tiling, p.group_size)
     for split, warps in product(SPACE["split_k"], (12, 8, 4, 2)):
-        share = ceil(ceil(p.k / step / split) / warps)  # of a warp, in steps
-        if share * step // STRIP <= MOST_TILES:
-            yield max(1, min(4 * STRIP // step, share)) * step * warps, warps, 2, split, 0
+        tiles = w4_tiling.stream_tiles(Config(warps_k=warps, split_k=split).product, p.k, p.group_size)
+        if tiles <= MOST_TILES:
+            yield min(4, tiles) * STRIP * warps, warps, 2, split, 0
 
 
 @cache
@@ -184,49 +178,27 @@ def pays(problem: Problem, target: Target) -> bool:
     return problem.num_tokens > 1 and _first_valid(problem, _streamed(problem, usual), usual) is not None
 
 
-def num_blocks(problem: Problem, config: Config, target: Target) -> int:
-    return config.tiling.num_blocks(problem.n // STRIP, problem.k, target.device.num_sms)
-
-
-def _smem_bytes(p: Problem, c: Config, target: Target) -> int:
-    """Of a block that multiplies: slots, and the sums of all its units."""
-    units = ceil(p.n // STRIP * c.split_k / num_blocks(p, c, target))
-    return c.tiling.smem_bytes(p.group_size) + units * c.warps_k * p.num_tokens * STRIP * 4
-
-
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Of a block, of whichever launch takes more."""
     scratch = 2 * row_scratch_bytes(row_threads(problem.n, config.vecs_per_thread), 1)
-    return max(_smem_bytes(problem, config, target), scratch)
+    return max(gemm.smem_bytes(problem.product, config.product, target), scratch)
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
-    p, c, pdl = problem, config, target.arch.has_pdl
-    smem = _smem_bytes(p, c, target)
-    return (
-        Launch("w4a16_posts", (num_blocks(p, c, target), 1, 1), (32 * c.warps_k, 1, 1), smem, pdl=pdl),
-        Launch("norm_of_posts", (p.num_tokens, 1, 1), (row_threads(p.n, c.vecs_per_thread), 1, 1), 0, pdl=pdl),
-    )
+    p, threads = problem, row_threads(problem.n, config.vecs_per_thread)
+    (product,) = gemm.launches(p.product, config.product, target)
+    norm = Launch("norm_of_posts", (p.num_tokens, 1, 1), (threads, 1, 1), 0, pdl=target.arch.has_pdl)
+    return replace(product, entry="w4a16_posts"), norm
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """What blocks post to each other of each strip and part of K, and the rows of y; zero between launches."""
-    sums = config.split_k if config.split_k > 1 else 0
-    return problem.n * TOKENS * (4 * sums + 2)
+    """What blocks post to each other, and the rows of y behind it; zero between launches."""
+    return gemm.workspace_bytes(problem.product, config.product, target) + 2 * TOKENS * problem.n
 
 
 def cost(problem: Problem) -> Cost:
-    p = problem
+    """The product's, whose output is as large as out: y stays in L2. And residual and weights."""
+    p, product = problem, gemm.cost(problem.product)
     size, stream = ELEMENT_BYTES[p.dtype], ELEMENT_BYTES[p.residual_dtype]
-    rows = p.num_tokens * (p.k * size + p.n * (size + 2 * stream))
-    moved = matrix_bytes(p.n, p.k, p.group_size) + rows + 2 * p.n * size
-    return Cost(moved, 2 * p.num_tokens * p.n * p.k + 9 * p.num_tokens * p.n)
-
-
-def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """The product's, as w4a16_gemm's, and the norm's: a block a token, which takes its row from L2."""
-    p, c = problem, config
-    sums_of = Product(p.n, p.k, p.group_size, p.dtype, p.num_tokens, 1, cost(p).bytes, gated=False)
-    elements = p.num_tokens * p.n
-    norm = Traffic(0, 0, l2_bytes=2 * elements * ELEMENT_BYTES[p.dtype], cuda_ops=12 * elements, waits=2)
-    return [of_product(sums_of, c.tiling, target, num_blocks(p, c, target)), norm]
+    normed = 2 * p.num_tokens * stream + 2 * size  # bytes a column: residual, and both weights
+    return Cost(product.bytes + p.n * normed, product.flops + 9 * p.num_tokens * p.n)

@@ -19,7 +19,7 @@ def test_what_the_blocks_of_a_step_say(step: Step) -> None:
     for row in rows:
         assert row.begun_us <= row.last_begun_us
         assert row.begun_us < row.ended_us <= row.last_ended_us
-        # a head takes longest: 104 us of the E2B's on an H100
-        assert 0 < row.last_ended_us < 200, "none ends before the one that it waits for"
+        most = 200 if row.kernel == "greedy_head" else 100  # the E2B's head takes 104 us on an H100
+        assert 0 < row.last_ended_us < most, "none ends before the one that it waits for"
         if row.on_us is not None and row.ready_us is not None:
             assert -1 < row.on_us < row.ended_us

@@ -221,6 +221,15 @@ def test_a_norm_takes_what_is_posted_while_all_before_its_product_is_complete() 
     assert norm.rindex("st.global") < norm.index("griddepcontrol.wait")
 
 
+@pytest.mark.parametrize(("k", "shares"), [(8192, True), (768, False)])
+def test_a_product_whose_blocks_add_up_is_started_together_also_before_a_norm(k: int, shares: bool) -> None:
+    kernel, target = find_kernel("w4a16_norm"), Target.of(find_arch("sm90"))
+    problem = kernel.problem_type(k=k)
+    config = kernel.default_config(problem, target)
+    product, norm = kernel.launches(problem, config, target)
+    assert (config.split_k > 1, product.cooperative, norm.cooperative) == (shares, shares, False)
+
+
 def test_outside_of_a_forward_nothing_is_read_ahead() -> None:
     """There the kernel right before may be torch's, and have written the lengths."""
     pytest.importorskip("cuda.bindings")

@@ -190,7 +190,7 @@ class KernelOps:
         eps: float,
     ) -> Tensor | None:
         target = self.executor.target
-        if not isinstance(weights, W4Linear) or not 1 < len(x) <= norm_spec.TOKENS or target is None:
+        if not isinstance(weights, W4Linear) or not 1 < len(x) <= norm_spec.MOST_TOKENS or target is None:
             return None
         call = w4a16_norm(residual, x, weights.packed, weights.scales, post_weight, layer_scalar, next_weight, eps)
         if norm_spec.why_unsupported(call.problem, target) or not norm_spec.pays(call.problem, target):

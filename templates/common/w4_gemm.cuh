@@ -26,7 +26,8 @@ struct Pieces {
 };
 
 // FEW: stages whose weights are on their way at most while x is waited for, since they stand before what makes x; 0: all.
-template <class S, int FEW = 0> struct W4Gemm {
+// POSTS_OUT: out is posted to the launch behind, as W4Stream's (w4_stream.cuh).
+template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     static constexpr int N = S::N, K = S::K, GROUP_SIZE = S::GROUP_SIZE;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED, WGMMA = S::WGMMA;
     static constexpr int BLOCK_M = S::BLOCK_M, BLOCK_N = S::BLOCK_N, BLOCK_K = S::BLOCK_K;
@@ -346,9 +347,14 @@ template <class S, int FEW = 0> struct W4Gemm {
 #pragma unroll
                     for (int j = 0; j < 2; j++) {
                         const int token = tokens0 + lane % 4 * 2 + j;
-                        if (token < tile.end && n_strip < NUM_STRIPS)
-                            store4<BF16, GATED>(out, rows.out_row(token), OUT_WIDTH, n_strip, lane / 4, d[j], d[2 + j], d[4 + j],
-                                                d[6 + j]);
+                        if (token < tile.end && n_strip < NUM_STRIPS) {
+                            const int64_t row = rows.out_row(token);
+                            if constexpr (POSTS_OUT)
+                                post_outputs4<BF16>(out, row, N, n_strip, lane / 4, d[j], d[2 + j], d[4 + j], d[6 + j]);
+                            else
+                                store4<BF16, GATED>(out, row, OUT_WIDTH, n_strip, lane / 4, d[j], d[2 + j], d[4 + j],
+                                                    d[6 + j]);
+                        }
                     }
                 }
             }
@@ -476,6 +482,7 @@ template <class S, int FEW = 0> struct W4Gemm {
                 copy_commit();
             }
             pdl_wait();
+            if constexpr (POSTS_OUT) pdl_launch_dependents();
             if constexpr (X_IN_REGISTERS) {
                 // Copies complete in order, and x must not queue behind the last stage's weights: by ordinary loads, all
                 // of them before the first store.

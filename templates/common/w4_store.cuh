@@ -1,7 +1,7 @@
 // What the W4A16 kernels do with a finished sum.
 #pragma once
 #include "common/gelu.cuh"
-#include "common/types.cuh"
+#include "common/posted.cuh"
 
 // Rounds and stores outputs of rows 4 g to 4 g + 3 of a strip of W, of one row of x; `width` outputs a row. GATED: the
 // first two rows are gate's, the others up's of the same two outputs.
@@ -16,4 +16,12 @@ DEVICE void store4(uint16_t* out, int64_t row, int width, int n_strip, int g, fl
     } else {
         *reinterpret_cast<uint2*>(out + row * width + n_strip * 32 + g * 4) = make_uint2(H::pack(a, b), H::pack(c, d));
     }
+}
+
+// The same, not GATED, for a launch behind that polls for them: as posted pairs.
+template <bool BF16>
+DEVICE void post_outputs4(uint16_t* out, int64_t row, int width, int n_strip, int g, float a, float b, float c, float d) {
+    typedef Half<BF16> H;
+    post2(reinterpret_cast<uint2*>(out + row * width + n_strip * 32 + g * 4),
+          make_uint2(posted_pair(H::pack(a, b)), posted_pair(H::pack(c, d))));
 }

@@ -116,11 +116,8 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
         if constexpr (POSTS_OUT) pdl_launch_dependents();
 
         auto store = [&](int strip, int q, float4 v) {
-            if constexpr (POSTS_OUT)
-                post2(reinterpret_cast<uint2*>(out) + q / 8 * (N / 4) + strip * 8 + q % 8,
-                      make_uint2(posted_pair(Half<BF16>::pack(v.x, v.y)), posted_pair(Half<BF16>::pack(v.z, v.w))));
-            else
-                store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
+            if constexpr (POSTS_OUT) post_outputs4<BF16>(out, q / 8, N, strip, q % 8, v.x, v.y, v.z, v.w);
+            else store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
         };
         auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
         auto sum_of = [&](int index, int q) {

@@ -117,6 +117,7 @@ STRAIGHT_WEIGHTS = 1 << 26
 STREAMED_WEIGHTS = 1 << 25  # from so many on stream serves one token, and two to four where no step was looked at
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips
 LONGEST_ROW = 5 * LONG_ROW  # from here on it takes all of shared memory also where strips are cut into parts
+MOST_BY_RING = 8  # tokens, of a large W with long rows where there is wgmma
 IN_SIXTHS = 3 << 12  # of two to four tokens, rows from here on are cut into six parts
 LEFT_TO_RING = (1 << 14) + 1  # and from here on the ring was faster in an H100's step
 # Columns of a tile of many tokens that a block may idle for in a last round that is not full, before its tiles are
@@ -386,11 +387,16 @@ def _ways_by_fast_memory(rounds: float, k: int) -> tuple[_Way, ...]:
     return ()
 
 
-def _by_ring(problem: Problem, target: Target) -> tuple[Config, ...]:
+def by_ring(problem: Problem, target: Target) -> tuple[Config, ...]:
     """Two to eight tokens of a large W with long rows by the ring, for sm90: by such looks as _ways_of_fours."""
     if target.device.has_fast_memory:
         return _few_in_flight(_by_ring_of_fast_memory(problem, target) or _by_ring_of_slower_memory(problem))
     return _by_ring_of_slower_memory(problem)
+
+
+def is_for_ring(problem: Problem) -> bool:
+    """Whether W goes by the ring so on every board."""
+    return bool(_by_ring_of_slower_memory(problem))
 
 
 def _by_ring_of_slower_memory(problem: Problem) -> tuple[Config, ...]:
@@ -553,7 +559,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
         return (found, last)
     first: tuple[Config, ...] = ()
     if m > 1 and arch.has_wgmma:  # not of every K
-        first = _by_ring(problem, target) if m <= 8 else _by_warpgroups(problem, target)
+        first = by_ring(problem, target) if m <= MOST_BY_RING else _by_warpgroups(problem, target)
     if not first and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
         return (*_straight(problem, target), last)
     if m <= 16:

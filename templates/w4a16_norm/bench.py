@@ -1,4 +1,4 @@
-"""Gemma-4 31B's projections that norms follow, of two and four tokens. Nothing of torch's is beside them: what they
+"""Gemma-4 31B's projections that norms follow, of two to eight tokens. Nothing of torch's is beside them: what they
 are measured against is w4a16_gemm and add_norm in a step (docs/experiments.md).
 """
 
@@ -12,7 +12,7 @@ from kerngen.templates.w4a16_norm.cases import case_for
 from kerngen.templates.w4a16_norm.spec import Problem
 
 BENCH_CASES: tuple[Case, ...] = tuple(
-    case_for(Problem(5376, k, has_scalar=k == 21504, num_tokens=t)) for t in (2, 4) for k in (8192, 16384, 21504)
+    case_for(Problem(5376, k, has_scalar=k == 21504, num_tokens=t)) for t in (2, 4, 8) for k in (8192, 16384, 21504)
 )
 
 

@@ -34,7 +34,7 @@ def w4a16_norm(
 ) -> Call[Tensor]:
     """residual <- (residual + norm(x W^T; post_weight)) * layer_scalar, in place; returns norm(residual; next_weight).
 
-    As add_norm of w4a16_gemm's output, of up to four tokens. residual [T, N] in x's dtype or fp32; x [T, K]; W [N, K]
+    As add_norm of w4a16_gemm's output, of up to eight tokens. residual [T, N] in x's dtype or fp32; x [T, K]; W [N, K]
     int4 as `pack` gives it: w_packed [N / 32, K / 32, 32, 4] int32, scales [N / 32, K / group_size, 32] in x's dtype;
     weights [N] and layer_scalar [1], or None for 1, in x's dtype. Returns [T, N] in x's dtype.
     """

@@ -1,9 +1,10 @@
-"""w4a16_norm: an int4 projection and add_norm behind it, for two to four tokens.
+"""w4a16_norm: an int4 projection and add_norm behind it, for two to eight tokens.
 
 y = x dequant(W)^T; residual_out = (residual + norm(y; post_weight)) * layer_scalar; out = norm(residual_out;
 next_weight). Two launches: the blocks of the first post what they have of y's rows, a strip of W at a time, to the
-second (common/w4_stream.cuh), whose blocks, one a token, are there by then and take it as it comes. So the norm waits
-neither for the last block's end nor for what is written until then to be read.
+second, whose blocks, one a token, are there by then and take it as it comes. So the norm waits neither for the last
+block's end nor for what is written until then to be read. W goes as it does in w4a16_gemm: of up to four tokens by bulk
+copies (common/w4_stream.cuh), of more by the ring of stages (common/w4_gemm.cuh).
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from kerngen.templates.common.row_spec import (
     why_no_dtype,
     why_row_invalid,
 )
+from kerngen.templates.common.w4_tiling import SPACE as RING_SPACE
 from kerngen.templates.common.w4_tiling import STREAM_SPACE, STREAMED, STRIP, require_matrix
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 from kerngen.templates.w4a16_gemm import spec as gemm
 
-TOKENS = STREAMED[-1]
-# block_k, warps_k, num_stages, split_k and in_flight of rows that w4a16_gemm leaves to its ring where memory is slower.
-_LONG_ROWS = (1536, 12, 5, 8, 2)
+FEW_TOKENS, MOST_TOKENS = STREAMED[-1], gemm.MOST_BY_RING  # by bulk copies, and by the ring
 MOST_TILES = 12  # of a warp, where no step chose: their digits fill its registers
 MOST_THREADS = 1024
-_Cut = tuple[int, int, int, int, int]
+VECS = (1, 2, 3, 4)
+RING_VECS = VECS[1:]  # of norms behind the ring, by steps
+LEAST_BY_RING = gemm.IN_SIXTHS  # columns of W: shorter rows gain less by the ring, and behind two verifications lose
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """x [num_tokens, k] and W [n, k] as w4a16_gemm's, of two to four tokens; residual [num_tokens, n] residual_dtype,
+    """x [num_tokens, k] and W [n, k] as w4a16_gemm's, of up to eight tokens; residual [num_tokens, n] residual_dtype,
     weights [n] dtype -> residual_out [num_tokens, n] residual_dtype, which may be residual, and out [num_tokens, n]
     dtype.
 
@@ -54,7 +56,7 @@ class Problem:
     dtype: str = "bf16"
     residual_dtype: str = "bf16"
     has_scalar: bool = False
-    num_tokens: int = TOKENS
+    num_tokens: int = FEW_TOKENS
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
     DYNAMIC: ClassVar[str] = "num_tokens"
@@ -76,7 +78,9 @@ def _product(p: Problem, num_tokens: int) -> gemm.Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The first fields cut W as w4a16_gemm's stream does: see Tiling."""
+    """All but vecs_per_thread cut W as w4a16_gemm does: see Tiling. A tile of four tokens streams, one of eight goes by
+    the ring.
+    """
 
     block_k: int = 2816
     warps_k: int = 8
@@ -84,16 +88,31 @@ class Config:
     split_k: int = 3
     in_flight: int = 0
     vecs_per_thread: int = 1  # vectors of eight elements that a thread of the norm holds
+    block_m: int = FEW_TOKENS
+    block_n: int = STRIP
+    blocks_per_sm: int = 1
 
     @property
     def product(self) -> gemm.Config:
         """Of the product alone."""
-        return gemm.Config(TOKENS, STRIP, self.block_k, STRIP, 1, self.warps_k, self.num_stages, 1,
-                           split_k=self.split_k, stream=True, in_flight=self.in_flight)  # fmt: skip
+        return gemm.Config(self.block_m, self.block_n, self.block_k, STRIP, 1, self.warps_k, self.num_stages,
+                           self.blocks_per_sm, split_k=self.split_k, stream=self.block_m == FEW_TOKENS,
+                           in_flight=self.in_flight)  # fmt: skip
+
+    @classmethod
+    def of(cls, cut: gemm.Config, vecs_per_thread: int) -> Config:
+        """With that product."""
+        return cls(cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, cut.in_flight, vecs_per_thread, cut.block_m,
+                   cut.block_n, cut.blocks_per_sm)  # fmt: skip
 
 
-SPACE = {name: STREAM_SPACE[name] for name in ("block_k", "warps_k", "num_stages", "split_k", "in_flight")} | {
-    "vecs_per_thread": (1, 2, 3, 4)
+_CUT = ("block_n", "block_k", "warps_k", "num_stages", "blocks_per_sm")
+SPACE = {name: STREAM_SPACE[name] for name in (*_CUT, "split_k", "in_flight")} | {"vecs_per_thread": VECS}
+SPACE_BY_RING = {name: RING_SPACE[name] for name in _CUT} | {
+    "block_n": (STRIP, *RING_SPACE["block_n"]),
+    "blocks_per_sm": tuple(b for b in RING_SPACE["blocks_per_sm"] if b),
+    "in_flight": (0, 1, 2),
+    "vecs_per_thread": VECS,
 }
 ARGS = {
     "w4a16_posts": (
@@ -114,23 +133,31 @@ ARGS = {
         Arg("eps", "f32"),
     ),
 }
-BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
+BODIES = (
+    Body("stream.cu.jinja", ARGS, SPACE, when={"block_m": FEW_TOKENS}),
+    Body("kernel.cu.jinja", ARGS, SPACE_BY_RING, when={"block_m": MOST_TOKENS}),
+)
 OUTPUTS = ("residual_out", "out")
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
-    return gemm.constants(_product(problem, TOKENS), config.product, arch) | {"TOKENS": TOKENS}
+    return gemm.constants(_product(problem, config.block_m), config.product, arch)
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
     if not target.arch.has_tma:
         return f"{target.arch} has no bulk copies; w4a16_gemm and add_norm serve it"
-    if problem.num_tokens > TOKENS:
-        return f"num_tokens={problem.num_tokens}: at most {TOKENS}; w4a16_gemm and add_norm serve more"
+    if problem.num_tokens > MOST_TOKENS:
+        return f"num_tokens={problem.num_tokens}: at most {MOST_TOKENS}; w4a16_gemm and add_norm serve more"
     return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    if config.block_m not in (FEW_TOKENS, MOST_TOKENS) or config.block_m < problem.num_tokens:
+        return (f"block_m={config.block_m} of num_tokens={problem.num_tokens}: all are in one tile, of {FEW_TOKENS} by "
+                f"bulk copies or of {MOST_TOKENS} by the ring")  # fmt: skip
+    if config.blocks_per_sm < 1:
+        return f"blocks_per_sm={config.blocks_per_sm}: blocks are resident while norms wait for them, at least 1 an SM"
     if why := gemm.why_invalid(problem.product, config.product, target):
         return why
     registers = 12 + 2 * ELEMENT_BYTES[problem.residual_dtype]
@@ -138,44 +165,62 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """As w4a16_gemm cuts W where it goes through it so; by steps on an H100 (docs/experiments.md)."""
-    for cuts in (_streamed, _others):
+    """As w4a16_gemm cuts W where it goes through it so; by steps on an H100 and an H200 (docs/experiments.md)."""
+    few = problem.num_tokens <= FEW_TOKENS
+    for cuts in (_streamed, _others) if few else (_by_ring, _other_rings):
         if (config := _first_valid(problem, cuts(problem, target), target)) is not None:
             return config
     raise ProblemError(f"no default configuration of w4a16_norm serves {problem} on {target.arch}")
 
 
-def _first_valid(p: Problem, cuts: Iterable[_Cut], target: Target) -> Config | None:
-    vecs = fewest_vecs(p.n, SPACE["vecs_per_thread"], MOST_THREADS)
-    configs = (Config(*cut, vecs) for cut in cuts)
+def _first_valid(p: Problem, cuts: Iterable[gemm.Config], target: Target) -> Config | None:
+    choices = (VECS,) if p.num_tokens <= FEW_TOKENS else (RING_VECS, VECS)
+    vecs = [fewest_vecs(p.n, c, MOST_THREADS) for c in choices]
+    configs = (Config.of(cut, v) for cut in cuts for v in vecs)
     return next((c for c in configs if why_invalid(p, c, target) is None), None)
 
 
-def _streamed(p: Problem, target: Target) -> Iterator[_Cut]:
+def _stream(block_k: int, warps: int, stages: int, split: int, in_flight: int) -> gemm.Config:
+    return gemm.Config(FEW_TOKENS, STRIP, block_k, STRIP, 1, warps, stages, 1, split_k=split, stream=True,
+                       in_flight=in_flight)  # fmt: skip
+
+
+def _streamed(p: Problem, target: Target) -> Iterator[gemm.Config]:
     """What steps chose, best first; none for what they leave to w4a16_gemm."""
     if p.k >= gemm.LEFT_TO_RING:
-        yield _LONG_ROWS
-    if (cut := gemm.streamed_by_fours(_product(p, TOKENS), target)) is not None:
+        yield _stream(1536, 12, 5, 8, 2)
+    if (cut := gemm.streamed_by_fours(_product(p, FEW_TOKENS), target)) is not None:
         # two slots in three parts: with one on its way the kernels before end sooner, and the norm is waiting already
-        few = 1 if (cut.split_k, cut.num_stages) == (3, 2) else cut.in_flight
-        yield cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, few
+        yield replace(cut, in_flight=1) if (cut.split_k, cut.num_stages) == (3, 2) else cut
 
 
-def _others(p: Problem, target: Target) -> Iterator[_Cut]:
+def _others(p: Problem, target: Target) -> Iterator[gemm.Config]:
     """As few parts as leave a warp registers, in slots of up to four tiles."""
     for split, warps in product(SPACE["split_k"], (12, 8, 4, 2)):
-        tiles = w4_tiling.stream_tiles(Config(warps_k=warps, split_k=split).product, p.k, p.group_size)
+        tiles = w4_tiling.stream_tiles(_stream(0, warps, 2, split, 0), p.k, p.group_size)
         if tiles <= MOST_TILES:
-            yield min(4, tiles) * STRIP * warps, warps, 2, split, 0
+            yield _stream(min(4, tiles) * STRIP * warps, warps, 2, split, 0)
+
+
+def _by_ring(p: Problem, target: Target) -> Iterator[gemm.Config]:
+    yield from gemm.by_ring(_product(p, MOST_TOKENS), target)
+
+
+def _other_rings(p: Problem, target: Target) -> Iterator[gemm.Config]:
+    """Few bytes: they fit wherever there are bulk copies."""
+    for block_k in (256, 128, 64, STRIP):
+        yield gemm.Config(MOST_TOKENS, 2 * STRIP, block_k, STRIP, 1, 1, 3, 2)
 
 
 @cache
 def pays(problem: Problem, target: Target) -> bool:
     """Whether it is faster than w4a16_gemm and add_norm, one after the other: where steps cut W so on the board that
-    its arch is mostly of. So what a step asks for is the same on all of them.
+    its arch is mostly of, or on all of them. So what a step asks for is the same on all of them.
     """
-    usual = Target.of(target.arch)
-    return problem.num_tokens > 1 and _first_valid(problem, _streamed(problem, usual), usual) is not None
+    p, usual = problem, Target.of(target.arch)
+    if p.num_tokens > FEW_TOKENS:
+        return target.arch.has_wgmma and p.k >= LEAST_BY_RING and gemm.is_for_ring(p.product)
+    return p.num_tokens > 1 and _first_valid(p, _streamed(p, usual), usual) is not None
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -192,8 +237,8 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """What blocks post to each other, and the rows of y behind it; zero between launches."""
-    return gemm.workspace_bytes(problem.product, config.product, target) + 2 * TOKENS * problem.n
+    """Rows of y, and behind them what blocks post to each other; zero between launches."""
+    return 2 * config.block_m * problem.n + gemm.workspace_bytes(problem.product, config.product, target)
 
 
 def cost(problem: Problem) -> Cost:

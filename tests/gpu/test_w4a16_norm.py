@@ -23,14 +23,26 @@ WAYS = {
     "three-parts-many-vectors": Config(1536, 8, 2, 3, 0, 3),
     "six-parts": Config(1024, 16, 2, 6, 0, 2),
     "whole-strips": Config(2048, 16, 5, 1, 0, 1),
+    "ring": Config(256, 4, 8, 1, 0, 2, block_m=8, block_n=64, blocks_per_sm=2),
+    "ring-in-flight": Config(256, 2, 6, 1, 2, 1, block_m=8, block_n=32, blocks_per_sm=4),
+    "ring-wide": Config(128, 1, 4, 1, 1, 3, block_m=8, block_n=128, blocks_per_sm=2),
 }
-TOKENS = (4, 1, 3, 2)
+
+
+def _tokens(config: Config) -> tuple[int, ...]:
+    """With which it is launched in turn: one Function, one workspace."""
+    return (4, 1, 3, 2) if config.block_m == 4 else (8, 5, 2, 7)
+
+
+def _most(config: Config) -> Problem:
+    return replace(PROBLEM, num_tokens=config.block_m)
 
 
 def _function(config: Config) -> Function:
-    if (why := KERNEL.why_unsupported(PROBLEM, target_here())) is not None:
+    problem, target = _most(config), target_here()
+    if (why := KERNEL.why_unsupported(problem, target) or KERNEL.why_invalid(problem, config, target)) is not None:
         pytest.skip(why)
-    return load(KERNEL, PROBLEM, config)
+    return load(KERNEL, problem, config)
 
 
 def _case(tokens: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -52,8 +64,8 @@ def test_launches_right_behind_each_other(config: Config, in_forward: bool, alon
     if alone and shares_sms():
         pytest.skip("other processes' grids may be half-resident: launches are cooperative here")
     function = _function(config)
-    workspace = function.workspace(function.plan(PROBLEM)[1])
-    cases = [_case(tokens) for tokens in TOKENS]
+    workspace = function.workspace(function.plan(_most(config))[1])
+    cases = [_case(tokens) for tokens in _tokens(config)]
     turns = [i % len(cases) for i in range(80)]
     given = [_poisoned(cases[i][1]) for i in turns]
     torch.cuda.synchronize()
@@ -74,8 +86,8 @@ def test_launches_right_behind_each_other(config: Config, in_forward: bool, alon
 def test_in_a_graph_that_goes_on_from_its_own_results(config: Config) -> None:
     """In place, three launches a replay: residual is read by a launch that begins before the one that wrote it ends."""
     function = _function(config)
-    workspace = function.workspace(function.plan(PROBLEM)[1])
-    case, given, _ = _case(4)
+    workspace = function.workspace(function.plan(_most(config))[1])
+    case, given, _ = _case(config.block_m)
     start = given["residual"].clone()
     here = given | {"residual_out": given["residual"]}
     graph = torch.cuda.CUDAGraph()
@@ -98,8 +110,9 @@ def test_in_a_graph_that_goes_on_from_its_own_results(config: Config) -> None:
     require_clean(workspace)
 
 
-@pytest.mark.parametrize("config", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("tokens", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("config", "tokens"), [(c, t) for c in WAYS.values() for t in ((2, 3, 4) if c.block_m == 4 else (2, 5, 8))]
+)
 def test_the_same_bits_as_one_kernel_after_the_other(config: Config, tokens: int) -> None:
     function = _function(config)
     case, given, _ = _case(tokens)
@@ -107,11 +120,9 @@ def test_the_same_bits_as_one_kernel_after_the_other(config: Config, tokens: int
     ours = _poisoned(given)
     function.run(p, ours)
     product, norm = find_kernel("w4a16_gemm"), find_kernel("add_norm")
-    cut = {f: getattr(config, f) for f in ("block_k", "warps_k", "num_stages", "split_k", "in_flight")}
-    gemm_config = w4a16_gemm.Config(block_m=4, block_n=32, warp_n=32, blocks_per_sm=1, stream=True, **cut)
     y, theirs = torch.full_like(given["out"], float("nan")), _poisoned(given)
     gemm_problem = w4a16_gemm.Problem(p.n, p.k, p.group_size, p.dtype, tokens)
-    load(product, gemm_problem, gemm_config).run(
+    load(product, gemm_problem, config.product).run(
         gemm_problem, {n: given[n] for n in ("x", "w_packed", "scales", "num_tokens")} | {"out": y}
     )
     norm_problem = add_norm.Problem(p.n, p.dtype, p.residual_dtype, has_scalar=True, num_tokens=tokens)
@@ -121,8 +132,9 @@ def test_the_same_bits_as_one_kernel_after_the_other(config: Config, tokens: int
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_a_token_that_is_no_number_stays_alone() -> None:
-    function = _function(WAYS["three-parts"])
+@pytest.mark.parametrize("way", ["three-parts", "ring"])
+def test_a_token_that_is_no_number_stays_alone(way: str) -> None:
+    function = _function(WAYS[way])
     case, given, expected = _case(4)
     given["x"][2, 100] = float("nan")
     ours = _poisoned(given)

@@ -25,7 +25,7 @@ from kerngen.tuning.exchange import PAIRS, SURE_PAIRS, Exchange, Kept, Look, Pla
 from kerngen.tuning.worker import Observed
 from kerngen.workload import find_model
 
-MODEL, STEP, TARGET = find_model("gemma-4-31b"), Step.verify(1, 5, 512), Target.of(find_device("H200"))
+MODEL, STEP, TARGET = find_model("gemma-4-31b"), Step.verify(2, 5, 512), Target.of(find_device("H200"))
 FIRST, SECOND = exchange.places_of(MODEL, STEP, TARGET, ["add_norm"])
 DEFAULT = FIRST.default  # two vectors a thread, one row a block
 ONE_VECTOR, TWO_ROWS, FOUR = (
@@ -162,9 +162,8 @@ def test_a_step_that_does_not_run_is_said_before_any_look() -> None:
 
 def _run(monkeypatch: pytest.MonkeyPatch, gpu: PlayedGpu, *arguments: str) -> int:
     monkeypatch.setattr(exchange, "GpuWorker", gpu)
-    monkeypatch.setattr(
-        sys, "argv", ["exchange", "gemma-4-31b", "--phase", "verify", "--tokens", "5", "--jobs", "2", *arguments]
-    )
+    step = ["--phase", "verify", "--batch", "2", "--tokens", "5"]
+    monkeypatch.setattr(sys, "argv", ["exchange", "gemma-4-31b", *step, "--jobs", "2", *arguments])
     return run_command(exchange.main, "exchange")
 
 
@@ -183,7 +182,7 @@ def test_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     plan = _plan(tmp_path, "vecs_per_thread=1", "rows_per_block=2")
     assert _run(monkeypatch, gpu, "--plan", str(plan), "--rounds", "1") == 1
     out, err = capsys.readouterr()
-    assert "reads 4580 GB/s; gemma-4-31b, verify 5 tokens, batch 1, context 512" in out
+    assert "reads 4580 GB/s; gemma-4-31b, verify 5 tokens, batch 2, context 512" in out
     assert "  wrong_result: out[0] is 2  " in out
     assert "  kept: 0.9000 +- 0.0001  " in out
     *_, kept, last = out.splitlines()

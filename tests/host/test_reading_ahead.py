@@ -206,28 +206,32 @@ def test_a_forwards_first_kernel_lets_its_successor_start_after_its_own_wait(nam
     assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
 
-def test_a_norm_takes_what_is_posted_while_all_before_its_product_is_complete() -> None:
+@pytest.mark.parametrize("num_tokens", [4, 8], ids=["bulk copies", "ring"])
+def test_a_norm_takes_what_is_posted_while_all_before_its_product_is_complete(num_tokens: int) -> None:
     """The product lets it begin behind its own wait; and it ends when the product has, for who waits for it waits for
     no other.
     """
     kernel, target = find_kernel("w4a16_norm"), Target.of(find_arch("sm90"))
-    problem = kernel.problem_type()
+    problem = kernel.problem_type(num_tokens=num_tokens)
     ptx = compile_ptx(
         render(kernel, problem, kernel.default_config(problem, target), target), target.arch
     ).image.decode()
     product, norm = (ptx[ptx.index(f".entry {name}") :].split("\n}")[0] for name in ("w4a16_posts", "norm_of_posts"))
     assert product.index("griddepcontrol.wait") < product.index("griddepcontrol.launch_dependents")
+    assert product.count("griddepcontrol.launch_dependents") == 1
     assert norm.count("griddepcontrol.wait") == 1
     assert norm.rindex("st.global") < norm.index("griddepcontrol.wait")
 
 
-@pytest.mark.parametrize(("k", "shares"), [(8192, True), (768, False)])
-def test_a_product_whose_blocks_add_up_is_started_together_also_before_a_norm(k: int, shares: bool) -> None:
+@pytest.mark.parametrize(("k", "num_tokens", "shares"), [(8192, 4, True), (768, 4, False), (21504, 8, True)])
+def test_a_product_whose_blocks_add_up_is_started_together_also_before_a_norm(
+    k: int, num_tokens: int, shares: bool
+) -> None:
     kernel, target = find_kernel("w4a16_norm"), Target.of(find_arch("sm90"))
-    problem = kernel.problem_type(k=k)
+    problem = kernel.problem_type(k=k, num_tokens=num_tokens)
     config = kernel.default_config(problem, target)
     product, norm = kernel.launches(problem, config, target)
-    assert (config.split_k > 1, product.cooperative, norm.cooperative) == (shares, shares, False)
+    assert (config.product.shares_tiles, product.cooperative, norm.cooperative) == (shares, shares, False)
 
 
 def test_outside_of_a_forward_nothing_is_read_ahead() -> None:

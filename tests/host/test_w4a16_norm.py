@@ -1,0 +1,71 @@
+"""w4a16_norm's spec: which of its bodies serves how many tokens, what it refuses, and where steps ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kerngen.arch import Target, find_arch, find_device
+from kerngen.templates import find_kernel
+from kerngen.templates.w4a16_gemm import spec as gemm
+from kerngen.templates.w4a16_norm.spec import Config, Problem, pays, workspace_bytes
+
+KERNEL = find_kernel("w4a16_norm")
+H100, H200 = (Target.of(find_device(name)) for name in ("H100", "H200"))
+DOWN = Problem(5376, 21504, has_scalar=True)
+
+
+@pytest.mark.parametrize("target", [H100, H200, Target.of(find_arch("sm120"))], ids=str)
+@pytest.mark.parametrize("num_tokens", range(1, 9))
+def test_the_default_is_a_tile_for_all_tokens(num_tokens: int, target: Target) -> None:
+    problem = replace(DOWN, num_tokens=num_tokens)
+    config = KERNEL.default_config(problem, target)
+    assert KERNEL.why_invalid(problem, config, target) is None
+    assert config.block_m == (4 if num_tokens <= 4 else 8)
+    assert KERNEL.body(config, target.arch).template == ("stream.cu.jinja" if num_tokens <= 4 else "kernel.cu.jinja")
+
+
+@pytest.mark.parametrize("target", [H100, H200], ids=str)
+@pytest.mark.parametrize("num_tokens", [4, 8])
+def test_w_is_cut_as_w4a16_gemm_cuts_it(num_tokens: int, target: Target) -> None:
+    """So what a step's looks chose for one serves the other."""
+    problem = Problem(5376, 16384, num_tokens=num_tokens)
+    cut, gemm_config = (KERNEL.default_config(problem, target).product, gemm.default_config(problem.product, target))
+    assert replace(cut, in_flight=0) == replace(gemm_config, in_flight=0)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "num_tokens", "asks"),
+    [
+        (5376, 8192, 1, False), (5376, 8192, 4, True), (5376, 8192, 5, False), (5376, 16384, 5, True),
+        (5376, 21504, 8, True), (5376, 21504, 9, False), (3840, 15360, 8, True), (3840, 8192, 8, False),
+        (2560, 10240, 8, False),
+    ],
+)  # fmt: skip
+def test_where_steps_ask_for_it(n: int, k: int, num_tokens: int, asks: bool) -> None:
+    problem = Problem(n, k, num_tokens=num_tokens)
+    answers = {KERNEL.why_unsupported(problem, t) is None and pays(problem, t) for t in (H100, H200)}
+    assert answers == {asks}, "of an arch, whatever the board"
+
+
+def test_of_more_than_four_tokens_no_board_without_wgmma_asks_for_it() -> None:
+    assert not pays(replace(DOWN, num_tokens=8), Target.of(find_arch("sm100")))
+
+
+def test_what_it_refuses() -> None:
+    ring = KERNEL.default_config(replace(DOWN, num_tokens=8), H200)
+    stream = KERNEL.default_config(DOWN, H200)
+    eight = replace(DOWN, num_tokens=8)
+    assert "of 4 by bulk copies or of 8 by the ring" in str(KERNEL.why_invalid(eight, stream, H200))
+    assert "block_m=16" in str(KERNEL.why_invalid(DOWN, replace(ring, block_m=16), H200))
+    assert "at least 1 an SM" in str(KERNEL.why_invalid(eight, replace(ring, blocks_per_sm=0), H200))
+    assert "split_k=2" in str(KERNEL.why_invalid(eight, replace(ring, split_k=2), H200))
+    assert "at most 8" in str(KERNEL.why_unsupported(replace(DOWN, num_tokens=9), H200))
+
+
+def test_the_workspace_has_a_tile_of_rows_before_what_blocks_post() -> None:
+    for problem in (DOWN, replace(DOWN, num_tokens=8)):
+        config: Config = KERNEL.default_config(problem, H200)
+        posts = gemm.workspace_bytes(problem.product, config.product, H200)
+        assert workspace_bytes(problem, config, H200) == 2 * config.block_m * problem.n + posts

@@ -432,8 +432,8 @@ def test_runtime_fields_are_not_compiled_in(kernel: Kernel, arch: Arch) -> None:
     for problem in served:
         config = kernel.default_config(problem, Target.of(arch))
         source = render(kernel, problem, config, Target.of(arch))
-        for name, factor in product(problem.RUNTIME, (2, 7)):
-            other = replace(problem, **{name: getattr(problem, name) * factor + 1})
+        for name, factor in product(problem.RUNTIME, (0.5, 2, 7)):
+            other = replace(problem, **{name: int(getattr(problem, name) * factor) + 1})
             if kernel.why_invalid(other, config, Target.of(arch)) is None:
                 assert render(kernel, other, config, Target.of(arch)) == source, (
                     f"{describe(problem)}: {name} is compiled in"

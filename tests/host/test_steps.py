@@ -34,10 +34,16 @@ def test_a_step_launches_what_the_workload_counts(model: str, arch: str) -> None
 
 
 def test_launches_are_in_the_order_of_the_model() -> None:
+    first, last = ["decode_inputs", "embed", "rmsnorm"], ["greedy_head", "decode_advance"]
+    attention, by_two = ["w4a16_gemm", "attn_decode"], ["w4a16_gemm", "add_norm"]
+    launches = sequence(find_model("gemma-4-31b"), Step.decode(16, 512), SM90)
+    layer = [*attention, *by_two, "w4a16_gemm", *by_two]
+    assert [x.kernel for x in launches] == [*first, *layer * 60, *last]
+    # of eight tokens norms take the rows of long products as they are posted: of full layers and of the MLPs
     launches = sequence(find_model("gemma-4-31b"), Step.decode(8, 512), SM90)
-    first, layer = ["decode_inputs", "embed", "rmsnorm"], ["w4a16_gemm", "attn_decode", "w4a16_gemm", "add_norm"]
-    layer += ["w4a16_gemm", "w4a16_gemm", "add_norm"]
-    assert [x.kernel for x in launches] == [*first, *layer * 60, "greedy_head", "decode_advance"]
+    mlp = ["w4a16_gemm", "w4a16_norm"]
+    layers = [*attention, *by_two, *mlp] * 5 + [*attention, "w4a16_norm", *mlp]
+    assert [x.kernel for x in launches] == [*first, *layers * 10, *last]
     places = [x.where for x in launches if x.kernel == "attn_decode"]
     assert [p.endswith("(full)") for p in places] == ([False] * 5 + [True]) * 10
 

@@ -111,6 +111,7 @@ SPACE = {name: STREAM_SPACE[name] for name in (*_CUT, "split_k", "in_flight")} |
 SPACE_BY_RING = {name: RING_SPACE[name] for name in _CUT} | {
     "block_n": (STRIP, *RING_SPACE["block_n"]),
     "blocks_per_sm": tuple(b for b in RING_SPACE["blocks_per_sm"] if b),
+    "split_k": (1,),
     "in_flight": (0, 1, 2),
     "vecs_per_thread": VECS,
 }

@@ -1,4 +1,4 @@
-// What a warp of w4_stream.cuh keeps of x in registers, and its products with a slot of weights.
+// What a warp of w4_stream.cuh and w4_block_stream.cuh keeps of x in registers, and its products with a slot of weights.
 #pragma once
 #include "common/mma.cuh"
 #include "common/w4_pair_digits.cuh"
@@ -44,8 +44,15 @@ template <class L> struct W4StreamX<L, 4> {
     };
 
     // x: the warp's first column, row_words pairs of columns a row. scratch: X_BYTES of the warp's own. By all lanes of a
-    // warp, which load 16 bytes each, of all tokens' two tiles at a time, and find what they multiply in shared memory.
+    // warp.
     DEVICE void load(const uint32_t* x, int row_words, int count_, int num_tokens, uint8_t* scratch) {
+        load(x, row_words, count_, num_tokens, scratch, [](int i, int of_pair) { return 2 * i + of_pair; });
+    }
+    // tile_at(i, of_pair): where in the row the warp's tile 2 i + of_pair lies. All lanes load 16 bytes each, of all tokens'
+    // two tiles at a time, and find what they multiply in shared memory.
+    template <class TileAt>
+    DEVICE void load(const uint32_t* x, int row_words, int count_, int num_tokens, uint8_t* scratch,
+                     const TileAt& tile_at) {
         constexpr int CHUNKS = ceil_div(L::TILES, 2);
         const int lane = threadIdx.x % 32, of_pair = lane / 16, token = lane / 4 % 4, eight = lane % 4;
         const auto place = [](int token, int eight) { return token * 64 + (eight ^ token / 2) * 16; };
@@ -53,12 +60,12 @@ template <class L> struct W4StreamX<L, 4> {
         const uint8_t* const taken_at = scratch + place(lane % 8 / 2, lane / 8);
         count = count_;
         const int tiles = token >= num_tokens ? 0 : L::EVEN ? L::TILES : count;
-        const uint4* const row = reinterpret_cast<const uint4*>(x + token * row_words) + of_pair * 4 + eight;
+        const uint4* const row = reinterpret_cast<const uint4*>(x + token * row_words) + eight;
         uint4 chunks[CHUNKS];
         uint32_t most = 0;
         const auto read = [&](int i) {
             chunks[i] = make_uint4(0, 0, 0, 0);
-            if (2 * i + of_pair < tiles) chunks[i] = row[i * 8];
+            if (2 * i + of_pair < tiles) chunks[i] = row[tile_at(i, of_pair) * 4];
         };
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) read(i);

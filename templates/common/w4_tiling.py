@@ -4,7 +4,8 @@ Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 co
 than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one
 tile a block; warpgroups cut what fills no whole round of tiles so, and go through the others whole. The sums of a tile
 that several blocks share are posted in the workspace, in fp32, and added in the order of the blocks. Device code:
-w4_gemm.cuh, and for few tokens w4_gemv.cuh and w4_stream.cuh, where blocks share a tile by split_k alone.
+w4_gemm.cuh, and for few tokens w4_gemv.cuh, w4_stream.cuh and w4_block_stream.cuh, where blocks share a tile by split_k
+alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ STREAMED = (1, 4)  # tokens of a tile with stream (w4_stream_x.cuh)
 MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with: see stream_has_many
 MOST_QUADS = 14  # the same with four tokens
 X_SCRATCH_BYTES = 1024  # of a warp's shared memory, through which four tokens come
+HELPERS = 2  # warps of a block whose ring is shared, beside those that multiply: one fetches, one adds up
+UNITS_WAITING = 2  # whose sums that one has still to add up, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,11 @@ class Tiling:
     prefetch: int = 0
     # Weights on their way at once while x is waited for: with stream slots of a warp, else stages; 0: all.
     in_flight: int = 0
+    # With stream, of more than one token: a ring for all warps of a block, which a warp of its own fills, a slot with
+    # one copy (w4_block_stream.cuh): block_k is a slot, num_stages and in_flight are of the block, and throughout says
+    # whether in_flight holds ever.
+    shared_ring: bool = False
+    throughout: bool = False
 
     @property
     def shares_tiles(self) -> bool:
@@ -59,6 +67,11 @@ class Tiling:
     @property
     def num_warps(self) -> int:
         return self.block_n // self.warp_n * self.warps_m * self.warps_k
+
+    @property
+    def unit_bytes(self) -> int:
+        """The sums of a tile."""
+        return self.block_m * self.block_n * 4
 
     def weight_bytes(self, group_size: int) -> int:
         """Of W and its scales in block_k of a tile."""
@@ -74,8 +87,14 @@ class Tiling:
         """The stages, and what the warps that split K exchange. All dynamic.
 
         With gemv the exchange alone, twice where tiles follow each other, and 16 bytes for who began last; with stream
-        the slots and a barrier for each, and of four tokens what x comes through.
+        the slots and a barrier for each, and of four tokens what x comes through; with a shared ring the sums of the
+        units that wait, too.
         """
+        if self.shared_ring:
+            barriers = 16 * (self.num_stages + UNITS_WAITING)
+            sums = UNITS_WAITING * self.warps_k * self.unit_bytes
+            ring = -(-(self.num_stages * self.stage_bytes(group_size) + barriers + sums) // 128) * 128
+            return ring + X_SCRATCH_BYTES * self.warps_k
         if self.stream:
             ring = -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
             return ring + (X_SCRATCH_BYTES * self.warps_k if self.block_m > 1 else 0)
@@ -99,7 +118,7 @@ class Tiling:
 
     def posted_bytes(self, blocks: int) -> int:
         """An fp32 tile a block, two with warpgroups, one a unit with gemv and stream. 0 where no tile is shared."""
-        return self.shares_tiles * blocks * (2 if self.warpgroups else 1) * self.block_m * self.block_n * 4
+        return self.shares_tiles * blocks * (2 if self.warpgroups else 1) * self.unit_bytes
 
 
 SPACE = {
@@ -146,6 +165,15 @@ STREAM_SPACE = {
     "blocks_per_sm": (1,),
     "split_k": (1, 2, 3, 4, 6, 8, 11),
     "in_flight": (0, 1, 2),
+}
+# See Tiling.shared_ring.
+BLOCK_STREAM_SPACE = STREAM_SPACE | {
+    "block_m": STREAMED[1:],
+    "block_k": (768, 896, 1024, 1280, 1344, 1536, 1792, 1920, 2048, 2560, 2688),
+    "warps_k": (8, 10, 12, 14),
+    "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
+    "in_flight": (0, 1, 2, 3, 4),
+    "throughout": (False, True),
 }
 
 
@@ -241,23 +269,22 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
         return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
                 "and slots at least, and blocks that go through many strips")  # fmt: skip
+    if c.shared_ring and (c.block_m == 1 or c.blocks_per_sm > 1):
+        return (f"shared_ring=True: a tile of several tokens in one block an SM, not block_m={c.block_m} "
+                f"blocks_per_sm={c.blocks_per_sm}")  # fmt: skip
+    if c.throughout and not (c.shared_ring and c.in_flight):
+        return f"throughout=True is for shared_ring=True with a limit, not {c.shared_ring} with in_flight={c.in_flight}"
     step = stream_step(c, group_size)
     if c.block_k % (step * c.warps_k):
         return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole steps of {step}"
-    if (warps := c.warps_k * c.blocks_per_sm) > 16:
+    if (warps := stream_warps(c) * c.blocks_per_sm) > 16:
         return f"{warps} warps in {c.blocks_per_sm} blocks an SM; the registers serve 16"
     tiles = stream_tiles(c, k, group_size)
     slot, most = c.block_k // step // c.warps_k, tiles * STRIP // step
     if slot > most or k // step < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
-    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.warps_k * stream_blocks(c)) // 8 * 8)
-    many = stream_has_many(c, tiles)
-    if c.block_m > 1:
-        need = 60 + tiles * (2 if many else 6)
-    else:
-        pairs = ceil(tiles / 2)
-        need = 72 + 5 * pairs // 2 if many else 48 + 12 * pairs
-    if need > available:
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * stream_warps(c) * stream_blocks(c)) // 8 * 8)
+    if (need := stream_registers(c, tiles)) > available:
         return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None
 
@@ -267,9 +294,27 @@ def stream_step(c: Tiling, group_size: int) -> int:
     return max(group_size, STRIP if c.block_m > 1 else 2 * STRIP)
 
 
+def stream_registers(c: Tiling, tiles: int) -> int:
+    """About what a thread needs with stream, of a warp with so many tiles of a strip's part."""
+    many = stream_has_many(c, tiles)
+    if c.block_m > 1:
+        return (52 if c.shared_ring else 60) + tiles * (2 if many else 6)
+    pairs = ceil(tiles / 2)
+    return 72 + 5 * pairs // 2 if many else 48 + 12 * pairs
+
+
+def stream_warps(c: Tiling) -> int:
+    """Of a block, with stream."""
+    return c.warps_k + (HELPERS if c.shared_ring else 0)
+
+
 def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
     """Of a strip's part of K = k, that a warp has with stream at most."""
     step = stream_step(c, group_size)
+    if c.shared_ring:
+        steps, slot = ceil(ceil(k / step) / c.split_k), c.block_k // step
+        rounds = (steps - 1) // slot  # but for the last one
+        return (rounds * (slot // c.warps_k) + ceil((steps - rounds * slot) / c.warps_k)) * step // STRIP
     return ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k) * step // STRIP
 
 
@@ -280,7 +325,7 @@ def stream_has_many(c: Tiling, tiles: int) -> bool:
 
 def stream_blocks(c: Tiling) -> int:
     """An SM, that have registers with stream: of up to eight warps as many again, which are the next launch's."""
-    return c.blocks_per_sm * (1 if c.warps_k * c.blocks_per_sm > 8 else 2)
+    return c.blocks_per_sm * (1 if stream_warps(c) * c.blocks_per_sm > 8 else 2)
 
 
 MANY_TOKENS = 128  # of a tile of warpgroups: from here on sums may be added up beside, and the last tile begins early

@@ -6,7 +6,8 @@ Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default
 copy or multiply (warpgroups.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
 reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for up to four tokens
 with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W of one token and for most of more;
-an infinity or a NaN among a token's x makes all of its outputs NaN there).
+an infinity or a NaN among a token's x makes all of its outputs NaN there), by a ring for each warp or, of two to four
+tokens, for all warps of a block (common/w4_block_stream.cuh).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kerngen.errors import ProblemError
 from kerngen.templates.common import w4_tiling
 from kerngen.templates.common.row_spec import why_no_dtype
 from kerngen.templates.common.w4_tiling import (
+    BLOCK_STREAM_SPACE,
     GEMV_SPACE,
     SPACE,
     STREAM_SPACE,
@@ -89,6 +91,7 @@ _RING, _WGMMA, _GEMV, _STREAM, _WARPGROUPS = (
     {name: body == name for name in ("wgmma", "gemv", "stream", "warpgroups")}
     for body in ("ring", "wgmma", "gemv", "stream", "warpgroups")
 )
+_STREAM, _SHARED = ({**_STREAM, "shared_ring": shared} for shared in (False, True))
 FEW_IN_FLIGHT = 64  # tokens up to which defaults and searches limit what weights are on their way while x is waited for
 
 
@@ -96,11 +99,16 @@ def _in_flight(problem: Problem, target: Target) -> tuple[int, ...]:
     return (0, 1) if target.arch.has_pdl and 1 < problem.num_tokens <= FEW_IN_FLIGHT else (0,)
 
 
+def _has_bulk_copies(arch: Arch) -> bool:
+    return arch.has_tma
+
+
 BODIES = (
     Body("kernel.cu.jinja", ARGS, SPACE | {"in_flight": _in_flight}, when=_RING),
     Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when=_WGMMA),
     Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when=_GEMV),
-    Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=lambda arch: arch.has_tma, when=_STREAM),
+    Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=_has_bulk_copies, when=_STREAM),
+    Body("block_stream.cu.jinja", ARGS, BLOCK_STREAM_SPACE, serves=_has_bulk_copies, when=_SHARED),
     Body(
         "warpgroups.cu.jinja",
         WARPGROUP_ARGS,
@@ -179,9 +187,12 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    if config.stream:  # and the sums of all units of a block
+    if config.stream:  # and the sums of all units of a block: of all warps, or of those that others wait for
         units = ceil(problem.n // STRIP * config.split_k / num_blocks(problem, config, target))
-        return config.smem_bytes(problem.group_size) + units * config.warps_k * problem.num_tokens * STRIP * 4
+        sums = config.warps_k * problem.num_tokens * STRIP * 4
+        if config.shared_ring:
+            sums = config.unit_bytes if config.split_k > 1 else 0
+        return config.smem_bytes(problem.group_size) + units * sums
     if config.warpgroups:  # stages, what is on its way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
         groups = config.block_n // 64
@@ -195,6 +206,8 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.in_flight and config.gemv:
         return f"in_flight={config.in_flight}: gemv=True has no stages; in_flight=0"
+    if (config.shared_ring or config.throughout) and not config.stream:
+        return f"shared_ring={config.shared_ring} throughout={config.throughout} are for stream=True"
     if config.stream:
         p, c, arch = problem, config, target.arch
         if why := w4_tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):
@@ -227,7 +240,8 @@ def _num_tiles(problem: Problem, config: Config) -> int:
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     grid = num_blocks(problem, config, target), 1, 1
-    block = 32 * config.num_warps + (128 if config.warpgroups else 0), 1, 1  # who copies
+    beside = 4 if config.warpgroups else w4_tiling.HELPERS if config.shared_ring else 0  # who copies, and adds up
+    block = 32 * (config.num_warps + beside), 1, 1
     smem, cluster = smem_bytes(problem, config, target), (config.cluster, 1, 1)
     # blocks that share a tile wait for each other's sums; gemv's are under way, whatever the grid (w4_gemv.cuh)
     together = config.shares_tiles and not config.gemv
@@ -315,8 +329,8 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
 
 
 class _Way(NamedTuple):
-    """How stream cuts a W: parts of K, warps of a block, tiles of a slot and slots of a warp, at most, and how many of
-    these are on their way while x is waited for, 0: all.
+    """How stream cuts a W: parts of K, warps of a block, tiles of a warp in a slot and slots, at most, how many of
+    these are on their way while x is waited for, 0: all, and whether all warps share them.
     """
 
     parts: int
@@ -324,12 +338,14 @@ class _Way(NamedTuple):
     tiles: int
     slots: int
     in_flight: int
+    shared: bool = False
 
 
 def streamed_by_fours(problem: Problem, target: Target) -> Config | None:
     """Two to four tokens by bulk copies, where rows of W are not too long: their digits fill registers."""
     for way in _ways_of_fours(problem.n // STRIP, problem.k, target):
-        base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, way.warps, 1, 1, split_k=way.parts, stream=True)
+        base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, way.warps, 1, 1, split_k=way.parts, stream=True,
+                      shared_ring=way.shared)  # fmt: skip
         step = w4_tiling.stream_step(base, problem.group_size)
         share = ceil(ceil(ceil(problem.k / step) / way.parts) / way.warps)  # of a warp, in steps
         slot = max(1, min(way.tiles * STRIP // step, share))
@@ -368,14 +384,22 @@ def _ways_of_fours(strips: int, k: int, target: Target) -> tuple[_Way, ...]:
     return (_Way(1, 8, 6, 4, 0),) if k >= 2048 and rounds >= 2 / 3 else ()
 
 
+def _shared(rounds: float, tiles: int) -> _Way:
+    """Whole strips through a ring for all warps of a block, of `tiles` tiles each: in slots of two tiles a warp, or of
+    what it has of a short row. q, k and v follow what blocks wait for each other in, and ask for less at a time.
+    """
+    warps = next((w for w in (14, 12, 10) if tiles % w == 0), 8)
+    of_slot = 2 if tiles * STRIP >= 3000 else min(8, ceil(tiles / warps))
+    slot_bytes = warps * of_slot * STRIP * (STRIP // 2 + 2)
+    return _Way(1, warps, of_slot, 12, max(1, round(SHARED_IN_FLIGHT[rounds >= 4.5] / slot_bytes)), shared=True)
+
+
 def _ways_by_fast_memory(rounds: float, k: int) -> tuple[_Way, ...]:
     """As _ways_of_fours, where an H200's steps chose otherwise."""
+    if rounds >= 1.5:
+        return (_shared(rounds, k // STRIP),)
     if k < 2048:
-        return (_Way(1, 12, 4, 7 if rounds >= 4.5 else 4, 1) if rounds >= 1.5 else _Way(1, 8, 6, 4, 0),)
-    if rounds >= 4.5:  # gate and up
-        if k < LONG_ROW:
-            return (_Way(1, 16, 5, 4, 1),)
-        return (_Way(1, 14, 4, 5, 1),) if k >= 5000 else ()
+        return (_Way(1, 8, 6, 4, 0),)
     if k >= LEFT_TO_RING:
         return (_Way(8, 12, 4, 6, 2),)
     if rounds >= 1:
@@ -471,6 +495,7 @@ _ALONE_A_COLUMN = 1e-5
 # one block an SM.
 _FEWER_READS = 0.96
 IN_FLIGHT, RING_IN_FLIGHT = 256, 32 * 1024
+SHARED_IN_FLIGHT = 32 * 1024, 48 * 1024  # bytes an SM by a shared ring: of q, k and v, of gate and up
 MANY_ROWS = 1 << 15
 
 

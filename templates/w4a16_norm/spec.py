@@ -4,7 +4,7 @@ y = x dequant(W)^T; residual_out = (residual + norm(y; post_weight)) * layer_sca
 next_weight). Two launches: the blocks of the first post what they have of y's rows, a strip of W at a time, to the
 second, whose blocks, one a token, are there by then and take it as it comes. So the norm waits neither for the last
 block's end nor for what is written until then to be read. W goes as it does in w4a16_gemm: of up to four tokens by bulk
-copies (common/w4_stream.cuh), of more by the ring of stages (common/w4_gemm.cuh).
+copies (common/w4_stream.cuh, common/w4_block_stream.cuh), of more by the ring of stages (common/w4_gemm.cuh).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from math import ceil
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
@@ -28,8 +29,8 @@ from kerngen.templates.common.row_spec import (
     why_no_dtype,
     why_row_invalid,
 )
+from kerngen.templates.common.w4_tiling import BLOCK_STREAM_SPACE, STREAM_SPACE, STREAMED, STRIP, require_matrix
 from kerngen.templates.common.w4_tiling import SPACE as RING_SPACE
-from kerngen.templates.common.w4_tiling import STREAM_SPACE, STREAMED, STRIP, require_matrix
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 from kerngen.templates.w4a16_gemm import spec as gemm
 
@@ -37,7 +38,7 @@ FEW_TOKENS, MOST_TOKENS = STREAMED[-1], gemm.MOST_BY_RING  # by bulk copies, and
 MOST_TILES = 12  # of a warp, where no step chose: their digits fill its registers
 MOST_THREADS = 1024
 VECS = (1, 2, 3, 4)
-RING_VECS = VECS[1:]  # of norms behind the ring, by steps
+RING_VECS = VECS[1:]  # of norms behind a ring that warps share, by steps
 LEAST_BY_RING = gemm.IN_SIXTHS  # columns of W: shorter rows gain less by the ring, and behind two verifications lose
 
 
@@ -91,23 +92,29 @@ class Config:
     block_m: int = FEW_TOKENS
     block_n: int = STRIP
     blocks_per_sm: int = 1
+    shared_ring: bool = False
+    throughout: bool = False
 
     @property
     def product(self) -> gemm.Config:
         """Of the product alone."""
         return gemm.Config(self.block_m, self.block_n, self.block_k, STRIP, 1, self.warps_k, self.num_stages,
                            self.blocks_per_sm, split_k=self.split_k, stream=self.block_m == FEW_TOKENS,
-                           in_flight=self.in_flight)  # fmt: skip
+                           in_flight=self.in_flight, shared_ring=self.shared_ring,
+                           throughout=self.throughout)  # fmt: skip
 
     @classmethod
     def of(cls, cut: gemm.Config, vecs_per_thread: int) -> Config:
         """With that product."""
         return cls(cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, cut.in_flight, vecs_per_thread, cut.block_m,
-                   cut.block_n, cut.blocks_per_sm)  # fmt: skip
+                   cut.block_n, cut.blocks_per_sm, cut.shared_ring, cut.throughout)  # fmt: skip
 
 
 _CUT = ("block_n", "block_k", "warps_k", "num_stages", "blocks_per_sm")
 SPACE = {name: STREAM_SPACE[name] for name in (*_CUT, "split_k", "in_flight")} | {"vecs_per_thread": VECS}
+SPACE_OF_SHARED = {name: BLOCK_STREAM_SPACE[name] for name in (*_CUT, "split_k", "in_flight", "throughout")} | {
+    "vecs_per_thread": VECS
+}
 SPACE_BY_RING = {name: RING_SPACE[name] for name in _CUT} | {
     "block_n": (STRIP, *RING_SPACE["block_n"]),
     "blocks_per_sm": tuple(b for b in RING_SPACE["blocks_per_sm"] if b),
@@ -135,14 +142,36 @@ ARGS = {
     ),
 }
 BODIES = (
-    Body("stream.cu.jinja", ARGS, SPACE, when={"block_m": FEW_TOKENS}),
+    Body("stream.cu.jinja", ARGS, SPACE, when={"block_m": FEW_TOKENS, "shared_ring": False}),
+    Body("block_stream.cu.jinja", ARGS, SPACE_OF_SHARED, when={"block_m": FEW_TOKENS, "shared_ring": True}),
     Body("kernel.cu.jinja", ARGS, SPACE_BY_RING, when={"block_m": MOST_TOKENS}),
 )
 OUTPUTS = ("residual_out", "out")
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
-    return gemm.constants(_product(problem, config.block_m), config.product, arch)
+    found: dict[str, Any] = dict(gemm.constants(_product(problem, config.block_m), config.product, arch))
+    if config.shared_ring:
+        found["BOUND_THREADS"] = _bound_threads(problem, config, arch)
+    return found
+
+
+def _registers_beside(problem: Problem, config: Config, arch: Arch) -> int:
+    """What a block of the norm leaves a thread of the product's, so that both are resident in an SM."""
+    vecs = config.vecs_per_thread
+    a_thread = 14 + vecs * (_registers_per_vec(problem) + 2)  # by the ptxas reports
+    norm = row_threads(problem.n, vecs) * 8 * ceil(a_thread / 8)
+    return (arch.regs_per_sm - norm) // (32 * w4_tiling.stream_warps(config.product)) // 8 * 8
+
+
+def _bound_threads(problem: Problem, config: Config, arch: Arch) -> int:
+    """Of the block whose threads ptxas gives no more registers than that; it counts in warpgroups."""
+    least = ceil(arch.regs_per_sm / (_registers_beside(problem, config, arch) + 8) / 128) * 128
+    return max(least, 32 * w4_tiling.stream_warps(config.product))
+
+
+def _registers_per_vec(problem: Problem) -> int:
+    return 12 + 2 * ELEMENT_BYTES[problem.residual_dtype]
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -161,8 +190,16 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"blocks_per_sm={config.blocks_per_sm}: blocks are resident while norms wait for them, at least 1 an SM"
     if why := gemm.why_invalid(problem.product, config.product, target):
         return why
-    registers = 12 + 2 * ELEMENT_BYTES[problem.residual_dtype]
-    return why_row_invalid(problem.n, config.vecs_per_thread, 1, registers, SPACE["vecs_per_thread"], target.arch)
+    registers, vecs = _registers_per_vec(problem), SPACE["vecs_per_thread"]
+    if why := why_row_invalid(problem.n, config.vecs_per_thread, 1, registers, vecs, target.arch):
+        return why
+    if config.shared_ring:
+        tiles = w4_tiling.stream_tiles(config.product, problem.k, problem.group_size)
+        need = w4_tiling.stream_registers(config.product, tiles)
+        if need > (left := _registers_beside(problem, config, target.arch)):
+            return (f"about {need} registers a thread for x of {tiles} tiles; beside a block of the norm an SM has "
+                    f"{left} for each of {config.warps_k} warps and {w4_tiling.HELPERS}")  # fmt: skip
+    return None
 
 
 def default_config(problem: Problem, target: Target) -> Config:
@@ -175,24 +212,38 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def _first_valid(p: Problem, cuts: Iterable[gemm.Config], target: Target) -> Config | None:
-    choices = (VECS,) if p.num_tokens <= FEW_TOKENS else (RING_VECS, VECS)
-    vecs = [fewest_vecs(p.n, c, MOST_THREADS) for c in choices]
-    configs = (Config.of(cut, v) for cut in cuts for v in vecs)
-    return next((c for c in configs if why_invalid(p, c, target) is None), None)
+    fewest, of_ring = (fewest_vecs(p.n, choices, MOST_THREADS) for choices in (VECS, RING_VECS))
+    for cut in cuts:
+        for vecs in (of_ring, fewest) if cut.shared_ring or not cut.stream else (fewest,):
+            if why_invalid(p, config := Config.of(cut, vecs), target) is None:
+                return config
+    return None
 
 
-def _stream(block_k: int, warps: int, stages: int, split: int, in_flight: int) -> gemm.Config:
+def _stream(block_k: int, warps: int, stages: int, split: int, in_flight: int, *, shared: bool = False) -> gemm.Config:
     return gemm.Config(FEW_TOKENS, STRIP, block_k, STRIP, 1, warps, stages, 1, split_k=split, stream=True,
-                       in_flight=in_flight)  # fmt: skip
+                       in_flight=in_flight, shared_ring=shared, throughout=shared)  # fmt: skip
 
 
 def _streamed(p: Problem, target: Target) -> Iterator[gemm.Config]:
     """What steps chose, best first; none for what they leave to w4a16_gemm."""
+    if target.device.has_fast_memory:
+        yield from _by_shared_ring(p, target)
     if p.k >= gemm.LEFT_TO_RING:
         yield _stream(1536, 12, 5, 8, 2)
     if (cut := gemm.streamed_by_fours(_product(p, FEW_TOKENS), target)) is not None:
         # two slots in three parts: with one on its way the kernels before end sooner, and the norm is waiting already
         yield replace(cut, in_flight=1) if (cut.split_k, cut.num_stages) == (3, 2) else cut
+
+
+def _by_shared_ring(p: Problem, target: Target) -> Iterator[gemm.Config]:
+    """Rows of 8,192 columns and more in parts of about 86 tiles, some 48 KB of which are on their way."""
+    if p.n < 4096 or p.k < 8192:
+        return
+    if p.k >= gemm.LEFT_TO_RING:
+        yield _stream(12 * 7 * STRIP, 12, 4, 8, 1, shared=True)
+    else:
+        yield _stream(8 * 4 * STRIP, 8, 10, 6 if p.k >= gemm.IN_SIXTHS else 3, 4, shared=True)
 
 
 def _others(p: Problem, target: Target) -> Iterator[gemm.Config]:

@@ -28,6 +28,12 @@ def _warpgroups(
 WAYS = [
     ("stream", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, stream=True), (1, 4, 2)),
     ("stream-in-flight", Config(4, 32, 1024, 32, 1, 8, 4, 1, split_k=4, stream=True, in_flight=2), (4, 1, 3)),
+    ("shared-ring", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, stream=True, shared_ring=True), (1, 4, 2)),
+    (
+        "shared-ring-throughout",
+        Config(4, 32, 256, 32, 1, 8, 4, 1, split_k=8, stream=True, in_flight=2, shared_ring=True, throughout=True),
+        (4, 1, 3),
+    ),
     ("stream-many-parts", Config(4, 32, 256, 32, 1, 8, 3, 1, split_k=12, stream=True), (3, 1)),
     ("gemv", Config(8, 64, 768, 64, 1, 8, 1, 0, gemv=True, split_k=3), (1, 5, 8)),
     ("gemv-many-blocks", Config(8, 32, 128, 32, 1, 4, 1, 0, gemv=True, split_k=8), (8, 2)),

@@ -157,7 +157,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_tokens": 4},
         {"n": 5376, "k": 8192, "group_size": 32, "dtype": "bf16", "residual_dtype": "bf16", "has_scalar": False},
         {"block_k": 2816, "warps_k": 8, "num_stages": 2, "split_k": 3, "in_flight": 0, "vecs_per_thread": 1,
-         "block_m": 4, "block_n": 32, "blocks_per_sm": 1},
+         "block_m": 4, "block_n": 32, "blocks_per_sm": 1, "shared_ring": False, "throughout": False},
     ),
     "w4a16_gemm": (
         {"num_tokens": 1},
@@ -165,7 +165,8 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "row_invariant": False},
         {"block_m": 8, "block_n": 128, "block_k": 128, "warp_n": 32, "warps_m": 1, "warps_k": 1, "num_stages": 4,
          "blocks_per_sm": 1, "wgmma": False, "gemv": False, "split_k": 1, "stream": False,
-         "warpgroups": False, "cluster": 1, "prefetch": 0, "in_flight": 0},
+         "warpgroups": False, "cluster": 1, "prefetch": 0, "in_flight": 0, "shared_ring": False,
+         "throughout": False},
     ),
 }  # fmt: skip
 WHAT_TO_DO = """\

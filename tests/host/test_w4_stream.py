@@ -1,4 +1,6 @@
-"""The dealing of common/w4_stream.cuh, restated: every tile of W is fetched and multiplied once, by one warp."""
+"""The dealing of common/w4_stream.cuh and w4_block_stream.cuh, restated: every tile of W is fetched and multiplied
+once, by one warp.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from math import ceil
 
 from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4_tiling import STREAM_SPACE, STREAMED, STRIP, stream_step
+from kerngen.templates.common.w4_tiling import STREAM_SPACE, STREAMED, STRIP, stream_step, stream_tiles
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
 KERNEL = find_kernel("w4a16_gemm")
@@ -61,5 +63,57 @@ def test_every_tile_is_multiplied_once() -> None:
         if KERNEL.why_invalid(problem, config, H200) is None:
             seen += 1
             found = dealt(problem, config)
+            assert len(found) == problem.n // STRIP * (problem.k // STRIP)
+            assert set(found.values()) == {1}
+
+
+def dealt_by_rounds(problem: Problem, config: Config) -> Counter[tuple[int, int]]:
+    """As `dealt`, where the ring is shared: copies by rounds of a unit, products by warps."""
+    strips, step = problem.n // STRIP, problem.group_size // STRIP
+    steps, slot, warps = problem.k // problem.group_size, config.block_k // problem.group_size, config.warps_k
+    most = ceil(steps / config.split_k)
+    rounds = ceil(most / slot)
+    before = (rounds - 1) * slot  # steps, of all rounds but the last
+    last = ceil((most - before) / warps)
+    digits = ((rounds - 1) * (slot // warps) + last) * step  # tiles of x that a warp has room for
+    assert digits == stream_tiles(config, problem.k, problem.group_size)
+    copied: Counter[tuple[int, int]] = Counter()
+    multiplied: Counter[tuple[int, int]] = Counter()
+    for unit in range(strips * config.split_k):
+        part, strip = divmod(unit, strips)
+        begin = steps * part // config.split_k
+        whole = steps * (part + 1) // config.split_k - begin
+        assert whole >= before
+        for round_ in range(rounds):
+            count = min(slot, whole - round_ * slot)
+            assert count >= 0
+            copied.update((strip, (begin + round_ * slot) * step + i) for i in range(count * step))
+        for warp in range(warps):
+            left = whole - before
+            first = left * warp // warps
+            owned = before // warps + left * (warp + 1) // warps - first
+            assert owned * step <= digits
+            for j in range(owned):
+                round_, at = divmod(j, slot // warps) if j < before // warps else (rounds - 1, j - before // warps)
+                place = first + at if round_ == rounds - 1 else warp * (slot // warps) + at  # in the slot, in steps
+                assert place < min(slot, whole - round_ * slot), "within what was copied"
+                multiplied.update((strip, (begin + round_ * slot + place) * step + i) for i in range(step))
+    assert copied == multiplied
+    return copied
+
+
+def test_every_tile_is_multiplied_once_by_a_shared_ring() -> None:
+    rng = random.Random(6)
+    seen = 0
+    while seen < 60:
+        group, warps = rng.choice((32, 64, 128)), rng.choice((2, 3, 4, 8, 10, 12, 14))
+        problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 160), group, "bf16", rng.randint(2, 4))
+        config = Config(
+            4, STRIP, group * warps * rng.randrange(1, 8), STRIP, 1, warps, 3, 1, shared_ring=True,
+            split_k=rng.choice(STREAM_SPACE["split_k"]), stream=True,
+        )  # fmt: skip
+        if KERNEL.why_invalid(problem, config, H200) is None:
+            seen += 1
+            found = dealt_by_rounds(problem, config)
             assert len(found) == problem.n // STRIP * (problem.k // STRIP)
             assert set(found.values()) == {1}

@@ -307,7 +307,7 @@ def test_one_token_of_a_small_matrix_goes_straight(n: int, k: int) -> None:
 @pytest.mark.parametrize("board", ["H100", "H200"])
 def test_two_to_eight_tokens_are_cut_by_what_a_row_and_the_strips_are(board: str) -> None:
     """The matrices of the 31B and the small models on 132 SMs: whole strips, parts of K, and the ring where rows are
-    longest; of an H200, whose memory is faster, longer slots, and more by bulk copies.
+    longest; of an H200, whose memory is faster, whole strips by a ring that warps share, and more by bulk copies.
     """
     target = Target.of(find_device(board))
     is_fast = board == "H200"
@@ -320,9 +320,11 @@ def test_two_to_eight_tokens_are_cut_by_what_a_row_and_the_strips_are(board: str
         return config.stream, config.split_k, config.in_flight
 
     for tokens in (2, 4):
-        assert way(43008, 5376, tokens) == (True, 1, 1 if is_fast else 2)
+        assert way(43008, 5376, tokens) == (True, 1, 3 if is_fast else 2)
         assert of(43008, 5376, tokens).warps_k == (14 if is_fast else 12)
-        assert way(16384, 5376, tokens) == (True, 1, 1)
+        assert way(16384, 5376, tokens) == (True, 1, 2 if is_fast else 1)
+        for n, k in ((43008, 5376), (16384, 5376), (30720, 3840), (8192, 3840), (20480, 2560), (8192, 2816)):
+            assert of(n, k, tokens).shared_ring == is_fast
         assert way(5376, 8192, tokens) == (True, 3, 0)
         assert way(5376, 16384, tokens) == (True, 6, 1)
         assert way(5376, 21504, tokens) == ((True, 8, 2) if is_fast else (False, 1, 0))
@@ -363,6 +365,12 @@ def _streams(problem: Problem, target: Target) -> list[Config]:
                in_flight=in_flight)
         for slot, warps, stages, blocks, split, in_flight in ways
     ]  # fmt: skip
+    shared = [(1, 8, 3, 1, 0), (1, 2, 4, 3, 1), (2, 2, 4, 1, 2)]
+    made += [
+        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, 1, split_k=split, stream=True,
+               in_flight=in_flight, shared_ring=True, throughout=in_flight == 1)
+        for slot, warps, stages, split, in_flight in shared
+    ]  # fmt: skip
     return [c for c in made if spec.why_invalid(problem, c, target) is None]
 
 
@@ -374,7 +382,8 @@ def test_the_body_with_bulk_copies_compiles_and_keeps_in_registers(arch: Arch) -
     for problem in (Problem(256, 1536, 64, "bf16", 1, True), few, long):
         configs = _streams(problem, target)
         if problem is long:  # whose digits fill the registers
-            configs = [Config(4, 32, 8 * 32 * 4, 32, 1, 8, 2, 1, split_k=2, stream=True)]
+            one = Config(4, 32, 8 * 32 * 4, 32, 1, 8, 2, 1, split_k=2, stream=True)
+            configs = [one, dataclasses.replace(one, shared_ring=True)]
         assert configs
         for config in configs:
             cubin = compile_cubin(render(KERNEL, problem, config, target), arch)
@@ -392,6 +401,12 @@ def test_the_body_with_bulk_copies_compiles_and_keeps_in_registers(arch: Arch) -
         ({"blocks_per_sm": 4}, "32 warps"),
         ({"block_k": 8 * 32 * 9}, "a slot takes 9"),
         ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
+        ({"throughout": True, "in_flight": 1}, "throughout=True is for shared_ring=True"),
+        ({"shared_ring": True, "throughout": True}, "with in_flight=0"),
+        ({"shared_ring": True, "blocks_per_sm": 2}, "in one block an SM"),
+        ({"shared_ring": True, "block_m": 1}, "block_m=1"),
+        ({"shared_ring": True, "warps_k": 16, "block_k": 16 * 32}, "18 warps"),
+        ({"shared_ring": True, "stream": False}, "are for stream=True"),
     ],
 )
 def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 
 from kerngen.arch import Target, find_arch, find_device
+from kerngen.compile import compile_cubin
+from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.w4a16_gemm import spec as gemm
 from kerngen.templates.w4a16_norm.spec import Config, Problem, pays, workspace_bytes
@@ -23,13 +26,13 @@ def test_the_default_is_a_tile_for_all_tokens(num_tokens: int, target: Target) -
     config = KERNEL.default_config(problem, target)
     assert KERNEL.why_invalid(problem, config, target) is None
     assert config.block_m == (4 if num_tokens <= 4 else 8)
-    assert KERNEL.body(config, target.arch).template == ("stream.cu.jinja" if num_tokens <= 4 else "kernel.cu.jinja")
+    few = "block_stream.cu.jinja" if target is H200 else "stream.cu.jinja"
+    assert KERNEL.body(config, target.arch).template == (few if num_tokens <= 4 else "kernel.cu.jinja")
 
 
-@pytest.mark.parametrize("target", [H100, H200], ids=str)
-@pytest.mark.parametrize("num_tokens", [4, 8])
+@pytest.mark.parametrize(("num_tokens", "target"), [(4, H100), (8, H100), (8, H200)], ids=str)
 def test_w_is_cut_as_w4a16_gemm_cuts_it(num_tokens: int, target: Target) -> None:
-    """So what a step's looks chose for one serves the other."""
+    """So what a step's looks chose for one serves the other; of few tokens an H200's norms share their rings alone."""
     problem = Problem(5376, 16384, num_tokens=num_tokens)
     cut, gemm_config = (KERNEL.default_config(problem, target).product, gemm.default_config(problem.product, target))
     assert replace(cut, in_flight=0) == replace(gemm_config, in_flight=0)
@@ -62,6 +65,20 @@ def test_what_it_refuses() -> None:
     assert "at least 1 an SM" in str(KERNEL.why_invalid(eight, replace(ring, blocks_per_sm=0), H200))
     assert "split_k=2" in str(KERNEL.why_invalid(eight, replace(ring, split_k=2), H200))
     assert "at most 8" in str(KERNEL.why_unsupported(replace(DOWN, num_tokens=9), H200))
+
+
+@pytest.mark.parametrize("k", [8192, 16384, 21504])
+def test_a_block_of_the_norm_has_registers_beside_one_whose_ring_is_shared(k: int) -> None:
+    problem = Problem(5376, k)
+    config: Config = KERNEL.default_config(problem, H200)
+    assert config.shared_ring
+    assert config.throughout
+    entries = compile_cubin(render(KERNEL, problem, config, H200), H200.arch).entries
+    launches = KERNEL.launches(problem, config, H200)
+    assert sum(8 * ceil(entries[x.entry].registers / 8) * x.block[0] for x in launches) <= H200.arch.regs_per_sm
+    assert all(e.spill_store_bytes == 0 for e in entries.values())
+    more = replace(config, warps_k=14, block_k=14 * 32, split_k=k // 8192 * 3)
+    assert "beside a block of the norm" in str(KERNEL.why_invalid(problem, more, H200))
 
 
 def test_the_workspace_has_a_tile_of_rows_before_what_blocks_post() -> None:

@@ -1,0 +1,209 @@
+// W4A16 products with up to four tokens, as w4_stream.cuh's, by a ring that all warps of a block share: what w4a16_gemm and
+// w4a16_norm are made of where `shared_ring` is chosen.
+//
+// One more warp fetches, a slot of the ring with one copy, and another one adds up the warps' sums of a unit while they
+// multiply the next. So those that multiply wait for x and for nothing else: where each fetches for itself, it is late for
+// x by what it still has to ask for, and the ring is full and memory idle until then (docs/experiments.md, "A ring for all
+// warps of a block"). Sums of two units take the room that those of all do there: the ring has it.
+//
+// Of a block's slots at most IN_FLIGHT are on their way at a time, until the ring has been full once or, THROUGHOUT, ever:
+// where blocks wait for each other's sums, what one asks for beyond its share of the memory's rate makes others late.
+//
+// A round of a unit is what a slot holds: tiles that follow each other in a row of W, of which each warp has a run.
+#pragma once
+#include "common/bulk.cuh"
+#include "common/w4_partials.cuh"
+#include "common/w4_posts.cuh"
+#include "common/w4_store.cuh"
+#include "common/w4_stream_x.cuh"
+
+// S and POSTS_OUT: as W4Stream's; BLOCK_K columns are a slot.
+template <class S, bool POSTS_OUT = false> struct W4BlockStream {
+    static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
+    static constexpr int IN_FLIGHT = S::IN_FLIGHT;
+    static constexpr bool THROUGHOUT = S::THROUGHOUT, BF16 = S::BF16, GATED = S::GATED;
+    static constexpr int FETCHES = WARPS, ADDS = WARPS + 1;  // warps, behind those that multiply
+    static constexpr int THREADS = 32 * (WARPS + 2), STRIP = 32, TOKENS = S::BLOCK_M;
+    static constexpr int QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
+    static constexpr int DEPTH = 2;                   // units whose sums wait to be added up
+    static constexpr int NUM_STRIPS = N / STRIP, NUM_TILES = K / STRIP, UNITS = NUM_STRIPS * SPLIT_K;
+    static constexpr int GROUP = S::GROUP_SIZE / STRIP, NUM_STEPS = NUM_TILES / GROUP;  // a step: tiles that share scales
+    static constexpr int PART_STEPS = ceil_div(NUM_STEPS, SPLIT_K);                     // of a unit, at most
+    static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / GROUP, PER_WARP = SLOT_STEPS / WARPS;
+    static constexpr int ROUNDS = ceil_div(PART_STEPS, SLOT_STEPS), BEFORE_LAST = (ROUNDS - 1) * SLOT_STEPS;
+    static constexpr int LAST = ceil_div(PART_STEPS - BEFORE_LAST, WARPS);  // steps of a warp in the last round, at most
+    static constexpr int STEPS = (ROUNDS - 1) * PER_WARP + LAST;
+    static constexpr bool EVEN = NUM_STEPS % SPLIT_K == 0 && PART_STEPS % WARPS == 0;
+    typedef W4Slots<BF16, STEPS, GROUP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES> Slots;
+    typedef W4StreamX<Slots, TOKENS> X;
+    static_assert(TOKENS == 4 && S::BLOCK_N == STRIP && PER_WARP > 0 && S::BLOCK_K % (STRIP * GROUP * WARPS) == 0);
+
+    struct alignas(128) Shared {
+        uint8_t slots[STAGES][Slots::BYTES];
+        uint64_t full[STAGES], empty[STAGES], sums_full[DEPTH], sums_empty[DEPTH];
+        alignas(16) float4 sums[DEPTH][WARPS][QUADS];
+        // behind it: uint8_t scratch[WARPS][X::X_BYTES], and with several parts of K for each unit of a block its sums,
+        // float4 kept[][QUADS]
+    };
+
+    // A place in a ring of COUNT, and the parity of the phase in which its barrier completes next.
+    template <int COUNT> struct Place {
+        int slot = 0;
+        uint32_t parity = 0;
+        DEVICE void next() {
+            if (++slot == COUNT) slot = 0, parity ^= 1;
+        }
+    };
+
+    static DEVICE void init(uint64_t* barrier, int arrivals) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(barrier)), "r"(arrivals) : "memory");
+    }
+    static DEVICE void arrive(uint64_t* barrier) {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(barrier)) : "memory");
+    }
+    // A block's units begin with this one.
+    static DEVICE int run_begin(int block) {
+        const int each = UNITS / int(gridDim.x);
+        return block * each + min_of(block, UNITS - each * int(gridDim.x));
+    }
+    // The first step of a part of K.
+    static DEVICE int part_begin(int part) { return NUM_STEPS * part / SPLIT_K; }
+
+    // By one lane: all slots of units first .. end - 1, in order.
+    static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, int first_unit, int end) {
+        const uint64_t policy = evict_first();
+        Place<STAGES> at, arrived;  // arrived: IN_FLIGHT slots behind `at`
+        int number = 0;
+        for (int unit = first_unit; unit < end; unit++) {
+            const int strip = unit % NUM_STRIPS, begin = part_begin(unit / NUM_STRIPS);
+            const int all = part_begin(unit / NUM_STRIPS + 1) - begin;
+            for (int r = 0; r < ROUNDS; r++, number++, at.next()) {
+                if (number >= STAGES) barrier_wait(&s.empty[at.slot], at.parity ^ 1);
+                if (number >= IN_FLIGHT && (THROUGHOUT || number < STAGES)) {
+                    barrier_wait(&s.full[arrived.slot], arrived.parity);
+                    arrived.next();
+                }
+                const int64_t first = int64_t(strip) * NUM_STEPS + begin + r * SLOT_STEPS;
+                const int count = min(SLOT_STEPS, all - r * SLOT_STEPS);
+                barrier_expect(&s.full[at.slot], count * (GROUP * 512 + 64));
+                if (!EVEN && count == 0) continue;
+                uint8_t* const slot = s.slots[at.slot];
+                copy_bulk(slot, w + first * (GROUP * 32), count * (GROUP * 512), &s.full[at.slot], policy);
+                copy_bulk(slot + Slots::WORDS_BYTES, scales + first * 8, count * 64, &s.full[at.slot], policy);
+            }
+        }
+    }
+
+    // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
+    // so, [strip][SPLIT_K][QUADS]; null where SPLIT_K is 1.
+    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* posts,
+                           int num_tokens) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
+        const int first_unit = run_begin(blockIdx.x), end = run_begin(blockIdx.x + 1);
+        uint8_t* const scratch = reinterpret_cast<uint8_t*>(&s + 1);
+        float4* const kept = reinterpret_cast<float4*>(scratch + WARPS * X::X_BYTES);
+        if (warp == FETCHES && lane == 0) {
+#pragma unroll
+            for (int i = 0; i < STAGES; i++) init(&s.full[i], 1), init(&s.empty[i], 32 * WARPS);
+#pragma unroll
+            for (int i = 0; i < DEPTH; i++) init(&s.sums_full[i], 32 * WARPS), init(&s.sums_empty[i], 32);
+            barrier_init_fence();
+        }
+        __syncthreads();
+
+        auto store = [&](int strip, int q, float4 v) {
+            if constexpr (POSTS_OUT) post_outputs4<BF16>(out, q / 8, N, strip, q % 8, v.x, v.y, v.z, v.w);
+            else store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
+        };
+        auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
+
+        if (warp == FETCHES) {
+            if (lane == 0) fetch(s, w, scales, first_unit, end);
+        } else {
+            pdl_wait();
+            if constexpr (POSTS_OUT) pdl_launch_dependents();
+            if (warp == ADDS) {
+                Place<DEPTH> at;
+                for (int unit = first_unit; unit < end; unit++, at.next()) {
+                    barrier_wait(&s.sums_full[at.slot], at.parity);
+                    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+                    for (int k = 0; k < WARPS; k++)
+                        if (lane < quads) add(sum, s.sums[at.slot][k][lane]);
+                    arrive(&s.sums_empty[at.slot]);
+                    const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
+                    if (lane >= quads) continue;
+                    if constexpr (SPLIT_K == 1) store(strip, lane, sum);
+                    else if (k != strip % SPLIT_K) post4(post_of(strip, k, lane), posted_sums(sum));
+                    else kept[(unit - first_unit) * QUADS + lane] = sum;
+                }
+            } else {
+                multiply(s, x, scratch + warp * X::X_BYTES, first_unit, end, num_tokens);
+            }
+        }
+
+        if constexpr (SPLIT_K > 1) {
+            __syncthreads();
+            const int num_sums = (end - first_unit) * quads;
+            for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {
+                const int index = i / quads, q = i - index * quads, unit = first_unit + index;
+                const int strip = unit % NUM_STRIPS, mine = strip % SPLIT_K;
+                const bool adds = i < num_sums && unit / NUM_STRIPS == mine;
+                const uint4* from[SPLIT_K];
+                uint4 parts[SPLIT_K];
+#pragma unroll
+                for (int k = 0; k < SPLIT_K; k++) from[k] = adds && k != mine ? post_of(strip, k, q) : nullptr;
+                receive(parts, from);
+                if (!adds) continue;
+                const float4 own = kept[index * QUADS + q];
+                float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+                for (int k = 0; k < SPLIT_K; k++) {
+                    add(sum, k == mine ? own : as_sums(parts[k]));
+                    if (k != mine) post4(post_of(strip, k, q), make_uint4(0, 0, 0, 0));  // for the next launch
+                }
+                store(strip, q, sum);
+            }
+        }
+    }
+
+    // A warp's share of units first .. end - 1.
+    static DEVICE void multiply(Shared& s, const uint32_t* x, uint8_t* scratch, int first_unit, int end, int num_tokens) {
+        const int warp = threadIdx.x / 32;
+        X tokens;
+        int part = -1, last_first = 0;  // of K, whose columns `tokens` holds; the warp's first tile in the last round
+        Place<STAGES> at;
+        Place<DEPTH> to;
+        for (int unit = first_unit; unit < end; unit++, to.next()) {
+            if (part != unit / NUM_STRIPS) {
+                part = unit / NUM_STRIPS;
+                constexpr int PER_ROUND = PER_WARP * GROUP, BEFORE = (ROUNDS - 1) * PER_ROUND;
+                const int begin = part_begin(part), left = part_begin(part + 1) - begin - BEFORE_LAST;
+                last_first = left * warp / WARPS * GROUP;
+                const int count = BEFORE + left * (warp + 1) / WARPS * GROUP - last_first;
+                const int of_last = (begin + BEFORE_LAST) * GROUP + last_first - BEFORE;
+                const int of_others = begin * GROUP + warp * PER_ROUND;
+                const auto tile = [&](int i) {
+                    return i >= BEFORE ? of_last + i : of_others + i / PER_ROUND * (SLOT_STEPS * GROUP) + i % PER_ROUND;
+                };
+                tokens.load(x, K / 2, count, num_tokens, scratch,
+                            [&](int i, int of_pair) { return of_pair ? tile(2 * i + 1) : tile(2 * i); });
+            }
+            typename X::Sums sums;
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++) {
+                barrier_wait(&s.full[at.slot], at.parity);
+                const int first = r == ROUNDS - 1 ? last_first : warp * (PER_WARP * GROUP);
+#pragma unroll
+                for (int i = 0; i < (r == ROUNDS - 1 ? LAST : PER_WARP); i++)
+                    tokens.multiply(sums, s.slots[at.slot], first + i * GROUP, (r * PER_WARP + i) * GROUP);
+                arrive(&s.empty[at.slot]);
+                at.next();
+            }
+            if (unit >= first_unit + DEPTH) barrier_wait(&s.sums_empty[to.slot], to.parity ^ 1);
+            tokens.put(sums, s.sums[to.slot][warp], num_tokens);
+            arrive(&s.sums_full[to.slot]);
+        }
+    }
+};

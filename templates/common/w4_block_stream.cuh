@@ -124,13 +124,13 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
             pdl_wait();
             if constexpr (POSTS_OUT) pdl_launch_dependents();
             if (warp == ADDS) {
+                const int quad = min(lane, quads - 1);
                 Place<DEPTH> at;
                 for (int unit = first_unit; unit < end; unit++, at.next()) {
                     barrier_wait(&s.sums_full[at.slot], at.parity);
                     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-                    for (int k = 0; k < WARPS; k++)
-                        if (lane < quads) add(sum, s.sums[at.slot][k][lane]);
+                    for (int k = 0; k < WARPS; k++) add(sum, s.sums[at.slot][k][quad]);
                     arrive(&s.sums_empty[at.slot]);
                     const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
                     if (lane >= quads) continue;

@@ -237,13 +237,18 @@ def _streamed(p: Problem, target: Target) -> Iterator[gemm.Config]:
 
 
 def _by_shared_ring(p: Problem, target: Target) -> Iterator[gemm.Config]:
-    """Rows of 8,192 columns and more in parts of about 86 tiles, some 48 KB of which are on their way."""
-    if p.n < 4096 or p.k < 8192:
-        return
+    """Long rows in parts of some 80 tiles, 48 to 72 KB of them on their way; in halves where whole ones are not quite
+    a round of all blocks.
+    """
+    strips = p.n // STRIP
     if p.k >= gemm.LEFT_TO_RING:
         yield _stream(12 * 7 * STRIP, 12, 4, 8, 1, shared=True)
-    else:
-        yield _stream(8 * 4 * STRIP, 8, 10, 6 if p.k >= gemm.IN_SIXTHS else 3, 4, shared=True)
+    elif p.k >= gemm.IN_SIXTHS:
+        yield _stream(8 * 4 * STRIP, 8, 10, 6, 3, shared=True)
+    elif p.k >= 8192 and strips > target.device.num_sms:
+        yield _stream(8 * 4 * STRIP, 8, 10, 3, 4, shared=True)
+    elif 3000 <= p.k < 5000 and 0.9 < strips / target.device.num_sms <= 1:
+        yield _stream(8 * 8 * STRIP, 8, 5, 2, 1, shared=True)
 
 
 def _others(p: Problem, target: Target) -> Iterator[gemm.Config]:

@@ -46,7 +46,7 @@ class Drafter:
         ops = self.ops
         ops.place = self.stack.name
         if kv_lens is None:
-            kv_lens = lengths.to(torch.int32)  # before draft_inputs: attention reads it ahead (docs/architecture.md)
+            kv_lens = as_int32(lengths)
         given = ops.draft_inputs(ids, hidden, self.target.weights.embed, self.target.embed_scale)
         residual = ops.linear(given, self.weights.pre).to(ops.residual_dtype)
 
@@ -98,7 +98,7 @@ class Drafter:
     ) -> Tensor:
         """`count` greedy drafts [B, count] int64 after ids [B]; arguments as for step."""
         drafts: list[Tensor] = []
-        kv_lens = lengths.to(torch.int32)
+        kv_lens = as_int32(lengths)
         y = None
         for _ in range(count):
             if y is not None:  # behind the head, while which its weights come; nobody asks for the last one's
@@ -113,3 +113,10 @@ class Drafter:
         return self.ops.centroid_logits(
             y, centroids.centroids, self.config.centroid_top_k, centroids.token_ids, self.weights.head.weight
         )
+
+
+def as_int32(lengths: Tensor) -> Tensor:
+    """lengths [B] int64, below 2^31, as int32: of one sequence where they lie, which takes no launch. Made before
+    draft_inputs, since attention reads them ahead (docs/architecture.md).
+    """
+    return lengths.view(torch.int32)[::2].contiguous()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
@@ -25,6 +26,9 @@ from kerngen.runtime.launcher import Function, Launcher, probe_device, shares_sm
 from kerngen.templates.kernel import Case, Kernel, Tolerance, spread
 
 COMPARED = 1 << 26  # elements that are compared at once
+# Before a case is timed: behind milliseconds on the tensor cores (a baseline's, the ceilings') an H200 runs some
+# kernels slower by an eighth, for a tenth of a second, at the clock that it had before (docs/experiments.md).
+REST_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +352,8 @@ def bench_row(launcher: Launcher, kernel: Kernel, case: Case) -> dict[str, Any]:
             contenders[name] = captured(calls)
         except Exception as e:  # a baseline may not support the case; the row says so
             refused[f"baseline_{name}_us"] = f"{type(e).__name__}: {e}"[:120]
+    torch.cuda.synchronize()
+    time.sleep(REST_S)
     timings = dict(zip(contenders, time_in_turn(list(contenders.values())), strict=True))
     timing, cost = timings.pop(""), kernel.cost(case.problem)
     gbps, tflops = cost.bytes / timing.p50_us / 1e3, cost.flops / timing.p50_us / 1e6

@@ -10,6 +10,9 @@
 // where blocks wait for each other's sums, what one asks for beyond its share of the memory's rate makes others late.
 //
 // A round of a unit is what a slot holds: tiles that follow each other in a row of W, of which each warp has a run.
+//
+// Whole strips of several rounds are claimed, but for as many as the ring holds before x is there and most of the others: what
+// an SM gets of the memory's rate differs by a fifth, and the next launch's blocks wait for the last one.
 #pragma once
 #include "common/bulk.cuh"
 #include "common/w4_partials.cuh"
@@ -26,6 +29,7 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
     static constexpr int THREADS = 32 * (WARPS + 2), STRIP = 32, TOKENS = S::BLOCK_M;
     static constexpr int QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
     static constexpr int DEPTH = 2;                   // units whose sums wait to be added up
+    static constexpr int NONE = -1;                   // in the place of a unit: there are no more
     static constexpr int NUM_STRIPS = N / STRIP, NUM_TILES = K / STRIP, UNITS = NUM_STRIPS * SPLIT_K;
     static constexpr int GROUP = S::GROUP_SIZE / STRIP, NUM_STEPS = NUM_TILES / GROUP;  // a step: tiles that share scales
     static constexpr int PART_STEPS = ceil_div(NUM_STEPS, SPLIT_K);                     // of a unit, at most
@@ -36,11 +40,15 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
     static constexpr bool EVEN = NUM_STEPS % SPLIT_K == 0 && PART_STEPS % WARPS == 0;
     typedef W4Slots<BF16, STEPS, GROUP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES> Slots;
     typedef W4StreamX<Slots, TOKENS> X;
+    static constexpr bool CLAIMS = SPLIT_K == 1 && ROUNDS > 1;
+    static constexpr int CLAIMED = 2;                         // units of each block, and what makes no round of all blocks
+    static constexpr int AT_ONCE = ceil_div(STAGES, ROUNDS);  // units that the ring holds
     static_assert(TOKENS == 4 && S::BLOCK_N == STRIP && PER_WARP > 0 && S::BLOCK_K % (STRIP * GROUP * WARPS) == 0);
 
     struct alignas(128) Shared {
         uint8_t slots[STAGES][Slots::BYTES];
         uint64_t full[STAGES], empty[STAGES], sums_full[DEPTH], sums_empty[DEPTH];
+        int units[STAGES], sums_units[DEPTH];  // CLAIMS: of a unit's first slot, and of its sums
         alignas(16) float4 sums[DEPTH][WARPS][QUADS];
         // behind it: uint8_t scratch[WARPS][X::X_BYTES], and with several parts of K for each unit of a block its sums,
         // float4 kept[][QUADS]
@@ -69,22 +77,30 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
     // The first step of a part of K.
     static DEVICE int part_begin(int part) { return NUM_STEPS * part / SPLIT_K; }
 
-    // By one lane: all slots of units first .. end - 1, in order.
-    static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, int first_unit, int end) {
+    // Fetches in order. By one lane.
+    struct Fetcher {
+        Shared& s;
+        const uint4* w;
+        const uint2* scales;
         const uint64_t policy = evict_first();
         Place<STAGES> at, arrived;  // arrived: IN_FLIGHT slots behind `at`
         int number = 0;
-        for (int unit = first_unit; unit < end; unit++) {
+
+        DEVICE void wait_for_room() {
+            if (number >= STAGES) barrier_wait(&s.empty[at.slot], at.parity ^ 1);
+            if (number >= IN_FLIGHT && (THROUGHOUT || number < STAGES)) {
+                barrier_wait(&s.full[arrived.slot], arrived.parity);
+                arrived.next();
+            }
+        }
+        DEVICE void fetch(int unit) {
             const int strip = unit % NUM_STRIPS, begin = part_begin(unit / NUM_STRIPS);
             const int all = part_begin(unit / NUM_STRIPS + 1) - begin;
             for (int r = 0; r < ROUNDS; r++, number++, at.next()) {
-                if (number >= STAGES) barrier_wait(&s.empty[at.slot], at.parity ^ 1);
-                if (number >= IN_FLIGHT && (THROUGHOUT || number < STAGES)) {
-                    barrier_wait(&s.full[arrived.slot], arrived.parity);
-                    arrived.next();
-                }
+                wait_for_room();
                 const int64_t first = int64_t(strip) * NUM_STEPS + begin + r * SLOT_STEPS;
                 const int count = min(SLOT_STEPS, all - r * SLOT_STEPS);
+                if (CLAIMS && r == 0) s.units[at.slot] = unit;
                 barrier_expect(&s.full[at.slot], count * (GROUP * 512 + 64));
                 if (!EVEN && count == 0) continue;
                 uint8_t* const slot = s.slots[at.slot];
@@ -92,10 +108,30 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
                 copy_bulk(slot + Slots::WORDS_BYTES, scales + first * 8, count * 64, &s.full[at.slot], policy);
             }
         }
-    }
+        DEVICE void end() {
+            wait_for_room();
+            s.units[at.slot] = NONE;
+            barrier_expect(&s.full[at.slot], 0);
+        }
+        // next: zero, and left so by who claims last. A launch before may be claiming until pdl_wait.
+        DEVICE void fetch_claimed(uint32_t* next) {
+            const int grid = gridDim.x, own = max_of(min_of(AT_ONCE, UNITS / grid), UNITS / grid - CLAIMED);
+            for (int i = 0; i < own; i++) fetch(i * grid + blockIdx.x);
+            pdl_wait();
+            const int left = UNITS - own * grid;  // of all blocks
+            int claimed = count_in(next);
+            while (claimed < left) {
+                const int upcoming = count_in(next);  // on its way while this one is fetched
+                fetch(own * grid + claimed);
+                claimed = upcoming;
+            }
+            if (claimed == left + grid - 1) post(next, 0);
+            end();
+        }
+    };
 
     // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
-    // so, [strip][SPLIT_K][QUADS]; null where SPLIT_K is 1.
+    // so, [strip][SPLIT_K][QUADS]; where SPLIT_K is 1, how many units are claimed.
     static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* posts,
                            int num_tokens) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -119,15 +155,20 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
 
         if (warp == FETCHES) {
-            if (lane == 0) fetch(s, w, scales, first_unit, end);
+            if (lane == 0) {
+                Fetcher fetcher{s, w, scales};
+                if constexpr (CLAIMS) fetcher.fetch_claimed(reinterpret_cast<uint32_t*>(posts));
+                else for (int unit = first_unit; unit < end; unit++) fetcher.fetch(unit);
+            }
         } else {
             pdl_wait();
             if constexpr (POSTS_OUT) pdl_launch_dependents();
             if (warp == ADDS) {
                 const int quad = min(lane, quads - 1);
                 Place<DEPTH> at;
-                for (int unit = first_unit; unit < end; unit++, at.next()) {
+                for (int unit = first_unit; CLAIMS || unit < end; unit++, at.next()) {
                     barrier_wait(&s.sums_full[at.slot], at.parity);
+                    if (CLAIMS && (unit = s.sums_units[at.slot]) == NONE) break;
                     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
                     for (int k = 0; k < WARPS; k++) add(sum, s.sums[at.slot][k][quad]);
@@ -168,14 +209,24 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         }
     }
 
-    // A warp's share of units first .. end - 1.
+    // A warp's share of all units.
     static DEVICE void multiply(Shared& s, const uint32_t* x, uint8_t* scratch, int first_unit, int end, int num_tokens) {
         const int warp = threadIdx.x / 32;
         X tokens;
         int part = -1, last_first = 0;  // of K, whose columns `tokens` holds; the warp's first tile in the last round
         Place<STAGES> at;
         Place<DEPTH> to;
-        for (int unit = first_unit; unit < end; unit++, to.next()) {
+        for (int unit = first_unit, number = 0; CLAIMS || unit < end; unit++, number++, to.next()) {
+            if (CLAIMS) {
+                barrier_wait(&s.full[at.slot], at.parity);
+                unit = s.units[at.slot];
+                if (unit == NONE) {
+                    if (number >= DEPTH) barrier_wait(&s.sums_empty[to.slot], to.parity ^ 1);
+                    if (threadIdx.x == 0) s.sums_units[to.slot] = NONE;
+                    arrive(&s.sums_full[to.slot]);
+                    break;
+                }
+            }
             if (part != unit / NUM_STRIPS) {
                 part = unit / NUM_STRIPS;
                 constexpr int PER_ROUND = PER_WARP * GROUP, BEFORE = (ROUNDS - 1) * PER_ROUND;
@@ -201,8 +252,9 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
                 arrive(&s.empty[at.slot]);
                 at.next();
             }
-            if (unit >= first_unit + DEPTH) barrier_wait(&s.sums_empty[to.slot], to.parity ^ 1);
+            if (number >= DEPTH) barrier_wait(&s.sums_empty[to.slot], to.parity ^ 1);
             tokens.put(sums, s.sums[to.slot][warp], num_tokens);
+            if (CLAIMS && threadIdx.x == 0) s.sums_units[to.slot] = unit;
             arrive(&s.sums_full[to.slot]);
         }
     }

@@ -91,10 +91,10 @@ class Tiling:
         units that wait, too.
         """
         if self.shared_ring:
-            barriers = 16 * (self.num_stages + UNITS_WAITING)
-            sums = UNITS_WAITING * self.warps_k * self.unit_bytes
-            ring = -(-(self.num_stages * self.stage_bytes(group_size) + barriers + sums) // 128) * 128
-            return ring + X_SCRATCH_BYTES * self.warps_k
+            places = self.num_stages + UNITS_WAITING  # two barriers and whose it is
+            ring = -(-(self.num_stages * self.stage_bytes(group_size) + places * (16 + 4)) // 16) * 16
+            ring += UNITS_WAITING * self.warps_k * self.unit_bytes
+            return -(-ring // 128) * 128 + X_SCRATCH_BYTES * self.warps_k
         if self.stream:
             ring = -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
             return ring + (X_SCRATCH_BYTES * self.warps_k if self.block_m > 1 else 0)

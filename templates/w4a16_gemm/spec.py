@@ -251,8 +251,11 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """The sums that blocks post to each other, zero between launches; 0 where no tile is shared.
 
-    With gemv a counter before them, a tile of rows, of which there is one for all tokens.
+    With gemv a counter before them, a tile of rows, of which there is one for all tokens; with a shared ring and whole
+    strips a counter of these.
     """
+    if config.shared_ring and config.split_k == 1:
+        return 16  # how many strips are claimed
     if config.gemv or config.stream:
         tiles = ceil(problem.n / config.block_n)
         counters = 16 * ceil(tiles / 4) if config.gemv else 0

@@ -67,9 +67,11 @@ def test_what_it_refuses() -> None:
     assert "at most 8" in str(KERNEL.why_unsupported(replace(DOWN, num_tokens=9), H200))
 
 
-@pytest.mark.parametrize("k", [8192, 16384, 21504])
-def test_a_block_of_the_norm_has_registers_beside_one_whose_ring_is_shared(k: int) -> None:
-    problem = Problem(5376, k)
+@pytest.mark.parametrize(
+    ("n", "k", "num_tokens"), [(5376, 8192, 2), (5376, 16384, 4), (5376, 21504, 4), (3840, 4096, 4)]
+)
+def test_a_block_of_the_norm_has_registers_beside_one_whose_ring_is_shared(n: int, k: int, num_tokens: int) -> None:
+    problem = Problem(n, k, num_tokens=num_tokens)
     config: Config = KERNEL.default_config(problem, H200)
     assert config.shared_ring
     assert config.throughout
@@ -77,7 +79,7 @@ def test_a_block_of_the_norm_has_registers_beside_one_whose_ring_is_shared(k: in
     launches = KERNEL.launches(problem, config, H200)
     assert sum(8 * ceil(entries[x.entry].registers / 8) * x.block[0] for x in launches) <= H200.arch.regs_per_sm
     assert all(e.spill_store_bytes == 0 for e in entries.values())
-    more = replace(config, warps_k=14, block_k=14 * 32, split_k=k // 8192 * 3)
+    more = replace(config, warps_k=14, block_k=14 * 32, split_k=k // 8192 * 3 or 1)
     assert "beside a block of the norm" in str(KERNEL.why_invalid(problem, more, H200))
 
 

@@ -399,7 +399,7 @@ def _shared(rounds: float, tiles: int) -> _Way:
 
 def _ways_by_fast_memory(rounds: float, k: int) -> tuple[_Way, ...]:
     """As _ways_of_fours, where an H200's steps chose otherwise."""
-    if rounds >= 1.5:
+    if rounds >= 1.5 or (rounds == 1 and k >= 2048):
         return (_shared(rounds, k // STRIP),)
     if k < 2048:
         return (_Way(1, 8, 6, 4, 0),)

@@ -323,8 +323,17 @@ def test_two_to_eight_tokens_are_cut_by_what_a_row_and_the_strips_are(board: str
         assert way(43008, 5376, tokens) == (True, 1, 3 if is_fast else 2)
         assert of(43008, 5376, tokens).warps_k == (14 if is_fast else 12)
         assert way(16384, 5376, tokens) == (True, 1, 2 if is_fast else 1)
-        for n, k in ((43008, 5376), (16384, 5376), (30720, 3840), (8192, 3840), (20480, 2560), (8192, 2816)):
+        for n, k in (
+            (43008, 5376),
+            (16384, 5376),
+            (30720, 3840),
+            (8192, 3840),
+            (20480, 2560),
+            (8192, 2816),
+            (4224, 2816),
+        ):
             assert of(n, k, tokens).shared_ring == is_fast
+        assert not of(4096, 2560, tokens).shared_ring
         assert way(5376, 8192, tokens) == (True, 3, 0)
         assert way(5376, 16384, tokens) == (True, 6, 1)
         assert way(5376, 21504, tokens) == ((True, 8, 2) if is_fast else (False, 1, 0))

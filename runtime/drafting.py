@@ -119,4 +119,6 @@ def as_int32(lengths: Tensor) -> Tensor:
     """lengths [B] int64, below 2^31, as int32: of one sequence where they lie, which takes no launch. Made before
     draft_inputs, since attention reads them ahead (docs/architecture.md).
     """
-    return lengths.view(torch.int32)[::2].contiguous()
+    if len(lengths) == 1:
+        return lengths.view(torch.int32)[:1]  # the low half
+    return lengths.to(torch.int32)

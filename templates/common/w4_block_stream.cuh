@@ -12,7 +12,8 @@
 // A round of a unit is what a slot holds: tiles that follow each other in a row of W, of which each warp has a run.
 //
 // Whole strips of several rounds are claimed, but for as many as the ring holds before x is there and most of the others: what
-// an SM gets of the memory's rate differs by a fifth, and the next launch's blocks wait for the last one.
+// an SM gets of the memory's rate differs, by two fifths between the first and the last, and the next launch's blocks wait for
+// that one.
 #pragma once
 #include "common/bulk.cuh"
 #include "common/w4_partials.cuh"

@@ -283,7 +283,10 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     slot, most = c.block_k // step // c.warps_k, tiles * STRIP // step
     if slot > most or k // step < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
-    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * stream_warps(c) * stream_blocks(c)) // 8 * 8)
+    if c.shared_ring:
+        available = registers_of(32 * stream_warps(c), arch)
+    else:
+        available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.warps_k * stream_blocks(c)) // 8 * 8)
     if (need := stream_registers(c, tiles)) > available:
         return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
     return None
@@ -297,10 +300,17 @@ def stream_step(c: Tiling, group_size: int) -> int:
 def stream_registers(c: Tiling, tiles: int) -> int:
     """About what a thread needs with stream, of a warp with so many tiles of a strip's part."""
     many = stream_has_many(c, tiles)
+    if c.shared_ring:
+        return 52 + tiles * (3 if many else 6)
     if c.block_m > 1:
-        return (52 if c.shared_ring else 60) + tiles * (2 if many else 6)
+        return 60 + tiles * (2 if many else 6)
     pairs = ceil(tiles / 2)
     return 72 + 5 * pairs // 2 if many else 48 + 12 * pairs
+
+
+def registers_of(threads: int, arch: Arch) -> int:
+    """What ptxas gives each thread of a block of so many, at most: it counts in warpgroups."""
+    return min(arch.max_regs_per_thread, arch.regs_per_sm // (128 * ceil(threads / 128)) // 8 * 8)
 
 
 def stream_warps(c: Tiling) -> int:
@@ -325,7 +335,7 @@ def stream_has_many(c: Tiling, tiles: int) -> bool:
 
 def stream_blocks(c: Tiling) -> int:
     """An SM, that have registers with stream: of up to eight warps as many again, which are the next launch's."""
-    return c.blocks_per_sm * (1 if stream_warps(c) * c.blocks_per_sm > 8 else 2)
+    return c.blocks_per_sm * (1 if c.shared_ring or c.warps_k * c.blocks_per_sm > 8 else 2)
 
 
 MANY_TOKENS = 128  # of a tile of warpgroups: from here on sums may be added up beside, and the last tile begins early

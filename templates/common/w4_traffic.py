@@ -110,9 +110,10 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
 
 
 def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
-    """Without stages (gemv), or a ring for each warp (stream): a block's warps meet at a tile's end alone.
+    """Without stages (gemv), or by rings (stream): a block's warps meet at a tile's end alone.
 
-    What is on its way early (in_flight) is no part of it: of those that differ in that alone the first stands.
+    What is on its way early (in_flight, throughout) and who shares a ring is no part of it: of those that differ in
+    that alone the first stands.
 
     gemv's lanes load x four bytes at a time, each warp for itself, and a load touches a line for each row.
     """

@@ -333,7 +333,7 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
 
 class _Way(NamedTuple):
     """How stream cuts a W: parts of K, warps of a block, tiles of a warp in a slot and slots, at most, how many of
-    these are on their way while x is waited for, 0: all, and whether all warps share them.
+    these are on their way while x is waited for, 0: all, and whether all warps share them: then it is bytes.
     """
 
     parts: int
@@ -352,9 +352,12 @@ def streamed_by_fours(problem: Problem, target: Target) -> Config | None:
         step = w4_tiling.stream_step(base, problem.group_size)
         share = ceil(ceil(ceil(problem.k / step) / way.parts) / way.warps)  # of a warp, in steps
         slot = max(1, min(way.tiles * STRIP // step, share))
+        cut = replace(base, block_k=slot * step * way.warps)
+        few = way.in_flight
+        if way.shared:
+            few = max(1, round(few / cut.weight_bytes(problem.group_size)))
         for stages in range(way.slots, 1, -1):
-            in_flight = way.in_flight if way.in_flight < stages else 0
-            config = replace(base, block_k=slot * step * way.warps, num_stages=stages, in_flight=in_flight)
+            config = replace(cut, num_stages=stages, in_flight=few if few < stages else 0)
             if why_invalid(problem, config, target) is None:
                 return config
     return None
@@ -364,10 +367,15 @@ def _ways_of_fours(strips: int, k: int, target: Target) -> tuple[_Way, ...]:
     """Best first, by looks at the verification steps of the 31B, the 12B, E4B and the 26B-A4B on an H100 and, of E2B as
     well, on an H200, each matrix exchanged alone (docs/experiments.md). None for what is left to other bodies.
     """
-    whole_share = k // STRIP  # at least: all that a warp has of a unit goes into one slot
     rounds = strips / target.device.num_sms  # that blocks make of whole strips
-    if target.device.has_fast_memory and (ways := _ways_by_fast_memory(rounds, k)):
-        return ways
+    if not target.device.has_fast_memory:
+        return _ways_by_slower_memory(rounds, strips, k)
+    return *_shared(rounds, k // STRIP), *(_ways_by_fast_memory(rounds, k) or _ways_by_slower_memory(rounds, strips, k))
+
+
+def _ways_by_slower_memory(rounds: float, strips: int, k: int) -> tuple[_Way, ...]:
+    """As an H100's steps chose, and for what no look on an H200 changed."""
+    whole_share = k // STRIP  # at least: all that a warp has of a unit goes into one slot
     if rounds >= 1.5 and k < 2048:  # E2B's, whose steps were looked at on an H200 alone
         return (_Way(1, 8, ceil(k / STRIP / 16), 4, 0),) if strips * STRIP * k > STREAMED_WEIGHTS else ()
     if rounds >= 4.5:  # gate and up
@@ -387,22 +395,27 @@ def _ways_of_fours(strips: int, k: int, target: Target) -> tuple[_Way, ...]:
     return (_Way(1, 8, 6, 4, 0),) if k >= 2048 and rounds >= 2 / 3 else ()
 
 
-def _shared(rounds: float, tiles: int) -> _Way:
-    """Whole strips through a ring for all warps of a block, of `tiles` tiles each: in slots of two tiles a warp, or of
-    what it has of a short row. q, k and v follow what blocks wait for each other in, and ask for less at a time.
+def _shared(rounds: float, tiles: int) -> tuple[_Way, ...]:
+    """Whole strips through a ring for all warps of a block, of `tiles` tiles each, where there are enough of them and
+    registers hold their digits: in slots of two tiles a warp, or of what it has of a short row. q, k and v follow what
+    blocks wait for each other in, and ask for less at a time.
     """
     warps = next((w for w in (14, 12, 10) if tiles % w == 0), 8)
-    of_slot = 2 if tiles * STRIP >= 3000 else min(8, ceil(tiles / warps))
-    slot_bytes = warps * of_slot * STRIP * (STRIP // 2 + 2)
-    return _Way(1, warps, of_slot, 12, max(1, round(SHARED_IN_FLIGHT[rounds >= 4.5] / slot_bytes)), shared=True)
+    is_short = tiles * STRIP < 3000
+    if ceil(tiles / warps) > w4_tiling.MOST_QUADS or not (rounds >= 1.5 or (rounds == 1 and tiles >= 64)):
+        return ()
+    of_slot = min(8, ceil(tiles / warps)) if is_short else 2
+    return (_Way(1, warps, of_slot, 12, SHARED_IN_FLIGHT[rounds >= 4.5], shared=True),)
 
 
 def _ways_by_fast_memory(rounds: float, k: int) -> tuple[_Way, ...]:
     """As _ways_of_fours, where an H200's steps chose otherwise."""
-    if rounds >= 1.5 or (rounds == 1 and k >= 2048):
-        return (_shared(rounds, k // STRIP),)
     if k < 2048:
-        return (_Way(1, 8, 6, 4, 0),)
+        return (_Way(1, 12, 4, 7 if rounds >= 4.5 else 4, 1) if rounds >= 1.5 else _Way(1, 8, 6, 4, 0),)
+    if rounds >= 4.5:  # gate and up
+        if k < LONG_ROW:
+            return (_Way(1, 16, 5, 4, 1),)
+        return (_Way(1, 14, 4, 5, 1),) if k >= 5000 else ()
     if k >= LEFT_TO_RING:
         return (_Way(8, 12, 4, 6, 2),)
     if rounds >= 1:

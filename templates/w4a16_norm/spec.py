@@ -165,8 +165,8 @@ def _registers_beside(problem: Problem, config: Config, arch: Arch) -> int:
 
 
 def _bound_threads(problem: Problem, config: Config, arch: Arch) -> int:
-    """Of the block whose threads ptxas gives no more registers than that; it counts in warpgroups."""
-    least = ceil(arch.regs_per_sm / (_registers_beside(problem, config, arch) + 8) / 128) * 128
+    """Of the block whose threads ptxas gives no more registers than that (w4_tiling.registers_of)."""
+    least = 128 * (arch.regs_per_sm // (128 * (_registers_beside(problem, config, arch) + 8)) + 1)
     return max(least, 32 * w4_tiling.stream_warps(config.product))
 
 
@@ -194,11 +194,21 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if why := why_row_invalid(problem.n, config.vecs_per_thread, 1, registers, vecs, target.arch):
         return why
     if config.shared_ring:
-        tiles = w4_tiling.stream_tiles(config.product, problem.k, problem.group_size)
-        need = w4_tiling.stream_registers(config.product, tiles)
-        if need > (left := _registers_beside(problem, config, target.arch)):
-            return (f"about {need} registers a thread for x of {tiles} tiles; beside a block of the norm an SM has "
-                    f"{left} for each of {config.warps_k} warps and {w4_tiling.HELPERS}")  # fmt: skip
+        return _why_not_beside(problem, config, target)
+    return None
+
+
+def _why_not_beside(problem: Problem, config: Config, target: Target) -> str | None:
+    """Why no block of the norm is resident beside one of the product, whose ring is shared."""
+    arch, tiles = target.arch, w4_tiling.stream_tiles(config.product, problem.k, problem.group_size)
+    need = w4_tiling.stream_registers(config.product, tiles)
+    if need > (left := w4_tiling.registers_of(_bound_threads(problem, config, arch), arch)):
+        return (f"about {need} registers a thread for x of {tiles} tiles; beside a block of the norm an SM has {left} "
+                f"for each of {config.warps_k} warps and {w4_tiling.HELPERS}")  # fmt: skip
+    scratch = 2 * row_scratch_bytes(row_threads(problem.n, config.vecs_per_thread), 1)
+    both = gemm.smem_bytes(problem.product, config.product, target) + scratch + 2 * arch.reserved_smem_bytes
+    if both > arch.smem_per_sm:
+        return f"both blocks need {both:,} B of shared memory, and {arch} has {arch.smem_per_sm:,} B an SM"
     return None
 
 
@@ -237,8 +247,8 @@ def _streamed(p: Problem, target: Target) -> Iterator[gemm.Config]:
 
 
 def _by_shared_ring(p: Problem, target: Target) -> Iterator[gemm.Config]:
-    """Long rows in parts of some 80 tiles, 48 to 72 KB of them on their way; in halves where whole ones are not quite
-    a round of all blocks.
+    """Long rows in parts of some 80 tiles, 48 to 72 KB of them on their way; in halves, by one slot at a time, where
+    whole ones are not quite a round of all blocks.
     """
     strips = p.n // STRIP
     if p.k >= gemm.LEFT_TO_RING:

@@ -52,6 +52,36 @@ WAYS = [
 ]
 
 
+# Strips that blocks claim: more and fewer of them than a ring holds before x is there, and one round exactly.
+CLAIMED = [
+    (Problem(43008, 1024, num_tokens=4), Config(4, 32, 256, 32, 1, 8, 4, 1, stream=True, shared_ring=True)),
+    (
+        Problem(16384, 1344, num_tokens=3, gated=True),
+        Config(4, 32, 896, 32, 1, 14, 6, 1, stream=True, in_flight=2, shared_ring=True),
+    ),
+    (
+        Problem(5376, 1024, num_tokens=2),
+        Config(4, 32, 256, 32, 1, 8, 4, 1, stream=True, in_flight=1, shared_ring=True, throughout=True),
+    ),
+    (
+        Problem(4224, 2816, num_tokens=4),
+        Config(4, 32, 2048, 32, 1, 8, 5, 1, stream=True, in_flight=1, shared_ring=True),
+    ),
+]
+
+
+@pytest.mark.parametrize(("problem", "config"), CLAIMED, ids=lambda x: f"{x.n}x{x.k}" if isinstance(x, Problem) else "")
+def test_claimed_strips_right_behind_each_other(problem: Problem, config: Config) -> None:
+    """The next launch's blocks begin while those of the one before still claim."""
+    target = target_here()
+    if (why := KERNEL.why_invalid(problem, config, target)) is not None:
+        pytest.skip(why)
+    function = load(KERNEL, problem, config)
+    case = KERNEL.cases.case_for(problem)
+    given = KERNEL.cases.inputs(case, "cuda")
+    require_right_in_a_graph(function, case, given, function.workspace(function.plan(problem)[1]))
+
+
 def _function(config: Config) -> Function:
     target = target_here()
     if (why := KERNEL.why_invalid(FEW if config.gemv or config.stream else MANY, config, target)) is not None:

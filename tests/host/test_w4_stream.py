@@ -117,3 +117,29 @@ def test_every_tile_is_multiplied_once_by_a_shared_ring() -> None:
             found = dealt_by_rounds(problem, config)
             assert len(found) == problem.n // STRIP * (problem.k // STRIP)
             assert set(found.values()) == {1}
+
+
+def test_claimed_strips_are_dealt_once() -> None:
+    """As W4BlockStream::Fetcher deals whole strips: some are a block's own, who asks first has the next of the others,
+    and who asks last resets the counter.
+    """
+    rng = random.Random(7)
+    for _ in range(200):
+        grid, stages, rounds = rng.randint(1, 140), rng.randint(2, 12), rng.randint(2, 12)
+        units = rng.randint(grid, 14 * grid)
+        own = max(min(ceil(stages / rounds), units // grid), units // grid - 2)
+        dealt = Counter(i * grid + block for block in range(grid) for i in range(own))
+        left, counter, resets = units - own * grid, 0, 0
+        claims = {}
+        for block in rng.sample(range(grid), grid):  # each claims the one behind before it fetches what it has
+            claims[block], counter = counter, counter + 1
+        while claims:
+            block = rng.choice(list(claims))
+            if claims[block] >= left:
+                resets += claims.pop(block) == left + grid - 1
+                continue
+            dealt[own * grid + claims[block]] += 1
+            claims[block], counter = counter, counter + 1
+        assert dealt == Counter(range(units))
+        assert counter == left + grid
+        assert resets == 1

@@ -14,6 +14,7 @@ from kerngen.compile import compile_cubin
 from kerngen.errors import ProblemError
 from kerngen.render import render
 from kerngen.templates import find_kernel
+from kerngen.templates.common import w4_tiling
 from kerngen.templates.common.w4_pack import dequantize, interleave, pack, separate, unpack
 from kerngen.templates.w4a16_gemm import cases, reference, spec
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
@@ -393,11 +394,26 @@ def test_the_body_with_bulk_copies_compiles_and_keeps_in_registers(arch: Arch) -
         if problem is long:  # whose digits fill the registers
             one = Config(4, 32, 8 * 32 * 4, 32, 1, 8, 2, 1, split_k=2, stream=True)
             configs = [one, dataclasses.replace(one, shared_ring=True)]
-        assert configs
+        assert {c.shared_ring for c in configs} == {False, True} or problem.num_tokens == 1
         for config in configs:
             cubin = compile_cubin(render(KERNEL, problem, config, target), arch)
             (resources,) = cubin.entries.values()
             assert resources.spill_store_bytes <= spec.MAX_SPILL_BYTES, config
+
+
+@pytest.mark.parametrize(("n", "k"), [(8192, 21504), (8192, 16384), (28672, 12288), (8192, 8192), (43008, 5376)])
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_size: int) -> None:
+    """Where a warp has too many tiles of a row, strips are cut as they are where no ring is shared; and what is on its
+    way is counted in bytes, whatever a slot takes.
+    """
+    config = spec.default_config(Problem(n, k, group_size, "bf16", 4), Target.of(find_device("H200")))
+    tiles = w4_tiling.stream_tiles(config, k, group_size)
+    assert config.shared_ring == (k < 8192)
+    assert not config.shared_ring or tiles <= w4_tiling.MOST_QUADS
+    if config.shared_ring:
+        on_their_way = config.in_flight * config.weight_bytes(group_size)
+        assert 0.75 * spec.SHARED_IN_FLIGHT[1] < on_their_way < 1.25 * spec.SHARED_IN_FLIGHT[1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from math import ceil
 
@@ -11,6 +12,8 @@ from kerngen.arch import Target, find_arch, find_device
 from kerngen.compile import compile_cubin
 from kerngen.render import render
 from kerngen.templates import find_kernel
+from kerngen.templates.common import w4_tiling
+from kerngen.templates.common.row_spec import ELEMENT_BYTES
 from kerngen.templates.w4a16_gemm import spec as gemm
 from kerngen.templates.w4a16_norm.spec import Config, Problem, pays, workspace_bytes
 
@@ -81,6 +84,28 @@ def test_a_block_of_the_norm_has_registers_beside_one_whose_ring_is_shared(n: in
     assert all(e.spill_store_bytes == 0 for e in entries.values())
     more = replace(config, warps_k=14, block_k=14 * 32, split_k=k // 8192 * 3 or 1)
     assert "beside a block of the norm" in str(KERNEL.why_invalid(problem, more, H200))
+
+
+def test_no_way_to_share_a_ring_takes_the_registers_that_a_block_of_the_norm_needs() -> None:
+    rng, seen = random.Random(4), 0
+    body = next(b for b in KERNEL.spec.BODIES if b.when.get("shared_ring"))
+    while seen < 200:
+        n, k = rng.choice(((5376, 21504), (5376, 8192), (3840, 4096), (2816, 8192), (2560, 10240)))
+        problem = Problem(n, k, residual_dtype=rng.choice(("bf16", "fp32")))
+        drawn = {name: rng.choice(choices) for name, choices in body.choices(problem, H200).items()}
+        config = Config(**drawn)
+        if KERNEL.why_invalid(problem, config, H200) is not None:
+            continue
+        seen += 1
+        constants = KERNEL.spec.constants(problem, config, H200.arch)
+        product, norm = KERNEL.launches(problem, config, H200)
+        assert product.block[0] <= constants["BOUND_THREADS"] <= 1024
+        granted = w4_tiling.registers_of(constants["BOUND_THREADS"], H200.arch)
+        vecs = config.vecs_per_thread * (14 + 2 * ELEMENT_BYTES[problem.residual_dtype])
+        assert granted * product.block[0] + norm.block[0] * 8 * ceil((14 + vecs) / 8) <= H200.arch.regs_per_sm
+        tiles = w4_tiling.stream_tiles(config.product, k, 32)
+        assert w4_tiling.stream_registers(config.product, tiles) <= granted
+        assert product.smem_bytes + 2 * H200.arch.reserved_smem_bytes < H200.arch.smem_per_sm
 
 
 def test_the_workspace_has_a_tile_of_rows_before_what_blocks_post() -> None:

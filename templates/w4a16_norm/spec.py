@@ -152,7 +152,7 @@ OUTPUTS = ("residual_out", "out")
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
     found: dict[str, Any] = dict(gemm.constants(_product(problem, config.block_m), config.product, arch))
     if config.shared_ring:
-        found["BOUND_THREADS"] = _bound_threads(problem, config, arch)
+        found["BOUND_THREADS"] = _bound(problem, config, arch)
     return found
 
 
@@ -164,7 +164,12 @@ def _registers_beside(problem: Problem, config: Config, arch: Arch) -> int:
     return (arch.regs_per_sm - norm) // (32 * w4_tiling.stream_warps(config.product)) // 8 * 8
 
 
-def _bound_threads(problem: Problem, config: Config, arch: Arch) -> int:
+def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
+    """Of entries whose __launch_bounds__ are above their blocks: with fewer registers, which the other's block has."""
+    return {"w4a16_posts": _bound(problem, config, arch)} if config.shared_ring else {}
+
+
+def _bound(problem: Problem, config: Config, arch: Arch) -> int:
     """Of the block whose threads ptxas gives no more registers than that (w4_tiling.registers_of)."""
     least = 128 * (arch.regs_per_sm // (128 * (_registers_beside(problem, config, arch) + 8)) + 1)
     return max(least, 32 * w4_tiling.stream_warps(config.product))
@@ -202,7 +207,7 @@ def _why_not_beside(problem: Problem, config: Config, target: Target) -> str | N
     """Why no block of the norm is resident beside one of the product, whose ring is shared."""
     arch, tiles = target.arch, w4_tiling.stream_tiles(config.product, problem.k, problem.group_size)
     need = w4_tiling.stream_registers(config.product, tiles)
-    if need > (left := w4_tiling.registers_of(_bound_threads(problem, config, arch), arch)):
+    if need > (left := w4_tiling.registers_of(_bound(problem, config, arch), arch)):
         return (f"about {need} registers a thread for x of {tiles} tiles; beside a block of the norm an SM has {left} "
                 f"for each of {config.warps_k} warps and {w4_tiling.HELPERS}")  # fmt: skip
     scratch = 2 * row_scratch_bytes(row_threads(problem.n, config.vecs_per_thread), 1)

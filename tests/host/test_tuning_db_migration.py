@@ -90,7 +90,7 @@ ADDED_SINCE = {
     *(("attn_prefill", name) for name in ("wgmma", "ping_pong", "boxes", "cluster", "split")),
     *(("w4a16_gemm", name)
       for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch",
-                   "in_flight")),
+                   "in_flight", "shared_ring", "throughout")),
 }  # fmt: skip
 
 

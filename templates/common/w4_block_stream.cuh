@@ -15,23 +15,21 @@
 // an SM gets of the memory's rate differs, by two fifths between the first and the last, and the next launch's blocks wait for
 // that one.
 #pragma once
-#include "common/bulk.cuh"
-#include "common/w4_partials.cuh"
-#include "common/w4_posts.cuh"
-#include "common/w4_store.cuh"
 #include "common/w4_stream_x.cuh"
+#include "common/w4_units.cuh"
+#include "common/warpgroups.cuh"  // for its barriers and places
 
 // S and POSTS_OUT: as W4Stream's; BLOCK_K columns are a slot.
 template <class S, bool POSTS_OUT = false> struct W4BlockStream {
     static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
     static constexpr int IN_FLIGHT = S::IN_FLIGHT;
-    static constexpr bool THROUGHOUT = S::THROUGHOUT, BF16 = S::BF16, GATED = S::GATED;
+    static constexpr bool THROUGHOUT = S::THROUGHOUT, BF16 = S::BF16;
     static constexpr int FETCHES = WARPS, ADDS = WARPS + 1;  // warps, behind those that multiply
     static constexpr int THREADS = 32 * (WARPS + 2), STRIP = 32, TOKENS = S::BLOCK_M;
-    static constexpr int QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
-    static constexpr int DEPTH = 2;                   // units whose sums wait to be added up
-    static constexpr int NONE = -1;                   // in the place of a unit: there are no more
-    static constexpr int NUM_STRIPS = N / STRIP, NUM_TILES = K / STRIP, UNITS = NUM_STRIPS * SPLIT_K;
+    typedef W4Units<S, POSTS_OUT> Units;
+    static constexpr int QUADS = Units::QUADS, NUM_STRIPS = Units::NUM_STRIPS, NUM_TILES = K / STRIP;
+    static constexpr int DEPTH = 2;  // units whose sums wait to be added up
+    static constexpr int NONE = -1;  // in the place of a unit: there are no more
     static constexpr int GROUP = S::GROUP_SIZE / STRIP, NUM_STEPS = NUM_TILES / GROUP;  // a step: tiles that share scales
     static constexpr int PART_STEPS = ceil_div(NUM_STEPS, SPLIT_K);                     // of a unit, at most
     static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / GROUP, PER_WARP = SLOT_STEPS / WARPS;
@@ -55,26 +53,6 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         // float4 kept[][QUADS]
     };
 
-    // A place in a ring of COUNT, and the parity of the phase in which its barrier completes next.
-    template <int COUNT> struct Place {
-        int slot = 0;
-        uint32_t parity = 0;
-        DEVICE void next() {
-            if (++slot == COUNT) slot = 0, parity ^= 1;
-        }
-    };
-
-    static DEVICE void init(uint64_t* barrier, int arrivals) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(barrier)), "r"(arrivals) : "memory");
-    }
-    static DEVICE void arrive(uint64_t* barrier) {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(barrier)) : "memory");
-    }
-    // A block's units begin with this one.
-    static DEVICE int run_begin(int block) {
-        const int each = UNITS / int(gridDim.x);
-        return block * each + min_of(block, UNITS - each * int(gridDim.x));
-    }
     // The first step of a part of K.
     static DEVICE int part_begin(int part) { return NUM_STEPS * part / SPLIT_K; }
 
@@ -84,42 +62,42 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         const uint4* w;
         const uint2* scales;
         const uint64_t policy = evict_first();
-        Place<STAGES> at, arrived;  // arrived: IN_FLIGHT slots behind `at`
+        RingPlace<STAGES> at, arrived;  // arrived: IN_FLIGHT slots behind `at`
         int number = 0;
 
         DEVICE void wait_for_room() {
-            if (number >= STAGES) barrier_wait(&s.empty[at.slot], at.parity ^ 1);
+            if (number >= STAGES) barrier_wait(&s.empty[at.stage], at.parity ^ 1);
             if (number >= IN_FLIGHT && (THROUGHOUT || number < STAGES)) {
-                barrier_wait(&s.full[arrived.slot], arrived.parity);
-                arrived.next();
+                barrier_wait(&s.full[arrived.stage], arrived.parity);
+                arrived.advance();
             }
         }
         DEVICE void fetch(int unit) {
             const int strip = unit % NUM_STRIPS, begin = part_begin(unit / NUM_STRIPS);
             const int all = part_begin(unit / NUM_STRIPS + 1) - begin;
-            for (int r = 0; r < ROUNDS; r++, number++, at.next()) {
+            for (int r = 0; r < ROUNDS; r++, number++, at.advance()) {
                 wait_for_room();
                 const int64_t first = int64_t(strip) * NUM_STEPS + begin + r * SLOT_STEPS;
                 const int count = min(SLOT_STEPS, all - r * SLOT_STEPS);
-                if (CLAIMS && r == 0) s.units[at.slot] = unit;
-                barrier_expect(&s.full[at.slot], count * (GROUP * 512 + 64));
+                if (CLAIMS && r == 0) s.units[at.stage] = unit;
+                barrier_expect(&s.full[at.stage], count * (GROUP * 512 + 64));
                 if (!EVEN && count == 0) continue;
-                uint8_t* const slot = s.slots[at.slot];
-                copy_bulk(slot, w + first * (GROUP * 32), count * (GROUP * 512), &s.full[at.slot], policy);
-                copy_bulk(slot + Slots::WORDS_BYTES, scales + first * 8, count * 64, &s.full[at.slot], policy);
+                uint8_t* const slot = s.slots[at.stage];
+                copy_bulk(slot, w + first * (GROUP * 32), count * (GROUP * 512), &s.full[at.stage], policy);
+                copy_bulk(slot + Slots::WORDS_BYTES, scales + first * 8, count * 64, &s.full[at.stage], policy);
             }
         }
         DEVICE void end() {
             wait_for_room();
-            s.units[at.slot] = NONE;
-            barrier_expect(&s.full[at.slot], 0);
+            s.units[at.stage] = NONE;
+            barrier_expect(&s.full[at.stage], 0);
         }
         // next: zero, and left so by who claims last. A launch before may be claiming until pdl_wait.
         DEVICE void fetch_claimed(uint32_t* next) {
-            const int grid = gridDim.x, own = max_of(min_of(AT_ONCE, UNITS / grid), UNITS / grid - CLAIMED);
+            const int grid = gridDim.x, each = Units::COUNT / grid, own = max_of(min_of(AT_ONCE, each), each - CLAIMED);
             for (int i = 0; i < own; i++) fetch(i * grid + blockIdx.x);
             pdl_wait();
-            const int left = UNITS - own * grid;  // of all blocks
+            const int left = Units::COUNT - own * grid;  // of all blocks
             int claimed = count_in(next);
             while (claimed < left) {
                 const int upcoming = count_in(next);  // on its way while this one is fetched
@@ -137,23 +115,18 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
                            int num_tokens) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
-        const int first_unit = run_begin(blockIdx.x), end = run_begin(blockIdx.x + 1);
+        const int first_unit = Units::run_begin(blockIdx.x), end = Units::run_begin(blockIdx.x + 1);
         uint8_t* const scratch = reinterpret_cast<uint8_t*>(&s + 1);
         float4* const kept = reinterpret_cast<float4*>(scratch + WARPS * X::X_BYTES);
         if (warp == FETCHES && lane == 0) {
 #pragma unroll
-            for (int i = 0; i < STAGES; i++) init(&s.full[i], 1), init(&s.empty[i], 32 * WARPS);
+            for (int i = 0; i < STAGES; i++) barrier_init_for(&s.full[i], 1), barrier_init_for(&s.empty[i], 32 * WARPS);
 #pragma unroll
-            for (int i = 0; i < DEPTH; i++) init(&s.sums_full[i], 32 * WARPS), init(&s.sums_empty[i], 32);
+            for (int i = 0; i < DEPTH; i++)
+                barrier_init_for(&s.sums_full[i], 32 * WARPS), barrier_init_for(&s.sums_empty[i], 32);
             barrier_init_fence();
         }
         __syncthreads();
-
-        auto store = [&](int strip, int q, float4 v) {
-            if constexpr (POSTS_OUT) post_outputs4<BF16>(out, q / 8, N, strip, q % 8, v.x, v.y, v.z, v.w);
-            else store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
-        };
-        auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
 
         if (warp == FETCHES) {
             if (lane == 0) {
@@ -166,18 +139,18 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
             if constexpr (POSTS_OUT) pdl_launch_dependents();
             if (warp == ADDS) {
                 const int quad = min(lane, quads - 1);
-                Place<DEPTH> at;
-                for (int unit = first_unit; CLAIMS || unit < end; unit++, at.next()) {
-                    barrier_wait(&s.sums_full[at.slot], at.parity);
-                    if (CLAIMS && (unit = s.sums_units[at.slot]) == NONE) break;
+                RingPlace<DEPTH> at;
+                for (int unit = first_unit; CLAIMS || unit < end; unit++, at.advance()) {
+                    barrier_wait(&s.sums_full[at.stage], at.parity);
+                    if (CLAIMS && (unit = s.sums_units[at.stage]) == NONE) break;
                     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-                    for (int k = 0; k < WARPS; k++) add(sum, s.sums[at.slot][k][quad]);
-                    arrive(&s.sums_empty[at.slot]);
+                    for (int k = 0; k < WARPS; k++) add(sum, s.sums[at.stage][k][quad]);
+                    barrier_arrive(&s.sums_empty[at.stage]);
                     const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
                     if (lane >= quads) continue;
-                    if constexpr (SPLIT_K == 1) store(strip, lane, sum);
-                    else if (k != strip % SPLIT_K) post4(post_of(strip, k, lane), posted_sums(sum));
+                    if constexpr (SPLIT_K == 1) Units::store(out, strip, lane, sum);
+                    else if (k != strip % SPLIT_K) post4(Units::post_of(posts, strip, k, lane), posted_sums(sum));
                     else kept[(unit - first_unit) * QUADS + lane] = sum;
                 }
             } else {
@@ -187,26 +160,8 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
 
         if constexpr (SPLIT_K > 1) {
             __syncthreads();
-            const int num_sums = (end - first_unit) * quads;
-            for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {
-                const int index = i / quads, q = i - index * quads, unit = first_unit + index;
-                const int strip = unit % NUM_STRIPS, mine = strip % SPLIT_K;
-                const bool adds = i < num_sums && unit / NUM_STRIPS == mine;
-                const uint4* from[SPLIT_K];
-                uint4 parts[SPLIT_K];
-#pragma unroll
-                for (int k = 0; k < SPLIT_K; k++) from[k] = adds && k != mine ? post_of(strip, k, q) : nullptr;
-                receive(parts, from);
-                if (!adds) continue;
-                const float4 own = kept[index * QUADS + q];
-                float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-                for (int k = 0; k < SPLIT_K; k++) {
-                    add(sum, k == mine ? own : as_sums(parts[k]));
-                    if (k != mine) post4(post_of(strip, k, q), make_uint4(0, 0, 0, 0));  // for the next launch
-                }
-                store(strip, q, sum);
-            }
+            Units::template collect<THREADS>(out, posts, first_unit, end, quads,
+                                             [&](int index, int q) { return kept[index * QUADS + q]; });
         }
     }
 
@@ -215,16 +170,16 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         const int warp = threadIdx.x / 32;
         X tokens;
         int part = -1, last_first = 0;  // of K, whose columns `tokens` holds; the warp's first tile in the last round
-        Place<STAGES> at;
-        Place<DEPTH> to;
-        for (int unit = first_unit, number = 0; CLAIMS || unit < end; unit++, number++, to.next()) {
+        RingPlace<STAGES> at;
+        RingPlace<DEPTH> to;
+        for (int unit = first_unit, number = 0; CLAIMS || unit < end; unit++, number++, to.advance()) {
             if (CLAIMS) {
-                barrier_wait(&s.full[at.slot], at.parity);
-                unit = s.units[at.slot];
+                barrier_wait(&s.full[at.stage], at.parity);
+                unit = s.units[at.stage];
                 if (unit == NONE) {
-                    if (number >= DEPTH) barrier_wait(&s.sums_empty[to.slot], to.parity ^ 1);
-                    if (threadIdx.x == 0) s.sums_units[to.slot] = NONE;
-                    arrive(&s.sums_full[to.slot]);
+                    if (number >= DEPTH) barrier_wait(&s.sums_empty[to.stage], to.parity ^ 1);
+                    if (threadIdx.x == 0) s.sums_units[to.stage] = NONE;
+                    barrier_arrive(&s.sums_full[to.stage]);
                     break;
                 }
             }
@@ -245,18 +200,18 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
             typename X::Sums sums;
 #pragma unroll
             for (int r = 0; r < ROUNDS; r++) {
-                barrier_wait(&s.full[at.slot], at.parity);
+                barrier_wait(&s.full[at.stage], at.parity);
                 const int first = r == ROUNDS - 1 ? last_first : warp * (PER_WARP * GROUP);
 #pragma unroll
                 for (int i = 0; i < (r == ROUNDS - 1 ? LAST : PER_WARP); i++)
-                    tokens.multiply(sums, s.slots[at.slot], first + i * GROUP, (r * PER_WARP + i) * GROUP);
-                arrive(&s.empty[at.slot]);
-                at.next();
+                    tokens.multiply(sums, s.slots[at.stage], first + i * GROUP, (r * PER_WARP + i) * GROUP);
+                barrier_arrive(&s.empty[at.stage]);
+                at.advance();
             }
-            if (number >= DEPTH) barrier_wait(&s.sums_empty[to.slot], to.parity ^ 1);
-            tokens.put(sums, s.sums[to.slot][warp], num_tokens);
-            if (CLAIMS && threadIdx.x == 0) s.sums_units[to.slot] = unit;
-            arrive(&s.sums_full[to.slot]);
+            if (number >= DEPTH) barrier_wait(&s.sums_empty[to.stage], to.parity ^ 1);
+            tokens.put(sums, s.sums[to.stage][warp], num_tokens);
+            if (CLAIMS && threadIdx.x == 0) s.sums_units[to.stage] = unit;
+            barrier_arrive(&s.sums_full[to.stage]);
         }
     }
 };

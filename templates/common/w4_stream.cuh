@@ -13,20 +13,18 @@
 // adds it up: all blocks are resident.
 #pragma once
 #include "common/bulk.cuh"
-#include "common/w4_partials.cuh"
-#include "common/w4_posts.cuh"
-#include "common/w4_store.cuh"
 #include "common/w4_stream_x.cuh"
+#include "common/w4_units.cuh"
 
 // POSTS_OUT: out is posted to the launch behind, which is let begin when all before this one is complete: `out` is
 // [tokens][N], of posted pairs, zero before and left so by who takes them.
 template <class S, bool POSTS_OUT = false> struct W4Stream {
     static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
     static constexpr int IN_FLIGHT = S::IN_FLIGHT;
-    static constexpr bool BF16 = S::BF16, GATED = S::GATED;
+    static constexpr bool BF16 = S::BF16;
     static constexpr int THREADS = 32 * WARPS, STRIP = 32, TOKENS = S::BLOCK_M;
-    static constexpr int QUADS = TOKENS * STRIP / 4;  // sums of a unit, by fours
-    static constexpr int NUM_STRIPS = N / STRIP, NUM_TILES = K / STRIP, UNITS = NUM_STRIPS * SPLIT_K;
+    typedef W4Units<S, POSTS_OUT> Units;
+    static constexpr int NUM_STRIPS = Units::NUM_STRIPS, NUM_TILES = K / STRIP;
     // A step: tiles that share scales, two at least where two are multiplied together.
     static constexpr int GROUP = S::GROUP_SIZE / STRIP, STEP = max_of(GROUP, TOKENS == 1 ? 2 : 1);
     static constexpr int NUM_STEPS = ceil_div(NUM_TILES, STEP);
@@ -66,12 +64,6 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
         }
     };
 
-    // A block's units begin with this one.
-    static DEVICE int run_begin(int block) {
-        const int each = UNITS / int(gridDim.x);
-        return block * each + min_of(block, UNITS - each * int(gridDim.x));
-    }
-
     // Begins to fetch `at`. By one lane of the warp, once all lanes have read what the slot held.
     static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, const Place& at, uint64_t policy) {
         const int warp = threadIdx.x / 32, strip = at.unit % NUM_STRIPS;
@@ -95,7 +87,7 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int num_tokens = TOKENS == 1 ? 1 : tokens_given;
         const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
-        const int first_unit = run_begin(blockIdx.x), end = run_begin(blockIdx.x + 1);
+        const int first_unit = Units::run_begin(blockIdx.x), end = Units::run_begin(blockIdx.x + 1);
         Place ahead(first_unit), at(first_unit);
         const uint64_t policy = evict_first();
         uint8_t* const scratch = reinterpret_cast<uint8_t*>(&s + 1);
@@ -115,11 +107,6 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
         pdl_wait();
         if constexpr (POSTS_OUT) pdl_launch_dependents();
 
-        auto store = [&](int strip, int q, float4 v) {
-            if constexpr (POSTS_OUT) post_outputs4<BF16>(out, q / 8, N, strip, q % 8, v.x, v.y, v.z, v.w);
-            else store4<BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
-        };
-        auto post_of = [&](int strip, int k, int q) { return posts + (int64_t(strip) * SPLIT_K + k) * QUADS + q; };
         auto sum_of = [&](int index, int q) {
             const float4* const sums = all_sums + index * WARPS * quads + q;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -158,34 +145,15 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
         if constexpr (SPLIT_K == 1) {
             for (int i = threadIdx.x; i < num_sums; i += THREADS) {
                 const int index = i / quads, q = i - index * quads;
-                store(first_unit + index, q, sum_of(index, q));
+                Units::store(out, first_unit + index, q, sum_of(index, q));
             }
         } else {
             for (int i = threadIdx.x; i < num_sums; i += THREADS) {
                 const int index = i / quads, q = i - index * quads, unit = first_unit + index;
                 const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
-                if (k != strip % SPLIT_K) post4(post_of(strip, k, q), posted_sums(sum_of(index, q)));
+                if (k != strip % SPLIT_K) post4(Units::post_of(posts, strip, k, q), posted_sums(sum_of(index, q)));
             }
-            for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {
-                const int index = i / quads, q = i - index * quads, unit = first_unit + index;
-                const int strip = unit % NUM_STRIPS, mine = strip % SPLIT_K;
-                const bool adds = i < num_sums && unit / NUM_STRIPS == mine;
-                const uint4* from[SPLIT_K];
-                uint4 parts[SPLIT_K];
-#pragma unroll
-                for (int k = 0; k < SPLIT_K; k++) from[k] = adds && k != mine ? post_of(strip, k, q) : nullptr;
-                float4 own = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (adds) own = sum_of(index, q);  // while the others' are on their way
-                receive(parts, from);
-                if (!adds) continue;
-                float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-                for (int k = 0; k < SPLIT_K; k++) {
-                    add(sum, k == mine ? own : as_sums(parts[k]));
-                    if (k != mine) post4(post_of(strip, k, q), make_uint4(0, 0, 0, 0));  // for the next launch
-                }
-                store(strip, q, sum);
-            }
+            Units::template collect<THREADS>(out, posts, first_unit, end, quads, sum_of);
         }
     }
 };

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from math import ceil
+
+import pytest
 
 from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel
@@ -50,21 +53,17 @@ def dealt(problem: Problem, config: Config) -> Counter[tuple[int, int]]:
     return copied
 
 
-def test_every_tile_is_multiplied_once() -> None:
-    rng = random.Random(5)
-    seen = 0
-    while seen < 60:
-        group = rng.choice((32, 64, 128))
-        problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 60), group, "bf16", rng.randint(1, 4))
-        config = Config(
-            rng.choice(STREAMED), STRIP, 32 * rng.randrange(8, 120), STRIP, 1, rng.choice((2, 3, 4, 8, 12, 16)), 2, 1,
-            split_k=rng.choice(STREAM_SPACE["split_k"]), stream=True,
-        )  # fmt: skip
-        if KERNEL.why_invalid(problem, config, H200) is None:
-            seen += 1
-            found = dealt(problem, config)
-            assert len(found) == problem.n // STRIP * (problem.k // STRIP)
-            assert set(found.values()) == {1}
+Drawn = tuple[Problem, Config]
+
+
+def drawn(rng: random.Random) -> Drawn:
+    group = rng.choice((32, 64, 128))
+    problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 60), group, "bf16", rng.randint(1, 4))
+    config = Config(
+        rng.choice(STREAMED), STRIP, 32 * rng.randrange(8, 120), STRIP, 1, rng.choice((2, 3, 4, 8, 12, 16)), 2, 1,
+        split_k=rng.choice(STREAM_SPACE["split_k"]), stream=True,
+    )  # fmt: skip
+    return problem, config
 
 
 def dealt_by_rounds(problem: Problem, config: Config) -> Counter[tuple[int, int]]:
@@ -102,19 +101,28 @@ def dealt_by_rounds(problem: Problem, config: Config) -> Counter[tuple[int, int]
     return copied
 
 
-def test_every_tile_is_multiplied_once_by_a_shared_ring() -> None:
-    rng = random.Random(6)
-    seen = 0
+def drawn_with_a_shared_ring(rng: random.Random) -> Drawn:
+    group, warps = rng.choice((32, 64, 128)), rng.choice((2, 3, 4, 8, 10, 12, 14))
+    problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 160), group, "bf16", rng.randint(2, 4))
+    config = Config(
+        4, STRIP, group * warps * rng.randrange(1, 8), STRIP, 1, warps, 3, 1, shared_ring=True,
+        split_k=rng.choice(STREAM_SPACE["split_k"]), stream=True,
+    )  # fmt: skip
+    return problem, config
+
+
+@pytest.mark.parametrize(
+    ("draw", "deal", "seed"), [(drawn, dealt, 5), (drawn_with_a_shared_ring, dealt_by_rounds, 6)], ids=["own", "shared"]
+)
+def test_every_tile_is_multiplied_once(
+    draw: Callable[[random.Random], Drawn], deal: Callable[[Problem, Config], Counter[tuple[int, int]]], seed: int
+) -> None:
+    rng, seen = random.Random(seed), 0
     while seen < 60:
-        group, warps = rng.choice((32, 64, 128)), rng.choice((2, 3, 4, 8, 10, 12, 14))
-        problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 160), group, "bf16", rng.randint(2, 4))
-        config = Config(
-            4, STRIP, group * warps * rng.randrange(1, 8), STRIP, 1, warps, 3, 1, shared_ring=True,
-            split_k=rng.choice(STREAM_SPACE["split_k"]), stream=True,
-        )  # fmt: skip
+        problem, config = draw(rng)
         if KERNEL.why_invalid(problem, config, H200) is None:
             seen += 1
-            found = dealt_by_rounds(problem, config)
+            found = deal(problem, config)
             assert len(found) == problem.n // STRIP * (problem.k // STRIP)
             assert set(found.values()) == {1}
 

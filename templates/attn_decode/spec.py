@@ -6,7 +6,8 @@ head), and one split of the sequence's visible tiles. With more than one split, 
 together.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (warpgroups.cu.jinja), and the
 splits of a cluster of blocks are merged through its shared memory (Config.cluster), where they are read or where they
 are pushed to (Config.push_bits): attn_combine has fewer partial results to merge, or none; together there, whoever
-comes last merges them and nobody waits. Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv
+comes last merges them and nobody waits. Without a cluster what is pushed goes to the workspace, as it lies in registers
+(stored.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv
 1805.02867.
 
 From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
@@ -126,8 +127,9 @@ class Config:
     # With warpgroups: parts of their columns that the keys of a tile come in, each used as it comes; 1: they come in
     # whole boxes, as values do, and are used when all have come.
     key_parts: int = 2
-    # With clusters: what a block found is pushed to those that merge it, in 16 or 32 bits a value, to places beside
-    # their rings (pushed.cuh.jinja); 0: they read it where it was found, which takes no room.
+    # With warpgroups: bits, 16 or 32, of each value that a block hands over from its registers: in clusters it is pushed
+    # to those that merge it, to places beside their rings (pushed.cuh.jinja), without them stored for attn_combine
+    # (stored.cuh.jinja). 0: results meet in the rings, where others of the cluster read them, which takes no room.
     push_bits: int = 0
     # Of num_stages those on their way at most until all have come once: they stand before what a predecessor still
     # loads and stores, and before the queries. 0: all.
@@ -226,6 +228,7 @@ WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
 MOST_SPLITS = 66  # of many rows of long heads by warpgroups
 MOST_KEYS_IN_EIGHTS = 8192  # of one sequence's few KV heads that are read by clusters of eight
 PUSHING_STAGES = (9, 8, 7, 6)  # of those; fewer keep too little under way, and results are read where they were found
+MOST_STORED_KEYS = 32768  # of one sequence, whose blocks store what they found
 MOST_STREAMED_KEYS = 2048  # of a block of warpgroups, where others need not read them twice: those stream faster
 MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
 # What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
@@ -250,15 +253,24 @@ LINE_QUADS = 8  # of 4 fp32, a line: what a block merges is in multiples of it
 
 
 TILE = 64  # keys that a warpgroup multiplies at once
+# Where results are stored from registers: warps of a block of attn_combine, and blocks that an SM has registers for at
+# least; two of them are to have room beside those of attn_decode.
+COMBINE_WARPS, COMBINE_BLOCKS = 4, 8
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    found = {"MAX_SLICES": MAX_SLICES}
+    found = {"MAX_SLICES": MAX_SLICES, "STORED": int(stored(config))}
     if config.warpgroups:
         found |= {"SMEM_BYTES": _smem_by_warpgroups(problem, config)}
         found["COPIER_REGISTERS"] = COPIER_REGS
         found["BLOCKS_PER_SM"], found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
         found["ITEM_WORDS"] = item_words(config)
+        threads = (ceil(config.num_warps / 4) + 1) * 128
+        if stored(config):
+            blocks, ahead = (COMBINE_BLOCKS, 9) if config.num_splits <= 36 else (COMBINE_BLOCKS - 2, 8)
+            found |= {"COMBINE_WARPS": COMBINE_WARPS, "COMBINE_BLOCKS": blocks, "COMBINE_AHEAD": ahead}
+            threads = max(threads, arch.regs_per_sm // (found["BLOCKS_PER_SM"] * found["REGISTERS"]) // 128 * 128)
+        found["THREADS_BOUND"] = threads
         found["UNIT_COLUMNS"], found["PUSHED_BYTES"] = unit_columns(problem, config), pushed_bytes(problem, config)
     elif config.together:
         piece, owners, rows = pieces(problem, config)
@@ -299,6 +311,16 @@ def partials(config: Config) -> int:
     return config.num_splits // config.cluster
 
 
+def stored(config: Config) -> bool:
+    """Whether blocks store what they found as it lies in registers (stored.cuh.jinja), for attn_combine."""
+    return config.warpgroups and config.push_bits > 0 and config.cluster == 1
+
+
+def chunks(problem: Problem, config: Config) -> tuple[int, int]:
+    """(pairs of rows, chunks of 128 bytes of each) that a block stores."""
+    return ceil(min(config.block_m, problem.rows) / 2), problem.head_dim * config.push_bits // 512
+
+
 def item_words(config: Config) -> int:
     """Of the workspace, where the last of warpgroups' blocks merges 128 columns of a row.
 
@@ -318,7 +340,7 @@ def unit_columns(problem: Problem, config: Config) -> int:
 def pushed_bytes(problem: Problem, config: Config) -> int:
     """Shared memory for what is pushed to a block: by each of its cluster units and their log-sum-exps; a barrier."""
     p, c = problem, config
-    if not c.push_bits:
+    if not c.push_bits or stored(c):
         return 0
     columns = unit_columns(p, c)
     slots = ceil(ceil(min(c.block_m, p.rows) / 2) * (p.head_dim // columns) / c.cluster)
@@ -364,7 +386,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if c.cluster != 1 or c.key_parts != 2:
         return f"cluster={c.cluster}, key_parts={c.key_parts} are warpgroups=True's; cluster=1, key_parts=2"
     if c.push_bits:
-        return f"push_bits={c.push_bits} is of clusters, which warpgroups=True has; push_bits=0"
+        return f"push_bits={c.push_bits} is warpgroups=True's; push_bits=0"
     least = 64 if arch.has_ldmatrix else 128
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
@@ -404,6 +426,11 @@ def dealt(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int]:
     twice = 2 * smem <= arch.smem_per_sm and c.num_warps < 12  # whose 64 registers are too few to merge clusters
     for blocks in (2, 1) if twice else (1,):
         same = min(255, arch.regs_per_sm // (32 * blocks * warps) // 8 * 8)
+        if stored(c):  # attn_combine is to be resident beside them
+            beside = (arch.regs_per_sm * (COMBINE_BLOCKS - 2) // COMBINE_BLOCKS) // (32 * blocks * warps) // 8 * 8
+            same = beside if held + WARPGROUP_SPARE_REGS <= beside else same
+            if held + WARPGROUP_SPARE_REGS <= same:
+                return blocks, 1, same
         if held + SAME_SPARE_REGS <= same:
             return blocks, 1, same
         more = min(232, (same // 8 * 8 * warps - 4 * COPIER_REGS) // c.num_warps // 8 * 8)
@@ -462,8 +489,8 @@ def _why_not_pushed(p: Problem, c: Config, arch: Arch) -> str | None:
     bits, columns = c.push_bits, unit_columns(p, c)
     if bits not in (16, 32):
         return f"push_bits={bits}: values are pushed in 16 or 32 bits; 0 pushes none"
-    if c.cluster == 1:
-        return f"push_bits={bits}: a block of cluster=1 has no other to push to; push_bits=0"
+    if c.cluster == 1 and (c.together or c.num_splits == 1):
+        return f"push_bits={bits}: of cluster=1 they are stored for attn_combine; together=False and several splits"
     if bits == 16 and p.head_dim * 4 < 128 * c.split_d:
         return f"push_bits=16: split_d={c.split_d} leaves a warpgroup one block of 64 columns; two are pushed at once"
     if bits == 16 and columns < 32:
@@ -501,7 +528,7 @@ def _smem_by_warpgroups(p: Problem, c: Config) -> int:
     row, warpgroups = p.head_dim * 2, c.num_warps // 4
     new = 2 * p.q_len * row if p.owns_kv else 0
     turns = 0 if p.source == "q" else p.q_len * row
-    stats = warpgroups * c.block_m * (4 + 1) * 4
+    stats = warpgroups * c.block_m * (4 + (4 if stored(c) else 0) + 1) * 4
     barriers = 8 * (c.num_stages * (c.num_warps // c.split_d + 1) + 1)
     shown = warpgroups * c.block_m * TILE * 2
     ring = c.num_stages * piece_bytes(p, c)
@@ -545,6 +572,11 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     if partials(c) == 1 or c.together:
         return (decode,)
     slices, columns = combine_shape(p.head_dim, partials(c))
+    if stored(c):
+        pairs, of_pair = chunks(p, c)
+        items = ceil(p.rows / c.block_m) * p.num_kv_heads * p.batch * pairs * of_pair
+        grid = (min(ceil(items / COMBINE_WARPS), 2 * target.device.num_sms), 1, 1)
+        return (decode, Launch("attn_combine", grid, (COMBINE_WARPS * 32, 1, 1), 0, pdl=target.arch.has_pdl))
     rows = p.batch * p.q_len * p.num_q_heads
     grid = (rows, p.head_dim // (4 * columns), 1)
     combine = Launch("attn_combine", grid, (slices * columns, 1, 1), 0, pdl=target.arch.has_pdl)
@@ -567,6 +599,9 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     if partials(c) == 1:
         return 0
     groups = prod(_grid(p, c)) // c.num_splits
+    if stored(c):
+        pairs, of_pair = chunks(p, c)
+        return groups * pairs * c.num_splits * (of_pair * 128 + 2 * 4)
     if c.together and c.warpgroups:
         return groups * min(c.block_m, p.rows) * p.head_dim // 128 * item_words(c) * 4
     if c.together:
@@ -650,7 +685,8 @@ def default_config(problem: Problem, target: Target) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`.
 
     Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): warpgroups for many rows of
-    long heads, where there are keys for all SMs, and on an H100 (docs/experiments.md) for a lone KV head of many keys;
+    long heads, where there are keys for all SMs, and on an H100 (docs/experiments.md) for a lone KV head of many keys,
+    and for one sequence of few heads whose q is ready;
     for few rows of few sequences, and of many, warps that have a quarter of each key, but where many blocks stream for
     long; of few keys of one sequence blocks of eight rows. By steps, these two. A
     window's few rows are left to clusters of warpgroups where q is ready: those are faster alone, but slower in a step,
@@ -669,6 +705,8 @@ def default_config(problem: Problem, target: Target) -> Config:
         )  # fmt: skip
         if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None:
             return config
+    if p.head_dim == 512 and (storing := _that_store(p, target)) is not None:
+        return storing
     if p.head_dim == 512 and (by_eight := _in_eights(p, target)) is not None:
         return by_eight
     eights = ceil(p.rows / 8) * heads
@@ -725,6 +763,28 @@ def _in_clusters(p: Problem, target: Target) -> list[Config]:
         choices.append((2, most // 2 * 2))
     found = [c for cluster, splits in choices for c in _many_rows(p, rows, splits, cluster)]
     return [c for c in found if why_invalid(p, c, target) is None]
+
+
+def _that_store(p: Problem, target: Target) -> Config | None:
+    """Of one sequence whose q is ready: a block an SM, which stores what it found and ends.
+
+    None beyond what was timed so on an H100 (docs/experiments.md): two tiles a split at least, 32768 keys in all. Of
+    more than 32 rows the keys are read again, which few heads' can be from L2. By steps, where the next launch asks for
+    its weights as blocks end, nothing was gained: there q is made in the launch.
+    """
+    m_blocks, least = ceil(p.rows / 32), FEW_KEYS if p.rows > 8 else 2 * FEW_KEYS
+    most = MOST_STORED_KEYS if p.num_kv_heads * m_blocks < 4 or m_blocks == 1 else MOST_STORED_KEYS // 2
+    if p.source != "q" or p.batch > 1 or p.num_kv_heads * m_blocks > 4 or m_blocks > 2:
+        return None
+    if not least <= p.visible <= most:
+        return None
+    splits = min(target.device.num_sms // (m_blocks * p.num_kv_heads), p.visible // (2 * TILE))
+    one = Config(
+        min(ceil(p.rows / 8) * 8, 32), 16, 8, 8, 0, splits, warpgroups=True, key_parts=4, push_bits=16,
+        in_flight=3 if p.rows <= 8 else 2,
+    )  # fmt: skip
+    found = (replace(one, num_stages=stages) for stages in range(13, 5, -1))
+    return next((c for c in found if splits > 1 and why_invalid(p, c, target) is None), None)
 
 
 def _in_eights(p: Problem, target: Target) -> Config | None:

@@ -6,6 +6,7 @@ from math import ceil
 
 from kerngen.arch import Target
 from kerngen.templates.attn_decode.spec import (
+    COMBINE_WARPS,
     TILE,
     Config,
     Problem,
@@ -13,6 +14,7 @@ from kerngen.templates.attn_decode.spec import (
     combine_shape,
     cost,
     partials,
+    stored,
     workspace_bytes,
 )
 from kerngen.templates.kernel import Traffic
@@ -107,7 +109,8 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
     turns = 0 if p.source == "q" else p.q_len
     results = blocks * teams * c.block_m * p.head_dim * 4 * 2  # written to shared memory and read
     if c.push_bits:
-        results = results * (teams > 1) + blocks * min(c.block_m, p.rows) * p.head_dim * c.push_bits // 8 * 2
+        pushed = 0 if stored(c) else blocks * min(c.block_m, p.rows) * p.head_dim * c.push_bits // 8 * 2
+        results = results * (teams > 1) + pushed
     moved_on, least = workspace_bytes(p, c, target), cost(p).bytes
     in_cluster = 0 if c.cluster == 1 else PUSH_WAITS if c.push_bits else MERGE_WAITS
     decode = Traffic(
@@ -124,4 +127,9 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
         waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + in_cluster + (MERGE_WAITS if c.together else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
     )
-    return (decode,) if partials(c) == 1 or c.together else (decode, _combine(p, c, moved_on))
+    if partials(c) == 1 or c.together:
+        return (decode,)
+    if not stored(c):
+        return (decode, _combine(p, c, moved_on))
+    in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, ceil(c.num_splits / 4))
+    return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on * 16 // c.push_bits, bytes_in_flight=in_flight))

@@ -28,8 +28,11 @@ TEAMS = (
     (4, 8, 12, 1), (8, 8, 9, 4), (4, 4, 6, 2), (4, 12, 10, 4), (8, 8, 16, 1), (4, 8, 5, 2), (4, 4, 20, 4),
     (8, 8, 5, 4), (4, 4, 2, 2), (8, 8, 8, 1), (4, 8, 4, 1),
 )  # fmt: skip
-# Of clusters, what they found pushed: merged there, by a second launch, and by the last cluster.
-PUSHED = ((8, 8, False), (2, 2, False), (4, 4, False), (16, 8, False), (16, 8, True), (8, 2, True), (12, 4, True))
+# Handed over from registers: pushed in clusters and merged there, by a second launch, and by the last cluster; stored.
+PUSHED = (
+    (8, 8, False), (2, 2, False), (4, 4, False), (16, 8, False), (16, 8, True), (8, 2, True), (12, 4, True),
+    (3, 1, False), (40, 1, False),
+)  # fmt: skip
 # As Gemma 4 has them: a window's layer and a full one, and one whose K and V another kernel has made.
 WINDOW = Problem(256, 32, 16, window=1024, kv_len=8192, source="qkv", num_rotated_pairs=128)
 FULL = Problem(512, 32, 4, kv_len=8192, source="qk", num_rotated_pairs=64)
@@ -96,6 +99,7 @@ def test_pushed_at_lengths_of_a_model(problem: Problem, push_bits: int) -> None:
     _require_right_at_lengths(problem, (
         *_configs(full, (8, 8, False), 3, 0, push_bits), *_configs(full, (6, 2, False), 1, 4, push_bits),
         *_configs(full, (32, 8, True), 2, 2, push_bits), *_configs(full, (16, 4, True), 1, 5, push_bits),
+        *_configs(full, (33, 1, False), 3, 1, push_bits), *_configs(full, (8, 1, False), 2, 4, push_bits),
     ))  # fmt: skip
 
 
@@ -127,7 +131,9 @@ def test_groups_pages_and_ragged_batches(head_dim: int, group: int, q_len: int, 
             c for i, splits in enumerate(((3, 1, False), (4, 4, False), (6, 2, True)))
             for c in _configs(case, splits, 1, group + q_len * i)
         ] + [
-            c for i, (splits, bits) in enumerate((((8, 8, False), 16), ((4, 4, False), 32), ((6, 2, True), 16)))
+            c for i, (splits, bits) in enumerate(
+                (((8, 8, False), 16), ((4, 4, False), 32), ((6, 2, True), 16), ((5, 1, False), 16), ((2, 1, False), 32))
+            )
             for c in _configs(case, splits, 1, group + q_len * i, bits)
         ]  # fmt: skip
         assert wrong_of(KERNEL, case, configs) == []
@@ -145,6 +151,7 @@ def test_right_behind_another_with_the_same_bits(problem: Problem) -> None:
         *_configs(cases[0], (8, 1, True), 1),
         *_configs(cases[0], (8, 8, False), 2, 0, 16), *_configs(cases[0], (8, 8, False), 1, 2, 32),
         *_configs(cases[0], (32, 8, True), 1, 1, 16), *_configs(cases[0], (16, 4, False), 1, 0, 32),
+        *_configs(cases[0], (33, 1, False), 3, 0, 16), *_configs(cases[0], (8, 1, False), 1, 3, 32),
     ):  # fmt: skip
         function = _loaded(problem, config)
         given = [inputs[i % 3] | {"out": torch.full_like(inputs[i % 3]["out"], float("nan"))} for i in range(60)]

@@ -21,12 +21,14 @@ from kerngen.templates.attn_decode.spec import (
     TILE,
     Config,
     Problem,
+    chunks,
     dealt,
     item_words,
     key_pieces,
     partials,
     piece_bytes,
     pushed_bytes,
+    stored,
     unit_columns,
 )  # fmt: skip
 from kerngen.tuning.space import candidates
@@ -64,11 +66,15 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True, key_parts=4)
         ({"key_parts": 1}, "num_stages=10: whole keys lie in four places side by side; a multiple of 4"),
         ({"num_stages": 13}, "B of shared memory"),
         ({"push_bits": 8, "cluster": 8, "num_splits": 8}, "push_bits=8: values are pushed in 16 or 32 bits"),
-        ({"push_bits": 16}, "push_bits=16: a block of cluster=1 has no other to push to; push_bits=0"),
+        (
+            {"push_bits": 16, "num_splits": 1},
+            "of cluster=1 they are stored for attn_combine; together=False and several",
+        ),
+        ({"push_bits": 32, "together": True, "num_splits": 32}, "of cluster=1 they are stored for attn_combine"),
         ({"push_bits": 16, "cluster": 8, "num_splits": 8}, "B of shared memory"),
         (
             {"push_bits": 16, "warpgroups": False, "key_parts": 2, "num_stages": 2},
-            "push_bits=16 is of clusters, which warpgroups=True has",
+            "push_bits=16 is warpgroups=True's; push_bits=0",
         ),
         ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
     ],
@@ -101,7 +107,7 @@ def test_a_search_may_choose_it_and_a_window_whose_q_is_ready_does() -> None:
     found = candidates(KERNEL, FULL, H200).valid
     assert {(c.warpgroups, c.together) for c in found} == {(False, False), (True, False), (True, True)}
     assert {c.cluster for c in found if c.warpgroups} == {1, 2, 4, 8}
-    assert {(c.cluster > 1, c.push_bits) for c in found} == {(False, 0), (True, 0), (True, 16)}
+    assert {(c.cluster > 1, c.push_bits) for c in found} == {(False, 0), (False, 16), (True, 0), (True, 16)}
     window = Problem(256, 32, 16, window=1024)
     for q_len, places in ((1, (2, 6)), (4, (4, 12))):
         chosen = KERNEL.default_config(replace(window, q_len=q_len), H200)
@@ -144,7 +150,7 @@ def test_many_rows_of_long_heads_are_left_to_clusters_that_fit(
 @pytest.mark.parametrize(("tokens", "rows", "splits", "split_d"), [(1, 16, 112, 4), (2, 32, 112, 8), (4, 32, 56, 8)])
 def test_one_head_of_many_keys_is_left_to_clusters_of_eight(tokens: int, rows: int, splits: int, split_d: int) -> None:
     """Blocks of up to 32 rows; a few keys are left to mma.sync, as more heads are."""
-    problem = Problem(head_dim=512, num_q_heads=16, num_kv_heads=1, q_len=tokens, kv_len=8192)
+    problem = Problem(512, 16, 1, q_len=tokens, kv_len=8192, source="qk", num_rotated_pairs=64)
     chosen = KERNEL.default_config(problem, H200)
     assert (chosen.block_m, chosen.num_splits, chosen.split_d) == (rows, splits, split_d)
     assert (chosen.cluster, chosen.push_bits) == (8, 16)
@@ -157,7 +163,7 @@ def test_one_head_of_many_keys_is_left_to_clusters_of_eight(tokens: int, rows: i
 @pytest.mark.parametrize(("q_heads", "kv_heads", "splits"), [(32, 4, 24), (16, 2, 56)])
 def test_few_heads_of_one_sequence_are_left_to_clusters_of_eight(q_heads: int, kv_heads: int, splits: int) -> None:
     """Of 16 to 40 rows and some thousand keys: more clusters are not resident."""
-    problem = Problem(head_dim=512, num_q_heads=q_heads, num_kv_heads=kv_heads, q_len=4, kv_len=8192)
+    problem = Problem(512, q_heads, kv_heads, q_len=4, kv_len=8192, source="qk", num_rotated_pairs=64)
     for q_len in (2, 4, 5):
         chosen = KERNEL.default_config(replace(problem, q_len=q_len), H200)
         assert (chosen.block_m, chosen.num_splits, chosen.cluster) == (8 * q_len, splits, 8)
@@ -182,7 +188,7 @@ def test_fewer_tiles_are_on_their_way_than_there_is_room_for(config: Config, say
 
 
 def test_few_rows_of_few_sequences_are_left_to_quarters_of_keys() -> None:
-    one = Problem(head_dim=512, num_q_heads=32, num_kv_heads=4)
+    one = Problem(head_dim=512, num_q_heads=32, num_kv_heads=4, source="qk", num_rotated_pairs=64)
     chosen = KERNEL.default_config(one, H200)
     assert (chosen.warpgroups, chosen.split_d, chosen.num_splits) == (False, 4, 32), "33 have as many rounds of tiles"
     assert (chosen.num_stages, chosen.in_flight) == (6, 1)
@@ -193,6 +199,83 @@ def test_few_rows_of_few_sequences_are_left_to_quarters_of_keys() -> None:
     chosen = KERNEL.default_config(window, H200)
     assert (chosen.split_d, chosen.num_splits) == (4, 8), "256 blocks, two an SM"
     assert KERNEL.default_config(replace(window, batch=16), H200).split_d == 1, "they stream for long"
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "tokens", "keys", "shape"),
+    [
+        # (rows of a block, splits, places, on their way)
+        (32, 4, 1, 8192, (8, 33, 13, 3)),
+        (32, 4, 4, 8192, (32, 33, 11, 2)),
+        (32, 4, 4, 2048, (32, 16, 11, 2)),  # two tiles each
+        (16, 2, 5, 8192, (32, 33, 11, 2)),  # in two blocks, which read the keys both
+        (8, 1, 4, 32768, (32, 132, 11, 2)),
+    ],
+)
+def test_one_sequence_whose_q_is_ready_has_its_results_stored(
+    q_heads: int, kv_heads: int, tokens: int, keys: int, shape: tuple[int, ...]
+) -> None:
+    problem = Problem(512, q_heads, kv_heads, q_len=tokens, kv_len=keys)
+    chosen = KERNEL.default_config(problem, H200)
+    assert stored(chosen)
+    assert (chosen.block_m, chosen.num_splits, chosen.num_stages, chosen.in_flight) == shape
+    made = replace(problem, source="qk", num_rotated_pairs=64)  # in a step, which gains nothing by it
+    fewer = replace(problem, kv_len=1024)
+    for other in (made, fewer, replace(problem, kv_len=131072), replace(problem, batch=2)):  # not timed so, or no gain
+        assert not stored(KERNEL.default_config(other, H200)), other
+    assert not stored(KERNEL.default_config(replace(problem, num_kv_heads=8, num_q_heads=64), H200))
+
+
+def test_blocks_that_store_leave_room_for_two_that_merge() -> None:
+    """Or the next launch's blocks could not begin before those have ended: registers and shared memory of an SM."""
+    for problem in (Problem(512, 32, 4), Problem(512, 32, 4, q_len=4), Problem(512, 8, 1, q_len=2, kv_len=32768)):
+        config = KERNEL.default_config(problem, H200)
+        decode, combine = KERNEL.launches(problem, config, H200)
+        built = compile_cubin(render(KERNEL, problem, config, H200), H200.arch)
+        registers, threads = 0, (-(-decode.block[0] // 128) * 128, combine.block[0])
+        for entry, its_threads, blocks in (("attn_decode", threads[0], 1), ("attn_combine", threads[1], 2)):
+            its = built.entries[entry]
+            assert its.spill_store_bytes == 0
+            registers += blocks * its_threads * (-(-its.registers // 8) * 8)
+        assert registers <= H200.arch.regs_per_sm, config
+        assert decode.smem_bytes + 3 * H200.arch.reserved_smem_bytes <= H200.arch.smem_per_sm
+        assert combine.grid[0] <= 2 * H200.device.num_sms
+
+
+@pytest.mark.parametrize(("head_dim", "split_d", "bits"), [(128, 4, 16), (256, 8, 32), (512, 4, 16), (512, 8, 16)])
+def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, split_d: int, bits: int) -> None:
+    """stored.cuh.jinja: who stores which columns of which rows, in which 16 bytes of a chunk, and who merges them."""
+    problem, config = (
+        Problem(head_dim, 16, 2, q_len=5),
+        Config(24, 16, split_d, 8, 8, 5, warpgroups=True, push_bits=bits),
+    )
+    blocks, parts = (2 if bits == 16 else 1), split_d // 4
+    pairs, of_pair = chunks(problem, config)
+    assert (pairs, of_pair) == (12, head_dim // (16 * blocks))
+    found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # (pair, chunk, lane g): (row, column) in its words
+    for part, w, i, j, t, g in product(
+        range(parts), range(4), range(0, head_dim // 64 // parts, blocks), range(3), range(4), range(8)
+    ):
+        chunk = (part * (head_dim // 64 // parts) + i) // blocks * 4 + w
+        cells = [
+            (j * 8 + 2 * t + e, (part * (head_dim // 64 // parts) + i + n) * 64 + w * 16 + h * 8 + g)
+            for n, h, e in product(range(blocks), range(2), range(2))
+        ]
+        assert found.setdefault((j * 4 + t, chunk, g), cells) is cells
+    assert {key[:2] for key in found} == set(product(range(pairs), range(of_pair)))
+    merged: Counter[tuple[int, int]] = Counter()
+    for pair, chunk, lane in product(range(pairs), range(of_pair), range(32)):
+        first, g, m = lane // 8, lane % 8, lane % 4
+        if first >= blocks:
+            continue
+        # By `transposed` lane m of four has the m-th value of each of the four: row m % 2 at columns 8 (m / 2) on.
+        row, column = 2 * pair + m % 2, (chunk // 4 * blocks + first) * 64 + chunk % 4 * 16 + m // 2 * 8 + g // 4 * 4
+        had = [found[pair, chunk, g // 4 * 4 + k][first * 4 + m] for k in range(4)]
+        assert had == [(row, column + k) for k in range(4)]
+        merged.update(had)
+    assert merged == Counter(product(range(24), range(head_dim)))
+    # Two KV heads, of 40 rows each in two blocks of 24; five splits.
+    assert KERNEL.workspace_bytes(problem, config, H200) == 2 * 2 * (12 * of_pair * 5 * 128 + 24 * 5 * 4)
 
 
 def test_launches_have_warps_that_copy() -> None:

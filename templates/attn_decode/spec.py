@@ -127,9 +127,9 @@ class Config:
     # With warpgroups: parts of their columns that the keys of a tile come in, each used as it comes; 1: they come in
     # whole boxes, as values do, and are used when all have come.
     key_parts: int = 2
-    # With warpgroups: bits, 16 or 32, of each value that a block hands over from its registers: in clusters it is pushed
-    # to those that merge it, to places beside their rings (pushed.cuh.jinja), without them stored for attn_combine
-    # (stored.cuh.jinja). 0: results meet in the rings, where others of the cluster read them, which takes no room.
+    # With warpgroups: bits, 16 or 32, of each value that a block hands over from its registers: in clusters they are
+    # pushed to those that merge them, to places beside their rings (pushed.cuh.jinja), without them stored for
+    # attn_combine (stored.cuh.jinja). 0: results meet in the rings, where others of the cluster read them.
     push_bits: int = 0
     # Of num_stages those on their way at most until all have come once: they stand before what a predecessor still
     # loads and stores, and before the queries. 0: all.

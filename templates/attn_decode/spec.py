@@ -768,17 +768,17 @@ def _in_clusters(p: Problem, target: Target) -> list[Config]:
 def _that_store(p: Problem, target: Target) -> Config | None:
     """Of one sequence whose q is ready: a block an SM, which stores what it found and ends.
 
-    None beyond what was timed so on an H100 (docs/experiments.md): two tiles a split at least, 32768 keys in all. Of
-    more than 32 rows the keys are read again, which few heads' can be from L2. By steps, where the next launch asks for
-    its weights as blocks end, nothing was gained: there q is made in the launch.
+    None beyond what was timed so and was faster (docs/experiments.md): two tiles a split at least. Of more than 32 rows
+    the keys are read twice. By steps, where the next launch asks for its weights as blocks end, nothing was gained:
+    there q is made in the launch.
     """
-    m_blocks, least = ceil(p.rows / 32), FEW_KEYS if p.rows > 8 else 2 * FEW_KEYS
-    most = MOST_STORED_KEYS if p.num_kv_heads * m_blocks < 4 or m_blocks == 1 else MOST_STORED_KEYS // 2
-    if p.source != "q" or p.batch > 1 or p.num_kv_heads * m_blocks > 4 or m_blocks > 2:
+    m_blocks = ceil(p.rows / 32)
+    blocks = m_blocks * p.num_kv_heads  # of one split
+    least = FEW_KEYS if 8 < p.rows <= 32 else 2 * FEW_KEYS
+    most = MOST_STORED_KEYS // 2 if p.rows <= 8 or (m_blocks > 1 and blocks > 2) else MOST_STORED_KEYS
+    if p.source != "q" or p.batch > 1 or blocks > 4 or m_blocks > 2 or not least <= p.visible <= most:
         return None
-    if not least <= p.visible <= most:
-        return None
-    splits = min(target.device.num_sms // (m_blocks * p.num_kv_heads), p.visible // (2 * TILE))
+    splits = min(target.device.num_sms // blocks, p.visible // (2 * TILE))
     one = Config(
         min(ceil(p.rows / 8) * 8, 32), 16, 8, 8, 0, splits, warpgroups=True, key_parts=4, push_bits=16,
         in_flight=3 if p.rows <= 8 else 2,

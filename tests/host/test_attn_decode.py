@@ -201,7 +201,9 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor,
 def test_few_keys_of_one_sequence_go_to_blocks_of_eight_rows(
     q_heads: int, kv_heads: int, q_len: int, kv_len: int, cut: tuple[int, int, int]
 ) -> None:
-    problem = SPEC.Problem(head_dim=512, num_q_heads=q_heads, num_kv_heads=kv_heads, q_len=q_len, kv_len=kv_len)
+    problem = SPEC.Problem(
+        head_dim=512, num_q_heads=q_heads, num_kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, source="qk"
+    )
     config = KERNEL.default_config(problem, Target.of(find_arch("sm90")))
     assert (config.block_m, config.split_d, config.num_splits) == cut
     assert not config.warpgroups

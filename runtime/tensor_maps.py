@@ -10,9 +10,10 @@ from kerngen.errors import LaunchError
 from kerngen.templates.kernel import TensorMap
 
 _BYTES, _BOUNDARY = 128, 128
-# Of CUtensorMap's enumerations: 16-bit elements, not interleaved, rows of 128 bytes swizzled or as they are, L2 sectors
-# of 256 bytes, zeros for what lies outside.
-_UINT16, _NOT_INTERLEAVED, _NOT_SWIZZLED, _SWIZZLE_128B, _L2_256B, _ZEROS = 1, 0, 0, 3, 3, 0
+# Of CUtensorMap's enumerations: 16-bit elements, not interleaved, rows of 128 bytes swizzled or as they are, zeros for
+# what lies outside; what L2 fetches at once, by bytes.
+_UINT16, _NOT_INTERLEAVED, _NOT_SWIZZLED, _SWIZZLE_128B, _ZEROS = 1, 0, 0, 3, 0
+_L2_PROMOTIONS = {128: 2, 256: 3}
 
 
 class Encoded:
@@ -48,7 +49,7 @@ def encode(what: str, seen: TensorMap, address: int) -> Encoded:
         (ctypes.c_uint32 * rank)(*[1] * rank),
         ctypes.c_int(_NOT_INTERLEAVED),
         ctypes.c_int(_SWIZZLE_128B if seen.swizzled else _NOT_SWIZZLED),
-        ctypes.c_int(_L2_256B),
+        ctypes.c_int(_L2_PROMOTIONS[seen.l2_bytes]),
         ctypes.c_int(_ZEROS),
     )
     if code:

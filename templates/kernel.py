@@ -69,13 +69,15 @@ class TensorMap:
 
     dims: elements along each axis, innermost first, all positive. strides: of all axes but the innermost, in bytes,
     multiples of 16. box: what one copy takes, up to 256 of each axis. swizzled: boxes land in shared memory with the
-    128-byte swizzle, of 64 elements of the innermost axis; if not, as they are.
+    128-byte swizzle, of 64 elements of the innermost axis; if not, as they are. l2_bytes: that L2 fetches for a miss,
+    128 or 256; what streams once has more of an H200's memory by 128 (docs/experiments.md).
     """
 
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzled: bool = True
+    l2_bytes: int = 128
 
 
 Choices = tuple[Any, ...] | Callable[[Any, Target], tuple[Any, ...]]

@@ -228,7 +228,7 @@ WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
 MOST_SPLITS = 66  # of many rows of long heads by warpgroups
 MOST_KEYS_IN_EIGHTS = 8192  # of one sequence's few KV heads that are read by clusters of eight
 PUSHING_STAGES = (9, 8, 7, 6)  # of those; fewer keep too little under way, and results are read where they were found
-MOST_STORED_KEYS = 32768  # of one sequence, whose blocks store what they found
+MOST_STORED_KEYS = 131072  # of one sequence, whose blocks store what they found
 MOST_STREAMED_KEYS = 2048  # of a block of warpgroups, where others need not read them twice: those stream faster
 MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
 # What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
@@ -775,7 +775,7 @@ def _that_store(p: Problem, target: Target) -> Config | None:
     m_blocks = ceil(p.rows / 32)
     blocks = m_blocks * p.num_kv_heads  # of one split
     least = FEW_KEYS if 8 < p.rows <= 32 else 2 * FEW_KEYS
-    most = MOST_STORED_KEYS // 2 if p.rows <= 8 or (m_blocks > 1 and blocks > 2) else MOST_STORED_KEYS
+    most = MOST_STORED_KEYS if m_blocks == 1 else MOST_STORED_KEYS // (2 * blocks)
     if p.source != "q" or p.batch > 1 or blocks > 4 or m_blocks > 2 or not least <= p.visible <= most:
         return None
     splits = min(target.device.num_sms // blocks, p.visible // (2 * TILE))

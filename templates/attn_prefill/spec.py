@@ -193,9 +193,11 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
         return None
     if problem.page_size:
         pages, heads, size, dim = shape
-        return TensorMap((dim, size, heads, pages), (dim * 2, size * dim * 2, heads * size * dim * 2), (64, rows, 1, 1))
+        strides = (dim * 2, size * dim * 2, heads * size * dim * 2)
+        return TensorMap((dim, size, heads, pages), strides, (64, rows, 1, 1), l2_bytes=256)
     total, heads, dim = shape
-    return TensorMap((dim, total, heads, 1), (heads * dim * 2, dim * 2, total * heads * dim * 2), (64, rows, 1, 1))
+    strides = (heads * dim * 2, dim * 2, total * heads * dim * 2)
+    return TensorMap((dim, total, heads, 1), strides, (64, rows, 1, 1), l2_bytes=256)
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:

@@ -34,6 +34,18 @@ def box_of(tensor: Tensor, seen: TensorMap, at: tuple[int, ...]) -> Tensor:
     return brought
 
 
+def test_what_streams_once_is_fetched_by_lines_and_what_is_read_again_by_two() -> None:
+    decode = find_kernel("attn_decode")
+    problem = decode.problem_type(head_dim=512, num_q_heads=32, num_kv_heads=4)
+    config = decode.config_type(8, 16, 4, 4, 6, warpgroups=True)
+    keys = decode.tensor_map(problem, config, "k_cache", (3, 4, 64, 512))
+    again = PREFILL.problem_type(head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=64)
+    boxes = PREFILL.tensor_map(again, PREFILL.config_type(128, 64, wgmma=True, boxes=True), "k", (3, 2, 64, 128))
+    assert keys is not None
+    assert boxes is not None
+    assert (keys.l2_bytes, boxes.l2_bytes) == (128, 256)
+
+
 @pytest.mark.parametrize(
     ("page_size", "block_n", "rows"), [(16, 80, 16), (64, 32, 32), (8, 64, 8), (64, 64, 64), (64, 80, 16), (24, 64, 8)]
 )

@@ -6,9 +6,8 @@ head), and one split of the sequence's visible tiles. With more than one split, 
 together.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (warpgroups.cu.jinja), and the
 splits of a cluster of blocks are merged through its shared memory (Config.cluster), where they are read or where they
 are pushed to (Config.push_bits): attn_combine has fewer partial results to merge, or none; together there, whoever
-comes last merges them and nobody waits. Without a cluster what is pushed goes to the workspace, as it lies in registers
-(stored.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv
-1805.02867.
+comes last merges them and nobody waits. Without a cluster results are stored for attn_combine as they lie in registers
+(stored.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
 
 From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
 new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
@@ -571,12 +570,12 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     )
     if partials(c) == 1 or c.together:
         return (decode,)
-    slices, columns = combine_shape(p.head_dim, partials(c))
     if stored(c):
         pairs, of_pair = chunks(p, c)
         items = ceil(p.rows / c.block_m) * p.num_kv_heads * p.batch * pairs * of_pair
         grid = (min(ceil(items / COMBINE_WARPS), 2 * target.device.num_sms), 1, 1)
         return (decode, Launch("attn_combine", grid, (COMBINE_WARPS * 32, 1, 1), 0, pdl=target.arch.has_pdl))
+    slices, columns = combine_shape(p.head_dim, partials(c))
     rows = p.batch * p.q_len * p.num_q_heads
     grid = (rows, p.head_dim // (4 * columns), 1)
     combine = Launch("attn_combine", grid, (slices * columns, 1, 1), 0, pdl=target.arch.has_pdl)
@@ -594,6 +593,8 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
 
     Merged together, of each group of blocks with the same rows [owners, num_splits] cells (cell_quads), zero between
     launches. By the last block, of each group [rows, head_dim / 128] items (item_words), counts zero between launches.
+    Stored from registers, of each group [pairs of rows, chunks, num_splits] chunks of 128 bytes, then of all groups the
+    lse [rows, num_splits].
     """
     p, c = problem, config
     if partials(c) == 1:
@@ -685,12 +686,11 @@ def default_config(problem: Problem, target: Target) -> Config:
     """The shape follows from the rows, head_dim and shared memory; num_splits from `predicted_us`.
 
     Where there is wgmma, what was fastest of few shapes on an H200 (docs/performance.md): warpgroups for many rows of
-    long heads, where there are keys for all SMs, and on an H100 (docs/experiments.md) for a lone KV head of many keys,
-    and for one sequence of few heads whose q is ready;
+    long heads, where there are keys for all SMs, and on an H100 (docs/experiments.md) for a lone KV head of many keys;
     for few rows of few sequences, and of many, warps that have a quarter of each key, but where many blocks stream for
-    long; of few keys of one sequence blocks of eight rows. By steps, these two. A
-    window's few rows are left to clusters of warpgroups where q is ready: those are faster alone, but slower in a step,
-    whose launches overlap.
+    long; of few keys of one sequence blocks of eight rows. By steps, these two. Where q is ready a window's few rows
+    are left to clusters of warpgroups, and one sequence of few heads to blocks that store: those are faster alone, but
+    not in a step, whose launches overlap.
     """
     p, num_sms = problem, target.device.num_sms
     shape, choices = _default_shape(p, target), split_choices(p, target)

@@ -10,6 +10,7 @@ Limits: CUDA C++ Programming Guide 12.9, "Compute Capabilities", tables "Feature
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from kerngen.boards import DEFAULT_DEVICE, DEVICES, Device, find_device
@@ -75,6 +76,14 @@ class Arch:
     def ptx_target(self) -> str:
         """NVRTC's virtual architecture: compute_70. PTX for it runs on any GPU of this or a later arch."""
         return f"compute_{self.number}"
+
+    def registers_of(self, threads: int) -> int:
+        """What ptxas gives each thread of a block of so many, at most: it counts in warpgroups."""
+        return min(self.max_regs_per_thread, self.regs_per_sm // (128 * ceil(threads / 128)) // 8 * 8)
+
+    def bound_for(self, registers: int) -> int:
+        """The fewest threads in __launch_bounds__ by which ptxas gives each no more than so many, a multiple of 8."""
+        return 128 * (self.regs_per_sm // (128 * (registers + 8)) + 1)
 
     def why_too_large(self, smem_bytes: int, blocks: int = 1) -> str | None:
         """Why `blocks` blocks of an SM cannot have so much shared memory each, or None."""

@@ -252,9 +252,9 @@ LINE_QUADS = 8  # of 4 fp32, a line: what a block merges is in multiples of it
 
 
 TILE = 64  # keys that a warpgroup multiplies at once
-# Where results are stored from registers: warps of a block of attn_combine, and blocks that an SM has registers for at
-# least; two of them are to have room beside those of attn_decode.
-COMBINE_WARPS, COMBINE_BLOCKS = 4, 8
+# Where results are stored from registers: warps of a block of attn_combine, and the share of an SM's registers that is
+# left to it beside a block of attn_decode, for two of its blocks, or one of more splits, whose weights take more.
+COMBINE_WARPS, COMBINE_SHARE, FEW_STORED_SPLITS = 4, 4, 36
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
@@ -264,17 +264,35 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
         found["COPIER_REGISTERS"] = COPIER_REGS
         found["BLOCKS_PER_SM"], found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
         found["ITEM_WORDS"] = item_words(config)
-        threads = (ceil(config.num_warps / 4) + 1) * 128
+        found["BOUND_THREADS"] = _bound(problem, config, arch)
         if stored(config):
-            blocks, ahead = (COMBINE_BLOCKS, 9) if config.num_splits <= 36 else (COMBINE_BLOCKS - 2, 8)
+            blocks, ahead = (8, 9) if config.num_splits <= FEW_STORED_SPLITS else (6, 8)
             found |= {"COMBINE_WARPS": COMBINE_WARPS, "COMBINE_BLOCKS": blocks, "COMBINE_AHEAD": ahead}
-            threads = max(threads, arch.regs_per_sm // (found["BLOCKS_PER_SM"] * found["REGISTERS"]) // 128 * 128)
-        found["THREADS_BOUND"] = threads
         found["UNIT_COLUMNS"], found["PUSHED_BYTES"] = unit_columns(problem, config), pushed_bytes(problem, config)
     elif config.together:
         piece, owners, rows = pieces(problem, config)
         found |= {"PIECE": piece, "OWNERS": owners, "PIECE_ROWS": rows, "CELL": cell_quads(piece, rows)}
     return found
+
+
+def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
+    """Of entries whose __launch_bounds__ are above their blocks: with fewer registers, which attn_combine's have."""
+    return {"attn_decode": _bound(problem, config, arch)} if stored(config) else {}
+
+
+def _bound(problem: Problem, config: Config, arch: Arch) -> int:
+    """Of attn_decode by warpgroups."""
+    threads = (config.num_warps // 4 + 1) * 128
+    beside = _registers_beside(problem, config, arch)
+    return max(threads, arch.bound_for(beside)) if beside else threads
+
+
+def _registers_beside(p: Problem, c: Config, arch: Arch) -> int:
+    """Of a thread of a block whose results are stored, beside attn_combine's; 0 where those are not enough."""
+    if not stored(c) or _two_fit(p, c, arch):
+        return 0
+    left = arch.regs_per_sm * (COMBINE_SHARE - 1) // COMBINE_SHARE // (32 * (c.num_warps + 4)) // 8 * 8
+    return left if registers_held(p, c) + WARPGROUP_SPARE_REGS <= left else 0
 
 
 def pieces(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -420,22 +438,22 @@ def dealt(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int]:
     enough registers are dealt out to warpgroups, and the one that copies has a whole one. A block takes them by four
     warps.
     """
+    if beside := _registers_beside(p, c, arch):
+        return 1, 1, beside
     held, warps = registers_held(p, c), c.num_warps + 4  # with those of the copier, or in their place
-    smem = _smem_by_warpgroups(p, c) + arch.reserved_smem_bytes
-    twice = 2 * smem <= arch.smem_per_sm and c.num_warps < 12  # whose 64 registers are too few to merge clusters
-    for blocks in (2, 1) if twice else (1,):
+    for blocks in (2, 1) if _two_fit(p, c, arch) else (1,):
         same = min(255, arch.regs_per_sm // (32 * blocks * warps) // 8 * 8)
-        if stored(c):  # attn_combine is to be resident beside them
-            beside = (arch.regs_per_sm * (COMBINE_BLOCKS - 2) // COMBINE_BLOCKS) // (32 * blocks * warps) // 8 * 8
-            same = beside if held + WARPGROUP_SPARE_REGS <= beside else same
-            if held + WARPGROUP_SPARE_REGS <= same:
-                return blocks, 1, same
         if held + SAME_SPARE_REGS <= same:
             return blocks, 1, same
         more = min(232, (same // 8 * 8 * warps - 4 * COPIER_REGS) // c.num_warps // 8 * 8)
         if held + WARPGROUP_SPARE_REGS <= more:
             break
     return blocks, 4, more
+
+
+def _two_fit(p: Problem, c: Config, arch: Arch) -> bool:
+    """Blocks by warpgroups in an SM's shared memory; not of twelve warps, with 64 registers too few for clusters."""
+    return 2 * (_smem_by_warpgroups(p, c) + arch.reserved_smem_bytes) <= arch.smem_per_sm and c.num_warps < 12
 
 
 def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:

@@ -284,7 +284,7 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     if slot > most or k // step < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
     if c.shared_ring:
-        available = registers_of(32 * stream_warps(c), arch)
+        available = arch.registers_of(32 * stream_warps(c))
     else:
         available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.warps_k * stream_blocks(c)) // 8 * 8)
     if (need := stream_registers(c, tiles)) > available:
@@ -306,11 +306,6 @@ def stream_registers(c: Tiling, tiles: int) -> int:
         return 60 + tiles * (2 if many else 6)
     pairs = ceil(tiles / 2)
     return 72 + 5 * pairs // 2 if many else 48 + 12 * pairs
-
-
-def registers_of(threads: int, arch: Arch) -> int:
-    """What ptxas gives each thread of a block of so many, at most: it counts in warpgroups."""
-    return min(arch.max_regs_per_thread, arch.regs_per_sm // (128 * ceil(threads / 128)) // 8 * 8)
 
 
 def stream_warps(c: Tiling) -> int:

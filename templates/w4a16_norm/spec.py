@@ -170,9 +170,8 @@ def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int
 
 
 def _bound(problem: Problem, config: Config, arch: Arch) -> int:
-    """Of the block whose threads ptxas gives no more registers than that (w4_tiling.registers_of)."""
-    least = 128 * (arch.regs_per_sm // (128 * (_registers_beside(problem, config, arch) + 8)) + 1)
-    return max(least, 32 * w4_tiling.stream_warps(config.product))
+    """Of the block whose threads ptxas gives no more registers than that."""
+    return max(arch.bound_for(_registers_beside(problem, config, arch)), 32 * w4_tiling.stream_warps(config.product))
 
 
 def _registers_per_vec(problem: Problem) -> int:
@@ -207,7 +206,7 @@ def _why_not_beside(problem: Problem, config: Config, target: Target) -> str | N
     """Why no block of the norm is resident beside one of the product, whose ring is shared."""
     arch, tiles = target.arch, w4_tiling.stream_tiles(config.product, problem.k, problem.group_size)
     need = w4_tiling.stream_registers(config.product, tiles)
-    if need > (left := w4_tiling.registers_of(_bound(problem, config, arch), arch)):
+    if need > (left := arch.registers_of(_bound(problem, config, arch))):
         return (f"about {need} registers a thread for x of {tiles} tiles; beside a block of the norm an SM has {left} "
                 f"for each of {config.warps_k} warps and {w4_tiling.HELPERS}")  # fmt: skip
     scratch = 2 * row_scratch_bytes(row_threads(problem.n, config.vecs_per_thread), 1)

@@ -226,14 +226,21 @@ def test_one_sequence_whose_q_is_ready_has_its_results_stored(
     assert not stored(KERNEL.default_config(replace(problem, num_kv_heads=8, num_q_heads=64), H200))
 
 
-def test_blocks_that_store_leave_room_for_two_that_merge() -> None:
+def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
     """Or the next launch's blocks could not begin before those have ended: registers and shared memory of an SM."""
-    for problem in (Problem(512, 32, 4), Problem(512, 32, 4, q_len=4), Problem(512, 8, 1, q_len=2, kv_len=32768)):
+    for problem, beside in (
+        (Problem(512, 32, 4), 2), (Problem(512, 32, 4, q_len=4), 2), (Problem(512, 8, 1, q_len=2, kv_len=32768), 2),
+        (Problem(512, 8, 1, q_len=4, kv_len=32768), 1),  # 132 splits
+    ):  # fmt: skip
         config = KERNEL.default_config(problem, H200)
+        bound = KERNEL.spec.bound_threads(problem, config, H200.arch)["attn_decode"]
+        assert f"__launch_bounds__({bound}, BLOCKS_PER_SM)" in render(KERNEL, problem, config, H200)
+        granted = [H200.arch.registers_of(threads) for threads in (bound, bound - 128)]
+        assert granted[0] <= dealt(problem, config, H200.arch)[2] < granted[1]
         decode, combine = KERNEL.launches(problem, config, H200)
         built = compile_cubin(render(KERNEL, problem, config, H200), H200.arch)
         registers, threads = 0, (-(-decode.block[0] // 128) * 128, combine.block[0])
-        for entry, its_threads, blocks in (("attn_decode", threads[0], 1), ("attn_combine", threads[1], 2)):
+        for entry, its_threads, blocks in (("attn_decode", threads[0], 1), ("attn_combine", threads[1], beside)):
             its = built.entries[entry]
             assert its.spill_store_bytes == 0
             registers += blocks * its_threads * (-(-its.registers // 8) * 8)
@@ -245,10 +252,8 @@ def test_blocks_that_store_leave_room_for_two_that_merge() -> None:
 @pytest.mark.parametrize(("head_dim", "split_d", "bits"), [(128, 4, 16), (256, 8, 32), (512, 4, 16), (512, 8, 16)])
 def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, split_d: int, bits: int) -> None:
     """stored.cuh.jinja: who stores which columns of which rows, in which 16 bytes of a chunk, and who merges them."""
-    problem, config = (
-        Problem(head_dim, 16, 2, q_len=5),
-        Config(24, 16, split_d, 8, 8, 5, warpgroups=True, push_bits=bits),
-    )
+    problem = Problem(head_dim, 16, 2, q_len=5)
+    config = Config(24, 16, split_d, 8, 8, 5, warpgroups=True, push_bits=bits)
     blocks, parts = (2 if bits == 16 else 1), split_d // 4
     pairs, of_pair = chunks(problem, config)
     assert (pairs, of_pair) == (12, head_dim // (16 * blocks))

@@ -100,7 +100,7 @@ def test_no_way_to_share_a_ring_takes_the_registers_that_a_block_of_the_norm_nee
         constants = KERNEL.spec.constants(problem, config, H200.arch)
         product, norm = KERNEL.launches(problem, config, H200)
         assert product.block[0] <= constants["BOUND_THREADS"] <= 1024
-        granted = w4_tiling.registers_of(constants["BOUND_THREADS"], H200.arch)
+        granted = H200.arch.registers_of(constants["BOUND_THREADS"])
         vecs = config.vecs_per_thread * (14 + 2 * ELEMENT_BYTES[problem.residual_dtype])
         assert granted * product.block[0] + norm.block[0] * 8 * ceil((14 + vecs) / 8) <= H200.arch.regs_per_sm
         tiles = w4_tiling.stream_tiles(config.product, k, 32)

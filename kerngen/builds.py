@@ -13,10 +13,11 @@ from kerngen.cache import CachedCompiler, CompileCache, compiling_is_forbidden
 from kerngen.compile import Cubin, Ptx, nvrtc_version, source_key
 from kerngen.errors import CompileError, ProblemError, TuningMiss
 from kerngen.render import render
-from kerngen.runtime.binding import DEFAULT, Bindings, Choice, between
+from kerngen.runtime.binding import DEFAULT, Bindings, Choice, between, finer, finer_between
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
 from kerngen.tuning_db.serve.canonical import bucketed, coordinates
+from kerngen.tuning_db.serve.filing import round_up
 from kerngen.workload import Model, Workload, workload
 
 if TYPE_CHECKING:
@@ -71,11 +72,19 @@ def choices(load: Workload, bindings: Bindings, unsupported: Counter[str]) -> It
 
 def lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
     """(kernel, problem) of the workload, and every power of two between two of its tuned lengths, for a kernel that
-    prefers some defaults those `between` them too.
+    prefers some defaults those `between` them too; each at the finer steps of fields that have them (Problem.FINER).
 
     A length that has no winner runs the default of the power of two above it, or the one that the kernel prefers: with
     these none is met unprepared.
     """
+    for name, problem in _lengths_between(load):
+        yield name, problem
+        for finely in finer(problem):
+            for size in finer_between(round_up(getattr(problem, finely))):
+                yield name, replace(problem, **{finely: size})
+
+
+def _lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
     lines: dict[tuple[Any, ...], dict[int, Any]] = {}
     for item in load.items:
         problem = item.problem

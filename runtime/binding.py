@@ -2,9 +2,9 @@
 
 `Bindings` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
 compiled-in fields) is bound once: its tuned points are read from the databases, or, where there are none, defaults
-are made at powers of two of the dynamic field (between two of them a kernel may prefer another one's). From then on
-a problem never seen before costs a bisection, and one that was a look into a dict: a prompt's forward asks hundreds
-of times.
+are made at powers of two of the dynamic field (between two of them a kernel may prefer another one's) and of the
+other fields that are known at launch alone, or at finer steps of those. From then on a problem never seen before costs
+a bisection, and one that was a look into a dict: a prompt's forward asks hundreds of times.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kerngen.tuning_db.serve.source import Source
 
 DEFAULT = "default configuration"
+FINER_STEPS = 16  # of a field between zero and the power of two at or above it
 CHOICES_KEPT = 8192  # a dozen kernels' for several hundred lengths of context
 
 
@@ -90,7 +91,7 @@ class Binding:
         Between two powers the kernel may prefer that of a length between them, or of those down to an eighth: no more
         of them are needed than a bundle has.
         """
-        key = coordinates(bucketed(self.kernel, problem))
+        key = coordinates(self._runtime(problem))
         size = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
         above = round_up(size)
         found = self._default_at(key, problem, above)
@@ -104,12 +105,16 @@ class Binding:
         valid = {c: o for c, o in others.items() if self.kernel.why_invalid(problem, c, self.target) is None}
         return valid.get(self.kernel.prefer(problem, (found.config, *valid), self.target), found)
 
+    def _runtime(self, problem: Any) -> dict[str, Any]:
+        """The runtime fields but the dynamic one, as its default is chosen for them."""
+        return bucketed(self.kernel, problem) | {n: round_up(getattr(problem, n), FINER_STEPS) for n in finer(problem)}
+
     def _default_at(self, key: tuple[Any, ...], problem: Any, dynamic: Any) -> Choice:
         """The default where the dynamic field is `dynamic`; None: there is none. key: the other runtime fields, as they
         are looked up, which it is chosen for too: who asks first does not decide for those that share it.
         """
         if (found := self._defaults.get((key, dynamic))) is None:
-            runtime = bucketed(self.kernel, problem)
+            runtime = self._runtime(problem)
             moved = _moved(problem, runtime if dynamic is None else runtime | {problem.DYNAMIC: dynamic})
             found = self._defaults[key, dynamic] = self._default_for(moved)
         return found
@@ -133,6 +138,16 @@ class Binding:
 def between(power: int) -> list[int]:
     """Lengths between a power of two and the one below it, the longest first: eighths of the power."""
     return [power * eighths // 8 for eighths in (7, 6, 5) if power * eighths % 8 == 0]
+
+
+def finer(problem: Any) -> tuple[str, ...]:
+    """Its runtime fields that have defaults between powers of two: Problem.FINER."""
+    return getattr(type(problem), "FINER", ())
+
+
+def finer_between(power: int) -> list[int]:
+    """Those between a power of two and the one below it."""
+    return [n for n in range(power // 2 + 1, power) if round_up(n, FINER_STEPS) == n]
 
 
 def _moved(problem: Any, runtime: dict[str, Any]) -> Any:

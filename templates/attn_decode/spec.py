@@ -47,6 +47,7 @@ class Problem:
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "kv_len")
     DYNAMIC: ClassVar[str] = "kv_len"
+    FINER: ClassVar[tuple[str, ...]] = ("batch",)  # by sequences that share the SMs: of seven each has more of them
 
     head_dim: int = 128
     num_q_heads: int = 32
@@ -227,7 +228,9 @@ WINDOW_SPLITS = 8  # of a window's keys by warpgroups, a cluster
 MOST_SPLITS = 66  # of many rows of long heads by warpgroups
 MOST_KEYS_IN_EIGHTS = 8192  # of one sequence's few KV heads that are read by clusters of eight
 PUSHING_STAGES = (9, 8, 7, 6)  # of those; fewer keep too little under way, and results are read where they were found
-MOST_STORED_KEYS = 131072  # of one sequence, whose blocks store what they found
+FEW_STORED_KEYS = 8192  # of all sequences and heads, whose blocks store what they found
+MOST_REREAD_KEYS = 1024  # of such a block, where another one of the same keys has the other half of the rows
+FEWEST_ROUND_KEYS = 256  # of such a block, where SMs have several after each other
 MOST_STREAMED_KEYS = 2048  # of a block of warpgroups, where others need not read them twice: those stream faster
 MOST_NARROW_KEYS = 2048  # that few rows see of head_dim 256, where a warp has a quarter of each
 # What the wave model charges, us: a block's start and end; the second launch; a tile that most teams only wait for.
@@ -252,6 +255,7 @@ LINE_QUADS = 8  # of 4 fp32, a line: what a block merges is in multiples of it
 
 
 TILE = 64  # keys that a warpgroup multiplies at once
+STORED_IN_FLIGHT = 80 * 1024  # bytes on their way to a block whose results are stored, once its ring has been full
 # Where results are stored from registers: warps of a block of attn_combine, and the share of an SM's registers that is
 # left to it beside a block of attn_decode, for two of its blocks, or one of more splits, whose weights take more.
 COMBINE_WARPS, COMBINE_SHARE, FEW_STORED_SPLITS = 4, 4, 36
@@ -264,10 +268,12 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
         found["COPIER_REGISTERS"] = COPIER_REGS
         found["BLOCKS_PER_SM"], found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
         found["ITEM_WORDS"] = item_words(config)
+        found["THROUGHOUT"] = throughout(problem, config)
         found["BOUND_THREADS"] = _bound(problem, config, arch)
         if stored(config):
-            blocks, ahead = (8, 9) if config.num_splits <= FEW_STORED_SPLITS else (6, 8)
+            blocks, ahead = combine_blocks(config)
             found |= {"COMBINE_WARPS": COMBINE_WARPS, "COMBINE_BLOCKS": blocks, "COMBINE_AHEAD": ahead}
+            found["CHUNK_LANES"], found["SPAN"] = chunk_lanes(config), span(problem, config)
         found["UNIT_COLUMNS"], found["PUSHED_BYTES"] = unit_columns(problem, config), pushed_bytes(problem, config)
     elif config.together:
         piece, owners, rows = pieces(problem, config)
@@ -292,7 +298,12 @@ def _registers_beside(p: Problem, c: Config, arch: Arch) -> int:
     if not stored(c) or _two_fit(p, c, arch):
         return 0
     left = arch.regs_per_sm * (COMBINE_SHARE - 1) // COMBINE_SHARE // (32 * (c.num_warps + 4)) // 8 * 8
-    return left if registers_held(p, c) + WARPGROUP_SPARE_REGS <= left else 0
+    return left if registers_held(p, c) + WARPGROUP_SPARE_REGS <= _dealt_of(left, c) else 0
+
+
+def _dealt_of(registers: int, c: Config) -> int:
+    """Of a thread that multiplies, where each of a block had so many and the warpgroup that copies gives its own."""
+    return min(232, (registers * (c.num_warps + 4) - 4 * COPIER_REGS) // c.num_warps // 8 * 8)
 
 
 def pieces(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -331,6 +342,28 @@ def partials(config: Config) -> int:
 def stored(config: Config) -> bool:
     """Whether blocks store what they found as it lies in registers (stored.cuh.jinja), for attn_combine."""
     return config.warpgroups and config.push_bits > 0 and config.cluster == 1
+
+
+def combine_blocks(config: Config) -> tuple[int, int]:
+    """(blocks of attn_combine that an SM holds, loads that a lane has under way), where results are stored."""
+    return (8, 9) if config.num_splits <= FEW_STORED_SPLITS else (6, 8)
+
+
+def throughout(problem: Problem, config: Config) -> int:
+    """Pieces of a ring that are on their way at most when it has been full."""
+    return min(config.num_stages, max(2, STORED_IN_FLIGHT // piece_bytes(problem, config)) if stored(config) else 64)
+
+
+def chunk_lanes(config: Config) -> int:
+    """Lanes of attn_combine that merge a chunk: eight for every nine splits, up to a warp."""
+    return min(32, 8 << (ceil(config.num_splits / 9) - 1).bit_length())
+
+
+def span(problem: Problem, config: Config) -> int:
+    """Chunks of a pair that a warp of attn_combine merges at once: of few splits twice as many or four times."""
+    lanes, (_, ahead) = chunk_lanes(config), combine_blocks(config)
+    more = next(n for n in (4, 2, 1) if n == 1 or n * ceil(config.num_splits * 8 / lanes) <= ahead)
+    return min(32 // lanes * more, chunks(problem, config)[1])
 
 
 def chunks(problem: Problem, config: Config) -> tuple[int, int]:
@@ -439,13 +472,15 @@ def dealt(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int]:
     warps.
     """
     if beside := _registers_beside(p, c, arch):
-        return 1, 1, beside
+        if registers_held(p, c) + WARPGROUP_SPARE_REGS <= beside:
+            return 1, 1, beside
+        return 1, 4, _dealt_of(beside, c)
     held, warps = registers_held(p, c), c.num_warps + 4  # with those of the copier, or in their place
     for blocks in (2, 1) if _two_fit(p, c, arch) else (1,):
         same = min(255, arch.regs_per_sm // (32 * blocks * warps) // 8 * 8)
         if held + SAME_SPARE_REGS <= same:
             return blocks, 1, same
-        more = min(232, (same // 8 * 8 * warps - 4 * COPIER_REGS) // c.num_warps // 8 * 8)
+        more = _dealt_of(same // 8 * 8, c)
         if held + WARPGROUP_SPARE_REGS <= more:
             break
     return blocks, 4, more
@@ -590,8 +625,10 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
         return (decode,)
     if stored(c):
         pairs, of_pair = chunks(p, c)
-        items = ceil(p.rows / c.block_m) * p.num_kv_heads * p.batch * pairs * of_pair
-        grid = (min(ceil(items / COMBINE_WARPS), 2 * target.device.num_sms), 1, 1)
+        spans = prod(decode.grid) // c.num_splits * pairs * of_pair // span(p, c)
+        busy = min(prod(decode.grid), target.device.num_sms)
+        room = 2 * busy + combine_blocks(c)[0] * (target.device.num_sms - busy)
+        grid = (min(ceil(spans / COMBINE_WARPS), room), 1, 1)
         return (decode, Launch("attn_combine", grid, (COMBINE_WARPS * 32, 1, 1), 0, pdl=target.arch.has_pdl))
     slices, columns = combine_shape(p.head_dim, partials(c))
     rows = p.batch * p.q_len * p.num_q_heads
@@ -643,7 +680,8 @@ def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
     """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
     if c.warpgroups:  # two pieces are in use, or a tile's whole keys
-        return max(c.num_stages - (key_pieces(c) if c.key_parts == 1 else 2), 1) * piece_bytes(p, c)
+        pieces_in_flight = max(c.num_stages - (key_pieces(c) if c.key_parts == 1 else 2), 1)
+        return min(pieces_in_flight, throughout(p, c)) * piece_bytes(p, c)
     if not target.arch.has_ldmatrix:
         return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
     return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
@@ -723,7 +761,7 @@ def default_config(problem: Problem, target: Target) -> Config:
         )  # fmt: skip
         if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None:
             return config
-    if p.head_dim == 512 and (storing := _that_store(p, target)) is not None:
+    if (storing := _that_store(p, target)) is not None:
         return storing
     if p.head_dim == 512 and (by_eight := _in_eights(p, target)) is not None:
         return by_eight
@@ -784,25 +822,67 @@ def _in_clusters(p: Problem, target: Target) -> list[Config]:
 
 
 def _that_store(p: Problem, target: Target) -> Config | None:
-    """Of one sequence whose q is ready: a block an SM, which stores what it found and ends.
+    """A block an SM, which stores what it found and ends. None where something else was faster (docs/experiments.md).
 
-    None beyond what was timed so and was faster (docs/experiments.md): two tiles a split at least. Of more than 32 rows
-    the keys are read twice. By steps, where the next launch asks for its weights as blocks end, nothing was gained:
-    there q is made in the launch.
+    Few keys in all leave SMs without any, and a cluster that has all of a row's is done sooner; of one sequence by
+    steps the next launch's weights come as blocks end. Rows of two blocks have their keys read twice, from L2 where
+    that is soon.
     """
-    m_blocks = ceil(p.rows / 32)
-    blocks = m_blocks * p.num_kv_heads  # of one split
-    least = FEW_KEYS if 8 < p.rows <= 32 else 2 * FEW_KEYS
-    most = MOST_STORED_KEYS if m_blocks == 1 else MOST_STORED_KEYS // (2 * blocks)
-    if p.source != "q" or p.batch > 1 or blocks > 4 or m_blocks > 2 or not least <= p.visible <= most:
+    long, one, ready = p.head_dim == 512, p.batch == 1, p.source == "q"
+    if p.head_dim not in (256, 512) or (long and one and not ready):
         return None
-    splits = min(target.device.num_sms // blocks, p.visible // (2 * TILE))
-    one = Config(
-        min(ceil(p.rows / 8) * 8, 32), 16, 8, 8, 0, splits, warpgroups=True, key_parts=4, push_bits=16,
-        in_flight=3 if p.rows <= 8 else 2,
-    )  # fmt: skip
-    found = (replace(one, num_stages=stages) for stages in range(13, 5, -1))
-    return next((c for c in found if splits > 1 and why_invalid(p, c, target) is None), None)
+    most_rows = 40 if long else 32
+    m_blocks = 1 if p.rows <= most_rows else ceil(p.rows / 32)
+    groups = m_blocks * p.num_kv_heads * p.batch  # blocks of one split
+    splits = min(_stored_splits(groups, p, target), ceil(p.visible / (2 * TILE if long else TILE)))
+    if splits < 2 or not _enough_to_store(p, groups, target):
+        return None
+    if m_blocks > 1 and not (long and m_blocks == 2 and 8 * TILE < p.visible <= splits * MOST_REREAD_KEYS):
+        return None
+    few = ((groups > 1 and p.rows <= 16) or p.rows <= 8) if long else ready or p.q_len == 1
+    rows = min(ceil(p.rows / 8) * 8, most_rows if m_blocks == 1 else 32)
+    warps, key_parts, most_stages = (8, 4, 13) if long else (4, 2, 13 if ready else 9)
+    one_block = Config(
+        rows, 16, warps, warps, 0, splits, warpgroups=True, key_parts=key_parts, push_bits=16, in_flight=3 if few else 2
+    )
+    found = (replace(one_block, num_stages=stages) for stages in range(most_stages, 5, -1))
+    return next((c for c in found if why_invalid(p, c, target) is None), None)
+
+
+def _enough_to_store(p: Problem, groups: int, target: Target) -> bool:
+    """Whether there are keys enough that blocks which store them gain: in all, or for as many as a cluster has."""
+    keys, one = p.num_kv_heads * p.batch * p.visible, p.batch == 1
+    if p.head_dim == 512 and p.rows > 16:
+        cluster = next((c for c in (8, 4) if p.rows <= 40 and c * groups <= _resident_in_clusters(target)), 2)
+        return p.visible >= FEW_KEYS if one else p.visible > 2 * TILE * cluster
+    if p.head_dim == 512 and p.rows > 8:
+        return keys >= FEW_KEYS
+    if p.head_dim == 512:
+        return keys >= FEW_STORED_KEYS or p.visible >= 2 * FEW_KEYS or (not one and keys >= 2 * FEW_KEYS)
+    return keys >= FEW_STORED_KEYS
+
+
+def _stored_splits(groups: int, p: Problem, target: Target) -> int:
+    """As many as there are SMs for. Where that leaves many SMs idle, as many as two rounds of blocks have, or three or
+    four, if those keep more of them busy and have keys enough. 0 where one split does as well.
+    """
+    sms = target.device.num_sms
+    once = sms // groups
+    busy = max(once, 1) * groups / (ceil(groups / sms) * sms)
+    if once >= 2 and (p.rows > 16 or busy >= 0.8):  # of many rows more splits are as many results more
+        return once
+    least = FEW_KEYS if p.rows > 16 else 0
+    choices = {waves * sms // groups: waves for waves in (4, 3, 2)}
+    shares = {
+        splits: splits * groups / (waves * sms)
+        for splits, waves in reversed(choices.items())
+        if splits >= 2 and p.visible >= max(splits * FEWEST_ROUND_KEYS, least) and p.rows <= 40
+    }
+    enough = (splits for splits, share in shares.items() if share >= 0.9 or p.rows > 16)
+    rounds = next(enough, max(shares, key=lambda splits: shares[splits], default=0))
+    if shares.get(rounds, 0.0) >= busy + 0.1:
+        return rounds
+    return once if once >= 2 else 0
 
 
 def _in_eights(p: Problem, target: Target) -> Config | None:

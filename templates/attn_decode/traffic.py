@@ -11,9 +11,11 @@ from kerngen.templates.attn_decode.spec import (
     Config,
     Problem,
     bytes_in_flight,
+    chunk_lanes,
     combine_shape,
     cost,
     partials,
+    span,
     stored,
     workspace_bytes,
 )
@@ -131,5 +133,10 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
         return (decode,)
     if not stored(c):
         return (decode, _combine(p, c, moved_on))
-    in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, ceil(c.num_splits / 4))
+    in_flight = (
+        COMBINE_WARPS
+        * 32
+        * 16
+        * min(COMBINE_LOADS, ceil(c.num_splits / (chunk_lanes(c) // 8)) * (span(p, c) * chunk_lanes(c) // 32))
+    )
     return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on * 16 // c.push_bits, bytes_in_flight=in_flight))

@@ -29,6 +29,8 @@ def _config(problem: Problem, target: Target, num_splits: int, together: bool = 
     """As the default, by mma.sync: what waits of warpgroups' blocks is none's."""
     config: Config = KERNEL.default_config(problem, target)
     own = {"warpgroups": False, "cluster": 1, "key_parts": 2, "push_bits": 0}
+    if config.warpgroups:
+        own |= {"num_warps": 8, "num_stages": 3, "in_flight": 0}
     return replace(config, num_splits=num_splits, together=together, **own)
 
 

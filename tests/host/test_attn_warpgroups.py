@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kerngen.templates.attn_decode.spec import (
     TILE,
     Config,
     Problem,
+    chunk_lanes,
     chunks,
     dealt,
     item_words,
@@ -28,6 +30,7 @@ from kerngen.templates.attn_decode.spec import (
     partials,
     piece_bytes,
     pushed_bytes,
+    span,
     stored,
     unit_columns,
 )  # fmt: skip
@@ -116,19 +119,18 @@ def test_a_search_may_choose_it_and_a_window_whose_q_is_ready_does() -> None:
         assert dealt(replace(window, q_len=q_len), chosen, H200.arch)[0] == 2
     made = replace(window, source="qkv", num_rotated_pairs=128)  # in a step, where a cluster waits for its last SM
     for other in (made, replace(window, q_len=5), replace(window, batch=2), replace(window, kv_len=512)):
-        assert not KERNEL.default_config(other, H200).warpgroups, other
+        assert KERNEL.default_config(other, H200).cluster == 1, other
 
 
 @pytest.mark.parametrize(
     ("fields", "splits", "cluster"),
     [
         # (q heads, kv heads, tokens, sequences, keys): rows of 40 would be read twice by two blocks of 32
-        ((16, 2, 5, 7, 5003), 8, 8),
-        ((32, 4, 5, 4, 4096), 8, 2),  # 16 clusters of eight are not all resident
-        ((16, 2, 5, 16, 2048), 4, 2),
-        ((32, 4, 4, 16, 2048), 2, 2),
-        ((32, 4, 8, 2, 4096), None, None),
-        ((32, 4, 5, 64, 4096), 1, 1),  # more heads than SMs
+        ((16, 2, 5, 7, 1024), 8, 8),
+        ((32, 4, 5, 6, 512), 4, 4),  # 24 clusters of eight are not all resident
+        ((32, 4, 8, 4, 16384), None, None),
+        ((32, 4, 8, 16, 4096), 2, 2),
+        ((32, 4, 5, 33, 4096), 1, 1),  # as many heads as SMs
     ],
 )
 def test_many_rows_of_long_heads_are_left_to_clusters_that_fit(
@@ -195,10 +197,11 @@ def test_few_rows_of_few_sequences_are_left_to_quarters_of_keys() -> None:
     assert KERNEL.default_config(replace(one, kv_len=131072), H200).num_splits == 33, "one round less"
     few = KERNEL.default_config(replace(one, kv_len=2048), H200)
     assert (few.num_stages, few.in_flight) == (4, 1), "a team has two tiles"
-    window = Problem(head_dim=256, num_q_heads=16, num_kv_heads=8, window=1024, kv_len=4096, batch=4)
+    window = Problem(head_dim=256, num_q_heads=8, num_kv_heads=2, window=512, kv_len=4096, batch=4)
     chosen = KERNEL.default_config(window, H200)
-    assert (chosen.split_d, chosen.num_splits) == (4, 8), "256 blocks, two an SM"
-    assert KERNEL.default_config(replace(window, batch=16), H200).split_d == 1, "they stream for long"
+    assert (chosen.warpgroups, chosen.split_d, chosen.num_splits) == (False, 4, 16)
+    sixteen = replace(window, num_q_heads=16, num_kv_heads=8, window=1024, batch=16)
+    assert KERNEL.default_config(sixteen, H200).split_d == 1, "they stream for long"
 
 
 @pytest.mark.parametrize(
@@ -208,8 +211,9 @@ def test_few_rows_of_few_sequences_are_left_to_quarters_of_keys() -> None:
         (32, 4, 1, 8192, (8, 33, 13, 3)),
         (32, 4, 4, 8192, (32, 33, 11, 2)),
         (32, 4, 4, 2048, (32, 16, 11, 2)),  # two tiles each
-        (16, 2, 5, 8192, (32, 33, 11, 2)),  # in two blocks, which read the keys both
-        (8, 1, 4, 32768, (32, 132, 11, 2)),
+        (16, 2, 5, 8192, (40, 64, 10, 2)),
+        (16, 1, 4, 8192, (32, 64, 11, 2)),  # in two blocks, which read the keys both
+        (8, 1, 4, 262144, (32, 132, 11, 2)),
     ],
 )
 def test_one_sequence_whose_q_is_ready_has_its_results_stored(
@@ -220,10 +224,67 @@ def test_one_sequence_whose_q_is_ready_has_its_results_stored(
     assert stored(chosen)
     assert (chosen.block_m, chosen.num_splits, chosen.num_stages, chosen.in_flight) == shape
     made = replace(problem, source="qk", num_rotated_pairs=64)  # in a step, which gains nothing by it
-    fewer = replace(problem, kv_len=1024)
-    for other in (made, fewer, replace(problem, kv_len=262144), replace(problem, batch=2)):  # not timed so, or no gain
+    for other in (made, replace(problem, kv_len=512)):
         assert not stored(KERNEL.default_config(other, H200)), other
-    assert not stored(KERNEL.default_config(replace(problem, num_kv_heads=8, num_q_heads=64), H200))
+
+
+# (head_dim, q heads, kv heads, tokens, sequences, keys, window, whether q is ready); rows of a block, splits; 0: not so
+STORED = (
+    ((512, 16, 2, 5, 7, 5003, 0, True), (40, 9)),
+    ((512, 16, 2, 5, 13, 4999, 0, True), (40, 5)),
+    ((512, 32, 4, 1, 8, 4096, 0, True), (8, 4)),
+    ((512, 32, 4, 1, 12, 4096, 0, True), (8, 5)),  # 96 SMs of 132 by two splits: two rounds, of 240 blocks
+    ((512, 32, 4, 4, 12, 4096, 0, True), (32, 2)),  # of many rows more splits are as many results more
+    ((512, 32, 4, 4, 17, 4096, 0, True), (32, 3)),  # 68 groups, which leave half the SMs idle in their second round
+    ((512, 32, 4, 4, 17, 1024, 0, True), (0, 0)),
+    ((512, 32, 4, 1, 32, 4096, 0, True), (0, 0)),  # as many groups as SMs
+    ((512, 32, 4, 4, 2, 1024, 0, True), (0, 0)),  # clusters of eight are done sooner with few keys
+    ((512, 32, 4, 4, 2, 2048, 0, False), (32, 16)),  # in a step of several sequences as where q is ready
+    ((512, 16, 1, 4, 8, 5003, 0, True), (32, 8)),  # in two blocks, as keys that are read again are still in L2
+    ((512, 16, 1, 4, 8, 32768, 0, True), (0, 0)),
+    ((512, 16, 1, 5, 8, 5003, 0, True), (0, 0)),  # in three
+    ((256, 32, 16, 4, 1, 8192, 1024, False), (8, 8)),  # a step that verifies, by as many places as are enough
+    ((256, 8, 2, 4, 1, 8192, 512, False), (0, 0)),
+    ((256, 8, 2, 1, 16, 8192, 512, False), (8, 4)),
+    ((256, 16, 8, 4, 26, 600, 0, True), (0, 0)),  # two splits have no more SMs busy than one
+    ((128, 32, 8, 1, 1, 8192, 0, True), (0, 0)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "shape"), STORED, ids=str)
+def test_whose_results_are_stored(fields: tuple[int, ...], shape: tuple[int, int]) -> None:
+    head_dim, heads, kv_heads, tokens, batch, keys, window, ready = fields
+    source, turned = ("q", 0) if ready else ("qkv", head_dim // 4)
+    problem = Problem(
+        head_dim, heads, kv_heads, tokens, batch=batch, kv_len=keys, window=window, source=source,
+        num_rotated_pairs=turned,
+    )  # fmt: skip
+    chosen = KERNEL.default_config(problem, H200)
+    assert stored(chosen) == (shape != (0, 0)), chosen
+    if stored(chosen):
+        assert (chosen.block_m, chosen.num_splits) == shape
+        decode, combine = KERNEL.launches(problem, chosen, H200)
+        blocks, sms = prod(decode.grid), H200.device.num_sms
+        assert blocks / (-(-blocks // sms) * sms) > 0.5
+        # Those that merge find room beside: two on an SM that has a block of those, eight where there is none.
+        assert combine.grid[0] <= 2 * min(blocks, sms) + 8 * max(0, sms - blocks)
+
+
+def test_few_splits_are_merged_several_chunks_at_a_time() -> None:
+    """A lane has up to nine loads under way, whatever the splits."""
+    problem = Problem(512, 16, 2, q_len=5, kv_len=5003, batch=7)
+    chosen = KERNEL.default_config(problem, H200)
+    for splits, lanes, chunks_at_once in (
+        (2, 8, 16), (3, 8, 8), (4, 8, 8), (5, 8, 4), (9, 8, 4), (10, 16, 2), (18, 16, 2), (19, 32, 1), (132, 32, 1)
+    ):  # fmt: skip
+        config = replace(chosen, num_splits=splits)
+        assert (chunk_lanes(config), span(problem, config)) == (lanes, chunks_at_once), splits
+        of_lane = chunks_at_once * lanes // 32
+        assert splits > 36 or of_lane * -(-splits * 8 // lanes) <= 9
+        constants = KERNEL.spec.constants(problem, config, H200.arch)
+        assert (constants["CHUNK_LANES"], constants["SPAN"]) == (lanes, chunks_at_once)
+    decode, combine = KERNEL.launches(problem, chosen, H200)
+    assert (prod(decode.grid), combine.grid[0] * 4) == (126, 7 * 2 * 20 * 16 // 4), "each warp has one span"
 
 
 def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
@@ -231,12 +292,16 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
     for problem, beside in (
         (Problem(512, 32, 4), 2), (Problem(512, 32, 4, q_len=4), 2), (Problem(512, 8, 1, q_len=2, kv_len=32768), 2),
         (Problem(512, 8, 1, q_len=4, kv_len=32768), 1),  # 132 splits
+        (Problem(512, 16, 2, q_len=5, kv_len=5003, batch=7), 2),  # registers are dealt
+        (Problem(256, 32, 16, q_len=4, window=1024, source="qkv", num_rotated_pairs=128), 2),
     ):  # fmt: skip
         config = KERNEL.default_config(problem, H200)
         bound = KERNEL.spec.bound_threads(problem, config, H200.arch)["attn_decode"]
         assert f"__launch_bounds__({bound}, BLOCKS_PER_SM)" in render(KERNEL, problem, config, H200)
         granted = [H200.arch.registers_of(threads) for threads in (bound, bound - 128)]
-        assert granted[0] <= dealt(problem, config, H200.arch)[2] < granted[1]
+        _, copiers, most = dealt(problem, config, H200.arch)
+        at_first = most if copiers == 1 else (config.num_warps * most + 4 * 32) // (config.num_warps + 4)
+        assert granted[0] <= at_first < granted[1]
         decode, combine = KERNEL.launches(problem, config, H200)
         built = compile_cubin(render(KERNEL, problem, config, H200), H200.arch)
         registers, threads = 0, (-(-decode.block[0] // 128) * 128, combine.block[0])
@@ -246,7 +311,7 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
             registers += blocks * its_threads * (-(-its.registers // 8) * 8)
         assert registers <= H200.arch.regs_per_sm, config
         assert decode.smem_bytes + 3 * H200.arch.reserved_smem_bytes <= H200.arch.smem_per_sm
-        assert combine.grid[0] <= 2 * H200.device.num_sms
+        assert combine.grid[0] <= 2 * prod(decode.grid) + 8 * (H200.device.num_sms - prod(decode.grid))
 
 
 @pytest.mark.parametrize(("head_dim", "split_d", "bits"), [(128, 4, 16), (256, 8, 32), (512, 4, 16), (512, 8, 16)])

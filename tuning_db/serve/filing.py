@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from kerngen.errors import UnknownName
@@ -52,8 +53,11 @@ def _filing(problem: type[Any], config: type[Any], own_buckets: bool) -> Filing:
     return Filing(fields, static, {n: round_up(fields[n]) for n in bucketed}, defaults_of(config))
 
 
-def round_up(value: Any) -> Any:
-    """The power of two at or above a positive int; anything else as it is."""
+def round_up(value: Any, steps: int = 1) -> Any:
+    """The power of two at or above a positive int, or the multiple of one of so many parts of that power; anything else
+    as it is.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         return value
-    return 1 << (value - 1).bit_length()
+    step = max(1, (1 << (value - 1).bit_length()) // steps)
+    return ceil(value / step) * step

@@ -31,7 +31,7 @@ TEAMS = (
 # Handed over from registers: pushed in clusters and merged there, by a second launch, and by the last cluster; stored.
 PUSHED = (
     (8, 8, False), (2, 2, False), (4, 4, False), (16, 8, False), (16, 8, True), (8, 2, True), (12, 4, True),
-    (3, 1, False), (40, 1, False),
+    (3, 1, False), (40, 1, False), (2, 1, False), (9, 1, False), (18, 1, False),
 )  # fmt: skip
 # As Gemma 4 has them: a window's layer and a full one, and one whose K and V another kernel has made.
 WINDOW = Problem(256, 32, 16, window=1024, kv_len=8192, source="qkv", num_rotated_pairs=128)
@@ -100,6 +100,7 @@ def test_pushed_at_lengths_of_a_model(problem: Problem, push_bits: int) -> None:
         *_configs(full, (8, 8, False), 3, 0, push_bits), *_configs(full, (6, 2, False), 1, 4, push_bits),
         *_configs(full, (32, 8, True), 2, 2, push_bits), *_configs(full, (16, 4, True), 1, 5, push_bits),
         *_configs(full, (33, 1, False), 3, 1, push_bits), *_configs(full, (8, 1, False), 2, 4, push_bits),
+        *_configs(full, (4, 1, False), 1, 2, push_bits), *_configs(full, (13, 1, False), 1, 6, push_bits),
     ))  # fmt: skip
 
 
@@ -132,7 +133,8 @@ def test_groups_pages_and_ragged_batches(head_dim: int, group: int, q_len: int, 
             for c in _configs(case, splits, 1, group + q_len * i)
         ] + [
             c for i, (splits, bits) in enumerate(
-                (((8, 8, False), 16), ((4, 4, False), 32), ((6, 2, True), 16), ((5, 1, False), 16), ((2, 1, False), 32))
+                (((8, 8, False), 16), ((4, 4, False), 32), ((6, 2, True), 16), ((5, 1, False), 16), ((2, 1, False), 32),
+                 ((12, 1, False), 16))
             )
             for c in _configs(case, splits, 1, group + q_len * i, bits)
         ]  # fmt: skip

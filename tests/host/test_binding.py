@@ -17,6 +17,7 @@ from kerngen.runtime import binding as binding_module
 from kerngen.runtime.binding import DEFAULT, Bindings
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Source, lookup, open_source
+from kerngen.tuning_db.serve.canonical import bucketed
 from kerngen.tuning_db.serve.freshness import Freshness
 from kerngen.tuning_db.serve.reader import Reader
 
@@ -77,11 +78,32 @@ def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
 
 
 def test_a_default_does_not_depend_on_who_asked_first() -> None:
-    """Batches of 24 and 32 share one, and 24's own would deal each sequence's keys out to several blocks."""
-    few, many = (replace(GLOBAL, batch=batch, kv_len=4096) for batch in (24, 32))
+    """Batches of 19 and 20 share one, and 19's own would deal each sequence's keys out to more blocks."""
+    few, many = (replace(GLOBAL, batch=batch, kv_len=4096) for batch in (19, 20))
     bindings = Bindings([], H200)
     assert bindings.choice(DECODE, few) is bindings.choice(DECODE, many)
     assert bindings.choice(DECODE, few).config == DECODE.default_config(many, H200) != DECODE.default_config(few, H200)
+
+
+def test_a_field_may_have_defaults_at_finer_steps() -> None:
+    """The SMs are dealt to sequences: of seven each gets more than of eight. Tuned points lie at powers of two still."""
+    problem = DECODE.problem_type(head_dim=512, num_q_heads=16, num_kv_heads=2, q_len=5, kv_len=8192)
+    bindings = Bindings([], H200)
+    sizes = [1, 2, 3, 4, 5, 7, 8, 13, 16, *range(18, 33, 2), *range(36, 65, 4)]
+    assert sizes == sorted({*sizes} & {n for power in (1, 2, 4, 8, 16, 32, 64) for n in _steps_to(power)})
+    for batch in sizes:
+        own = DECODE.default_config(replace(problem, batch=batch), H200)
+        assert bindings.choice(DECODE, replace(problem, batch=batch)).config == own
+    seven, eight = (bindings.choice(DECODE, replace(problem, batch=batch)).config for batch in (7, 8))
+    assert (seven.num_splits, eight.num_splits) == (9, 8)
+    between = replace(problem, batch=33)
+    assert bindings.choice(DECODE, between) is bindings.choice(DECODE, replace(problem, batch=36))
+    assert bucketed(DECODE, between) == {"batch": 64}
+    assert not binding_module.finer(BETWEEN), "other kernels have none"
+
+
+def _steps_to(power: int) -> list[int]:
+    return [*binding_module.finer_between(power), power]
 
 
 def test_one_board_gets_no_other_boards_grid() -> None:

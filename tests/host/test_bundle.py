@@ -108,6 +108,8 @@ def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
     prepared = {id(bindings.choice(find_kernel("attn_decode"), p)) for p in problems}
     for length in (65, 100, 700, 5000, 100_000):
         assert id(bindings.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
+    for batch in (3, 7, 13, 19, 31):  # and of batches between
+        assert id(bindings.choice(find_kernel("attn_decode"), replace(item, batch=batch))) in prepared
 
 
 def test_no_length_between_is_prepared_twice() -> None:

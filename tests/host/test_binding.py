@@ -86,7 +86,7 @@ def test_a_default_does_not_depend_on_who_asked_first() -> None:
 
 
 def test_a_field_may_have_defaults_at_finer_steps() -> None:
-    """The SMs are dealt to sequences: of seven each gets more than of eight. Tuned points lie at powers of two still."""
+    """The SMs are dealt to sequences: of seven each gets more than of eight. What is tuned lies at powers of two."""
     problem = DECODE.problem_type(head_dim=512, num_q_heads=16, num_kv_heads=2, q_len=5, kv_len=8192)
     bindings = Bindings([], H200)
     sizes = [1, 2, 3, 4, 5, 7, 8, 13, 16, *range(18, 33, 2), *range(36, 65, 4)]

@@ -32,6 +32,7 @@ MOST_SPLITS = 66  # of many rows of long heads by warpgroups
 MOST_KEYS_IN_EIGHTS = 8192  # of one sequence's few KV heads that are read by clusters of eight
 PUSHING_STAGES = (9, 8, 7, 6)  # of those; fewer keep too little under way, and results are read where they were found
 FEW_STORED_KEYS = 8192  # of all sequences and heads, whose blocks store what they found
+MOST_STORED_ROWS = 40  # of a block of head_dim 512: what registers beside those that merge have room for
 MOST_REREAD_KEYS = 1024  # of such a block, where another one of the same keys has the other half of the rows
 FEWEST_ROUND_KEYS = 256  # of such a block, where SMs have several after each other
 MOST_STREAMED_KEYS = 2048  # of a block of warpgroups, where others need not read them twice: those stream faster
@@ -58,22 +59,14 @@ def chosen_for(problem: Problem, target: Target) -> Config:
     alone, but not in a step, whose launches overlap.
     """
     p, num_sms = problem, target.device.num_sms
+    if target.arch.has_wgmma:
+        for choose in (_windows_in_clusters, _that_store, _in_eights):
+            if (found := choose(p, target)) is not None:
+                return found
     shape, choices = _default_shape(p, target), split_choices(p, target)
     if not target.arch.has_wgmma:
         return min(_in_splits(p, shape, choices), key=lambda c: predicted_us(p, c, target))
     heads = p.num_kv_heads * p.batch
-    if p.source == "q" and p.window and p.head_dim == 256 and p.rows <= 8 and heads * WINDOW_SPLITS <= num_sms:
-        num_stages, key_parts, in_flight = (6, 2, 2) if p.q_len == 1 else (12, 4, 4)
-        config = Config(
-            8, 16, 4, 4, num_stages, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS, key_parts=key_parts,
-            push_bits=32, in_flight=in_flight,
-        )  # fmt: skip
-        if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None:
-            return config
-    if (storing := _that_store(p, target)) is not None:
-        return storing
-    if p.head_dim == 512 and (by_eight := _in_eights(p, target)) is not None:
-        return by_eight
     eights = ceil(p.rows / 8) * heads
     if p.head_dim == 256 and p.visible <= MOST_NARROW_KEYS and (2 * heads <= num_sms if p.rows <= 8 else eights <= 8):
         # up to twice as many blocks as SMs, which hold two, but not for a few keys each; more rows read them again
@@ -97,8 +90,8 @@ def chosen_for(problem: Problem, target: Target) -> Config:
         has_keys = 2 * p.visible // TILE >= min(num_sms // (ceil(p.rows / TILE) * heads), MOST_SPLITS)
         if has_keys and (p.rows > 32 or p.visible <= MOST_STREAMED_KEYS * in_clusters.num_splits):
             return in_clusters
-    found = [c for c in _in_splits(p, shape, choices) if why_invalid(p, c, target) is None]
-    return min(found, key=lambda c: _hopper_us(p, c, target))
+    valid = [c for c in _in_splits(p, shape, choices) if why_invalid(p, c, target) is None]
+    return min(valid, key=lambda c: _hopper_us(p, c, target))
 
 
 def _in_splits(p: Problem, shape: Config, choices: tuple[int, ...]) -> list[Config]:
@@ -130,6 +123,19 @@ def _in_clusters(p: Problem, target: Target) -> list[Config]:
     return [c for c in found if why_invalid(p, c, target) is None]
 
 
+def _windows_in_clusters(p: Problem, target: Target) -> Config | None:
+    """Of few rows of a window, where q is ready: a cluster for each KV head, as long as each has an SM a block."""
+    blocks = p.num_kv_heads * p.batch * WINDOW_SPLITS
+    if p.source != "q" or not p.window or p.head_dim != 256 or p.rows > 8 or blocks > target.device.num_sms:
+        return None
+    num_stages, key_parts, in_flight = (6, 2, 2) if p.q_len == 1 else (12, 4, 4)
+    config = Config(
+        8, 16, 4, 4, num_stages, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS, key_parts=key_parts,
+        push_bits=32, in_flight=in_flight,
+    )  # fmt: skip
+    return config if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None else None
+
+
 def _that_store(p: Problem, target: Target) -> Config | None:
     """A block an SM, which stores what it found and ends. None where something else was faster (docs/experiments.md).
 
@@ -140,7 +146,7 @@ def _that_store(p: Problem, target: Target) -> Config | None:
     long, one, ready = p.head_dim == 512, p.batch == 1, p.source == "q"
     if p.head_dim not in (256, 512) or (long and one and not ready):
         return None
-    most_rows = 40 if long else 32
+    most_rows = MOST_STORED_ROWS if long else 32
     m_blocks = 1 if p.rows <= most_rows else ceil(p.rows / 32)
     groups = m_blocks * p.num_kv_heads * p.batch  # blocks of one split
     splits = min(_stored_splits(groups, p, target), ceil(p.visible / (2 * TILE if long else TILE)))
@@ -162,7 +168,9 @@ def _enough_to_store(p: Problem, groups: int, target: Target) -> bool:
     """Whether there are keys enough that blocks which store them gain: in all, or for as many as a cluster has."""
     keys, one = p.num_kv_heads * p.batch * p.visible, p.batch == 1
     if p.head_dim == 512 and p.rows > 16:
-        cluster = next((c for c in (8, 4) if p.rows <= 40 and c * groups <= resident_in_clusters(target)), 2)
+        cluster = next(
+            (c for c in (8, 4) if p.rows <= MOST_STORED_ROWS and c * groups <= resident_in_clusters(target)), 2
+        )
         return p.visible >= FEW_KEYS if one else p.visible > 2 * TILE * cluster
     if p.head_dim == 512 and p.rows > 8:
         return keys >= FEW_KEYS
@@ -181,16 +189,15 @@ def _stored_splits(groups: int, p: Problem, target: Target) -> int:
     if once >= 2 and (p.rows > 16 or busy >= 0.8):  # of many rows more splits are as many results more
         return once
     least = FEW_KEYS if p.rows > 16 else 0
-    choices = {waves * sms // groups: waves for waves in (4, 3, 2)}
-    shares = {
-        splits: splits * groups / (waves * sms)
-        for splits, waves in reversed(choices.items())
-        if splits >= 2 and p.visible >= max(splits * FEWEST_ROUND_KEYS, least) and p.rows <= 40
-    }
+    shares: dict[int, float] = {}  # of the SMs that are busy, the fewest rounds first
+    for rounds in (2, 3, 4):
+        splits = rounds * sms // groups
+        if splits >= 2 and p.visible >= max(splits * FEWEST_ROUND_KEYS, least) and p.rows <= MOST_STORED_ROWS:
+            shares.setdefault(splits, splits * groups / (rounds * sms))
     enough = (splits for splits, share in shares.items() if share >= 0.9 or p.rows > 16)
-    rounds = next(enough, max(shares, key=lambda splits: shares[splits], default=0))
-    if shares.get(rounds, 0.0) >= busy + 0.1:
-        return rounds
+    more = next(enough, max(shares, key=lambda splits: shares[splits], default=0))
+    if shares.get(more, 0.0) >= busy + 0.1:
+        return more
     return once if once >= 2 else 0
 
 
@@ -200,7 +207,7 @@ def _in_eights(p: Problem, target: Target) -> Config | None:
     None beyond what was timed (docs/experiments.md): 64 keys a split at least, 8192 in all. Of one head, whose splits
     are many, up to 96 rows, for whose blocks L2 has the keys again.
     """
-    if p.batch > 1 or p.num_kv_heads not in (1, 2, 4):
+    if p.head_dim != 512 or p.batch > 1 or p.num_kv_heads not in (1, 2, 4):
         return None
     most_rows, block_rows, few_keys, in_flight = (96, 32, 0, 3) if p.num_kv_heads == 1 else (40, 40, FEW_KEYS, 2)
     rows = min(ceil(p.rows / 8) * 8, block_rows)

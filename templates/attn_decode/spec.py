@@ -348,6 +348,12 @@ def span(problem: Problem, config: Config) -> int:
     return min(32 // lanes * more, chunks(problem, config)[1])
 
 
+def lane_loads(problem: Problem, config: Config) -> int:
+    """Loads of 16 bytes by which a lane of attn_combine merges its part of a span."""
+    lanes = chunk_lanes(config)
+    return ceil(config.num_splits * 8 / lanes) * (span(problem, config) * lanes // 32)
+
+
 def chunks(problem: Problem, config: Config) -> tuple[int, int]:
     """(pairs of rows, chunks of 128 bytes of each) that a block stores."""
     return ceil(min(config.block_m, problem.rows) / 2), problem.head_dim * config.push_bits // 512

@@ -11,11 +11,10 @@ from kerngen.templates.attn_decode.spec import (
     Config,
     Problem,
     bytes_in_flight,
-    chunk_lanes,
     combine_shape,
     cost,
+    lane_loads,
     partials,
-    span,
     stored,
     workspace_bytes,
 )
@@ -133,10 +132,5 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
         return (decode,)
     if not stored(c):
         return (decode, _combine(p, c, moved_on))
-    in_flight = (
-        COMBINE_WARPS
-        * 32
-        * 16
-        * min(COMBINE_LOADS, ceil(c.num_splits / (chunk_lanes(c) // 8)) * (span(p, c) * chunk_lanes(c) // 32))
-    )
+    in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, lane_loads(p, c))
     return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on * 16 // c.push_bits, bytes_in_flight=in_flight))

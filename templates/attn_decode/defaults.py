@@ -128,11 +128,9 @@ def _windows_in_clusters(p: Problem, target: Target) -> Config | None:
     blocks = p.num_kv_heads * p.batch * WINDOW_SPLITS
     if p.source != "q" or not p.window or p.head_dim != 256 or p.rows > 8 or blocks > target.device.num_sms:
         return None
-    num_stages, key_parts, in_flight = (6, 2, 2) if p.q_len == 1 else (12, 4, 4)
     config = Config(
-        8, 16, 4, 4, num_stages, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS, key_parts=key_parts,
-        push_bits=32, in_flight=in_flight,
-    )  # fmt: skip
+        8, 16, 4, 4, 6, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS, push_bits=16, in_flight=2, prefetch=2
+    )
     return config if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None else None
 
 

@@ -134,6 +134,8 @@ class Config:
     # Of num_stages those on their way at most until all have come once: they stand before what a predecessor still
     # loads and stores, and before the queries. 0: all.
     in_flight: int = 0
+    # With warpgroups: pieces behind the first num_stages that are asked into L2 when those have their places.
+    prefetch: int = 0
 
 
 def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
@@ -235,6 +237,7 @@ LINE_QUADS = 8  # of 4 fp32, a line: what a block merges is in multiples of it
 
 
 TILE = 64  # keys that a warpgroup multiplies at once
+PREFETCHED_TILES = 8  # the pages of whose 32 chunks are at hand when a ring has been filled
 STORED_IN_FLIGHT = 80 * 1024  # bytes on their way to a block whose results are stored, once its ring has been full
 # Where results are stored from registers: warps of a block of attn_combine, and the share of an SM's registers that is
 # left to it beside a block of attn_decode, for two of its blocks, or one of more splits, whose weights take more.
@@ -423,6 +426,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return _why_not_by_warpgroups(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
     if c.cluster != 1 or c.key_parts != 2:
         return f"cluster={c.cluster}, key_parts={c.key_parts} are warpgroups=True's; cluster=1, key_parts=2"
+    if c.prefetch:
+        return f"prefetch={c.prefetch} is warpgroups=True's; prefetch=0"
     if c.push_bits:
         return f"push_bits={c.push_bits} is warpgroups=True's; push_bits=0"
     least = 64 if arch.has_ldmatrix else 128
@@ -503,6 +508,9 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
         return f"num_stages={c.num_stages}: a piece is in use while the next one is awaited; at least 2"
     if c.num_stages > 32:
         return f"num_stages={c.num_stages}: a thread has a bit for the phase of each place; at most 32"
+    most = PREFETCHED_TILES * 2 * key_pieces(c)
+    if c.prefetch < 0 or (c.prefetch and c.num_stages + c.prefetch > most):
+        return f"prefetch={c.prefetch}: beside num_stages={c.num_stages} pieces at most {max(most - c.num_stages, 0)}"
     if c.cluster not in (1, 2, 4, 8):
         return f"cluster={c.cluster}: a cluster has 1, 2, 4 or 8 blocks wherever it lies"
     if c.num_splits < 1 or c.num_splits % c.cluster:

@@ -38,6 +38,7 @@ WINDOW = Problem(256, 32, 16, window=1024, kv_len=8192, source="qkv", num_rotate
 FULL = Problem(512, 32, 4, kv_len=8192, source="qk", num_rotated_pairs=64)
 PLAIN = Problem(512, 16, 2, kv_len=8192)
 MODEL = [replace(p, q_len=q_len) for p in (WINDOW, FULL, PLAIN) for q_len in (1, 4, 5, 8)]
+READY = [Problem(256, 32, 16, q_len, window=1024, kv_len=8192) for q_len in (1, 4)]
 LENGTHS = (0, 1, 4, 5, 8, 15, 16, 17, 63, 64, 65, 79, 80, 81, 1023, 1024, 1025, 1029, 1087, 8192)
 
 
@@ -115,6 +116,37 @@ def test_at_lengths_of_a_model(problem: Problem) -> None:
     ))  # fmt: skip
 
 
+def _windows(problem: Problem) -> list[Config]:
+    """The default, and others of one team and keys in two parts, whose blocks may have a chunk beside their tiles."""
+    rows = -(-problem.rows // 8) * 8
+    ways = [  # (split_d, places, splits, cluster, merged by the last, bits, on their way, asked into L2)
+        (4, 6, 8, 8, False, 16, 2, 2), (4, 6, 8, 8, False, 32, 1, 26), (8, 4, 8, 8, False, 32, 0, 1),
+        (4, 2, 4, 4, False, 16, 1, 5), (4, 5, 16, 8, True, 16, 3, 0), (8, 9, 2, 2, False, 16, 2, 7),
+        (4, 3, 12, 4, False, 16, 2, 3), (4, 12, 6, 2, True, 16, 0, 9),
+    ]  # fmt: skip
+    configs = [
+        Config(rows, 16, split_d, split_d, places, splits, together, True, cluster, 2, bits, in_flight, prefetch)
+        for split_d, places, splits, cluster, together, bits, in_flight, prefetch in ways
+    ]
+    return valid_here(KERNEL, KERNEL.cases.case_for(problem), configs)
+
+
+@pytest.mark.parametrize("window", [1024, 100])
+@pytest.mark.parametrize("q_len", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize(("head_dim", "source"), [(256, "q"), (256, "raw_q"), (128, "q"), (512, "q")])
+def test_windows_with_a_chunk_beside_their_tiles(head_dim: int, source: str, q_len: int, window: int) -> None:
+    """At all lengths whose last chunk has other keys, and at those around the window's; with a cap, in fp16 too."""
+    turned = 0 if source == "q" else head_dim // 4
+    problem = Problem(head_dim, 8, 4, q_len, window=window, kv_len=8192, source=source, num_rotated_pairs=turned)
+    for turn, config in enumerate(_windows(problem)):
+        its = replace(problem, dtype=("bf16", "fp16")[turn % 2], logit_cap=turn % 3 == 2)
+        function = _loaded(its, config)
+        for kv_len in (*LENGTHS, *range(2000 + turn, 2064, 5), window + q_len + 15, 5003):
+            case = KERNEL.cases.case_for(replace(its, kv_len=kv_len))
+            result = check_function(function, case)
+            assert result.ok, f"{config} kv_len={kv_len}: {result.message}"
+
+
 @pytest.mark.parametrize(
     ("head_dim", "group", "q_len", "page_size"),
     [(d, g, q, s) for (d, s), (g, q) in product(
@@ -141,7 +173,7 @@ def test_groups_pages_and_ragged_batches(head_dim: int, group: int, q_len: int, 
         assert wrong_of(KERNEL, case, configs) == []
 
 
-@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
+@pytest.mark.parametrize("problem", [*MODEL, *READY], ids=lambda p: f"{p.source}-d{p.head_dim}-w{p.window}-q{p.q_len}")
 def test_right_behind_another_with_the_same_bits(problem: Problem) -> None:
     """As in a forward: a launch begins while the one before it, of other inputs, still has the same workspace."""
     cases = [replace(KERNEL.cases.case_for(problem), seed=seed) for seed in range(3)]
@@ -154,6 +186,7 @@ def test_right_behind_another_with_the_same_bits(problem: Problem) -> None:
         *_configs(cases[0], (8, 8, False), 2, 0, 16), *_configs(cases[0], (8, 8, False), 1, 2, 32),
         *_configs(cases[0], (32, 8, True), 1, 1, 16), *_configs(cases[0], (16, 4, False), 1, 0, 32),
         *_configs(cases[0], (33, 1, False), 3, 0, 16), *_configs(cases[0], (8, 1, False), 1, 3, 32),
+        *(_windows(problem)[:4] if problem.window else ()),
     ):  # fmt: skip
         function = _loaded(problem, config)
         given = [inputs[i % 3] | {"out": torch.full_like(inputs[i % 3]["out"], float("nan"))} for i in range(60)]

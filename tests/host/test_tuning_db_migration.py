@@ -86,7 +86,7 @@ def migrated(request: pytest.FixtureRequest) -> Iterator[Store]:
 ADDED_SINCE = {
     *(("attn_decode", name)
       for name in ("source", "num_rotated_pairs", "together", "warpgroups", "cluster", "key_parts", "push_bits",
-                   "in_flight")),
+                   "in_flight", "prefetch")),
     *(("attn_prefill", name) for name in ("wgmma", "ping_pong", "boxes", "cluster", "split")),
     *(("w4a16_gemm", name)
       for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch",

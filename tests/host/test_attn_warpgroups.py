@@ -80,12 +80,33 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True, key_parts=4)
             "push_bits=16 is warpgroups=True's; push_bits=0",
         ),
         ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
+        ({"prefetch": -1}, "prefetch=-1: beside num_stages=10 pieces at most 54"),
+        ({"prefetch": 55}, "prefetch=55: beside num_stages=10 pieces at most 54"),
+        (
+            {"prefetch": 1, "warpgroups": False, "key_parts": 2, "num_stages": 2},
+            "prefetch=1 is warpgroups=True's; prefetch=0",
+        ),
     ],
     ids=str,
 )
 def test_refusals_say_what_decided(changes: dict[str, int], why: str) -> None:
     assert KERNEL.why_invalid(FULL, CONFIG, H200) is None
     assert why in (KERNEL.why_invalid(FULL, replace(CONFIG, **changes), H200) or "")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(256, 32, 16, window=1024), Problem(256, 32, 16, 4, window=1024), Problem(512, 32, 4, 4),
+        Problem(512, 16, 2, 5, kv_len=5003, batch=7), Problem(256, 16, 8, batch=8),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_product_is_waited_for_one_by_one(problem: Problem) -> None:
+    """ptxas says so of a default (C7510 and those beside it) where accumulators are made by something else."""
+    config = KERNEL.default_config(problem, H200)
+    assert config.warpgroups
+    assert "serialized" not in compile_cubin(render(KERNEL, problem, config, H200), H200.arch).log
 
 
 def test_results_of_many_teams_need_the_room_of_the_rings() -> None:

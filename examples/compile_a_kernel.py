@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 from kerngen.arch import ARCHES, Target
-from kerngen.compile import compile_cubin, supported_targets
+from kerngen.compiler.compile import compile_cubin, supported_targets
+from kerngen.compiler.render import render
 from kerngen.errors import KerngenError
-from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe, parse_fields
 

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 from kerngen.arch import Target, find_arch
-from kerngen.compile import compile_cubin
-from kerngen.predict import predict
-from kerngen.render import render
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
+from kerngen.cost.predict import predict
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe, fields_of, static_fields
 from kerngen.templates.w4a16_gemm.spec import Problem

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kerngen import ops
     from kerngen.api import compile_kernel, find_winner
-    from kerngen.compile import Cubin
+    from kerngen.compiler.compile import Cubin
     from kerngen.errors import (
         CacheError,
         CheckpointError,

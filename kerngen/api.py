@@ -12,7 +12,7 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import parse_fields
 
 if TYPE_CHECKING:
-    from kerngen.compile import Cubin
+    from kerngen.compiler.compile import Cubin
     from kerngen.tuning_db import Winner
 
 T = TypeVar("T")
@@ -28,8 +28,8 @@ def compile_kernel(kernel: str, problem: Any, config: Any = None, *, target: str
     that cannot run there, ToolchainError and CompileError from NVRTC, TuningMiss where KERNGEN_NO_COMPILE is set and
     it would have to be compiled.
     """
-    from kerngen.cache import CompileCache
-    from kerngen.render import render
+    from kerngen.compiler.cache import CompileCache
+    from kerngen.compiler.render import render
 
     found, place = find_kernel(kernel), _target(target)
     wanted = _made(found.problem_type, problem)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kerngen.boards import DEFAULT_DEVICE, MIB, Device, is_known
 from kerngen.errors import UnknownName, UsageError
-from kerngen.files import read_toml
+from kerngen.system.files import read_toml
 
 SUFFIX = ".toml"
 MAX_BYTES = 1 << 16

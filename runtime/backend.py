@@ -10,7 +10,7 @@ import torch
 from kerngen.arch import arch_of_capability
 from kerngen.errors import DeviceError, UsageError
 from kerngen.runtime.ops import Ops
-from kerngen.templates.common.row_torch import TORCH_DTYPE
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 
 BACKENDS = ("torch", "cuda")
 
@@ -37,7 +37,7 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
     if where.type == "cuda":
         torch.cuda.set_device(where)  # what torch allocates without a word about it lies there too
     if name == "cuda":
-        from kerngen.bundle import sources_for
+        from kerngen.bundles.bundle import sources_for
         from kerngen.runtime.executors.launch import Launch
         from kerngen.runtime.launcher import Launcher
         from kerngen.runtime.ops.kernels import KernelOps

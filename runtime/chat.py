@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.fields import read_file, read_json
+from kerngen.runtime.config_fields import read_file, read_json
 
 MAX_TEMPLATE_BYTES = 1024 * 1024  # Gemma-4's has 12 kB
 MAX_RENDER_S = 10.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.fields import Fields, read_config, read_json, short
+from kerngen.runtime.config_fields import Fields, read_config, read_json, short
 from kerngen.runtime.quant import INT4_ON_LOAD, QuantConfig, read_quant_config
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kerngen.errors import CheckpointError, KerngenError, UsageError
-from kerngen.runtime.fields import nothing_among, require_folder
+from kerngen.runtime.config_fields import nothing_among, require_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo

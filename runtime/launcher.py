@@ -23,19 +23,19 @@ import torch
 
 from kerngen.arch import Device, Target, arch_of_capability
 from kerngen.boards import identify, plain_name
-from kerngen.cache import CachedCompiler, CompileCache
+from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.errors import DeviceError, KerngenError, LaunchError, ToolchainError
-from kerngen.files import make_room_for_cupy
 from kerngen.runtime import tensor_maps
-from kerngen.runtime.binding import Bindings, Choice
+from kerngen.runtime.selection import Bindings, Choice
+from kerngen.system.files import make_room_for_cupy
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.kernel import Arg, Kernel, Launch, describe
 
 if TYPE_CHECKING:
-    from kerngen.compile import Cubin
+    from kerngen.compiler.compile import Cubin
     from kerngen.tuning_db import Source
-    from kerngen.tuning_db.serve.boards import PerBoard
+    from kerngen.tuning_db.read.boards import PerBoard
 
 log = logging.getLogger(__name__)
 

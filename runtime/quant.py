@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kerngen.runtime.fields import Fields, short
+from kerngen.runtime.config_fields import Fields, short
 
 GROUP_SIZES = (32, 64, 128)
 MAX_IGNORED = 1 << 16  # names: the official 31B lists 194, every linear of its vision tower

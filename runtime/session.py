@@ -22,16 +22,16 @@ from kerngen.runtime.config import (
     read_model_config,
     read_suppressed_ids,
 )
+from kerngen.runtime.config_fields import require_folder
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import CacheShape, Engine, Request, TokenMask, require_draft_tokens
-from kerngen.runtime.fields import require_folder
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.text import TextCodec
 from kerngen.runtime.weights.loader import load_drafter, load_model
-from kerngen.templates.common.row_torch import DTYPE_NAME
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 
 ASSISTANT = "assistant"
 QUANT_SUFFIXES = ("", "-w4a16", "-w4a16-ct", "-qat-w4a16", "-qat-w4a16-ct")  # a quantized target shares its drafter

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.chat import MAX_RENDER_S, ChatTemplate, ControlTokens
-from kerngen.runtime.fields import read_file
+from kerngen.runtime.config_fields import read_file
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
 # From so many characters or tokens on, Python's other threads go on meanwhile: the library lets them only of a batch.

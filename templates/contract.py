@@ -9,8 +9,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from kerngen.compiler.source import shown
 from kerngen.errors import TemplateError
-from kerngen.source import shown
 from kerngen.templates.kernel import POINTERS, Arg, Body, Spec, load_part
 
 # Functions of a spec.py, with the number of arguments that each is called with.

@@ -24,8 +24,8 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from kerngen.arch import Arch, Target
+from kerngen.compiler.source import place_of, reason_of, shown
 from kerngen.errors import ConfigRefused, LaunchError, ProblemError, TemplateError, UnknownName, UsageError
-from kerngen.source import place_of, reason_of, shown
 
 ROOT = Path(__file__).resolve().parent
 POINTERS = ("ptr", "ptrs")  # kinds of Arg

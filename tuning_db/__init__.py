@@ -37,7 +37,7 @@ Store, in full:
     store.close_search(search, problem: ProblemKey, summary)      a search that need not be done again
     store.closed_searches(search) -> {problem id: summary}
     store.revoke(subject_id, reason)                  a build or a measurement that must not count any more
-Lookup (sources.py, serve/bound.py, serve/lookup.py, serve/places.py):
+Lookup (sources.py, read/winner_table.py, read/lookup.py, read/places.py):
     default_path() -> str                             $KERNGEN_DB, or the user's tuning.db
     default_sources() -> list[Source | PerBoard]      override, user, bundles, and what is shipped for the board that is
                                                       at hand: what a run asks, read with sqlite3 alone
@@ -59,14 +59,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db.keep.store import Store
-    from kerngen.tuning_db.serve.bound import Bound
-    from kerngen.tuning_db.serve.canonical import ProblemKey, problem_key, static_key
-    from kerngen.tuning_db.serve.lookup import lookup, miss_report
-    from kerngen.tuning_db.serve.places import default_path
-    from kerngen.tuning_db.serve.source import Source
-    from kerngen.tuning_db.serve.values import Build, Measurement, Observation, Winner
+    from kerngen.tuning_db.read.ids import ProblemKey, problem_key, static_key
+    from kerngen.tuning_db.read.lookup import lookup, miss_report
+    from kerngen.tuning_db.read.places import default_path
+    from kerngen.tuning_db.read.source import Source
+    from kerngen.tuning_db.read.values import Build, Measurement, Observation, Winner
+    from kerngen.tuning_db.read.winner_table import Bound
     from kerngen.tuning_db.sources import default_sources, open_source, sources_for
+    from kerngen.tuning_db.store.store import Store
     from kerngen.tuning_db.stores import default_stores, stores_for
 
 _HOME = {

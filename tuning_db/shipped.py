@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING
 
 from kerngen import __version__
 from kerngen.arch import Target
-from kerngen.closure import closure_of
+from kerngen.compiler.source_digest import closure_of
 from kerngen.errors import DatabaseError, UnknownName
-from kerngen.files import cache_dir, locked, make_folder
-from kerngen.owner import TRUST_HINT, why_distrusted
+from kerngen.system.files import cache_dir, locked, make_folder
+from kerngen.system.owner import TRUST_HINT, why_distrusted
 from kerngen.templates import find_kernel
-from kerngen.tuning_db.serve.boards import Board, nearest_board
-from kerngen.tuning_db.serve.reader import Reader
-from kerngen.tuning_db.serve.sealed import SUFFIX, Sealed
-from kerngen.tuning_db.serve.source import Source
+from kerngen.tuning_db.read.boards import Board, nearest_board
+from kerngen.tuning_db.read.reader import Reader
+from kerngen.tuning_db.read.sealed import SUFFIX, Sealed
+from kerngen.tuning_db.read.source import Source
 
 if TYPE_CHECKING:
-    from kerngen.cache import CachedCompiler
-    from kerngen.tuning_db.keep.store import Store
-    from kerngen.tuning_db.ship.keys import SecretKey
-    from kerngen.tuning_db.ship.review import Rebuilt
+    from kerngen.compiler.cache import CachedCompiler
+    from kerngen.tuning_db.dist.keys import SecretKey
+    from kerngen.tuning_db.dist.results_folder import Rebuilt
+    from kerngen.tuning_db.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _MIGRATIONS = Path(__file__).with_name("migrations") / "versions"
 
 
 class Shipped:
-    """What kerngen is installed with, among the databases of a run (serve/boards.py)."""
+    """What kerngen is installed with, among the databases of a run (read/boards.py)."""
 
     def __init__(self) -> None:
         self._opened: dict[str, list[Source]] = {}
@@ -87,8 +87,8 @@ def open_board(board: Board) -> Source:
 
 def open_store(board: Board) -> Store:
     """As open_board, to look at all that it holds. Raises DatabaseError."""
-    from kerngen.tuning_db.keep.bundles import open_any
-    from kerngen.tuning_db.keep.store import Store
+    from kerngen.tuning_db.store.bundles import open_any
+    from kerngen.tuning_db.store.store import Store
 
     found = open_board(board)
     if isinstance(found, Store):  # that could not be kept
@@ -143,7 +143,7 @@ def _making(path: Path) -> Iterator[None]:
 
 def _make(board: Board, key: str, path: Path) -> None:
     """Write it, whole or not at all, and remove what was made of older sheets. Raises OSError, DatabaseError."""
-    from kerngen.tuning_db.ship.export import shipment  # SQLAlchemy is for those who need it
+    from kerngen.tuning_db.dist.export import shipment  # SQLAlchemy is for those who need it
 
     log.info("making %s of the sheets in %s: once, for this version of them", path, board.folder)
     with shipment() as made:
@@ -168,8 +168,8 @@ def compile_board(
 
     Raises DatabaseError where there is nothing of that, CompileError, OSError.
     """
-    from kerngen.tuning_db.ship.export import shipment
-    from kerngen.tuning_db.ship.review import build, read
+    from kerngen.tuning_db.dist.export import shipment
+    from kerngen.tuning_db.dist.results_folder import build, read
 
     with shipment() as made:
         done = build(read([board.folder]), made.store, compiler, say, cells)
@@ -181,8 +181,8 @@ def compile_board(
 
 def in_memory(board: Board) -> Store:
     """The same as a Store of this process alone. Raises DatabaseError."""
-    from kerngen.tuning_db.keep import engine, migrate
-    from kerngen.tuning_db.keep.store import Store
+    from kerngen.tuning_db.store import engine, migrate
+    from kerngen.tuning_db.store.store import Store
 
     where = str(board.folder)
     with engine.clear_errors(where):
@@ -193,7 +193,7 @@ def in_memory(board: Board) -> Store:
 
 
 def _fill(board: Board, store: Store) -> Rebuilt:
-    from kerngen.tuning_db.ship.review import build, read
+    from kerngen.tuning_db.dist.results_folder import build, read
 
     done = build(read([board.folder]), store, None)
     if done.faults:

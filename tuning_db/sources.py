@@ -6,10 +6,10 @@ import logging
 import os
 
 from kerngen.errors import DatabaseError
-from kerngen.tuning_db.serve import places
-from kerngen.tuning_db.serve.boards import PerBoard
-from kerngen.tuning_db.serve.reader import Reader
-from kerngen.tuning_db.serve.source import Source
+from kerngen.tuning_db.read import places
+from kerngen.tuning_db.read.boards import PerBoard
+from kerngen.tuning_db.read.reader import Reader
+from kerngen.tuning_db.read.source import Source
 from kerngen.tuning_db.shipped import Shipped
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def open_source(
         found = Reader.open(chosen, name=name, override=override, allow_unsigned=allow_unsigned)
         if found is not None:
             return found
-    from kerngen.tuning_db.keep.bundles import open_any  # SQLAlchemy is for those who need it
+    from kerngen.tuning_db.store.bundles import open_any  # SQLAlchemy is for those who need it
 
     return open_any(chosen, name=name, override=override, allow_unsigned=allow_unsigned)
 

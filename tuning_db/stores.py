@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from kerngen.arch import Target
 from kerngen.errors import DatabaseError, TrustError
 from kerngen.tuning_db import shipped
-from kerngen.tuning_db.keep.bundles import open_any
-from kerngen.tuning_db.keep.store import Store
-from kerngen.tuning_db.serve import places
-from kerngen.tuning_db.serve.boards import nearest_board, shipped_boards
+from kerngen.tuning_db.read import places
+from kerngen.tuning_db.read.boards import nearest_board, shipped_boards
+from kerngen.tuning_db.store.bundles import open_any
+from kerngen.tuning_db.store.store import Store
 
 log = logging.getLogger(__name__)
 

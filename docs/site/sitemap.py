@@ -79,7 +79,7 @@ MODULES = (
     Module("kerngen.runtime.sampling", "What may be asked of a token.", ("Sampling",)),
     Module("kerngen.runtime.engine", "Many requests at once, token by token."),
     Module("kerngen.tuning_db", "What was measured and predicted, and what is chosen by it."),
-    Module("kerngen.render", "A kernel's source for a problem, a configuration and a target.", ("render",)),
+    Module("kerngen.compiler.render", "A kernel's source for a problem, a configuration and a target.", ("render",)),
     Module(
         "kerngen.compile", "Machine code of a source, on any machine.", ("Cubin", "compile_cubin", "supported_targets")
     ),

@@ -11,7 +11,7 @@ ENTRY_POINTS = "[vllm.general_plugins]\nkerngen_generated = peer_weights:registe
 
 def generated(model: str, folder: Path) -> str:
     """A checkpoint without weights, in `folder`: the text model's configuration alone, and a tokenizer."""
-    from kerngen.generated_session import write_checkpoint
+    from kerngen.workload.generated_session import write_checkpoint
 
     place = folder / "model"
     place.mkdir()

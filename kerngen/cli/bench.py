@@ -14,16 +14,16 @@ import click
 from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.bench_serve import serve
 from kerngen.cli.bench_soak import soak
-from kerngen.cli.drafting import draft_weights_option
-from kerngen.cli.stepping import step_of, step_options
+from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.step_options import step_of, step_options
 from kerngen.cli.tables import Table, fitted, new_console, say
-from kerngen.cores import usable_cores
 from kerngen.runtime.config import in_int4
+from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
-    from kerngen.measure import Ceilings
-    from kerngen.progress import Reporter
-    from kerngen.stepprofile import Profile
+    from kerngen.system.progress import Reporter
+    from kerngen.timing.measure import Ceilings
+    from kerngen.timing.step_profile import Profile
 
 
 @click.group()
@@ -59,14 +59,14 @@ def kernel(
 
     Example: kerngen bench kernel attn_decode w4a16_gemm
     """
-    from kerngen.bundle import sources_for
-    from kerngen.cache import CompileCache
+    from kerngen.bundles.bundle import sources_for
+    from kerngen.compiler.cache import CompileCache
     from kerngen.errors import UsageError
-    from kerngen.measure import bench_row, ceilings, load_peers
-    from kerngen.progress import Reporter
     from kerngen.runtime.backend import use_gpu
     from kerngen.runtime.launcher import Launcher
+    from kerngen.system.progress import Reporter
     from kerngen.templates import find_kernel, kernel_names
+    from kerngen.timing.measure import bench_row, ceilings, load_peers
 
     kernels = [find_kernel(n) for n in names or kernel_names()]
     if problems and (len(names) != 1 or case_filter):
@@ -185,8 +185,8 @@ def model(
     Example: kerngen bench model gemma-4-31b --context 512,8192
     """
     from kerngen.errors import UsageError
-    from kerngen.steptime import time_model
-    from kerngen.workload import find_model
+    from kerngen.timing.model_bench import time_model
+    from kerngen.workload.workload import find_model
 
     try:
         lengths = [int(c) for c in contexts.split(",")]
@@ -265,11 +265,11 @@ def step(
 
     Example: kerngen bench step gemma-4-31b --db a.sqlite --db b.sqlite
     """
-    from kerngen.measure import ceilings
     from kerngen.runtime.backend import use_gpu
-    from kerngen.stepbench import means, side_by_side
+    from kerngen.timing.measure import ceilings
+    from kerngen.timing.step_compare import means, side_by_side
     from kerngen.tuning_db import sources_for
-    from kerngen.workload import find_model
+    from kerngen.workload.workload import find_model
 
     model = find_model(name, draft, draft_weights)
     made = RunPage("step", page, against, {"model": model.name})
@@ -325,11 +325,11 @@ def profile(
     Example: kerngen bench profile gemma-4-31b --batch 32 --context 2048
     """
     from kerngen.errors import UsageError
-    from kerngen.measure import ceilings
     from kerngen.runtime.backend import use_gpu
-    from kerngen.stepprofile import profile_step
+    from kerngen.timing.measure import ceilings
+    from kerngen.timing.step_profile import profile_step
     from kerngen.tuning_db import sources_for
-    from kerngen.workload import find_model
+    from kerngen.workload.workload import find_model
 
     if untuned and db_url:
         raise UsageError("--untuned runs the defaults: no database is asked", hint="leave out --db")

@@ -60,7 +60,7 @@ def serve(
     from kerngen.loadgen.arrivals import Plan, runs
     from kerngen.loadgen.asking import Shape
     from kerngen.loadgen.http import Server
-    from kerngen.progress import Reporter
+    from kerngen.system.progress import Reporter
 
     wanted = _rates(rates)
     if sweep and rates != "inf":

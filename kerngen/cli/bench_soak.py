@@ -52,7 +52,7 @@ def soak(
     from kerngen.loadgen.http import Server
     from kerngen.loadgen.soak import Settings
     from kerngen.loadgen.soak import soak as run
-    from kerngen.progress import Reporter
+    from kerngen.system.progress import Reporter
 
     shape = Shape(prompt_tokens, answer_tokens, spread, "ids", vocab_size, temperature, seed)
     settings = Settings(60 * minutes, shape, concurrency, reference, different == "fails", max_growth, timeout_s,

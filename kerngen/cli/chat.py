@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
-from kerngen.cli.loading import chosen_lines
+from kerngen.cli.model_options import chosen_lines
 from kerngen.cli.tables import fitted
 from kerngen.errors import KerngenError
 from kerngen.runtime.config import in_int4

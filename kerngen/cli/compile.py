@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Target, find_device, parse_arches
-from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.signing import signers, signing_options
-from kerngen.compile import Cubin
-from kerngen.cores import usable_cores
+from kerngen.compiler.compile import Cubin
 from kerngen.errors import CacheError, UsageError
-from kerngen.files import unwritable
+from kerngen.system.cores import usable_cores
+from kerngen.system.files import unwritable
 
 if TYPE_CHECKING:
-    from kerngen.builds import Built
-    from kerngen.runtime.binding import Choice
+    from kerngen.compiler.builds import Built
+    from kerngen.runtime.selection import Choice
     from kerngen.tuning_db import Store
-    from kerngen.tuning_db.ship.keys import SecretKey
-    from kerngen.workload import Model
+    from kerngen.tuning_db.dist.keys import SecretKey
+    from kerngen.workload.workload import Model
 
 
 @click.command("compile")
@@ -72,13 +72,13 @@ def compile(
     Example:
       kerngen compile --arch sm70,sm90 --model gemma-4-31b -o bundle.kgdb
     """
-    from kerngen.builds import CASES, build_all, case_builds, models_builds, require_allowed
-    from kerngen.bundling import require_free, write_bundle
-    from kerngen.cache import CompileCache
-    from kerngen.compile import nvrtc_version, require_target
-    from kerngen.progress import Reporter
+    from kerngen.bundles.build import require_free, write_bundle
+    from kerngen.compiler.builds import CASES, build_all, case_builds, models_builds, require_allowed
+    from kerngen.compiler.cache import CompileCache
+    from kerngen.compiler.compile import nvrtc_version, require_target
+    from kerngen.system.progress import Reporter
     from kerngen.tuning_db import stores_for
-    from kerngen.workload import find_model
+    from kerngen.workload.workload import find_model
 
     if model is not None and cases:
         raise UsageError("--model and --cases are two things to compile", hint="give one of them")
@@ -168,7 +168,7 @@ def _make(folder: Path) -> None:
 
 def _write_images(folder: Path, built: list[Built]) -> None:
     """What no database keeps into `folder`, as a compile cache. Raises OSError."""
-    from kerngen.cache import CompileCache
+    from kerngen.compiler.cache import CompileCache
 
     cache = CompileCache(folder)
     for b in built:
@@ -177,7 +177,7 @@ def _write_images(folder: Path, built: list[Built]) -> None:
 
 
 def _row(built: Built) -> dict[str, Any]:
-    from kerngen.compile import source_key
+    from kerngen.compiler.compile import source_key
     from kerngen.templates.kernel import fields_of, static_fields
 
     b, image = built.build, built.image
@@ -194,7 +194,7 @@ def _row(built: Built) -> dict[str, Any]:
 
 
 def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool) -> None:
-    from kerngen.runtime.binding import DEFAULT
+    from kerngen.runtime.selection import DEFAULT
 
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in made["builds"]:

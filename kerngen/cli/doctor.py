@@ -15,7 +15,7 @@ import click
 from kerngen.arch import ARCHES
 from kerngen.boards import DEVICES, NEAR, Device, distance, is_slice, nearest
 from kerngen.cli.doctor_model import examine, print_model, target_of
-from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.draft_options import draft_weights_option
 from kerngen.errors import KerngenError, UsageError
 
 
@@ -40,7 +40,7 @@ def _python() -> Finding:
 
 
 def _compile() -> Finding:
-    from kerngen.compile import nvrtc_version, supported_targets
+    from kerngen.compiler.compile import nvrtc_version, supported_targets
 
     try:
         major, minor = nvrtc_version()
@@ -106,14 +106,14 @@ def _folder(subject: str, path: Path, fix: str) -> Finding:
 
 
 def _cache() -> Finding:
-    from kerngen.files import cache_dir
+    from kerngen.system.files import cache_dir
 
     return _folder("cache", cache_dir(), "export KERNGEN_CACHE_DIR=FOLDER")
 
 
 def _database() -> Finding:
     from kerngen.tuning_db import Store, default_path
-    from kerngen.tuning_db.serve.reader import require_own
+    from kerngen.tuning_db.read.reader import require_own
 
     path = default_path().removeprefix("sqlite:///")
     if "://" not in path and not os.path.exists(path):
@@ -129,7 +129,7 @@ def _database() -> Finding:
 
 
 def _bundle(folder: str) -> Finding:
-    from kerngen.bundle import Bundle
+    from kerngen.bundles.bundle import Bundle
 
     try:
         bundle = Bundle.open(folder)
@@ -169,7 +169,7 @@ def doctor(
     Example:
       kerngen doctor --model gemma-4-31b --arch sm90
     """
-    from kerngen.runtime.ops.outside import OUTSIDE
+    from kerngen.runtime.ops.fallbacks import OUTSIDE
 
     if model is None and (arch_name or device_name or db_url or draft or draft_weights != "stored"):
         raise UsageError("--arch, --device, --db, --draft and --draft-weights go with a --model",

@@ -38,13 +38,13 @@ def examine(
     context: int, device_name: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What `print_model` prints; `works`: whether every kernel is there, or can be made. device_name: as asked."""
-    from kerngen.bundle import sources_for
-    from kerngen.readiness import KINDS, advice, readiness
-    from kerngen.runtime.binding import Bindings
+    from kerngen.bundles.bundle import sources_for
+    from kerngen.bundles.preflight import KINDS, advice, readiness
     from kerngen.runtime.footprint import footprint
-    from kerngen.runtime.ops.outside import OUTSIDE
-    from kerngen.templates.common.row_torch import TORCH_DTYPE
-    from kerngen.workload import find_model, workload
+    from kerngen.runtime.ops.fallbacks import OUTSIDE
+    from kerngen.runtime.selection import Bindings
+    from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
+    from kerngen.workload.workload import find_model, workload
 
     found = find_model(model, draft, draft_weights)
     load = workload(found, target.arch)

@@ -65,7 +65,7 @@ def _problems(model: str, arch: Arch) -> list[dict[str, Any]]:
     """A row for each set of compiled-in fields that `model` needs of a kernel on `arch`, with its tuned points."""
     from kerngen.templates import find_kernel
     from kerngen.templates.kernel import static_fields
-    from kerngen.workload import find_model, workload
+    from kerngen.workload.workload import find_model, workload
 
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for item in workload(find_model(model), arch).items:
@@ -146,7 +146,7 @@ def check(
 
 
 def _check(k: Kernel, body: Arch, case_filter: str, *, quiet: bool) -> list[dict[str, Any]]:
-    from kerngen.measure import check_case
+    from kerngen.timing.measure import check_case
 
     rows, said = [], set[str]()
     for case in k.cases.CASES:

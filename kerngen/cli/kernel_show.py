@@ -35,10 +35,10 @@ def show(
     Example:
       kerngen kernel show attn_decode --arch sm70 --problem head_dim=512,num_kv_heads=4
     """
-    from kerngen.cache import CompileCache
-    from kerngen.disassemble import disassemble
-    from kerngen.predict import predict
-    from kerngen.render import render
+    from kerngen.compiler.cache import CompileCache
+    from kerngen.compiler.disassemble import disassemble
+    from kerngen.compiler.render import render
+    from kerngen.cost.predict import predict
     from kerngen.templates import find_kernel
     from kerngen.templates.kernel import describe, fields_of
     from kerngen.tuning.space import candidates

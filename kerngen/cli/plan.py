@@ -17,7 +17,7 @@ def print_plan(model: str, draft: str | None, draft_weights: str, *, as_json: bo
     import torch
 
     from kerngen.runtime.footprint import RESERVE_BYTES, plan
-    from kerngen.workload import find_model
+    from kerngen.workload.workload import find_model
 
     found = find_model(model, draft, draft_weights)
     plans = {"as released": plan(found.target, found.drafter, torch.bfloat16)}

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kerngen.cores import usable_cores
 from kerngen.errors import KerngenError
+from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs

@@ -15,9 +15,9 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from kerngen.errors import KerngenError, UnknownName, UsageError
-from kerngen.progress import Reporter
-from kerngen.runtime.many import Job, Outcomes
+from kerngen.runtime.prompt_file import Job, Outcomes
 from kerngen.runtime.sampling import Sampling
+from kerngen.system.progress import Reporter
 
 if TYPE_CHECKING:
     from kerngen.runtime.completion import Completion

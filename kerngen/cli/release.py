@@ -14,14 +14,14 @@ import click
 
 from kerngen.arch import Target
 from kerngen.cli.signing import signers, signing_options
-from kerngen.cores import usable_cores
 from kerngen.errors import UsageError
+from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
-    from kerngen.cache import CompileCache
-    from kerngen.progress import Reporter
-    from kerngen.tuning_db.ship.keys import SecretKey
-    from kerngen.workload import Model
+    from kerngen.compiler.cache import CompileCache
+    from kerngen.system.progress import Reporter
+    from kerngen.tuning_db.dist.keys import SecretKey
+    from kerngen.workload.workload import Model
 
 
 @click.command()
@@ -50,12 +50,12 @@ def release(
     Example:
       kerngen release -o dist --arch sm90 --model gemma-4-31b
     """
-    from kerngen.bundling import require_free
-    from kerngen.cache import CompileCache
-    from kerngen.compile import require_target
-    from kerngen.progress import Reporter
-    from kerngen.tuning_db.serve.sealed import SUFFIX
-    from kerngen.workload import MODELS, find_model
+    from kerngen.bundles.build import require_free
+    from kerngen.compiler.cache import CompileCache
+    from kerngen.compiler.compile import require_target
+    from kerngen.system.progress import Reporter
+    from kerngen.tuning_db.read.sealed import SUFFIX
+    from kerngen.workload.workload import MODELS, find_model
 
     targets = _targets(arch_names, devices)
     by_arch: dict[str, list[Target]] = {}
@@ -85,7 +85,7 @@ def release(
 def _targets(arch_names: str | None, devices: Sequence[str]) -> list[Target]:
     """The boards that kerngen is shipped with winners of, as far as they are wanted. Raises UsageError, UnknownName."""
     from kerngen.arch import find_device, parse_arches
-    from kerngen.tuning_db.serve.boards import shipped_boards
+    from kerngen.tuning_db.read.boards import shipped_boards
 
     if devices:
         targets = [Target.of(find_device(name)) for named in devices for name in named.split(",")]
@@ -112,11 +112,11 @@ class _Job:
 
 
 def _release(job: _Job, cache: CompileCache, bar: Reporter) -> dict[str, Any]:
-    from kerngen.builds import build_all, models_builds, require_allowed
-    from kerngen.bundling import is_whole, write_bundle
-    from kerngen.runtime.binding import Choice
+    from kerngen.bundles.build import is_whole, write_bundle
+    from kerngen.compiler.builds import build_all, models_builds, require_allowed
+    from kerngen.runtime.selection import Choice
     from kerngen.tuning_db import stores_for
-    from kerngen.tuning_db.serve.sealed import Sealed
+    from kerngen.tuning_db.read.sealed import Sealed
 
     notes: list[str] = []
     chosen: list[Choice] = []

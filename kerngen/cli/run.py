@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.loading import chosen_lines, load_arguments, load_options
+from kerngen.cli.model_options import chosen_lines, load_arguments, load_options
 from kerngen.cli.tables import say
 from kerngen.cli.utf8 import require_utf8
 from kerngen.runtime.config import in_int4
@@ -77,10 +77,10 @@ def run(
     Example: kerngen run ./gemma-4-31b-it-qat-w4a16-ct --prompt "Why is the sky blue?"
     """
     from kerngen.errors import UsageError
-    from kerngen.progress import Reporter
     from kerngen.runtime.config import read_sampling
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import MAX_NEW_TOKENS, load
+    from kerngen.system.progress import Reporter
 
     if plan:
         from kerngen.cli.plan import print_plan

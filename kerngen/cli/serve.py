@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.loading import load_arguments, load_options
+from kerngen.cli.model_options import load_arguments, load_options
 from kerngen.cli.tables import say
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def serve(
     Example: kerngen serve ./gemma-4-31b-it-qat-w4a16-ct --port 8000
     """
     from kerngen.errors import UsageError
-    from kerngen.progress import Reporter
+    from kerngen.system.progress import Reporter
 
     try:
         from kerngen.runtime.serve.server import Settings, run
@@ -108,7 +108,7 @@ def serve(
 def _weights(settings: Settings, model: Path, generated: bool) -> Iterator[Settings]:
     """`settings` that load MODEL, or what stands for it as long as this lasts, where its weights are generated."""
     from kerngen.errors import UsageError
-    from kerngen.workload import MODELS
+    from kerngen.workload.workload import MODELS
 
     name = os.fspath(model)
     if not generated:
@@ -119,7 +119,7 @@ def _weights(settings: Settings, model: Path, generated: bool) -> Iterator[Setti
         return
     if settings.load["keep_repacked"]:
         raise UsageError("--keep-repacked keeps a checkpoint's weights, and --generated has none")
-    from kerngen.generated_session import load_generated, write_checkpoint
+    from kerngen.workload.generated_session import load_generated, write_checkpoint
 
     with TemporaryDirectory(prefix="kerngen-generated-") as folder:
         load = settings.load

@@ -11,7 +11,7 @@ import click
 from kerngen.errors import TrustError, UsageError
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db.ship.keys import SecretKey
+    from kerngen.tuning_db.dist.keys import SecretKey
 
 
 def signing_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ def signers(key_files: tuple[Path, ...], unsigned: bool) -> list[SecretKey]:
 
     The user's own is a convenience: where it can be neither read nor made, which a warning says, there is none.
     """
-    from kerngen.tuning_db.ship.keys import SecretKey, user_key
+    from kerngen.tuning_db.dist.keys import SecretKey, user_key
 
     if key_files and unsigned:
         raise UsageError("--key and --unsigned contradict each other", hint="give one of them")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.draft_options import draft_weights_option
 
 MAX_PROMPT = 32_768
 SHOWN_DIFFERENCES = 10
@@ -89,11 +89,11 @@ def soak(
     Example: kerngen soak gemma-4-31b --minutes 10 --reproducible
     """
     from kerngen.errors import UsageError
-    from kerngen.progress import Reporter
     from kerngen.runtime.backend import explaining_memory
     from kerngen.soak.drive import Settings
     from kerngen.soak.models import open_model
     from kerngen.soak.report import soak as run
+    from kerngen.system.progress import Reporter
 
     if drafting == "off" and (draft or num_draft_tokens or draft_weights != "stored"):
         raise UsageError("--drafting off contradicts --draft, --draft-weights and --num-draft-tokens")

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Arch, Target, find_arch, find_device
-from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.duration import Duration
 from kerngen.cli.tables import Table, new_console, say
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.cli.tune_objective import objective_for, worker_for
-from kerngen.cores import usable_cores
 from kerngen.errors import UsageError
+from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective
     from kerngen.tuning.plan import DryRun
     from kerngen.tuning.report import Report, Result
-    from kerngen.workload import Model, Workload
+    from kerngen.workload.workload import Model, Workload
 
 
 @click.command()
@@ -92,11 +92,11 @@ def tune(
     """
     import time
 
-    from kerngen.compile import require_target
+    from kerngen.compiler.compile import require_target
     from kerngen.report.document import require_page_place
     from kerngen.templates import find_kernel
     from kerngen.tuning.worker import present_arch
-    from kerngen.workload import find_model
+    from kerngen.workload.workload import find_model
 
     if status or cancel:
         show(db_url, arch_name, model, cancel=cancel, as_json=as_json)
@@ -162,7 +162,7 @@ def _end(
 
 def _workload(model: Model, arch: Arch, kernels: list[str]) -> Workload:
     """The part that concerns `kernels`, or all of it. Raises UsageError as Workload.only."""
-    from kerngen.workload import workload
+    from kerngen.workload.workload import workload
 
     load = workload(model, arch)
     return load.only(kernels) if kernels else load
@@ -180,8 +180,8 @@ def _run(
     db_url: str | None,
     as_json: bool,
 ) -> tuple[Report, str]:
-    from kerngen.cache import CachedCompiler
-    from kerngen.progress import Reporter
+    from kerngen.compiler.cache import CachedCompiler
+    from kerngen.system.progress import Reporter
     from kerngen.tuning.tuner import Tuner
     from kerngen.tuning_db import Store
 
@@ -197,7 +197,7 @@ def _run(
 
 def _draw(page: Path, report: Report, db_url: str | None, model: str) -> None:
     """The page of what was tuned here: this device's part of the database that was written to."""
-    from kerngen.report.facts import Wanted
+    from kerngen.report.data import Wanted
     from kerngen.report.page import write_report
     from kerngen.tuning_db import Store
 
@@ -281,7 +281,7 @@ def _print_notes(what: str, results: list[Result]) -> None:
 
 def _print_details(report: Report, load: Workload) -> None:
     """One line a group of problems, and all that is to be known of the search."""
-    from kerngen.runtime.ops.outside import OUTSIDE
+    from kerngen.runtime.ops.fallbacks import OUTSIDE
     from kerngen.tuning.report import groups
 
     table = Table("One of each group of problems:", "kernel", "where", "point", ">us", ">gain",

@@ -13,9 +13,9 @@ from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
     from kerngen.arch import Target
-    from kerngen.cluster.queue import State, Worker
+    from kerngen.job_queue.queue import State, Worker
     from kerngen.tuning.report import Report
-    from kerngen.workload import Workload
+    from kerngen.workload.workload import Workload
 
 
 class Needed(click.Option):
@@ -36,11 +36,11 @@ def submitted(
 
     Ctrl-C ends the waiting, not the work. Raises UsageError and DatabaseError where there is no such queue.
     """
-    from kerngen.cluster.queue import Queue
-    from kerngen.cluster.submit import Plan, collect, submit, wait
-    from kerngen.progress import Reporter
+    from kerngen.job_queue.queue import Queue
+    from kerngen.job_queue.submit import Plan, collect, submit, wait
+    from kerngen.system.progress import Reporter
     from kerngen.tuning_db import Store
-    from kerngen.tuning_db.serve.places import default_path
+    from kerngen.tuning_db.read.places import default_path
 
     url = url or default_path()
     plan = Plan(load.items, target, kind, trials, seed, load.model)
@@ -62,9 +62,9 @@ def submitted(
 
 def show(url: str | None, arch: str | None, model: str | None, *, cancel: bool, as_json: bool) -> None:
     """Print the queue; with `cancel`, take out of it what is not over, of an arch or a model if they are named."""
-    from kerngen.cluster.queue import Queue
-    from kerngen.cluster.submit import chosen, status_lines
-    from kerngen.tuning_db.serve.places import default_path
+    from kerngen.job_queue.queue import Queue
+    from kerngen.job_queue.submit import chosen, status_lines
+    from kerngen.tuning_db.read.places import default_path
 
     with Queue.open(url or default_path()) as queue:
         states = chosen(queue.states(), arch, model)

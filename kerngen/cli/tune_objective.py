@@ -11,7 +11,7 @@ from kerngen.errors import DeviceError, UsageError
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective
     from kerngen.tuning.worker import GpuWorker
-    from kerngen.workload import Model, Workload
+    from kerngen.workload.workload import Model, Workload
 
 
 def worker_for(stack: ExitStack, wanted: str, arch: Arch, device_name: str | None) -> GpuWorker | None:
@@ -56,10 +56,10 @@ def objective_for(
 
     whole: all of the model is tuned, and not only some kernels of it: then its steps choose, where any can be timed.
     """
-    from kerngen.gpu import GpuLock
+    from kerngen.timing.gpu import GpuLock
     from kerngen.tuning.objective import Measured, Predicted
-    from kerngen.tuning.step import Stepped
-    from kerngen.tuning.steptimer import timed_steps
+    from kerngen.tuning.step_objective import Stepped
+    from kerngen.tuning.step_timer import timed_steps
 
     if worker is None:
         device = None if device_name is None else find_device(device_name)

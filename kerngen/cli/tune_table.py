@@ -11,7 +11,7 @@ from kerngen.tuning.report import SHOWN_CONTEXT, STEP_BATCHES, STEP_CONTEXT
 
 if TYPE_CHECKING:
     from kerngen.tuning.report import Report, Result
-    from kerngen.workload import Item, Workload
+    from kerngen.workload.workload import Item, Workload
 
 MOST_ROWS = 9  # of single kernels; those that take least beyond them are one row
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kerngen.cores import usable_cores
+from kerngen.system.cores import usable_cores
 
 KINDS = {"measure": "measured", "predict": "predicted", "compile": "compile"}
 
@@ -33,9 +33,9 @@ def worker(
     Example:
       kerngen worker --db postgresql+psycopg://kerngen@db.cluster/kerngen
     """
-    from kerngen.cluster.worker import Options, able_arches, work
+    from kerngen.job_queue.worker import Options, able_arches, work
     from kerngen.tuning.worker import present_arch
-    from kerngen.tuning_db.serve.places import default_path
+    from kerngen.tuning_db.read.places import default_path
 
     chosen = kinds or (("measure",) if present_arch() is not None else ("predict", "compile"))
     arches = able_arches(None if arch_names is None else arch_names.split(","))

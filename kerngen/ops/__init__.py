@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kerngen.ops import library
 from kerngen.ops.devices import use_stores
 from kerngen.ops.w4 import W4Weights, pack_w4, w4a16_gemm
-from kerngen.templates.common.screen import head_screen
+from kerngen.templates.common.screen.screen import head_screen
 
 if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are found in the folders
     from typing import ParamSpec, TypeVar

@@ -16,7 +16,7 @@ from kerngen.runtime.launcher import Launcher
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Source, Store
-    from kerngen.tuning_db.serve.boards import PerBoard
+    from kerngen.tuning_db.read.boards import PerBoard
 
 CPU = Reference()
 _lock = Lock()

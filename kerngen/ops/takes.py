@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kerngen.errors import ProblemError
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import TORCH_DTYPE
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import spread
 
 DTYPES = TORCH_DTYPE | {"int32": torch.int32, "int64": torch.int64}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import ProblemError, UsageError
-from kerngen.templates.common.w4_pack import dequantize, pack, unpack
-from kerngen.templates.common.w4_tiling import GROUP_SIZES, STRIP
+from kerngen.templates.common.w4.pack import dequantize, pack, unpack
+from kerngen.templates.common.w4.tiling import GROUP_SIZES, STRIP
 
 
 class W4Weights(NamedTuple):

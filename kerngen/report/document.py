@@ -13,8 +13,8 @@ import jinja2
 
 from kerngen import __version__
 from kerngen.errors import UsageError
-from kerngen.files import open_regular, publish, require_place, unwritable
 from kerngen.report.figure import Section
+from kerngen.system.files import open_regular, publish, require_place, unwritable
 
 HERE = Path(__file__).parent
 MADE_BY = '<meta name="generator" content="kerngen">'  # in every page's first bytes

@@ -11,7 +11,7 @@ from math import exp, log
 from typing import TypeVar
 
 from kerngen.arch import Device
-from kerngen.report.facts import Point, Search, Trial
+from kerngen.report.data import Point, Search, Trial
 from kerngen.report.svg import NUM_COLOURS
 
 MOST_ROWS = 1000  # of a table that tells of single trials: the page stays one that a phone opens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kerngen.report import judged, trials, winners
-from kerngen.report.facts import Facts
+from kerngen.report import step_trials, trials, winners
+from kerngen.report.data import Facts
 from kerngen.report.figure import Section
 from kerngen.report.steps import Shown
 
@@ -23,7 +23,7 @@ def sections(facts: Facts, steps: Sequence[Shown]) -> list[Section]:
             "judged", "Judged by the step",
             "Where the steps of a model chose: what each finalist takes alone, over what was chosen, and by how much "
             "the whole step is slower with it. Marks left of one line are faster alone, marks above the other lose.",
-            tuple(judged.judged(facts)), "Nothing here was judged by a step of a model.",
+            tuple(step_trials.judged(facts)), "Nothing here was judged by a step of a model.",
         ),
         Section(
             "tokens", "Time against tokens",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kerngen.report.data import Facts, Wanted, gather
 from kerngen.report.document import document, require_page_place, write_document
-from kerngen.report.facts import Facts, Wanted, gather
 from kerngen.report.figure import Section, device_name
 from kerngen.report.figures import sections
 from kerngen.report.steps import shown_steps

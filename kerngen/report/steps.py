@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from kerngen.arch import Device, find_arch
 from kerngen.errors import KerngenError
-from kerngen.report.facts import Facts, Point
-from kerngen.steps import STEPS, sequence
+from kerngen.report.data import Facts, Point
 from kerngen.templates import find_kernel
-from kerngen.tuning_db.serve.canonical import problem_key
-from kerngen.workload import MODELS, Model, find_model
+from kerngen.tuning_db.read.ids import problem_key
+from kerngen.workload.steps import STEPS, sequence
+from kerngen.workload.workload import MODELS, Model, find_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Shown:
 
 
 def shown_steps(facts: Facts, models: Sequence[str] = ()) -> list[Shown]:
-    """The steps that a model is judged by (`kerngen.steps.STEPS`), for every device, as far as `facts` know them.
+    """The steps that a model is judged by (`kerngen.workload.steps.STEPS`), for every device, as far as `facts` know them.
 
     models: names or folders; without any, for each device the released model that most of its winners are of. Raises
     UnknownName, UsageError or CheckpointError for a model that is none.

@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kerngen.files import publish, unwritable
-from kerngen.report.facts import Facts, Search, Trial
+from kerngen.report.data import Facts, Search, Trial
+from kerngen.system.files import publish, unwritable
 
 if TYPE_CHECKING:
     import optuna

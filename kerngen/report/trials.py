@@ -8,7 +8,7 @@ from math import log2
 from statistics import median
 
 from kerngen.arch import Device
-from kerngen.report.facts import Facts, Search, Trial, pairs
+from kerngen.report.data import Facts, Search, Trial, pairs
 from kerngen.report.figure import (
     MICROSECONDS,
     MOST_ROWS,
@@ -25,7 +25,7 @@ from kerngen.report.figure import (
     words,
 )
 from kerngen.report.svg import BOTTOM, NUM_COLOURS, RIGHT, TOP, WIDTH, Plot, Scale, spread
-from kerngen.tuning_db.serve.values import OUTCOMES
+from kerngen.tuning_db.read.values import OUTCOMES
 
 RUN_ROW = 24.0  # pixels
 MOST_RUNS = 24  # of the plot of runs, the newest; the table has all

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from kerngen.report.facts import Facts, Point, pairs
+from kerngen.report.data import Facts, Point, pairs
 from kerngen.report.figure import (
     MICROSECONDS,
     Figure,

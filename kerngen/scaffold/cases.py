@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case
 
 from .spec import Problem

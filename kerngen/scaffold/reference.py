@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import rounded
+from kerngen.templates.common.rows.torch_rows import rounded
 from kerngen.templates.kernel import Tolerance
 
 from .spec import Problem

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kerngen.arch import Target
-from kerngen.templates.common.row_spec import VEC, require_dtypes, require_tokens, require_vectors, why_no_dtype
+from kerngen.templates.common.rows.spec import VEC, require_dtypes, require_tokens, require_vectors, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 

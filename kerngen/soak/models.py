@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from kerngen.errors import UsageError
-from kerngen.generated import generated_model
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.session import load
-from kerngen.workload import find_model
+from kerngen.workload.generated import generated_model
+from kerngen.workload.workload import find_model
 
 
 @dataclass(frozen=True, slots=True)

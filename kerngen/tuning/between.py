@@ -1,7 +1,7 @@
 """What serves the sizes between two tuned points, against what else could: python -m kerngen.tuning.between DB
 
 At a size that nobody tuned, three configurations come into question: the upper point's winner, the lower point's, and
-the default, which looks at the real size. The database says which serves (tuning_db/keep/switches.py), by the cost
+the default, which looks at the real size. The database says which serves (tuning_db/store/crossovers.py), by the cost
 model. Here the GPU says what each of them takes, and so what that choice costs against the best of the three.
 """
 
@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import click
 
 from kerngen.arch import Target
-from kerngen.cache import CompileCache
+from kerngen.compiler.cache import CompileCache
 from kerngen.errors import KerngenError, UsageError
-from kerngen.runtime.binding import Bindings, Choice
+from kerngen.runtime.selection import Bindings, Choice
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe
 from kerngen.tuning_db import Source, open_source

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kerngen.steps import STEPS, Kind
-from kerngen.workload import Item
+from kerngen.workload.steps import STEPS, Kind
+from kerngen.workload.workload import Item
 
 T = TypeVar("T")
 _At = tuple[Kind, int]  # a step: what it is, and its context

@@ -7,10 +7,10 @@ from math import prod
 from typing import Any
 
 from kerngen.arch import Arch, Target
-from kerngen.compile import Cubin
-from kerngen.predict import occupancy
+from kerngen.compiler.compile import Cubin
+from kerngen.cost.predict import occupancy
 from kerngen.templates.kernel import Kernel
-from kerngen.tuning_db.serve.values import Build
+from kerngen.tuning_db.read.values import Build
 
 _EM_CUDA = 190
 

@@ -27,20 +27,20 @@ from typing import Any
 import click
 
 from kerngen.arch import Target
-from kerngen.cache import CachedCompiler
-from kerngen.cli.drafting import draft_weights_option
-from kerngen.cli.stepping import step_of, step_options
-from kerngen.compile import Cubin
+from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.step_options import step_of, step_options
+from kerngen.compiler.cache import CachedCompiler
+from kerngen.compiler.compile import Cubin
+from kerngen.compiler.render import render
 from kerngen.errors import CompileError, LaunchError, UsageError
-from kerngen.render import render
-from kerngen.steps import Ratio, Step, launch_counts
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe
 from kerngen.tuning.space import valid_of
-from kerngen.tuning.stepworker import Exchanged
+from kerngen.tuning.step_worker import Exchanged
 from kerngen.tuning.sweep import read_plan, written_out
 from kerngen.tuning.worker import GpuWorker, Observed
-from kerngen.workload import Model, find_model, require_among
+from kerngen.workload.steps import Ratio, Step, launch_counts
+from kerngen.workload.workload import Model, find_model, require_among
 
 PAIRS = 6  # replays of a look, with and without in turn
 SURE_PAIRS = 18  # of the look that decides

@@ -12,11 +12,11 @@ from math import log, log2, prod
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
-from kerngen.predict import Outlook, Prediction
+from kerngen.cost.predict import Outlook, Prediction
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning.field_tracing import Remembered
 from kerngen.tuning.plan import GUESSED_REGISTERS
 from kerngen.tuning.space import Candidates
-from kerngen.tuning.watched import Remembered
 
 if TYPE_CHECKING:
     from numpy import ndarray

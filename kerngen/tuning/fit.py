@@ -25,12 +25,12 @@ from typing import Any
 import click
 
 from kerngen.arch import Target
-from kerngen.compile import Resources
+from kerngen.compiler.compile import Resources
+from kerngen.cost.predict import CONSTANTS, MODEL, Constants, Outlook, launch_us
 from kerngen.errors import RecordingError
-from kerngen.predict import CONSTANTS, MODEL, Constants, Outlook, launch_us
 from kerngen.templates.kernel import Launch, Traffic
 from kerngen.tuning.recorded import Recorded, Row, read_folder
-from kerngen.tuning_db.keep.winners import PREDICTED_MARGIN
+from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kerngen import __version__
-from kerngen.closure import closure_of
-from kerngen.compile import Cubin, nvrtc_version
+from kerngen.compiler.compile import Cubin, nvrtc_version
+from kerngen.compiler.source_digest import closure_of
+from kerngen.cost.crossover import judge_of
+from kerngen.cost.predict import MODEL
 from kerngen.errors import CompileError
-from kerngen.judge import judge_of
-from kerngen.predict import MODEL
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
-from kerngen.tuning_db.serve.canonical import ProblemKey, canonical, digest, problem_key
-from kerngen.tuning_db.serve.values import Build, Measurement, StepKey, Winner
+from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
+from kerngen.tuning_db.read.values import Build, Measurement, StepKey, Winner
 
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective, Outcome

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import log2
 from typing import Any
 
-from kerngen.tuning_db.serve.canonical import ProblemKey
+from kerngen.tuning_db.read.ids import ProblemKey
 
 NEAREST = 3
 OTHERWISE = 4.0  # how far two values are that cannot be divided: as a ratio of sixteen

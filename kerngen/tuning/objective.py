@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kerngen.arch import Target
-from kerngen.predict import MODEL, predict
+from kerngen.cost.predict import MODEL, predict
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.plan import lower_bounds
-from kerngen.tuning_db.keep.winners import PREDICTED_MARGIN
+from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
 
 if TYPE_CHECKING:
-    from kerngen.gpu import GpuLock
+    from kerngen.timing.gpu import GpuLock
     from kerngen.tuning.study import Search
     from kerngen.tuning.task import Trial
     from kerngen.tuning.worker import GpuWorker, Observed
-    from kerngen.tuning_db.serve.values import Build, Measurement, StepKey
+    from kerngen.tuning_db.read.values import Build, Measurement, StepKey
 
 FINALISTS = 4
 FINAL_BAND = 1.10  # what takes longer than this times the best is no finalist

@@ -9,17 +9,17 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
-from kerngen.compile import compile_cubin
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
+from kerngen.cost.predict import Outlook, predict
 from kerngen.errors import ConfigRefused
-from kerngen.predict import Outlook, predict
-from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, static_fields
+from kerngen.tuning.field_tracing import Remembered
 from kerngen.tuning.space import Candidates, candidates
-from kerngen.tuning.watched import Remembered
 
 if TYPE_CHECKING:
-    from kerngen.workload import Item
+    from kerngen.workload.workload import Item
 
 ROW_BYTES, IMAGE_BYTES = 2_000, 12_000  # of a database: a trial's row and build, a winner's compressed cubin
 RANKED_OF_A_LINE = 3  # problems that differ in tokens or batch alone try much the same: a plan ranks a few of them

@@ -22,23 +22,23 @@ from pathlib import Path
 import click
 
 from kerngen.arch import Target, find_device
-from kerngen.cache import CachedCompiler
-from kerngen.compile import require_target
+from kerngen.compiler.cache import CachedCompiler
+from kerngen.compiler.compile import require_target
 from kerngen.errors import UsageError
-from kerngen.files import publish
-from kerngen.progress import Reporter
+from kerngen.system.files import publish
+from kerngen.system.progress import Reporter
 from kerngen.templates import find_kernel
 from kerngen.tuning.objective import Predicted
 from kerngen.tuning.renew import renewed
 from kerngen.tuning.report import Report
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.serve.places import PREBUILT
-from kerngen.tuning_db.ship import outlook
-from kerngen.tuning_db.ship.export import Selection
-from kerngen.tuning_db.ship.foretell import foretell
-from kerngen.tuning_db.ship.review import dump
-from kerngen.workload import MODELS, Item, find_model, workload
+from kerngen.tuning_db.dist import prediction_file
+from kerngen.tuning_db.dist.export import Selection
+from kerngen.tuning_db.dist.predicted import foretell
+from kerngen.tuning_db.dist.results_folder import dump
+from kerngen.tuning_db.read.places import PREBUILT
+from kerngen.workload.workload import MODELS, Item, find_model, workload
 
 PREDICTED = ".predicted.txt"
 TRIALS = 4  # configurations a problem; docs/tuning-database.md says what twelve would gain
@@ -80,7 +80,7 @@ def write_predicted(store: Store, target: Target, folder: Path, kernels: Collect
     """
     place = folder / target.device.name
     texts = {
-        place / f"{o.kernel}{PREDICTED}": outlook.dump(o)
+        place / f"{o.kernel}{PREDICTED}": prediction_file.dump(o)
         for o in foretell(store, Selection(arches=[target.arch.name], devices=[target.device.name]))
         if (target.device.name, o.kernel) not in LEFT_TO_DEFAULTS
     }

@@ -20,8 +20,8 @@ from typing import Any
 import click
 
 from kerngen.arch import Target, find_device
+from kerngen.cost.predict import Prediction, predict
 from kerngen.errors import KerngenError, RecordingError
-from kerngen.predict import Prediction, predict
 from kerngen.templates import find_kernel
 from kerngen.tuning.plan import GUESSED_REGISTERS
 

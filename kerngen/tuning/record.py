@@ -31,13 +31,13 @@ import click
 
 from kerngen import __version__
 from kerngen.arch import Device, Target, find_device
-from kerngen.cache import CachedCompiler
-from kerngen.compile import Cubin, compile_cubin, nvrtc_version
+from kerngen.compiler.cache import CachedCompiler
+from kerngen.compiler.compile import Cubin, compile_cubin, nvrtc_version
+from kerngen.compiler.render import render
 from kerngen.errors import CompileError, RecordingError, UsageError
-from kerngen.gpu import Clocks, Seen
-from kerngen.progress import Progress, Reporter
-from kerngen.render import render
+from kerngen.system.progress import Progress, Reporter
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
+from kerngen.timing.gpu import Clocks, Seen
 from kerngen.tuning.checks import why_unlaunchable
 from kerngen.tuning.plan import rank
 from kerngen.tuning.record_plan import Points, RecordPlan, Wanted, points, read_plan

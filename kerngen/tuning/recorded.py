@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kerngen.arch import Device, Target, find_arch
-from kerngen.compile import Resources
+from kerngen.compiler.compile import Resources
 from kerngen.errors import KerngenError, RecordingError
-from kerngen.files import publish
+from kerngen.system.files import publish
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe, fields_of
 

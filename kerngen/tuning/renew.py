@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from kerngen.arch import Target
-from kerngen.cache import CachedCompiler
-from kerngen.compile import Cubin
+from kerngen.compiler.cache import CachedCompiler
+from kerngen.compiler.compile import Cubin
+from kerngen.compiler.render import source_of
+from kerngen.cost.predict import MODEL, predict
 from kerngen.errors import DatabaseError, KerngenError
-from kerngen.predict import MODEL, predict
-from kerngen.render import source_of
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import filled
-from kerngen.tuning_db.serve.filing import filing_of
-from kerngen.tuning_db.serve.freshness import source_sha
-from kerngen.tuning_db.ship.outlook import Cell, Family, Outlook, dump, parse, rounded
-from kerngen.tuning_db.ship.words import SOURCE_DIGITS, stated
+from kerngen.tuning_db.dist.fields_text import SOURCE_DIGITS, stated
+from kerngen.tuning_db.dist.prediction_file import Cell, Family, Outlook, dump, parse, rounded
+from kerngen.tuning_db.read.canonical_fields import filing_of
+from kerngen.tuning_db.read.freshness import source_sha
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,13 @@ from kerngen.tuning.objective import Measured, Objective, Outcome, finalists, fo
 from kerngen.tuning.recorded import Recorded, read_folder
 from kerngen.tuning.space import Candidates, Enumeration
 from kerngen.tuning.study import Search
-from kerngen.tuning_db.serve.canonical import digest
+from kerngen.tuning_db.read.ids import digest
 
 if TYPE_CHECKING:
     import optuna
 
     from kerngen.tuning.task import Trial
-    from kerngen.tuning_db.serve.values import Measurement
+    from kerngen.tuning_db.read.values import Measurement
 
 TRIALS = 40
 SEEDS = 5

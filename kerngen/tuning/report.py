@@ -8,8 +8,8 @@ from typing import Any
 
 from kerngen.arch import Target
 from kerngen.templates.kernel import fields_of, static_fields
-from kerngen.tuning_db.serve.values import Winner
-from kerngen.workload import Item, Workload
+from kerngen.tuning_db.read.values import Winner
+from kerngen.workload.workload import Item, Workload
 
 STEP_BATCHES, STEP_CONTEXT = (1, 32), 512  # of the decode steps that a report adds up
 SHOWN_CONTEXT = 8192  # of the problem that stands for its group

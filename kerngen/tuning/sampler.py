@@ -1,6 +1,6 @@
 """An Optuna sampler that knows the cost model and learns what it gets wrong.
 
-What a configuration is expected to take is the cost model's time, times what residual.py has learned from those that
+What a configuration is expected to take is the cost model's time, times what surrogate.py has learned from those that
 were measured so far. Proposed is the one, of all that are valid and not asked yet, with the least lower confidence
 bound; where none of those is below the best so far, the one with the greatest expected improvement, so that a search
 which has exhausted what it knows looks elsewhere. Of a batch each proposal is taken for measured as expected before the
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from kerngen.tuning.residual import Apart, Field, apart, fit
+from kerngen.tuning.surrogate import Apart, Field, apart, fit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 A space is known whole, so that the answer does not depend on a sampler's luck, and by far fewer questions than it has
 points: why_invalid is a function, and what it answered holds for all configurations that agree in the fields that it
-read (`kerngen.tuning.watched`). Nothing is asked before it is needed: the default configuration is at hand at once, and
+read (`kerngen.tuning.field_tracing`). Nothing is asked before it is needed: the default configuration is at hand at once, and
 `walk` gives valid ones as they are found.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from kerngen.arch import Target
 from kerngen.errors import ConfigRefused
 from kerngen.templates.kernel import Body, Kernel, describe, fields_of
-from kerngen.tuning.watched import leaves, watched
+from kerngen.tuning.field_tracing import leaves, watched
 
 MOST_CALLS = 1 << 19  # of why_invalid for one body: seconds. Today's largest space takes 114,432 for 1,935,360 points
 SAMPLE = 1 << 16  # points that stand for a body's space that takes more

@@ -20,12 +20,12 @@ from kerngen.tuning.features import described_space
 from kerngen.tuning.objective import Objective, Outcome
 from kerngen.tuning.plan import GUESSED_REGISTERS, rank
 from kerngen.tuning.space import Candidates, on_grid
-from kerngen.tuning_db.serve.bound import why_unfit
+from kerngen.tuning_db.read.winner_table import why_unfit
 
 if TYPE_CHECKING:
     import optuna
 
-    from kerngen.tuning.describing import Describer
+    from kerngen.tuning.describe import Describer
     from kerngen.tuning.features import Described
     from kerngen.tuning.sampler import ResidualSampler
 

@@ -1,7 +1,7 @@
 """Times the configurations of one body of a kernel on its bench cases: how a body that is new is tried on a GPU.
 
     python -m kerngen.tuning.sweep attn_prefill --body wgmma.cu.jinja --case d256 --most 24
-    python -m kerngen.tuning.sweep w4a16_gemm --body warpgroups.cu.jinja --problem n=43008,k=5376,num_tokens=32
+    python -m kerngen.tuning.sweep w4a16_gemm --body wgmma_ws.cu.jinja --problem n=43008,k=5376,num_tokens=32
     python -m kerngen.tuning.sweep attn_decode --case window --config warpgroups=true,num_splits=8
     python -m kerngen.tuning.sweep --plan data/sweeps/h200/attn_decode-warpgroups.txt
 
@@ -26,13 +26,13 @@ from typing import Any
 import click
 
 from kerngen.arch import Target
-from kerngen.cache import CachedCompiler
-from kerngen.compile import Cubin
+from kerngen.compiler.cache import CachedCompiler
+from kerngen.compiler.compile import Cubin
+from kerngen.compiler.render import render
 from kerngen.errors import CompileError, KerngenError, UsageError
-from kerngen.measure import Ceilings
-from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Body, Case, Kernel, describe, parse_over
+from kerngen.timing.measure import Ceilings
 from kerngen.tuning.plan import rank
 from kerngen.tuning.space import valid_of
 from kerngen.tuning.worker import GpuWorker, Observed

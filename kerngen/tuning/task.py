@@ -9,8 +9,8 @@ from typing import Any
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.ledger import Entry
 from kerngen.tuning.study import Search
-from kerngen.tuning_db.serve.values import Build
-from kerngen.workload import Item
+from kerngen.tuning_db.read.values import Build
+from kerngen.workload.workload import Item
 
 
 @dataclass(slots=True, eq=False)

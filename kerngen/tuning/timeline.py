@@ -29,18 +29,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.drafting import draft_weights_option
-from kerngen.cli.stepping import step_of, step_options
+from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.step_options import step_of, step_options
 from kerngen.errors import CompileError, KerngenError, LaunchError
-from kerngen.steps import Ratio, Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe
-from kerngen.workload import Model, find_model
+from kerngen.workload.steps import Ratio, Step, sequence
+from kerngen.workload.workload import Model, find_model
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from kerngen.compile import Cubin
+    from kerngen.compiler.compile import Cubin
     from kerngen.runtime.launcher import Function
 
 REPLAYS = 5
@@ -234,11 +234,11 @@ def timeline(model: Model, step: Step, *, seed: int = 0) -> tuple[list[Row], Rat
     """
     import torch
 
-    from kerngen.cache import CachedCompiler
-    from kerngen.render import render
+    from kerngen.compiler.cache import CachedCompiler
+    from kerngen.compiler.render import render
     from kerngen.runtime.launcher import Function as Loaded
     from kerngen.runtime.launcher import Launcher
-    from kerngen.stepgraph import Stage, StepGraph
+    from kerngen.timing.step_graph import Stage, StepGraph
 
     stage = Stage(model, seed=seed)
     held, target, index = StepGraph(stage, step), stage.target, stage.launcher.index

@@ -4,7 +4,7 @@ All problems are searched together, in rounds: each of some searches is asked fo
 is compiled (identical sources once, in worker processes), the objective judges, the searches are told. Which searches
 those are, the tiers of budget.py say; the answer does not depend on how many workers there were or which was first. A
 time budget ends the run wherever it is: what is compiled by then and costs nothing to judge still is, and what was not
-reached is left to the cost model (conclude.py).
+reached is left to the cost model (finish.py).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from kerngen.cache import CachedCompiler
-from kerngen.compile import Cubin
+from kerngen.compiler.cache import CachedCompiler
+from kerngen.compiler.compile import Cubin
+from kerngen.compiler.render import render
 from kerngen.errors import CompileError, ConfigRefused, KerngenError
-from kerngen.interrupts import heed, held, result_of
-from kerngen.progress import Progress
-from kerngen.render import render
+from kerngen.system.interrupts import heed, held, result_of
+from kerngen.system.progress import Progress
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe, fields_of
 from kerngen.tuning.budget import LEAST_GAIN, PORTIONS, Budget, Weights, portions
 from kerngen.tuning.checks import why_unlaunchable
-from kerngen.tuning.conclude import Conclusion, summary_of
-from kerngen.tuning.describing import Describer
+from kerngen.tuning.describe import Describer
+from kerngen.tuning.finish import Conclusion, summary_of
 from kerngen.tuning.ledger import Ledger
 from kerngen.tuning.neighbours import Neighbours
 from kerngen.tuning.objective import Objective, Outcome
@@ -36,9 +36,9 @@ from kerngen.tuning.report import Report, Result
 from kerngen.tuning.space import candidates
 from kerngen.tuning.study import GUESSED_GAIN, Search
 from kerngen.tuning.task import Task, Trial
-from kerngen.tuning_db.serve.canonical import digest
-from kerngen.tuning_db.serve.values import Build, Winner
-from kerngen.workload import Item
+from kerngen.tuning_db.read.ids import digest
+from kerngen.tuning_db.read.values import Build, Winner
+from kerngen.workload.workload import Item
 
 if TYPE_CHECKING:
     from kerngen.tuning_db import Store

@@ -35,11 +35,14 @@ import click
 import torch
 
 from kerngen.arch import Target
-from kerngen.cache import CachedCompiler
-from kerngen.compile import Cubin
+from kerngen.compiler.cache import CachedCompiler
+from kerngen.compiler.compile import Cubin
+from kerngen.compiler.render import render
 from kerngen.errors import CompileError, UsageError
-from kerngen.files import read_toml
-from kerngen.measure import (
+from kerngen.system.files import read_toml
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import Case, Kernel, describe
+from kerngen.timing.measure import (
     Captured,
     Timing,
     calls_of,
@@ -52,9 +55,6 @@ from kerngen.measure import (
     time_in_turn,
     timing_sets,
 )
-from kerngen.render import render
-from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Case, Kernel, describe
 from kerngen.tuning.sweep import cases_of, written_out
 
 AS_IT_IS = "as it is"

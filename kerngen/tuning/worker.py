@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Arch, Device, arch_of_capability
 from kerngen.errors import KerngenError, UnknownName
-from kerngen.gpu import Clocks, Seen, Watch
-from kerngen.interrupts import result_of
-from kerngen.processes import ProcessDied, Processes
+from kerngen.system.interrupts import result_of
+from kerngen.system.processes import ProcessDied, Processes
 from kerngen.templates.kernel import Kernel, spread
+from kerngen.timing.gpu import Clocks, Seen, Watch
 from kerngen.tuning.objective import FIGURES
 
 if TYPE_CHECKING:
-    from kerngen.measure import Ceilings
-    from kerngen.steps import Ratio, Step
-    from kerngen.tuning.stepworker import Exchanged
-    from kerngen.workload import Model
+    from kerngen.timing.measure import Ceilings
+    from kerngen.tuning.step_worker import Exchanged
+    from kerngen.workload.steps import Ratio, Step
+    from kerngen.workload.workload import Model
 
 TIMEOUT_S = 120.0  # for the inputs and reference of a large problem; a configuration takes well under a second
 FINAL_ROUNDS = 5
@@ -193,7 +193,7 @@ def _probe() -> Device:
 
 
 def _environment() -> dict[str, Any]:
-    from kerngen.measure import environment
+    from kerngen.timing.measure import environment
 
     return environment()
 
@@ -206,7 +206,7 @@ def _uuid() -> str:
 
 @cache
 def _ceilings() -> Ceilings:
-    from kerngen.measure import ceilings
+    from kerngen.timing.measure import ceilings
 
     return ceilings()
 
@@ -228,7 +228,7 @@ class _Prepared:
     def __init__(self, kernel: Kernel, problem: Any) -> None:
         import torch
 
-        from kerngen.measure import fresh
+        from kerngen.timing.measure import fresh
 
         self.kernel, self.problem = kernel, problem
         self.case = kernel.cases.case_for(problem)
@@ -241,7 +241,7 @@ class _Prepared:
 
     def one(self) -> dict[str, Any]:
         """Inputs to check a kernel on, all as made: whatever the one before wrote, and wherever."""
-        from kerngen.measure import fresh
+        from kerngen.timing.measure import fresh
 
         if self._sets:
             self._restore(self._sets[0], (name for name, _, _ in spread(self.made)))
@@ -251,7 +251,7 @@ class _Prepared:
 
     def sets(self) -> list[dict[str, Any]]:
         """Inputs to time a kernel on, with what it writes as made."""
-        from kerngen.measure import timing_sets
+        from kerngen.timing.measure import timing_sets
 
         if not self._enough:
             self._sets, self._enough = timing_sets(self.one()), True
@@ -279,7 +279,7 @@ def _prepared(kernel_name: str, problem: Any) -> _Prepared:
     import torch
 
     from kerngen.templates import find_kernel
-    from kerngen.tuning.stepworker import let_go
+    from kerngen.tuning.step_worker import let_go
 
     if not _held or (_held[0].kernel.name, _held[0].problem) != (kernel_name, problem):
         let_go()
@@ -294,9 +294,9 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
     """The loaded function and what the check said; a function only if it may be timed."""
     import torch
 
-    from kerngen.measure import compare, target_here
     from kerngen.runtime.launcher import Function
     from kerngen.templates import find_kernel
+    from kerngen.timing.measure import compare, target_here
 
     kernel = find_kernel(kernel_name)
     try:
@@ -354,7 +354,7 @@ def _time(function: Any, problem: Any, samples: int, target_ms: float) -> Any:
     """A Timing, or an Observed that says why there is none."""
     import torch
 
-    from kerngen.measure import time_function
+    from kerngen.timing.measure import time_function
 
     prepared = _prepared(function.kernel.name, problem)
     try:
@@ -374,7 +374,7 @@ def _time(function: Any, problem: Any, samples: int, target_ms: float) -> Any:
 def _compare(model: Model, step: Step, base: Any, other: Any, pairs: int) -> Any:
     import torch
 
-    from kerngen.tuning.stepworker import compare
+    from kerngen.tuning.step_worker import compare
 
     if _held:
         _held.clear()  # of a problem alone

@@ -14,16 +14,16 @@ import torch
 from kerngen.errors import KerngenError, NumericsError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine.changes import Way, held_ids
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLength
+from kerngen.runtime.engine.logit_processors import Way, held_ids
 from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.engine.pages import PagePool
 from kerngen.runtime.engine.prefill_budget import MOST_STALL, PrefillBudget
-from kerngen.runtime.engine.rehearsal import rehearse
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import Runner, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
+from kerngen.runtime.engine.warmup import rehearse
 from kerngen.runtime.executors import Say
 from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
 from kerngen.runtime.model import Gemma4
@@ -62,7 +62,7 @@ class Engine:
     that may take while others decode (prefill_budget.py), None for any. num_pages: of each kind of cache ("full",
     "sliding"), page 0 included; None for what max_batch sequences of max_len take. With fewer pages some requests wait
     or are preempted. joint: sequences decode in the forward that prefills others, where nobody is drafted for and the
-    model allows it (joint_steps.py). prefix_caching: prompts share the pages of what they begin with. buckets: batches
+    model allows it (mixed_batches.py). prefix_caching: prompts share the pages of what they begin with. buckets: batches
     that a decode step comes in, lag: how many steps behind the host reads; None for the backend's own.
 
     reproducible: no request's arithmetic depends on who runs beside it. Every decode step is one of max_batch rows for

@@ -22,16 +22,16 @@ from torch import Tensor
 from kerngen.runtime.batch import Batch, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine.changes import Changes, Values, Way
 from kerngen.runtime.engine.graphs import Captured, Graphs
-from kerngen.runtime.engine.joint_steps import JointSteps, Shape
+from kerngen.runtime.engine.logit_processors import Changes, Values, Way
+from kerngen.runtime.engine.mixed_batches import JointSteps, Shape
+from kerngen.runtime.engine.prefill_graphs import SEQUENCES, ShortPrefills
 from kerngen.runtime.engine.request import Handle
 from kerngen.runtime.engine.scheduler import Chunk, NewPage
-from kerngen.runtime.engine.short_prefills import SEQUENCES, ShortPrefills
 from kerngen.runtime.logprobs import logprob_words, read_logprobs
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseExperts
-from kerngen.runtime.ops.outside import GATHERED_ROWS
+from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, choose, likeliest
 
 # Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.

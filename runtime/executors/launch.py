@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from kerngen.arch import Target
-from kerngen.cores import usable_cores
 from kerngen.runtime.executors import Say, at_once
 from kerngen.runtime.launcher import Launcher, shares_sms
+from kerngen.system.cores import usable_cores
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 

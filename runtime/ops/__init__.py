@@ -70,7 +70,7 @@ Linear = DenseLinear | W4Linear
 
 @dataclass(frozen=True, slots=True)
 class HeadScreen:
-    """A head in few bits, with bounds of what that may be wrong by, sure or likely (templates/common/screen.py).
+    """A head in few bits, with bounds of what that may be wrong by, sure or likely (templates/common/screen/screen.py).
 
     `Ops.greedy` reads it in place of most of the head [V, K], for up to max_tokens rows. codes, bounds: as head_screen
     makes them; bounds are NaN for tokens that are never chosen.
@@ -202,7 +202,7 @@ class Ops(Protocol):
         """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""
 
     def outside(self) -> dict[str, str]:
-        """What was computed so far that no kernel of ours serves, each with the reason (see ops/outside.py)."""
+        """What was computed so far that no kernel of ours serves, each with the reason (see ops/fallbacks.py)."""
 
     def build_ahead(self, rehearse: Callable[[], None], say: Say) -> None:
         """Compile what `rehearse`, which runs the model, asks for and is not compiled yet. Nothing is computed

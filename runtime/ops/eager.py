@@ -25,17 +25,17 @@ from kerngen.runtime.ops import (
     Rope,
     W4Experts,
     W4Linear,
-    outside,
+    fallbacks,
     own_kv,
     residual_dtype,
 )
 from kerngen.runtime.sampling import accepted, likeliest
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
-from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
-from kerngen.templates.common.heads_torch import slots_of
-from kerngen.templates.common.row_torch import DTYPE_NAME, gelu_gated, rms_norm
-from kerngen.templates.common.row_torch import rope as turned
-from kerngen.templates.common.w4_pack import dequantize
+from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.attention.heads_torch import slots_of
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm
+from kerngen.templates.common.rows.torch_rows import rope as turned
+from kerngen.templates.common.w4.pack import dequantize
 
 
 class TorchOps:
@@ -305,7 +305,7 @@ class TorchOps:
     def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
         if isinstance(gate_up, W4Experts) or isinstance(down, W4Experts):
             raise TypeError("TorchOps.prepare_experts turns packed weights into dense ones at load")
-        return outside.experts(x, gate_up.weight, down.weight, topk_ids)
+        return fallbacks.experts(x, gate_up.weight, down.weight, topk_ids)
 
     def moe_combine(
         self,

@@ -1,6 +1,6 @@
 """The model on kerngen's kernels: each op is a `Call` of a kernel folder's op.py, given to an executor.
 
-What no kernel serves goes through `outside.py`, by name. With the launching executor this is the `cuda` backend; the
+What no kernel serves goes through `fallbacks.py`, by name. With the launching executor this is the `cuda` backend; the
 recording and the reference executor run the very same code with no GPU.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kerngen.errors import ProblemError
 from kerngen.runtime.executors import Executor, Say
-from kerngen.runtime.executors.listen import Listen
+from kerngen.runtime.executors.trace import Listen
 from kerngen.runtime.ops import (
     DenseExperts,
     DenseLinear,
@@ -27,7 +27,7 @@ from kerngen.runtime.ops import (
     Rope,
     W4Experts,
     W4Linear,
-    outside,
+    fallbacks,
     own_kv,
     residual_dtype,
 )
@@ -38,10 +38,10 @@ from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
-from kerngen.templates.common.row_spec import VEC
-from kerngen.templates.common.screen import head_screen
-from kerngen.templates.common.screen_spec import screen_bytes
-from kerngen.templates.common.w4_pack import interleave, pack
+from kerngen.templates.common.rows.spec import VEC
+from kerngen.templates.common.screen.screen import head_screen
+from kerngen.templates.common.screen.screen_spec import screen_bytes
+from kerngen.templates.common.w4.pack import interleave, pack
 from kerngen.templates.decode_advance.op import decode_advance
 from kerngen.templates.decode_inputs.op import decode_inputs
 from kerngen.templates.decode_layers import spec as layers_spec
@@ -103,7 +103,7 @@ class KernelOps:
         return self.executor.sources()
 
     def outside(self) -> dict[str, str]:
-        return {name: outside.OUTSIDE[name] for name in self._met}
+        return {name: fallbacks.OUTSIDE[name] for name in self._met}
 
     def _outside(self, name: str) -> None:
         self._met[name] = None
@@ -205,7 +205,7 @@ class KernelOps:
         if len(x) <= MAX_TOKENS and weights.out_features % VEC == 0 and weights.in_features % VEC == 0:
             return self.executor.run(dense_gemv(x, weights.weight), self._at("dense matrix"))
         self._outside("dense matrices")
-        return outside.dense(x, weights.weight)
+        return fallbacks.dense(x, weights.weight)
 
     def _w4(self, op: Callable[[Tensor, Tensor, Tensor, bool], Call[Tensor]], x: Tensor, weights: W4Linear) -> Tensor:
         call = op(x, weights.packed, weights.scales, self.row_invariant)
@@ -393,7 +393,7 @@ class KernelOps:
     def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
         if isinstance(gate_up, DenseExperts) and isinstance(down, DenseExperts):
             self._outside("dense experts")
-            return outside.experts(x, gate_up.weight, down.weight, topk_ids)
+            return fallbacks.experts(x, gate_up.weight, down.weight, topk_ids)
         if isinstance(gate_up, DenseExperts) or isinstance(down, DenseExperts):
             raise TypeError("prepare_experts makes both dense where one is")
         call = moe_w4a16(x, topk_ids, gate_up.packed, gate_up.scales, down.packed, down.scales)

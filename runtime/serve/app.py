@@ -13,15 +13,15 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
 import kerngen
-from kerngen.runtime.serve import chats, completions, errors, protocol
+from kerngen.runtime.serve import chat_completions, completions, errors, protocol
+from kerngen.runtime.serve.chat_page import chat_page
 from kerngen.runtime.serve.errors import ApiError, json_response
-from kerngen.runtime.serve.gate import Gate
+from kerngen.runtime.serve.messages import template_messages
 from kerngen.runtime.serve.metrics import CONTENT_TYPE
-from kerngen.runtime.serve.page import chat_page
-from kerngen.runtime.serve.refused import require_honoured
-from kerngen.runtime.serve.sending import unless_gone
+from kerngen.runtime.serve.middleware import Gate
 from kerngen.runtime.serve.service import Service, service_of
-from kerngen.runtime.serve.turns import template_messages
+from kerngen.runtime.serve.streaming import unless_gone
+from kerngen.runtime.serve.unsupported_fields import require_honoured
 
 OPEN = ("/health", "/ping", "/version", "/metrics", "/")  # no key is asked for
 
@@ -32,7 +32,7 @@ def make_app(service: Service, keys: Sequence[str] = ()) -> FastAPI:
         title="kerngen", version=kerngen.__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json"
     )
     app.state.service, app.state.keys = service, [key.encode() for key in keys]
-    for router in (_router, completions.router, chats.router):
+    for router in (_router, completions.router, chat_completions.router):
         app.include_router(router)
     errors.install(app)
     app.add_middleware(Gate, limits=service.limits, allowed=lambda path, header: _is_allowed(app, path, header))
@@ -110,7 +110,7 @@ async def tokenize(request: Request, body: protocol.Tokenize) -> Response:
         ids = await unless_gone(request, service.encode(body.prompt, with_bos=body.add_special_tokens))
     else:
         messages = template_messages(body.messages or [], service.codec.template_reads)
-        variables = await chats.variables_of(service, body, chats.told_tools(service, body.tools))
+        variables = await chat_completions.variables_of(service, body, chat_completions.told_tools(service, body.tools))
         if body.add_generation_prompt is False:
             variables["add_generation_prompt"] = False
         ids = await unless_gone(request, service.encode_chat(messages, variables))

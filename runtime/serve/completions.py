@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kerngen.runtime.engine import TokenLogprobs
-from kerngen.runtime.serve.answers import Heading, TextLogprobs, Usage, text_of
-from kerngen.runtime.serve.choices import (
+from kerngen.runtime.serve.choice_stream import (
     Asked,
     Part,
     TextReader,
@@ -20,11 +19,12 @@ from kerngen.runtime.serve.choices import (
     stops_of,
 )
 from kerngen.runtime.serve.errors import ApiError
-from kerngen.runtime.serve.guiding import guiding_of
 from kerngen.runtime.serve.protocol import Completion
-from kerngen.runtime.serve.refused import require_honoured
-from kerngen.runtime.serve.sending import send_events, send_whole, unless_gone
+from kerngen.runtime.serve.responses import Heading, TextLogprobs, Usage, text_of
 from kerngen.runtime.serve.service import service_of
+from kerngen.runtime.serve.streaming import send_events, send_whole, unless_gone
+from kerngen.runtime.serve.structured_outputs import guiding_of
+from kerngen.runtime.serve.unsupported_fields import require_honoured
 
 DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it
 

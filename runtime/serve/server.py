@@ -23,11 +23,11 @@ from kerngen.runtime.conversation import DEFAULT_CONTEXT
 from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.app import make_app
-from kerngen.runtime.serve.choices import usual_values
-from kerngen.runtime.serve.client import EngineClient, OnLoad
+from kerngen.runtime.serve.choice_stream import usual_values
+from kerngen.runtime.serve.engine_client import EngineClient, OnLoad
+from kerngen.runtime.serve.engine_process import Options, Ready, keep_out_of_collections
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.tracing import open_tracing
-from kerngen.runtime.serve.worker import Options, Ready, keep_out_of_collections
 from kerngen.runtime.session import Session, stop_ids_of
 from kerngen.runtime.text import TextCodec
 

@@ -16,11 +16,11 @@ from starlette.requests import Request
 from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.serve.client import EngineClient
+from kerngen.runtime.serve.engine_client import EngineClient
+from kerngen.runtime.serve.engine_process import Guiding, Made, Ready
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.metrics import Metrics
 from kerngen.runtime.serve.tracing import Trace, Tracing
-from kerngen.runtime.serve.worker import Guiding, Made, Ready
 from kerngen.runtime.text import TextCodec
 
 RETRY_AFTER_S = 1

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
     from opentelemetry.trace import Span
 
-    from kerngen.runtime.serve.answers import Heading, Usage
-    from kerngen.runtime.serve.choices import Part
+    from kerngen.runtime.serve.choice_stream import Part
     from kerngen.runtime.serve.protocol import ChatCompletion, Completion
+    from kerngen.runtime.serve.responses import Heading, Usage
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

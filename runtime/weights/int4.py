@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kerngen.errors import ProblemError
 from kerngen.runtime.quant import QuantConfig
-from kerngen.templates.common.row_torch import DTYPE_NAME
-from kerngen.templates.common.w4_tiling import require_matrix
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
+from kerngen.templates.common.w4.tiling import require_matrix
 
 DIVISORS = (8.0, 7.0, 7.5, 8.5, 9.0)  # Q4_0's first: it stays where no other is better
 _SCRATCH_VALUES = 1 << 22  # of a matrix at a time, in fp32 a few times over

@@ -14,7 +14,6 @@ import torch
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
 from kerngen.runtime.ops import DenseLinear, Ops
-from kerngen.runtime.weights.kept import Kept, Planned
 from kerngen.runtime.weights.layout import (
     CentroidWeights,
     DrafterWeights,
@@ -24,6 +23,7 @@ from kerngen.runtime.weights.layout import (
     PleLayerWeights,
     PleWeights,
 )
+from kerngen.runtime.weights.repacked import Kept, Planned
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.source import Advance, CheckpointSource, WeightSource
 

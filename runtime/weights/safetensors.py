@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError
-from kerngen.runtime.fields import GET_AGAIN, nothing_there, open_file, read_json, require_content
+from kerngen.runtime.config_fields import GET_AGAIN, nothing_there, open_file, read_json, require_content
 
 MAX_HEADER_BYTES = 32 * 1024 * 1024  # of 35,000 tensors, the experts of a 26B one by one, there are 5 MB
 PIECE_BYTES = 32 * 1024 * 1024  # of a tensor on its way to the device

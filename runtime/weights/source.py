@@ -21,8 +21,8 @@ from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops,
 from kerngen.runtime.weights.int4 import becomes_int4, to_int4
 from kerngen.runtime.weights.quantized import FLOATS, INTS, IgnoreList, Packed, find_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
-from kerngen.runtime.weights.stage import Stage
-from kerngen.templates.common.w4_pack import dequantize
+from kerngen.runtime.weights.staging import Stage
+from kerngen.templates.common.w4.pack import dequantize
 
 # Stored by the E-series on layers that own no cache, and never used there.
 DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")

@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 from kerngen.templates.add_norm.cases import case_for
 from kerngen.templates.add_norm.spec import Problem
-from kerngen.templates.common.row_torch import TORCH_DTYPE, rms_norm
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, rms_norm
 from kerngen.templates.kernel import Case
 
 BENCH_CASES: tuple[Case, ...] = tuple(

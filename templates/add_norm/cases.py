@@ -9,7 +9,7 @@ import torch
 from kerngen.templates.add_norm.op import add_norm, add_post_norm
 from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case
 
 

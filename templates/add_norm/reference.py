@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from kerngen.templates.add_norm.spec import Problem
-from kerngen.templates.common.row_torch import rms_norm, rounded, tolerance_of_flips
+from kerngen.templates.common.rows.torch_rows import rms_norm, rounded, tolerance_of_flips
 from kerngen.templates.kernel import Tolerance
 
 

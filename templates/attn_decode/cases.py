@@ -11,7 +11,7 @@ from torch import Tensor
 from kerngen.templates.attn_decode.op import attn_decode, attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.call import Op
-from kerngen.templates.common.heads_torch import inverse_frequencies
+from kerngen.templates.common.attention.heads_torch import inverse_frequencies
 from kerngen.templates.kernel import Case
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_spec import keys_that_matter, require
-from kerngen.templates.common.row_torch import DTYPE_NAME, empty
+from kerngen.templates.common.rows.spec import keys_that_matter, require
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 
 # What the ops share: the cache and where a sequence lies in it; what turns heads of a projection.
 _CACHED = {

@@ -1,4 +1,4 @@
-"""Decode attention in eager torch, fp32, sequence by sequence: common/attention_torch.py, common/heads_torch.py."""
+"""Decode attention in eager torch, fp32, sequence by sequence: common/attention/attention_torch.py, common/attention/heads_torch.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.attn_decode.spec import Problem
-from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
-from kerngen.templates.common.heads_torch import new_heads, written
+from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.attention.heads_torch import new_heads, written
 from kerngen.templates.kernel import Tolerance
 
 

@@ -3,11 +3,11 @@
 One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
 (fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.together,
-together.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (warpgroups.cu.jinja), and the
+fused_combine.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (wgmma_ws.cu.jinja), and the
 splits of a cluster of blocks are merged through its shared memory (Config.cluster), where they are read or where they
 are pushed to (Config.push_bits): attn_combine has fewer partial results to merge, or none; together there, whoever
 comes last merges them and nobody waits. Without a cluster results are stored for attn_combine as they lie in registers
-(stored.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+(fragment_partials.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
 
 From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
 new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
@@ -27,7 +27,7 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
+from kerngen.templates.common.rows.spec import DTYPES, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap
 
 SOURCES = ("q", "raw_q", "qkv", "qk")
@@ -128,8 +128,8 @@ class Config:
     # whole boxes, as values do, and are used when all have come.
     key_parts: int = 2
     # With warpgroups: bits, 16 or 32, of each value that a block hands over from its registers: in clusters they are
-    # pushed to those that merge them, to places beside their rings (pushed.cuh.jinja), without them stored for
-    # attn_combine (stored.cuh.jinja). 0: results meet in the rings, where others of the cluster read them.
+    # pushed to those that merge them, to places beside their rings (dsmem_reduce.cuh.jinja), without them stored for
+    # attn_combine (fragment_partials.cuh.jinja). 0: results meet in the rings, where others of the cluster read them.
     push_bits: int = 0
     # Of num_stages those on their way at most until all have come once: they stand before what a predecessor still
     # loads and stores, and before the queries. 0: all.
@@ -208,11 +208,11 @@ BODIES = (
         when={"together": True, "warpgroups": False}, proven=False,
     ),
     Body(
-        "warpgroups.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
+        "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
         serves=lambda arch: arch.has_wgmma, when={"together": False, "warpgroups": True},
     ),
     Body(
-        "warpgroups.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
+        "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
         serves=lambda arch: arch.has_wgmma, when={"together": True, "warpgroups": True},
     ),
     Body(
@@ -325,7 +325,7 @@ def partials(config: Config) -> int:
 
 
 def stored(config: Config) -> bool:
-    """Whether blocks store what they found as it lies in registers (stored.cuh.jinja), for attn_combine."""
+    """Whether blocks store what they found as it lies in registers (fragment_partials.cuh.jinja), for attn_combine."""
     return config.warpgroups and config.push_bits > 0 and config.cluster == 1
 
 

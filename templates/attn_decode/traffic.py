@@ -99,7 +99,7 @@ def _combine(p: Problem, c: Config, moved: int) -> Traffic:
 
 
 def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]:
-    """Of warpgroups.cu.jinja: each warpgroup of a team makes all scores of a tile, and its columns of the output."""
+    """Of wgmma_ws.cu.jinja: each warpgroup of a team makes all scores of a tile, and its columns of the output."""
     m_blocks, teams, sharing = ceil(p.rows / c.block_m), c.num_warps // c.split_d, c.split_d // 4
     streams = p.batch * p.num_kv_heads * m_blocks
     blocks, tiles = streams * c.num_splits, streams * ceil(max(p.visible, 1) / TILE)

@@ -1,4 +1,4 @@
-"""Prefill attention in eager torch, fp32, sequence by sequence: common/attention_torch.py."""
+"""Prefill attention in eager torch, fp32, sequence by sequence: common/attention/attention_torch.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.attn_prefill.spec import Problem
-from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.kernel import Tolerance
 
 

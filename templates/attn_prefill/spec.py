@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.row_spec import DTYPES, why_no_dtype
+from kerngen.templates.common.rows.spec import DTYPES, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap
 
 HEAD_DIMS = (128, 256, 512)

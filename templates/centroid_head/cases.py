@@ -15,7 +15,7 @@ from torch import Tensor
 from kerngen.templates.call import Op
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.centroid_head.spec import Problem
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kerngen.templates.call import Call, op
 from kerngen.templates.centroid_head.spec import Problem
-from kerngen.templates.common.row_torch import DTYPE_NAME, empty
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 
 _TAKES = {"y": "D[B, H]", "centroids": "D[C, H]", "token_ids": "int64[C, W]", "embed": "D[C * W, H]"}
 

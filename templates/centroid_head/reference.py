@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.centroid_head.spec import Problem
-from kerngen.templates.common.row_torch import rounded
+from kerngen.templates.common.rows.torch_rows import rounded
 from kerngen.templates.kernel import Tolerance
 
 

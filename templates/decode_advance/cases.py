@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.decode_advance.op import decode_advance
 from kerngen.templates.decode_advance.spec import Problem
 from kerngen.templates.kernel import Case

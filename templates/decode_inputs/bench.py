@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.common.heads_torch import slots_of
+from kerngen.templates.common.attention.heads_torch import slots_of
 from kerngen.templates.decode_inputs.cases import case_for
 from kerngen.templates.decode_inputs.spec import Problem
 from kerngen.templates.kernel import Case

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import Draw
+from kerngen.templates.common.rows.torch_rows import Draw
 from kerngen.templates.decode_inputs.op import decode_inputs
 from kerngen.templates.decode_inputs.spec import Problem
 from kerngen.templates.kernel import Case

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_spec import require
-from kerngen.templates.common.row_torch import empty
+from kerngen.templates.common.rows.spec import require
+from kerngen.templates.common.rows.torch_rows import empty
 from kerngen.templates.decode_inputs.spec import Problem
 
 

@@ -1,4 +1,4 @@
-"""Positions and slots in torch's integers; a position's slot: common/heads_torch.py."""
+"""Positions and slots in torch's integers; a position's slot: common/attention/heads_torch.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.heads_torch import slots_of
+from kerngen.templates.common.attention.heads_torch import slots_of
 from kerngen.templates.decode_inputs.spec import Problem
 from kerngen.templates.kernel import Tolerance
 

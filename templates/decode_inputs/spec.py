@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kerngen.arch import Target
-from kerngen.templates.common.row_spec import require, require_tokens
+from kerngen.templates.common.rows.spec import require, require_tokens
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 

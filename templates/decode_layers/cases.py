@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.heads_torch import inverse_frequencies
-from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
-from kerngen.templates.common.w4_pack import drawn, pack
+from kerngen.templates.common.attention.heads_torch import inverse_frequencies
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
+from kerngen.templates.common.w4.pack import drawn, pack
 from kerngen.templates.decode_layers.op import decode_layers
 from kerngen.templates.decode_layers.spec import (
     EXPERT_MATRICES,

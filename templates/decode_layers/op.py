@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_spec import keys_that_matter, require
-from kerngen.templates.common.row_torch import DTYPE_NAME, empty
-from kerngen.templates.common.w4_tiling import STRIP
+from kerngen.templates.common.rows.spec import keys_that_matter, require
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
+from kerngen.templates.common.w4.tiling import STRIP
 from kerngen.templates.decode_layers.spec import EXPERT_MATRICES, MATRICES, Problem, layer_tensors, sources
 
 

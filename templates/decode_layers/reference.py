@@ -2,7 +2,7 @@
 
 Source: Gemma4TextModel.forward and Gemma4TextDecoderLayer.forward in transformers 5.22, modeling_gemma4.py. Every
 product, norm, head, activation and sum is a tensor of the model's dtype, and so is attention's output; the stream alone
-may be kept in fp32. Heads and attention: common/heads_torch.py, common/attention_torch.py. Router and
+may be kept in fp32. Heads and attention: common/attention/heads_torch.py, common/attention/attention_torch.py. Router and
 experts are moe_router's and moe_w4a16's references, and the experts' sum is as in moe_combine's: of rounded products,
 rounded once.
 """
@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
-from kerngen.templates.common.heads_torch import new_heads, written
-from kerngen.templates.common.row_torch import (
+from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.attention.heads_torch import new_heads, written
+from kerngen.templates.common.rows.torch_rows import (
     add_normed,
     add_per_layer,
     gelu_gated,
@@ -23,7 +23,7 @@ from kerngen.templates.common.row_torch import (
     rounded,
     tolerance_of_flips,
 )
-from kerngen.templates.common.w4_pack import dequantize, separate, unpack
+from kerngen.templates.common.w4.pack import dequantize, separate, unpack
 from kerngen.templates.decode_layers.spec import Problem, layer_tensors
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.moe_router import spec as moe_router

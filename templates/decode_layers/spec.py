@@ -2,8 +2,8 @@
 
 Every block of the grid stays for all of it. One warp of a block fetches what the block needs in its order, as far ahead
 as its ring in shared memory reaches: its shares of the weights, and its keys and values. The others multiply (as
-integers, common/w4_integers.cuh), attend, and hand rows to each other through L2, word by word, with no barrier
-(common/posted.cuh). Rows are short, so every block makes norms and residual anew for itself.
+integers, common/w4/int8_unpack.cuh), attend, and hand rows to each other through L2, word by word, with no barrier
+(common/pipeline/ll_exchange.cuh). Rows are short, so every block makes norms and residual anew for itself.
 
 Blocks wait for each other here, so all of them must be on the GPU together: the grid has a block an SM at most, and is
 launched as a cooperative one, which starts whole. Such a launch waits for the end of its predecessor; in forwards that
@@ -26,8 +26,15 @@ from math import ceil, lcm
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.row_spec import ELEMENT_BYTES, VEC, require, require_dtypes, require_vectors, why_no_dtype
-from kerngen.templates.common.w4_tiling import STRIP, matrix_bytes, require_matrix
+from kerngen.templates.common.rows.spec import (
+    ELEMENT_BYTES,
+    VEC,
+    require,
+    require_dtypes,
+    require_vectors,
+    why_no_dtype,
+)
+from kerngen.templates.common.w4.tiling import STRIP, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" and "NAME_scales" are its tensors

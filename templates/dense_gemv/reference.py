@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import UNIT
+from kerngen.templates.common.rows.torch_rows import UNIT
 from kerngen.templates.dense_gemv.spec import Problem
 from kerngen.templates.kernel import Tolerance
 

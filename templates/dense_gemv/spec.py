@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.row_spec import (
+from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     require_dtypes,
     require_tokens,
@@ -28,7 +28,7 @@ from kerngen.templates.common.row_spec import (
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 MAX_TOKENS = 16
-ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/dense_rows.cuh
+ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/rows/dense_rows.cuh
 STEP_BYTES = ROWS * COLUMNS * 2  # of W: 32 bytes a lane
 MAX_STATIC_SMEM = 48 * 1024
 OTHER_REGISTERS = 48  # beside what is loaded and summed, by the ptxas reports

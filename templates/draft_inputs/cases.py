@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.draft_inputs.op import draft_inputs
 from kerngen.templates.draft_inputs.spec import Problem
 from kerngen.templates.kernel import Case

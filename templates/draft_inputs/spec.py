@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kerngen.arch import Target
-from kerngen.templates.common.row_spec import (
+from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     VEC,
     require,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import rounded
+from kerngen.templates.common.rows.torch_rows import rounded
 from kerngen.templates.embed.spec import Problem
 from kerngen.templates.kernel import Tolerance
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import UNIT, gelu_gated
+from kerngen.templates.common.rows.torch_rows import UNIT, gelu_gated
 from kerngen.templates.gelu_gate.spec import Problem
 from kerngen.templates.kernel import Tolerance
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import Draw
-from kerngen.templates.common.screen import head_screen
+from kerngen.templates.common.rows.torch_rows import Draw
+from kerngen.templates.common.screen.screen import head_screen
 from kerngen.templates.greedy_head.op import greedy_head
 from kerngen.templates.greedy_head.spec import Problem
 from kerngen.templates.kernel import Case

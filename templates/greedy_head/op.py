@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_spec import require
-from kerngen.templates.common.row_torch import DTYPE_NAME, empty
-from kerngen.templates.common.screen_spec import COLUMNS, GROUP_TILES, bits_of, num_bounds
+from kerngen.templates.common.rows.spec import require
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
+from kerngen.templates.common.screen.screen_spec import COLUMNS, GROUP_TILES, bits_of, num_bounds
 from kerngen.templates.greedy_head.spec import Problem
 
 _TAKES = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case
 from kerngen.templates.moe_combine.op import moe_combine
 from kerngen.templates.moe_combine.spec import Problem

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import rms_norm, rounded, tolerance_of_flips
+from kerngen.templates.common.rows.torch_rows import rms_norm, rounded, tolerance_of_flips
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.moe_combine.spec import Problem
 

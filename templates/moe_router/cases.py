@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.kernel import Case
 from kerngen.templates.moe_router.op import moe_router
 from kerngen.templates.moe_router.spec import Problem

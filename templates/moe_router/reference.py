@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import UNIT, rms_norm, rounded
+from kerngen.templates.common.rows.torch_rows import UNIT, rms_norm, rounded
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.moe_router.spec import Problem
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.row_spec import (
+from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     INT32_MAX,
     VEC,
@@ -31,7 +31,7 @@ from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 MAX_EXPERTS = 256
 MAX_TOP_K = 8
 MAX_TILES = 1024  # of tokens, that several blocks share: so many counters begin the workspace
-ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/dense_rows.cuh
+ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/rows/dense_rows.cuh
 OTHER_REGISTERS = 70  # beside what is loaded and summed, by the ptxas reports
 
 

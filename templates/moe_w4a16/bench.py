@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu
 
-from kerngen.templates.common.w4_pack import dequantize, separate, unpack
+from kerngen.templates.common.w4.pack import dequantize, separate, unpack
 from kerngen.templates.kernel import Case
 from kerngen.templates.moe_w4a16.cases import case_for
 from kerngen.templates.moe_w4a16.spec import Problem

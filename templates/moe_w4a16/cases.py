@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import Draw, poisoned
-from kerngen.templates.common.w4_pack import drawn, interleave, pack
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
+from kerngen.templates.common.w4.pack import drawn, interleave, pack
 from kerngen.templates.kernel import Case
 from kerngen.templates.moe_w4a16.op import moe_w4a16
 from kerngen.templates.moe_w4a16.spec import Problem

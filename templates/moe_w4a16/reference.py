@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import gelu_gated, rounded
-from kerngen.templates.common.w4_pack import dequantize, separate, unpack
+from kerngen.templates.common.rows.torch_rows import gelu_gated, rounded
+from kerngen.templates.common.w4.pack import dequantize, separate, unpack
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.moe_w4a16.spec import Problem
 

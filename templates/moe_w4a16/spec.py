@@ -10,7 +10,7 @@ the router's weights is left to whoever reads y. Launches:
 Unplanned, every route is a tile of one row: what two tokens share is read twice, the second time from L2. For one token
 nothing but the chosen experts' weights is read. gate_up lets `down` start only after it has waited for its own
 predecessors: so `down` may read the table, and fetch weights by it, before gate_up has finished. Tiles and their
-cutting: common/w4_tiling.py, common/w4_gemm.cuh, common/w4_gemv.cuh.
+cutting: common/w4/tiling.py, common/w4/gemm.cuh, common/w4/gemv.cuh.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common import w4_tiling
-from kerngen.templates.common.row_spec import require, require_tokens, why_no_dtype
-from kerngen.templates.common.w4_tiling import Tiling, matrix_bytes, require_matrix
+from kerngen.templates.common.rows.spec import require, require_tokens, why_no_dtype
+from kerngen.templates.common.w4.tiling import Tiling, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
 
 MAX_EXPERTS = 256
@@ -173,11 +172,11 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for phase in PHASES:
         tiling = config.tiling(phase)
         if config.gemv:
-            why = w4_tiling.why_not_gemv(tiling, config.block_m, shape(problem, phase)[1], target.arch)
+            why = tiling.why_not_gemv(tiling, config.block_m, shape(problem, phase)[1], target.arch)
         elif tiling.blocks_per_sm:
             why = f"blocks_per_sm={tiling.blocks_per_sm}: where shared tiles are cut depends on all tokens; 0 cuts none"
         else:
-            why = w4_tiling.why_invalid(tiling, problem.group_size, target.arch)
+            why = tiling.why_invalid(tiling, problem.group_size, target.arch)
         if why is not None:
             return f"{phase}: {why}"
     return None

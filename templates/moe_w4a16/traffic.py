@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kerngen.arch import Target
-from kerngen.templates.common.w4_tiling import matrix_bytes
-from kerngen.templates.common.w4_traffic import Product
-from kerngen.templates.common.w4_traffic import traffic as of_product
+from kerngen.templates.common.w4.counts import Product
+from kerngen.templates.common.w4.counts import traffic as of_product
+from kerngen.templates.common.w4.tiling import matrix_bytes
 from kerngen.templates.kernel import Traffic
 from kerngen.templates.moe_w4a16.spec import ALONE_TOKENS, PHASES, Config, Problem, num_blocks, shape
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_spec import require
-from kerngen.templates.common.row_torch import DTYPE_NAME, empty
+from kerngen.templates.common.rows.spec import require
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.ple_block.spec import Problem
 
 

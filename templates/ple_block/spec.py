@@ -22,7 +22,7 @@ from math import ceil
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.row_spec import (
+from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     VEC,
     require,

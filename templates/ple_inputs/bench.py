@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from kerngen.templates.common.row_torch import rms_norm
+from kerngen.templates.common.rows.torch_rows import rms_norm
 from kerngen.templates.kernel import Case
 from kerngen.templates.ple_inputs.cases import case_for
 from kerngen.templates.ple_inputs.spec import Problem

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import TORCH_DTYPE, rms_norm
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, rms_norm
 from kerngen.templates.kernel import Case
 from kerngen.templates.qkv_norm_rope.cases import FULL, SLIDING, case_for
 from kerngen.templates.qkv_norm_rope.spec import Problem

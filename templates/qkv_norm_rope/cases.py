@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.heads_torch import inverse_frequencies
-from kerngen.templates.common.row_torch import Draw, poisoned
+from kerngen.templates.common.attention.heads_torch import inverse_frequencies
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.qkv_norm_rope.spec import Problem

@@ -1,4 +1,4 @@
-"""Head norms, RoPE and the cache write in torch: common/heads_torch.py."""
+"""Head norms, RoPE and the cache write in torch: common/attention/heads_torch.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.heads_torch import new_heads, written
-from kerngen.templates.common.row_torch import tolerance_of_flips
+from kerngen.templates.common.attention.heads_torch import new_heads, written
+from kerngen.templates.common.rows.torch_rows import tolerance_of_flips
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.qkv_norm_rope.spec import Problem
 

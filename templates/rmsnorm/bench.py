@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn.functional import rms_norm as torch_rms_norm
 
-from kerngen.templates.common.row_torch import TORCH_DTYPE, rms_norm
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, rms_norm
 from kerngen.templates.kernel import Case
 from kerngen.templates.rmsnorm.cases import case_for
 from kerngen.templates.rmsnorm.spec import Problem

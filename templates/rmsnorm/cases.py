@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import TORCH_DTYPE, Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.kernel import Case
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.rmsnorm.spec import Problem

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.row_torch import DTYPE_NAME, empty
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.softcap_argmax.spec import Problem
 
 

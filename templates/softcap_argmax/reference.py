@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import UNIT, rounded
+from kerngen.templates.common.rows.torch_rows import UNIT, rounded
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.softcap_argmax.spec import Problem
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.common.w4_pack import dequantize, unpack
+from kerngen.templates.common.w4.pack import dequantize, unpack
 from kerngen.templates.kernel import Case
 from kerngen.templates.w4a16_gemm.cases import case_for
 from kerngen.templates.w4a16_gemm.peers import peers

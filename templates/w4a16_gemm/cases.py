@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import Draw, poisoned
-from kerngen.templates.common.w4_pack import drawn, pack
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
+from kerngen.templates.common.w4.pack import drawn, pack
 from kerngen.templates.kernel import Case
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 from kerngen.templates.w4a16_gemm.spec import Problem

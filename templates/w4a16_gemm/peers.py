@@ -1,7 +1,7 @@
 """vLLM's W4A16 products on the same weights, where its operators are at hand: Marlin and Machete.
 
 They are if vLLM is installed beside kerngen, or if torch has loaded its `_C_stable_libtorch.abi3.so` (KERNGEN_PEERS:
-`kerngen.measure.load_peers`). What each wants its weights to be: vLLM 0.24's
+`kerngen.timing.measure.load_peers`). What each wants its weights to be: vLLM 0.24's
 `marlin_utils.py` and `kernels/linear/mixed_precision/machete.py`.
 """
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import gelu_gated, rounded
-from kerngen.templates.common.w4_pack import dequantize, separate, unpack
+from kerngen.templates.common.rows.torch_rows import gelu_gated, rounded
+from kerngen.templates.common.w4.pack import dequantize, separate, unpack
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.w4a16_gemm.spec import Problem
 

@@ -1,13 +1,13 @@
 """w4a16_gemm: out[M, N] = x[M, K] dequant(W)[N, K]^T with symmetric int4 weights, for one token or for thousands.
 
-With gated, W's rows are gate and up, interleaved by common/w4_pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. One
-source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4_tiling.py).
+With gated, W's rows are gate and up, interleaved by common/w4/pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. One
+source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4/tiling.py).
 Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default from nine tokens on, of warpgroups that
-copy or multiply (warpgroups.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
-reading W: without stages, W straight to registers (common/w4_gemv.cuh, best for a small W), and for up to four tokens
-with bulk copies, W multiplied as integers (common/w4_stream.cuh, best for a large W of one token and for most of more;
+copy or multiply (wgmma_ws.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
+reading W: without stages, W straight to registers (common/w4/gemv.cuh, best for a small W), and for up to four tokens
+with bulk copies, W multiplied as integers (common/w4/warp_pipeline.cuh, best for a large W of one token and for most of more;
 an infinity or a NaN among a token's x makes all of its outputs NaN there), by a ring for each warp or, of two to four
-tokens, for all warps of a block (common/w4_block_stream.cuh).
+tokens, for all warps of a block (common/w4/cta_pipeline.cuh).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import ClassVar, NamedTuple
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common import w4_tiling
-from kerngen.templates.common.row_spec import why_no_dtype
-from kerngen.templates.common.w4_tiling import (
+from kerngen.templates.common.rows.spec import why_no_dtype
+from kerngen.templates.common.w4 import tiling
+from kerngen.templates.common.w4.tiling import (
     BLOCK_STREAM_SPACE,
     GEMV_SPACE,
     SPACE,
@@ -110,7 +110,7 @@ BODIES = (
     Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=_has_bulk_copies, when=_STREAM),
     Body("block_stream.cu.jinja", ARGS, BLOCK_STREAM_SPACE, serves=_has_bulk_copies, when=_SHARED),
     Body(
-        "warpgroups.cu.jinja",
+        "wgmma_ws.cu.jinja",
         WARPGROUP_ARGS,
         WARPGROUP_SPACE | {"in_flight": _in_flight},
         serves=lambda arch: arch.has_wgmma,
@@ -137,18 +137,18 @@ MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ri
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"STREAM_BYTES": config.smem_bytes(problem.group_size)}
     if config.stream:
-        tiles = w4_tiling.stream_tiles(config, problem.k, problem.group_size)
+        tiles = tiling.stream_tiles(config, problem.k, problem.group_size)
         found |= {
-            "MANY_TILES": w4_tiling.stream_has_many(config, tiles),
-            "STREAM_BLOCKS": w4_tiling.stream_blocks(config),
+            "MANY_TILES": tiling.stream_has_many(config, tiles),
+            "STREAM_BLOCKS": tiling.stream_blocks(config),
         }
     if not config.warpgroups:
         return found
     rows, blocks = x_box(config)
-    copier, multiplier = w4_tiling.warpgroup_registers(config)
+    copier, multiplier = tiling.warpgroup_registers(config)
     found |= {"BOX_ROWS": rows, "BOX_BLOCKS": blocks, "OUT_BYTES": _leaving_bytes(config)}
     found |= {"LEAST_IDLE": LEAST_IDLE, "LEAST_IDLE_ALONE": LEAST_IDLE_ALONE}
-    found |= {"ADDS_BESIDE": w4_tiling.adds_beside(config), "MANY_TOKENS": w4_tiling.MANY_TOKENS}
+    found |= {"ADDS_BESIDE": tiling.adds_beside(config), "MANY_TOKENS": tiling.MANY_TOKENS}
     return found | {"COPIER_REGISTERS": copier, "MULTIPLIER_REGISTERS": multiplier}
 
 
@@ -162,7 +162,7 @@ def x_box(config: Config) -> tuple[int, int]:
 
 def _leaving_bytes(config: Config) -> int:
     """Of what a warpgroup has finished and not stored: a whole tile where others store it, else 16 or 32 tokens."""
-    if w4_tiling.adds_beside(config):
+    if tiling.adds_beside(config):
         return config.block_m * 64 * 2
     return (16 if config.block_m % 32 else 32) * (64 * 2 + 16)
 
@@ -197,7 +197,7 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
         groups = config.block_n // 64
         barriers = 8 * (2 * config.num_stages + (config.num_stages if config.in_flight else 1))
-        if w4_tiling.adds_beside(config):
+        if tiling.adds_beside(config):
             barriers += 8 * (2 * groups + 1)
         return config.num_stages * stage + groups * _leaving_bytes(config) + barriers
     return config.smem_bytes(problem.group_size)
@@ -210,13 +210,13 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"shared_ring={config.shared_ring} throughout={config.throughout} are for stream=True"
     if config.stream:
         p, c, arch = problem, config, target.arch
-        if why := w4_tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):
+        if why := tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):
             return why
         return arch.why_too_large(smem_bytes(p, c, target), c.blocks_per_sm)
     if config.gemv:
-        return w4_tiling.why_not_gemv(config, problem.num_tokens, problem.k, target.arch)
+        return tiling.why_not_gemv(config, problem.num_tokens, problem.k, target.arch)
     if config.warpgroups:
-        if why := w4_tiling.why_not_warpgroups(config, problem.k, problem.group_size, target.arch):
+        if why := tiling.why_not_warpgroups(config, problem.k, problem.group_size, target.arch):
             return why
         if why := target.arch.why_too_large(smem_bytes(problem, config, target), max(1, config.blocks_per_sm)):
             return why
@@ -225,7 +225,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
             f"row_invariant: {problem.num_tokens} tokens fill several tiles of block_m={config.block_m}, and with "
             f"blocks_per_sm={config.blocks_per_sm} blocks share tiles; with 0 none does"
         )
-    return None if config.warpgroups else w4_tiling.why_invalid(config, problem.group_size, target.arch)
+    return None if config.warpgroups else tiling.why_invalid(config, problem.group_size, target.arch)
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
@@ -240,10 +240,10 @@ def _num_tiles(problem: Problem, config: Config) -> int:
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     grid = num_blocks(problem, config, target), 1, 1
-    beside = 4 if config.warpgroups else w4_tiling.HELPERS if config.shared_ring else 0  # who copies, and adds up
+    beside = 4 if config.warpgroups else tiling.HELPERS if config.shared_ring else 0  # who copies, and adds up
     block = 32 * (config.num_warps + beside), 1, 1
     smem, cluster = smem_bytes(problem, config, target), (config.cluster, 1, 1)
-    # blocks that share a tile wait for each other's sums; gemv's are under way, whatever the grid (w4_gemv.cuh)
+    # blocks that share a tile wait for each other's sums; gemv's are under way, whatever the grid (gemv.cuh)
     together = config.shares_tiles and not config.gemv
     return (Launch("w4a16_gemm", grid, block, smem, pdl=target.arch.has_pdl, cluster=cluster, cooperative=together),)
 
@@ -315,7 +315,7 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     are_enough = 2 * strips >= 3 * blocks or (0.9 * blocks <= strips <= blocks and not is_long)
     for split in (1, 3, 6, 11) if are_enough else (3, 6, 11, 1):
         base = Config(1, STRIP, 0, STRIP, 1, 1, 1, 1, split_k=split, stream=True)
-        step = w4_tiling.stream_step(base, problem.group_size)
+        step = tiling.stream_step(base, problem.group_size)
         steps = ceil(ceil(problem.k / step) / split)
         takes_all = split == 1 and is_long
         has_all = takes_all or problem.k >= LONGEST_ROW
@@ -349,7 +349,7 @@ def streamed_by_fours(problem: Problem, target: Target) -> Config | None:
     for way in _ways_of_fours(problem.n // STRIP, problem.k, target):
         base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, way.warps, 1, 1, split_k=way.parts, stream=True,
                       shared_ring=way.shared)  # fmt: skip
-        step = w4_tiling.stream_step(base, problem.group_size)
+        step = tiling.stream_step(base, problem.group_size)
         share = ceil(ceil(ceil(problem.k / step) / way.parts) / way.warps)  # of a warp, in steps
         slot = max(1, min(way.tiles * STRIP // step, share))
         cut = replace(base, block_k=slot * step * way.warps)
@@ -402,7 +402,7 @@ def _shared(rounds: float, tiles: int) -> tuple[_Way, ...]:
     """
     warps = next((w for w in (14, 12, 10) if tiles % w == 0), 8)
     is_short = tiles * STRIP < 3000
-    if ceil(tiles / warps) > w4_tiling.MOST_QUADS or not (rounds >= 1.5 or (rounds == 1 and tiles >= 64)):
+    if ceil(tiles / warps) > tiling.MOST_QUADS or not (rounds >= 1.5 or (rounds == 1 and tiles >= 64)):
         return ()
     of_slot = min(8, ceil(tiles / warps)) if is_short else 2
     return (_Way(1, warps, of_slot, 12, SHARED_IN_FLIGHT[rounds >= 4.5], shared=True),)
@@ -517,7 +517,7 @@ MANY_ROWS = 1 << 15
 
 def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
     """By the figures above, what tiles of warpgroups take."""
-    if w4_tiling.adds_beside(c):
+    if tiling.adds_beside(c):
         return _beside_ns(problem, c, target)
     num_sms = target.device.num_sms
     tiles = ceil(problem.num_tokens / c.block_m) * ceil(problem.n / c.block_n)
@@ -536,7 +536,7 @@ def _beside_ns(problem: Problem, c: Config, target: Target) -> float:
     """Whole rounds, and of what is left either one more or what each cluster has of it, with its sums."""
     clusters, tiles = target.device.num_sms // c.cluster, _num_tiles(problem, c) // c.cluster
     tile_ns = c.block_n / 64 * problem.k / 16 * _BESIDE_STEP_NS[c.block_m]
-    if c.cluster == 1 and c.block_m > w4_tiling.MANY_TOKENS:
+    if c.cluster == 1 and c.block_m > tiling.MANY_TOKENS:
         tile_ns *= 1 + _ALONE_A_COLUMN * problem.k
     rounds, rest = divmod(tiles, clusters)
     least = LEAST_IDLE if rounds else LEAST_IDLE_ALONE

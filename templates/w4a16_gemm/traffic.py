@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kerngen.arch import Target
-from kerngen.templates.common.w4_traffic import Product
-from kerngen.templates.common.w4_traffic import traffic as of_product
+from kerngen.templates.common.w4.counts import Product
+from kerngen.templates.common.w4.counts import traffic as of_product
 from kerngen.templates.kernel import Traffic
 from kerngen.templates.w4a16_gemm.spec import Config, Problem, cost, num_blocks
 

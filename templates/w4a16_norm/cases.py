@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.row_torch import Draw, poisoned
-from kerngen.templates.common.w4_pack import drawn, pack
+from kerngen.templates.common.rows.torch_rows import Draw, poisoned
+from kerngen.templates.common.w4.pack import drawn, pack
 from kerngen.templates.kernel import Case
 from kerngen.templates.w4a16_norm.op import w4a16_norm
 from kerngen.templates.w4a16_norm.spec import Problem

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.row_torch import rms_norm, rounded
-from kerngen.templates.common.w4_pack import dequantize, unpack
+from kerngen.templates.common.rows.torch_rows import rms_norm, rounded
+from kerngen.templates.common.w4.pack import dequantize, unpack
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.w4a16_norm.spec import Problem
 

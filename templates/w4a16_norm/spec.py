@@ -4,7 +4,7 @@ y = x dequant(W)^T; residual_out = (residual + norm(y; post_weight)) * layer_sca
 next_weight). Two launches: the blocks of the first post what they have of y's rows, a strip of W at a time, to the
 second, whose blocks, one a token, are there by then and take it as it comes. So the norm waits neither for the last
 block's end nor for what is written until then to be read. W goes as it does in w4a16_gemm: of up to four tokens by bulk
-copies (common/w4_stream.cuh, common/w4_block_stream.cuh), of more by the ring of stages (common/w4_gemm.cuh).
+copies (common/w4/warp_pipeline.cuh, common/w4/cta_pipeline.cuh), of more by the ring of stages (common/w4/gemm.cuh).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common import w4_tiling
-from kerngen.templates.common.row_spec import (
+from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     fewest_vecs,
     require_dtypes,
@@ -29,8 +28,9 @@ from kerngen.templates.common.row_spec import (
     why_no_dtype,
     why_row_invalid,
 )
-from kerngen.templates.common.w4_tiling import BLOCK_STREAM_SPACE, STREAM_SPACE, STREAMED, STRIP, require_matrix
-from kerngen.templates.common.w4_tiling import SPACE as RING_SPACE
+from kerngen.templates.common.w4 import tiling
+from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_SPACE, STREAMED, STRIP, require_matrix
+from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 from kerngen.templates.w4a16_gemm import spec as gemm
 
@@ -161,7 +161,7 @@ def _registers_beside(problem: Problem, config: Config, arch: Arch) -> int:
     vecs = config.vecs_per_thread
     a_thread = 14 + vecs * (_registers_per_vec(problem) + 2)  # by the ptxas reports
     norm = row_threads(problem.n, vecs) * 8 * ceil(a_thread / 8)
-    return (arch.regs_per_sm - norm) // (32 * w4_tiling.stream_warps(config.product)) // 8 * 8
+    return (arch.regs_per_sm - norm) // (32 * tiling.stream_warps(config.product)) // 8 * 8
 
 
 def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
@@ -171,7 +171,7 @@ def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int
 
 def _bound(problem: Problem, config: Config, arch: Arch) -> int:
     """Of the block whose threads ptxas gives no more registers than that."""
-    return max(arch.bound_for(_registers_beside(problem, config, arch)), 32 * w4_tiling.stream_warps(config.product))
+    return max(arch.bound_for(_registers_beside(problem, config, arch)), 32 * tiling.stream_warps(config.product))
 
 
 def _registers_per_vec(problem: Problem) -> int:
@@ -204,11 +204,11 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 def _why_not_beside(problem: Problem, config: Config, target: Target) -> str | None:
     """Why no block of the norm is resident beside one of the product, whose ring is shared."""
-    arch, tiles = target.arch, w4_tiling.stream_tiles(config.product, problem.k, problem.group_size)
-    need = w4_tiling.stream_registers(config.product, tiles)
+    arch, tiles = target.arch, tiling.stream_tiles(config.product, problem.k, problem.group_size)
+    need = tiling.stream_registers(config.product, tiles)
     if need > (left := arch.registers_of(_bound(problem, config, arch))):
         return (f"about {need} registers a thread for x of {tiles} tiles; beside a block of the norm an SM has {left} "
-                f"for each of {config.warps_k} warps and {w4_tiling.HELPERS}")  # fmt: skip
+                f"for each of {config.warps_k} warps and {tiling.HELPERS}")  # fmt: skip
     scratch = 2 * row_scratch_bytes(row_threads(problem.n, config.vecs_per_thread), 1)
     both = gemm.smem_bytes(problem.product, config.product, target) + scratch + 2 * arch.reserved_smem_bytes
     if both > arch.smem_per_sm:
@@ -268,7 +268,7 @@ def _by_shared_ring(p: Problem, target: Target) -> Iterator[gemm.Config]:
 def _others(p: Problem, target: Target) -> Iterator[gemm.Config]:
     """As few parts as leave a warp registers, in slots of up to four tiles."""
     for split, warps in product(SPACE["split_k"], (12, 8, 4, 2)):
-        tiles = w4_tiling.stream_tiles(_stream(0, warps, 2, split, 0), p.k, p.group_size)
+        tiles = tiling.stream_tiles(_stream(0, warps, 2, split, 0), p.k, p.group_size)
         if tiles <= MOST_TILES:
             yield _stream(min(4, tiles) * STRIP * warps, warps, 2, split, 0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kerngen.arch import Target
-from kerngen.templates.common.row_spec import ELEMENT_BYTES
+from kerngen.templates.common.rows.spec import ELEMENT_BYTES
 from kerngen.templates.kernel import Traffic
 from kerngen.templates.w4a16_gemm.spec import cost as cost_of_product
 from kerngen.templates.w4a16_gemm.traffic import traffic as of_product

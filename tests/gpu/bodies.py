@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kerngen.measure import check_case, target_here
 from kerngen.templates import Case
 from kerngen.templates.kernel import Kernel
+from kerngen.timing.measure import check_case, target_here
 
 
 def valid_here(kernel: Kernel, case: Case, configs: Iterable[Any]) -> list[Any]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kerngen.measure import compare
 from kerngen.runtime.launcher import Function, shares_sms
 from kerngen.templates import Case
+from kerngen.timing.measure import compare
 
 
 def require_clean(workspace: torch.Tensor) -> None:

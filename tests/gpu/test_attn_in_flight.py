@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from bodies import wrong_of
 
-from kerngen.measure import target_here
 from kerngen.templates import Case, find_kernel
 from kerngen.templates.attn_decode.spec import Config
+from kerngen.timing.measure import target_here
 
 KERNEL = find_kernel("attn_decode")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from bodies import valid_here, wrong_of
 
-from kerngen.measure import check_function, compare, load
 from kerngen.templates import Case, find_kernel
 from kerngen.templates.attn_prefill import spec
+from kerngen.timing.measure import check_function, compare, load
 
 KERNEL = find_kernel("attn_prefill")
 # (block_m, block_n, num_warps, warps_d, num_stages)

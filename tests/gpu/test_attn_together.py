@@ -12,10 +12,10 @@ from posts import require_clean, require_right_in_a_graph
 
 from kerngen.arch import ARCHES, Arch
 from kerngen.errors import ToolchainError
-from kerngen.measure import check_function, compare, load, target_here
 from kerngen.runtime.launcher import Function, shares_sms
 from kerngen.templates import Case, find_kernel
 from kerngen.templates.attn_decode.spec import Config, Problem, why_not_together
+from kerngen.timing.measure import check_function, compare, load, target_here
 
 KERNEL = find_kernel("attn_decode")
 SPLITS = (2, 3, 5, 8, 13, 20, 33, 66, 132)

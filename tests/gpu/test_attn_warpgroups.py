@@ -11,10 +11,10 @@ import pytest
 import torch
 from bodies import valid_here, wrong_of
 
-from kerngen.measure import check_function, compare, load
 from kerngen.runtime.launcher import Function
 from kerngen.templates import Case, find_kernel
 from kerngen.templates.attn_decode.spec import Config, Problem
+from kerngen.timing.measure import check_function, compare, load
 
 KERNEL = find_kernel("attn_decode")
 # (num_splits, cluster, together): merged by a second launch, by clusters, by both, and by the last block or cluster.

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kerngen.arch import Target
-from kerngen.cache import CompileCache
+from kerngen.compiler.cache import CompileCache
+from kerngen.compiler.render import render
 from kerngen.errors import LaunchError
-from kerngen.measure import check_function, compare, fresh, load, target_here
-from kerngen.render import render
 from kerngen.runtime.launcher import Function
 from kerngen.templates import find_kernel
 from kerngen.templates.decode_layers.spec import Config, Problem
 from kerngen.templates.kernel import Case
+from kerngen.timing.measure import check_function, compare, fresh, load, target_here
 
 KERNEL = find_kernel("decode_layers")
 # E2B's and E4B's heads with narrower matrices; a dense model's

@@ -16,7 +16,7 @@ KERNEL = find_kernel("dense_gemv")
 @pytest.mark.parametrize("tokens", [2, 5, 8, 9, 16])
 @pytest.mark.parametrize(("n", "k"), [(200, 1000), (128, 2816), (136, 4104), (70000, 512)])
 def test_a_row_does_not_depend_on_the_others(n: int, k: int, tokens: int) -> None:
-    from kerngen.measure import load, target_here
+    from kerngen.timing.measure import load, target_here
 
     dtype = target_here().arch.dtype
     problem = Problem(n, k, dtype, tokens)

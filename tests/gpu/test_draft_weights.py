@@ -14,14 +14,14 @@ from kerngen.runtime.engine import Engine
 from kerngen.runtime.ops import W4Linear
 from kerngen.runtime.session import open_checkpoint
 from kerngen.runtime.weights.int4 import to_int4
-from kerngen.stepgraph import Stage, StepGraph
-from kerngen.steps import Step, _of_layers, sequence
-from kerngen.templates.common.row_torch import gelu_gated
-from kerngen.templates.common.w4_pack import dequantize
+from kerngen.templates.common.rows.torch_rows import gelu_gated
+from kerngen.templates.common.w4.pack import dequantize
 from kerngen.templates.decode_layers import spec as layers_spec
 from kerngen.templates.w4a16_gemm.reference import tolerance
 from kerngen.templates.w4a16_gemm.spec import Problem
-from kerngen.workload import find_model
+from kerngen.timing.step_graph import Stage, StepGraph
+from kerngen.workload.steps import Step, _of_layers, sequence
+from kerngen.workload.workload import find_model
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 TARGET, ASSISTANT = TINY / "gemma-4-tiny-w4a16", TINY / "gemma-4-tiny-assistant"

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from kerngen.arch import Target
-from kerngen.cache import CompileCache
-from kerngen.measure import check_function, load, target_here
-from kerngen.render import render
+from kerngen.compiler.cache import CompileCache
+from kerngen.compiler.render import render
 from kerngen.runtime.launcher import Function
 from kerngen.templates import find_kernel
-from kerngen.templates.common.screen import head_screen
+from kerngen.templates.common.screen.screen import head_screen
 from kerngen.templates.greedy_head.spec import MAX_TOKENS, PROGRESS_BYTES, Config, Problem
 from kerngen.templates.kernel import Case
+from kerngen.timing.measure import check_function, load, target_here
 
 KERNEL = find_kernel("greedy_head")
 SMALL = KERNEL.cases.case_for(Problem(3000, 1000, num_tokens=19), kind="normal")

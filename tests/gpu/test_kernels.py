@@ -22,8 +22,8 @@ def _cases() -> list[tuple[str, Case]]:
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(("name", "case"), _cases(), ids=lambda v: str(v))
 def test_against_reference(name: str, case: Case, body: str) -> None:
-    from kerngen.measure import check_case
     from kerngen.runtime.launcher import probe_device
+    from kerngen.timing.measure import check_case
 
     kernel = find_kernel(name)
     own = ARCHES[probe_device().arch]

@@ -19,8 +19,8 @@ def _cases() -> list[tuple[str, Case]]:
 @pytest.mark.parametrize(("name", "case"), _cases(), ids=lambda v: str(v))
 def test_an_op_against_the_reference(name: str, case: Case) -> None:
     import kerngen.ops  # noqa: F401  registers them
-    from kerngen.measure import compare, fresh
     from kerngen.runtime.launcher import probe_device
+    from kerngen.timing.measure import compare, fresh
 
     kernel = find_kernel(name)
     inputs = kernel.cases.inputs(case, torch.device("cuda"))

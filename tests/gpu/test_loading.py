@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.weights import safetensors
-from kerngen.runtime.weights.kept import seal
+from kerngen.runtime.weights.repacked import seal
 from kerngen.runtime.weights.safetensors import SafetensorsFile
-from kerngen.runtime.weights.stage import Stage
+from kerngen.runtime.weights.staging import Stage
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

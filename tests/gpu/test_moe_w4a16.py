@@ -13,7 +13,7 @@ KERNEL = find_kernel("moe_w4a16")
 
 @pytest.mark.parametrize("tokens", [2, 4, 5, 16, 64, 300])
 def test_what_neighbours_choose_changes_no_bit_of_a_token(tokens: int) -> None:
-    from kerngen.measure import load, target_here
+    from kerngen.timing.measure import load, target_here
 
     problem = Problem(128, 8, 2816, 704, 32, "bf16", tokens)
     function = load(KERNEL, problem, KERNEL.default_config(problem, target_here()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kerngen.runtime.config import LayerConfig, ModelConfig, QuantConfig
-from kerngen.workload import find_model
+from kerngen.workload.workload import find_model
 
 
 def _config(*, quant: bool) -> ModelConfig:
@@ -177,7 +177,7 @@ def test_a_prompt_in_chunks_of_odd_size_runs() -> None:
 def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tuple[int, ...]) -> None:
     """What a graph gives of each chunk's last token, and leaves in the cache for the next one, twice in a row."""
     from kerngen.runtime.engine import Engine
-    from kerngen.runtime.engine.changes import Way
+    from kerngen.runtime.engine.logit_processors import Way
 
     config = _config(quant=True)
     model = _model("cuda", config)

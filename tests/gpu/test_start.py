@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from kerngen.arch import find_arch
-from kerngen.measure import target_here
 from kerngen.templates.kernel import fields_of
-from kerngen.workload import find_model, workload
+from kerngen.timing.measure import target_here
+from kerngen.workload.workload import find_model, workload
 
 ALLOWED_S = 0.5  # beyond CUDA's own start
 
@@ -21,7 +21,7 @@ import torch
 torch.zeros(1, device="cuda")
 torch.cuda.synchronize()
 began = time.perf_counter()
-from kerngen.bundle import sources_for
+from kerngen.bundles.bundle import sources_for
 from kerngen.runtime.launcher import Launcher
 from kerngen.templates import find_kernel
 
@@ -45,7 +45,7 @@ for function, (kernel, problem) in loaded.items():
     function(case.problem, **inputs)
     seconds += time.perf_counter() - before
     torch.cuda.synchronize()
-heavy = [m for m in ("sqlalchemy", "jinja2", "optuna", "kerngen.render") if m in sys.modules]
+heavy = [m for m in ("sqlalchemy", "jinja2", "optuna", "kerngen.compiler.render") if m in sys.modules]
 print(json.dumps({"open_s": opened - began, "load_s": ready - opened, "launch_s": seconds,
                   "functions": len(loaded), "heavy": heavy}))
 """

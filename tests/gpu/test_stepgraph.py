@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from kerngen.cache import CompileCache
-from kerngen.measure import load, target_here
-from kerngen.render import render
+from kerngen.compiler.cache import CompileCache
+from kerngen.compiler.render import render
 from kerngen.runtime.launcher import Function
-from kerngen.stepbench import means, side_by_side
-from kerngen.stepgraph import Stage, StepGraph
-from kerngen.steps import Ratio, Step
 from kerngen.templates import find_kernel
+from kerngen.timing.measure import load, target_here
+from kerngen.timing.step_compare import means, side_by_side
+from kerngen.timing.step_graph import Stage, StepGraph
 from kerngen.tuning.space import walk
-from kerngen.tuning.stepworker import Exchanged
+from kerngen.tuning.step_worker import Exchanged
 from kerngen.tuning.worker import GpuWorker, Observed
-from kerngen.workload import Model, find_model
+from kerngen.workload.steps import Ratio, Step
+from kerngen.workload.workload import Model, find_model
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 STEPS = [Step.decode(1, 128), Step.decode(3, 200), Step.verify(2, 4, 128), Step.draft(2, 128), Step.prefill(64, 128)]

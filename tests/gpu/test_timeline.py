@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kerngen.steps import Step
 from kerngen.tuning.timeline import timeline
-from kerngen.workload import find_model
+from kerngen.workload.steps import Step
+from kerngen.workload.workload import find_model
 
 
 @pytest.mark.parametrize("step", [Step.verify(1, 4, 512), Step.decode(8, 512)], ids=lambda s: s.name)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kerngen.cache import CachedCompiler
-from kerngen.gpu import GpuLock
-from kerngen.prove_gpu import LEVELS, on_gpu
+from kerngen.bundles.verify_gpu import LEVELS, on_gpu
+from kerngen.compiler.cache import CachedCompiler
 from kerngen.templates import find_kernel
+from kerngen.timing.gpu import GpuLock
 from kerngen.tuning.objective import Measured
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning.worker import GpuWorker
 from kerngen.tuning_db import Store
-from kerngen.workload import Item
+from kerngen.workload.workload import Item
 
 
 class Silent:

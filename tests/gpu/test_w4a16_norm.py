@@ -9,12 +9,12 @@ import pytest
 import torch
 from posts import require_clean
 
-from kerngen.measure import compare, load, target_here
 from kerngen.runtime.launcher import Function, shares_sms
 from kerngen.templates import find_kernel
 from kerngen.templates.add_norm import spec as add_norm
 from kerngen.templates.w4a16_gemm import spec as w4a16_gemm
 from kerngen.templates.w4a16_norm.spec import Config, Problem
+from kerngen.timing.measure import compare, load, target_here
 
 KERNEL = find_kernel("w4a16_norm")
 PROBLEM = Problem(2816, 4096, has_scalar=True)

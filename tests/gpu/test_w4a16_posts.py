@@ -9,10 +9,10 @@ import pytest
 import torch
 from posts import require_clean, require_right_in_a_graph
 
-from kerngen.measure import compare, load, target_here
 from kerngen.runtime.launcher import Function, shares_sms
 from kerngen.templates import find_kernel
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
+from kerngen.timing.measure import compare, load, target_here
 
 KERNEL = find_kernel("w4a16_gemm")
 FEW, MANY = Problem(2816, 4096, num_tokens=1), Problem(2816, 4096, num_tokens=300)

@@ -57,7 +57,7 @@ TOKENS = pytest.mark.parametrize(("tokens", "shared_ring"), [(1, False), (2, Fal
 
 @pytest.mark.parametrize("problem", CASES, ids=lambda p: f"{p.n}x{p.k}_g{p.group_size}_{p.dtype}_m{p.num_tokens}")
 def test_every_way_to_cut_the_work(problem: Problem) -> None:
-    from kerngen.measure import check_function, load
+    from kerngen.timing.measure import check_function, load
 
     target = target_here()
     configs = some_configs(problem, target, 4)
@@ -73,7 +73,7 @@ def test_every_way_to_cut_the_work(problem: Problem) -> None:
 
 def launched(problem: Problem, x: torch.Tensor, *, shared_ring: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of `x` by the body, and by the kernel's fp32 reference."""
-    from kerngen.measure import load
+    from kerngen.timing.measure import load
 
     config = some_configs(problem, target_here(), 1, shared_ring=shared_ring)[0]
     case: Case = KERNEL.cases.case_for(problem)
@@ -113,7 +113,7 @@ def test_what_is_no_number_stays_none_and_stays_in_its_token(tokens: int, shared
 @pytest.mark.parametrize("shared_ring", [False, True])
 @pytest.mark.parametrize("tokens", [2, 4])
 def test_a_token_does_not_depend_on_its_neighbours(tokens: int, shared_ring: bool) -> None:
-    from kerngen.measure import load
+    from kerngen.timing.measure import load
 
     problem = Problem(2560, 10240, 32, "bf16", tokens)
     x = torch.randn(tokens, 10240, device="cuda", generator=torch.Generator("cuda").manual_seed(3)).bfloat16()

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kerngen.report.bench.runs import run_of
-from kerngen.steps import Step
+from kerngen.workload.steps import Step
 
 READ, MATMUL = 4500.0, 750.0  # GB/s, TFLOP/s
 ENVIRONMENT = {"gpu": "H200", "driver": "580.1", "torch": "2.11.0", "cuda": "13.0"}

@@ -13,8 +13,8 @@ from sheets import measured_sheets
 
 from kerngen.cli import main
 from kerngen.tuning_db import shipped
-from kerngen.tuning_db.serve import places
-from kerngen.tuning_db.serve.boards import Board
+from kerngen.tuning_db.read import places
+from kerngen.tuning_db.read.boards import Board
 
 ROOT = Path(__file__).resolve().parents[2]
 _BOARDS = ".kgdb"  # what is made of the sheets of a board ends so: seconds of work, and its name says of which sheets

@@ -9,7 +9,7 @@ import pytest
 from once import settle
 from postgres import postgresql_server, postgresql_url
 
-from kerngen.tuning_db.keep import migrate
+from kerngen.tuning_db.store import migrate
 
 __all__ = ["postgresql_server", "postgresql_url"]
 

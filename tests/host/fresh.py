@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect
 
-from kerngen.tuning_db.keep import migrate
+from kerngen.tuning_db.store import migrate
 
 _migrate = migrate.upgrade
 # Folder of migrations and the revision to stop at -> the statements that make an empty SQLite database such a one.

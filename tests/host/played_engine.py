@@ -13,9 +13,9 @@ from kerngen.errors import UsageError
 from kerngen.runtime.config import read_model_config
 from kerngen.runtime.engine import Stats, TokenLogprobs
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.serve.client import EngineFailed
+from kerngen.runtime.serve.engine_client import EngineFailed
+from kerngen.runtime.serve.engine_process import Guiding, Made, Ready
 from kerngen.runtime.serve.service import Limits, Service
-from kerngen.runtime.serve.worker import Guiding, Made, Ready
 from kerngen.runtime.session import stop_ids_of
 from kerngen.runtime.text import TextCodec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from kerngen.arch import Device, find_device
-from kerngen.measure import Ceilings
+from kerngen.timing.measure import Ceilings
 
 
 class PlayedWorker:

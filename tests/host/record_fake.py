@@ -9,7 +9,7 @@ from pathlib import Path
 
 from recordings import FakeGpu
 
-from kerngen.cache import CachedCompiler, CompileCache
+from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.tuning.record import record
 from kerngen.tuning.record_plan import read_plan
 

@@ -10,10 +10,10 @@ from itertools import pairwise, product
 from typing import Any
 
 from kerngen.arch import Device, Target, default_device, find_arch
-from kerngen.compile import Resources
-from kerngen.gpu import Clocks
-from kerngen.predict import predict
+from kerngen.compiler.compile import Resources
+from kerngen.cost.predict import predict
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.timing.gpu import Clocks
 from kerngen.tuning.recorded import Head, Recorded, Row, completed
 from kerngen.tuning.worker import Observed
 

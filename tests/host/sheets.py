@@ -12,10 +12,10 @@ from typing import Any
 from once import once
 
 from kerngen.arch import Arch
-from kerngen.compile import DEFAULT_OPTIONS, Cubin, Resources, cache_key
+from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, Resources, cache_key
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.serve.places import PREBUILT
-from kerngen.tuning_db.ship.review import build, read
+from kerngen.tuning_db.dist.results_folder import build, read
+from kerngen.tuning_db.read.places import PREBUILT
 
 H200 = PREBUILT / "H200"
 MEASURED = sorted(p for p in H200.glob("*.txt") if not p.name.endswith(".predicted.txt"))

@@ -33,7 +33,7 @@ if use:
     x, w = torch.randn(3, 16).bfloat16(), torch.randn(16).bfloat16()
     answer["right"] = torch.equal(Reference().run(my_scale(x, w), "here"), x * w)
 
-from kerngen.workload import find_model, workload
+from kerngen.workload.workload import find_model, workload
 load = workload(find_model(sys.argv[2]), find_arch("sm70"))
 answer["asked"] = sorted({i.kernel for i in load.items})
 answer["places"] = [u.where for i in load.items if i.kernel == "my_scale" for u in i.uses][:1]

@@ -13,8 +13,8 @@ import torch
 from kerngen.arch import find_arch
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.shapes import ShapesAlone
-from kerngen.steps import Recorder, Step
-from kerngen.workload import MODELS, find_model
+from kerngen.workload.steps import Recorder, Step
+from kerngen.workload.workload import MODELS, find_model
 
 STEPS = (Step.decode(1, 512), Step.verify(8, 5, 2048), Step.prefill(512, 2048), Step.draft(32, 512))
 
@@ -92,7 +92,7 @@ def test_tensors_with_values_keep_them() -> None:
 def test_a_workload_is_found_without_torchs_compiler() -> None:
     """Which takes longer to load than the workload to find."""
     code = (
-        "import sys; from kerngen.arch import find_arch; from kerngen.workload import find_workload\n"
+        "import sys; from kerngen.arch import find_arch; from kerngen.workload.workload import find_workload\n"
         "for name in ('gemma-4-31b', 'gemma-4-e2b', 'gemma-4-26b-a4b'): find_workload(name, find_arch('sm70'))\n"
         "print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])"
     )

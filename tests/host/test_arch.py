@@ -80,14 +80,14 @@ def test_devices_have_sources_and_known_arches() -> None:
     [
         ("kerngen", ("torch", "cupy", "jinja2", "click", "sqlalchemy", "optuna")),
         ("kerngen.templates", ("torch", "cupy", "sqlalchemy", "optuna")),
-        ("kerngen.render", ("torch", "cupy", "sqlalchemy", "optuna")),
+        ("kerngen.compiler.render", ("torch", "cupy", "sqlalchemy", "optuna")),
         ("kerngen.cli", ("torch", "cupy", "jinja2", "sqlalchemy", "optuna", "rich")),
         ("kerngen.tuning_db", ("torch", "cupy", "sqlalchemy", "optuna")),
-        ("kerngen.tuning_db.serve.values", ("kerngen.templates", "kerngen.compile", "jinja2", "zstandard")),
-        ("kerngen.tuning_db.serve.canonical", ("kerngen.compile", "jinja2", "zstandard", "multiprocessing")),
-        ("kerngen.tuning_db.serve.bound", ("multiprocessing", "jinja2", "sqlalchemy", "torch", "cupy")),
-        ("kerngen.runtime.serve.output", ("torch", "cupy", "llguidance", "jinja2")),
-        ("kerngen.runtime.serve.guided", ("torch", "cupy", "llguidance", "jinja2")),
+        ("kerngen.tuning_db.read.values", ("kerngen.templates", "kerngen.compile", "jinja2", "zstandard")),
+        ("kerngen.tuning_db.read.ids", ("kerngen.compile", "jinja2", "zstandard", "multiprocessing")),
+        ("kerngen.tuning_db.read.winner_table", ("multiprocessing", "jinja2", "sqlalchemy", "torch", "cupy")),
+        ("kerngen.runtime.serve.output_parser", ("torch", "cupy", "llguidance", "jinja2")),
+        ("kerngen.runtime.serve.grammars", ("torch", "cupy", "llguidance", "jinja2")),
     ],
 )
 def test_layers_stay_light(module: str, heavy: tuple[str, ...]) -> None:
@@ -122,17 +122,26 @@ def _imports(folder: Path) -> Iterator[tuple[str, str]]:
             yield from ((f"{path.relative_to(folder)}:{node.lineno}", name) for name in names)
 
 
-_TUNES = ("kerngen.tuning", "kerngen.predict", "kerngen.measure", "kerngen.steptime", "kerngen.cli")
+_TUNES = (
+    "kerngen.tuning",
+    "kerngen.cost.predict",
+    "kerngen.timing.measure",
+    "kerngen.timing.model_bench",
+    "kerngen.cli",
+)
 
 
 @pytest.mark.parametrize(
     ("layer", "above"),
     [
         ("runtime", _TUNES),
-        ("tuning_db", (*_TUNES, "kerngen.runtime", "kerngen.workload")),
-        ("tuning_db/keep", ("kerngen.tuning_db.ship", "optuna")),
-        ("tuning_db/serve", ("kerngen.tuning_db.keep", "kerngen.tuning_db.ship", "sqlalchemy", "alembic", "optuna")),
-        ("templates", (*_TUNES, "kerngen.runtime", "kerngen.workload", "kerngen.tuning_db", "kerngen.compile")),
+        ("tuning_db", (*_TUNES, "kerngen.runtime", "kerngen.workload.workload")),
+        ("tuning_db/keep", ("kerngen.tuning_db.dist", "optuna")),
+        ("tuning_db/serve", ("kerngen.tuning_db.store", "kerngen.tuning_db.dist", "sqlalchemy", "alembic", "optuna")),
+        (
+            "templates",
+            (*_TUNES, "kerngen.runtime", "kerngen.workload.workload", "kerngen.tuning_db", "kerngen.compile"),
+        ),
     ],
 )
 def test_no_layer_imports_what_lies_above_it(layer: str, above: tuple[str, ...]) -> None:
@@ -148,7 +157,7 @@ def test_nothing_that_is_read_is_run_and_few_modules_reach_a_network() -> None:
     assert {f for f in found if re.search(r" (pickle|shelve|marshal|dill|cloudpickle|joblib)\b", f)} == set()
     clients = r" (urllib\.request|http\.client|requests|httpx|aiohttp|huggingface_hub|psycopg|procrastinate|uvicorn)\b"
     reach = {f.partition(":")[0] for f in found if re.search(clients, f)}
-    assert reach == {"hub.py", "serve/server.py", "cluster/queue.py", "cluster/worker.py"}
+    assert reach == {"hub.py", "serve/server.py", "job_queue/queue.py", "job_queue/worker.py"}
     calls = [n for tree in TREES for path in _files(tree) for n in ast.walk(_parsed(path)) if isinstance(n, ast.Call)]
     assert len(calls) > 1000, "nothing was read"
     forbidden = {"os.system", "os.popen", "subprocess.getoutput", "torch.load", "exec"}
@@ -166,7 +175,7 @@ def test_what_a_run_reads_loads_where_there_is_no_sqlalchemy() -> None:
     code = (
         "import sys; from importlib import import_module; from pathlib import Path;"
         "sys.modules.update(dict.fromkeys(('sqlalchemy', 'alembic', 'optuna')));"
-        "import kerngen.tuning_db.serve as serve;"
+        "import kerngen.tuning_db.read as serve;"
         "names = sorted(p.stem for p in Path(serve.__file__).parent.glob('*.py') if p.stem != '__init__');"
         "[import_module(f'{serve.__name__}.{n}') for n in names]; print(*names)"
     )

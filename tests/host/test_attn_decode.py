@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch
-from kerngen.compile import compile_cubin, require_target
+from kerngen.compiler.compile import compile_cubin, require_target
+from kerngen.compiler.render import render
 from kerngen.errors import ProblemError, ToolchainError
-from kerngen.render import render
 from kerngen.runtime.executors.reference import Reference
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.op import attn_decode
-from kerngen.templates.common.attention_torch import attend
+from kerngen.templates.common.attention.attention_torch import attend
 from kerngen.templates.kernel import Case
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch
-from kerngen.compile import compile_cubin, supported_targets
+from kerngen.compiler.compile import compile_cubin, supported_targets
+from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
-from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_prefill import bench, cases, reference, spec
 from kerngen.templates.attn_prefill.spec import Config, Problem
-from kerngen.templates.common.attention_torch import attend
+from kerngen.templates.common.attention.attention_torch import attend
 from kerngen.templates.kernel import Case
 
 KERNEL = find_kernel("attn_prefill")

@@ -9,9 +9,9 @@ from math import prod
 import pytest
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch, find_device
-from kerngen.compile import compile_cubin, require_target
+from kerngen.compiler.compile import compile_cubin, require_target
+from kerngen.compiler.render import render
 from kerngen.errors import ToolchainError
-from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import Config, Problem, pieces
 from kerngen.templates.kernel import Case

@@ -15,8 +15,8 @@ import torch
 from test_tensor_maps import box_of
 
 from kerngen.arch import Target, find_arch, find_device
-from kerngen.compile import compile_cubin
-from kerngen.render import render
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import (
     TILE,
@@ -337,7 +337,7 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
 
 @pytest.mark.parametrize(("head_dim", "split_d", "bits"), [(128, 4, 16), (256, 8, 32), (512, 4, 16), (512, 8, 16)])
 def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, split_d: int, bits: int) -> None:
-    """stored.cuh.jinja: who stores which columns of which rows, in which 16 bytes of a chunk, and who merges them."""
+    """fragment_partials.cuh.jinja: who stores which columns of which rows, in which 16 bytes of a chunk, and who merges them."""
     problem = Problem(head_dim, 16, 2, q_len=5)
     config = Config(24, 16, split_d, 8, 8, 5, warpgroups=True, push_bits=bits)
     blocks, parts = (2 if bits == 16 else 1), split_d // 4
@@ -478,7 +478,7 @@ def test_one_team_that_pushes_needs_no_room_for_results_in_its_ring() -> None:
 def test_each_column_is_pushed_to_one_block_which_finds_it(
     head_dim: int, cluster: int, together: bool, bits: int
 ) -> None:
-    """pushed.cuh.jinja: Slot, who pushes which columns of which rows, and who merges them."""
+    """dsmem_reduce.cuh.jinja: Slot, who pushes which columns of which rows, and who merges them."""
     config = Config(64, 16, 4, 4, 8, 2 * cluster, together, True, cluster, 2, bits)
     columns = unit_columns(Problem(head_dim), config)
     blocks = 2 if bits == 16 else 1  # of 64 columns, that a chunk has 16 of each of

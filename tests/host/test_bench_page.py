@@ -16,7 +16,7 @@ from kerngen.errors import UsageError
 from kerngen.report.bench.page import prepared, write_page
 from kerngen.report.bench.runs import read_run
 from kerngen.report.document import MADE_BY
-from kerngen.steps import Step
+from kerngen.workload.steps import Step
 
 
 def drawn(path: Path, run: dict[str, Any], last: dict[str, Any] | None = None) -> Node:

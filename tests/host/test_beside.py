@@ -16,7 +16,7 @@ from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.synthetic import synthetic_model
 from kerngen.templates import find_kernel
-from kerngen.workload import find_model
+from kerngen.workload.workload import find_model
 
 R = TypeVar("R")
 

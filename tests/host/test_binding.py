@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from sheets import measured_store
 
-from kerngen import render as rendering
 from kerngen.arch import Target, find_arch, find_device
-from kerngen.runtime import binding as binding_module
-from kerngen.runtime.binding import DEFAULT, Bindings
+from kerngen.compiler import render as rendering
+from kerngen.runtime import selection as binding_module
+from kerngen.runtime.selection import DEFAULT, Bindings
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Source, lookup, open_source
-from kerngen.tuning_db.serve.canonical import bucketed
-from kerngen.tuning_db.serve.freshness import Freshness
-from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.read.freshness import Freshness
+from kerngen.tuning_db.read.ids import bucketed
+from kerngen.tuning_db.read.reader import Reader
 
 H200 = Target.of(find_device("H200"))
 GEMM = find_kernel("w4a16_gemm")

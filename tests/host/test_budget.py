@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kerngen.arch import Target, find_arch
-from kerngen.steps import STEPS
 from kerngen.templates import find_kernel
 from kerngen.tuning.budget import JUDGED, MOST_FOR_FINALS, Budget, Weights, portions
 from kerngen.tuning.neighbours import OTHERWISE, Neighbours, distance, nearest
 from kerngen.tuning.plan import lower_bound_us
-from kerngen.tuning_db.serve.canonical import ProblemKey, problem_key
-from kerngen.workload import Item, Use, find_workload
+from kerngen.tuning_db.read.ids import ProblemKey, problem_key
+from kerngen.workload.steps import STEPS
+from kerngen.workload.workload import Item, Use, find_workload
 
 
 def _item(name: str, *uses: Use) -> Item:

@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 from command import ROOT, Kerngen
 
-import kerngen.cache as cache_module
-import kerngen.compile as compile_module
+import kerngen.compiler.cache as cache_module
+import kerngen.compiler.compile as compile_module
 from kerngen.arch import Target, find_arch, find_device
-from kerngen.builds import choices, lengths_between
-from kerngen.bundle import Bundle, BundleCache, sources_for
+from kerngen.bundles.bundle import Bundle, BundleCache, sources_for
+from kerngen.compiler.builds import choices, lengths_between
 from kerngen.errors import DatabaseError, TrustError, TuningMiss, UsageError
-from kerngen.runtime.binding import Bindings, Choice
+from kerngen.runtime.selection import Bindings, Choice
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, default_stores, lookup, stores_for
-from kerngen.tuning_db.keep.bundles import open_bundle
-from kerngen.tuning_db.serve.sealed import Sealed
-from kerngen.workload import Workload, find_model, workload
+from kerngen.tuning_db.read.sealed import Sealed
+from kerngen.tuning_db.store.bundles import open_bundle
+from kerngen.workload.workload import Workload, find_model, workload
 
 TINY = ROOT / "examples" / "tiny"
 SMALL = ("--model", "gemma-4-31b", "--kernel", "gelu_gate,rmsnorm", "--jobs", "1")
@@ -44,7 +44,7 @@ def _alone(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(kerngen.folder / "cache", ignore_errors=True)
     for path in kerngen.folder.glob("tuning.db*"):
         path.unlink()
-    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", kerngen.folder / "none")
+    monkeypatch.setattr("kerngen.tuning_db.read.places.PREBUILT", kerngen.folder / "none")
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
     for module in (compile_module, cache_module):
         monkeypatch.setattr(module, "nvrtc_version", lambda: pytest.fail("NVRTC was asked for"))

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kerngen import cache as cache_module
 from kerngen.arch import find_arch
-from kerngen.cache import MAGIC, CachedCompiler, CompileCache, decode, encode
-from kerngen.compile import Cubin, Ptx, Resources
+from kerngen.compiler import cache as cache_module
+from kerngen.compiler.cache import MAGIC, CachedCompiler, CompileCache, decode, encode
+from kerngen.compiler.compile import Cubin, Ptx, Resources
 from kerngen.errors import CacheError, CompileError, TuningMiss
 
 SM70 = find_arch("sm70")
@@ -206,7 +206,7 @@ _WRITERS = """
 import os, sys, traceback
 sys.path.insert(0, sys.argv[1])
 from test_cache import make_cubin
-from kerngen.cache import CompileCache
+from kerngen.compiler.cache import CompileCache
 
 dir, count, rounds, size = sys.argv[2], *map(int, sys.argv[3:])
 children = []
@@ -350,7 +350,7 @@ def _die(source: str, *_: object) -> Cubin:
 
 
 def test_a_source_that_kills_its_compiler_fails_alone(cache: CompileCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.compile.compile_cubin", _die)
+    monkeypatch.setattr("kerngen.compiler.compile.compile_cubin", _die)
     with CachedCompiler(2, cache) as compiler:
         answers = [compiler.submit(s, SM70) for s in ("first", "poison", "second one")]
         for answer in (answers[0], answers[2]):
@@ -365,7 +365,7 @@ def test_a_script_that_its_processes_run_again_is_told_so_at_once(tmp_path: Path
     script.write_text(
         "import sys\n"
         "from kerngen.arch import find_arch\n"
-        "from kerngen.cache import CachedCompiler, CompileCache\n"
+        "from kerngen.compiler.cache import CachedCompiler, CompileCache\n"
         f"with CachedCompiler(2, CompileCache({str(tmp_path / 'cache')!r})) as compiler:\n"
         "    answers = [compiler.submit(f'// {i}', find_arch('sm70')) for i in range(200)]\n"
         "    errors = {f'{type(a.exception(60)).__name__}: {a.exception().hint}' for a in answers}\n"

@@ -13,9 +13,9 @@ from test_merge import FACTS, KEY, derive, rows
 from test_tuning_db import H100, H200, add_build, key_of, make_cubin, measured, predicted
 
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.keep.prune import gc, rm
-from kerngen.tuning_db.keep.stats import stats
-from kerngen.tuning_db.ship.diff import diff
+from kerngen.tuning_db.dist.diff import diff
+from kerngen.tuning_db.store.prune import gc, rm
+from kerngen.tuning_db.store.stats import stats
 
 
 @pytest.fixture

@@ -26,12 +26,12 @@ from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine, Generation, Handle, Request, TokenLogprobs, TokenMask
-from kerngen.runtime.engine.changes import Changes, Way
+from kerngen.runtime.engine.logit_processors import Changes, Way
 from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.logprobs import MOST_LOGPROBS, logprob_words, read_logprobs
-from kerngen.runtime.many import Job, Outcomes
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.penalties import counts_at, penalized
+from kerngen.runtime.prompt_file import Job, Outcomes
 from kerngen.runtime.sampling import Parameters, Sampling, choose, likeliest, uniforms
 
 VOCAB = BASE["vocab_size"]

@@ -14,12 +14,12 @@ from command import ROOT, Kerngen
 
 from kerngen.arch import Target, find_device
 from kerngen.errors import DeviceError, UsageError
-from kerngen.measure import Ceilings
 from kerngen.report.bench.runs import read_run
 from kerngen.runtime import backend, launcher
-from kerngen.stepbench import Compared
-from kerngen.steps import Ratio, Step
+from kerngen.timing.measure import Ceilings
+from kerngen.timing.step_compare import Compared
 from kerngen.tuning_db import Store
+from kerngen.workload.steps import Ratio, Step
 
 TINY = str(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
 ROW = {
@@ -71,8 +71,8 @@ def test_a_backend_runs_on_the_device_that_is_named(
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> None:
     limit = Ceilings(4500.0, 4100.0, 780.0, {"gpu": "H200", "driver": "580", "torch": "2"})
-    monkeypatch.setattr("kerngen.measure.ceilings", lambda: limit)
-    monkeypatch.setattr("kerngen.measure.bench_row", lambda *_: rows.pop(0))
+    monkeypatch.setattr("kerngen.timing.measure.ceilings", lambda: limit)
+    monkeypatch.setattr("kerngen.timing.measure.bench_row", lambda *_: rows.pop(0))
     target = SimpleNamespace(target=Target.of(find_device("H200")), build=lambda asked, jobs, say: list(asked))
     monkeypatch.setattr(launcher, "Launcher", lambda *_, **__: target)
 
@@ -136,7 +136,7 @@ def test_configurations_are_listed_where_they_are_asked_for(kerngen: Kerngen, mo
         "kernels": ["embed[hidden=8] [threads=64] from user", "rmsnorm[hidden=8] [threads=64] from user"],
         "draft_weights": "int4",
     }  # fmt: skip
-    monkeypatch.setattr("kerngen.steptime.time_model", lambda *_, **__: report)
+    monkeypatch.setattr("kerngen.timing.model_bench.time_model", lambda *_, **__: report)
     brief = kerngen("bench", "model", "gemma-4-31b")[1]
     assert brief.splitlines()[-1].split() == ["8", "1", "1.0", "1.000", "1.000-1.000"]
     assert "generated weights, the drafter's in int4, 1.00 GB" in brief
@@ -154,7 +154,7 @@ def test_a_problem_that_is_written_out_is_timed_in_place_of_the_cases(
     asked: list[Any] = []
     _pretend(monkeypatch, [])
     monkeypatch.setattr(
-        "kerngen.measure.bench_row",
+        "kerngen.timing.measure.bench_row",
         lambda _, kernel, case: asked.append(case) or {"kernel": kernel.name, "case": case.name, **ROW},
     )
     texts = ("n=8192,k=2816,num_tokens=48", "n=96,k=64,num_tokens=3,gated=true")
@@ -204,8 +204,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
             yield Compared(s, weight, us, ratios, dict.fromkeys(contenders, 3), 4)
 
     limit = Ceilings(4500.0, 4100.0, 780.0, {"gpu": "H200", "driver": "580", "torch": "2"})
-    monkeypatch.setattr("kerngen.measure.ceilings", lambda: limit)
-    monkeypatch.setattr("kerngen.stepbench.side_by_side", side_by_side)
+    monkeypatch.setattr("kerngen.timing.measure.ceilings", lambda: limit)
+    monkeypatch.setattr("kerngen.timing.step_compare.side_by_side", side_by_side)
     return seen
 
 

@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from kerngen.arch import Target, find_arch
-from kerngen.cache import CompileCache
 from kerngen.cli import cli
-from kerngen.compile import source_key
+from kerngen.compiler.cache import CompileCache
+from kerngen.compiler.compile import source_key
+from kerngen.compiler.render import render
 from kerngen.errors import ConfigRefused, KerngenError, TuningMiss, UnknownName, UsageError
-from kerngen.render import render
-from kerngen.runtime.binding import DEFAULT
+from kerngen.runtime.selection import DEFAULT
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.tuning.checks import why_not_cubin
 
@@ -26,7 +26,7 @@ from kerngen.tuning.checks import why_not_cubin
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "tuning.db"))
-    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")  # that has its own test
+    monkeypatch.setattr("kerngen.tuning_db.read.places.PREBUILT", tmp_path / "none")  # that has its own test
 
 
 def _run(*args: str) -> str:

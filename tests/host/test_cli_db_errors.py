@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, Kerngen
 
-from kerngen.bundle import sources_for
+from kerngen.bundles.bundle import sources_for
 from kerngen.errors import UsageError
 from kerngen.tuning_db import Store
 

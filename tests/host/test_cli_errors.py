@@ -14,8 +14,8 @@ from sheets import measured_sheets
 
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.serve import places
-from kerngen.tuning_db.serve.files import require_whole
+from kerngen.tuning_db.read import places
+from kerngen.tuning_db.read.files import require_whole
 
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
 COMPILE = ("compile", "--arch", "sm70", "--kernel", "embed", "--jobs", "1")
@@ -89,7 +89,7 @@ def test_misuse_is_one_clear_message(kerngen: Kerngen, args: tuple[str, ...], co
 
 
 def test_a_kernel_that_does_not_exist_is_said_at_once(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.workload.workload", lambda *_: pytest.fail("the model was recorded"))
+    monkeypatch.setattr("kerngen.workload.workload.workload", lambda *_: pytest.fail("the model was recorded"))
     _require_message(kerngen(*TUNE, "--kernel", "embd"), 2, r"unknown kernel 'embd'\n.*did you mean embed\?")
 
 
@@ -162,7 +162,7 @@ def test_a_server_that_accepts_and_stays_silent_is_given_up(
     kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What only looks in it goes on without; what needs it says so."""
-    monkeypatch.setattr("kerngen.tuning_db.keep.engine.CONNECT_S", 2)
+    monkeypatch.setattr("kerngen.tuning_db.store.engine.CONNECT_S", 2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"postgresql+psycopg://me@127.0.0.1:{server.getsockname()[1]}/name"
         monkeypatch.setenv("KERNGEN_DB", url)

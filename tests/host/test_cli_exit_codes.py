@@ -72,7 +72,7 @@ def test_a_kernel_that_computes_wrongly_fails_its_check(
     """The GPU is pretended: what it would answer is given."""
     result = SimpleNamespace(ok=right, message="", error_abs=0.0 if right else 0.5, error_rel=0.0)
     monkeypatch.setattr("kerngen.runtime.launcher.probe_device", lambda: replace(DEVICES["H200"], source="probed"))
-    monkeypatch.setattr("kerngen.measure.check_case", lambda *_, **__: result)
+    monkeypatch.setattr("kerngen.timing.measure.check_case", lambda *_, **__: result)
     code, out, err = kerngen("kernel", "check", "embed")
     assert code == (0 if right else 1), err
     assert (" 0 wrong" in out) == right
@@ -85,7 +85,7 @@ def test_a_kernel_that_does_not_compile_fails_its_check(kerngen: Kerngen, monkey
         raise CompileError("embed/kernel.cu.jinja:7: error: expected a declaration")
 
     monkeypatch.setattr("kerngen.runtime.launcher.probe_device", lambda: replace(DEVICES["H200"], source="probed"))
-    monkeypatch.setattr("kerngen.measure.check_case", fail)
+    monkeypatch.setattr("kerngen.timing.measure.check_case", fail)
     code, out, err = kerngen("kernel", "check", "embed")
     assert code == 1, err
     first, *others, last = out.splitlines()

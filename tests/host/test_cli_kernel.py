@@ -15,7 +15,7 @@ from command import Kerngen
 from kerngen.arch import find_arch
 from kerngen.cli.kernel_show import example
 from kerngen.templates import TEMPLATES_VARIABLE, find_kernel
-from kerngen.workload import find_model, workload
+from kerngen.workload.workload import find_model, workload
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_ptx(kerngen: Kerngen) -> None:
 
 def test_sass_needs_a_disassembler(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     show = ("kernel", "show", "embed", "--arch", "sm80", "--no-source", "--sass")
-    monkeypatch.setattr("kerngen.disassemble.find_spec", lambda _: None)
+    monkeypatch.setattr("kerngen.compiler.disassemble.find_spec", lambda _: None)
     monkeypatch.setenv("PATH", f"{kerngen.folder / 'bin'}:/usr/bin:/bin")
     code, out, err = kerngen(*show)
     assert (code, out) == (1, "")
@@ -107,7 +107,7 @@ def test_sass_needs_a_disassembler(kerngen: Kerngen, monkeypatch: pytest.MonkeyP
 
 
 def test_sass_of_a_real_disassembler(kerngen: Kerngen) -> None:
-    from kerngen.disassemble import find_tools
+    from kerngen.compiler.disassemble import find_tools
 
     if not find_tools():
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from kerngen import closure
-from kerngen.closure import closure_of
+from kerngen.compiler import source_digest
+from kerngen.compiler.source_digest import closure_of
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel
 
@@ -84,7 +84,7 @@ def test_where_an_expression_names_the_template_any_folder_counts(root: Path) ->
 
 
 def test_a_module_of_the_package_counts_where_it_is_taken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closure, "ROOT", root)
+    monkeypatch.setattr(source_digest, "ROOT", root)
     (root / "shapes.py").write_text("N = 1")
     before = closure_of(kernel_in(root / "scale"))
     (root / "scale" / "spec.py").write_text("from kerngen.templates.shapes import N")
@@ -93,14 +93,14 @@ def test_a_module_of_the_package_counts_where_it_is_taken(root: Path, monkeypatc
     assert len({before, taken, closure_of(kernel_in(root / "scale"))}) == 3
 
 
-@pytest.mark.parametrize("index", range(len(closure._CODE)), ids=lambda i: closure._CODE[i].name)
+@pytest.mark.parametrize("index", range(len(source_digest._CODE)), ids=lambda i: source_digest._CODE[i].name)
 def test_the_code_that_renders_is_part_of_it(
     root: Path, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = list(closure._CODE)
+    code = list(source_digest._CODE)
     (tmp_path / "code").mkdir()
     code[index] = Path(shutil.copy(code[index], tmp_path / "code"))
-    monkeypatch.setattr(closure, "_CODE", tuple(code))
+    monkeypatch.setattr(source_digest, "_CODE", tuple(code))
     before = closure_of(kernel_in(root / "scale"))
     assert closure_of(kernel_in(root / "scale")) == before
     code[index].write_text(code[index].read_text() + "\n")

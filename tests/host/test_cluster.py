@@ -26,17 +26,17 @@ from postgres import postgresql_server, postgresql_url, queue_url
 from sqlalchemy import text
 
 from kerngen.arch import Target, find_arch
-from kerngen.cache import CachedCompiler, CompileCache
-from kerngen.cluster.compiling import compile_ahead, fetch_images, forget_images
-from kerngen.cluster.job import Job, code_digest, jobs_for
-from kerngen.cluster.queue import KEPT_HOURS, TUNE, Queue, State, Worker
-from kerngen.cluster.submit import Plan, collect, status_lines, submit, wait, why_idle
-from kerngen.cluster.worker import able_arches, measuring_lock
+from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.errors import DatabaseError, UsageError
+from kerngen.job_queue.compiling import compile_ahead, fetch_images, forget_images
+from kerngen.job_queue.job import Job, code_digest, jobs_for
+from kerngen.job_queue.queue import KEPT_HOURS, TUNE, Queue, State, Worker
+from kerngen.job_queue.submit import Plan, collect, status_lines, submit, wait, why_idle
+from kerngen.job_queue.worker import able_arches, measuring_lock
 from kerngen.tuning.objective import Predicted
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
-from kerngen.workload import find_workload
+from kerngen.workload.workload import find_workload
 
 __all__ = ["postgresql_server", "postgresql_url", "queue_url"]
 
@@ -312,7 +312,7 @@ def test_queues_are_of_a_board_an_arch_and_the_code(plan: Plan, monkeypatch: pyt
     assert {j.queue.rsplit("-", 1)[0] for j in measured} == {"measure-V100", "compile-sm70"}
     tunes, compiles = measured[: len(measured) // 2], measured[len(measured) // 2 :]
     assert [measuring_lock(j) for j in compiles] == [j.lock for j in tunes]
-    monkeypatch.setattr("kerngen.cluster.job.MODEL", "roofline-0")
+    monkeypatch.setattr("kerngen.job_queue.job.MODEL", "roofline-0")
     assert job.code != code_digest(), "a worker with another cost model takes none of them"
 
 
@@ -506,7 +506,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 def test_a_server_that_accepts_and_stays_silent_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kerngen.tuning_db.keep.engine.CONNECT_S", 2)
+    monkeypatch.setattr("kerngen.tuning_db.store.engine.CONNECT_S", 2)
     kerngen = Kerngen(tmp_path, monkeypatch, capsys)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"postgresql+psycopg://me@127.0.0.1:{server.getsockname()[1]}/name"

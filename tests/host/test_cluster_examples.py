@@ -16,7 +16,7 @@ from command import ROOT
 from postgres import postgresql_server, postgresql_url, queue_url
 from test_docs import _why_wrong
 
-from kerngen.cluster.queue import Queue
+from kerngen.job_queue.queue import Queue
 from kerngen.report.page import write_report
 from kerngen.tuning_db import Store
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-from kerngen import compile as compiler
 from kerngen.arch import ARCHES, Arch, find_arch
-from kerngen.compile import (
+from kerngen.compiler import compile as compiler
+from kerngen.compiler.compile import (
     CompilePool,
     cache_key,
     compile_cubin,
@@ -20,8 +20,8 @@ from kerngen.compile import (
     require_target,
     whole_elf,
 )
+from kerngen.compiler.render import Chunk, assemble
 from kerngen.errors import CompileError, ToolchainError, UnknownName
-from kerngen.render import Chunk, assemble
 from kerngen.templates import find_kernel
 
 SOURCE = r"""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import kerngen
 from kerngen.arch import Target, find_arch
-from kerngen.compile import compile_cubin
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
-from kerngen.render import render
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig, read_model_config
@@ -33,12 +33,12 @@ from kerngen.runtime.ops import DenseExperts, DenseLinear, Ops, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps, layers_spec
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
-from kerngen.steps import Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.templates.decode_layers.op import decode_layers
 from kerngen.templates.decode_layers.spec import Problem, layer_tensors
-from kerngen.workload import MODELS as MODEL_NAMES
-from kerngen.workload import RELEASED, find_model
+from kerngen.workload.steps import Step, sequence
+from kerngen.workload.workload import MODELS as MODEL_NAMES
+from kerngen.workload.workload import RELEASED, find_model
 
 KERNEL = find_kernel("decode_layers")
 LAYER_TENSORS = layer_tensors(0)

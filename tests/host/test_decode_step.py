@@ -24,7 +24,7 @@ from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.synthetic import synthetic_model
 from kerngen.templates.decode_advance.op import decode_advance
 from kerngen.templates.decode_inputs.op import decode_inputs
-from kerngen.workload import find_model
+from kerngen.workload.workload import find_model
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny" / "gemma-4-tiny-w4a16"
 BACKENDS = pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch
-from kerngen.compile import compile_ptx
+from kerngen.compiler.compile import compile_ptx
+from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
-from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.dense_gemv import cases, reference, spec
 from kerngen.templates.dense_gemv.spec import Config, Problem

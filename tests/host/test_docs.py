@@ -19,7 +19,7 @@ from kerngen.arch import find_arch
 from kerngen.cli import cli, main
 from kerngen.runtime.session import find_drafter
 from kerngen.templates.kernel import fields_of
-from kerngen.workload import MODELS, find_workload
+from kerngen.workload.workload import MODELS, find_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "add-a-kernel.md"

@@ -13,16 +13,16 @@ import pytest
 from command import ROOT, Kerngen
 
 from kerngen.arch import Target, find_arch, find_device
-from kerngen.builds import Build
-from kerngen.bundle import Bundle, BundleCache
-from kerngen.readiness import KINDS, Readiness, advice, kind_of, readiness
-from kerngen.runtime.binding import Bindings
-from kerngen.runtime.ops.outside import OUTSIDE
+from kerngen.bundles.bundle import Bundle, BundleCache
+from kerngen.bundles.preflight import KINDS, Readiness, advice, kind_of, readiness
+from kerngen.compiler.builds import Build
+from kerngen.runtime.ops.fallbacks import OUTSIDE
+from kerngen.runtime.selection import Bindings
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_sources, lookup
-from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.read.reader import Reader
 from kerngen.tuning_db.shipped import Shipped
-from kerngen.workload import find_workload
+from kerngen.workload.workload import find_workload
 
 MODEL = "gemma-4-31b"
 

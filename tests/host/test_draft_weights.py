@@ -17,7 +17,7 @@ from command import ROOT, Kerngen
 from torch import Tensor
 
 from kerngen.arch import ARCHES, Target, find_arch
-from kerngen.cli.db.move import cells_of
+from kerngen.cli.db.transfer import cells_of
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
 from kerngen.runtime.drafting import Drafter
@@ -32,15 +32,15 @@ from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import load
 from kerngen.runtime.weights import source
 from kerngen.runtime.weights.int4 import to_int4
-from kerngen.runtime.weights.kept import leaves
 from kerngen.runtime.weights.layout import DrafterWeights
 from kerngen.runtime.weights.loader import load_drafter, load_model
+from kerngen.runtime.weights.repacked import leaves
 from kerngen.runtime.weights.synthetic import synthetic_drafter
-from kerngen.steps import Launched, Step, sequence
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4_pack import dequantize, separate, unpack
+from kerngen.templates.common.w4.pack import dequantize, separate, unpack
 from kerngen.tuning_db import problem_key
-from kerngen.workload import MODELS, find_model, workload
+from kerngen.workload.steps import Launched, Step, sequence
+from kerngen.workload.workload import MODELS, find_model, workload
 
 TINY = ROOT / "examples" / "tiny"
 TARGET, ASSISTANT = TINY / "gemma-4-tiny-w4a16", TINY / "gemma-4-tiny-assistant"
@@ -382,7 +382,7 @@ def test_soak_runs_it(kerngen: Kerngen) -> None:
 
 
 def test_steps_are_timed_with_it() -> None:
-    from kerngen.steptime import time_model
+    from kerngen.timing.model_bench import time_model
 
     config, drafter = configs("int4")
     report = time_model(

@@ -7,7 +7,7 @@ import torch
 
 from kerngen.runtime.ops import KVPages
 from kerngen.runtime.ops.eager import _attend
-from kerngen.templates.common.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -19,16 +19,16 @@ from torch import Tensor
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, short_prefills
-from kerngen.runtime.engine.changes import Way
+from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, prefill_graphs
 from kerngen.runtime.engine.graphs import Captured, Graphs
+from kerngen.runtime.engine.logit_processors import Way
+from kerngen.runtime.engine.prefill_graphs import OUTPUTS, ShortPrefills
 from kerngen.runtime.engine.request import Phase
 from kerngen.runtime.engine.scheduler import Chunk, window_pages
-from kerngen.runtime.engine.short_prefills import OUTPUTS, ShortPrefills
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import KVPages, Linear
 from kerngen.runtime.ops.eager import TorchOps
-from kerngen.runtime.ops.outside import GATHERED_ROWS
+from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
 from kerngen.runtime.sampling import Sampling, cut_for
 
 PAGE = 4
@@ -600,7 +600,7 @@ def test_short_prefills_that_were_captured(models: Models, monkeypatch: pytest.M
     """
     model, drafter = models[variant]
     expected = alone(model, REQUESTS)
-    monkeypatch.setattr(short_prefills, "SIZES", (4, 6, 16))
+    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 6, 16))
     engine = engine_for(model, drafter, num_draft_tokens=2, prefill_chunk=12, buckets=(1, 2, 4, 8), lag=1,
                         prefix_caching=False)  # fmt: skip
     graphs, ran = Graphless(engine, monkeypatch), Counter[tuple[int, str]]()
@@ -647,7 +647,7 @@ def test_joint_steps_that_were_captured(models: Models, monkeypatch: pytest.Monk
     """Filled up to what was captured, in rows and in tokens; nothing is captured once requests come."""
     model, _ = models["k_eq_v"]
     expected = alone(model, REQUESTS)
-    monkeypatch.setattr(short_prefills, "SIZES", (4, 8, 16))
+    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8, 16))
     monkeypatch.setattr(prefill_budget, "MULTIPLE", 4)
     engine = engine_for(model, prefill_chunk=16, buckets=(1, 2, 3, 4, 6, 8), lag=1, prefix_caching=False)
     graphs, ran = Graphless(engine, monkeypatch), Counter[tuple[int, int]]()
@@ -689,7 +689,7 @@ def test_a_joint_step_has_no_more_chunks_than_were_captured(models: Models, monk
     model, _ = models["k_eq_v"]
     requests = [Request(prompt(2, seed=i), 20 if i == 0 else 4) for i in range(7)]
     expected = alone(model, requests)
-    monkeypatch.setattr(short_prefills, "SIZES", (16, 32))
+    monkeypatch.setattr(prefill_graphs, "SIZES", (16, 32))
     engine = engine_for(model, prefill_chunk=32, buckets=(8,), lag=1, prefix_caching=False)
     Graphless(engine, monkeypatch)
     engine.make_ready()

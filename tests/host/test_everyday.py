@@ -16,9 +16,9 @@ from command import ROOT, Kerngen
 
 from kerngen.boards import DEVICES, NEAR, Device, distance, find_device
 from kerngen.cli.chat import title
-from kerngen.cores import usable_cores
 from kerngen.runtime.conversation import Conversation
 from kerngen.runtime.session import load
+from kerngen.system.cores import usable_cores
 from kerngen.tuning_db.shipped import nearest_board
 
 MODEL = str(ROOT / "examples" / "tiny" / "gemma-4-tiny")

@@ -18,12 +18,12 @@ from played_gpu import PlayedWorker
 from kerngen.arch import Target, find_device
 from kerngen.cli import run_command
 from kerngen.errors import CompileError, LaunchError
-from kerngen.steps import Ratio, Step
 from kerngen.templates.kernel import fields_of
 from kerngen.tuning import exchange
 from kerngen.tuning.exchange import PAIRS, SURE_PAIRS, Exchange, Kept, Look, Place
 from kerngen.tuning.worker import Observed
-from kerngen.workload import find_model
+from kerngen.workload.steps import Ratio, Step
+from kerngen.workload.workload import find_model
 
 MODEL, STEP, TARGET = find_model("gemma-4-31b"), Step.verify(2, 5, 512), Target.of(find_device("H200"))
 FIRST, SECOND = exchange.places_of(MODEL, STEP, TARGET, ["add_norm"])

@@ -34,8 +34,8 @@ from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import static_fields
-from kerngen.tuning_db.serve.canonical import canonical
-from kerngen.workload import MODELS, Model, find_model, workload
+from kerngen.tuning_db.read.ids import canonical
+from kerngen.workload.workload import MODELS, Model, find_model, workload
 
 # Ways to choose a token: forbidden tokens, and how.
 WAYS = tuple((suppressed, sampling) for suppressed in ((), (1,)) for sampling in (Sampling(), Sampling(0.7, 40, 0.9)))
@@ -214,7 +214,7 @@ def test_the_reference_rounds_as_the_kernels_do(folders: tuple[Path, Path]) -> N
 
 def test_the_list_of_what_no_kernel_serves_is_met() -> None:
     """Each name in OUTSIDE is one that some model meets: nothing is listed that runs in a kernel by now."""
-    from kerngen.runtime.ops.outside import OUTSIDE
+    from kerngen.runtime.ops.fallbacks import OUTSIDE
 
     moe = find_model("gemma-4-26b-a4b")
     unpacked = replace(moe, target=replace(moe.target, quant=None))  # as its bf16 release

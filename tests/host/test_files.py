@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from command import Kerngen
 
-from kerngen import files
-from kerngen.files import locked, publish
+from kerngen.system import files
+from kerngen.system.files import locked, publish
 
 COMPILE = ("compile", "--arch", "sm70", "--kernel", "embed", "--cases", "--jobs", "1")
 

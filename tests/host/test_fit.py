@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from recordings import recording
 
 from kerngen.arch import Target, find_arch
-from kerngen.compile import Resources
+from kerngen.compiler.compile import Resources
+from kerngen.cost.predict import CONSTANTS, MODEL, Outlook, predict
 from kerngen.errors import RecordingError
-from kerngen.predict import CONSTANTS, MODEL, Outlook, predict
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of
 from kerngen.tuning.fit import FITTED, Score, fit, loss, main, sample, score, spearman, summaries

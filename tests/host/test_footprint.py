@@ -20,7 +20,7 @@ from kerngen.runtime.footprint import _bytes, footprint, plan
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
-from kerngen.workload import MODELS, find_model
+from kerngen.workload.workload import MODELS, find_model
 
 TINY = ROOT / "examples" / "tiny"
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kerngen.errors import DeviceError
-from kerngen.gpu import Clocks, GpuLock, Seen, Watch
+from kerngen.timing.gpu import Clocks, GpuLock, Seen, Watch
 from kerngen.tuning import worker
 from kerngen.tuning.worker import Observed
 
@@ -25,7 +25,7 @@ UUID = "GPU-00000000-1111-2222-3333-444444444444"
 HOLD = """
 import sys, time
 from pathlib import Path
-from kerngen.gpu import GpuLock
+from kerngen.timing.gpu import GpuLock
 lock = GpuLock(sys.argv[1], Path(sys.argv[2]))
 print(lock.try_acquire(), flush=True)
 time.sleep(60)

@@ -25,8 +25,8 @@ from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import SCREEN_ROOM, KernelOps, screen_of
 from kerngen.runtime.weights.loader import load_model
 from kerngen.templates import find_kernel
-from kerngen.templates.common.screen import head_screen
-from kerngen.templates.common.screen_spec import GROUP_TILES, screen_bytes
+from kerngen.templates.common.screen.screen import head_screen
+from kerngen.templates.common.screen.screen_spec import GROUP_TILES, screen_bytes
 from kerngen.templates.greedy_head.op import greedy_head
 from kerngen.templates.greedy_head.spec import (
     MAX_HIDDEN,
@@ -37,7 +37,7 @@ from kerngen.templates.greedy_head.spec import (
     most_tokens,
     rows_left,
 )
-from kerngen.workload import MODELS, find_workload
+from kerngen.workload.workload import MODELS, find_workload
 
 TINY = ROOT / "examples" / "tiny"
 KERNEL = find_kernel("greedy_head")
@@ -45,7 +45,7 @@ STEPS = 32512  # of a token's largest element
 
 
 def _rows(codes: Tensor, bits: int = 8) -> Tensor:
-    """What codes stand for as a matrix [rows, columns], element by element as common/screen.cuh has them."""
+    """What codes stand for as a matrix [rows, columns], element by element as common/screen/screen.cuh has them."""
     strips, groups = codes.shape[:2]
     tiles = GROUP_TILES[bits]
     flat = codes.view(torch.uint8).flatten().long()
@@ -200,7 +200,7 @@ def test_a_row_takes_the_scale_that_errs_least() -> None:
 def test_parts_of_a_table_are_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(133, 40)
     whole = head_screen(weight)
-    monkeypatch.setattr("kerngen.templates.common.screen._AT_ONCE", 1)
+    monkeypatch.setattr("kerngen.templates.common.screen.screen._AT_ONCE", 1)
     assert all(torch.equal(a, b) for a, b in zip(whole, head_screen(weight), strict=True) if not a.is_floating_point())
     assert torch.equal(whole[1].nan_to_num(), head_screen(weight)[1].nan_to_num())
 

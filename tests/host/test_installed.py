@@ -15,11 +15,11 @@ from test_merge import FACTS, derive
 from kerngen.arch import Target, find_device
 from kerngen.errors import DatabaseError, UsageError
 from kerngen.tuning_db import Store, default_stores
-from kerngen.tuning_db.serve import installed as bundles
-from kerngen.tuning_db.serve.boards import at_hand
-from kerngen.tuning_db.serve.sealed import Sealed
-from kerngen.tuning_db.ship.export import Selection, export
-from kerngen.tuning_db.ship.keys import user_key
+from kerngen.tuning_db.dist.export import Selection, export
+from kerngen.tuning_db.dist.keys import user_key
+from kerngen.tuning_db.read import installed as bundles
+from kerngen.tuning_db.read.boards import at_hand
+from kerngen.tuning_db.read.sealed import Sealed
 from kerngen.tuning_db.sources import default_sources
 
 
@@ -27,7 +27,7 @@ from kerngen.tuning_db.sources import default_sources
 def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
     made = Kerngen(tmp_path, monkeypatch, capsys)
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")
+    monkeypatch.setattr("kerngen.tuning_db.read.places.PREBUILT", tmp_path / "none")
     return made
 
 
@@ -152,7 +152,7 @@ def test_several_install_at_once(kerngen: Kerngen) -> None:
     """No one's is lost."""
     for n in range(4):
         sealed(f"b{n}", 1)
-    code = "import sys; from kerngen.tuning_db.serve.installed import install; install(sys.argv[1])"
+    code = "import sys; from kerngen.tuning_db.read.installed import install; install(sys.argv[1])"
     running = [subprocess.Popen([sys.executable, "-c", code, f"b{n}.kgdb"]) for n in range(4)]
     assert [p.wait(timeout=120) for p in running] == [0] * 4
     assert sorted(b.name for b in bundles.installed()) == ["b0", "b1", "b2", "b3"]

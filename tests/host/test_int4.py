@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kerngen.runtime.weights import int4
 from kerngen.runtime.weights.int4 import to_int4
-from kerngen.templates.common.w4_pack import dequantize
+from kerngen.templates.common.w4.pack import dequantize
 
 GROUP = 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from kerngen import interrupts
-from kerngen.interrupts import heed, held, result_of
-from kerngen.processes import ProcessDied
+from kerngen.system import interrupts
+from kerngen.system.interrupts import heed, held, result_of
+from kerngen.system.processes import ProcessDied
 from kerngen.tuning_db import Store
 
 

@@ -30,10 +30,10 @@ import torch
 from elftools.elf.elffile import ELFFile
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch
-from kerngen.cache import CachedCompiler, CompileCache
-from kerngen.compile import Cubin, compile_ptx, supported_targets
+from kerngen.compiler.cache import CachedCompiler, CompileCache
+from kerngen.compiler.compile import Cubin, compile_ptx, supported_targets
+from kerngen.compiler.render import render
 from kerngen.errors import ConfigRefused
-from kerngen.render import render
 from kerngen.templates import Case, Kernel, find_kernel, kernel_names
 from kerngen.templates.contract import ARG_KINDS
 from kerngen.templates.kernel import POINTERS, Arg, describe, fields_of, spread, static_fields

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kerngen.arch import DEVICES, Target, find_arch
-from kerngen.cache import CompileCache
-from kerngen.compile import compile_cubin
+from kerngen.compiler.cache import CompileCache
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.errors import LaunchError
-from kerngen.render import render
 from kerngen.runtime import launcher
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Arg, fields_of

@@ -22,7 +22,7 @@ from sheets import measured_sheets
 import kerngen
 from kerngen import errors
 from kerngen.arch import Target, find_arch, find_device
-from kerngen.render import render
+from kerngen.compiler.render import render
 from kerngen.runtime.session import load, open_checkpoint
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import static_fields
@@ -291,7 +291,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     script, cache = tmp_path / "page.py", tmp_path / "cache"
     script.write_text("\n".join(blocks))
     few = str(measured_sheets(tmp_path / "prebuilt"))  # with predictions too it takes ten seconds more, once
-    begin = ("import runpy, sys; from pathlib import Path; from kerngen.tuning_db.serve import places; "
+    begin = ("import runpy, sys; from pathlib import Path; from kerngen.tuning_db.read import places; "
              "places.PREBUILT = Path(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')")  # fmt: skip
     done = run(
         sys.executable, "-c", begin, script, few, KERNGEN_CACHE_DIR=cache, KERNGEN_DB=tmp_path / "t.db", PYTHONPATH=ROOT
@@ -344,7 +344,7 @@ def test_the_wheel_carries_its_types(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    assets = ("report/page.css", "report/page.js", "report/page.html.jinja", "cluster/worker.py")
+    assets = ("report/page.css", "report/page.js", "report/page.html.jinja", "job_queue/worker.py")
     for name in ("ops/library.py", "templates/rmsnorm/op.py", "runtime/executors/reference.py", *assets):
         assert (site / "kerngen" / name).is_file()
     python = tmp_path / "venv" / "bin" / "python"

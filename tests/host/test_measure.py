@@ -1,4 +1,4 @@
-"""What `kerngen.measure` compares and copies, of kernels that take several tensors under one name. No GPU."""
+"""What `kerngen.timing.measure` compares and copies, of kernels that take several tensors under one name. No GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kerngen import measure
-from kerngen.measure import compare, fresh
 from kerngen.templates import Case, Tolerance
 from kerngen.templates.kernel import spread
+from kerngen.timing import measure
+from kerngen.timing.measure import compare, fresh
 
 KERNEL: Any = SimpleNamespace(
     name="many", reference=SimpleNamespace(tolerance=lambda problem: Tolerance(0.0, 0.0, "exact"))

@@ -19,8 +19,8 @@ from test_tuning_db import H100, H200, STATIC, add_build, key_of, make_cubin, me
 from kerngen.arch import Target, find_arch
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.keep import schema as t
-from kerngen.tuning_db.keep.merge import merge
+from kerngen.tuning_db.store import schema as t
+from kerngen.tuning_db.store.merge import merge
 
 AT = "2026-11-22T10:00:0{}+00:00"
 KEY = key_of().static_key

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch
-from kerngen.compile import compile_ptx
+from kerngen.compiler.compile import compile_ptx
+from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
-from kerngen.render import render
 from kerngen.templates import Case, find_kernel
-from kerngen.templates.common.row_torch import UNIT
+from kerngen.templates.common.rows.torch_rows import UNIT
 from kerngen.templates.moe_router import cases, reference, spec
 from kerngen.templates.moe_router.spec import Config, Problem
 

@@ -13,10 +13,10 @@ from test_text import FIELDS, NAMES, SOURCES, WORDS, changed
 
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.ship.export import Selection
-from kerngen.tuning_db.ship.foretell import foretell
-from kerngen.tuning_db.ship.outlook import Cell, Family, Outlook, Plan, Point, dump, label, parse, rounded
-from kerngen.tuning_db.ship.review import build
+from kerngen.tuning_db.dist.export import Selection
+from kerngen.tuning_db.dist.predicted import foretell
+from kerngen.tuning_db.dist.prediction_file import Cell, Family, Outlook, Plan, Point, dump, label, parse, rounded
+from kerngen.tuning_db.dist.results_folder import build
 
 US = st.floats(1e-3, 1e6).map(rounded)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kerngen import owner
-from kerngen.files import open_regular, read_regular
-from kerngen.owner import why_distrusted
+from kerngen.system import owner
+from kerngen.system.files import open_regular, read_regular
+from kerngen.system.owner import why_distrusted
 
 FILE, FOLDER, STICKY = stat.S_IFREG, stat.S_IFDIR, stat.S_IFDIR | stat.S_ISVTX
 ME, ROOT, OTHER, NOBODY = 1000, 0, 1001, 65534

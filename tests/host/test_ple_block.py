@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch
-from kerngen.compile import compile_cubin, compile_ptx
+from kerngen.compiler.compile import compile_cubin, compile_ptx
+from kerngen.compiler.render import render
 from kerngen.errors import ConfigRefused, ProblemError
-from kerngen.render import render
 from kerngen.templates import find_kernel
 
 KERNEL = find_kernel("ple_block")

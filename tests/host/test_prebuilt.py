@@ -11,25 +11,25 @@ import pytest
 from sheets import MEASURED
 
 from kerngen.arch import ARCHES, Target, find_arch, find_device
-from kerngen.cache import CachedCompiler, CompileCache
-from kerngen.closure import closure_of
-from kerngen.compile import elf_resources
+from kerngen.compiler.cache import CachedCompiler, CompileCache
+from kerngen.compiler.compile import elf_resources
+from kerngen.compiler.render import source_of
+from kerngen.compiler.source_digest import closure_of
+from kerngen.cost.predict import MODEL
 from kerngen.errors import UsageError
-from kerngen.predict import MODEL
-from kerngen.render import source_of
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import filled
 from kerngen.tuning.prebuilt import LEFT_TO_DEFAULTS, PREDICTED
 from kerngen.tuning_db import Store, lookup, problem_key
-from kerngen.tuning_db.serve.boards import shipped_boards
-from kerngen.tuning_db.serve.filing import filing_of
-from kerngen.tuning_db.serve.freshness import source_sha
-from kerngen.tuning_db.serve.places import PREBUILT
-from kerngen.tuning_db.ship import outlook, text
-from kerngen.tuning_db.ship.outlook import Outlook
-from kerngen.tuning_db.ship.review import as_sheet, build, parse
-from kerngen.tuning_db.ship.text import Sheet
-from kerngen.workload import MODELS, find_workload
+from kerngen.tuning_db.dist import prediction_file, results_file
+from kerngen.tuning_db.dist.prediction_file import Outlook
+from kerngen.tuning_db.dist.results_file import Sheet
+from kerngen.tuning_db.dist.results_folder import as_sheet, build, parse
+from kerngen.tuning_db.read.boards import shipped_boards
+from kerngen.tuning_db.read.canonical_fields import filing_of
+from kerngen.tuning_db.read.freshness import source_sha
+from kerngen.tuning_db.read.places import PREBUILT
+from kerngen.workload.workload import MODELS, find_workload
 
 SHEETS = sorted(PREBUILT.rglob("*.txt"))
 BOARDS = shipped_boards()
@@ -66,12 +66,12 @@ def test_a_sheet_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
     assert path.name == sheet.kernel + (PREDICTED if isinstance(sheet, Outlook) else ".txt")
     assert (sheet.board, sheet.arch) == (path.parent.name, find_device(path.parent.name).arch)
     if isinstance(sheet, Outlook):
-        assert outlook.dump(sheet) == path.read_text()
+        assert prediction_file.dump(sheet) == path.read_text()
         assert "measured" not in path.read_text()
         assert sheet.model == MODEL, "predict it anew: python -m kerngen.tuning.prebuilt"
         assert Target.of(find_device(sheet.board)).device.num_sms == sheet.device["num_sms"]
     else:
-        assert text.dump(sheet) == path.read_text()
+        assert results_file.dump(sheet) == path.read_text()
         assert path.parent.name == "H200", "nobody measured on anything else"
         trials = [t for c in sheet.cells for p in c.points for t in p.trials]
         assert trials

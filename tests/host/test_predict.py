@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kerngen.arch import ARCHES, DEVICES, Target, default_device, find_arch
-from kerngen.compile import Resources
-from kerngen.predict import CONSTANTS, MODEL, launch_us, occupancy, predict
+from kerngen.compiler.compile import Resources
+from kerngen.cost.predict import CONSTANTS, MODEL, launch_us, occupancy, predict
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Launch, Traffic
 from kerngen.templates.moe_w4a16.traffic import expected

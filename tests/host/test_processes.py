@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from kerngen.errors import KerngenError
-from kerngen.processes import ProcessDied, Processes
+from kerngen.system.processes import ProcessDied, Processes
 
 # -- what is called
 
@@ -129,7 +129,7 @@ def test_none_is_left_by_who_closes_nothing() -> None:
     script = (
         "import os, sys, tempfile, time\n"
         "kept = tempfile.TemporaryDirectory()\n"  # whose finalizer is registered before multiprocessing's
-        "from kerngen.processes import Processes\n"
+        "from kerngen.system.processes import Processes\n"
         "if __name__ == '__main__':\n"
         "    processes = Processes(1)\n"
         "    print(processes.submit(os.getpid).result(30), flush=True)\n"

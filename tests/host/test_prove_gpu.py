@@ -15,16 +15,16 @@ from toy import toy_kernels
 
 import kerngen.tuning.worker as worker
 from kerngen.arch import Device, Target, find_arch, find_device
-from kerngen.cache import CachedCompiler, CompileCache
-from kerngen.gpu import GpuLock
-from kerngen.processes import ProcessDied
+from kerngen.compiler.cache import CachedCompiler, CompileCache
+from kerngen.system.processes import ProcessDied
 from kerngen.templates.kernel import Kernel
+from kerngen.timing.gpu import GpuLock
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.objective import Measured, Predicted
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning.worker import GpuWorker, Observed
 from kerngen.tuning_db import Store
-from kerngen.workload import Item
+from kerngen.workload.workload import Item
 
 SM70 = find_arch("sm70")
 TOKENS = (64, 512, 4096)

@@ -21,15 +21,15 @@ from kerngen import api
 from kerngen.arch import Target, find_device
 from kerngen.errors import CorruptRecord, DatabaseError, TrustError
 from kerngen.tuning_db import Bound, Store, Winner, default_sources, lookup, open_source, problem_key
-from kerngen.tuning_db.keep import schema
-from kerngen.tuning_db.serve import reader as reading
-from kerngen.tuning_db.serve import trust
-from kerngen.tuning_db.serve.boards import at_hand
-from kerngen.tuning_db.serve.canonical import seal_of
-from kerngen.tuning_db.serve.line import COLUMNS, Line, decode, encode
-from kerngen.tuning_db.serve.reader import Reader
-from kerngen.tuning_db.ship.keys import SecretKey
-from kerngen.tuning_db.ship.seal import seal
+from kerngen.tuning_db.dist.keys import SecretKey
+from kerngen.tuning_db.dist.seal import seal
+from kerngen.tuning_db.read import reader as reading
+from kerngen.tuning_db.read import trust
+from kerngen.tuning_db.read.boards import at_hand
+from kerngen.tuning_db.read.ids import seal_of
+from kerngen.tuning_db.read.kernel_index import COLUMNS, Line, decode, encode
+from kerngen.tuning_db.read.reader import Reader
+from kerngen.tuning_db.store import schema
 
 KERNEL, NEWER = make_kernel(), make_kernel(version=2)
 PROBLEM = Problem()
@@ -40,13 +40,15 @@ ANN = SecretKey(b"a" * 32, "ann")
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Played sources and closures; nobody is trusted, and nothing shipped."""
-    monkeypatch.setattr("kerngen.render.source_of", fake_render)
-    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
+    monkeypatch.setattr("kerngen.compiler.render.source_of", fake_render)
+    monkeypatch.setattr(
+        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+    )
     for name in ("KERNGEN_TRUST", "KERNGEN_TRUST_UNSIGNED", "KERNGEN_TRUST_FILES", "KERNGEN_DB_OVERRIDE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr(trust, "_HOST", tmp_path / "etc" / "trusted")
-    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")
+    monkeypatch.setattr("kerngen.tuning_db.read.places.PREBUILT", tmp_path / "none")
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +56,10 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two points, two boards, two versions of the kernel, a prediction, and the code of a build that nobody chose."""
     path = tmp_path_factory.mktemp("pristine") / "tuning.db"
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("kerngen.render.source_of", fake_render)
-        m.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
+        m.setattr("kerngen.compiler.render.source_of", fake_render)
+        m.setattr(
+            "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+        )
         with Store.open(path) as store:
             record(store, KERNEL, 1, 20.0)
             record(store, KERNEL, 2, 10.0)
@@ -130,14 +134,16 @@ def test_each_version_of_the_kernel_is_served_its_own(reader: Reader) -> None:
 
 def test_its_own_comes_first_though_another_is_current_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two versions that render the same sources; each was tuned, one with more trials."""
-    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: "a comment was added")
+    monkeypatch.setattr("kerngen.compiler.source_digest.closure_of", lambda kernel: "a comment was added")
     with Store.open(path) as store:
         record(store, KERNEL, 32, 1.0)
     with opened(path) as r:
         found = ask(r)
         assert found is not None
         assert (found.config, found.stale) == ({"block_n": 32}, False)
-        monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
+        monkeypatch.setattr(
+            "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+        )
         found = ask(r)
         assert found is not None
         assert (found.config, found.stale) == ({"block_n": 2}, False)
@@ -175,8 +181,8 @@ def test_a_migration_makes_the_lines(tmp_path: Path) -> None:
 
 def test_a_server_says_the_same(path: Path, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same trials; its lines are made of its rows."""
-    monkeypatch.setattr("kerngen.tuning_db.keep.rows.now", lambda: "2026-01-01T00:00:00+00:00")
-    monkeypatch.setattr("kerngen.tuning_db.keep.store.now", lambda: "2026-01-01T00:00:00+00:00")
+    monkeypatch.setattr("kerngen.tuning_db.store.rows.now", lambda: "2026-01-01T00:00:00+00:00")
+    monkeypatch.setattr("kerngen.tuning_db.store.store.now", lambda: "2026-01-01T00:00:00+00:00")
     file = path.with_name("file.db")
     for place in (str(file), postgresql_url):
         with Store.open(place) as store:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kerngen.arch import Target, find_arch
-from kerngen.compile import compile_ptx
-from kerngen.render import render
+from kerngen.compiler.compile import compile_ptx
+from kerngen.compiler.render import render
 from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine, Request

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 from toy import toy_kernels
 
-from kerngen import render as rendering
 from kerngen.arch import Target, find_device
 from kerngen.cli.db import db
-from kerngen.compile import compile_cubin
+from kerngen.compiler import render as rendering
+from kerngen.compiler.compile import compile_cubin
 from kerngen.errors import TuningMiss
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
 from kerngen.tuning_db import Measurement, Store, Winner, lookup, problem_key
-from kerngen.tuning_db.ship.verify import LEVELS, verify
+from kerngen.tuning_db.dist.verify import LEVELS, verify
 
 V100 = Target.of(find_device("V100"))
 
@@ -40,8 +40,8 @@ class Code:
 @pytest.fixture
 def code(monkeypatch: pytest.MonkeyPatch) -> Code:
     code = Code()
-    monkeypatch.setattr("kerngen.render.source_of", code.source_of)
-    for place in ("kerngen.closure.closure_of", "kerngen.rebuild.closure_of"):
+    monkeypatch.setattr("kerngen.compiler.render.source_of", code.source_of)
+    for place in ("kerngen.compiler.source_digest.closure_of", "kerngen.bundles.rebuild.closure_of"):
         monkeypatch.setattr(place, lambda kernel: code.closure)
     return code
 

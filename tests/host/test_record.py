@@ -19,7 +19,7 @@ from recordings import FakeGpu
 from toy import TOYS, toy_kernels
 
 from kerngen.arch import Target, find_arch, find_device
-from kerngen.cache import CachedCompiler, CompileCache
+from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.errors import RecordingError
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.record import RETIMED, Recording, estimates, main, record

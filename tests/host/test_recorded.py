@@ -15,7 +15,7 @@ from recordings import recording
 from toy import toy_kernels
 
 from kerngen.arch import Target, find_arch
-from kerngen.compile import Resources
+from kerngen.compiler.compile import Resources
 from kerngen.errors import RecordingError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of

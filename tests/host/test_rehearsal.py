@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from kerngen.arch import Target, find_device
-from kerngen.runtime.binding import Bindings
 from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.executors import Say
-from kerngen.runtime.executors.listen import Listen
 from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.executors.trace import Listen
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.sampling import Sampling
+from kerngen.runtime.selection import Bindings
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call

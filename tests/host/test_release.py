@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from command import ROOT, Kerngen
 
-from kerngen import builds
 from kerngen.arch import Target, find_device
-from kerngen.builds import Built
-from kerngen.bundle import Bundle
-from kerngen.runtime.binding import Bindings
+from kerngen.bundles.bundle import Bundle
+from kerngen.compiler import builds
+from kerngen.compiler.builds import Built
+from kerngen.runtime.selection import Bindings
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_sources, lookup
-from kerngen.tuning_db.keep.bundles import open_bundle
-from kerngen.workload import find_model, workload
+from kerngen.tuning_db.store.bundles import open_bundle
+from kerngen.workload.workload import find_model, workload
 
 MODELS = ("--model", "gemma-4-31b", "--model", "gemma-4-12b")
 KERNELS = ("--kernel", "gelu_gate,rmsnorm", "--jobs", "1")

@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from kerngen.arch import Target, find_device
-from kerngen.cache import CachedCompiler
+from kerngen.compiler.cache import CachedCompiler
+from kerngen.cost.predict import MODEL
 from kerngen.errors import DatabaseError, UsageError
-from kerngen.predict import MODEL
 from kerngen.tuning.prebuilt import main, renew
 from kerngen.tuning.renew import renewed
-from kerngen.tuning_db.serve.places import PREBUILT
+from kerngen.tuning_db.read.places import PREBUILT
 
 T4 = Target.of(find_device("T4"))
 SHEET = PREBUILT / "T4" / "rmsnorm.predicted.txt"

@@ -15,8 +15,8 @@ from recordings import distorted, recording
 from toy import toy_kernels
 
 from kerngen.arch import Target, find_arch
+from kerngen.cost.predict import predict
 from kerngen.errors import RecordingError, UnknownName
-from kerngen.predict import predict
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.budget import LEAST_GAIN

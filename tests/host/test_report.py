@@ -16,17 +16,17 @@ from sheets import measured_store
 from test_tuning_db import H200, add_build, key_of, measured
 
 from kerngen.arch import Target, find_arch
-from kerngen.predict import predict
-from kerngen.report.facts import Facts, Wanted, gather
+from kerngen.cost.predict import predict
+from kerngen.report.data import Facts, Wanted, gather
 from kerngen.report.figure import us
 from kerngen.report.page import write_report
 from kerngen.report.svg import Plot, Scale, px, short
 from kerngen.report.trials import predictions
-from kerngen.steps import Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, Winner, problem_key
-from kerngen.tuning_db.serve.values import StepKey
-from kerngen.workload import find_model
+from kerngen.tuning_db.read.values import StepKey
+from kerngen.workload.steps import Step, sequence
+from kerngen.workload.workload import find_model
 
 KERNELS = ("add_norm", "attn_prefill", "gelu_gate", "rmsnorm", "softcap_argmax", "w4a16_gemm")
 SECTIONS = ["steps", "judged", "tokens", "gain", "arches", "roofline", "searches", "prediction", "provenance"]

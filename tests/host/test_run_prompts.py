@@ -20,13 +20,13 @@ from tokens import write_tokenizer
 
 from kerngen.cli.prompts import MAX_LINE_BYTES, Defaults, parse_line, read_lines
 from kerngen.errors import KerngenError, NumericsError, UsageError
-from kerngen.progress import Reporter
-from kerngen.runtime import many
+from kerngen.runtime import prompt_file
 from kerngen.runtime.engine import Engine
-from kerngen.runtime.many import Job, Outcomes
 from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.prompt_file import Job, Outcomes
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import Session, open_checkpoint
+from kerngen.system.progress import Reporter
 
 MODEL = str(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
 RUN = ("run", MODEL, "--no-draft", "--device", "cpu", "--temperature", "0")
@@ -184,8 +184,8 @@ def test_options_that_contradict_each_other(kerngen: Kerngen) -> None:
 
 def test_many_jobs_are_read_as_there_is_room(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is longer than all before it waits for a larger cache, and nobody's text changes."""
-    monkeypatch.setattr(many, "AHEAD", 6)
-    monkeypatch.setattr(many, "MAX_BATCH", 3)
+    monkeypatch.setattr(prompt_file, "AHEAD", 6)
+    monkeypatch.setattr(prompt_file, "MAX_BATCH", 3)
     num_read = most = 0
     jobs = [Job("abcdefgh"[: 1 + i % 8], 40 if i == 9 else 2 + i % 5) for i in range(25)]
 

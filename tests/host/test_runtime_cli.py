@@ -24,8 +24,8 @@ from transformers import Gemma4ForCausalLM
 from kerngen.errors import CheckpointError, DeviceError, UsageError
 from kerngen.runtime.backend import explaining_memory
 from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.ops.fallbacks import OUTSIDE
 from kerngen.runtime.ops.kernels import KernelOps
-from kerngen.runtime.ops.outside import OUTSIDE
 from kerngen.runtime.session import find_drafter
 from kerngen.runtime.text import TextCodec
 
@@ -460,7 +460,7 @@ def test_run_keeps_repacked_weights_and_says_when_they_are_stale(
 
 
 def test_run_shows_how_far_loading_is(kerngen: Terminal, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("kerngen.system.progress.LINE_EVERY_S", 0.0)
     said = kerngen("run", folder, "--prompt", "x", "--device", "cpu", "--max-new-tokens", 1)
     assert said.err.startswith("loading weights, MB: 0/0, ")
     assert "loading" not in said.out

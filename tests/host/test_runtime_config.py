@@ -13,7 +13,7 @@ from transformers import Gemma4AssistantConfig, Gemma4Config, Gemma4TextConfig
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import ModelConfig, read_drafter_config, read_model_config
-from kerngen.workload import MODELS, find_model
+from kerngen.workload.workload import MODELS, find_model
 
 
 def flat_keys(config: ModelConfig, **more: Any) -> dict[str, Any]:

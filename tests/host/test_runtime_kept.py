@@ -22,8 +22,8 @@ from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseLinear, Linear, Ops
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
-from kerngen.runtime.weights.kept import leaves, seal
 from kerngen.runtime.weights.loader import load_model
+from kerngen.runtime.weights.repacked import leaves, seal
 from kerngen.runtime.weights.safetensors import SafetensorsFile
 from kerngen.runtime.weights.source import CheckpointSource
 
@@ -244,7 +244,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kerngen.files.os.fsync", full)
+        patch.setattr("kerngen.system.files.os.fsync", full)
         with pytest.warns(UserWarning, match=r"the repacked weights are not kept in .*: No space left on device"):
             load(folder, keep_repacked=True)
     assert [p.name for p in folder.iterdir() if "kerngen" in p.name] == [], "nothing is left of it"

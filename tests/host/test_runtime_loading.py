@@ -21,7 +21,7 @@ from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights import safetensors
 from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
-from kerngen.runtime.weights.stage import Stage
+from kerngen.runtime.weights.staging import Stage
 
 MIB = 1024 * 1024
 

@@ -22,7 +22,7 @@ from kerngen.runtime.ops import DenseLinear, Linear, W4Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
-from kerngen.templates.common.w4_pack import dequantize
+from kerngen.templates.common.w4.pack import dequantize
 
 
 @pytest.fixture

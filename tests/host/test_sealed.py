@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kerngen.errors import CorruptRecord, DatabaseError, KerngenError
-from kerngen.tuning_db.serve import trust
-from kerngen.tuning_db.serve.sealed import FOOTER_BYTES, QUERY_ERRORS, Sealed, Value, leaf, tail_of
-from kerngen.tuning_db.serve.trust import signed_message, trust_digest
-from kerngen.tuning_db.ship.keys import SecretKey
-from kerngen.tuning_db.ship.seal import damage, rows_of, seal, sign
+from kerngen.tuning_db.dist.keys import SecretKey
+from kerngen.tuning_db.dist.seal import damage, rows_of, seal, sign
+from kerngen.tuning_db.read import trust
+from kerngen.tuning_db.read.sealed import FOOTER_BYTES, QUERY_ERRORS, Sealed, Value, leaf, tail_of
+from kerngen.tuning_db.read.trust import signed_message, trust_digest
 
 ABOUT = {"schema": "0003", "name": "test", "contents": {"arches": ["sm90"]}}
 PAGE = 4096

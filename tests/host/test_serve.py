@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.app import make_app
-from kerngen.runtime.serve.choices import merged
+from kerngen.runtime.serve.choice_stream import merged
 from kerngen.runtime.serve.service import Limits, Service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

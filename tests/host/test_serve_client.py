@@ -11,8 +11,8 @@ import pytest
 
 from kerngen.runtime.engine import Stats
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.serve.client import EngineClient, EngineFailed
-from kerngen.runtime.serve.worker import Cancel, Failed, Loading, Made, Options, Ready, Told, serve
+from kerngen.runtime.serve.engine_client import EngineClient, EngineFailed
+from kerngen.runtime.serve.engine_process import Cancel, Failed, Loading, Made, Options, Ready, Told, serve
 from kerngen.runtime.session import Session
 
 

@@ -12,7 +12,7 @@ from command import Kerngen
 from served import TINY, Served, served
 
 from kerngen.errors import UsageError
-from kerngen.generated_session import CONTROL, FIRST_BYTE, LEAST_VOCAB, generated_tokenizer
+from kerngen.workload.generated_session import CONTROL, FIRST_BYTE, LEAST_VOCAB, generated_tokenizer
 
 LOAD = ("--vocab", "1024", "--prompt-tokens", "12", "--answer-tokens", "8", "--concurrency", "4")
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kerngen.errors import UsageError
-from kerngen.runtime.serve.calls import _ANNOTATIONS, _KNOWN
-from kerngen.runtime.serve.guided import (
+from kerngen.runtime.serve.grammars import (
     MAX_GRAMMAR_CHARS,
     Guide,
     Guides,
@@ -26,8 +25,9 @@ from kerngen.runtime.serve.guided import (
     json_grammar,
     regex_grammar,
 )
-from kerngen.runtime.serve.output import ContentDelta, Output, ReasoningDelta, ToolCallDelta
-from kerngen.runtime.serve.turns import template_tools
+from kerngen.runtime.serve.messages import template_tools
+from kerngen.runtime.serve.output_parser import ContentDelta, Output, ReasoningDelta, ToolCallDelta
+from kerngen.runtime.serve.tool_grammar import _ANNOTATIONS, _KNOWN
 from kerngen.runtime.text import TextCodec
 
 VOCAB_SIZE = 1040  # more than the tokenizer's 1,024, and no multiple of 32

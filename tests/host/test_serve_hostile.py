@@ -23,9 +23,9 @@ from kerngen.runtime.completion import UpToStop
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve import server
 from kerngen.runtime.serve.app import make_app
+from kerngen.runtime.serve.engine_process import Cancel, Guiding, Submit, _Loop
+from kerngen.runtime.serve.messages import template_tools
 from kerngen.runtime.serve.service import LEAST_CHARS, QUICK_CHARS, QUICK_S, Limits, Service, size_of
-from kerngen.runtime.serve.turns import template_tools
-from kerngen.runtime.serve.worker import Cancel, Guiding, Submit, _Loop
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

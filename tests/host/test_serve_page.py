@@ -16,7 +16,7 @@ from command import ROOT
 from pages import read_page
 from served import Served, served
 
-from kerngen.runtime.serve.page import chat_page
+from kerngen.runtime.serve.chat_page import chat_page
 
 MOST_BYTES = 40 * 1024
 LEAST_CONTRAST = 4.5  # WCAG 2.2, AA, of text in normal size

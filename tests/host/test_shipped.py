@@ -20,11 +20,11 @@ from kerngen.arch import Target, find_device
 from kerngen.errors import DatabaseError
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_stores, lookup
-from kerngen.tuning_db.keep.store import Store
-from kerngen.tuning_db.serve import boards, places
-from kerngen.tuning_db.serve.reader import Reader
-from kerngen.tuning_db.serve.sealed import Sealed
+from kerngen.tuning_db.read import boards, places
+from kerngen.tuning_db.read.reader import Reader
+from kerngen.tuning_db.read.sealed import Sealed
 from kerngen.tuning_db.shipped import Shipped, key_of, open_board, path_of
+from kerngen.tuning_db.store.store import Store
 
 SHEETS = places.PREBUILT / "H200"
 H200, H100, V100 = (Target.of(find_device(name)) for name in ("H200", "H100", "V100"))
@@ -53,7 +53,7 @@ def problem() -> Any:
 
 
 def _cells() -> Any:
-    from kerngen.tuning_db.ship.text import parse
+    from kerngen.tuning_db.dist.results_file import parse
 
     return parse((SHEETS / "gelu_gate.txt").read_text()).cells
 
@@ -90,7 +90,7 @@ def test_reading_it_takes_no_sqlalchemy_and_no_jinja(cache: Path) -> None:
     open_board(here()).close()
     code = (
         "import sys, json; sys.modules.update(dict.fromkeys(('sqlalchemy', 'alembic', 'jinja2', 'torch', 'cupy')));"
-        "from pathlib import Path; from kerngen.tuning_db.serve import places;"
+        "from pathlib import Path; from kerngen.tuning_db.read import places;"
         f"places.PREBUILT = Path({str(places.PREBUILT)!r});"
         "from kerngen.arch import Target, find_device; from kerngen.templates import find_kernel;"
         "from kerngen.tuning_db import default_sources, lookup; k = find_kernel('gelu_gate');"

@@ -19,13 +19,13 @@ from test_tuning_db import H100, H200, add_build, key_of, measured
 from kerngen.arch import Target
 from kerngen.errors import DatabaseError, TrustError
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.keep import schema as t
-from kerngen.tuning_db.keep.bundles import open_any, open_bundle
-from kerngen.tuning_db.keep.rows import sealed as resealed
-from kerngen.tuning_db.serve.sealed import Sealed
-from kerngen.tuning_db.ship.export import Selection, export
-from kerngen.tuning_db.ship.keys import user_key
-from kerngen.tuning_db.ship.verify import LEVELS, verify
+from kerngen.tuning_db.dist.export import Selection, export
+from kerngen.tuning_db.dist.keys import user_key
+from kerngen.tuning_db.dist.verify import LEVELS, verify
+from kerngen.tuning_db.read.sealed import Sealed
+from kerngen.tuning_db.store import schema as t
+from kerngen.tuning_db.store.bundles import open_any, open_bundle
+from kerngen.tuning_db.store.rows import sealed as resealed
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_what_is_exported_gives_the_same_winners(store: Store) -> None:
         }
         chosen = {w.id: (w.build_id, w.provenance, w.latency_us) for w in shipped.winners()}
         with Store.open("again.db") as again:
-            from kerngen.tuning_db.keep.merge import merge
+            from kerngen.tuning_db.store.merge import merge
 
             merge(again, [shipped])
             assert {w.id: (w.build_id, w.provenance, w.latency_us) for w in again.winners()} == chosen
@@ -220,7 +220,7 @@ def test_a_read_only_disk_and_a_full_one(store: Store, monkeypatch: pytest.Monke
         with into.engine.connect() as connection:
             pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
             connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")  # of the connection, which is pooled
-        from kerngen.tuning_db.keep.merge import merge
+        from kerngen.tuning_db.store.merge import merge
 
         with open_any("ro/out.kgdb") as shipped, pytest.raises(DatabaseError, match="no space left"):
             merge(into, [shipped])
@@ -306,7 +306,7 @@ def test_machine_code_that_others_may_have_written_goes_nowhere(
     assert kerngen("db", "ls", "--db", "mine.db")[0] == 0
     assert kerngen("db", "export", "--db", "mine.db", "--no-images", "-o", "x.kgdb")[0] == 0
     monkeypatch.setenv("KERNGEN_DB", "mine.db")
-    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", kerngen.folder / "none")
+    monkeypatch.setattr("kerngen.tuning_db.read.places.PREBUILT", kerngen.folder / "none")
     assert kerngen("db", "export", "-o", "y.kgdb")[0] != 0
     assert re.search(r"mine\.db can be written by everyone.*; looking on without it \(.*TRUST_FILES=1", caplog.text)
     monkeypatch.setenv("KERNGEN_TRUST_FILES", "1")

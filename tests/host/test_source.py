@@ -14,17 +14,17 @@ from toy import TOYS
 
 from kerngen.arch import Target, find_arch
 from kerngen.cli import main
-from kerngen.compile import CompilePool, cache_key, compile_cubin
+from kerngen.compiler.compile import CompilePool, cache_key, compile_cubin
+from kerngen.compiler.render import render
+from kerngen.compiler.source import Origin, Source, located
 from kerngen.errors import CompileError, TemplateError
-from kerngen.render import render
-from kerngen.source import Origin, Source, located
 from kerngen.templates import TEMPLATES_VARIABLE, find_kernel, kernel_names
 
 SM90 = Target.of(find_arch("sm90"))
 TEMPLATE = """\
 {# A remark
    of two lines. #}
-#include "common/types.cuh"
+#include "common/ptx/types.cuh"
 constexpr int WIDTH = {{ p.width }}; // @@
 {% for i in range(2) %}
 constexpr int A{{ i }} = 1; // @@
@@ -91,7 +91,7 @@ def test_every_line_knows_its_template_line(template: Path) -> None:
             seen += 1
         elif "struct Half" in line:
             assert place is not None
-            assert place.startswith("templates/common/types.cuh:")
+            assert place.startswith("templates/common/ptx/types.cuh:")
             file, _, at = place.rpartition(":")
             assert (Path(__file__).parents[2] / file).read_text().splitlines()[int(at) - 1] == line
             seen += 1

@@ -19,8 +19,8 @@ from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import TemplateError
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel
+from kerngen.tuning.field_tracing import Remembered, leaves, watched
 from kerngen.tuning.space import Part, candidates, enumerated, space_of, space_size, walk
-from kerngen.tuning.watched import Remembered, leaves, watched
 
 SM90 = Target.of(find_arch("sm90"))
 SOME_POINTS = 1500  # of a kernel's body: brute force takes 20 us each

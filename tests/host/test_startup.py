@@ -13,8 +13,8 @@ import pytest
 from sheets import measured_store
 
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.ship.keys import SecretKey
-from kerngen.tuning_db.ship.seal import seal
+from kerngen.tuning_db.dist.keys import SecretKey
+from kerngen.tuning_db.dist.seal import seal
 
 # Nothing of these may be needed: to import one is an error, as where it is not installed. cupy_backends has NVRTC.
 ABSENT = ("sqlalchemy", "alembic", "optuna", "jinja2", "torch", "cupy", "cupy_backends")
@@ -25,10 +25,10 @@ began = time.perf_counter()
 sys.modules.update(dict.fromkeys({absent!r}))
 from collections import Counter
 from kerngen.arch import Target, find_device
-from kerngen.runtime.binding import Bindings
+from kerngen.runtime.selection import Bindings
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import open_source
-from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.read.reader import Reader
 
 queries, rows = Counter(), Reader._rows
 def counted(self, table, *rest):

@@ -13,18 +13,28 @@ from test_tune import V100, FakeGpu
 from toy import toy_kernels
 
 from kerngen.arch import Target
-from kerngen.cache import CachedCompiler, CompileCache
+from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.errors import DeviceError
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.objective import Measured, Outcome
 from kerngen.tuning.report import Report
 from kerngen.tuning.space import candidates
-from kerngen.tuning.step import BAND, MOST, Choice, Ratio, Stepped, StepPoint, TimedStep, footprint, of_whole_step
+from kerngen.tuning.step_objective import (
+    BAND,
+    MOST,
+    Choice,
+    Ratio,
+    Stepped,
+    StepPoint,
+    TimedStep,
+    footprint,
+    of_whole_step,
+)
 from kerngen.tuning.study import Search
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.serve.values import StepKey
-from kerngen.workload import Item, Use, Workload
+from kerngen.tuning_db.read.values import StepKey
+from kerngen.workload.workload import Item, Use, Workload
 
 TOKENS = (4096, 8192, 16384)  # of the problems of the step, in its order
 CACHE = Path()

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from command import Kerngen
 
-from kerngen.measure import Ceilings
 from kerngen.report.bench.runs import read_run
-from kerngen.stepprofile import IDLE, Profile, Span, _span, moved, rows_of
 from kerngen.templates import find_kernel
+from kerngen.timing.measure import Ceilings
+from kerngen.timing.step_profile import IDLE, Profile, Span, _span, moved, rows_of
 
 ATTENTION = find_kernel("attn_decode").problem_type(head_dim=256, num_q_heads=32, num_kv_heads=16, kv_len=2048)
 NORM = find_kernel("add_norm").problem_type()
@@ -72,9 +72,11 @@ def test_a_profile_is_printed_in_80_columns_and_drawn(kerngen: Kerngen, monkeypa
     spans = [Span("attn_decode", 0, 8), Span("add_norm", 9, 10), Span(long, 10, 14)]
     rows = rows_of(spans, 1, calls, read_gbps=4000.0)
     limit = Ceilings(4000.0, 4100.0, 780.0, {"gpu": "H200", "driver": "580", "torch": "2"})
-    monkeypatch.setattr("kerngen.measure.ceilings", lambda: limit)
+    monkeypatch.setattr("kerngen.timing.measure.ceilings", lambda: limit)
     monkeypatch.setattr("kerngen.runtime.backend.use_gpu", lambda _: 0)
-    monkeypatch.setattr("kerngen.stepprofile.profile_step", lambda _, step, *__, **___: Profile(step, 14.0, 4e3, rows))
+    monkeypatch.setattr(
+        "kerngen.timing.step_profile.profile_step", lambda _, step, *__, **___: Profile(step, 14.0, 4e3, rows)
+    )
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("kerngen.cli.tables.line_width", lambda **_: 80)  # as on a terminal
     code, out, err = kerngen("bench", "profile", "gemma-4-31b", "--untuned", "--report", "p.html")

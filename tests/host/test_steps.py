@@ -10,8 +10,8 @@ import pytest
 
 from kerngen.arch import find_arch
 from kerngen.errors import UsageError
-from kerngen.steps import STEPS, Step, sequence, shares, shortened, steps_for
-from kerngen.workload import MODELS, Item, Model, find_model, find_workload, workload
+from kerngen.workload.steps import STEPS, Step, sequence, shares, shortened, steps_for
+from kerngen.workload.workload import MODELS, Item, Model, find_model, find_workload, workload
 
 SM90 = find_arch("sm90")
 

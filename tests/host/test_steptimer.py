@@ -9,10 +9,10 @@ import pytest
 
 from kerngen.arch import find_arch, find_device
 from kerngen.errors import LaunchError
-from kerngen.steps import Ratio, sequence
-from kerngen.tuning.steptimer import timed_steps
+from kerngen.tuning.step_timer import timed_steps
 from kerngen.tuning.worker import Observed
-from kerngen.workload import find_model, find_workload
+from kerngen.workload.steps import Ratio, sequence
+from kerngen.workload.workload import find_model, find_workload
 
 MODEL, ARCH = find_model("gemma-4-31b"), find_arch("sm90")
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from kerngen.errors import LaunchError
-from kerngen.processes import ProcessDied
-from kerngen.steps import Step
+from kerngen.system.processes import ProcessDied
 from kerngen.templates import find_kernel
-from kerngen.tuning import stepworker, worker
-from kerngen.tuning.stepworker import GRAPHS_KEPT, Exchanged
+from kerngen.tuning import step_worker, worker
+from kerngen.tuning.step_worker import GRAPHS_KEPT, Exchanged
 from kerngen.tuning.worker import GpuWorker, Observed
-from kerngen.workload import find_model
+from kerngen.workload.steps import Step
+from kerngen.workload.workload import find_model
 
 MODEL, STEP = find_model("gemma-4-e2b"), Step.decode(1, 512)
 KERNEL = find_kernel("rmsnorm")
@@ -45,12 +45,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     def function(kernel: Any, config: Any, target: Any, image: bytes, *, index: int) -> Any:
         return SimpleNamespace(config=config, image=image)
 
-    monkeypatch.setattr(stepworker, "_held", {})
-    monkeypatch.setattr(stepworker, "_stages", {})
-    monkeypatch.setattr(stepworker, "StepGraph", FakeGraph)
-    monkeypatch.setattr(stepworker, "Stage", lambda model: SimpleNamespace(model=model))
-    monkeypatch.setattr(stepworker, "Function", function)
-    monkeypatch.setattr(stepworker, "target_here", lambda: None)
+    monkeypatch.setattr(step_worker, "_held", {})
+    monkeypatch.setattr(step_worker, "_stages", {})
+    monkeypatch.setattr(step_worker, "StepGraph", FakeGraph)
+    monkeypatch.setattr(step_worker, "Stage", lambda model: SimpleNamespace(model=model))
+    monkeypatch.setattr(step_worker, "Function", function)
+    monkeypatch.setattr(step_worker, "target_here", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
@@ -61,8 +61,8 @@ def _exchanged(image: bytes, *tokens: int) -> Exchanged:
 
 def test_a_choice_is_captured_once_and_serves_every_problem_it_names() -> None:
     base, other = [_exchanged(b"a", 1, 2)], [_exchanged(b"b")]
-    first: Any = stepworker.compare(MODEL, STEP, base, other, 5)
-    again: Any = stepworker.compare(MODEL, STEP, base, other, 7)
+    first: Any = step_worker.compare(MODEL, STEP, base, other, 5)
+    again: Any = step_worker.compare(MODEL, STEP, base, other, 7)
     assert (first[0], first[1]) == (again[0], again[1])
     assert (first[2], again[2]) == (5, 7)
     functions = first[0].chosen
@@ -72,42 +72,42 @@ def test_a_choice_is_captured_once_and_serves_every_problem_it_names() -> None:
 
 def test_the_base_stays_while_others_come_and_go() -> None:
     base = [_exchanged(b"base")]
-    first: Any = stepworker.compare(MODEL, STEP, base, [_exchanged(b"0")], 1)
+    first: Any = step_worker.compare(MODEL, STEP, base, [_exchanged(b"0")], 1)
     for i in range(3 * GRAPHS_KEPT):
-        later: Any = stepworker.compare(MODEL, STEP, base, [_exchanged(f"{i}".encode())], 1)
+        later: Any = step_worker.compare(MODEL, STEP, base, [_exchanged(f"{i}".encode())], 1)
         assert later[0] is first[0]
-    (held,) = stepworker._held.values()
+    (held,) = step_worker._held.values()
     captured = held._graph.captured  # type: ignore[attr-defined]
     assert len(captured) == 1 + 3 * GRAPHS_KEPT
 
 
 def test_steps_of_one_model_share_its_weights() -> None:
     for step in (STEP, Step.decode(8, 512), STEP):
-        stepworker.compare(MODEL, step, [], [], 1)
-    first, second = stepworker._held.values()
+        step_worker.compare(MODEL, step, [], [], 1)
+    first, second = step_worker._held.values()
     assert first._graph.stage is second._graph.stage
-    stepworker.let_go()
-    assert stepworker._held == stepworker._stages == {}
+    step_worker.let_go()
+    assert step_worker._held == step_worker._stages == {}
 
 
 def test_where_memory_is_short_other_steps_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    stepworker.compare(MODEL, STEP, [], [], 1)
+    step_worker.compare(MODEL, STEP, [], [], 1)
     capture = FakeGraph.capture
 
     def alone(self: FakeGraph, chosen: Any) -> Any:
-        if len(stepworker._held) > 1:
+        if len(step_worker._held) > 1:
             raise torch.OutOfMemoryError("no room for two")
         return capture(self, chosen)
 
     monkeypatch.setattr(FakeGraph, "capture", alone)
-    seen = stepworker.compare(MODEL, Step.decode(8, 512), [], [], 1)
+    seen = step_worker.compare(MODEL, Step.decode(8, 512), [], [], 1)
     assert not isinstance(seen, str)
-    assert [step for _, step in stepworker._held] == [Step.decode(8, 512)]
+    assert [step for _, step in step_worker._held] == [Step.decode(8, 512)]
 
 
 @pytest.mark.parametrize(("image", "why"), [(b"bad", "refused"), (b"huge", "decode, batch 1, context 512 of gemma-4-")])
 def test_what_cannot_run_says_so(image: bytes, why: str) -> None:
-    seen = stepworker.compare(MODEL, STEP, [], [_exchanged(image)], 1)
+    seen = step_worker.compare(MODEL, STEP, [], [_exchanged(image)], 1)
     assert isinstance(seen, str)
     assert why in seen
 

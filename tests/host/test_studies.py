@@ -25,7 +25,7 @@ from test_tuning_db import H200, add_build, key_of, measured, predicted
 from kerngen.arch import Target
 from kerngen.cli.db import db
 from kerngen.errors import UnknownName
-from kerngen.report.facts import gather
+from kerngen.report.data import gather
 from kerngen.report.studies import write_studies
 from kerngen.tuning_db import Store
 

@@ -19,7 +19,7 @@ from kerngen.tuning import sweep
 from kerngen.tuning.worker import Observed
 
 GEMM = find_kernel("w4a16_gemm")
-ARGUMENTS = ("w4a16_gemm", "--body", "warpgroups.cu.jinja", "--problem", "n=512,k=256,gated=false,num_tokens=40")
+ARGUMENTS = ("w4a16_gemm", "--body", "wgmma_ws.cu.jinja", "--problem", "n=512,k=256,gated=false,num_tokens=40")
 
 
 class PlayedGpu(PlayedWorker):
@@ -112,7 +112,7 @@ def test_plans_that_are_kept_can_run() -> None:
 
 
 def test_the_quickest_by_the_model_are_tried_first() -> None:
-    body = sweep.body_of(GEMM, "warpgroups.cu.jinja")
+    body = sweep.body_of(GEMM, "wgmma_ws.cu.jinja")
     problem = GEMM.problem_type(n=5376, k=8192, num_tokens=4096)
     target = Target.of(find_device("H200"))
     case, gpu = GEMM.cases.case_for(problem), PlayedGpu(3.0)

@@ -13,16 +13,16 @@ from test_tuning_db import H200
 from test_tuning_db_lookup import Config, Problem, fake_render, make_kernel, record
 
 from kerngen.arch import Target, find_arch
+from kerngen.cost.crossover import judge_of
+from kerngen.cost.predict import predict
 from kerngen.errors import TuningMiss
-from kerngen.judge import judge_of
-from kerngen.predict import predict
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.between import Seen, gaps, look
 from kerngen.tuning_db import Store, lookup, problem_key
-from kerngen.tuning_db.keep.switches import SIZES, Judge, TunedPoint, switches
-from kerngen.tuning_db.serve.canonical import canonical
-from kerngen.tuning_db.serve.reader import Reader
+from kerngen.tuning_db.read.ids import canonical
+from kerngen.tuning_db.read.reader import Reader
+from kerngen.tuning_db.store.crossovers import SIZES, Judge, TunedPoint, switches
 
 TARGET = Target.of(H200)
 ENTRIES: Mapping[str, Any] = {}
@@ -122,8 +122,10 @@ def test_neighbours_have_nothing_between_and_far_ones_are_judged_at_some_sizes()
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr("kerngen.render.source_of", fake_render)
-    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
+    monkeypatch.setattr("kerngen.compiler.render.source_of", fake_render)
+    monkeypatch.setattr(
+        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+    )
     kernel = make_kernel()
     kernel.spec.default_config = lambda problem, target: Config(48)  # type: ignore[attr-defined]
     return kernel
@@ -178,7 +180,7 @@ def test_another_version_of_the_kernel_is_not_bound_by_it(
 ) -> None:
     """Though it renders the same sources: its defaults may be others."""
     assert served(source, kernel, 20) is None
-    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: "another")
+    monkeypatch.setattr("kerngen.compiler.source_digest.closure_of", lambda kernel: "another")
     assert served(source, kernel, 20) == 64
 
 

@@ -17,9 +17,9 @@ from toy import TOYS, toy_kernels
 
 from kerngen import templates
 from kerngen.arch import Target, find_arch
-from kerngen.compile import compile_cubin
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.errors import TemplateError, UnknownName, UsageError
-from kerngen.render import render
 from kerngen.templates import TEMPLATES_VARIABLE, find_kernel, kernel_names
 from kerngen.templates.kernel import describe
 
@@ -133,7 +133,7 @@ def test_a_root_may_share_headers(root: Path) -> None:
     (root / "common").mkdir()
     (root / "common" / "twice.cuh").write_text("#pragma once\n__device__ float twice(float x) { return x * FACTOR; }\n")
     template = root / "scale" / "kernel.cu.jinja"
-    _edit(template, "constexpr int", '#include "common/types.cuh"\n#include "common/twice.cuh"\nconstexpr int')
+    _edit(template, "constexpr int", '#include "common/ptx/types.cuh"\n#include "common/twice.cuh"\nconstexpr int')
     kernel = find_kernel("scale")
     problem = kernel.problem_type()
     before = kernel.folder_digest
@@ -150,7 +150,7 @@ def test_a_root_may_share_headers(root: Path) -> None:
 def test_a_shared_header_that_is_ours_is_named(root: Path) -> None:
     (root / "common").mkdir()
     (root / "common" / "types.cuh").touch()
-    with pytest.raises(UsageError, match=rf"shared file common/types.cuh: .*templates.* and {root}"):
+    with pytest.raises(UsageError, match=rf"shared file common/ptx/types.cuh: .*templates.* and {root}"):
         kernel_names()
 
 

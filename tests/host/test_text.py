@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from sheets import PlayedCompiler
 
 from kerngen.arch import Target, find_device
-from kerngen.closure import closure_of
+from kerngen.compiler.render import render
+from kerngen.compiler.source_digest import closure_of
 from kerngen.errors import DatabaseError
-from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning_db import Measurement, Store, problem_key
-from kerngen.tuning_db.keep.bundles import open_bundle
-from kerngen.tuning_db.serve.values import StepKey
-from kerngen.tuning_db.ship.export import Selection
-from kerngen.tuning_db.ship.review import build
-from kerngen.tuning_db.ship.review import dump as dump_of
-from kerngen.tuning_db.ship.text import Cell, Look, Point, Run, Sheet, Step, Trial, dump, parse
-from kerngen.tuning_db.ship.words import rounded
+from kerngen.tuning_db.dist.export import Selection
+from kerngen.tuning_db.dist.fields_text import rounded
+from kerngen.tuning_db.dist.results_file import Cell, Look, Point, Run, Sheet, Step, Trial, dump, parse
+from kerngen.tuning_db.dist.results_folder import build
+from kerngen.tuning_db.dist.results_folder import dump as dump_of
+from kerngen.tuning_db.read.values import StepKey
+from kerngen.tuning_db.store.bundles import open_bundle
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 WORDS = st.one_of(NAMES, st.text(max_size=6), st.sampled_from(["true", "NaN", "a b", "|", "@x", "=", "é", "1e5"]))

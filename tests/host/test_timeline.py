@@ -9,13 +9,13 @@ import pytest
 
 from kerngen.arch import Target, find_arch
 from kerngen.boards import find_device
-from kerngen.compile import compile_cubin
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.errors import CompileError
-from kerngen.render import render
-from kerngen.steps import Step, sequence
 from kerngen.templates import find_kernel
 from kerngen.tuning.timeline import FIELDS, Blocks, blocks_of, rows_of, table, with_clocks
-from kerngen.workload import find_model
+from kerngen.workload.steps import Step, sequence
+from kerngen.workload.workload import find_model
 
 EPOCH = 1_764_000_000_000_000_000  # of the clock: nanoseconds, more digits than a float has
 

@@ -31,15 +31,15 @@ from torture import POINTS, TORTURE_S, killed_writers, noted, read_only, small_d
 
 from kerngen.arch import Target, find_device
 from kerngen.errors import DatabaseError
-from kerngen.files import publish
+from kerngen.system.files import publish
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, lookup
-from kerngen.tuning_db.keep.bundles import open_bundle
-from kerngen.tuning_db.serve.line import line_id_of
-from kerngen.tuning_db.serve.sealed import Sealed
-from kerngen.tuning_db.ship.seal import damage
-from kerngen.tuning_db.ship.verify import LEVELS, verify
+from kerngen.tuning_db.dist.seal import damage
+from kerngen.tuning_db.dist.verify import LEVELS, verify
+from kerngen.tuning_db.read.kernel_index import line_id_of
+from kerngen.tuning_db.read.sealed import Sealed
 from kerngen.tuning_db.sources import open_source
+from kerngen.tuning_db.store.bundles import open_bundle
 
 KERNEL, HERE = find_kernel("gelu_gate"), Target.of(find_device("H200"))
 

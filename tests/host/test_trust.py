@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kerngen.errors import TrustError
-from kerngen.tuning_db.serve import trust
-from kerngen.tuning_db.serve.trust import (
+from kerngen.tuning_db.dist.keys import SecretKey, user_key, user_key_path
+from kerngen.tuning_db.read import trust
+from kerngen.tuning_db.read.trust import (
     PublicKey,
     distrust,
     signed_message,
@@ -26,7 +27,6 @@ from kerngen.tuning_db.serve.trust import (
     user_folder,
     why_untrusted,
 )  # fmt: skip
-from kerngen.tuning_db.ship.keys import SecretKey, user_key, user_key_path
 
 DIGEST = "ab" * 32
 # RFC 8032, 7.1, test 2.
@@ -334,7 +334,7 @@ def test_mistakes_are_one_clear_line(kerngen: Kerngen, args: tuple[str, ...], co
 
 def test_cryptography_is_loaded_where_a_signature_is_made_or_checked() -> None:
     code = (
-        "import sys; from kerngen.tuning_db.serve import trust; from kerngen.tuning_db.ship import keys;"
+        "import sys; from kerngen.tuning_db.read import trust; from kerngen.tuning_db.dist import keys;"
         "key = keys.SecretKey.generate(); trust.trusted_keys(); trust.why_untrusted('ab' * 32, {});"
         "print('cryptography' in sys.modules); key.public; print('cryptography' in sys.modules)"
     )

@@ -18,16 +18,16 @@ from toy import TOYS, toy_kernels
 
 import kerngen.tuning.plan
 from kerngen.arch import Arch, Device, Target, default_device, find_arch
-from kerngen.cache import CachedCompiler, CompileCache
-from kerngen.closure import closure_of
-from kerngen.compile import Cubin, compile_cubin
-from kerngen.gpu import GpuLock
-from kerngen.predict import MODEL, predict
-from kerngen.render import render
+from kerngen.compiler.cache import CachedCompiler, CompileCache
+from kerngen.compiler.compile import Cubin, compile_cubin
+from kerngen.compiler.render import render
+from kerngen.compiler.source_digest import closure_of
+from kerngen.cost.predict import MODEL, predict
 from kerngen.templates import TEMPLATES_VARIABLE, find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.timing.gpu import GpuLock
 from kerngen.tuning.checks import why_not_cubin
-from kerngen.tuning.describing import Describer
+from kerngen.tuning.describe import Describer
 from kerngen.tuning.features import described_space
 from kerngen.tuning.objective import Measured, Objective, Outcome, Predicted
 from kerngen.tuning.plan import GUESSED_REGISTERS, dry_run, rank
@@ -38,7 +38,7 @@ from kerngen.tuning.task import Trial
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning.worker import Observed
 from kerngen.tuning_db import Measurement, Store, lookup, problem_key
-from kerngen.workload import Item, Use, Workload, find_workload
+from kerngen.workload.workload import Item, Use, Workload, find_workload
 
 SM70 = find_arch("sm70")
 V100 = default_device(SM70)
@@ -168,7 +168,7 @@ def test_a_comment_that_renders_nothing_costs_no_compile_and_no_cubin(
     assert known() == set()
     assert tune().num_compiled == 0
     assert known() == before
-    monkeypatch.setattr("kerngen.render.source_of", None)
+    monkeypatch.setattr("kerngen.compiler.render.source_of", None)
     with Store.open(tmp_path / "a.db", read_only=True) as store:
         (winner,) = store.winners("rescale")
         found = lookup([store], scale, item.problem, Target(SM70, winner.device))

@@ -24,15 +24,15 @@ from command import Kerngen
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.cli.tune_objective import objective_for
-from kerngen.compile import compile_cubin
-from kerngen.gpu import GpuLock
-from kerngen.render import render
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import static_fields
+from kerngen.timing.gpu import GpuLock
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning_db import Store
-from kerngen.workload import find_model, find_workload
+from kerngen.workload.workload import find_model, find_workload
 
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b")
 

@@ -23,13 +23,13 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
 from kerngen.arch import Target, find_arch, find_device
-from kerngen.compile import DEFAULT_OPTIONS, Cubin, Ptx, Resources, cache_key, source_key
+from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, Ptx, Resources, cache_key, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, SchemaTooNew, UsageError
 from kerngen.tuning_db import Measurement, ProblemKey, Store
-from kerngen.tuning_db.keep import engine as engines
-from kerngen.tuning_db.keep import migrate, schema
-from kerngen.tuning_db.serve.canonical import canonical, digest
-from kerngen.tuning_db.serve.values import StepKey
+from kerngen.tuning_db.read.ids import canonical, digest
+from kerngen.tuning_db.read.values import StepKey
+from kerngen.tuning_db.store import engine as engines
+from kerngen.tuning_db.store import migrate, schema
 
 SM90, H200, H100 = find_arch("sm90"), find_device("H200"), find_device("H100")
 OPTIONS = DEFAULT_OPTIONS
@@ -445,7 +445,7 @@ def test_a_read_only_disk_is_one_clear_line(store: Store, path: Path, monkeypatc
     store.close()
     real = sqlite3.connect
     monkeypatch.setattr(
-        "kerngen.tuning_db.keep.engine.sqlite3.connect",
+        "kerngen.tuning_db.store.engine.sqlite3.connect",
         lambda name, **options: real(name.replace("mode=rwc", "mode=ro&immutable=1"), **options),
     )  # what the file system's refusal looks like to SQLite; root may write anywhere
     with Store.open(path) as there, pytest.raises(DatabaseError, match=r"tuning\.db is read-only") as caught:

@@ -18,15 +18,15 @@ from test_tuning_db import H200, add_build, key_of, measured, predicted
 from kerngen.arch import Target, find_arch
 from kerngen.cli.db import db
 from kerngen.cli.tables import Table, share_bar
-from kerngen.compile import compile_cubin
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.errors import TuningMiss, UnknownName, UsageError
-from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, parse_fields, static_fields
 from kerngen.tuning_db import Measurement, Store, problem_key
-from kerngen.tuning_db.keep.ranked import Rankings
-from kerngen.tuning_db.serve.values import StepKey
-from kerngen.tuning_db.ship.verify import LEVELS, verify
+from kerngen.tuning_db.dist.verify import LEVELS, verify
+from kerngen.tuning_db.read.values import StepKey
+from kerngen.tuning_db.store.ranking import Rankings
 
 SM90 = find_arch("sm90")
 
@@ -47,7 +47,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         store.add_measurement(predicted(builds[2], 2, 7.0, problem=key_of(128)))
         store.recompute_winners("toy", key_of().static_key, Target.of(H200))
     monkeypatch.setenv("KERNGEN_DB", str(path))
-    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")
+    monkeypatch.setattr("kerngen.tuning_db.read.places.PREBUILT", tmp_path / "none")
     return path
 
 

@@ -18,13 +18,13 @@ from test_tuning_db import H200, STATIC, add_build, key_of, measured
 from test_tuning_db_cli import tune_rmsnorm
 
 from kerngen.arch import Target
-from kerngen.compile import compile_cubin
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.errors import DatabaseError
-from kerngen.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning_db import Measurement, Store, lookup, problem_key, static_key
-from kerngen.tuning_db.keep import schema as t
+from kerngen.tuning_db.store import schema as t
 
 TEXTS = [
     (table.name, c.name)

@@ -15,8 +15,8 @@ from test_tuning_db_lookup import Problem, ask, fake_render, make_kernel, record
 from kerngen.arch import Target
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db import Store, problem_key
-from kerngen.tuning_db.keep.bundles import open_bundle
-from kerngen.tuning_db.ship.export import Selection, export
+from kerngen.tuning_db.dist.export import Selection, export
+from kerngen.tuning_db.store.bundles import open_bundle
 
 KERNEL = make_kernel()
 
@@ -35,8 +35,10 @@ class Renders:
 @pytest.fixture
 def renders(monkeypatch: pytest.MonkeyPatch) -> Renders:
     counting = Renders()
-    monkeypatch.setattr("kerngen.render.source_of", counting)
-    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"{counting.closure} {kernel.spec.version}")
+    monkeypatch.setattr("kerngen.compiler.render.source_of", counting)
+    monkeypatch.setattr(
+        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"{counting.closure} {kernel.spec.version}"
+    )
     return counting
 
 
@@ -150,7 +152,7 @@ def test_nothing_is_rendered_while_others_wait_to_write(
             other.execute("BEGIN IMMEDIATE")  # raises where somebody holds the write lock
         return renders(*args)
 
-    monkeypatch.setattr("kerngen.render.source_of", render)
+    monkeypatch.setattr("kerngen.compiler.render.source_of", render)
     assert derive(store).config == {"block_n": 2}
     assert renders.count > 0
 
@@ -170,7 +172,7 @@ def test_what_others_write_while_one_renders_counts(
                 record(other, KERNEL, n, 10.0 - n)
         return renders(*args)
 
-    monkeypatch.setattr("kerngen.render.source_of", render)
+    monkeypatch.setattr("kerngen.compiler.render.source_of", render)
     winner = derive(store)
     assert winner.config == {"block_n": 7 - len(left)}
     assert len(store.measurements("toy")) == 2 + 5 - len(left)

@@ -17,7 +17,7 @@ from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, defaults_of, filled, trimmed
 from kerngen.tuning_db import Store, Winner, lookup, miss_report, problem_key, static_key
-from kerngen.tuning_db.serve.places import PREBUILT
+from kerngen.tuning_db.read.places import PREBUILT
 
 REQUIRED = "(required)"
 H200 = Target.of(find_device("H200"))
@@ -277,8 +277,8 @@ def test_what_was_measured_before_a_new_field_is_found_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Build, trial and default configuration of then are those of now."""
-    from kerngen.compile import compile_cubin
-    from kerngen.render import render
+    from kerngen.compiler.compile import compile_cubin
+    from kerngen.compiler.render import render
     from kerngen.templates.kernel import fields_of, static_fields
     from kerngen.tuning_db import Measurement
 
@@ -347,6 +347,6 @@ def test_a_bucket_of_ones_own_is_filed_as_it_is(monkeypatch: pytest.MonkeyPatch)
     spec.Problem = spec.Config = Problem  # type: ignore[attr-defined]
     spec.bucket = lambda problem: {"batch": min(problem.batch, 4)}  # type: ignore[attr-defined]
     kernel = Kernel("own", spec)
-    monkeypatch.setattr("kerngen.tuning_db.serve.filing.find_kernel", lambda name: kernel)
+    monkeypatch.setattr("kerngen.tuning_db.read.canonical_fields.find_kernel", lambda name: kernel)
     key = problem_key(kernel, Problem())
     assert key.filed().runtime == key.runtime == {"batch": 1}

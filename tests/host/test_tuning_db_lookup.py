@@ -14,7 +14,7 @@ from sheets import measured_sheets
 from test_tuning_db import H100, H200, OPTIONS, damage
 
 from kerngen.arch import Arch, Device, Target, find_arch, find_device
-from kerngen.compile import Cubin, Resources, cache_key
+from kerngen.compiler.compile import Cubin, Resources, cache_key
 from kerngen.errors import ProblemError, TuningMiss
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
 from kerngen.tuning_db import Measurement, Store, Winner, default_stores, lookup, miss_report, problem_key
@@ -61,8 +61,10 @@ def fake_render(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> str:
 
 @pytest.fixture(autouse=True)
 def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.render.source_of", fake_render)
-    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
+    monkeypatch.setattr("kerngen.compiler.render.source_of", fake_render)
+    monkeypatch.setattr(
+        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+    )
 
 
 @pytest.fixture
@@ -309,9 +311,9 @@ def test_a_miss_names_the_nearest_and_what_differs(stores: list[Store], kernel: 
 def test_the_default_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KERNGEN_DB", str(tmp_path / "user.db"))
     monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", tmp_path / "none")
+    monkeypatch.setattr("kerngen.tuning_db.read.places.PREBUILT", tmp_path / "none")
     assert default_stores() == []
-    monkeypatch.setattr("kerngen.tuning_db.serve.places.PREBUILT", measured_sheets(tmp_path / "prebuilt"))
+    monkeypatch.setattr("kerngen.tuning_db.read.places.PREBUILT", measured_sheets(tmp_path / "prebuilt"))
     Store.open(tmp_path / "user.db").close()
     Store.open(tmp_path / "made.db").close()
     monkeypatch.setattr(  # sources are played here: test_shipped.py has what is made of sheets

@@ -30,8 +30,8 @@ from kerngen.arch import Target
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.tuning_db import Store, lookup, problem_key
-from kerngen.tuning_db.keep import migrate
-from kerngen.tuning_db.keep.rows import build_id_of, winner_id_of
+from kerngen.tuning_db.store import migrate
+from kerngen.tuning_db.store.rows import build_id_of, winner_id_of
 
 SCHEMA_1 = Path(__file__).parent / "schema1.sqlite"
 TABLES = ("artifact", "build", "problem", "device", "environment", "measurement", "revocation", "winner")

@@ -15,16 +15,18 @@ from test_tuning_db_lookup import Problem, ask, fake_render, make_kernel, record
 
 from kerngen.arch import Device
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.keep import schema as t
-from kerngen.tuning_db.serve.canonical import seal_of
+from kerngen.tuning_db.read.ids import seal_of
+from kerngen.tuning_db.store import schema as t
 
 KERNEL = make_kernel()
 
 
 @pytest.fixture(autouse=True)
 def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerngen.render.source_of", fake_render)
-    monkeypatch.setattr("kerngen.closure.closure_of", lambda kernel: f"closure of version {kernel.spec.version}")
+    monkeypatch.setattr("kerngen.compiler.render.source_of", fake_render)
+    monkeypatch.setattr(
+        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+    )
 
 
 @pytest.fixture

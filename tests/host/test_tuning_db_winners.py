@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from test_tuning_db import STATIC, measured, predicted
 
-from kerngen.compile import Resources
+from kerngen.compiler.compile import Resources
 from kerngen.tuning_db import Build, Measurement, Observation
-from kerngen.tuning_db.keep.winners import Choice, choose, noise_of
+from kerngen.tuning_db.store.winners import Choice, choose, noise_of
 
 
 def build(n: int, spill: int = 0) -> Build:

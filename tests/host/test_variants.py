@@ -12,8 +12,8 @@ import pytest
 from kerngen.arch import Target, find_arch
 from kerngen.cli import run_command
 from kerngen.errors import KerngenError, UsageError
-from kerngen.measure import Ceilings, Timing
 from kerngen.templates import find_kernel
+from kerngen.timing.measure import Ceilings, Timing
 from kerngen.tuning import variants
 from kerngen.tuning.variants import AS_IT_IS, Made, Variant, changed, made_of, read_variants, table
 

@@ -1,4 +1,4 @@
-"""The dealing of common/w4_stream.cuh and w4_block_stream.cuh, restated: every tile of W is fetched and multiplied
+"""The dealing of common/w4/warp_pipeline.cuh and cta_pipeline.cuh, restated: every tile of W is fetched and multiplied
 once, by one warp.
 """
 
@@ -13,7 +13,7 @@ import pytest
 
 from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4_tiling import STREAM_SPACE, STREAMED, STRIP, stream_step, stream_tiles
+from kerngen.templates.common.w4.tiling import STREAM_SPACE, STREAMED, STRIP, stream_step, stream_tiles
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
 KERNEL = find_kernel("w4a16_gemm")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch, find_device
-from kerngen.compile import compile_cubin
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
-from kerngen.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.common import w4_tiling
-from kerngen.templates.common.w4_pack import dequantize, interleave, pack, separate, unpack
+from kerngen.templates.common.w4 import tiling
+from kerngen.templates.common.w4.pack import dequantize, interleave, pack, separate, unpack
 from kerngen.templates.w4a16_gemm import cases, reference, spec
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
@@ -408,9 +408,9 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     way is counted in bytes, whatever a slot takes.
     """
     config = spec.default_config(Problem(n, k, group_size, "bf16", 4), Target.of(find_device("H200")))
-    tiles = w4_tiling.stream_tiles(config, k, group_size)
+    tiles = tiling.stream_tiles(config, k, group_size)
     assert config.shared_ring == (k < 8192)
-    assert not config.shared_ring or tiles <= w4_tiling.MOST_QUADS
+    assert not config.shared_ring or tiles <= tiling.MOST_QUADS
     if config.shared_ring:
         on_their_way = config.in_flight * config.weight_bytes(group_size)
         assert 0.75 * spec.SHARED_IN_FLIGHT[1] < on_their_way < 1.25 * spec.SHARED_IN_FLIGHT[1]

@@ -9,11 +9,11 @@ from math import ceil
 import pytest
 
 from kerngen.arch import Target, find_arch, find_device
-from kerngen.compile import compile_cubin
-from kerngen.render import render
+from kerngen.compiler.compile import compile_cubin
+from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.common import w4_tiling
-from kerngen.templates.common.row_spec import ELEMENT_BYTES
+from kerngen.templates.common.rows.spec import ELEMENT_BYTES
+from kerngen.templates.common.w4 import tiling
 from kerngen.templates.w4a16_gemm import spec as gemm
 from kerngen.templates.w4a16_norm.spec import Config, Problem, pays, workspace_bytes
 
@@ -103,8 +103,8 @@ def test_no_way_to_share_a_ring_takes_the_registers_that_a_block_of_the_norm_nee
         granted = H200.arch.registers_of(constants["BOUND_THREADS"])
         vecs = config.vecs_per_thread * (14 + 2 * ELEMENT_BYTES[problem.residual_dtype])
         assert granted * product.block[0] + norm.block[0] * 8 * ceil((14 + vecs) / 8) <= H200.arch.regs_per_sm
-        tiles = w4_tiling.stream_tiles(config.product, k, 32)
-        assert w4_tiling.stream_registers(config.product, tiles) <= granted
+        tiles = tiling.stream_tiles(config.product, k, 32)
+        assert tiling.stream_registers(config.product, tiles) <= granted
         assert product.smem_bytes + 2 * H200.arch.reserved_smem_bytes < H200.arch.smem_per_sm
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import UsageError
-from kerngen.measure import load_peers
 from kerngen.templates import find_kernel
 from kerngen.templates.w4a16_gemm import bench, peers
+from kerngen.timing.measure import load_peers
 
 GEMM = find_kernel("w4a16_gemm")
 N, K, M = 256, 384, 5

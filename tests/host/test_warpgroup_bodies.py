@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kerngen.arch import ARCHES, DEVICES, Target
-from kerngen.compile import compile_cubin, supported_targets
-from kerngen.render import render
+from kerngen.compiler.compile import compile_cubin, supported_targets
+from kerngen.compiler.render import render
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Body, Kernel
 from kerngen.tuning.space import candidates, space_of
@@ -20,7 +20,7 @@ from kerngen.tuning.space import candidates, space_of
 
 def _has_warpgroups(kernel: Kernel, body: Body) -> bool:
     included = set(re.findall(r"common/(\w+\.cuh)", (kernel.folder / body.template).read_text()))
-    return bool(included & {"warpgroups.cuh", "blocked_copy.cuh"})
+    return bool(included & {"warp_specialized.cuh", "wgmma_tile_copy.cuh"})
 
 
 BODIES = [(k, b) for k in map(find_kernel, kernel_names()) for b in k.spec.BODIES if _has_warpgroups(k, b)]
@@ -71,9 +71,9 @@ def test_one_that_no_gpu_has_confirmed_is_in_no_search(monkeypatch: pytest.Monke
     kernel, target = find_kernel("w4a16_gemm"), Target.of(DEVICES["H200"])
     problem = kernel.bench.BENCH_CASES[-1].problem
     assert any(
-        kernel.body(c, target.arch).template == "warpgroups.cu.jinja" for c in candidates(kernel, problem, target).valid
+        kernel.body(c, target.arch).template == "wgmma_ws.cu.jinja" for c in candidates(kernel, problem, target).valid
     )
-    bodies = tuple(replace(b, proven=b.template != "warpgroups.cu.jinja") for b in kernel.spec.BODIES)
+    bodies = tuple(replace(b, proven=b.template != "wgmma_ws.cu.jinja") for b in kernel.spec.BODIES)
     monkeypatch.setattr(kernel.spec, "BODIES", bodies)
     assert all(kernel.body(c, target.arch).proven for c in candidates(kernel, problem, target).valid)
     assert len(space_of(kernel, problem, target)) == sum(b.proven for b in kernel.bodies(target.arch))

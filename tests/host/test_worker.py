@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import kerngen.measure
+import kerngen.timing.measure
 from kerngen.errors import LaunchError
-from kerngen.gpu import Clocks
-from kerngen.measure import Timing, fresh
 from kerngen.templates import Case
 from kerngen.templates.kernel import Tolerance
+from kerngen.timing.gpu import Clocks
+from kerngen.timing.measure import Timing, fresh
 from kerngen.tuning import worker
 from kerngen.tuning.worker import _Prepared, _prepared
 
@@ -42,7 +42,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     def three(inputs: dict[str, Any]) -> list[dict[str, Any]]:
         return [inputs, fresh(inputs), fresh(inputs)]
 
-    monkeypatch.setattr(kerngen.measure, "timing_sets", three)
+    monkeypatch.setattr(kerngen.timing.measure, "timing_sets", three)
     monkeypatch.setattr(worker, "_held", [])
 
 
@@ -124,8 +124,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     kernel.reference.tolerance = lambda problem: Tolerance(0.0, 0.0, "exact")
     monkeypatch.setattr("kerngen.templates.find_kernel", lambda name: kernel)
     monkeypatch.setattr("kerngen.runtime.launcher.Function", _Function)
-    monkeypatch.setattr(kerngen.measure, "target_here", lambda: None)
-    monkeypatch.setattr(kerngen.measure, "time_function", time_function)
+    monkeypatch.setattr(kerngen.timing.measure, "target_here", lambda: None)
+    monkeypatch.setattr(kerngen.timing.measure, "time_function", time_function)
     for name, does in (("synchronize", lambda: None), ("current_device", lambda: 0), ("empty_cache", lambda: None)):
         monkeypatch.setattr(torch.cuda, name, does)
     monkeypatch.setattr(worker, "_clocks", lambda: Clocks(1980, None, 40, None, ()))

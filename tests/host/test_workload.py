@@ -11,11 +11,11 @@ import pytest
 
 from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import CheckpointError, KerngenError, UnknownName, UsageError
-from kerngen.runtime.ops.outside import OUTSIDE
+from kerngen.runtime.ops.fallbacks import OUTSIDE
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import fields_of
-from kerngen.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, Item, find_model, find_workload, workload
+from kerngen.workload.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, Item, find_model, find_workload, workload
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 

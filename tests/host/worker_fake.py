@@ -7,11 +7,11 @@ from typing import Any
 
 import kerngen.tuning.worker
 from kerngen.arch import Device, find_arch, find_device
-from kerngen.cluster.worker import Options, work
+from kerngen.job_queue.worker import Options, work
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.worker import Observed
-from kerngen.tuning_db.serve.canonical import digest
+from kerngen.tuning_db.read.ids import digest
 
 
 class FakeGpu:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kerngen.cli.db import care, install, look, move, rebuild, report, studies, trust, verify
+from kerngen.cli.db import inspect, install, maintain, rebuild, report, studies, transfer, trust, verify
 
 
 @click.group()
@@ -18,9 +18,9 @@ def db() -> None:
 
 
 for command in (
-    look.ls, look.show, look.explain, report.report, studies.studies,
-    move.export, move.import_, move.merge, move.dump, move.build,
-    verify.verify, care.diff, care.stats, care.revoke, care.rm, care.gc, rebuild.rebuild,
+    inspect.ls, inspect.show, inspect.explain, report.report, studies.studies,
+    transfer.export, transfer.import_, transfer.merge, transfer.dump, transfer.build,
+    verify.verify, maintain.diff, maintain.stats, maintain.revoke, maintain.rm, maintain.gc, rebuild.rebuild,
     install.install, install.uninstall, trust.keygen, trust.sign, trust.trust,
 ):  # fmt: skip
     db.add_command(command)

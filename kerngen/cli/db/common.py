@@ -17,7 +17,7 @@ from kerngen.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
     from kerngen.arch import Target
-    from kerngen.report.facts import Wanted
+    from kerngen.report.data import Wanted
     from kerngen.tuning_db import ProblemKey, Store
 
 ID_CHARS = 12
@@ -36,7 +36,7 @@ def boards_for(arch_names: str | None, devices: Sequence[str | None]) -> list[Ta
     devices: as options give them, None for one that was not given.
     """
     from kerngen.arch import Target, find_device, parse_arches
-    from kerngen.tuning_db.serve.boards import shipped_boards
+    from kerngen.tuning_db.read.boards import shipped_boards
 
     names, boards = [n for d in devices if d for n in d.split(",")], []
     for name in names:
@@ -53,7 +53,7 @@ def _boards_here() -> tuple[list[Target], list[str]]:
     """Those of this machine's arch, and the names of the others: each takes seconds when first looked at."""
     from kerngen.arch import Target
     from kerngen.tuning.worker import present_arch
-    from kerngen.tuning_db.serve.boards import shipped_boards
+    from kerngen.tuning_db.read.boards import shipped_boards
 
     arch, boards = present_arch(), shipped_boards()
     here = [b for b in boards if arch is not None and b.device.arch == arch.name]
@@ -83,7 +83,7 @@ def reading(url: str | None, targets: Sequence[Target] | None = None, *, own: bo
 def changing(url: str | None) -> Iterator[Store]:
     """A database that is there, to write to. Raises UsageError, DatabaseError."""
     from kerngen.tuning_db import Store, default_path
-    from kerngen.tuning_db.serve.sealed import is_sealed_file
+    from kerngen.tuning_db.read.sealed import is_sealed_file
 
     place = url or default_path()
     if "://" not in place:
@@ -137,7 +137,7 @@ def drawing(
     installed, an arch, or a device.
     """
     from kerngen.arch import find_device, parse_arches
-    from kerngen.report.facts import Wanted
+    from kerngen.report.data import Wanted
 
     arches = None if arch_names is None else frozenset(a.name for a in parse_arches(arch_names))
     device = None if device_name is None else find_device(device_name).name

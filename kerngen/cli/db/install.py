@@ -11,12 +11,12 @@ import click
 
 from kerngen.arch import find_arch
 from kerngen.cli.db.common import echo_json
-from kerngen.cores import usable_cores
 from kerngen.errors import TrustError, UsageError
+from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
-    from kerngen.tuning_db.serve.boards import Board
-    from kerngen.tuning_db.serve.installed import Installed
+    from kerngen.tuning_db.read.boards import Board
+    from kerngen.tuning_db.read.installed import Installed
 
 
 @click.command()
@@ -48,10 +48,10 @@ def install(
 
     Example: kerngen db install sm90.kgdb --pin
     """
-    from kerngen.tuning_db.serve import installed as bundles
-    from kerngen.tuning_db.serve.sealed import Sealed
-    from kerngen.tuning_db.serve.trust import trust_digest
-    from kerngen.tuning_db.ship.verify import LEVELS, verify
+    from kerngen.tuning_db.dist.verify import LEVELS, verify
+    from kerngen.tuning_db.read import installed as bundles
+    from kerngen.tuning_db.read.sealed import Sealed
+    from kerngen.tuning_db.read.trust import trust_digest
 
     said: list[str] = []
     if sum([file is not None, unpinned is not None, back is not None, prebuilt]) > 1:
@@ -94,7 +94,7 @@ def _boards(arch_names: str | None, devices: Sequence[str]) -> list[Board]:
     """Those that are meant, of what is shipped: of the GPU that is here where nothing is named. Raises UsageError."""
     from kerngen.arch import find_device, parse_arches
     from kerngen.cli.doctor_model import gpu_here
-    from kerngen.tuning_db.serve.boards import nearest_board, shipped_boards
+    from kerngen.tuning_db.read.boards import nearest_board, shipped_boards
 
     there = shipped_boards()
     found = list(there)
@@ -114,12 +114,12 @@ def _boards(arch_names: str | None, devices: Sequence[str]) -> list[Board]:
 
 
 def _install_prebuilt(board: Board, models: Sequence[str], jobs: int, *, quiet: bool) -> str:
-    from kerngen.cache import CachedCompiler, CompileCache
-    from kerngen.cli.db.move import cells_of
-    from kerngen.progress import Reporter
-    from kerngen.tuning_db.serve import installed as bundles
-    from kerngen.tuning_db.serve.sealed import SUFFIX
-    from kerngen.tuning_db.ship.keys import user_key
+    from kerngen.cli.db.transfer import cells_of
+    from kerngen.compiler.cache import CachedCompiler, CompileCache
+    from kerngen.system.progress import Reporter
+    from kerngen.tuning_db.dist.keys import user_key
+    from kerngen.tuning_db.read import installed as bundles
+    from kerngen.tuning_db.read.sealed import SUFFIX
     from kerngen.tuning_db.shipped import compile_board
 
     cells = {c for m in models for c in cells_of(m, find_arch(board.device.arch))} if models else None
@@ -145,7 +145,7 @@ def uninstall(names: tuple[str, ...], as_json: bool) -> None:
 
     Example: kerngen db uninstall sm90
     """
-    from kerngen.tuning_db.serve import installed as bundles
+    from kerngen.tuning_db.read import installed as bundles
 
     gone = [bundles.uninstall(name) for name in names]
     if as_json:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.db.common import changing, echo_json
-from kerngen.cores import usable_cores
+from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
-    from kerngen.rebuild import Rebuilt
+    from kerngen.bundles.rebuild import Rebuilt
 
 
 @click.command()
@@ -29,10 +29,10 @@ def rebuild(kernels: tuple[str, ...], arch_names: str | None, url: str | None, j
     Example: kerngen db rebuild --kernel rmsnorm --arch sm90
     """
     from kerngen.arch import parse_arches
-    from kerngen.cache import CachedCompiler
-    from kerngen.progress import Reporter
-    from kerngen.rebuild import FAILED
-    from kerngen.rebuild import rebuild as rebuild_all
+    from kerngen.bundles.rebuild import FAILED
+    from kerngen.bundles.rebuild import rebuild as rebuild_all
+    from kerngen.compiler.cache import CachedCompiler
+    from kerngen.system.progress import Reporter
     from kerngen.templates import find_kernel
 
     names = {find_kernel(n).name for k in kernels for n in k.split(",")}
@@ -62,7 +62,7 @@ def _row(r: Rebuilt) -> dict[str, Any]:
 
 
 def _print(found: list[Rebuilt], where: str) -> None:
-    from kerngen.rebuild import ADOPTED, CHANGED, CURRENT, FAILED, REFUSED
+    from kerngen.bundles.rebuild import ADOPTED, CHANGED, CURRENT, FAILED, REFUSED
 
     what = {
         CURRENT: "have a build of today's source",

@@ -19,9 +19,9 @@ def studies(
 
     Example: kerngen db studies -o studies.journal --kernel rmsnorm
     """
-    from kerngen.files import require_place
-    from kerngen.report.facts import gather
+    from kerngen.report.data import gather
     from kerngen.report.studies import write_studies
+    from kerngen.system.files import require_place
 
     require_place(output)
     with drawing(url, kernels, arch_names, device_name) as (stores, wanted):

@@ -22,7 +22,7 @@ def keygen(file: Path | None, comment: str | None, as_json: bool) -> None:
 
     Example: kerngen db keygen release.key --comment "release key of our cluster"
     """
-    from kerngen.tuning_db.ship.keys import SecretKey, user_key_path, whose
+    from kerngen.tuning_db.dist.keys import SecretKey, user_key_path, whose
 
     path = user_key_path() if file is None else file
     key = SecretKey.generate(whose() if comment is None else comment)
@@ -49,8 +49,8 @@ def trust(files: tuple[Path, ...], digests: tuple[str, ...], ids: tuple[str, ...
 
     Example: kerngen db trust --list
     """
-    from kerngen.tuning_db.serve import trust as trusted
-    from kerngen.tuning_db.ship.keys import read_public
+    from kerngen.tuning_db.dist.keys import read_public
+    from kerngen.tuning_db.read import trust as trusted
 
     keys = [read_public(path) for path in files]
     said = []
@@ -93,9 +93,9 @@ def sign(file: Path, key_files: tuple[Path, ...], as_json: bool) -> None:
 
     Example: kerngen db sign sm90.kgdb --key release.key
     """
-    from kerngen.tuning_db.serve.sealed import Sealed
-    from kerngen.tuning_db.ship.keys import SecretKey, user_key
-    from kerngen.tuning_db.ship.seal import sign as add
+    from kerngen.tuning_db.dist.keys import SecretKey, user_key
+    from kerngen.tuning_db.dist.seal import sign as add
+    from kerngen.tuning_db.read.sealed import Sealed
 
     for key in [SecretKey.read(path) for path in key_files] or [user_key()]:
         add(file, key)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import click
 
 from kerngen.cli.db.common import echo_json
-from kerngen.cli.drafting import draft_weights_option
+from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.duration import Duration
-from kerngen.cores import usable_cores
 from kerngen.errors import DeviceError, UsageError
+from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from kerngen.arch import Target
-    from kerngen.tuning_db.ship.verify import Verdict
+    from kerngen.tuning_db.dist.verify import Verdict
 
 _LISTED = 20  # faults that are told one by one
 
@@ -65,9 +65,9 @@ def verify(
 
     Example: kerngen db verify sm90.kgdb
     """
-    from kerngen.tuning_db.serve.sealed import Sealed, is_sealed_file
-    from kerngen.tuning_db.ship.verify import LEVELS
-    from kerngen.tuning_db.ship.verify import verify as examine
+    from kerngen.tuning_db.dist.verify import LEVELS
+    from kerngen.tuning_db.dist.verify import verify as examine
+    from kerngen.tuning_db.read.sealed import Sealed, is_sealed_file
 
     began = time.monotonic()
     if time_budget is not None and deepest is None:
@@ -105,18 +105,18 @@ def _prove(
     file: str, model: str | None, drafter: tuple[str | None, str], where: tuple[str | None, str | None],
     kernels: tuple[str, ...], rebuild: bool, jobs: int | None, allow_unsigned: bool, *, quiet: bool,
 ) -> list[Verdict]:  # fmt: skip
-    from kerngen import prove
-    from kerngen.bundle import Bundle
-    from kerngen.progress import Reporter
+    from kerngen.bundles import verify_cpu
+    from kerngen.bundles.bundle import Bundle
+    from kerngen.system.progress import Reporter
 
     bundle = Bundle.open(file, allow_unsigned=allow_unsigned)
     found: list[Verdict] = []
     if model is not None:
         names = [n for k in kernels for n in k.split(",")]
-        found.append(prove.complete(bundle, model, *drafter, _boards(bundle.targets, *where), names))
+        found.append(verify_cpu.complete(bundle, model, *drafter, _boards(bundle.targets, *where), names))
     if rebuild:
         with Reporter("rebuild", quiet=quiet) as bar:
-            found.append(prove.rebuilt(bundle, jobs or usable_cores(), bar))
+            found.append(verify_cpu.rebuilt(bundle, jobs or usable_cores(), bar))
     return found
 
 
@@ -130,30 +130,30 @@ def _run(
     allow_unsigned: bool, *, quiet: bool,
 ) -> list[Verdict]:  # fmt: skip
     """The levels that need a GPU, down to `deepest`. Nothing of a file that failed a level before is run."""
-    from kerngen import prove_gpu
-    from kerngen.gpu import GpuLock
-    from kerngen.progress import Reporter
+    from kerngen.bundles import verify_gpu
+    from kerngen.system.progress import Reporter
+    from kerngen.timing.gpu import GpuLock
     from kerngen.tuning.worker import GpuWorker, present_arch
     from kerngen.tuning_db import open_source
-    from kerngen.tuning_db.keep.bundles import open_any
+    from kerngen.tuning_db.store.bundles import open_any
 
-    levels = prove_gpu.LEVELS[: prove_gpu.LEVELS.index(deepest) + 1]
+    levels = verify_gpu.LEVELS[: verify_gpu.LEVELS.index(deepest) + 1]
     if (failed := next((v for v in before if v.ok is False), None)) is not None:
-        return prove_gpu.not_done(levels, f"{failed.level} failed, and what is not proved is not run")
+        return verify_gpu.not_done(levels, f"{failed.level} failed, and what is not proved is not run")
     arch = present_arch()
     if arch is None:
-        return prove_gpu.not_done(levels, "this machine has no GPU")
+        return verify_gpu.not_done(levels, "this machine has no GPU")
     open_source(file, allow_unsigned=allow_unsigned).close()  # a run's own question: may this be run here?
     with open_any(file, allow_unsigned=allow_unsigned) as store, Reporter("verify", quiet=quiet) as bar:
-        if (why := prove_gpu.why_not_here(store, arch)) is not None:
-            return prove_gpu.not_done(levels, why)
+        if (why := verify_gpu.why_not_here(store, arch)) is not None:
+            return verify_gpu.not_done(levels, why)
         with GpuWorker() as worker:
             try:
                 lock = GpuLock(worker.uuid())
             except DeviceError as e:  # the driver has a GPU that torch does not take
-                return prove_gpu.not_done(levels, e.message)
+                return verify_gpu.not_done(levels, e.message)
             try:
-                return prove_gpu.on_gpu(store, levels, worker, lock, tolerance=tolerance, left=left, bar=bar)
+                return verify_gpu.on_gpu(store, levels, worker, lock, tolerance=tolerance, left=left, bar=bar)
             finally:
                 lock.release()
 

@@ -22,7 +22,7 @@ from kerngen.report.figure import (
 )
 from kerngen.report.figure import number as counted
 from kerngen.report.svg import BOTTOM, NUM_COLOURS, RIGHT, TOP, WIDTH, Plot, Scale
-from kerngen.steps import Step
+from kerngen.workload.steps import Step
 
 BAR = 30.0  # pixels
 NAMES = 58.0

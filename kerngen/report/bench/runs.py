@@ -12,8 +12,8 @@ from typing import Any
 
 from kerngen import __version__
 from kerngen.errors import UsageError
-from kerngen.files import open_regular
 from kerngen.report.document import carried
+from kerngen.system.files import open_regular
 
 Run = Mapping[str, Any]
 MOST_BYTES = 64 * 2**20  # of a file that is read as a run: pages of hundreds of cases take less than one

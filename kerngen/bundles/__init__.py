@@ -1,0 +1,1 @@
+"""Bundles: sealed files with all that a model's kernels need on a host that must not compile."""

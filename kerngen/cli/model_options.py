@@ -1,0 +1,73 @@
+"""What commands that load a checkpoint share: options (which drafter, where, whose kernels), and words for what ran."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kerngen.cli.draft_options import draft_weights_option
+from kerngen.errors import UsageError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_OPTIONS = (
+    click.option("--draft", type=click.Path(path_type=Path), default=None,
+                 help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one."),
+    click.option("--no-draft", is_flag=True, help="Decode without a drafter."),
+    draft_weights_option,
+    click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
+                 help="Tokens drafted a step. Default: as many as pay, as measured."),
+    click.option("--backend", type=click.Choice(["auto", "torch", "cuda"]), default="auto", show_default=True,
+                 help="cuda: kerngen's kernels; torch: eager, on any machine."),
+    click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
+                 help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before."),
+    click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU."),
+    click.option("--keep-repacked", is_flag=True,
+                 help="Keep weights as the kernels want them beside MODEL; later starts read those."),
+    click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's."),
+    click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE."),
+)  # fmt: skip
+
+
+def load_options(command: _F) -> _F:
+    """Gives `command` them all, as arguments of `load_arguments`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def load_arguments(
+    model: Path,
+    *,
+    draft: Path | None,
+    no_draft: bool,
+    draft_weights: str,
+    num_draft_tokens: int | None,
+    backend: str,
+    dtype: str | None,
+    device: str | None,
+    keep_repacked: bool,
+    db_url: str | None,
+    bundle: str | None,
+) -> dict[str, Any]:
+    """Arguments of `kerngen.runtime.session.load`. Raises UsageError where options contradict each other."""
+    if draft and no_draft:
+        raise UsageError("--draft and --no-draft contradict each other")
+    if no_draft and draft_weights != "stored":
+        raise UsageError(f"--draft-weights {draft_weights} and --no-draft contradict each other")
+    return {
+        "folder": os.fspath(model), "draft": os.fspath(draft) if draft else not no_draft,
+        "draft_weights": draft_weights, "num_draft_tokens": num_draft_tokens, "backend": backend, "dtype": dtype,
+        "device": device, "keep_repacked": keep_repacked, "db": db_url or None, "bundle": bundle,
+    }  # fmt: skip
+
+
+def chosen_lines(sources: dict[str, int], outside: dict[str, str]) -> list[str]:
+    """Who chose what ran, and what ran that is no kernel of ours, for people."""
+    lines = [f"outside our kernels: {name} ({why})" for name, why in outside.items()]
+    if sources:
+        lines.append("configurations: " + ", ".join(f"{count} {source}" for source, count in sources.items()))
+    return lines

@@ -1,0 +1,1 @@
+"""On the GPU: how long a kernel, a step and a model take."""

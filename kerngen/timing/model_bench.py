@@ -1,0 +1,168 @@
+"""Times a model's prefill and decode step on generated weights, against the bytes that a step must read."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.backend import open_backend
+from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.engine import Engine, Request
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear
+from kerngen.templates.common.screen.screen_spec import bits_of, least_bytes
+from kerngen.workload.generated import generated_model
+
+RUNS = 5
+
+
+def step_bytes(model: Gemma4, context: int, batch: int = 1) -> tuple[int, int]:
+    """(weight bytes, K and V bytes) that one greedy step of `batch` sequences of `context` tokens cannot avoid reading.
+
+    Of the head its codes in few bits where it has them, of seven bits six: but for a few rows no more is read then. Of
+    experts those that tokens choose, on average, where each chooses at random.
+    """
+    config, weights = model.config, model.weights
+
+    def size(linear: Linear | Experts) -> int:
+        tensors: tuple[Tensor, ...]
+        if isinstance(linear, (DenseLinear, DenseExperts)):
+            tensors = (linear.weight,)
+        else:
+            tensors = (linear.packed, linear.scales)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    screen = model.screen
+    if screen is None:
+        total = size(weights.head)
+    else:
+        total = least_bytes(weights.head.out_features, weights.head.in_features, bits_of(screen.codes.shape[2]))
+    total += size(weights.ple.projection) if weights.ple is not None else 0
+    kv = 0
+    for layer, w in zip(config.layers, weights.layers, strict=True):
+        total += sum(size(m) for m in (w.qkv, w.out, w.gate_up, w.down))
+        if w.moe is not None:
+            chosen = 1 - (1 - config.top_k_experts / config.num_experts) ** batch
+            total += size(w.moe.router) + round(chosen * (size(w.moe.gate_up) + size(w.moe.down)))
+        if w.ple is not None:
+            total += size(w.ple.gate) + size(w.ple.projection)
+        visible = min(context, layer.window) if layer.window else context
+        kv += 2 * visible * layer.num_kv_heads * layer.head_dim * weights.embed.element_size()
+    return total, batch * kv
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """prefill_s: until the first token, or until all of a batch decode. step_s: a decode step's, on average.
+    tokens_a_step: of one sequence.
+    """
+
+    prefill_s: float
+    step_s: float
+    tokens_a_step: float
+
+
+def _time_one(engine: Engine, prompts: list[list[int]], most: int, tokens: int) -> _Run:
+    stats = engine.generate(prompts[0], max_new_tokens=tokens).stats
+    return _Run(stats.prefill_s, stats.decode_s / stats.num_steps, stats.acceptance_length)
+
+
+def _time_batch(engine: Engine, prompts: list[list[int]], most: int, tokens: int) -> _Run:
+    """`tokens` steps of all `prompts` together, each of which may make up to `most` tokens."""
+    began = time.perf_counter()
+    handles = [engine.submit(Request(prompt, most)) for prompt in prompts]
+    try:
+        while not all(h.tokens for h in handles):  # the last one's prefill is no decode step's
+            engine.step()
+        all_run = time.perf_counter()
+        made = sum(len(h.tokens) for h in handles)
+        for _ in range(tokens):
+            engine.step()
+        seconds = time.perf_counter() - all_run
+        made = sum(len(h.tokens) for h in handles) - made
+        if any(h.is_done for h in handles):
+            raise AssertionError(f"a sequence ended within {tokens} steps")
+    finally:
+        for handle in handles:
+            engine.cancel(handle)
+    return _Run(all_run - began, seconds / tokens, made / tokens / len(prompts))
+
+
+@torch.inference_mode()
+def time_model(
+    name: str,
+    config: ModelConfig,
+    drafter_config: DrafterConfig | None,
+    contexts: list[int],
+    *,
+    batch: int = 1,
+    tokens: int,
+    num_draft_tokens: int,
+    prefill_chunk: int,
+    backend: str,
+    device: str | None,
+    db_url: str | None,
+    bundle: str | None,
+    seed: int,
+) -> dict[str, Any]:
+    """A report: one row a context, medians over RUNS generations of `tokens` tokens after one that warms up.
+
+    A step's time is the decode's wall time over its steps, host work included. Of a batch of several, prefill ends when
+    all of them decode, and `tokens` steps are timed from there. Raises as open_backend does.
+    """
+    ops = open_backend(backend, device=device, db_url=db_url, bundle=bundle)
+    began = time.perf_counter()
+    model, drafter = generated_model(name, config, drafter_config, ops, seed)
+    built = time.perf_counter() - began
+    read_gbps, board = 0.0, "cpu"
+    if ops.device.type == "cuda":
+        from kerngen.runtime.launcher import probe_device
+        from kerngen.timing.measure import ceilings
+
+        read_gbps, board = ceilings().read_gbps, probe_device().name
+    rows = []
+    generator = torch.Generator().manual_seed(seed)
+    for context in contexts:
+        prompts = torch.randint(0, config.vocab_size, (batch, context), generator=generator).tolist()
+        # The first may decode while the last is prefilled; a step with drafts makes several tokens.
+        before = batch * (1 + -(-context // prefill_chunk))
+        most = tokens if batch == 1 else (tokens + before) * (1 if drafter is None else 1 + num_draft_tokens)
+        engine = Engine(model, drafter, max_len=context + most, max_batch=batch, num_draft_tokens=num_draft_tokens,
+                        prefill_chunk=prefill_chunk, max_stall=None, prefix_caching=False)  # fmt: skip
+        time_once = _time_one if batch == 1 else _time_batch
+        time_once(engine, prompts, most, tokens)  # compiles, captures
+        runs = [time_once(engine, prompts, most, tokens) for _ in range(RUNS)]
+        steps = [1e3 * r.step_s for r in runs]
+        weight_bytes, kv_bytes = step_bytes(model, context, batch)
+        rows.append(
+            {
+                "context": context, "batch": batch, "runs": RUNS, "tokens": tokens,
+                "prefill_ms": 1e3 * statistics.median(r.prefill_s for r in runs),
+                "step_ms": statistics.median(steps), "step_ms_min": min(steps), "step_ms_max": max(steps),
+                "acceptance_length": statistics.median(r.tokens_a_step for r in runs),
+                "step_bytes": weight_bytes + kv_bytes,
+                "floor_ms": (weight_bytes + kv_bytes) / read_gbps / 1e6 if read_gbps else 0.0,
+            }
+        )  # fmt: skip
+        del engine
+    return {
+        "model": name, "device": board, "backend": ops.name, "dtype": str(ops.dtype).removeprefix("torch."),
+        "draft_weights": None if drafter_config is None else drafter_config.weights,
+        "build_s": built, "weight_gb": step_bytes(model, 0)[0] / 1e9, "read_gbps": read_gbps,
+        "rows": rows, "configurations": ops.sources(), "outside": ops.outside(), "kernels": _resolved(ops),
+    }  # fmt: skip
+
+
+def _resolved(ops: Any) -> list[str]:
+    """Which configuration each kernel ran and who chose it, one line each; empty for the torch backend."""
+    from kerngen.templates.kernel import describe
+
+    launcher = getattr(getattr(ops, "executor", None), "launcher", None)
+    if launcher is None:
+        return []
+    return sorted(f"{n}{describe(p)} {describe(f.config)} from {f.source}" for n, p, f in launcher.functions)

@@ -1,0 +1,68 @@
+"""Databases side by side: how long the steps of a model take with each one's winners, on this GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from typing import TYPE_CHECKING
+
+from kerngen.runtime.launcher import Launcher
+from kerngen.runtime.selection import DEFAULT
+from kerngen.timing.step_graph import Graph, Stage, StepGraph
+from kerngen.workload.steps import STEPS, Ratio, Step
+from kerngen.workload.workload import Model
+
+if TYPE_CHECKING:
+    from kerngen.tuning_db import PerBoard, Source
+
+PAIRS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One step. weight: its exponent in the mean. base_us: with the first contender's winners, in microseconds. ratios:
+    of each other contender's time to that, by its name. num_tuned: (kernel, problem)s of the step that a database of
+    the contender's has an answer for, of num_calls; by name, the first's included.
+    """
+
+    step: Step
+    weight: float
+    base_us: float
+    ratios: Mapping[str, Ratio]
+    num_tuned: Mapping[str, int]
+    num_calls: int
+
+
+def side_by_side(
+    model: Model, contenders: Mapping[str, Sequence[Source | PerBoard]], *, pairs: int = PAIRS, seed: int = 0
+) -> Iterator[Compared]:
+    """The steps of `model` by which tuning is judged (steps.STEPS), all layers, on generated weights.
+
+    contenders: databases in lookup order, by a name to show; none of them means default configurations. Each is run in
+    turn with the first. Raises LaunchError, and torch.OutOfMemoryError where the model does not fit.
+    """
+    stage = Stage(model, seed=seed)
+    launchers = {name: Launcher(sources, index=stage.launcher.index) for name, sources in contenders.items()}
+    base, *others = launchers
+    for step, weight in STEPS:
+        if (step.phase == "draft" and stage.drafter is None) or step.context > model.target.max_positions:
+            continue
+        held = StepGraph(stage, step)
+        graphs: dict[str, Graph] = {}
+        tuned: dict[str, int] = {}
+        for name, launcher in launchers.items():
+            chosen = held.chosen_by(launcher)
+            tuned[name] = sum(f.source != DEFAULT for f in chosen.values())
+            graphs[name] = held.capture(chosen)
+        ratios = {name: held.compare(graphs[base], graphs[name], pairs=pairs) for name in others}
+        base_us = next(iter(ratios.values())).base_us
+        yield Compared(step, weight, base_us, ratios, tuned, len(held.calls))
+
+
+def means(rows: Iterable[Compared]) -> dict[str, float]:
+    """Of each contender, the weighted geometric mean of its steps' ratios to the first's."""
+    rows = list(rows)
+    whole = sum(r.weight for r in rows)
+    names = rows[0].ratios if rows else {}
+    return {n: exp(sum(r.weight * log(r.ratios[n].median) for r in rows) / whole) for n in names}

@@ -1,0 +1,158 @@
+"""On the GPU: how long does a step of a model take with these configurations, against those?
+
+The model's own code runs the step, as in `kerngen run`, on generated weights and a cache of random keys, and is
+captured as one CUDA graph; configurations are exchanged by capturing it anew with other functions. Two graphs are
+replayed in turn, and the ratio of neighbours' times is what counts: boards differ by 2 % and clocks drift, a ratio
+does neither.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.executors.launch import Launch
+from kerngen.runtime.launcher import Function, Launcher, shares_sms
+from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.templates import find_kernel
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
+from kerngen.templates.kernel import Kernel
+from kerngen.workload.forwards import Forwards
+from kerngen.workload.generated import generated_model
+from kerngen.workload.steps import Ratio, Step, launch_counts
+from kerngen.workload.workload import Model
+
+LEAST_MS = 3.0  # of a sample: shorter steps are replayed several times in one
+
+Called = tuple[str, Any]  # a kernel's name, and the problem that the step calls it with
+Chosen = Mapping[Called, Function]
+
+
+class Exchanging(Launcher):
+    """A launcher that runs `chosen` where it has something, and default configurations for the rest."""
+
+    def __init__(self, *, index: int) -> None:
+        super().__init__(index=index)
+        self.chosen: Chosen = {}
+
+    def function(self, kernel: Kernel, problem: Any) -> Function:
+        found = self.chosen.get((kernel.name, problem))
+        return super().function(kernel, problem) if found is None else found
+
+
+class Graph:
+    """A captured step. It holds what it launches."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, chosen: Chosen) -> None:
+        self._graph, self._chosen = graph, dict(chosen)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class Stage:
+    """A model with generated weights on the current GPU, for any number of steps of it. Made from `seed`."""
+
+    def __init__(self, model: Model, *, seed: int = 0) -> None:
+        self.model = model
+        self.launcher = Exchanging(index=torch.cuda.current_device())
+        self.target = self.launcher.target
+        executor = Launch(self.launcher, in_forwards=True)
+        executor.alone = not shares_sms()  # graphs are replayed on one stream, whichever stage they are of
+        ops = KernelOps(executor, TORCH_DTYPE[self.target.arch.dtype])
+        with torch.inference_mode():
+            self.made, self.drafter = generated_model(model.name, model.target, model.drafter, ops, seed)
+        self.pool: Any = None  # of memory that its graphs share
+
+
+class StepGraph:
+    """`step` of the model on `stage`, whose keys are random.
+
+    calls: (kernel, problem) -> launches in the step. Raises UsageError for a step that the model cannot take.
+    """
+
+    def __init__(self, stage: Stage, step: Step) -> None:
+        self.stage, self.step = stage, step
+        self.calls: dict[Called, int] = launch_counts(stage.model, step, stage.target.arch)
+        with torch.inference_mode():
+            self._run, _ = Forwards(stage.made, stage.drafter, self._cache).prepare(step)
+        self._warm: WeakSet[Function] = WeakSet()
+
+    def _cache(self, step: Step) -> KVCache:
+        model = self.stage.made
+        cache = KVCache.whole(model.config, model.ops, batch=step.batch, max_len=step.context)
+        for layer in model.config.layers:
+            if layer.owns_kv:
+                cache.pages(layer).k.normal_()
+                cache.pages(layer).v.normal_()
+        return cache
+
+    def chosen_by(self, launcher: Launcher) -> Chosen:
+        """What `launcher` would run for each of its calls. Raises ConfigRefused, TuningMiss."""
+        return {(kernel, problem): launcher.function(find_kernel(kernel), problem) for kernel, problem in self.calls}
+
+    def capture(self, chosen: Chosen) -> Graph:
+        """The step with `chosen` in place of what the launcher would run. Raises LaunchError, ConfigRefused."""
+        self.stage.launcher.chosen = chosen
+        stream = torch.cuda.Stream()
+        with torch.inference_mode():
+            functions = self.chosen_by(self.stage.launcher).values()
+            if not self._warm.issuperset(functions):
+                # workspaces and arrays of addresses are made before anything is captured
+                torch.cuda.synchronize()
+                with torch.cuda.stream(stream):
+                    self._run()
+                    self._run()
+                torch.cuda.synchronize()
+                self._warm.update(functions)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.stage.pool, stream=stream):
+                self._run()
+        self.stage.pool = graph.pool()
+        return Graph(graph, chosen)
+
+    def compare(self, base: Graph, other: Graph, *, pairs: int = 12) -> Ratio:
+        """How long `other` takes, over what `base` takes: replayed in turn, in the order base other other base."""
+        repeat = self._repeat(base)
+        self._sampled(other, repeat)
+        timed: tuple[list[_Events], list[_Events]] = [], []
+        for i in range(pairs):
+            for which in (0, 1) if i % 2 == 0 else (1, 0):
+                start, end = _events()
+                start.record()
+                for _ in range(repeat):
+                    (base, other)[which].replay()
+                end.record()
+                timed[which].append((start, end))
+        torch.cuda.synchronize()
+        base_us, us = ([s.elapsed_time(e) * 1e3 / repeat for s, e in samples] for samples in timed)
+        ratios = sorted(o / b for b, o in zip(base_us, us, strict=True))
+        quartiles = ratios[-1 - len(ratios) // 4] - ratios[len(ratios) // 4]
+        spread = 1.253 * quartiles / 1.349 / len(ratios) ** 0.5  # as if they were normally distributed
+        return Ratio(statistics.median(ratios), spread, statistics.median(base_us))
+
+    def _repeat(self, graph: Graph) -> int:
+        self._sampled(graph, 1)
+        return max(1, min(64, round(1e3 * LEAST_MS / self._sampled(graph, 1))))
+
+    def _sampled(self, graph: Graph, repeat: int) -> float:
+        """Microseconds of a replay."""
+        start, end = _events()
+        start.record()
+        for _ in range(repeat):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / repeat
+
+
+_Events = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+def _events() -> _Events:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

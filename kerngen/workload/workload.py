@@ -1,0 +1,285 @@
+"""What a model asks of the kernels: every (kernel, problem) of its decode, verification, prefill and drafting steps.
+
+A workload is a record: the model's own code runs over the grid below on tensors without storage, and each call of each
+step is written down (`kerngen.workload.steps`). Released models are folders of configurations in runtime/released; any other
+folder with a config.json will do. Token counts lie on the grid; between two points the runtime uses the tuned point
+above, beyond the last it uses the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kerngen.arch import Arch
+from kerngen.errors import UnknownName, UsageError
+from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
+from kerngen.templates import find_kernel
+from kerngen.workload.steps import Kind, Recorder, Step, recorder
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+VERIFY_LENS = (4, 5)  # tokens a sequence at every batch and context: the last known one and 3 or 4 drafts
+OTHER_VERIFY_BATCHES = (1, 8)  # of the other lengths that a drafter may be asked for,
+OTHER_VERIFY_CONTEXTS = (512, 8192, 131072)  # at these contexts
+CHUNK_TOKENS = (1, 64, 512, 2048, 8192)  # of a prefill, for each of
+CHUNK_KEYS = tuple(1 << i for i in range(7, 19))  # these many keys, its own included
+PREFILL_TOKENS = (512, 1024, 2048, 4096, 8192)  # whole prompts
+MOST_PAIRS = 1 << 28  # tokens x keys of a chunk: more keys come in smaller chunks
+CONTEXTS = (64, 512, 2048, 8192, 32768, 131072, 262144)  # keys of a sequence in decode
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, *PREFILL_TOKENS)  # points of num_tokens: covers every batch x verify length
+MOST_KEYS = 1 << 20  # of all sequences together: more KV than that fits no GPU at 31B
+RELEASED = Path(__file__).parent / "runtime" / "released"
+MODELS = tuple(sorted(p.name for p in RELEASED.iterdir() if (p / "config.json").is_file()))
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Where in the model a problem occurs. phase: decode, verify, prefill or draft. count: launches in one step.
+
+    batch, q_len (tokens a sequence; 0 in prefill), chunk (tokens of a prefill's; else 0), context (keys of a sequence,
+    its chunk's own included): the step for which `count` holds; context 0 means any.
+    """
+
+    where: str
+    phase: str
+    batch: int
+    q_len: int
+    count: int
+    context: int = 0
+    chunk: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        """Of the step, whatever its context."""
+        return self.phase, self.batch, self.q_len, self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One problem to tune, with all its uses."""
+
+    kernel: str
+    problem: Any
+    uses: tuple[Use, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The distinct places, in the order of the model."""
+        return ", ".join(dict.fromkeys(u.where for u in self.uses))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The problems of one model on one arch.
+
+    missing: what the model computes that no kernel of ours serves, by its name in `runtime.ops.outside.OUTSIDE`.
+    steps: what was recorded.
+    """
+
+    model: str
+    arch: str
+    items: tuple[Item, ...]
+    missing: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+    _lines: dict[tuple[Any, ...], list[Item]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def only(self, kernels: Iterable[str]) -> Workload:
+        """The part that concerns `kernels`. Raises UnknownName for one that the workload does not have."""
+        wanted = list(kernels)
+        have = sorted({i.kernel for i in self.items})
+        require_among(wanted, have, self.model, "needs", f" on {self.arch}")
+        return replace(self, items=tuple(i for i in self.items if i.kernel in wanted))
+
+    def step(
+        self, phase: str, batch: int, context: int, q_len: int = 1, *, chunk: int = 0
+    ) -> Iterator[tuple[Item, int]]:
+        """(item, launches) of a step; the least recorded context that is no shorter stands for it, or the longest.
+
+        chunk: tokens of a prefill's, which has no q_len; another size of chunk is another step.
+        """
+        wanted = (phase, batch, 0 if chunk else q_len, chunk)
+        here = [(i, u) for i in self.items for u in i.uses if u.kind == wanted and u.count]
+        recorded = {u.context for _, u in here}
+        stands = min((c for c in recorded if c >= context), default=max(recorded, default=0))
+        counts: dict[int, tuple[Item, int]] = {}  # by identity: items are long to hash, and in their order here
+        for item, use in here:
+            if use.context in (0, stands):
+                counts[id(item)] = item, counts.get(id(item), (item, 0))[1] + use.count
+        yield from counts.values()
+
+    def serving(self, kernel: str, problem: Any) -> Item | None:
+        """The tuned problem whose winner serves a call: the nearest above along its kernel's line, as in the runtime.
+
+        None where the grid has none: the runtime uses the default configuration then.
+        """
+        if not self._lines:
+            for item in self.items:
+                self._lines.setdefault(_line(item.kernel, item.problem), []).append(item)
+        at = _place(problem)
+        above = [item for item in self._lines.get(_line(kernel, problem), ()) if at <= _place(item.problem)]
+        return min(above, key=lambda item: _place(item.problem), default=None)
+
+
+def _line(kernel: str, problem: Any) -> tuple[Any, ...]:
+    """What problems have in common that differ along their kernel's line alone."""
+    cls: Any = type(problem)
+    return kernel, *(getattr(problem, name) for name in _off_line(cls))
+
+
+@cache
+def _off_line(problem_type: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(problem_type) if f.name != problem_type.DYNAMIC)
+
+
+def _place(problem: Any) -> int:
+    return getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A target with the drafter that goes with it, if any."""
+
+    name: str
+    target: ModelConfig
+    drafter: DrafterConfig | None
+
+
+def find_model(name: str, drafter: str | None = None, draft_weights: str = "stored") -> Model:
+    """A released model by name, or the one in a Hugging Face folder, whose config.json is read and checked.
+
+    drafter: folder of the assistant that goes with a folder. draft_weights: what its matrices are kept as, see
+    DrafterConfig.keeping. Raises UnknownName, CheckpointError or UsageError.
+    """
+    found = _find_model(name, drafter)
+    if found.drafter is not None:
+        return replace(found, drafter=found.drafter.keeping(draft_weights))
+    if draft_weights != "stored":
+        raise UsageError(f"--draft-weights {draft_weights}: no drafter goes with {name} by itself",
+                         hint="name it: --draft FOLDER")  # fmt: skip
+    return found
+
+
+def _find_model(name: str, drafter: str | None) -> Model:
+    if name in MODELS:
+        if drafter is not None:
+            raise UsageError(f"{name} is a released model, with a drafter of its own: --draft goes with a folder")
+        target = read_model_config(RELEASED / name)
+        return Model(name, target, read_drafter_config(RELEASED / name / "assistant", target))
+    folder = Path(name)
+    if not folder.exists() and "/" not in name:
+        raise UnknownName("model", name, [*MODELS, "or a model folder"])
+    target = read_model_config(folder)
+    return Model(name, target, read_drafter_config(Path(drafter), target) if drafter else None)
+
+
+def require_among(names: Iterable[str], have: Sequence[str], who: str, verb: str, where: str = "") -> None:
+    """Raises UsageError for a kernel that is not in `have`: "`who` `verb` no NAME`where`", with those that are.
+
+    UnknownName for one that does not exist at all, which is the clearer complaint.
+    """
+    for name in names:
+        if name not in have:
+            find_kernel(name)
+            raise UsageError(f"{who} {verb} no {name}{where}", hint=f"it {verb}: {', '.join(have)}")
+
+
+def workload(model: Model, arch: Arch) -> Workload:
+    """Every problem that `model` needs on `arch`, in its dtype (fp16 on sm70 and sm75, else bf16), each once."""
+    return Workload(model.name, arch.name, *_recorded(recorder(model.target, model.drafter, arch)))
+
+
+@cache
+def find_workload(model: str, arch: Arch) -> Workload:
+    """The workload of a model given by name or folder."""
+    return workload(find_model(model), arch)
+
+
+# -- the record
+
+
+@dataclass(slots=True)
+class _Notes:
+    """Calls by (kernel, problem), in the order of the model, each with the steps that it was met in."""
+
+    step: Step | None = None
+    met: dict[tuple[str, Any], dict[tuple[str, Kind], dict[int, int]]] = field(default_factory=dict)
+    contexts: dict[Kind, set[int]] = field(default_factory=dict)
+    # of this step: a place and a problem, by identity, as often as its layers are alike; and its part of `met`
+    again: dict[tuple[int, str], tuple[Any, dict[int, int]]] = field(default_factory=dict)
+
+    def begin(self, step: Step) -> None:
+        self.step = step
+        self.again.clear()
+        self.contexts.setdefault(step.kind, set()).add(step.context)
+
+    def call(self, kernel: str, problem: Any, where: str) -> None:
+        self._met(kernel, problem, where, 1)
+
+    def beside(self, kernel: str, problem: Any, where: str) -> None:
+        """A call that stands beside the step's own: what sampling asks in place of greedy."""
+        self._met(kernel, problem, where, 0)
+
+    def _met(self, kernel: str, problem: Any, where: str, count: int) -> None:
+        if (step := self.step) is None:
+            raise TypeError("a call was noted before any step began")
+        if (known := self.again.get((id(problem), where))) is None:
+            use = self.met.setdefault((kernel, _on_grid(problem)), {}).setdefault((where, step.kind), {})
+            known = self.again[id(problem), where] = problem, use
+        use = known[1]
+        use[step.context] = use.get(step.context, 0) + count
+
+    def items(self) -> Iterator[Item]:
+        for (kernel, problem), places in self.met.items():
+            yield Item(kernel, problem, tuple(self._uses(places)))
+
+    def _uses(self, places: dict[tuple[str, Kind], dict[int, int]]) -> Iterator[Use]:
+        for (where, kind), counts in places.items():
+            phase, batch, q_len, chunk = kind
+            if set(counts) == self.contexts[kind] and len(set(counts.values())) == 1:
+                counts = {0: next(iter(counts.values()))}  # whatever the context
+            for context, count in sorted(counts.items()):
+                yield Use(where, phase, batch, q_len, count, context, chunk)
+
+
+def _on_grid(problem: Any) -> Any:
+    """`problem` at the tuned point that serves it, where its points lie along num_tokens."""
+    if problem.DYNAMIC != "num_tokens":
+        return problem
+    above = next((t for t in TOKENS if t >= problem.num_tokens), problem.num_tokens)
+    return problem if above == problem.num_tokens else replace(problem, num_tokens=above)
+
+
+@cache
+def _recorded(model: Recorder) -> tuple[tuple[Item, ...], tuple[str, ...], tuple[Step, ...]]:
+    """The items of one model, what went past the kernels, and the steps."""
+    steps = tuple(_steps(model.config, model.has_drafter, model.max_decode_len))
+    notes = _Notes()
+    for step in steps:
+        notes.begin(step)
+        model.record(step, notes.call, notes.beside)
+    return tuple(notes.items()), tuple(model.outside), steps
+
+
+def _steps(config: ModelConfig, has_drafter: bool, max_decode_len: int) -> Iterator[Step]:
+    """The grid."""
+    for batch in BATCHES:
+        for q_len in range(1, max_decode_len + 1):  # single steps, and the verification of every number of drafts
+            usual = q_len in (1, *VERIFY_LENS)
+            for context in _contexts(config, batch):
+                if usual or (batch in OTHER_VERIFY_BATCHES and context in OTHER_VERIFY_CONTEXTS):
+                    yield Step.decode(batch, context) if q_len == 1 else Step.verify(batch, q_len, context)
+    chunks = {(t, t) for t in PREFILL_TOKENS}
+    for keys in CHUNK_KEYS:
+        sizes = {t for t in CHUNK_TOKENS if t < keys} | {min(keys, CHUNK_TOKENS[-1])}
+        chunks |= {(t, keys) for t in sizes if t * keys <= MOST_PAIRS}
+    yield from (Step.prefill(t, keys) for t, keys in sorted(chunks) if keys <= config.max_positions)
+    if has_drafter:
+        yield from (Step.draft(batch, context) for batch in BATCHES for context in _contexts(config, batch))
+
+
+def _contexts(config: ModelConfig, batch: int) -> Iterator[int]:
+    most = max(config.max_positions, CONTEXTS[0])
+    return (c for c in CONTEXTS if c <= most and c * batch <= MOST_KEYS)

@@ -1,0 +1,63 @@
+"""What an engine may ask of the kernels, asked before anybody waits: steps of all batches, chunks of all lengths.
+
+A request that meets a kernel which no database keeps built would wait while it is compiled, and all others with it.
+Lengths between those here are served by the same kernels: they are chosen at powers of two and at eighths of them
+(runtime/selection.py). What sampling asks beside the greedy choice is asked too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kerngen.runtime.cache import KINDS
+from kerngen.runtime.engine.draft_length import FIRST_LENGTH
+from kerngen.runtime.engine.logit_processors import Way
+from kerngen.runtime.engine.prefill_graphs import OUTPUTS
+from kerngen.runtime.engine.runner import Runner
+from kerngen.runtime.selection import between
+
+
+def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *, joint: bool = False) -> None:
+    """All steps, on rows that stand for nobody. draft_lengths: numbers of drafts of a step; unusual ones are rehearsed
+    for the longest sequences alone. longest_chunk: tokens that are prefilled together. joint: whether steps are.
+    """
+    kv_lens, page_size = runner.kv_lens, runner.cache.page_size
+    for batch in runner.batches:
+        for num_drafts in draft_lengths:
+            is_usual = num_drafts in (0, FIRST_LENGTH) or len(draft_lengths) <= 2
+            for max_kv_len in kv_lens if is_usual else kv_lens[-1:]:
+                runner.step(batch, num_drafts, Way(), max_kv_len)
+            runner.step(batch, num_drafts, Way(sampled=True), kv_lens[-1])
+    for size in runner.short_sizes:
+        for outputs in OUTPUTS:
+            runner.short_prefills.forward(size, outputs)
+    for shape in runner.joint_shapes([Way()]) if joint else ():
+        runner.joint_of(shape)
+    hidden = runner.hidden
+    for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):
+        tables = torch.zeros(len(KINDS), count, -(-keys // page_size), dtype=torch.int32, device=hidden.device)
+        forward, cache = runner.chunks([0] * size, [keys - size // count] * count, [size // count] * count, tables)
+        runner.model.forward(forward, cache, outputs="last")
+    for count in _lengths(len(hidden)):  # of sequences whose last chunks end together
+        rows = slice(0, count)
+        runner.first_tokens(hidden[rows], rows, Way())
+
+
+def _chunks(longest: int, max_kv_len: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """(tokens, keys of a sequence, sequences) of prefills: of one, at all its lengths, and of several that begin."""
+    for size in _lengths(min(longest, max_kv_len)):
+        is_power = size & (size - 1) == 0
+        longer = [1 << e for e in range(size.bit_length(), max_kv_len.bit_length())] if is_power else []
+        for keys in sorted({size, *longer, max_kv_len}):
+            yield size, keys, 1
+        if is_power:
+            yield from ((size, size // count, count) for count in (2, 4, 8, 16) if count <= min(size, most))
+
+
+def _lengths(most: int) -> list[int]:
+    """To `most`, which is one of them: powers of two and what lies between them."""
+    powers = [1 << e for e in range(most.bit_length())]
+    above = 1 << most.bit_length()
+    return sorted({most, *powers, *(n for power in (*powers, above) for n in between(power) if 0 < n < most)})

@@ -1,0 +1,202 @@
+"""What will run: the configuration and machine code of each problem, decided here for whoever asks.
+
+`Bindings` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
+compiled-in fields) is bound once: its tuned points are read from the databases, or, where there are none, defaults
+are made at powers of two of the dynamic field (between two of them a kernel may prefer another one's) and of the
+other fields that are known at launch alone, or at finer steps of those. From then on a problem never seen before costs
+a bisection, and one that was a look into a dict: a prompt's forward asks hundreds of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from kerngen.arch import Target
+from kerngen.compiler import source_digest
+from kerngen.errors import ConfigRefused, ProblemError
+from kerngen.templates.kernel import Kernel
+from kerngen.tuning_db.read.canonical_fields import round_up
+from kerngen.tuning_db.read.ids import bucketed, coordinates
+
+if TYPE_CHECKING:
+    from kerngen.compiler.compile import Cubin
+    from kerngen.tuning_db import Bound, Winner
+    from kerngen.tuning_db.read.boards import PerBoard
+    from kerngen.tuning_db.read.source import Source
+
+DEFAULT = "default configuration"
+FINER_STEPS = 16  # of a field between zero and the power of two at or above it
+CHOICES_KEPT = 8192  # a dozen kernels' for several hundred lengths of context
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """What serves a problem: the same object for all problems that share it.
+
+    source: who chose the configuration. problem: one that it was chosen for. cubin: its machine code where a database
+    that was asked keeps it and it is current; else it is compiled from `text`. winner: the record that it rests on,
+    None for a default.
+    """
+
+    kernel: Kernel
+    problem: Any
+    config: Any
+    target: Target
+    source: str
+    provenance: str  # measured, predicted or default
+    cubin: Cubin | None = None
+    winner: Winner | None = None
+
+    @property
+    def text(self) -> str:
+        """The source to compile. Raises ConfigRefused, KerngenError as `render`."""
+        from kerngen.compiler.render import render  # Jinja is for those that must render
+
+        return render(self.kernel, self.problem, self.config, self.target)
+
+
+class Binding:
+    """One kernel with one set of compiled-in fields on one target. `choice` is all that a request pays for.
+
+    bound: its tuned points; None where defaults are chosen.
+    """
+
+    def __init__(self, kernel: Kernel, target: Target, bound: Bound | None) -> None:
+        self.kernel, self.target, self._bound = kernel, target, bound
+        self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
+        self._defaults: dict[tuple[Any, ...], Choice] = {}
+        self._nearby: dict[tuple[Any, ...], dict[Any, Choice]] = {}  # by length: others near it
+        self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
+
+    def choice(self, problem: Any) -> Choice:
+        """What serves `problem`. Raises ConfigRefused where nothing can."""
+        winner = self._bound.answer(problem) if self._bound is not None else None
+        if winner is None:
+            return self._default(problem)
+        if (known := self._tuned.get(id(winner))) is None:
+            config = self.kernel.config_type(**winner.config)
+            source = f"{winner.source} ({winner.provenance})"
+            choice = Choice(self.kernel, problem, config, self.target, source, winner.provenance, winner.cubin, winner)
+            known = self._tuned[id(winner)] = winner, choice
+        return known[1]
+
+    def _default(self, problem: Any) -> Choice:
+        """The default of the next power of two on the dynamic axis, or the problem's own where that cannot run it.
+
+        Between two powers the kernel may prefer that of a length between them, or of those down to an eighth: no more
+        of them are needed than a bundle has.
+        """
+        key = coordinates(self._runtime(problem))
+        size = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
+        above = round_up(size)
+        found = self._default_at(key, problem, above)
+        if self.kernel.why_invalid(problem, found.config, self.target) is not None:
+            own = self._default_for(problem)
+            return self._exceptions.setdefault(own.config, own)
+        if self.kernel.prefer is None or size == above:
+            return found
+        if (others := self._nearby.get((key, above))) is None:
+            others = self._nearby[key, above] = self._others(key, problem, found, above)
+        valid = {c: o for c, o in others.items() if self.kernel.why_invalid(problem, c, self.target) is None}
+        return valid.get(self.kernel.prefer(problem, (found.config, *valid), self.target), found)
+
+    def _runtime(self, problem: Any) -> dict[str, Any]:
+        """The runtime fields but the dynamic one, as its default is chosen for them."""
+        return bucketed(self.kernel, problem) | {n: round_up(getattr(problem, n), FINER_STEPS) for n in finer(problem)}
+
+    def _default_at(self, key: tuple[Any, ...], problem: Any, dynamic: Any) -> Choice:
+        """The default where the dynamic field is `dynamic`; None: there is none. key: the other runtime fields, as they
+        are looked up, which it is chosen for too: who asks first does not decide for those that share it.
+        """
+        if (found := self._defaults.get((key, dynamic))) is None:
+            runtime = self._runtime(problem)
+            moved = _moved(problem, runtime if dynamic is None else runtime | {problem.DYNAMIC: dynamic})
+            found = self._defaults[key, dynamic] = self._default_for(moved)
+        return found
+
+    def _others(self, key: tuple[Any, ...], problem: Any, found: Choice, above: int) -> dict[Any, Choice]:
+        """By config, the defaults of three smaller powers of two and `between` all four, without `found`'s."""
+        powers = [above >> i for i in range(min(4, above.bit_length()))]
+        below = []
+        for dynamic in (*powers[1:], *(length for power in powers for length in between(power))):
+            with suppress(ConfigRefused, ProblemError):  # what serves fewer is no need
+                below.append(self._default_at(key, problem, dynamic))
+        return {c.config: c for c in reversed(below) if c.config != found.config}
+
+    def _default_for(self, problem: Any) -> Choice:
+        config = self.kernel.default_config(problem, self.target)
+        self.kernel.require_valid(problem, config, self.target)
+        code = self._bound.code(problem, config) if self._bound is not None else None
+        return Choice(self.kernel, problem, config, self.target, DEFAULT, "default", code)
+
+
+def between(power: int) -> list[int]:
+    """Lengths between a power of two and the one below it, the longest first: eighths of the power."""
+    return [power * eighths // 8 for eighths in (7, 6, 5) if power * eighths % 8 == 0]
+
+
+def finer(problem: Any) -> tuple[str, ...]:
+    """Its runtime fields that have defaults between powers of two: Problem.FINER."""
+    return getattr(type(problem), "FINER", ())
+
+
+def finer_between(power: int) -> list[int]:
+    """Those between a power of two and the one below it."""
+    return [n for n in range(power // 2 + 1, power) if round_up(n, FINER_STEPS) == n]
+
+
+def _moved(problem: Any, runtime: dict[str, Any]) -> Any:
+    """`problem` with these runtime fields, or as it is where the kernel takes no such."""
+    try:
+        return replace(problem, **runtime)
+    except ProblemError:
+        return problem
+
+
+class Bindings:
+    """What will run on `target`. sources: tuning databases in lookup order; with none, defaults are chosen."""
+
+    def __init__(self, sources: Sequence[Source | PerBoard], target: Target) -> None:
+        self.target = target
+        self._sources = tuple(sources)
+        self._closure_of = cache(source_digest.closure_of)  # of a kernel as it was when first bound: as its spec.py is
+        self._bindings: dict[tuple[Any, ...], Binding] = {}
+        self._known: dict[tuple[str, Any], Choice] = {}  # of problems met; forgotten together where they are too many
+
+    def choice(self, kernel: Kernel, problem: Any) -> Choice:
+        """What serves `problem`: the launcher's answer, and `kerngen compile`'s. Raises ConfigRefused."""
+        asked = kernel.name, problem
+        if (found := self._known.get(asked)) is None:
+            if len(self._known) >= CHOICES_KEPT:
+                self._known.clear()
+            found = self._known[asked] = self._binding(kernel, problem).choice(problem)
+        return found
+
+    def _binding(self, kernel: Kernel, problem: Any) -> Binding:
+        key = (kernel.name, *_static(kernel)(problem))
+        if (binding := self._bindings.get(key)) is None:
+            binding = self._bindings[key] = Binding(kernel, self.target, self._bound(kernel, problem))
+        return binding
+
+    def _bound(self, kernel: Kernel, problem: Any) -> Bound | None:
+        """What the databases have tuned of its compiled-in fields; None without any."""
+        if not self._sources:
+            return None
+        from kerngen.tuning_db import Bound
+
+        return Bound(self._sources, kernel, problem, self.target, self._closure_of)
+
+
+@cache
+def _static(kernel: Kernel) -> Callable[[Any], tuple[Any, ...]]:
+    """Gives the compiled-in fields of a problem as a tuple."""
+    names = [f.name for f in fields(kernel.problem_type) if f.name not in kernel.problem_type.RUNTIME]
+    if len(names) == 1:  # attrgetter gives no tuple then
+        (name,) = names
+        return lambda problem: (getattr(problem, name),)
+    return attrgetter(*names) if names else lambda problem: ()

@@ -1,0 +1,141 @@
+"""/v1/chat/completions: the assistant's next turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kerngen.errors import UsageError
+from kerngen.runtime.chat import THINKING
+from kerngen.runtime.serve.choice_stream import (
+    Asked,
+    ChatReader,
+    Part,
+    choice,
+    sampling_of,
+    stop_ids_of,
+    stops_of,
+)
+from kerngen.runtime.serve.engine_process import Guiding
+from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.messages import template_messages, template_tools
+from kerngen.runtime.serve.protocol import ChatCompletion, NamedTool, Tokenize, Tool
+from kerngen.runtime.serve.responses import Heading, Message, Usage, chat_logprobs, deltas_of
+from kerngen.runtime.serve.service import Service, service_of, size_of
+from kerngen.runtime.serve.streaming import send_events, send_whole, unless_gone
+from kerngen.runtime.serve.structured_outputs import guiding_of
+from kerngen.runtime.serve.tool_grammar import call_grammar
+from kerngen.runtime.serve.unsupported_fields import require_honoured
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, body: ChatCompletion) -> Response:
+    service = service_of(request)
+    trace = service.trace(request)
+    service.require_model(body.model)
+    require_honoured(body)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs is there only beside logprobs: true", param="top_logprobs")
+    codec, count = service.codec, body.n or 1
+    tools = _tools(service, body)
+    messages = template_messages(body.messages, codec.template_reads)
+    variables = await variables_of(service, body, tools)
+    if body.reasoning_effort is not None:
+        variables.setdefault(THINKING, body.reasoning_effort != "none")
+    prompt = await unless_gone(request, service.encode_chat(messages, variables))
+    may_think = bool(variables.get(THINKING))
+    guiding = await service.off_loop(_guiding, service, body, tools, prompt, may_think, size=size_of(tools))
+    asked = Asked(
+        prompt,
+        service.room(prompt, body.max_completion_tokens or body.max_tokens, "messages"),
+        stop_ids_of(service, body, codec.end_of_calls_ids if tools else ()),
+        (body.top_logprobs or 0) if body.logprobs else None,
+        guiding,
+    )
+    generators = [
+        choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, calls=bool(tools)),
+               sampling_of(service, body, i)) for i in range(count)
+    ]  # fmt: skip
+    heading = Heading.of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion",
+                         body.model or service.names[0])  # fmt: skip
+    trace.asked(body, heading, asked.max_new_tokens)
+    usage = Usage(len(prompt))
+    if body.stream:
+        begun: set[int] = set()
+
+        def chunks(part: Part) -> list[dict[str, Any]]:
+            deltas = deltas_of(part.deltas, with_reasoning=body.include_reasoning)
+            if part.index not in begun:
+                begun.add(part.index)
+                deltas.insert(0, {"role": "assistant", "content": ""})
+            if (part.finish_reason or part.logprobs) and not deltas:
+                deltas.append({})
+            last, found = len(deltas) - 1, chat_logprobs(part.logprobs, codec)
+            return [
+                {"index": part.index, "delta": delta, "logprobs": found if i == last else None,
+                 "finish_reason": part.finish_reason if i == last else None,
+                 "stop_reason": part.stop_reason if i == last else None} for i, delta in enumerate(deltas)
+            ]  # fmt: skip
+
+        return await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
+    made = [Message() for _ in range(count)]
+
+    def add(part: Part) -> None:
+        made[part.index].add(part)
+
+    def whole() -> dict[str, Any]:
+        choices = [m.body(i, codec, with_reasoning=body.include_reasoning) for i, m in enumerate(made)]
+        return heading.body(choices, usage)
+
+    return await send_whole(request, service, usage, trace, generators, add, whole)
+
+
+async def variables_of(
+    service: Service, body: ChatCompletion | Tokenize, tools: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What the chat template is to see besides messages."""
+    variables = dict(body.chat_template_kwargs or {})
+    if tools:
+        variables["tools"] = await service.off_loop(template_tools, tools, size=size_of(tools))
+    return variables
+
+
+def told_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """`tools` as a client sends them. Raises ApiError where the model knows none."""
+    if tools and service.codec.call_ids is None:
+        raise ApiError(400, "this model has no tokens for tool calls", param="tools")
+    return [tool.model_dump(exclude_none=True) for tool in tools or ()]
+
+
+def _tools(service: Service, body: ChatCompletion) -> list[dict[str, Any]]:
+    """Those that the model is told of."""
+    if not body.tools or body.tool_choice == "none":
+        if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
+            raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+        return []
+    return told_tools(service, body.tools)
+
+
+def _guiding(
+    service: Service, body: ChatCompletion, tools: list[dict[str, Any]], prompt: list[int], may_think: bool
+) -> Guiding | None:
+    return guiding_of(service, body, _calls(service, body, tools), prompt, may_think=may_think)
+
+
+def _calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]]) -> str | None:
+    """The grammar of the calls that tool_choice asks for, None where it asks for none."""
+    choice = body.tool_choice
+    if choice != "required" and not isinstance(choice, NamedTool):
+        return None
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    is_parallel = name is None and body.parallel_tool_calls is not False
+    try:
+        if service.codec.call_ids is None:
+            raise UsageError("this model has no tokens for tool calls")
+        return call_grammar(tools, service.codec.call_ids, name=name, is_parallel=is_parallel)
+    except UsageError as e:
+        raise ApiError(400, e.message, param="tools") from e

@@ -1,0 +1,212 @@
+"""The engine as the server sees it: requests go in, tokens come out, for whoever awaits them."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from multiprocessing import get_context
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from kerngen.errors import KerngenError, UsageError
+from kerngen.runtime.sampling import Sampling
+from kerngen.runtime.serve.engine_process import (
+    Cancel,
+    Failed,
+    Guiding,
+    Loading,
+    Made,
+    Options,
+    Ready,
+    Submit,
+    Told,
+    serve,
+)
+
+if TYPE_CHECKING:
+    from kerngen.runtime.engine import Load
+
+OnLoad = Callable[[int, int, str], None]
+STOP_S = 10.0  # within which an engine that is told to stop is gone; then it is killed
+
+
+class EngineFailed(KerngenError):
+    """There is no engine, or it has ended in an error."""
+
+
+class EngineStopped(EngineFailed):
+    """The answer was ended before its end: the server stops."""
+
+
+class EngineClient:
+    """The engine's process and the requests that it works on. `start`, then from one event loop alone.
+
+    on_load: is told, while the weights load, how many bytes of how many are there, and "", and while kernels are built,
+    how many of how many, and which.
+    """
+
+    def __init__(self, options: Options, on_load: OnLoad | None = None) -> None:
+        self._options, self._on_load = options, on_load
+        self._numbers = count()
+        self._streams: dict[int, asyncio.Queue[Made]] = {}
+        self._failed: Failed | None = None
+        self._closing = False
+        self.load: Load | None = None  # after the last step
+
+    async def start(self) -> Ready:
+        """Start the process and wait until it is ready. Raises EngineFailed, and UsageError for bad settings."""
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        context = get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._outbox: SimpleQueue[Submit | Cancel | None] = SimpleQueue()
+        self._process = context.Process(target=serve, args=(theirs, self._options), name="kerngen-engine")
+        self._process.start()  # no daemon: those may have no processes of their own, and compilers are some
+        atexit.register(self._process.kill)  # before what waits for it
+        theirs.close()  # so that its end is seen here
+        for work in (self._read, self._write):  # a pipe may be full while the engine is at a step
+            threading.Thread(target=work, name="kerngen-engine", daemon=True).start()
+        return await self._ready
+
+    @property
+    def is_alive(self) -> bool:
+        return self._failed is None and not self._closing
+
+    @property
+    def why_dead(self) -> str:
+        return "" if self._failed is None else self._failed.message
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        logprobs: int | None = None,
+        guiding: Guiding | None = None,
+        prompt_logprobs: int | None = None,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> AsyncGenerator[Made, None]:
+        """What the engine makes of a request, as it comes. Whoever leaves the loop early, or is cancelled, ends it, and
+        what it holds is free at once. enough: whether what came is all that is wanted; the engine is told to end it
+        then, and the last that comes has no tokens, the reason "stop" and what the engine says of it all.
+
+        Raises UsageError for what the engine does not take, EngineFailed where it is no more or computes no number,
+        EngineStopped after `end`.
+        """
+        if not self.is_alive:
+            raise EngineFailed(self.why_dead or "the engine has stopped")
+        number = next(self._numbers)
+        queue = self._streams[number] = asyncio.Queue()
+        is_over = False
+        try:
+            submit = Submit(number, array("i", prompt), max_new_tokens, sampling, tuple(stop_ids), logprobs, guiding,
+                            prompt_logprobs)  # fmt: skip
+            self._outbox.put(submit)
+            while not is_over:
+                made = await queue.get()
+                # More than one step's where this process is behind: they go out together.
+                while not made.reason and not queue.empty():
+                    later = queue.get_nowait()
+                    if later.reason in ("refused", "error", "stopped"):
+                        yield made
+                        made = later
+                    else:
+                        made = made.then(later)
+                if made.reason == "stopped":
+                    raise EngineStopped(made.error)
+                is_over = bool(made.reason)
+                if made.reason == "refused":
+                    raise UsageError(made.error)
+                if made.reason == "error":
+                    raise EngineFailed(made.error)
+                yield made
+                if not is_over and enough():
+                    self._outbox.put(Cancel(number))
+                    is_over = True
+                    while not (made := await queue.get()).reason:
+                        pass  # of steps that had begun
+                    yield Made(number, [], reason="stop", stats=made.stats)
+        finally:
+            del self._streams[number]
+            if not is_over:
+                self._outbox.put(Cancel(number))
+
+    def end(self, why: str) -> None:
+        """End all that is at work: whoever waits for it is told `why`."""
+        for number, queue in self._streams.items():
+            queue.put_nowait(Made(number, [], reason="stopped", error=why))
+
+    async def close(self) -> None:
+        """End the process; what still runs ends with it."""
+        self._closing = True
+        self._outbox.put(None)
+        await asyncio.to_thread(self._process.join, STOP_S)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join, STOP_S)
+        atexit.unregister(self._process.kill)
+        self._fail(Failed("the engine has stopped"))
+
+    # -- in threads of their own
+
+    def _write(self) -> None:
+        with suppress(OSError):  # one that is gone is seen by the reader
+            while True:
+                told = self._outbox.get()
+                self._connection.send(told)
+                if told is None:
+                    return
+
+    def _read(self) -> None:
+        told: Failed | Loading | Ready | Told
+        try:
+            while True:
+                told = self._connection.recv()
+                if not self._tell(self._heed, told) or isinstance(told, Failed):
+                    return
+        except (EOFError, OSError):
+            self._process.join(STOP_S)
+            code = self._process.exitcode
+            lost = Failed("the engine's process died" + ("" if code is None else f" (exit code {code})"))
+            self._tell(self._fail, lost)
+
+    def _tell(self, heed: Callable[[Any], None], told: object) -> bool:
+        """False where nobody is left to tell: Ctrl-C came while the weights were loading."""
+        try:
+            self._loop.call_soon_threadsafe(heed, told)
+        except RuntimeError:  # the event loop has ended
+            return False
+        return True
+
+    # -- in the event loop
+
+    def _heed(self, told: Failed | Loading | Ready | Told) -> None:
+        if isinstance(told, Failed):
+            self._fail(told)
+        elif isinstance(told, Loading):
+            if self._on_load is not None:
+                self._on_load(told.done, told.total, told.kernel)
+        elif isinstance(told, Ready):
+            if not self._ready.done():  # by Ctrl-C
+                self._ready.set_result(told)
+        else:
+            self.load = told.load
+            for made in told.made:
+                if (queue := self._streams.get(made.number)) is not None:
+                    queue.put_nowait(made)
+
+    def _fail(self, failed: Failed) -> None:
+        if self._failed is not None:
+            return
+        self._failed = failed
+        if not self._ready.done():
+            kind = UsageError if failed.is_misuse else EngineFailed
+            self._ready.set_exception(kind(failed.message, hint=failed.hint))
+        for number, queue in self._streams.items():
+            queue.put_nowait(Made(number, [], reason="error", error=failed.message))

@@ -1,0 +1,72 @@
+"""What an answer must be, by whichever of the fields that say it: OpenAI's, and vLLM's of both kinds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kerngen.runtime.serve.engine_process import Guiding
+from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.grammars import choice_grammar, json_grammar, regex_grammar
+from kerngen.runtime.serve.protocol import Generation, ResponseFormat
+from kerngen.runtime.serve.service import Service
+from kerngen.runtime.serve.unsupported_fields import require_honoured
+
+
+def guiding_of(
+    service: Service, body: Generation, calls: str | None, prompt: Sequence[int], *, may_think: bool = False
+) -> Guiding | None:
+    """By which grammar the answer goes: `calls`, which tool_choice asks for, or what the fields say. may_think: a
+    thought may come first, as it does where the prompt ends in one. Large schemas take their time.
+    """
+    asked = [*([] if calls is None else [calls]), *_grammars(body, is_text=calls is None)]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise ApiError(400, "an answer follows one grammar: response_format, tool_choice, or one of structured_outputs "
+                            "and guided_*")  # fmt: skip
+    if service.codec.channel_ids is None:
+        return Guiding(asked[0])
+    is_thinking = service.codec.open_thought(prompt) is not None
+    return Guiding(asked[0], may_think=may_think and not is_thinking, is_thinking=is_thinking)
+
+
+def _grammars(body: Generation, *, is_text: bool) -> Iterator[str]:
+    """is_text: not calls, of which response_format says nothing."""
+    if is_text and body.response_format is not None and body.response_format.type != "text":
+        yield _of_format(body.response_format)
+    yield from _of_fields("guided_", body.guided_json, body.guided_regex, body.guided_choice)
+    if (wanted := body.structured_outputs) is not None:
+        require_honoured(wanted, "structured_outputs.")
+        yield from _of_fields("structured_outputs.", wanted.json_, wanted.regex, wanted.choice)
+        if wanted.json_object:
+            yield json_grammar()
+
+
+def _of_fields(
+    where: str, schema: dict[str, Any] | str | None, pattern: str | None, choices: list[str] | None
+) -> Iterator[str]:
+    if schema is not None:
+        yield json_grammar(_schema(schema, f"{where}json"))
+    if pattern is not None:
+        yield regex_grammar(pattern)
+    if choices is not None:
+        yield choice_grammar(choices)
+
+
+def _of_format(wanted: ResponseFormat) -> str:
+    if wanted.type == "json_object":
+        return json_grammar()
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise ApiError(400, "response_format.json_schema.schema is missing", param="response_format")
+    return json_grammar(wanted.json_schema.schema_)
+
+
+def _schema(given: dict[str, Any] | str, field: str) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as e:
+        raise ApiError(400, f"{field} is not JSON: {e}", param=field) from None

@@ -1,0 +1,90 @@
+// The norm and RoPE of a head that LANES lanes hold: lane i the eight dims from 8 i and their RoPE partners, the eight from
+// HEAD_DIM / 2 + 8 i. Rounded where the model rounds.
+#pragma once
+#include "common/rows/norm.cuh"
+#include "common/rows/rope.cuh"
+
+// Cosine and sine of a lane's eight pairs, in the activations' dtype: the model casts them before it multiplies.
+struct Turn {
+    uint4 cos, sin;
+};
+
+// freqs: the lane's eight of inv_freq. Pairs from NUM_ROTATED on do not turn.
+template <bool BF16, int NUM_ROTATED> DEVICE Turn turn_at(float position, const Vec8<Dtype::fp32>& freqs, int lane) {
+    float freq[8];
+    freqs.unpack(freq);
+    uint32_t cos2[4], sin2[4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) freq[j] = 8 * lane + j < NUM_ROTATED ? freq[j] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        float s0, c0, s1, c1;
+        sincos_accurate(position * freq[2 * j], s0, c0);
+        sincos_accurate(position * freq[2 * j + 1], s1, c1);
+        cos2[j] = Half<BF16>::pack(c0, c1);
+        sin2[j] = Half<BF16>::pack(s0, s1);
+    }
+    return {make_uint4(cos2[0], cos2[1], cos2[2], cos2[3]), make_uint4(sin2[0], sin2[1], sin2[2], sin2[3])};
+}
+
+// What one lane holds of a head of 16-bit elements.
+template <Dtype D, int HEAD_DIM> struct HeadSlice {
+    static constexpr int LANES = HEAD_DIM / 16, HEAD_VECS = HEAD_DIM / 8, HALF_VECS = HEAD_DIM / 16;
+    Vec8<D> low, high;
+
+    DEVICE void zero() {
+        low.zero();
+        high.zero();
+    }
+    // Head number `head` of a tensor of heads.
+    DEVICE void load(const void* base, int64_t head, int lane) {
+        low.load(base, head * HEAD_VECS + lane);
+        high.load(base, head * HEAD_VECS + HALF_VECS + lane);
+    }
+    DEVICE void load_constant(const void* base, int lane) {
+        low.load_constant(base, lane);
+        high.load_constant(base, HALF_VECS + lane);
+    }
+    DEVICE void store(void* base, int64_t head, int lane) const {
+        low.store(base, head * HEAD_VECS + lane);
+        high.store(base, head * HEAD_VECS + HALF_VECS + lane);
+    }
+    // x * (mean(x^2) + eps)^(-1/2), not rounded. Every lane of the warp must call it.
+    DEVICE void norm(float eps, float (&a)[8], float (&b)[8]) const {
+        low.unpack(a);
+        high.unpack(b);
+        const float scale = inverse_rms<HEAD_DIM>(warp_sum<LANES>(sum_of_squares8(a) + sum_of_squares8(b)), eps);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) a[j] *= scale, b[j] *= scale;
+    }
+    DEVICE void pack(const float (&a)[8], const float (&b)[8]) {
+        low.pack(a);
+        high.pack(b);
+    }
+    // a and b, as norm gave them, times the weight, rounded, and turned.
+    DEVICE void pack_turned(float (&a)[8], float (&b)[8], const HeadSlice& weight, const Turn& turn) {
+        float w_low[8], w_high[8];
+        weight.low.unpack(w_low);
+        weight.high.unpack(w_high);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) a[j] *= w_low[j], b[j] *= w_high[j];
+        pack(a, b);
+        constexpr bool BF16 = D == Dtype::bf16;
+        uint4 &x = low.part[0], &y = high.part[0];
+        rotate2<BF16>(x.x, y.x, turn.cos.x, turn.sin.x);
+        rotate2<BF16>(x.y, y.y, turn.cos.y, turn.sin.y);
+        rotate2<BF16>(x.z, y.z, turn.cos.z, turn.sin.z);
+        rotate2<BF16>(x.w, y.w, turn.cos.w, turn.sin.w);
+    }
+};
+
+template <Dtype D, int HEAD_DIM>
+DEVICE HeadSlice<D, HEAD_DIM> choose(bool take_first, const HeadSlice<D, HEAD_DIM>& first,
+                                     const HeadSlice<D, HEAD_DIM>& second) {
+    return {choose(take_first, first.low, second.low), choose(take_first, first.high, second.high)};
+}
+
+// The row of a cache [num_pages, num_kv_heads, page_size] that holds kv_head's part of the token in `slot`.
+DEVICE int64_t cache_row(int64_t slot, int kv_head, int num_kv_heads, int page_size) {
+    return (slot / page_size * num_kv_heads + kv_head) * page_size + slot % page_size;
+}

@@ -1,0 +1,72 @@
+// Prefill attention: which queries a block serves, and which keys they see.
+//
+// The query heads that share one kv head are packed: row = query token * GROUP + head in the group. So a block of rows
+// spans few tokens, which keeps short chunks full and the ragged edge of a causal or windowed mask thin.
+#pragma once
+#include "common/ptx/types.cuh"
+
+struct PrefillTile {
+    int seq;        // which sequence
+    int first_row;  // first packed row of the block
+    int num_rows;   // packed rows of the whole sequence: seqlen_q * GROUP
+    int q_begin;    // first query token of the sequence in q
+};
+
+// The `tile`-th block of BLOCK_M packed rows over all sequences; false if there are fewer. Every warp searches for
+// itself, 32 sequences at a time. Within a sequence the last rows come first: under a causal mask they see the most.
+template <int GROUP, int BLOCK_M>
+DEVICE bool find_prefill_tile(PrefillTile& found, int tile, const int32_t* cu_seqlens_q, int batch) {
+    const int lane = threadIdx.x % 32;
+    for (int base = 0; base < batch; base += 32) {
+        const int seq = base + lane;
+        const int begin = seq < batch ? cu_seqlens_q[seq] : 0;
+        const int rows = seq < batch ? (cu_seqlens_q[seq + 1] - begin) * GROUP : 0;
+        const int tiles = ceil_div(rows, BLOCK_M);
+        int upto = tiles;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int below = __shfl_up_sync(0xffffffffu, upto, step);
+            if (lane >= step) upto += below;
+        }
+        const uint32_t beyond = __ballot_sync(0xffffffffu, upto > tile);
+        if (beyond) {
+            const int owner = __ffs(beyond) - 1;
+            const int last = __shfl_sync(0xffffffffu, upto, owner) - 1;
+            found.seq = base + owner;
+            found.first_row = (last - tile) * BLOCK_M;
+            found.num_rows = __shfl_sync(0xffffffffu, rows, owner);
+            found.q_begin = __shfl_sync(0xffffffffu, begin, owner);
+            return true;
+        }
+        tile -= __shfl_sync(0xffffffffu, upto, 31);
+    }
+    return false;
+}
+
+// The keys that a block's rows see between them, in positions of the sequence, and where a mask is needed.
+template <int GROUP, int BLOCK_M, bool CAUSAL, int WINDOW> struct KeyRange {
+    int lo, hi;       // [lo, hi): outside it nothing may be read
+    int all_hi;       // keys below it are seen by every row, as far as the causal mask and the length go
+    int all_lo;       // keys from it on are seen by every row, as far as the window goes
+    int first_query;  // position of query token 0
+
+    DEVICE KeyRange(const PrefillTile& tile, int kv_len) {
+        first_query = kv_len - tile.num_rows / GROUP;
+        const int low = first_query + tile.first_row / GROUP;
+        const int high = first_query + (min(tile.first_row + BLOCK_M, tile.num_rows) - 1) / GROUP;
+        hi = CAUSAL ? min(kv_len, high + 1) : kv_len;
+        all_hi = CAUSAL ? min(kv_len, low + 1) : kv_len;
+        lo = WINDOW > 0 ? max(0, low - WINDOW + 1) : 0;
+        all_lo = WINDOW > 0 ? max(0, high - WINDOW + 1) : 0;
+    }
+
+    DEVICE int position(int row) const { return first_query + row / GROUP; }
+
+    // Whether tile keys [first, first + n) hold one that some row does not see.
+    DEVICE bool needs_mask(int first, int n) const { return first + n > all_hi || (WINDOW > 0 && first < all_lo); }
+
+    // Whether a row at `position` sees `key`.
+    DEVICE bool sees(int position, int key) const {
+        return (CAUSAL ? key <= position : key < hi) && (WINDOW == 0 || key > position - WINDOW);
+    }
+};

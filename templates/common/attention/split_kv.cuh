@@ -1,0 +1,164 @@
+// Split-KV attention: which tiles of a sequence a block visits, and how partial results are merged.
+#pragma once
+#include "common/ptx/copy.cuh"
+
+// What one block reads: keys [first_key, end_key) are seen by at least one of its queries; of the tiles of BLOCK_N keys
+// (aligned to BLOCK_N) that hold them, this split takes [first_tile, end_tile).
+struct KvRange {
+    int first_key, end_key;
+    int first_tile, end_tile;
+};
+
+// The queries sit at positions first_position..last_position (negative: sees nothing). The visible tiles are dealt out
+// evenly, so that a fixed grid stays balanced while the context grows.
+template <int WINDOW, int BLOCK_N>
+DEVICE KvRange kv_range(int first_position, int last_position, int split, int num_splits) {
+    KvRange r;
+    r.end_key = max(last_position + 1, 0);
+    r.first_key = WINDOW > 0 ? max(first_position - WINDOW + 1, 0) : 0;
+    const int first = r.first_key / BLOCK_N;
+    const int count = r.end_key > r.first_key ? (r.end_key + BLOCK_N - 1) / BLOCK_N - first : 0;
+    r.first_tile = first + int(int64_t(count) * split / num_splits);
+    r.end_tile = first + int(int64_t(count) * (split + 1) / num_splits);
+    return r;
+}
+
+DEVICE void add(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+DEVICE void add(float4& sum, float w, float4 x) { sum.x += w * x.x, sum.y += w * x.y, sum.z += w * x.z, sum.w += w * x.w; }
+
+// The teams of a block each saw other keys. Of one row, from each team's maximum and sum (base 2, NUM_TEAMS of them
+// `pitch` apart): what a team's sums are worth in the result, and the row's log-sum-exp. All zero, -inf: no key seen.
+template <int NUM_TEAMS> struct RowMerge {
+    float weight[NUM_TEAMS], lse;
+    DEVICE RowMerge(const float* maxima, const float* sums, int pitch) {
+        float top = -INF, total = 0;
+#pragma unroll
+        for (int i = 0; i < NUM_TEAMS; ++i) top = fmaxf(top, maxima[i * pitch]);
+#pragma unroll
+        for (int i = 0; i < NUM_TEAMS; ++i) {
+            weight[i] = top == -INF ? 0.0f : exp2_fast(maxima[i * pitch] - top);
+            total += weight[i] * sums[i * pitch];
+        }
+        lse = total > 0 ? top + log2f(total) : -INF;
+        const float scale = total > 0 ? 1.0f / total : 0.0f;
+#pragma unroll
+        for (int i = 0; i < NUM_TEAMS; ++i) weight[i] *= scale;
+    }
+};
+
+// From L2: what other SMs wrote, perhaps since this SM's L1 was last emptied.
+DEVICE int load_l2(const int* p) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE int64_t load_l2(const int64_t* p) {
+    int64_t v;
+    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE float load_l2(const float* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE float4 load_l2(const float4* p) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+
+template <bool BF16> DEVICE void store_half4(uint16_t* p, float4 v) {
+    *reinterpret_cast<uint2*>(p) = make_uint2(Half<BF16>::pack(v.x, v.y), Half<BF16>::pack(v.z, v.w));
+}
+
+// Partial results in the workspace: o [rows, NUM_SPLITS, HEAD_DIM], each split normalised by its own sum, then
+// lse [rows, NUM_SPLITS] in base 2, -inf where the split saw nothing (its o is then not written).
+// A block of SLICES * COLUMNS threads merges 4 * COLUMNS elements of one row, the splits dealt to the slices:
+// out = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
+template <int HEAD_DIM, int NUM_SPLITS, int SLICES, int COLUMNS, bool BF16>
+DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* partial_lse, int row, int part) {
+    constexpr int PER_SLICE = (NUM_SPLITS + SLICES - 1) / SLICES, PER_LANE = (NUM_SPLITS + 31) / 32;
+    constexpr int AHEAD = min_of(PER_SLICE, 8);  // loads a thread has under way
+    static_assert(HEAD_DIM % (4 * COLUMNS) == 0 && COLUMNS % 32 == 0, "whole warps in a slice");
+    __shared__ float4 sums[SLICES * COLUMNS];
+    __shared__ float weights[NUM_SPLITS];
+    const int slice = threadIdx.x / COLUMNS, lane = threadIdx.x % 32;
+    const int column = part * COLUMNS + threadIdx.x % COLUMNS;
+    const float4* o = reinterpret_cast<const float4*>(partial_o) + int64_t(row) * NUM_SPLITS * (HEAD_DIM / 4) + column;
+    const float* lse = partial_lse + int64_t(row) * NUM_SPLITS;
+
+    float4 v[AHEAD];
+    auto load = [&](int i) {
+        const int split = slice + i * SLICES;
+        return split < NUM_SPLITS ? load_l2(o + split * (HEAD_DIM / 4)) : make_float4(0, 0, 0, 0);
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) v[i] = load(i);  // while the weights are made
+    if (threadIdx.x < 32) {
+        float x[PER_LANE], top = -INF, total = 0;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            x[i] = lane + 32 * i < NUM_SPLITS ? load_l2(lse + lane + 32 * i) : -INF;
+            top = fmaxf(top, x[i]);
+        }
+        top = warp_max(top);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            x[i] = x[i] == -INF ? 0.0f : exp2_fast(x[i] - top);
+            total += x[i];
+        }
+        total = warp_sum(total);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i)
+            if (lane + 32 * i < NUM_SPLITS) weights[lane + 32 * i] = total > 0 ? x[i] / total : 0.0f;
+    }
+    __syncthreads();
+    float4 sum = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < PER_SLICE; i += AHEAD) {
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j) {
+            const int split = slice + (i + j) * SLICES;
+            const float w = split < NUM_SPLITS ? weights[split] : 0.0f;
+            // a split without keys left garbage in its place
+            if (w > 0) add(sum, w, v[j]);
+        }
+        if (i + AHEAD < PER_SLICE) {
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j) v[j] = load(i + AHEAD + j);
+        }
+    }
+    if constexpr (SLICES > 1) {
+        sums[threadIdx.x] = sum;
+        __syncthreads();
+        if (slice > 0) return;
+#pragma unroll
+        for (int i = 1; i < SLICES; ++i) add(sum, sums[threadIdx.x + i * COLUMNS]);
+    }
+    store_half4<BF16>(out + int64_t(row) * HEAD_DIM + 4 * column, sum);
+}
+
+// 16 bytes that are read once, or zeros where `valid` is false: then nothing is read. CONSTANT: this kernel does not write
+// them; otherwise they come from L2, where it did.
+template <bool CONSTANT> DEVICE uint4 load_or_zero(const void* p, bool valid) {
+    uint4 v;
+    if constexpr (CONSTANT)
+        asm volatile(
+            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
+            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+            "@ok ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+            : "l"(p), "r"(int(valid)));
+    else
+        asm volatile(
+            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
+            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+            "@ok ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+            : "l"(p), "r"(int(valid))
+            : "memory");
+    return v;
+}

@@ -1,0 +1,54 @@
+// Moving bytes: shared-memory addresses, asynchronous copies, wide and streaming loads, launch ordering.
+#pragma once
+#include "common/ptx/types.cuh"
+
+DEVICE uint32_t smem_addr(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// 16 bytes from global to shared. Where there is no cp.async the thread carries them itself, at once.
+DEVICE void copy16(void* dst, const void* src) {
+    if constexpr (HAS_CP_ASYNC) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_addr(dst)), "l"(src) : "memory");
+    } else {
+        *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);
+    }
+}
+
+// As copy16, or 16 bytes of zeros where `valid` is false; `src` must still be a mapped address.
+DEVICE void copy16_or_zero(void* dst, const void* src, bool valid) {
+    if constexpr (HAS_CP_ASYNC) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_addr(dst)), "l"(src),
+                     "r"(valid ? 16 : 0)
+                     : "memory");
+    } else {
+        *reinterpret_cast<uint4*>(dst) =
+            valid ? *reinterpret_cast<const uint4*>(src) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+DEVICE void copy_commit() {
+    if constexpr (HAS_CP_ASYNC) asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most PENDING groups are under way. The caller still needs a barrier for other threads' copies.
+template <int PENDING> DEVICE void copy_wait() {
+    if constexpr (HAS_CP_ASYNC) asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// 16 bytes that are read once: not kept in L1.
+DEVICE uint4 load_stream(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
+// Programmatic dependent launch. launch_dependents lets the next kernel of the stream start its prologue; wait blocks
+// until every kernel before this one has finished and its writes are visible. Before sm90 both are nothing, and stream
+// order does the same.
+DEVICE void pdl_launch_dependents() {
+    if constexpr (HAS_PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+DEVICE void pdl_wait() {
+    if constexpr (HAS_PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
+}

@@ -1,0 +1,153 @@
+"""What W4A16 kernels move and execute under a Tiling, for the cost model: w4a16_gemm's and moe_w4a16's products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kerngen.arch import Arch, Target
+from kerngen.templates.common.w4.tiling import STRIP, Tiling, matrix_bytes
+from kerngen.templates.kernel import Traffic
+
+# Instructions of a lane, from the SASS of the sm90 bodies, rounded. For 8 weights: out of the nibbles and times their
+# scales, of which bf16 has no exponent trick to spare the subtraction; without both where the products are scaled
+# (BIASED); as integers, their product included. For a stage: its barrier and addresses, and each 16 bytes copied. For a
+# turn of gemv and stream.
+UNPACK, UNPACK_FP16, UNPACK_BIASED = 18, 14, 11
+AS_INTEGERS = {1: 6, 2: 11, 4: 9}  # and multiplied, by tokens of a tile (x_registers.cuh; 2: of data/recorded alone)
+STAGE_OPS, COPY_OPS, TURN_OPS = 40, 4, 40
+SLOTS_PER_MMA = 2  # of a scheduler: a tensor instruction, and the loads of its operands
+LEAST_COLUMNS = 32  # a wgmma of fewer tokens takes as long
+LINE_BYTES = 128  # a load takes a clock of L1 for each line that it touches
+MEETING_WAITS = 2  # partial sums out, and the count of who arrived; then come the others' partial sums
+POSTED_WAITS = 2  # sums posted and received, a tile's parts by all who share it
+PARTS_AHEAD, WIDE_PARTS_AHEAD = 16, 4  # of 16 bytes, that the last to arrive loads at once (gemm.cuh, FLIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """out[rows, n] = x[rows, k] W^T, of one W or, where row_tiles says into how many tiles the rows fall, of several.
+
+    dram_bytes: what the launch has to read and write of memory. gated: out has n / 2 columns.
+    """
+
+    n: int
+    k: int
+    group_size: int
+    dtype: str
+    rows: int
+    row_tiles: int
+    dram_bytes: int
+    gated: bool
+
+    @property
+    def tile_rows(self) -> int:
+        """Of x in a tile, on average."""
+        return -(-self.rows // self.row_tiles)
+
+    @property
+    def out_bytes(self) -> int:
+        return 2 * self.rows * self.n // (2 if self.gated else 1)
+
+
+def traffic(p: Product, c: Tiling, target: Target, blocks: int) -> Traffic:
+    """Of a launch of `blocks` blocks that have something to do."""
+    return _straight(p, c, target.arch) if c.gemv or c.stream else _staged(p, c, target.arch, blocks)
+
+
+def _unpack_ops(weights: int, dtype: str, products_scaled: bool) -> int:
+    return weights * (UNPACK_FP16 if dtype != "bf16" else UNPACK_BIASED if products_scaled else UNPACK) // 8
+
+
+def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
+    """Through a ring of stages. Tiles read W once for each row of tiles and x once for each column, through L2.
+
+    Blocks have equal shares. The last to arrive at a tile that several of them share adds up their sums: `parts` of
+    them, of which a thread has `quads` quads each.
+    """
+    tiles = p.row_tiles * -(-p.n // c.block_n)
+    tile_stages = -(-p.k // c.block_k)
+    stages = tiles * tile_stages
+    w_stage, x_stage = c.weight_bytes(p.group_size), c.block_m * c.block_k * 2
+    tile_rows = min(c.block_m, p.tile_rows)
+    columns = -(-p.n // (c.block_n * c.cluster))  # of tiles, whose blocks share what they read of x
+    copied = stages * w_stage + columns * p.rows * p.k * 2  # rows beyond the last are not read
+    flops = 2 * stages * c.block_m * c.block_n * c.block_k
+    if c.wgmma or c.warpgroups:  # 64 rows of W at a time read the tokens
+        read = stages * (w_stage + x_stage * (c.block_n // 64))
+        flops = flops * max(c.block_m, LEAST_COLUMNS) // c.block_m
+        mma_ops = 0
+    else:
+        read = stages * (w_stage * c.warps_m + x_stage * (c.block_n // c.warp_n))
+        mma_ops = _mma_ops(flops, arch)
+    weights = stages * c.block_n * c.block_k * c.warps_m
+    unpack = _unpack_ops(weights, p.dtype, products_scaled=c.block_m // c.warps_m == 8 and arch.has_ldmatrix)
+    overhead = stages * 32 * (c.num_warps * STAGE_OPS + c.prefetch)  # a prefetch costs little, and gains nothing here
+    if not c.warpgroups:  # whose copies are in bulk
+        overhead += stages * ((w_stage + x_stage) // 16 * COPY_OPS)
+    waits, shared = 0, 0
+    if c.blocks_per_sm and tiles % blocks:
+        parts = min(-(-tile_stages // max(1, stages // blocks)) + 1, tile_stages)
+        quads = c.warp_n * (c.block_m // c.warps_m) // 128
+        waits = MEETING_WAITS + -(-parts * quads // (PARTS_AHEAD if quads < 32 else WIDE_PARTS_AHEAD))
+        shared = 4 * blocks * tile_rows * c.block_n * 4  # of two tiles each, out and back
+        if c.warpgroups:
+            waits, shared = POSTED_WAITS, 6 * blocks * c.block_m * c.block_n * 4  # and zero again
+    ahead = c.num_stages - (2 if c.wgmma else 1) if arch.has_cp_async else 1
+    return Traffic(
+        p.dram_bytes,
+        flops,
+        l2_bytes=copied + p.out_bytes + shared,
+        smem_bytes=copied + read,
+        cuda_ops=unpack + mma_ops + overhead,
+        bytes_in_flight=ahead * (w_stage + tile_rows * c.block_k * 2),
+        copies=arch.has_cp_async,
+        tensor="wgmma" if c.wgmma or c.warpgroups else "mma",
+        units=blocks,
+        joins=-(-stages // blocks) / tile_stages if c.warps_k > 1 else 0,
+        join_bytes=2 * (c.warps_k - 1) * tiles * c.block_m * c.block_n * 4,
+        waits=waits,
+    )
+
+
+def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
+    """Without stages (gemv), or by rings (stream): a block's warps meet at a tile's end alone.
+
+    What is on its way early (in_flight, throughout) and who shares a ring is no part of it: of those that differ in
+    that alone the first stands.
+
+    gemv's lanes load x four bytes at a time, each warp for itself, and a load touches a line for each row.
+    """
+    tiles = p.row_tiles * -(-p.n // c.block_n)
+    units = tiles * c.split_k
+    turns = -(-p.k // (c.block_k * c.split_k))
+    turn = c.weight_bytes(p.group_size)
+    moved = p.row_tiles * matrix_bytes(p.n, p.k, p.group_size)
+    weights = units * turns * c.block_n * c.block_k
+    sums = units * c.block_m * c.block_n * 4
+    ops = units * turns * 32 * c.num_warps * TURN_OPS
+    flops = 0
+    if c.stream:
+        ops += weights * AS_INTEGERS[c.block_m] // 8
+        smem_bytes = 2 * moved
+    else:
+        flops = 2 * c.block_m * weights
+        ops += _unpack_ops(weights, p.dtype, products_scaled=True) + _mma_ops(flops, arch)
+        smem_bytes = weights // (STRIP * c.warp_n) * 4 * min(p.tile_rows, c.block_m) * LINE_BYTES
+    return Traffic(
+        p.dram_bytes,
+        flops,
+        l2_bytes=moved + tiles * p.tile_rows * p.k * 2 + p.out_bytes + (2 * sums if c.shares_tiles else 0),
+        smem_bytes=smem_bytes,
+        cuda_ops=ops,
+        bytes_in_flight=turn * c.num_stages,
+        copies=c.stream,
+        units=units,
+        joins=1 if c.warps_k > 1 else 0,
+        join_bytes=2 * c.warps_k * sums if c.warps_k > 1 else 0,
+        waits=MEETING_WAITS + 1 if c.shares_tiles else 0,
+    )
+
+
+def _mma_ops(flops: int, arch: Arch) -> int:
+    """Of m16n8k16, or of the four m8n8k4 of a warp."""
+    return SLOTS_PER_MMA * 32 * flops // (4096 if arch.has_ldmatrix else 2048)

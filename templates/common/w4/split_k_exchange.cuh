@@ -1,0 +1,10 @@
+// fp32 sums that blocks of one launch post to each other (ll_exchange.cuh), four at a time.
+#pragma once
+#include "common/pipeline/ll_exchange.cuh"
+
+DEVICE uint4 posted_sums(float4 v) {
+    return make_uint4(posted_float(v.x), posted_float(v.y), posted_float(v.z), posted_float(v.w));
+}
+DEVICE float4 as_sums(uint4 v) {
+    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}

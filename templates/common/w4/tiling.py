@@ -1,0 +1,442 @@
+"""How W4A16 kernels cut their work, and what a cut needs: what the specs of w4a16_gemm and moe_w4a16 share.
+
+Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
+than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one
+tile a block; warpgroups cut what fills no whole round of tiles so, and go through the others whole. The sums of a tile
+that several blocks share are posted in the workspace, in fp32, and added in the order of the blocks. Device code:
+gemm.cuh, and for few tokens gemv.cuh, warp_pipeline.cuh and cta_pipeline.cuh, where blocks share a tile by split_k
+alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from kerngen.arch import Arch
+from kerngen.errors import ProblemError
+from kerngen.templates.common.rows.spec import DTYPES
+
+STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
+GROUP_SIZES = (32, 64, 128)
+STREAMED = (1, 4)  # tokens of a tile with stream (x_registers.cuh)
+MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with: see stream_has_many
+MOST_QUADS = 14  # the same with four tokens
+X_SCRATCH_BYTES = 1024  # of a warp's shared memory, through which four tokens come
+HELPERS = 2  # warps of a block whose ring is shared, beside those that multiply: one fetches, one adds up
+UNITS_WAITING = 2  # whose sums that one has still to add up, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    block_m: int = 8  # tokens of a tile
+    block_n: int = 128  # rows of W of a tile
+    block_k: int = 128  # of one pipeline stage
+    warp_n: int = 32  # rows of W of a warp
+    warps_m: int = 1  # warps that share rows of W and differ in tokens
+    warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
+    num_stages: int = 4
+    blocks_per_sm: int = 1  # stream-K over this many blocks an SM (warpgroups: of the last rounds); 0: a block a tile
+    wgmma: bool = False  # Hopper's warpgroup products instead of mma.sync
+    # Up to 8 tokens, W from memory straight to registers (gemv.cuh): block_k is what the warps of a tile have under
+    # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
+    gemv: bool = False
+    split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves, and added up by one of them
+    # Up to four tokens, W by bulk copies through a ring of shared memory for each warp (warp_pipeline.cuh): a tile is a
+    # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
+    stream: bool = False
+    # A warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile: see wgmma_ws.cu.jinja.
+    # cluster: blocks whose tiles differ in rows of W, and which share what they copy of x.
+    # prefetch: stages beyond the ring whose weights are asked into L2.
+    warpgroups: bool = False
+    cluster: int = 1
+    prefetch: int = 0
+    # Weights on their way at once while x is waited for: with stream slots of a warp, else stages; 0: all.
+    in_flight: int = 0
+    # With stream, of more than one token: a ring for all warps of a block, which a warp of its own fills, a slot with
+    # one copy (cta_pipeline.cuh): block_k is a slot, num_stages and in_flight are of the block, and throughout says
+    # whether in_flight holds ever.
+    shared_ring: bool = False
+    throughout: bool = False
+
+    @property
+    def shares_tiles(self) -> bool:
+        """Whether blocks add each other's sums, so that the workspace holds some."""
+        return self.split_k > 1 if self.gemv or self.stream else self.blocks_per_sm > 0
+
+    @property
+    def num_warps(self) -> int:
+        return self.block_n // self.warp_n * self.warps_m * self.warps_k
+
+    @property
+    def unit_bytes(self) -> int:
+        """The sums of a tile."""
+        return self.block_m * self.block_n * 4
+
+    def weight_bytes(self, group_size: int) -> int:
+        """Of W and its scales in block_k of a tile."""
+        return self.block_n * self.block_k // 2 + self.block_n * max(1, self.block_k // group_size) * 2
+
+    def stage_bytes(self, group_size: int) -> int:
+        if self.stream:
+            return self.weight_bytes(group_size)
+        used = self.weight_bytes(group_size) + self.block_m * self.block_k * 2
+        return -(-used // 1024) * 1024 if self.wgmma else used
+
+    def smem_bytes(self, group_size: int) -> int:
+        """The stages, and what the warps that split K exchange. All dynamic.
+
+        With gemv the exchange alone, twice where tiles follow each other, and 16 bytes for who began last; with stream
+        the slots and a barrier for each, and of four tokens what x comes through; with a shared ring the sums of the
+        units that wait, too.
+        """
+        if self.shared_ring:
+            places = self.num_stages + UNITS_WAITING  # two barriers and whose it is
+            ring = -(-(self.num_stages * self.stage_bytes(group_size) + places * (16 + 4)) // 16) * 16
+            ring += UNITS_WAITING * self.warps_k * self.unit_bytes
+            return -(-ring // 128) * 128 + X_SCRATCH_BYTES * self.warps_k
+        if self.stream:
+            ring = -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
+            return ring + (X_SCRATCH_BYTES * self.warps_k if self.block_m > 1 else 0)
+        if self.gemv:
+            sums = self.warps_k * self.block_m * self.block_n * 4
+            return 0 if self.warps_k == 1 else sums * (2 if self.blocks_per_sm else 1) + 16 * (self.split_k > 1)
+        exchange = (self.warps_k - 1) * self.block_m * self.block_n * 4
+        return self.num_stages * self.stage_bytes(group_size) + exchange
+
+    def num_blocks(self, tiles: int, k: int, num_sms: int) -> int:
+        """Of a launch that multiplies `tiles` tiles of K = k."""
+        if self.blocks_per_sm == 0:
+            return tiles * self.split_k
+        if self.gemv or self.stream:
+            return min(self.blocks_per_sm * num_sms, tiles * self.split_k)
+        if self.warpgroups:  # whole clusters; units are of their tiles
+            units = tiles // self.cluster * -(-k // self.block_k)
+            resident = max(1, self.blocks_per_sm * num_sms // self.cluster)
+            return self.cluster * min(resident, units)
+        return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k))
+
+    def posted_bytes(self, blocks: int) -> int:
+        """An fp32 tile a block, two with warpgroups, one a unit with gemv and stream. 0 where no tile is shared."""
+        return self.shares_tiles * blocks * (2 if self.warpgroups else 1) * self.unit_bytes
+
+
+SPACE = {
+    "block_m": (8, 16, 32, 64, 128, 256),
+    "block_n": (64, 128, 256),
+    "block_k": (32, 64, 128, 256, 512),
+    "warp_n": (32, 64),
+    "warps_m": (1, 2, 4),
+    "warps_k": (1, 2, 4, 8),
+    "num_stages": (2, 3, 4, 5, 6, 8),
+    "blocks_per_sm": (0, 1, 2, 3, 4),
+}
+# Four warps of a strip each, all tokens in every warp (_why_not_wgmma).
+WGMMA_SPACE = SPACE | {
+    "block_m": (8, 16, 32, 64, 128),
+    "block_n": (128, 256),
+    "block_k": (64, 128, 256, 512),
+    "warp_n": (32,),
+    "warps_m": (1,),
+    "warps_k": (1,),
+    "num_stages": (3, 4, 5, 6, 8),
+}
+# For few tokens: see Tiling.gemv.
+GEMV_SPACE = {
+    "block_m": (8,),
+    "block_n": (32, 64, 128),
+    "block_k": (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+    "warp_n": (32, 64),
+    "warps_m": (1,),
+    "warps_k": (1, 2, 4, 8, 16),
+    "num_stages": (1,),
+    "blocks_per_sm": (0, 2, 3),
+    "split_k": (1, 2, 3, 4, 6, 8),
+}
+# For few tokens: see Tiling.stream.
+STREAM_SPACE = {
+    "block_m": STREAMED,
+    "block_n": (STRIP,),
+    "block_k": (512, 768, 1024, 1280, 1536, 1792, 1920, 2048, 2304, 2560, 2816, 3072, 4096, 5376),
+    "warp_n": (STRIP,),
+    "warps_m": (1,),
+    "warps_k": (8, 12, 14, 16),
+    "num_stages": (2, 3, 4, 5, 6, 7, 9),
+    "blocks_per_sm": (1,),
+    "split_k": (1, 2, 3, 4, 6, 8, 11),
+    "in_flight": (0, 1, 2),
+}
+# See Tiling.shared_ring.
+BLOCK_STREAM_SPACE = STREAM_SPACE | {
+    "block_m": STREAMED[1:],
+    "block_k": (768, 896, 1024, 1280, 1344, 1536, 1792, 1920, 2048, 2560, 2688),
+    "warps_k": (8, 10, 12, 14),
+    "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
+    "in_flight": (0, 1, 2, 3, 4),
+    "throughout": (False, True),
+}
+
+
+# See Tiling.warpgroups.
+WARPGROUP_SPACE = {
+    "block_m": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256),
+    "block_n": (128, 192, 256, 384),
+    "block_k": (64, 128, 256),
+    "warp_n": (16,),
+    "warps_m": (1,),
+    "warps_k": (1,),
+    "num_stages": (3, 4, 5, 6, 8, 10, 12),
+    "blocks_per_sm": (0, 1, 2),
+    "cluster": (1, 2),
+    "prefetch": (0, 4, 8),
+}
+
+
+def require_matrix(n: int, k: int, group_size: int, dtype: str) -> None:
+    """Raises ProblemError unless a W of n x k can be packed in groups of group_size."""
+    if group_size not in GROUP_SIZES:
+        raise ProblemError(f"group_size={group_size} is not one of {GROUP_SIZES}")
+    if dtype not in DTYPES:
+        raise ProblemError(f"dtype={dtype!r} is not one of: {', '.join(DTYPES)}")
+    if n < STRIP or n % STRIP:
+        raise ProblemError(f"n={n} is not a positive multiple of {STRIP}: pad the rows of W with zeros")
+    if k < group_size or k % group_size:
+        raise ProblemError(f"k={k} is not a positive multiple of group_size={group_size}")
+
+
+def matrix_bytes(n: int, k: int, group_size: int) -> int:
+    """Of one W and its scales."""
+    return n * k // 2 + n * (k // group_size) * 2
+
+
+def _why_not_wgmma(c: Tiling, arch: Arch) -> str | None:
+    if not arch.has_wgmma:
+        return f"wgmma=True: {arch} has none; wgmma=False serves every arch"
+    if c.warp_n != STRIP or c.warps_m != 1 or c.warps_k != 1 or c.block_n % 128:
+        return (f"wgmma takes four warps of {STRIP} rows and all tokens: warp_n={c.warp_n} warps_m={c.warps_m} "
+                f"warps_k={c.warps_k} block_n={c.block_n} is not {STRIP}, 1, 1 and a multiple of 128")  # fmt: skip
+    if c.block_m < 16:
+        return f"block_m={c.block_m}: wgmma scales weights; tiles of 8 tokens scale mma.sync's products"
+    if c.block_m > 128:
+        return f"block_m={c.block_m}: a strip's two products of more than 128 tokens do not fit in registers"
+    if c.block_k % 64 or c.num_stages < 3:
+        return f"block_k={c.block_k} num_stages={c.num_stages}: wgmma needs a multiple of 64, and at least 3"
+    return None
+
+
+def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
+    """As why_invalid where `gemv` is chosen: of tiles of at most `rows` rows of x, and K = k."""
+    if c.prefetch:
+        return f"prefetch={c.prefetch} is for warpgroups=True"
+    if not arch.has_ldmatrix:
+        return f"gemv=True: {arch}'s m8n8k4 has other operands; gemv=False serves every arch"
+    if c.block_m != 8 or rows > 8 or c.warps_m != 1 or c.num_stages != 1 or c.wgmma:
+        return (f"gemv takes 8 rows of x at most, and no stages: rows={rows} block_m={c.block_m} warps_m={c.warps_m} "
+                f"num_stages={c.num_stages} are not 8, 8, 1 and 1")  # fmt: skip
+    if c.block_n % c.warp_n or c.warp_n % STRIP or c.block_k % (STRIP * c.warps_k):
+        return (f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, or block_k={c.block_k} not of "
+                f"warps_k={c.warps_k} warps of a multiple of {STRIP}")  # fmt: skip
+    if (c.block_k - STRIP * c.warps_k) * c.split_k >= k:
+        return f"block_k={c.block_k} split_k={c.split_k}: a warp's last step lies beyond k={k}"
+    if c.split_k > 1 and (c.warps_k == 1 or c.blocks_per_sm):
+        return f"split_k={c.split_k} takes warps_k > 1 and blocks_per_sm=0, not {c.warps_k} and {c.blocks_per_sm}"
+    if (warps := c.num_warps) > 32:
+        return f"{warps} warps a block; at most 32"
+    steps, strips, blocks = c.block_k // STRIP // c.warps_k, c.warp_n // STRIP, max(1, c.blocks_per_sm)
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks) // 8 * 8)
+    if (need := steps * (6 * strips + 4) + 8 * strips + 56) > available:
+        return f"about {need} registers a thread; {warps} warps x {blocks} blocks an SM leave {available}"
+    if warps * blocks > arch.max_warps_per_sm:
+        return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
+    if (together := blocks * (c.smem_bytes(32) + arch.reserved_smem_bytes)) > min(arch.smem_per_sm, blocks * 49152):
+        return f"{blocks} blocks an SM need {together:,} B; they have 48 KiB each, and {arch.smem_per_sm:,} B together"
+    return None
+
+
+def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
+    """As why_invalid where `stream` is chosen: of `rows` rows of x, and K = k. Without shared memory."""
+    if c.prefetch:
+        return f"prefetch={c.prefetch} is for warpgroups=True"
+    if not arch.has_tma:
+        return f"stream=True: {arch} has no bulk copies; gemv=True serves up to 8 tokens from sm75 on"
+    if c.block_m not in STREAMED or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
+        return (f"stream takes a strip of W, and rows of x in a tile of {', '.join(map(str, STREAMED))}: rows={rows} "
+                f"block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
+    if c.warps_m != 1 or c.wgmma or c.gemv:
+        return f"stream=True goes with warps_m=1, wgmma=False and gemv=False, not {c.warps_m}, {c.wgmma} and {c.gemv}"
+    if why := _why_not_in_flight(c, arch, "slots"):
+        return why
+    if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
+        return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
+                "and slots at least, and blocks that go through many strips")  # fmt: skip
+    if c.shared_ring and (c.block_m == 1 or c.blocks_per_sm > 1):
+        return (f"shared_ring=True: a tile of several tokens in one block an SM, not block_m={c.block_m} "
+                f"blocks_per_sm={c.blocks_per_sm}")  # fmt: skip
+    if c.throughout and not (c.shared_ring and c.in_flight):
+        return f"throughout=True is for shared_ring=True with a limit, not {c.shared_ring} with in_flight={c.in_flight}"
+    step = stream_step(c, group_size)
+    if c.block_k % (step * c.warps_k):
+        return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole steps of {step}"
+    if (warps := stream_warps(c) * c.blocks_per_sm) > 16:
+        return f"{warps} warps in {c.blocks_per_sm} blocks an SM; the registers serve 16"
+    tiles = stream_tiles(c, k, group_size)
+    slot, most = c.block_k // step // c.warps_k, tiles * STRIP // step
+    if slot > most or k // step < c.split_k:
+        return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
+    if c.shared_ring:
+        available = arch.registers_of(32 * stream_warps(c))
+    else:
+        available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.warps_k * stream_blocks(c)) // 8 * 8)
+    if (need := stream_registers(c, tiles)) > available:
+        return f"about {need} registers a thread for x of {tiles} tiles; {warps} warps an SM leave {available}"
+    return None
+
+
+def stream_step(c: Tiling, group_size: int) -> int:
+    """Columns that a warp takes together with stream: of one token those of two tiles."""
+    return max(group_size, STRIP if c.block_m > 1 else 2 * STRIP)
+
+
+def stream_registers(c: Tiling, tiles: int) -> int:
+    """About what a thread needs with stream, of a warp with so many tiles of a strip's part."""
+    many = stream_has_many(c, tiles)
+    if c.shared_ring:
+        return 52 + tiles * (3 if many else 6)
+    if c.block_m > 1:
+        return 60 + tiles * (2 if many else 6)
+    pairs = ceil(tiles / 2)
+    return 72 + 5 * pairs // 2 if many else 48 + 12 * pairs
+
+
+def stream_warps(c: Tiling) -> int:
+    """Of a block, with stream."""
+    return c.warps_k + (HELPERS if c.shared_ring else 0)
+
+
+def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
+    """Of a strip's part of K = k, that a warp has with stream at most."""
+    step = stream_step(c, group_size)
+    if c.shared_ring:
+        steps, slot = ceil(ceil(k / step) / c.split_k), c.block_k // step
+        rounds = (steps - 1) // slot  # but for the last one
+        return (rounds * (slot // c.warps_k) + ceil((steps - rounds * slot) / c.warps_k)) * step // STRIP
+    return ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k) * step // STRIP
+
+
+def stream_has_many(c: Tiling, tiles: int) -> bool:
+    """Whether a warp with so many keeps the digits of them alone (int_limbs_m1.cuh, int_limbs_m4.cuh)."""
+    return tiles > MOST_QUADS if c.block_m > 1 else ceil(tiles / 2) > MOST_PAIRS
+
+
+def stream_blocks(c: Tiling) -> int:
+    """An SM, that have registers with stream: of up to eight warps as many again, which are the next launch's."""
+    return c.blocks_per_sm * (1 if c.shared_ring or c.warps_k * c.blocks_per_sm > 8 else 2)
+
+
+MANY_TOKENS = 128  # of a tile of warpgroups: from here on sums may be added up beside, and the last tile begins early
+# Of a thread that copies and of one that multiplies, by the rows of a tile: 64 a warpgroup, and one that copies.
+_REGISTERS = {128: (40, 232), 192: (32, 160), 256: (32, 112), 384: (24, 80)}
+_REGISTERS_OF_TWO = 24, 104  # where two blocks of 128 rows share an SM
+_REGISTERS_BESIDE = 72, 216  # of 128 rows, where some of those that copy add up sums
+
+
+def warpgroup_registers(c: Tiling) -> tuple[int, int]:
+    """What setmaxnreg gives a thread that copies, and one that multiplies."""
+    if adds_beside(c):
+        return _REGISTERS_BESIDE
+    return _REGISTERS_OF_TWO if c.blocks_per_sm == 2 else _REGISTERS[c.block_n]
+
+
+def adds_beside(c: Tiling) -> bool:
+    """Whether warps beside those that multiply add up the sums of shared tiles, for which there must be registers."""
+    return c.blocks_per_sm == 1 and c.block_n == 128 and c.block_m >= MANY_TOKENS
+
+
+def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | None:
+    """As why_invalid where `warpgroups` is chosen. Without shared memory."""
+    if not arch.has_wgmma:
+        return f"warpgroups=True: {arch} has no wgmma; warpgroups=False serves every arch"
+    if c.block_m not in range(16, 257, 16) or c.block_n not in _REGISTERS or c.warp_n != 16:
+        wants = f"a multiple of 16 tokens up to 256, {', '.join(map(str, _REGISTERS))} rows, and warp_n=16"
+        return f"warpgroups takes {wants}, not block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n}"
+    if c.blocks_per_sm == 2 and (c.block_n != 128 or c.cluster != 1):
+        return (f"blocks_per_sm=2 block_n={c.block_n} cluster={c.cluster}: two blocks have registers for 128 rows "
+                "each, and no cluster")  # fmt: skip
+    # with few registers and several groups of 64 columns ptxas lets products wait for each other (C7510)
+    sums, spare = c.block_m // 2, 60 if c.block_n == 384 and c.block_k > 64 else 44
+    if sums + spare > (limit := warpgroup_registers(c)[1]):
+        return f"block_m={c.block_m} is {sums} sums a thread; with {spare} for the rest that is over {limit}"
+    if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1 or c.wgmma or c.gemv or c.stream:
+        return "warpgroups=True goes with no other body, and with warps_m, warps_k and split_k of 1"
+    if not 0 <= c.prefetch <= 64:
+        return f"prefetch={c.prefetch}: up to 64 stages may be asked into L2 ahead of the ring"
+    if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
+        return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
+                "most 2, 1 or 2, and at least 3")  # fmt: skip
+    if why := _why_not_in_flight(c, arch):
+        return why
+    if c.block_k % 64 or k % c.block_k:
+        return f"block_k={c.block_k} of k={k}: warpgroups takes whole stages of a multiple of 64"
+    return _why_not_groups(c, group_size)
+
+
+def _why_not_in_flight(c: Tiling, arch: Arch, places: str = "stages") -> str | None:
+    if c.in_flight and not arch.has_pdl:
+        return f"in_flight={c.in_flight} is for launches that begin before others end, on sm90 and newer; in_flight=0"
+    if not 0 <= c.in_flight < c.num_stages:
+        return f"in_flight={c.in_flight}: of num_stages={c.num_stages} {places} fewer, or 0 for all"
+    return None
+
+
+def _why_not_groups(c: Tiling, group_size: int) -> str | None:
+    if c.block_k % group_size and group_size % c.block_k:
+        return f"block_k={c.block_k}: a stage has whole groups of {group_size} columns, or lies in one"
+    return None
+
+
+def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
+    """Why no product with scales by `group_size` can be cut so on `arch`, or None. Without gemv, stream, warpgroups."""
+    if c.warpgroups or c.cluster > 1 or c.prefetch:
+        return f"warpgroups={c.warpgroups} cluster={c.cluster} prefetch={c.prefetch}: only w4a16_gemm's warpgroups"
+    if c.split_k != 1:
+        return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
+    if c.block_n % c.warp_n or c.warp_n % STRIP:
+        return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
+    if not arch.has_ldmatrix and c.warp_n != 64:
+        return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
+    if c.wgmma and (why := _why_not_wgmma(c, arch)):
+        return why
+    if why := _why_not_in_flight(c, arch):
+        return why
+    if c.block_m % (8 * c.warps_m):
+        return f"block_m={c.block_m} is not made of warps_m={c.warps_m} warps of a multiple of 8 tokens"
+    if c.block_k % (STRIP * c.warps_k):
+        return f"block_k={c.block_k} is not made of warps_k={c.warps_k} warps of a multiple of {STRIP}"
+    if (warps := c.num_warps) > 16:
+        return f"{warps} warps a block; 16 is the most that leaves 128 registers a thread"
+    accumulators = c.warp_n * (c.block_m // c.warps_m) // 32
+    if accumulators > 128:
+        return f"{accumulators} accumulators a thread (warp_n={c.warp_n} x {c.block_m // c.warps_m} tokens); 128 fit"
+    blocks = max(1, c.blocks_per_sm)
+    registers = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks))
+    carried = 0 if arch.has_cp_async else 4 * -(-c.stage_bytes(group_size) // (512 * warps))
+    others = 56 if arch.has_cp_async else 100
+    if registers < accumulators + carried + others:
+        return (f"{warps} warps x {blocks} blocks an SM leave {registers} registers a thread; {accumulators} "
+                f"accumulators, {carried} on their way to shared memory and {others} others are needed")  # fmt: skip
+    if warps * blocks > arch.max_warps_per_sm:
+        return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
+    if not arch.has_cp_async and c.num_stages != 2:
+        return f"num_stages={c.num_stages}: without cp.async, {arch} keeps 2 stages and one on its way in registers"
+    if c.block_k % 64 and c.block_k != STRIP:
+        return f"block_k={c.block_k}: x lies in blocks of 64 columns, or one of {STRIP}"
+    if why := _why_not_groups(c, group_size):
+        return why
+    threads, strips = 32 * warps, c.block_n // STRIP
+    scales = 4 * max(1, c.block_k // group_size)
+    copied = (("weights", strips, c.block_k), ("scales", strips, scales), ("x", c.block_m, c.block_k // 8))
+    for what, rows, row in copied:  # row: in chunks of 16 bytes
+        if rows * row > threads and row % threads and threads % row:
+            return (f"block_k={c.block_k}: {threads} threads copy rows of {row} chunks of {what}, and take whole rows "
+                    "or equal shares of one")  # fmt: skip
+    return arch.why_too_large(c.smem_bytes(group_size), blocks)

@@ -1,0 +1,159 @@
+// W4A16 products with one token, or up to four, whose weights come through shared memory: what w4a16_gemm is made of where
+// `stream` is chosen. S as for W4Gemm, with MANY_TILES, whether a warp's share of x leaves no registers for more than its
+// digits.
+//
+// A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns; the units are dealt to the blocks in runs, the
+// longer ones first, since the last blocks begin last, and a unit's columns to the warps of its block, in steps. Where
+// SPLIT_K is 1 a block of fewer units ends sooner, which is no loss where the next launch's blocks wait for its room.
+//
+// What a warp needs of a run lies in few contiguous pieces, which it fetches by bulk copies into a ring of its own: warps
+// never wait for each other's bytes, and what the ring holds is there before the kernel that makes x has finished. That one
+// shares the memory: of a warp's slots at most IN_FLIGHT are on their way while it runs, or its loads queue behind all. Of each
+// unit the warps' sums meet in shared memory, in their order. What other blocks have of a strip is posted to the one that
+// adds it up: all blocks are resident.
+#pragma once
+#include "common/ptx/bulk_copy.cuh"
+#include "common/w4/x_registers.cuh"
+#include "common/w4/stream_k_units.cuh"
+
+// POSTS_OUT: out is posted to the launch behind, which is let begin when all before this one is complete: `out` is
+// [tokens][N], of posted pairs, zero before and left so by who takes them.
+template <class S, bool POSTS_OUT = false> struct W4Stream {
+    static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
+    static constexpr int IN_FLIGHT = S::IN_FLIGHT;
+    static constexpr bool BF16 = S::BF16;
+    static constexpr int THREADS = 32 * WARPS, STRIP = 32, TOKENS = S::BLOCK_M;
+    typedef W4Units<S, POSTS_OUT> Units;
+    static constexpr int NUM_STRIPS = Units::NUM_STRIPS, NUM_TILES = K / STRIP;
+    // A step: tiles that share scales, two at least where two are multiplied together.
+    static constexpr int GROUP = S::GROUP_SIZE / STRIP, STEP = max_of(GROUP, TOKENS == 1 ? 2 : 1);
+    static constexpr int NUM_STEPS = ceil_div(NUM_TILES, STEP);
+    static constexpr int STEPS = ceil_div(ceil_div(NUM_STEPS, SPLIT_K), WARPS);  // of a warp, of a unit, at most
+    static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / STEP / WARPS, ROUNDS = ceil_div(STEPS, SLOT_STEPS);
+    static constexpr bool EVEN = NUM_TILES % (STEP * SPLIT_K * WARPS) == 0;
+    typedef W4Slots<BF16, STEPS, STEP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES> Slots;
+    typedef W4StreamX<Slots, TOKENS> X;
+    static_assert(S::BLOCK_N == STRIP && SLOT_STEPS > 0 && S::BLOCK_K % (STRIP * STEP * WARPS) == 0);
+
+    struct alignas(16) Shared {
+        uint8_t slots[WARPS][STAGES][Slots::BYTES];
+        uint64_t barriers[WARPS][STAGES];
+        // behind it: uint8_t scratch[WARPS][X::X_BYTES], and for each unit of a block float4 sums[WARPS][num_tokens][8], of
+        // four rows each
+    };
+
+    // Which steps are a warp's in a part of K.
+    struct Share {
+        int first, count;
+        DEVICE Share(int part, int warp) {
+            const int begin = NUM_STEPS * part / SPLIT_K, all = NUM_STEPS * (part + 1) / SPLIT_K - begin;
+            first = begin + all * warp / WARPS;
+            count = begin + all * (warp + 1) / WARPS - first;
+        }
+        DEVICE int tiles() const { return min(count * STEP, NUM_TILES - first * STEP); }
+    };
+
+    // A warp's place in its run: a unit, a round of it, and the slot that this is in.
+    struct Place {
+        int unit, round = 0, slot = 0;
+        uint32_t parity = 0;
+        DEVICE Place(int unit) : unit(unit) {}
+        DEVICE void next() {
+            if (++round == ROUNDS) round = 0, unit++;
+            if (++slot == STAGES) slot = 0, parity ^= 1;
+        }
+    };
+
+    // Begins to fetch `at`. By one lane of the warp, once all lanes have read what the slot held.
+    static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, const Place& at, uint64_t policy) {
+        const int warp = threadIdx.x / 32, strip = at.unit % NUM_STRIPS;
+        const Share share(at.unit / NUM_STRIPS, warp);
+        const int first = (share.first + at.round * SLOT_STEPS) * STEP;
+        const int steps = min(SLOT_STEPS, share.count - at.round * SLOT_STEPS);
+        const int count = max(0, min(steps * STEP, NUM_TILES - first));  // tiles
+        uint64_t* const barrier = &s.barriers[warp][at.slot];
+        uint8_t* const slot = s.slots[warp][at.slot];
+        barrier_expect(barrier, count / GROUP * (GROUP * 512 + 64));
+        if (!EVEN && count == 0) return;
+        copy_bulk(slot, w + (int64_t(strip) * NUM_TILES + first) * 32, count * 512, barrier, policy);
+        copy_bulk(slot + Slots::WORDS_BYTES, scales + (int64_t(strip) * (NUM_TILES / GROUP) + first / GROUP) * 8,
+                  count / GROUP * 64, barrier, policy);
+    }
+
+    // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
+    // so, [strip][SPLIT_K][QUADS]; null where SPLIT_K is 1.
+    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* posts,
+                           int tokens_given) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int num_tokens = TOKENS == 1 ? 1 : tokens_given;
+        const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
+        const int first_unit = Units::run_begin(blockIdx.x), end = Units::run_begin(blockIdx.x + 1);
+        Place ahead(first_unit), at(first_unit);
+        const uint64_t policy = evict_first();
+        uint8_t* const scratch = reinterpret_cast<uint8_t*>(&s + 1);
+        float4* const all_sums = reinterpret_cast<float4*>(scratch + WARPS * X::X_BYTES);
+        if (lane == 0) {
+#pragma unroll
+            for (int i = 0; i < STAGES; i++) barrier_init(&s.barriers[warp][i]);
+            barrier_init_fence();
+        }
+        __syncwarp();
+        for (int i = 0; i < STAGES; i++, ahead.next())
+            if (lane == 0 && ahead.unit < end) {
+                if (i >= IN_FLIGHT) barrier_wait(&s.barriers[warp][i - IN_FLIGHT], 0);
+                fetch(s, w, scales, ahead, policy);
+            }
+        if constexpr (IN_FLIGHT < STAGES) __syncwarp();
+        pdl_wait();
+        if constexpr (POSTS_OUT) pdl_launch_dependents();
+
+        auto sum_of = [&](int index, int q) {
+            const float4* const sums = all_sums + index * WARPS * quads + q;
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (int k = 0; k < WARPS; k++) add(sum, sums[k * quads]);
+            return sum;
+        };
+
+        X tokens;
+        int part = -1;  // of K, whose columns `tokens` holds
+        for (int unit = first_unit; unit < end; unit++) {
+            if (part != unit / NUM_STRIPS) {
+                part = unit / NUM_STRIPS;
+                const Share share(part, warp);
+                tokens.load(x + share.first * (STEP * 16), K / 2, share.tiles(), num_tokens,
+                            scratch + warp * X::X_BYTES);
+            }
+            typename X::Sums sums;
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++, at.next()) {
+                barrier_wait(&s.barriers[warp][at.slot], at.parity);
+#pragma unroll
+                for (int i = 0; i < SLOT_STEPS; i++)
+                    if (r * SLOT_STEPS + i < STEPS)
+                        tokens.multiply(sums, s.slots[warp][at.slot], i * STEP, (r * SLOT_STEPS + i) * STEP);
+                __syncwarp();
+                if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
+                ahead.next();
+            }
+            tokens.put(sums, all_sums + ((unit - first_unit) * WARPS + warp) * quads, num_tokens);
+        }
+
+        // All warps meet once: what meeting costs, and the way to memory, is paid by all units together.
+        __syncthreads();
+        const int num_sums = (end - first_unit) * quads;
+        if constexpr (SPLIT_K == 1) {
+            for (int i = threadIdx.x; i < num_sums; i += THREADS) {
+                const int index = i / quads, q = i - index * quads;
+                Units::store(out, first_unit + index, q, sum_of(index, q));
+            }
+        } else {
+            for (int i = threadIdx.x; i < num_sums; i += THREADS) {
+                const int index = i / quads, q = i - index * quads, unit = first_unit + index;
+                const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
+                if (k != strip % SPLIT_K) post4(Units::post_of(posts, strip, k, q), posted_sums(sum_of(index, q)));
+            }
+            Units::template collect<THREADS>(out, posts, first_unit, end, quads, sum_of);
+        }
+    }
+};

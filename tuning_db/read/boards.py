@@ -1,0 +1,83 @@
+"""Databases of which a run asks those of its own board, and the boards that kerngen's installation has sheets of."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from kerngen.arch import Device, Target
+from kerngen.boards import NEAR, distance
+from kerngen.tuning_db.read import places
+from kerngen.tuning_db.read.source import Source
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".txt"
+_HEAD_BYTES = 4096  # a sheet says in its second line of which board it is
+
+
+@runtime_checkable
+class PerBoard(Protocol):
+    """Stands among the databases of a run for those that depend on the board: opened once that is known."""
+
+    def on(self, target: Target) -> Sequence[Source]:
+        """What there is for `target`, always the same; nothing where no board is near enough."""
+
+
+def at_hand(sources: Sequence[Source | PerBoard], target: Target) -> list[Source]:
+    """`sources` in their order, as they are asked on `target`."""
+    found: list[Source] = []
+    for source in sources:
+        found += source.on(target) if isinstance(source, PerBoard) else [source]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A folder of sheets. device: of the first of them."""
+
+    folder: Path
+    device: Device
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def sheets(self) -> list[Path]:
+        return sorted(self.folder.glob(f"*{SUFFIX}"))
+
+
+def shipped_boards() -> tuple[Board, ...]:
+    """Those that this installation has sheets of, by name. One whose sheets cannot be read is left out, and said."""
+    return _boards_in(places.PREBUILT)
+
+
+@cache
+def _boards_in(folder: Path) -> tuple[Board, ...]:
+    found = []
+    for place in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not place.is_dir() or not (sheets := sorted(place.glob(f"*{SUFFIX}"))):
+            continue
+        try:
+            found.append(Board(place, _device_of(sheets[0])))
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            log.warning("%s is no sheet of a board (%s); looking on without %s", sheets[0], e, place.name)
+    return tuple(found)
+
+
+def _device_of(sheet: Path) -> Device:
+    with sheet.open("rb") as f:
+        second = f.read(_HEAD_BYTES).split(b"\n")[1]
+    stated = json.loads(second.removeprefix(b"board "))
+    return Device(**{f.name: stated[f.name] for f in fields(Device)})
+
+
+def nearest_board(device: Device) -> Board | None:
+    """The one whose sheets answer for `device`: None where all are of another kind."""
+    near = min(shipped_boards(), key=lambda b: distance(b.device, device), default=None)
+    return near if near is not None and distance(near.device, device) <= NEAR else None

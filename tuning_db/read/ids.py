@@ -1,0 +1,163 @@
+"""What things are called in the tuning database: canonical JSON, digests of it, and the keys of problems.
+
+Every id is the sha256 of canonical JSON of what the thing is, so that two databases merge by set union. Values here
+hold all fields of a problem; ids are of what is filed (see canonical_fields.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
+from kerngen.tuning_db.read.canonical_fields import filing_of, round_up
+
+# Of the recipes, in every digest that names a row or seals one; another one needs a migration.
+ID_VERSION = 2
+MEASUREMENT_VERSION = 3  # of a measurement's id
+SEAL_VERSION = 1
+_AS_THEY_ARE = frozenset((str, int, bool, type(None)))
+LATER = frozenset(("step_id", "step_us", "base_step_us", "base_id"))  # columns that older rows were sealed without
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces; floats in hexadecimal, so that every platform writes the same."""
+    return _ENCODER.encode(_exact(value))
+
+
+def _exact(value: Any) -> Any:
+    if value.__class__ in _AS_THEY_ARE:
+        return value
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, dict):
+        return {str(k): _exact(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_exact(v) for v in value]
+    return value
+
+
+def digest(value: Any) -> str:
+    """sha256 of `canonical(value)`, in hexadecimal."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def seal_of(table: str, row: Mapping[str, Any]) -> str:
+    """What a row's `seal` must be: the digest of all its other columns, as they are stored; of LATER where it is not
+    null.
+    """
+    content = {name: v for name, v in row.items() if name != "seal" and not (v is None and name in LATER)}
+    return digest({"v": SEAL_VERSION, "table": table, "row": content})
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemKey:
+    """A problem as the database files it.
+
+    static: the compiled-in fields. runtime: the other fields, bucketed, but for the dynamic one. dynamic: the
+    value of the field that Problem.DYNAMIC names; None for a kernel that has none. fields: the whole problem as
+    it was asked for, no part of its identity.
+    """
+
+    kernel: str
+    static: dict[str, Any]
+    runtime: dict[str, Any]
+    dynamic: int | None
+    fields: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def static_key(self) -> str:
+        return self.ids().static_key
+
+    @property
+    def cell(self) -> str:
+        return self.ids().cell
+
+    @property
+    def id(self) -> str:
+        return self.ids().problem
+
+    def filed(self) -> ProblemKey:
+        """Without the fields that have their default: what a row of it states."""
+        of = filing_of(self.kernel)
+        return ProblemKey(self.kernel, trimmed(self.static, of.static), trimmed(self.runtime, of.runtime), self.dynamic,
+                          trimmed(self.fields, of.fields))  # fmt: skip
+
+    def filled(self) -> ProblemKey:
+        """With them."""
+        of = filing_of(self.kernel)
+        return ProblemKey(self.kernel, filled(self.static, of.static), filled(self.runtime, of.runtime), self.dynamic,
+                          filled(self.fields, of.fields))  # fmt: skip
+
+    def ids(self) -> ProblemIds:
+        return ids_as_filed(self.filed())
+
+
+class ProblemIds(NamedTuple):
+    """static_key: what is compiled in. cell: all but the dynamic value, the line along which tuned points lie."""
+
+    static_key: str
+    cell: str
+    problem: str
+
+
+# Of problems that were asked about: each of them is, some twenty times, while a board's sheets become a database.
+_IDS: dict[tuple[str, str, str, int | None], ProblemIds] = {}
+_MOST_IDS = 20_000
+
+
+def ids_as_filed(key: ProblemKey) -> ProblemIds:
+    """The ids of a problem whose fields are as filed: what a row must match, whatever is installed here."""
+    of = key.kernel, repr(key.static), repr(key.runtime), key.dynamic
+    if (ids := _IDS.get(of)) is None:
+        cell = digest({"v": ID_VERSION, "kernel": key.kernel, "static": key.static, "runtime": key.runtime})
+        problem = digest({"v": ID_VERSION, "cell": cell, "dynamic": key.dynamic})
+        ids = ProblemIds(_static_key(key.kernel, key.static), cell, problem)
+        if len(_IDS) < _MOST_IDS:
+            _IDS[of] = ids
+    return ids
+
+
+def static_key(kernel: str, static: dict[str, Any]) -> str:
+    """Identity of what is compiled in: sha256 over the kernel's name and the static fields of its problem."""
+    return _static_key(kernel, trimmed(static, filing_of(kernel).static))
+
+
+def static_key_as_filed(kernel: str, static: dict[str, Any]) -> str:
+    """As `static_key`, of fields that are as filed."""
+    return _static_key(kernel, static)
+
+
+def _static_key(kernel: str, static: dict[str, Any]) -> str:
+    return digest({"v": ID_VERSION, "kernel": kernel, "static": static})
+
+
+def problem_key(kernel: Kernel, problem: Any) -> ProblemKey:
+    """How `problem` is filed and looked up.
+
+    Runtime fields other than the dynamic one are bucketed by the spec's `bucket(problem) -> dict` where it has
+    one; otherwise integers are rounded up to a power of two and other values are kept as they are.
+    """
+    fields = fields_of(problem)
+    runtime = bucketed(kernel, problem)
+    dynamic = int(fields[problem.DYNAMIC]) if problem.DYNAMIC else None
+    return ProblemKey(kernel.name, static_fields(problem), runtime, dynamic, fields)
+
+
+def bucketed(kernel: Kernel, problem: Any) -> dict[str, Any]:
+    """The runtime fields of `problem` but for the dynamic one, as they are filed and looked up."""
+    bucket: Callable[[Any], dict[str, Any]] | None = getattr(kernel.spec, "bucket", None)
+    if bucket is not None:
+        return dict(bucket(problem))
+    return {k: round_up(getattr(problem, k)) for k in problem.RUNTIME if k != problem.DYNAMIC}
+
+
+def coordinates(runtime: dict[str, Any]) -> tuple[Any, ...]:
+    """A cell's bucketed fields as something to look it up by."""
+    return tuple([runtime[k] for k in sorted(runtime)])

@@ -1,0 +1,50 @@
+"""What a lookup asks of a tuning database, wherever it lies: reader.py reads a file, store/store.py any database."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import TracebackType
+from typing import Protocol, Self
+
+from kerngen.compiler.compile import Cubin, Ptx
+from kerngen.tuning_db.read.kernel_index import Line
+from kerngen.tuning_db.read.values import Build, Winner
+
+
+class Source(Protocol):
+    """A tuning database to look up in. All of it raises DatabaseError where the database cannot be read.
+
+    name: what an answer calls it. where: the file or server, for messages. override: it is asked before all others.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def override(self) -> bool: ...
+
+    def line(self, kernel: str, static_key: str, arch: str) -> Line | None:
+        """What it has for these compiled-in fields, None if nothing. Raises CorruptRecord where that was altered."""
+
+    def image(self, build: Build) -> Cubin | Ptx | None:
+        """The machine code of a line's build, None if that was not kept. Raises CorruptRecord if it was altered."""
+
+    def winners(self, kernel: str | None = None) -> list[Winner]:
+        """Those of a kernel, without their cubins, for a report of what is there; what was altered is left out."""
+
+    def revoked(self) -> dict[str, str]:
+        """Ids of builds and measurements that must not count, each with the reason."""
+
+    def renamed(self, ids: Collection[str]) -> set[str]:
+        """What those of `ids` that are names of an older schema are called here now."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -1,0 +1,293 @@
+"""The tuned points of one kernel with one set of compiled-in fields, read once and answered from memory.
+
+Who is asked, in this order; the answer names who spoke. An override store is asked all of it before the others, and as
+a last resort whatever else it has of the arch:
+    1. this very device, measured              2. one that differs by no more than two of a kind do, measured
+    3. what was predicted for this device      4. one of its kind, measured (ranks.py)
+    5. what was predicted for one of its kind
+    6. as 1 to 5, but tuned on an older source of the kernel: the configuration, with the machine code that was built
+       of today's source if there is any
+None of them: None, and the caller uses the default configuration.
+
+Tuned points lie along the dynamic field (tokens, KV length). A point serves itself and what lies between it and the
+next lower one, but where that lower one, or the default, was judged to be faster there (store/crossovers.py); nothing is
+served below the lowest or above the highest. Everything is checked before it is served: the configuration must still
+be valid, the image must match its digest, nothing revoked counts. What fails is skipped with a warning that names it,
+once, and the next in order is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kerngen.arch import Target
+from kerngen.boards import distance
+from kerngen.compiler import source_digest
+from kerngen.compiler.compile import Cubin
+from kerngen.errors import CorruptRecord, DatabaseError
+from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.tuning_db.read.boards import PerBoard, at_hand
+from kerngen.tuning_db.read.freshness import Freshness
+from kerngen.tuning_db.read.ids import bucketed, coordinates, problem_key
+from kerngen.tuning_db.read.kernel_index import Line, Point
+from kerngen.tuning_db.read.ranks import BEYOND, how, rank_of
+from kerngen.tuning_db.read.source import Source
+from kerngen.tuning_db.read.values import Build, Winner
+
+log = logging.getLogger(__name__)
+
+
+class _Read:
+    """The line of one source, and which of its builds are current."""
+
+    def __init__(self, source: Source, line: Line, kernel: Kernel, here: str) -> None:
+        self.source, self.line, self.kernel = source, line, kernel
+        known = [id for id, closures in line.closures.items() if here in closures]
+        self._fresh = Freshness(kernel, known, line.builds.values())
+        self._images: dict[str, Cubin | None] = {}  # by build: several points have one
+
+    def is_current(self, problem: Any, build: Build) -> bool:
+        return self._fresh.is_current(problem, build)
+
+    def image(self, build: Build) -> Cubin | None:
+        """Its machine code, if it was kept. Raises DatabaseError."""
+        if build.id not in self._images:
+            image = self.source.image(build)
+            self._images[build.id] = image if isinstance(image, Cubin) else None
+        return self._images[build.id]
+
+    def code(self, problem: Any, config: dict[str, Any]) -> Cubin | None:
+        """The machine code of a current build of this configuration. Raises DatabaseError."""
+        for build in self.line.builds.values():
+            if build.config == config and self.is_current(problem, build) and (image := self.image(build)) is not None:
+                return image
+        return None
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A stored winner, and what verifying it gave once it was first asked for."""
+
+    read: _Read
+    point: Point
+    how: str
+    config: Any = None
+    answer: Winner | None = None
+    is_verified: bool = False
+
+
+@dataclass(slots=True)
+class _Row:
+    """What one board has tuned of one cell in one way; `at` is None for a kernel that has no dynamic field.
+
+    choices: at each point, those for the kernel's code of today first.
+    """
+
+    at: list[int] | None = None
+    choices: list[list[_Choice]] = field(default_factory=list)
+
+    def serving(self, dynamic: int | None) -> list[_Choice]:
+        """Those of the lowest point at or above `dynamic`, none if that lies outside all points."""
+        if self.at is None or dynamic is None:
+            return self.choices[0] if self.at is None and dynamic is None else []
+        index = bisect_left(self.at, dynamic)
+        return [] if dynamic < self.at[0] or index == len(self.at) else self.choices[index]
+
+    def choices_at(self, dynamic: int) -> list[_Choice]:
+        """Those of that very point."""
+        index = bisect_left(self.at or [], dynamic)
+        return self.choices[index] if self.at and index < len(self.at) and self.at[index] == dynamic else []
+
+
+class Bound:
+    """The winners of `kernel` for the compiled-in fields of `problem` on `target`, from `sources` in their order.
+
+    Reads each source once, here, and each winner's image when it is first served: nothing after that touches a
+    database. Threads may share one.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source | PerBoard],
+        kernel: Kernel,
+        problem: Any,
+        target: Target,
+        closure_of: Callable[[Kernel], str] | None = None,
+    ) -> None:
+        """closure_of: that of source_digest.py, which looks at every file of a kernel, or what remembers its answers."""
+        self.kernel, self.target = kernel, target
+        self._closure_of = closure_of or source_digest.closure_of
+        self._static_key = problem_key(kernel, problem).static_key
+        self._closure = ""
+        here = at_hand(sources, target)
+        self._reads = list(self._read(here))
+        self._revoked = _revoked(here) if self._reads else set()
+        self._cells: dict[tuple[Any, ...], list[_Row]] = {}
+        for cell, row in self._ordered():
+            self._cells.setdefault(cell, []).append(row)
+
+    def answer(self, problem: Any) -> Winner | None:
+        """The winner that serves `problem`, with its cubin if that is there and current; None if there is none.
+
+        The same object each time that it is the answer.
+        """
+        rows = self._cells.get(coordinates(bucketed(self.kernel, problem)))
+        if rows is None:
+            return None
+        dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
+        older: Winner | None = None
+        for row in rows:
+            for choice in row.serving(dynamic):
+                if not self._serves(choice, problem) or choice.answer is None:
+                    continue
+                if not choice.answer.stale:
+                    return self._judged(row, choice, problem, dynamic) if choice.point.switch else choice.answer
+                older = older or choice.answer
+        return older
+
+    def passed_over(self, problem: Any) -> Winner | None:
+        """The winner that does not serve `problem` because the default was judged to be faster; None if none is."""
+        dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
+        for row in self._cells.get(coordinates(bucketed(self.kernel, problem)), ()):
+            for choice in row.serving(dynamic):
+                if self._serves(choice, problem) and choice.answer is not None and not choice.answer.stale:
+                    return choice.answer if self.answer(problem) is None else None
+        return None
+
+    def code(self, problem: Any, config: Any) -> Cubin | None:
+        """The machine code of a configuration that no winner has, a default's, where a source has it; else None."""
+        wanted = fields_of(config) if self._reads else {}
+        for read in self._reads:
+            try:
+                if (found := read.code(problem, wanted)) is not None:
+                    return found
+            except DatabaseError as e:
+                log.warning("%s; skipped", e)
+        return None
+
+    # ---- reading
+
+    def _read(self, sources: Sequence[Source]) -> Iterator[_Read]:
+        for source in sources:
+            try:
+                line = source.line(self.kernel.name, self._static_key, self.target.arch.name)
+            except DatabaseError as e:
+                log.warning("%s; looking on without it", e)
+                continue
+            if line is not None:
+                self._closure = self._closure or self._closure_of(self.kernel)
+                yield _Read(source, line, self.kernel, self._closure)
+
+    def _ordered(self) -> Iterator[tuple[tuple[Any, ...], _Row]]:
+        """(cell, row) in the order of the module's docstring."""
+        here = self.target.device
+        for overriding in (True, False):
+            found: list[tuple[int, int, float, str, _Row, tuple[Any, ...]]] = []
+            for number, read in enumerate(r for r in self._reads if r.source.override == overriding):
+                rows: dict[tuple[Any, ...], dict[int | None, list[_Choice]]] = {}
+                ranks: dict[tuple[Any, ...], tuple[int, float, str]] = {}
+                for point in read.line.points:
+                    w = point.winner
+                    if (rank := rank_of(w, here)) == BEYOND and not overriding:
+                        continue
+                    key = (coordinates(w.problem.runtime), w.device, w.provenance)
+                    rank += rank == BEYOND and w.provenance != "measured"
+                    ranks[key] = rank, distance(w.device, here), w.device.name
+                    choice = _Choice(read, point, how(w, here))
+                    rows.setdefault(key, {}).setdefault(w.problem.dynamic, []).append(choice)
+                for key, points in rows.items():
+                    if (row := self._row(points)) is not None:
+                        rank, far, name = ranks[key]
+                        found.append((rank, number, far, name, row, key[0]))
+            for *_, row, cell in sorted(found, key=lambda f: f[:4]):
+                yield cell, row
+
+    def _row(self, points: dict[int | None, list[_Choice]]) -> _Row | None:
+        for choices in points.values():
+            choices.sort(key=lambda c: c.point.winner.closure != self._closure)  # stable: then the newest
+        if not self.kernel.problem_type.DYNAMIC:
+            return _Row(None, [points[None]]) if None in points else None
+        at = sorted(d for d in points if d is not None)
+        return _Row(at, [points[d] for d in at]) if at else None
+
+    # ---- what is served
+
+    def _judged(self, row: _Row, choice: _Choice, problem: Any, dynamic: int | None) -> Winner | None:
+        """What serves a size between two points: the upper's winner, the lower's, or None for the default."""
+        w, switch = choice.point.winner, choice.point.switch
+        if dynamic is None or dynamic == w.problem.dynamic or w.closure != self._closure:
+            return choice.answer
+        upto = bisect_left(switch, dynamic, key=lambda s: s[0])
+        at = w.problem.dynamic if upto == len(switch) else switch[upto][1]
+        if at is None:
+            return None
+        for other in row.choices_at(at):
+            if self._serves(other, problem) and other.answer is not None and not other.answer.stale:
+                return other.answer
+        return choice.answer
+
+    def _serves(self, choice: _Choice, problem: Any) -> bool:
+        if not choice.is_verified:
+            self._verify(choice, problem)
+        return choice.answer is not None and self._can_run(choice, problem)
+
+    def _can_run(self, choice: _Choice, problem: Any) -> bool:
+        if (why := why_unfit(self.kernel, problem, choice.config, self.target)) is not None:
+            log.warning("%s cannot run %s: %s; skipped", _here(choice, self.kernel), describe(problem), why)
+        return why is None
+
+    def _verify(self, choice: _Choice, problem: Any) -> None:
+        """Check the winner's build and image; the answer stays None, with a warning, if it must not be served."""
+        choice.is_verified = True
+        here, w, read = _here(choice, self.kernel), choice.point.winner, choice.read
+        if w.build_id in self._revoked or choice.point.measurement_id in self._revoked:
+            log.warning("%s is revoked; skipped", here)
+            return
+        try:
+            build = read.line.builds[w.build_id]
+            choice.config = self.kernel.config_type(**build.config)
+            stale = not read.is_current(problem, build)
+            cubin = None if stale else read.image(build)
+            cubin = cubin or read.code(problem, build.config)  # of another build of it, by another NVRTC perhaps
+        except DatabaseError as e:
+            kind = "" if isinstance(e, CorruptRecord) else "unreadable: "
+            log.warning("%s%s; winner %s for %s skipped", kind, e, w.id[:16], self.kernel.name)
+            return
+        except Exception as e:  # whatever an older Config's values do to today's spec
+            log.warning("%s cannot be served (%s: %s); skipped", here, type(e).__name__, e)
+            return
+        how = choice.how + (", on an older source" if stale else "")
+        choice.answer = replace(
+            w, config=build.config, cubin=cubin, stale=stale, source=f"{read.source.name}: {how}"
+        )  # fmt: skip
+
+
+def why_unfit(kernel: Kernel, problem: Any, config: Any, target: Target) -> str | None:
+    """Kernel.why_invalid of what a database has: an older Config's values may do anything to today's spec."""
+    try:
+        return kernel.why_invalid(problem, config, target)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def _here(choice: _Choice, kernel: Kernel) -> str:
+    return f"{choice.read.source.where}: winner {choice.point.winner.id[:16]} for {kernel.name}"
+
+
+def _revoked(sources: Sequence[Source]) -> set[str]:
+    revoked: set[str] = set()
+    for source in sources:
+        try:
+            revoked |= source.revoked().keys()
+        except DatabaseError as e:
+            log.warning("%s; looking on without it", e)
+    for source in sources if revoked else ():
+        try:
+            revoked |= source.renamed(revoked)
+        except DatabaseError as e:
+            log.warning("%s; looking on without it", e)
+    return revoked

@@ -1,0 +1,230 @@
+"""Winners out of what a database holds. The policy is in winners.py; here is what it is asked about, and when.
+
+Whether a build is current may have to be rendered, and choosing reads all trials: neither is done while others wait for
+the write lock. What was chosen is written if nothing that it rests on has changed meanwhile, else it is chosen again.
+
+A winner is of a closure: of the kernel code that it was chosen for. Those for other code stay beside it, as long as
+what they rest on may still win, so that two versions of kerngen share a database; of more than KEPT the oldest go.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, and_, delete, exists, select
+
+from kerngen.arch import Device, Target
+from kerngen.compiler import source_digest
+from kerngen.compiler.compile import Resources
+from kerngen.errors import UnknownName
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning_db.read.freshness import Freshness
+from kerngen.tuning_db.read.ids import canonical, digest
+from kerngen.tuning_db.read.values import Build, Observation, Winner
+from kerngen.tuning_db.store import kernel_index
+from kerngen.tuning_db.store import schema as t
+from kerngen.tuning_db.store.crossovers import Judge, TunedPoint, switches
+from kerngen.tuning_db.store.rows import sealed, to_json, winner_id_of
+from kerngen.tuning_db.store.winners import Choice, choose, may_win
+
+if TYPE_CHECKING:
+    from kerngen.tuning_db.store.store import Store
+
+log = logging.getLogger(__name__)
+
+KEPT = 3  # winners of one problem on one board, each for other kernel code
+_PATIENCE = 3  # times that others may come in between, before they have to wait
+
+
+def recompute_winners(
+    store: Store, kernel: Kernel | str, static_key: str, target: Target, judge: Judge | None
+) -> list[Winner]:
+    """As Store.recompute_winners."""
+    derived = _Derivation(store, kernel, static_key, target, judge)
+    for _ in range(_PATIENCE):
+        with store.reading() as connection:
+            seen = _state(connection, static_key)
+        derived.choose()
+        with store.writing() as connection:
+            if _state(connection, static_key) == seen:
+                return derived.write(connection)
+    with store.writing() as connection:
+        derived.choose()
+        return derived.write(connection)
+
+
+def _state(connection: Connection, static_key: str) -> tuple[set[Any], ...]:
+    """What choosing rests on, by name: another state may give another choice."""
+    m, b, p = t.measurement.c, t.build.c, t.problem.c
+    trials = select(m.id).join(t.problem, m.problem_id == p.id).where(p.static_key == static_key)
+    builds = select(b.id, b.status).where(b.static_key == static_key)
+    revocations = select(t.revocation.c.id)
+    return tuple({tuple(row) for row in connection.execute(wanted)} for wanted in (trials, builds, revocations))
+
+
+class _Derivation:
+    """The winners of one static problem on one board. `choose` may render; `write` does not."""
+
+    def __init__(
+        self, store: Store, kernel: Kernel | str, static_key: str, target: Target, judge: Judge | None
+    ) -> None:
+        self.store, self.static_key, self.target, self.judge = store, static_key, target, judge
+        self.kernel, self.name = _load(kernel), kernel if isinstance(kernel, str) else kernel.name
+        self.closure = "" if self.kernel is None else source_digest.closure_of(self.kernel)
+        self.freshness: Freshness | None = None
+        self.chosen: list[dict[str, Any]] = []
+        self.may_win: dict[str, set[str]] = {}  # problem id -> builds: what winners for other kernel code may rest on
+
+    def choose(self) -> None:
+        store, target, arch = self.store, self.target, self.target.arch.name
+        rows = store.measurements(self.name, static_key=self.static_key, arch=arch, device=target.device)
+        builds, wrong = store.builds(self.static_key), store.wrong_sources(self.static_key)
+        revoked = store.revoked().keys()
+        weights = {id: step.weight for id, step in store.steps().items()}
+        if self.kernel is not None and self.freshness is None:
+            self.freshness = Freshness(self.kernel, store.rendered(self.static_key, self.closure), builds.values())
+        points: dict[str, list[Observation]] = {}
+        for o in rows:
+            points.setdefault(o.measurement.problem.id, []).append(o)
+        self.chosen, self.may_win = [], {}
+        cells: dict[str, list[tuple[TunedPoint, dict[str, Any]]]] = {}
+        for problem_id, observations in points.items():
+            self.may_win[problem_id] = may_win(observations, builds, wrong_sources=wrong, revoked=revoked)
+            problem = _problem(self.kernel, observations)
+
+            def current(build: Build, problem: Any = problem) -> bool:
+                return self.freshness is None or problem is None or self.freshness.is_current(problem, build)
+
+            default = _default_config(self.kernel, problem, target)
+            choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
+                            is_current=current, weights=weights)  # fmt: skip
+            if choice is not None:
+                key = observations[0].measurement.problem
+                typical = next(o for o in observations if o.id == choice.measurement_id)
+                self.chosen.append({
+                    "id": winner_id_of(key, arch, target.device, self.closure), "kernel": self.name,
+                    "static_key": self.static_key, "closure": self.closure,
+                    "cell": key.cell, "problem_id": key.id, "arch": arch,
+                    "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
+                    "measurement_id": choice.measurement_id, "provenance": choice.provenance,
+                    "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
+                    "why": choice.why,
+                })  # fmt: skip
+                if (point := self._tuned(problem, builds[choice.build_id], choice)) is not None:
+                    cells.setdefault(key.cell, []).append((point, choice.why))
+        if self.judge is not None and self.kernel is not None:
+            self._judge_between(cells.values(), builds)
+
+    def _tuned(self, problem: Any, build: Build, choice: Choice) -> TunedPoint | None:
+        """None where nothing lies between points, or what lies there is not known any more."""
+        if self.kernel is None or problem is None or not problem.DYNAMIC or choice.why["stale"]:
+            return None
+        config = self.kernel.config_type(**build.config)
+        return TunedPoint(problem, config, choice.latency_us, choice.times)
+
+    def _judge_between(
+        self, cells: Iterable[list[tuple[TunedPoint, dict[str, Any]]]], builds: dict[str, Build]
+    ) -> None:
+        """Write into the `why` of each point what serves between it and the next lower one; see switches.py. What was
+        judged in steps of a model was so at the sizes that they have, and serves those whatever the judge says.
+        """
+        kernel, judge = self.kernel, self.judge
+        if kernel is None or judge is None:
+            return
+        by_config: dict[str, list[Build]] = {}
+        for build in builds.values():
+            if build.status == "ok":
+                by_config.setdefault(canonical(build.config), []).append(build)
+        for points in cells:
+            points.sort(key=lambda p: p[0].at)
+            for (below, _), (above, why) in pairwise(points):
+                if "step" in why:
+                    continue
+
+                def entries(config: Any, problem: Any = above.problem) -> Mapping[str, Resources] | None:
+                    made = by_config.get(canonical(fields_of(config)), ())
+                    fresh = (b for b in made if self.freshness is None or self.freshness.is_current(problem, b))
+                    return next((b.entries for b in fresh), None)
+
+                if found := switches(kernel, self.target, below, above, entries, judge):
+                    why["switch"] = found
+
+    def write(self, connection: Connection) -> list[Winner]:
+        known = (
+            self.kernel is not None and source_digest.closure_of(self.kernel) == self.closure
+        )  # no file changed meanwhile
+        if known and self.freshness is not None and self.freshness.found:
+            self.store.note_rendered(self.freshness.found, self.closure)
+        arch, ids = self.target.arch.name, [row["id"] for row in self.chosen]
+        gone = self._others_gone(connection)
+        connection.execute(delete(t.winner).where(t.winner.c.id.in_([*gone, *ids])))
+        if self.chosen:
+            m = t.measurement.c
+            wanted = select(m.id, m.fields).where(m.id.in_([row["measurement_id"] for row in self.chosen]))
+            fields = {row.id: row.fields for row in connection.execute(wanted)}
+            chosen = [row | {"why": to_json(row["why"])} for row in self.chosen if row["measurement_id"] in fields]
+            rows = [sealed(t.winner, row, fields=fields[row["measurement_id"]]) for row in chosen]
+            if len(rows) < len(self.chosen):
+                log.warning("%s: %s measurements of %s are damaged; their winners are skipped",
+                            self.store.where, len(self.chosen) - len(rows), self.name)  # fmt: skip
+            if rows:
+                connection.execute(t.winner.insert(), rows)
+        kernel_index.write(connection, self.static_key, arch, self.store.where)
+        winners = self.store.winners(self.name, arch=arch, static_key=self.static_key, closure=self.closure)
+        return [w for w in winners if w.id in ids]
+
+    def _others_gone(self, connection: Connection) -> list[str]:
+        """The ids of this board's winners that do not stay: those of this closure, and of others what must not win."""
+        w, m = t.winner.c, t.measurement.c
+        here = and_(w.static_key == self.static_key, w.arch == self.target.arch.name, _is_of(self.target.device))
+        wanted = (
+            select(w.id, w.problem_id, w.build_id, w.measurement_id, w.closure)
+            .join(t.measurement, w.measurement_id == m.id)
+            .where(here)
+            .order_by(m.at.desc(), w.id)
+        )
+        revoked = self.store.revoked()
+        gone, kept = [], dict[str, int]()
+        for row in connection.execute(wanted):
+            others = kept.get(row.problem_id, 0)
+            sound = row.build_id in self.may_win.get(row.problem_id, ()) and row.measurement_id not in revoked
+            if row.closure in ("", self.closure) or not sound or others >= KEPT - 1:
+                gone.append(row.id)
+            else:
+                kept[row.problem_id] = others + 1
+        return gone
+
+
+def _is_of(device: Device) -> Any:
+    same = and_(t.device.c.name == device.name, t.device.c.num_sms == device.num_sms)
+    return exists().where(and_(t.device.c.id == t.winner.c.device_id, same))
+
+
+def _load(kernel: Kernel | str) -> Kernel | None:
+    if not isinstance(kernel, str):
+        return kernel
+    try:
+        return find_kernel(kernel)
+    except UnknownName:
+        return None  # another installation's kernel: its records are kept and ranked all the same
+
+
+def _problem(kernel: Kernel | None, observations: Sequence[Observation]) -> Any:
+    """The Problem that was tuned, or None where this kernel no longer has such a one."""
+    if kernel is None:
+        return None
+    try:
+        return kernel.problem_type(**observations[0].measurement.problem.fields)
+    except Exception:  # whatever an older Problem's fields do to the newer class
+        return None
+
+
+def _default_config(kernel: Kernel | None, problem: Any, target: Target) -> dict[str, Any] | None:
+    if kernel is None or problem is None or kernel.why_unsupported(problem, target) is not None:
+        return None
+    return fields_of(kernel.default_config(problem, target))

@@ -1,0 +1,347 @@
+"""Which configuration wins: the policy, as a function of what was observed. The same rows give the same answer.
+
+1. What never wins: a trial that did not end well; a build or measurement that was revoked; a build whose source
+   ever gave a wrong result for these compiled-in fields, on any device; a build whose latest launch here failed.
+2. What is current beats what is stale: a build of a source that the kernel no longer renders, or with options that
+   nobody compiles with any more, wins only alone.
+3. Measured beats predicted. Among predictions only the newest cost model's count.
+4. Finalists, timed again together, beat single trials. Where configurations were exchanged in steps of a model, the
+   step decides: what is slower there than the best, or was not tried there, wins only where nothing else may
+   (step_trials.py).
+5. Builds of one configuration with the same machine code are one: what was measured of one holds for all, and what
+   keeps one from winning keeps all. So a comment in a source costs nothing once it is built (`kerngen db rebuild`).
+6. Its time is the median of its medians. Those within the noise of the fastest are equal, and the first of them in
+   canonical order wins: the default configuration, of predictions then the fewest spills (a clock has seen those, and
+   another compiler has others), then its JSON. So two tunes agree, and so does whoever compiles the sources anew.
+7. A prediction puts another in the default's place only where that would take PREDICTED_MARGIN longer: by less the
+   model does not know better than whoever wrote the default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import median
+from typing import Any
+
+from kerngen.tuning_db.read.ids import canonical
+from kerngen.tuning_db.read.values import Build, Measurement, Observation
+from kerngen.tuning_db.store.step_trials import judged
+
+NOISE_LEAST = 0.01  # two runs of one cubin on one device differ by this much
+NOISE_MOST = 0.05
+PREDICTED_NOISE = 0.005  # a prediction repeats exactly, but its last digits order nothing
+# On the recordings of an H200 what is predicted to be fastest takes 5.6 % longer than the best (the median of what is
+# held out), the default 1.3 %, what is chosen with this margin 0.0 % (`python -m kerngen.tuning.fit`).
+PREDICTED_MARGIN = 0.12
+_SIGMAS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The winner of one tuned point, and why. times: us, of each configuration that might win, by canonical JSON."""
+
+    build_id: str
+    measurement_id: str
+    provenance: str
+    latency_us: float
+    margin: float | None
+    reason: str
+    why: dict[str, Any]
+    times: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One machine code of one configuration, which may win at one tuned point.
+
+    builds: all that gave it, measured or not; the one that stands for it first. noise: relative, see `noise_of`. rows:
+    what was observed of any of them.
+    """
+
+    builds: tuple[Build, ...]
+    p50_us: float
+    noise: float
+    rows: tuple[Observation, ...]
+    step: float | None = None  # its steps' time over their time with what was chosen there; None if it was in none
+    has_lost: bool = False  # in the step
+
+    @property
+    def build(self) -> Build:
+        return self.builds[0]
+
+    @property
+    def adopted(self) -> bool:
+        """True if only others of its builds were measured."""
+        return all(o.measurement.build_id != self.build.id for o in self.rows)
+
+    @property
+    def typical(self) -> Observation:
+        """The row that stands for the others: of its own build, if there is one."""
+        own = [o for o in self.rows if o.measurement.build_id == self.build.id] or self.rows
+        return min(own, key=lambda o: (abs((o.measurement.p50_us or 0.0) - self.p50_us), o.id))
+
+    def current(self, is_current: Callable[[Build], bool]) -> Candidate | None:
+        """Itself, with the first of its builds that is current to stand for it; None if none is."""
+        for build in self.builds:
+            if is_current(build):
+                return replace(self, builds=(build, *(b for b in self.builds if b is not build)))
+        return None
+
+
+def choose(
+    observations: Sequence[Observation],
+    builds: dict[str, Build],
+    *,
+    wrong_sources: Set[str] = frozenset(),
+    revoked: Set[str] = frozenset(),
+    default: dict[str, Any] | None = None,
+    is_current: Callable[[Build], bool] = lambda _: True,
+    weights: Mapping[str, float] | None = None,
+) -> Choice | None:
+    """The winner among `observations`, all of one tuned point on one device; None if nothing there may win.
+
+    builds: by id, of every observation that has one. wrong_sources: source_sha of builds found wrong anywhere.
+    revoked: ids of builds and measurements. default: the default configuration's fields.
+    is_current: asked for the fastest builds only, since it may render. weights: of steps by id.
+    """
+    refused = Counter(o.measurement.outcome for o in observations if o.measurement.outcome != "ok")
+    ranked = rank(observations, builds, wrong_sources=wrong_sources, revoked=revoked, weights=weights)
+    if not ranked:
+        return None
+    current = _current(ranked, is_current)
+    first = next(current, None)
+    if first is None and ranked[0].typical.measurement.provenance == "measured":
+        predictions = [o for o in observations if o.measurement.provenance == "predicted"]
+        others = rank([*predictions, *_failures(observations)], builds, wrong_sources=wrong_sources, revoked=revoked)
+        if (found := next(predicted := _current(others, is_current), None)) is not None:
+            ranked, first, current = others, found, predicted
+    stale = first is None
+    if first is None:
+        first, current = ranked[0], iter(ranked[1:])
+    provenance = first.typical.measurement.provenance
+    limit = first.p50_us * (1 + first.noise)
+    near, after = [first], None
+    for c in current:
+        if c.p50_us > limit or c.has_lost != first.has_lost:
+            after = c
+            break
+        near.append(c)
+    winner = min(near, key=lambda c: _canonical_order(c, default))
+    is_kept = False
+    if provenance == "predicted" and not stale and winner.build.config != default:
+        kept = _unbeaten(ranked, first, default, is_current)
+        winner, is_kept = kept or winner, kept is not None
+    rivals = [c for c in chain(near, [after] if after else []) if c is not winner]
+    following = min(rivals, key=lambda c: c.p50_us, default=None)
+    margin = None if following is None else (following.p50_us - winner.p50_us) / winner.p50_us
+    why = {
+        "candidates": len(ranked),
+        "stale": stale,
+        "stage": winner.typical.measurement.stage,
+        "noise": first.noise,
+        "within_noise": len(near),
+        "is_default": winner.build.config == default,
+        "default_us": next((c.p50_us for c in ranked if c.build.config == default), None),
+        "fastest": _brief(first),
+        "next": None if following is None else _brief(following),
+        "refused": dict(sorted(refused.items())),
+    }
+    if is_kept:
+        why["predicted_margin"] = PREDICTED_MARGIN
+    if winner.adopted:
+        why["adopted"] = winner.typical.measurement.build_id
+    if winner.step is not None:
+        in_step = [c for c in ranked if c.step is not None]
+        why["step"] = {"judged": len(in_step), "lost": sum(c.has_lost for c in in_step), "ratio": winner.step}
+    reason = _words(winner, first, following, provenance, why)
+    times = {canonical(c.build.config): c.p50_us for c in (*reversed(ranked), winner)}
+    return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why, times)
+
+
+def _current(ranked: list[Candidate], is_current: Callable[[Build], bool]) -> Iterator[Candidate]:
+    return (c for c in (candidate.current(is_current) for candidate in ranked) if c is not None)
+
+
+def _unbeaten(
+    ranked: Sequence[Candidate], first: Candidate, default: dict[str, Any] | None, is_current: Callable[[Build], bool]
+) -> Candidate | None:
+    """The default, where it is predicted to take less than PREDICTED_MARGIN longer than `first`."""
+    found = next((c for c in ranked if c.build.config == default), None)
+    if found is None or found.p50_us > first.p50_us * (1 + PREDICTED_MARGIN):
+        return None
+    return found.current(is_current)
+
+
+def _failures(observations: Sequence[Observation]) -> list[Observation]:
+    return [o for o in observations if o.measurement.provenance == "measured" and o.measurement.outcome != "ok"]
+
+
+def rank(
+    observations: Sequence[Observation],
+    builds: dict[str, Build],
+    *,
+    wrong_sources: Set[str] = frozenset(),
+    revoked: Set[str] = frozenset(),
+    weights: Mapping[str, float] | None = None,
+) -> list[Candidate]:
+    """Every machine code that may win, stale ones included, the fastest first, after which those that lost in a step of
+    a model. Arguments as `choose`.
+    """
+    codes = _codes(builds)
+    eligible = _eligible(observations, builds, codes, wrong_sources, revoked)
+    measured = [o for o in eligible if o.measurement.provenance == "measured"]
+    verdict = judged(measured, weights or {}, codes)
+    pool = _finalists(measured or _newest_model(eligible), codes, each=bool(verdict.ratios))
+    found = (
+        replace(c, step=verdict.ratios.get(codes[c.build.id]), has_lost=verdict.has_lost(codes[c.build.id]))
+        for c in _candidates(pool, builds, codes)
+    )
+    return sorted(found, key=lambda c: (c.has_lost, c.p50_us, canonical(c.build.config), c.build.id))
+
+
+def may_win(
+    observations: Sequence[Observation],
+    builds: dict[str, Build],
+    *,
+    wrong_sources: Set[str] = frozenset(),
+    revoked: Set[str] = frozenset(),
+) -> set[str]:
+    """The ids of the builds that nothing keeps from winning, however slow. Arguments as `choose`."""
+    codes = _codes(builds)
+    eligible = {
+        codes[o.measurement.build_id or ""] for o in _eligible(observations, builds, codes, wrong_sources, revoked)
+    }
+    return {id for id, code in codes.items() if code in eligible}
+
+
+def noise_of(m: Measurement) -> float:
+    """The relative difference below which a p50 like `m`'s decides nothing.
+
+    For a measurement, three standard errors of its median (1.253 sigma / sqrt(n), sigma from the 10th and 90th
+    percentiles of a normal distribution, 2.563 sigma apart), within 1% to 5%.
+    """
+    if m.provenance == "predicted":
+        return PREDICTED_NOISE
+    if m.p10_us is None or m.p90_us is None or m.p50_us is None or m.samples < 1:
+        return NOISE_LEAST
+    error = 1.253 * (m.p90_us - m.p10_us) / 2.563 / m.samples**0.5
+    return min(max(_SIGMAS * error / m.p50_us, NOISE_LEAST), NOISE_MOST)
+
+
+_Code = tuple[str, str, str]  # what makes builds one: the configuration, the target, the digest of the image
+
+
+def _codes(builds: dict[str, Build]) -> dict[str, _Code]:
+    """By id, of every build that was made, or is yet to be."""
+    made = ((id, b) for id, b in builds.items() if b.status != "compile_failed")
+    return {id: (canonical(b.config), b.target, b.image_sha or id) for id, b in made}
+
+
+def _eligible(
+    observations: Sequence[Observation],
+    builds: dict[str, Build],
+    codes: dict[str, _Code],
+    wrong_sources: Set[str],
+    revoked: Set[str],
+) -> list[Observation]:
+    counted = [o for o in observations if o.id not in revoked]
+    refused = {code for id, code in codes.items() if id in revoked or builds[id].source_sha in wrong_sources}
+    latest: dict[_Code, Observation] = {}  # of measured trials: a launch that fails now outweighs an older success
+    for o in counted:
+        code = codes.get(o.measurement.build_id or "")
+        if code is not None and o.measurement.provenance == "measured":
+            best = latest.get(code)
+            if best is None or (o.measurement.at, o.id) > (best.measurement.at, best.id):
+                latest[code] = o
+
+    def counts(o: Observation) -> bool:
+        code = codes.get(o.measurement.build_id or "")
+        return (
+            o.measurement.outcome == "ok"
+            and code is not None
+            and code not in refused
+            and (code not in latest or latest[code].measurement.outcome == "ok")
+        )
+
+    return [o for o in counted if counts(o)]
+
+
+def _finalists(observations: list[Observation], codes: dict[str, _Code], *, each: bool) -> list[Observation]:
+    """Rows of finals, where there are any. each: those of each code that has some, since more than finals decide."""
+    finals = [o for o in observations if o.measurement.stage == "final"]
+    if not each:
+        return finals or observations
+    retimed = {codes[o.measurement.build_id or ""] for o in finals}
+    return finals + [o for o in observations if codes[o.measurement.build_id or ""] not in retimed]
+
+
+def _newest_model(observations: list[Observation]) -> list[Observation]:
+    newest = max((_natural(o.measurement.model) for o in observations), default=None)
+    return [o for o in observations if _natural(o.measurement.model) == newest]
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """roofline-10 after roofline-9."""
+    return [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in re.split(r"(\d+)", name)]
+
+
+def _candidates(
+    observations: list[Observation], builds: dict[str, Build], codes: dict[str, _Code]
+) -> Iterator[Candidate]:
+    rows_of: dict[_Code, list[Observation]] = {}
+    for o in observations:
+        rows_of.setdefault(codes[o.measurement.build_id or ""], []).append(o)
+    same: dict[_Code, list[Build]] = {}
+    for id, code in codes.items():
+        same.setdefault(code, []).append(builds[id])
+    for code, rows in rows_of.items():
+        p50 = median(r.measurement.p50_us or 0.0 for r in rows)
+        typical = min(rows, key=lambda r: (abs((r.measurement.p50_us or 0.0) - p50), r.id)).measurement.build_id
+        measured = {r.measurement.build_id for r in rows}
+        made = sorted(same[code], key=lambda b: (b.id != typical, b.id not in measured, b.id))
+        yield Candidate(tuple(made), p50, max(noise_of(r.measurement) for r in rows), tuple(rows))
+
+
+def _canonical_order(c: Candidate, default: dict[str, Any] | None) -> tuple[bool, int, str, str]:
+    spills = c.build.spill_bytes if c.typical.measurement.provenance == "predicted" else 0
+    return (c.build.config != default, spills, canonical(c.build.config), c.build.id)
+
+
+def _brief(c: Candidate) -> dict[str, Any]:
+    return {"build_id": c.build.id, "config": c.build.config, "us": c.p50_us}
+
+
+def _words(
+    winner: Candidate, first: Candidate, following: Candidate | None, provenance: str, why: dict[str, Any]
+) -> str:
+    how = (
+        "predicted" if provenance == "predicted" else "timed again together" if why["stage"] == "final" else "measured"
+    )
+    count = f"{why['candidates']} {how}"
+    if following is None:
+        text = f"the only one of {count} that may win" if why["candidates"] > 1 else f"the only one {how}"
+    elif "predicted_margin" in why:
+        text = (
+            f"the default configuration, {winner.p50_us:.2f} us: the fastest of {count}, {first.p50_us:.2f} us, is not "
+            f"{why['predicted_margin']:.0%} ahead, and by less a prediction puts nothing in its place"
+        )
+    elif winner is first and why["within_noise"] == 1:
+        ahead = following.p50_us / winner.p50_us - 1
+        text = f"fastest of {count}: {winner.p50_us:.2f} us, the next takes {ahead:.1%} longer"
+    else:
+        which = "the default configuration" if why["is_default"] else "the first in canonical order"
+        text = (
+            f"{which} of {why['within_noise']} that differ by less than {why['noise']:.1%}: "
+            f"{winner.p50_us:.2f} us, the fastest {first.p50_us:.2f} us, of {count}"
+        )
+    if winner.step is not None and not winner.has_lost:
+        text = f"of {why['step']['judged']} that were tried in the step, {why['step']['lost']} no faster there: {text}"
+    if why["default_us"] and not why["is_default"]:
+        text += f"; the default takes {why['default_us']:.2f} us"
+    if winner.adopted:
+        text += f"; {how.split()[0]} on a build of another source with the same machine code"
+    return text + ("; tuned on an older source of this kernel" if why["stale"] else "")

@@ -80,7 +80,7 @@ __all__ = [
 _HOME = {
     "Completion": "runtime.session",
     "CompletionStream": "runtime.session",
-    "Cubin": "compile",
+    "Cubin": "compiler.compile",
     "Session": "runtime.session",
     "Winner": "tuning_db",
     "compile_kernel": "api",

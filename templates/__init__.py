@@ -80,8 +80,8 @@ class _Library:
             _require_root(root)
             for spec in sorted(root.glob("[!.]*/spec.py")):
                 _add(self.folders, "kernel", spec.parent.name, spec.parent.resolve())
-            for path in sorted(p for p in root.glob(f"{COMMON}/*") if p.suffix in (".py", ".cuh")):
-                _add(shared, "shared file", f"{COMMON}/{path.name}", path)
+            for path in sorted(p for p in root.glob(f"{COMMON}/**/*") if p.suffix in (".py", ".cuh")):
+                _add(shared, "shared file", path.relative_to(root).as_posix(), path)
 
     def load(self, name: str) -> Kernel | TemplateError:
         if name not in self._loaded:

@@ -246,9 +246,10 @@ class Kernel:
         """sha256 over what decides how it is rendered, refused and launched: its folder, and what it may include."""
         hashed = hashlib.sha256()
         for folder in (*self.shared, self.folder):
-            for path in sorted(folder.glob("*")):
+            for path in sorted(folder.rglob("*")):
                 if path.suffix in (".py", ".jinja", ".cuh"):
-                    hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+                    name = path.relative_to(folder).as_posix()
+                    hashed.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
         return hashed.hexdigest()
 
     @property

@@ -81,7 +81,9 @@ MODULES = (
     Module("kerngen.tuning_db", "What was measured and predicted, and what is chosen by it."),
     Module("kerngen.compiler.render", "A kernel's source for a problem, a configuration and a target.", ("render",)),
     Module(
-        "kerngen.compile", "Machine code of a source, on any machine.", ("Cubin", "compile_cubin", "supported_targets")
+        "kerngen.compiler.compile",
+        "Machine code of a source, on any machine.",
+        ("Cubin", "compile_cubin", "supported_targets"),
     ),
     Module("kerngen.templates", "The kernels at hand.", ("find_kernel", "kernel_names")),
     Module(

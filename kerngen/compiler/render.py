@@ -22,7 +22,7 @@ from kerngen.compiler.source import Origin, Source, place_of, reason_of, shown
 from kerngen.errors import KerngenError, TemplateError
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
 
-_INCLUDE = re.compile(r'^[ \t]*#include "(common/[\w.]+)"[^\n]*$', re.MULTILINE)
+_INCLUDE = re.compile(r'^[ \t]*#include "(common/[\w./]+)"[^\n]*$', re.MULTILINE)
 _FEATURES = ("has_bf16", "has_cp_async", "has_ldmatrix", "has_mma16816", "has_tma", "has_wgmma", "has_pdl")
 
 

@@ -50,7 +50,9 @@ class Source(str):
         before = bisect_right(self.origins, line, key=lambda o: o.at) - 1
         if before < 0 or not (origin := self.origins[before]).file:
             return None
-        return f"{'/'.join(Path(origin.file).parts[-3:])}:{origin.line + line - origin.at}"
+        parts = Path(origin.file).parts
+        depth = 4 if "common" in parts[-3:-2] else 3  # shared files lie in folders: templates/common/ptx/mma.cuh
+        return f"{'/'.join(parts[-depth:])}:{origin.line + line - origin.at}"
 
 
 def located(source: str, log: str) -> str:

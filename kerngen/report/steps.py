@@ -51,7 +51,7 @@ class Shown:
 
 
 def shown_steps(facts: Facts, models: Sequence[str] = ()) -> list[Shown]:
-    """The steps that a model is judged by (`kerngen.workload.steps.STEPS`), for every device, as far as `facts` know them.
+    """The steps that a model is judged by (`workload.steps.STEPS`), for every device, as far as `facts` know them.
 
     models: names or folders; without any, for each device the released model that most of its winners are of. Raises
     UnknownName, UsageError or CheckpointError for a model that is none.

@@ -2,8 +2,8 @@
 
 A space is known whole, so that the answer does not depend on a sampler's luck, and by far fewer questions than it has
 points: why_invalid is a function, and what it answered holds for all configurations that agree in the fields that it
-read (`kerngen.tuning.field_tracing`). Nothing is asked before it is needed: the default configuration is at hand at once, and
-`walk` gives valid ones as they are found.
+read (field_tracing.py). Nothing is asked before it is needed: the default configuration is at hand at once, and `walk`
+gives valid ones as they are found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One step of a model: the launches that it makes, in order, and the steps by which a tuned model is judged.
 
-A step is written down as a workload is (`kerngen.workload.workload`, which is the union of many): the model's own code runs on
+A step is written down as a workload is (workload.py, which is the union of many): the model's own code runs on
 tensors without storage, with the recording executor. Needs no GPU.
 """
 

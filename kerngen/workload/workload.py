@@ -1,7 +1,7 @@
 """What a model asks of the kernels: every (kernel, problem) of its decode, verification, prefill and drafting steps.
 
 A workload is a record: the model's own code runs over the grid below on tensors without storage, and each call of each
-step is written down (`kerngen.workload.steps`). Released models are folders of configurations in runtime/released; any other
+step is written down (steps.py). Released models are folders of configurations in runtime/released; any other
 folder with a config.json will do. Token counts lie on the grid; between two points the runtime uses the tuned point
 above, beyond the last it uses the default.
 """
@@ -31,7 +31,7 @@ MOST_PAIRS = 1 << 28  # tokens x keys of a chunk: more keys come in smaller chun
 CONTEXTS = (64, 512, 2048, 8192, 32768, 131072, 262144)  # keys of a sequence in decode
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, *PREFILL_TOKENS)  # points of num_tokens: covers every batch x verify length
 MOST_KEYS = 1 << 20  # of all sequences together: more KV than that fits no GPU at 31B
-RELEASED = Path(__file__).parent / "runtime" / "released"
+RELEASED = Path(__file__).resolve().parents[1] / "runtime" / "released"
 MODELS = tuple(sorted(p.name for p in RELEASED.iterdir() if (p / "config.json").is_file()))
 
 

@@ -62,7 +62,7 @@ class Engine:
     that may take while others decode (prefill_budget.py), None for any. num_pages: of each kind of cache ("full",
     "sliding"), page 0 included; None for what max_batch sequences of max_len take. With fewer pages some requests wait
     or are preempted. joint: sequences decode in the forward that prefills others, where nobody is drafted for and the
-    model allows it (mixed_batches.py). prefix_caching: prompts share the pages of what they begin with. buckets: batches
+    model allows it (mixed_batches.py). prefix_caching: prompts share the pages of what they begin with. buckets: sizes
     that a decode step comes in, lag: how many steps behind the host reads; None for the backend's own.
 
     reproducible: no request's arithmetic depends on who runs beside it. Every decode step is one of max_batch rows for

@@ -1,6 +1,6 @@
 """The engine's process: it loads the model, takes requests from a pipe, and tells what each step made.
 
-It knows tokens alone. Text, HTTP and whoever waits are the other process's business (engine_client.py), so that none of it
+It knows tokens alone. Text, HTTP and whoever waits are the other process's business (engine_client.py): none of it
 stands between two steps. It ends when it is told to, and when the other process is gone.
 """
 

@@ -1,4 +1,4 @@
-"""The grammar of Gemma-4's tool calls: a function's parameters, a JSON schema, in the syntax that output_parser.py reads."""
+"""The grammar of Gemma-4's tool calls: a function's parameters, a JSON schema, as output_parser.py reads them."""
 
 from __future__ import annotations
 

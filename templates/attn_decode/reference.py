@@ -1,4 +1,4 @@
-"""Decode attention in eager torch, fp32, sequence by sequence: common/attention/attention_torch.py, common/attention/heads_torch.py."""
+"""Decode attention in eager torch, fp32, sequence by sequence: common/attention/*_torch.py."""
 
 from __future__ import annotations
 

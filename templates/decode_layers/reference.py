@@ -2,7 +2,7 @@
 
 Source: Gemma4TextModel.forward and Gemma4TextDecoderLayer.forward in transformers 5.22, modeling_gemma4.py. Every
 product, norm, head, activation and sum is a tensor of the model's dtype, and so is attention's output; the stream alone
-may be kept in fp32. Heads and attention: common/attention/heads_torch.py, common/attention/attention_torch.py. Router and
+may be kept in fp32. Heads and attention: common/attention/*_torch.py. Router and
 experts are moe_router's and moe_w4a16's references, and the experts' sum is as in moe_combine's: of rounded products,
 rounded once.
 """

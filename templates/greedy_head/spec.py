@@ -1,6 +1,6 @@
 """greedy_head: the likeliest token of an output head, exactly, from half of its bytes or less, in two launches.
 
-greedy_screen multiplies the table in four to eight bits (common/screen/screen.py) and leaves in the workspace how high each
+greedy_screen multiplies the table in four to eight bits (screen/screen.py) and leaves in the workspace how high each
 row's logit may be, and the highest that one is at least. greedy_choose multiplies the few rows of the table itself that
 may be the greatest, each rounded as a dense product is; the last block to finish writes the id. However many rows those
 are, the answer is the same: a bound decides what is left out, never a guess. (Bounds that are likely and not sure are a
@@ -134,7 +134,7 @@ NIBBLE_CUTS = {
     32: ((16, 4, 1), (8, 8, 1), (4, 4, 1)),
 }
 # Half of what a row's interval is wide, over the logits' standard deviation, of normal numbers: what W is rounded by,
-# over the square root of K where bounds are sure, and what is the same in any bits for each of K (common/screen/screen.py).
+# over the square root of K where bounds are sure, and what is the same in any bits for each of K (screen/screen.py).
 ROUNDED, EACH_COLUMN = {4: 0.43, 6: 0.0310, 7: 0.0162, 8: 0.0080}, 1 / 65_000
 ARGS = {
     "greedy_screen": (

@@ -21,6 +21,7 @@ from typing import ClassVar
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common.rows.spec import require, require_tokens, why_no_dtype
+from kerngen.templates.common.w4 import tiling as w4_tiling
 from kerngen.templates.common.w4.tiling import Tiling, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
 
@@ -172,11 +173,11 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for phase in PHASES:
         tiling = config.tiling(phase)
         if config.gemv:
-            why = tiling.why_not_gemv(tiling, config.block_m, shape(problem, phase)[1], target.arch)
+            why = w4_tiling.why_not_gemv(tiling, config.block_m, shape(problem, phase)[1], target.arch)
         elif tiling.blocks_per_sm:
             why = f"blocks_per_sm={tiling.blocks_per_sm}: where shared tiles are cut depends on all tokens; 0 cuts none"
         else:
-            why = tiling.why_invalid(tiling, problem.group_size, target.arch)
+            why = w4_tiling.why_invalid(tiling, problem.group_size, target.arch)
         if why is not None:
             return f"{phase}: {why}"
     return None

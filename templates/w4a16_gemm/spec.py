@@ -5,7 +5,7 @@ source serves every M and every arch from sm70: tiles, warps and the way the wor
 Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default from nine tokens on, of warpgroups that
 copy or multiply (wgmma_ws.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
 reading W: without stages, W straight to registers (common/w4/gemv.cuh, best for a small W), and for up to four tokens
-with bulk copies, W multiplied as integers (common/w4/warp_pipeline.cuh, best for a large W of one token and for most of more;
+with bulk copies, W multiplied as integers (common/w4/warp_pipeline.cuh, best for a large W of one token, most of more;
 an infinity or a NaN among a token's x makes all of its outputs NaN there), by a ring for each warp or, of two to four
 tokens, for all warps of a block (common/w4/cta_pipeline.cuh).
 """

@@ -337,7 +337,7 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
 
 @pytest.mark.parametrize(("head_dim", "split_d", "bits"), [(128, 4, 16), (256, 8, 32), (512, 4, 16), (512, 8, 16)])
 def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, split_d: int, bits: int) -> None:
-    """fragment_partials.cuh.jinja: who stores which columns of which rows, in which 16 bytes of a chunk, and who merges them."""
+    """fragment_partials.cuh.jinja: who stores which columns of which rows, in which 16 bytes; who merges them."""
     problem = Problem(head_dim, 16, 2, q_len=5)
     config = Config(24, 16, split_d, 8, 8, 5, warpgroups=True, push_bits=bits)
     blocks, parts = (2 if bits == 16 else 1), split_d // 4

@@ -148,8 +148,8 @@ def test_a_root_may_share_headers(root: Path) -> None:
 
 
 def test_a_shared_header_that_is_ours_is_named(root: Path) -> None:
-    (root / "common").mkdir()
-    (root / "common" / "types.cuh").touch()
+    (root / "common" / "ptx").mkdir(parents=True)
+    (root / "common" / "ptx" / "types.cuh").touch()
     with pytest.raises(UsageError, match=rf"shared file common/ptx/types.cuh: .*templates.* and {root}"):
         kernel_names()
 

@@ -1,4 +1,4 @@
-"""The arithmetic of common/w4/int_limbs.cuh and int_limbs_m4.cuh, restated: fixed-point digits times integer weights."""
+"""The arithmetic of common/w4/int_limbs*.cuh, restated: fixed-point digits times integer weights."""
 
 from __future__ import annotations
 

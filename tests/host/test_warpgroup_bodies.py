@@ -19,8 +19,8 @@ from kerngen.tuning.space import candidates, space_of
 
 
 def _has_warpgroups(kernel: Kernel, body: Body) -> bool:
-    included = set(re.findall(r"common/(\w+\.cuh)", (kernel.folder / body.template).read_text()))
-    return bool(included & {"warp_specialized.cuh", "wgmma_tile_copy.cuh"})
+    included = set(re.findall(r"common/([\w/]+\.cuh)", (kernel.folder / body.template).read_text()))
+    return bool(included & {"pipeline/warp_specialized.cuh", "attention/wgmma_tile_copy.cuh"})
 
 
 BODIES = [(k, b) for k in map(find_kernel, kernel_names()) for b in k.spec.BODIES if _has_warpgroups(k, b)]

@@ -1,6 +1,6 @@
 """A line: all that a run reads of one kernel with one set of compiled-in fields on one architecture, in one row.
 
-It is derived from the other tables (store/kernel_index.py) and rewritten with the winners: the boards, the builds that are
+It is derived from the other tables (store/kernel_index.py), rewritten with the winners: the boards, the builds that are
 served and what renders them, and at each tuned point the winners, those for other versions of the kernel's code too. A
 spare is a build that no winner rests on, whose machine code is there: a default's, say.
 """

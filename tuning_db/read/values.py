@@ -26,7 +26,7 @@ STAGES = ("trial", "final", "step")
 class StepKey:
     """A step of a model as the database files it: what measurements of stage `step` were made in.
 
-    phase, batch, q_len, context, chunk: as kerngen.workload.steps.Step has them. layers: how many were run. sequence: digest of
+    phase, batch, q_len, context, chunk: as workload.steps.Step has them. layers: how many were run. sequence: digest of
     the launches in order. weight: what it counts in the mean by which a tuned model is judged.
     """
 

@@ -10,7 +10,7 @@ a last resort whatever else it has of the arch:
 None of them: None, and the caller uses the default configuration.
 
 Tuned points lie along the dynamic field (tokens, KV length). A point serves itself and what lies between it and the
-next lower one, but where that lower one, or the default, was judged to be faster there (store/crossovers.py); nothing is
+next lower one, but where that lower one, or the default, was judged faster there (store/crossovers.py); nothing is
 served below the lowest or above the highest. Everything is checked before it is served: the configuration must still
 be valid, the image must match its digest, nothing revoked counts. What fails is skipped with a warning that names it,
 once, and the next in order is asked.
@@ -118,7 +118,7 @@ class Bound:
         target: Target,
         closure_of: Callable[[Kernel], str] | None = None,
     ) -> None:
-        """closure_of: that of source_digest.py, which looks at every file of a kernel, or what remembers its answers."""
+        """closure_of: source_digest.py's, which looks at every file of a kernel, or what remembers its answers."""
         self.kernel, self.target = kernel, target
         self._closure_of = closure_of or source_digest.closure_of
         self._static_key = problem_key(kernel, problem).static_key

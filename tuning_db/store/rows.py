@@ -1,7 +1,7 @@
 """Values to rows and back: ids, digests and JSON columns.
 
-Rows hold problems and configurations as filed (canonical_fields.py), and what a row must match is the digest of that: whether a
-row is sound does not depend on which kernels are installed. Values are filled again once their row is found sound.
+Rows hold problems and configurations as filed (canonical_fields.py), and what a row must match is the digest of that:
+whether a row is sound does not depend on which kernels are installed. Values are filled again once their row is sound.
 """
 
 from __future__ import annotations

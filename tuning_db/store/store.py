@@ -528,7 +528,7 @@ class Store:
 
         Replaces what was chosen before, in one transaction. Returns the winners, without cubins. What must be rendered
         is rendered before that transaction, unless this is called within one. judge: says what a configuration takes
-        where nobody measured (kerngen/cost/crossover.py); with it, what serves between two points is chosen too (crossovers.py).
+        where nobody measured (cost/crossover.py); with it, what serves between two points too (crossovers.py).
         """
         return recompute_winners(self, kernel, static_key, target, judge)
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from kerngen.arch import Arch, Target
 from kerngen.compiler.source import place_of, reason_of, shown
 from kerngen.errors import ConfigRefused, LaunchError, ProblemError, TemplateError, UnknownName, UsageError
+from kerngen.identity import without_comment_lines
 
 ROOT = Path(__file__).resolve().parent
 POINTERS = ("ptr", "ptrs")  # kinds of Arg
@@ -243,12 +244,16 @@ class Kernel:
 
     @cached_property
     def folder_digest(self) -> str:
-        """sha256 over what decides how it is rendered, refused and launched: its folder, and what it may include."""
+        """sha256 over what decides how it is rendered, refused and launched: its folder, and what it may include.
+
+        Lines of a .cuh that are blank or a comment do not.
+        """
         hashed = hashlib.sha256()
         for folder in (*self.shared, self.folder):
             for path in sorted(folder.glob("*")):
                 if path.suffix in (".py", ".jinja", ".cuh"):
-                    hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+                    counted = without_comment_lines(path.name, path.read_bytes())
+                    hashed.update(path.name.encode() + b"\0" + counted + b"\0")
         return hashed.hexdigest()
 
     @property

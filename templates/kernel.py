@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from kerngen.arch import Arch, Target
 from kerngen.compiler.source import place_of, reason_of, shown
 from kerngen.errors import ConfigRefused, LaunchError, ProblemError, TemplateError, UnknownName, UsageError
+from kerngen.identity import without_comment_lines
 
 ROOT = Path(__file__).resolve().parent
 POINTERS = ("ptr", "ptrs")  # kinds of Arg
@@ -243,13 +244,16 @@ class Kernel:
 
     @cached_property
     def folder_digest(self) -> str:
-        """sha256 over what decides how it is rendered, refused and launched: its folder, and what it may include."""
+        """sha256 over what decides how it is rendered, refused and launched: its folder, and what it may include.
+
+        Lines of a .cuh that are blank or a comment do not.
+        """
         hashed = hashlib.sha256()
         for folder in (*self.shared, self.folder):
             for path in sorted(folder.rglob("*")):
                 if path.suffix in (".py", ".jinja", ".cuh"):
                     name = path.relative_to(folder).as_posix()
-                    hashed.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+                    hashed.update(name.encode() + b"\0" + without_comment_lines(name, path.read_bytes()) + b"\0")
         return hashed.hexdigest()
 
     @property

@@ -20,7 +20,7 @@ from kerngen.cost.crossover import judge_of
 from kerngen.errors import CompileError, KerngenError, UnknownName
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
-from kerngen.tuning_db.read.freshness import source_sha
+from kerngen.tuning_db.read.freshness import is_filed_by
 
 if TYPE_CHECKING:
     from kerngen.compiler.cache import CachedCompiler
@@ -98,8 +98,9 @@ def _asked(
     except Exception as e:  # what an older winner's fields and values do to today's spec
         said = str(e) if isinstance(e, KerngenError) else f"{type(e).__name__}: {e}"
         return Rebuilt(w, REFUSED, said.partition("\n")[0]), None
-    sha, fields = source_sha(source), fields_of(config)
-    there = [b for b in builds.values() if (b.source_sha, b.config, b.options) == (sha, fields, DEFAULT_OPTIONS)]
+    fields = fields_of(config)
+    there = [b for b in builds.values()
+             if (b.config, b.options) == (fields, DEFAULT_OPTIONS) and is_filed_by(source, b.source_sha)]  # fmt: skip
     has_code = any(b.target == w.arch.nvrtc_target and store.image(b) is not None for b in there)
     image = None if has_code else compiler.submit(source, w.arch)
     return Rebuilt(w, CURRENT if there else CHANGED), _Wanted(kernel, problem, config, closure, source, image)

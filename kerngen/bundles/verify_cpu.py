@@ -21,7 +21,7 @@ from kerngen.runtime.selection import Bindings
 from kerngen.system.progress import Reporter
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.tuning_db.dist.verify import Verdict
-from kerngen.tuning_db.read.freshness import source_sha
+from kerngen.tuning_db.read.freshness import is_filed_by
 from kerngen.tuning_db.read.values import Build
 from kerngen.tuning_db.store.bundles import open_bundle
 from kerngen.tuning_db.store.store import Store
@@ -106,7 +106,7 @@ def source_today(build: Build, fields: dict[str, Any] | None) -> str | None:
         source = source_of(kernel, problem, kernel.config_type(**build.config), find_arch(build.arch))
     except (KerngenError, TypeError):
         return None
-    return source if source_sha(source) == build.source_sha else None
+    return source if is_filed_by(source, build.source_sha) else None
 
 
 def _named(build: Build) -> str:

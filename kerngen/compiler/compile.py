@@ -15,7 +15,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Arch
-from kerngen.compiler.source import NAME, located
+from kerngen.compiler.source import NAME, located, source_digest
 from kerngen.errors import CompileError, ToolchainError
 from kerngen.system.files import make_room_for_cupy
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 DEFAULT_OPTIONS: tuple[str, ...] = ("-std=c++17", "--extra-device-vectorization")
-KEY_VERSION = 1
+KEY_VERSION = 2
 # What changes the report and not the code. NVRTC 13 answers a repeated compile from a cache of its own, without a
 # ptxas report, unless it is told not to.
 _REPORTING = ("--ptxas-options=-v", "--no-cache")
@@ -118,9 +118,12 @@ def require_target(arch: Arch) -> None:
 def cache_key(source: str, target: str, options: tuple[str, ...], nvrtc: tuple[int, int]) -> str:
     """sha256 of everything that decides the machine code, in a versioned canonical encoding.
 
-    target: what NVRTC is asked for, "sm_70" or "compute_70".
+    Comments do not (identity.py): nothing of them is in the machine code, since no option asks for line numbers. A
+    failure is not cached, so a message always has the lines of its own text. target: what NVRTC is asked for, "sm_70"
+    or "compute_70".
     """
-    fields = {"v": KEY_VERSION, "nvrtc": list(nvrtc), "options": list(options), "source": source, "target": target}
+    fields = {"v": KEY_VERSION, "nvrtc": list(nvrtc), "options": list(options), "source": source_digest(source),
+              "target": target}  # fmt: skip
     return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -11,10 +11,12 @@ import re
 import traceback
 from bisect import bisect_right
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kerngen.errors import KerngenError
+from kerngen.identity import digest_of
 
 NAME = "kernel.cu"  # what NVRTC is told a source is called
 _LINE = re.compile(rf'{re.escape(NAME)}\((\d+)\)|\bat line (\d+)(?: of "{re.escape(NAME)}")?')
@@ -38,6 +40,11 @@ class Source(str):
         source.origins = tuple(origins)
         return source
 
+    @cached_property
+    def digest(self) -> str:
+        """identity.digest_of of the text, made once: who caches, files and compares a source all ask for it."""
+        return digest_of(str(self))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Source, (str(self), self.origins)
 
@@ -53,6 +60,11 @@ class Source(str):
         parts = Path(origin.file).parts
         depth = 4 if "common" in parts[-3:-2] else 3  # shared files lie in folders: templates/common/ptx/mma.cuh
         return f"{'/'.join(parts[-depth:])}:{origin.line + line - origin.at}"
+
+
+def source_digest(source: str) -> str:
+    """identity.digest_of of a source: no comment is part of it."""
+    return source.digest if isinstance(source, Source) else digest_of(source)
 
 
 def located(source: str, log: str) -> str:

@@ -1,4 +1,4 @@
-"""What decides the sources of a kernel, as one digest: the same closure, the same sources.
+"""What decides the sources of a kernel, as one digest: the same closure, the same sources, but for comments.
 
 Rendering all winners of a model to see whether their builds are current costs more than all else that a start does.
 Whoever has rendered a source notes the closure that gave it, and as long as the closure is the same nobody renders it
@@ -15,10 +15,16 @@ from functools import lru_cache
 from pathlib import Path
 
 import kerngen.arch
+from kerngen.identity import without_comment_lines
 from kerngen.templates.kernel import ROOT, Kernel
 
 # The code that renders. Jinja's own is not among it: what a template of 3.x means does not change with its version.
-_CODE = (Path(__file__).with_name("render.py"), ROOT / "kernel.py", Path(str(kerngen.arch.__file__)))
+_CODE = (
+    Path(__file__).with_name("render.py"),
+    ROOT / "kernel.py",
+    Path(__file__).with_name("identity.py"),
+    Path(str(kerngen.arch.__file__)),
+)
 # What takes a template or a module from another folder: its argument, up to the end of the statement or the line.
 _TAKES = re.compile(
     rb"\{%[-+]?\s*(?:include|import|extends|from)\b(.*?)%\}"
@@ -33,6 +39,7 @@ def closure_of(kernel: Kernel) -> str:
     """sha256 over all that `render.source_of` reads for `kernel`, whatever the problem, the configuration and the arch.
 
     That is its folder, the shared ones, what these take from elsewhere in kerngen.templates, and the code that renders.
+    Lines of a .cuh that are blank or a comment do not count.
     Files are read again when they have changed. What a spec.py takes from other packages is not seen.
     """
     root, digests, left = kernel.folder.parent, dict[str, str](), [kernel.folder, *kernel.shared]
@@ -74,7 +81,8 @@ def _read(folder: Path, stamp: _Stamp) -> tuple[str, frozenset[str] | None]:
     hashed, taken, anything = hashlib.sha256(), set[str](), False
     for name, _, _ in stamp:
         data = (folder / name).read_bytes()
-        hashed.update(f"{name}\0{len(data)}\0".encode() + data)
+        counted = without_comment_lines(name, data)
+        hashed.update(f"{name}\0{len(counted)}\0".encode() + counted)
         for statement, module, modules in _TAKES.findall(data):
             named = _NAMED.findall(statement)
             anything |= bool(statement) and not named  # a name that an expression gives

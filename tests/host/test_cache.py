@@ -367,7 +367,7 @@ def test_a_script_that_its_processes_run_again_is_told_so_at_once(tmp_path: Path
         "from kerngen.arch import find_arch\n"
         "from kerngen.compiler.cache import CachedCompiler, CompileCache\n"
         f"with CachedCompiler(2, CompileCache({str(tmp_path / 'cache')!r})) as compiler:\n"
-        "    answers = [compiler.submit(f'// {i}', find_arch('sm70')) for i in range(200)]\n"
+        "    answers = [compiler.submit(f'int n = {i};', find_arch('sm70')) for i in range(200)]\n"
         "    errors = {f'{type(a.exception(60)).__name__}: {a.exception().hint}' for a in answers}\n"
         "print(*errors, sep='\\n')\n"
     )

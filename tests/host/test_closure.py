@@ -25,7 +25,7 @@ def kernel_in(folder: Path) -> Kernel:
 def root(tmp_path: Path) -> Path:
     """A root with its own common/, and a kernel that takes a template and a module from two other folders."""
     files = {
-        "common/twice.cuh": "// twice",
+        "common/twice.cuh": "twice",
         "scale/kernel.cu.jinja": '{% include "plan.cuh.jinja" %}\n{%- import "other/macros.jinja" as m %}',
         "scale/plan.cuh.jinja": "plan",
         "scale/spec.py": "from kerngen.templates import (\n    third,\n)\nN = 1",
@@ -53,7 +53,7 @@ def test_a_change_of_anything_that_is_taken_changes_it(root: Path, name: str) ->
     before = closure_of(kernel_in(root / "scale"))
     path = root / name
     same = path.read_bytes()
-    path.write_bytes(same + b" ")
+    path.write_bytes(same + b"+")
     after = closure_of(kernel_in(root / "scale"))
     assert after != before
     path.write_bytes(same)

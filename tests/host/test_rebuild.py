@@ -87,9 +87,9 @@ def rebuild(path: Path, *options: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_comment_costs_nothing(path: Path, kernel: Kernel, code: Code) -> None:
+def test_a_rewriting_that_compiles_to_the_same_costs_nothing(path: Path, kernel: Kernel, code: Code) -> None:
     before = served(path, kernel)
-    code.change("* 2.0f", "* /* twice */ 2.0f")
+    code.change("* 2.0f", "* (2.0f)")
     assert served(path, kernel).stale
     (row,) = rebuild(path)
     assert (row["outcome"], row["now"]["stale"]) == ("adopted", False)
@@ -106,7 +106,7 @@ def test_a_comment_costs_nothing(path: Path, kernel: Kernel, code: Code) -> None
 
 
 def test_what_it_rests_on_is_shown(path: Path, kernel: Kernel, code: Code) -> None:
-    code.change("* 2.0f", "* /* twice */ 2.0f")
+    code.change("* 2.0f", "* (2.0f)")
     (row,) = rebuild(path)
     for command in ("show", "explain"):
         done = CliRunner().invoke(
@@ -122,7 +122,7 @@ def test_what_it_rests_on_is_shown(path: Path, kernel: Kernel, code: Code) -> No
 
 def test_both_versions_of_the_kernel_keep_their_winners(path: Path, kernel: Kernel, code: Code) -> None:
     before = served(path, kernel)
-    code.change("* 2.0f", "* /* twice */ 2.0f")
+    code.change("* 2.0f", "* (2.0f)")
     rebuild(path)
     after = served(path, kernel)
     code.change("", "")
@@ -145,7 +145,7 @@ def test_other_machine_code_is_served_as_tuned_on_an_older_source(path: Path, ke
 
 def test_what_is_revoked_of_one_build_is_of_its_like(path: Path, kernel: Kernel, code: Code) -> None:
     first = served(path, kernel)
-    code.change("* 2.0f", "* /* twice */ 2.0f")
+    code.change("* 2.0f", "* (2.0f)")
     rebuild(path)
     with Store.open(path) as store:
         store.revoke(first.build_id, "hangs")

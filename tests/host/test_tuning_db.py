@@ -37,7 +37,7 @@ STATIC = {"head_dim": 128, "dtype": "bf16"}
 
 
 def source_of(n: int) -> str:
-    return f"// source {n}\n"
+    return f"int source = {n};\n"
 
 
 def make_cubin(n: int = 0, spills: int = 0) -> Cubin:
@@ -114,8 +114,8 @@ def test_an_image_may_be_kept_later(any_store: Store) -> None:
 
 
 def test_ptx_is_a_build_too(any_store: Store) -> None:
-    ptx = Ptx(source_key("// p\n", "compute_90", OPTIONS), "sm90", (12, 9), b".version 8.8\n\0")
-    build = any_store.build(any_store.add_build(ptx, "toy", "// p\n", {}, STATIC, options=OPTIONS))
+    ptx = Ptx(source_key("int p;\n", "compute_90", OPTIONS), "sm90", (12, 9), b".version 8.8\n\0")
+    build = any_store.build(any_store.add_build(ptx, "toy", "int p;\n", {}, STATIC, options=OPTIONS))
     assert build.target == "compute_90"
     assert any_store.image(build) == ptx
 

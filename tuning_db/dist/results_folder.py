@@ -30,7 +30,7 @@ from kerngen.tuning_db.store.rows import version_of
 from kerngen.tuning_db.store.store import Store
 from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
 from kerngen.tuning_db.read.canonical_fields import filing_of
-from kerngen.tuning_db.read.freshness import source_sha
+from kerngen.tuning_db.read.freshness import is_filed_by
 from kerngen.tuning_db.read.values import Build, Measurement, Observation, StepKey, Winner
 from kerngen.tuning_db.dist import prediction_file
 from kerngen.tuning_db.dist import results_file
@@ -340,7 +340,7 @@ def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Ca
                 except (KerngenError, TypeError):
                     sources[what] = None
                 source = sources[what]
-                if source is None or not source_sha(source).startswith(trial.source):
+                if source is None or not is_filed_by(source, trial.source):
                     done.stale.append(f"{sheet.kernel} on {sheet.board}: {fields}: {dict(trial.config)}")
                 else:
                     nvrtc = predicted_by if trial.run is None else sheet.runs[trial.run].nvrtc

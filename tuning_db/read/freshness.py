@@ -3,60 +3,93 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from kerngen.arch import find_arch
 from kerngen.compiler.compile import DEFAULT_OPTIONS
+from kerngen.compiler.source import source_digest
 from kerngen.errors import KerngenError
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.read.ids import canonical
 from kerngen.tuning_db.read.values import Build
 
+# Ends the digest of a source as it is filed: the digest is of the source's normal form (kerngen/identity.py). One that
+# does not end so was filed by an older kerngen, and is of the text with its comments.
+_OF_NORMAL_FORM = ".2"
+
 
 def source_sha(source: str) -> str:
-    return hashlib.sha256(source.encode()).hexdigest()
+    """What a build of `source` is filed by: the same for two texts that differ in comments and white space."""
+    return source_digest(source) + _OF_NORMAL_FORM
+
+
+def is_filed_by(source: str, sha: str) -> bool:
+    """Whether `sha`, or the first digits of one, was filed for `source`: by this kerngen, or by an older one."""
+    return source_sha(source).startswith(sha) or hashlib.sha256(source.encode()).hexdigest().startswith(sha)
 
 
 class Freshness:
     """Tells current builds of one static problem from stale ones, and renders no source twice.
 
-    known: ids of builds that are current for certain (Store.rendered); `builds` may be any. Another build of the same
-    configuration is judged by their source; only where none of them is known is a source rendered.
+    here: the closure of the kernel's code. digests: build id -> what gives its source (Store.digests). `builds` may be
+    any: those that `here` gives are current for certain, and another build of the same configuration is judged by their
+    source. Only where none of them is known is a source rendered.
     """
 
-    def __init__(self, kernel: Kernel, known: Collection[str], builds: Iterable[Build] = ()) -> None:
+    def __init__(
+        self, kernel: Kernel, here: str, digests: Mapping[str, Collection[str]], builds: Iterable[Build] = ()
+    ) -> None:
         self.kernel = kernel
-        self.found: list[str] = []  # builds that are current, and were not known to be
-        self._known = set(known)
-        self._sources: dict[tuple[str, str], str | None] = {  # of each configuration, what is rendered now
-            _what(build): build.source_sha for build in builds if build.id in self._known
-        }
+        self.found: list[tuple[str, str]] = []  # (build, what gives its source) of what is current, and was not known
+        self._here, self._digests = here, digests
+        self._known = {id for id, given in digests.items() if here in given}
+        # Of each configuration, what its source is filed by now: of the normal form, and of the text where it is known.
+        self._sources: dict[tuple[str, str], set[str]] = {}
+        self._rendered: set[tuple[str, str]] = set()
+        for build in builds:
+            if build.id in self._known:
+                self._sources.setdefault(_what(build), set()).update(self._names(build))
 
     def is_current(self, problem: Any, build: Build) -> bool:
         """True if `problem` with the build's configuration gives the very source that was built, compiled as today."""
         if build.options != DEFAULT_OPTIONS:
             return False
-        what = _what(build)
+        what, names = _what(build), self._names(build)
+        sources = self._sources.setdefault(what, set())
         if build.id in self._known:
-            self._sources[what] = build.source_sha
-        elif what not in self._sources:
-            self._sources[what] = self._rendered(problem, build)
-        current = self._sources[what] == build.source_sha
-        if current and build.id not in self._known:
-            self._known.add(build.id)
-            self.found.append(build.id)
-        return current
+            sources.update(names)
+            return True
+        is_told = bool(_of_normal_form(sources) and _of_normal_form(names))  # the normal forms of both are known
+        if sources.isdisjoint(names) and what not in self._rendered and not is_told:
+            self._rendered.add(what)
+            sources.update(self._render(problem, build))
+        if sources.isdisjoint(names):
+            return False
+        self._known.add(build.id)
+        self.found.append((build.id, self._here))
+        if not build.source_sha.endswith(_OF_NORMAL_FORM):
+            self.found += [(build.id, sha) for sha in _of_normal_form(sources) - names]
+        return True
 
-    def _rendered(self, problem: Any, build: Build) -> str | None:
-        """The digest of what is rendered now, None where that configuration no longer exists."""
+    def _names(self, build: Build) -> set[str]:
+        """All that the build's source is known to be filed by."""
+        return {build.source_sha, *_of_normal_form(self._digests.get(build.id, ()))}
+
+    def _render(self, problem: Any, build: Build) -> set[str]:
+        """What the source that is rendered now is filed by, nothing where that configuration no longer exists."""
         from kerngen.compiler.render import source_of  # Jinja is for those that must render
 
         try:
             config = self.kernel.config_type(**build.config)
-            return source_sha(source_of(self.kernel, problem, config, find_arch(build.arch)))
+            source = source_of(self.kernel, problem, config, find_arch(build.arch))
         except (KerngenError, TypeError):
-            return None
+            return set()
+        return {source_sha(source), hashlib.sha256(source.encode()).hexdigest()}
+
+
+def _of_normal_form(shas: Iterable[str]) -> set[str]:
+    return {sha for sha in shas if sha.endswith(_OF_NORMAL_FORM)}
 
 
 def _what(build: Build) -> tuple[str, str]:

@@ -46,8 +46,7 @@ class _Read:
 
     def __init__(self, source: Source, line: Line, kernel: Kernel, here: str) -> None:
         self.source, self.line, self.kernel = source, line, kernel
-        known = [id for id, closures in line.closures.items() if here in closures]
-        self._fresh = Freshness(kernel, known, line.builds.values())
+        self._fresh = Freshness(kernel, here, line.closures, line.builds.values())
         self._images: dict[str, Cubin | None] = {}  # by build: several points have one
 
     def is_current(self, problem: Any, build: Build) -> bool:

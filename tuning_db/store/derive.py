@@ -87,7 +87,7 @@ class _Derivation:
         revoked = store.revoked().keys()
         weights = {id: step.weight for id, step in store.steps().items()}
         if self.kernel is not None and self.freshness is None:
-            self.freshness = Freshness(self.kernel, store.rendered(self.static_key, self.closure), builds.values())
+            self.freshness = Freshness(self.kernel, self.closure, store.digests(self.static_key), builds.values())
         points: dict[str, list[Observation]] = {}
         for o in rows:
             points.setdefault(o.measurement.problem.id, []).append(o)
@@ -159,7 +159,8 @@ class _Derivation:
             self.kernel is not None and source_digest.closure_of(self.kernel) == self.closure
         )  # no file changed meanwhile
         if known and self.freshness is not None and self.freshness.found:
-            self.store.note_rendered(self.freshness.found, self.closure)
+            for build_id, digest in self.freshness.found:
+                self.store.note_rendered([build_id], digest)
         arch, ids = self.target.arch.name, [row["id"] for row in self.chosen]
         gone = self._others_gone(connection)
         connection.execute(delete(t.winner).where(t.winner.c.id.in_([*gone, *ids])))

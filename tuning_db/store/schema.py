@@ -5,7 +5,7 @@
     artifact            +---- winner             +--- search (a search of this problem that was finished)
                               (derived: deleted and computed anew)
     revocation: what must not count any more     former: what builds and measurements were called in older schemas
-    rendered: which kernel code has the very source of a build
+    rendered: which kernel code has the very source of a build; of an older kerngen's, what its source is filed by today
     line: what a run reads of one kernel and its compiled-in fields on one arch (derived, as the winners are)
 
 Ids are sha256 of canonical JSON (canonical.digest) of what a row states, so a union of two databases is a merge.
@@ -99,7 +99,9 @@ rendered = Table(
     "rendered",
     metadata,
     Column("build_id", Text, ForeignKey("build.id"), primary_key=True),  # its source is what is rendered by
-    Column("closure", Text, primary_key=True),  # kernel code with this digest (kerngen/compiler/source_digest.py)
+    Column(
+        "closure", Text, primary_key=True
+    ),  # kernel code with this digest (kerngen/compiler/source_digest.py), or the source itself
     _seal(),
 )
 

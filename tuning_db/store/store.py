@@ -251,26 +251,31 @@ class Store:
                 self.note_rendered([made.id], closure)
         return made.id
 
-    def note_rendered(self, build_ids: Iterable[str], closure: str) -> None:
-        """Note that kernel code whose closure this is renders the very sources of these builds."""
+    def note_rendered(self, build_ids: Iterable[str], digest: str) -> None:
+        """Note what gives the very sources of these builds. digest: the closure of kernel code that renders them; of
+        builds that an older kerngen filed, also what their source is filed by today (freshness.source_sha).
+        """
         with self.writing() as connection:
             for id in build_ids:
-                row = sealed(t.rendered, {"build_id": id, "closure": closure})
+                row = sealed(t.rendered, {"build_id": id, "closure": digest})
                 self._add_sealed(connection, t.rendered, row)
+
+    def digests(self, static_key: str) -> dict[str, set[str]]:
+        """Of the builds of these compiled-in fields, all that was noted by `note_rendered`."""
+        wanted = select(t.rendered).join(t.build, t.rendered.c.build_id == t.build.c.id)
+        with self.reading() as connection:
+            rows = connection.execute(wanted.where(t.build.c.static_key == static_key)).all()
+        found: dict[str, set[str]] = {}
+        for row in rows:
+            if is_sealed(t.rendered, row):
+                found.setdefault(row.build_id, set()).add(row.closure)
+            else:
+                self._warn_once(f"what renders build {row.build_id} does not match its own seal; skipped")
+        return found
 
     def rendered(self, static_key: str, closure: str) -> set[str]:
         """The builds of these compiled-in fields whose source is rendered by kernel code with this closure."""
-        wanted = (
-            select(t.rendered)
-            .join(t.build, t.rendered.c.build_id == t.build.c.id)
-            .where(t.build.c.static_key == static_key, t.rendered.c.closure == closure)
-        )
-        with self.reading() as connection:
-            rows = connection.execute(wanted).all()
-        for row in rows:
-            if not is_sealed(t.rendered, row):
-                self._warn_once(f"what renders build {row.build_id} does not match its own seal; skipped")
-        return {row.build_id for row in rows if is_sealed(t.rendered, row)}
+        return {id for id, given in self.digests(static_key).items() if closure in given}
 
     def keep_image(self, image: Cubin | Ptx) -> None:
         """Store the machine code of a build that is already here."""

@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := examples/tiny/gemma-4-tiny-w4a16
 BUDGET ?= 6m
 
-.PHONY: demo test test-gpu lint docs clean
+.PHONY: demo test test-gpu golden lint docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kerngen doctor
@@ -24,6 +24,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Rewrites what tests/host/test_defaults.py compares defaults with.
+golden: $(VENV)/.installed-dev
+	$(BIN)/python tests/host/golden.py
 
 # The site, in build/docs/html: nothing that it shows is fetched from elsewhere. It fails where a link leads nowhere.
 docs: $(VENV)/.installed-docs

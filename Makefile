@@ -33,9 +33,15 @@ golden: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/site/build.py build/docs
 
-# Runs with the Python that is there: torch with CUDA, CuPy, cuda-bindings and pytest must be importable (README).
+# Runs with the Python that is there: torch with CUDA, CuPy, cuda-bindings and pytest must be importable (README), and
+# pytest-xdist for GPU_WORKERS processes that share the GPU. What times is run after that, alone. SMOKE=1: a sample.
+GPU_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(1, len(os.sched_getaffinity(0)) - 1))')
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu
+	@export PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=1; failed=0; \
+	run="$(PYTHON) -m pytest tests/gpu $(if $(SMOKE),--smoke)"; workers="-n $(GPU_WORKERS) --dist loadscope"; \
+	$(PYTHON) -c 'import xdist' 2> /dev/null || { workers=; \
+	  echo "no pytest-xdist: tests run one after the other; pip install pytest-xdist for $(GPU_WORKERS) at a time"; }; \
+	set -x; $$run -m 'gpu and not whole_gpu' --durations=20 $$workers || failed=1; $$run -m 'gpu and whole_gpu' || failed=1; exit $$failed
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kerngen needs Python 3.11 or newer: make PYTHON=...")'

@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := examples/tiny/gemma-4-tiny-w4a16
 BUDGET ?= 6m
 
-.PHONY: demo test test-gpu lint docs clean
+.PHONY: demo test test-gpu golden lint docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kerngen doctor
@@ -25,13 +25,23 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Rewrites what tests/host/test_defaults.py compares defaults with.
+golden: $(VENV)/.installed-dev
+	$(BIN)/python tests/host/golden.py
+
 # The site, in build/docs/html: nothing that it shows is fetched from elsewhere. It fails where a link leads nowhere.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/site/build.py build/docs
 
-# Runs with the Python that is there: torch with CUDA, CuPy, cuda-bindings and pytest must be importable (README).
+# Runs with the Python that is there: torch with CUDA, CuPy, cuda-bindings and pytest must be importable (README), and
+# pytest-xdist for GPU_WORKERS processes that share the GPU. What times is run after that, alone. SMOKE=1: a sample.
+GPU_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(1, len(os.sched_getaffinity(0)) - 1))')
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu
+	@export PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=1; failed=0; \
+	run="$(PYTHON) -m pytest tests/gpu $(if $(SMOKE),--smoke)"; workers="-n $(GPU_WORKERS) --dist loadscope"; \
+	$(PYTHON) -c 'import xdist' 2> /dev/null || { workers=; \
+	  echo "no pytest-xdist: tests run one after the other; pip install pytest-xdist for $(GPU_WORKERS) at a time"; }; \
+	set -x; $$run -m 'gpu and not whole_gpu' --durations=20 $$workers || failed=1; $$run -m 'gpu and whole_gpu' || failed=1; exit $$failed
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kerngen needs Python 3.11 or newer: make PYTHON=...")'

@@ -70,6 +70,7 @@ def test_a_drafter_in_int4_changes_no_token(at_once: bool, monkeypatch: pytest.M
     assert acceptance > 2.0
 
 
+@pytest.mark.whole_gpu
 def test_its_step_is_a_graph_of_int4_products() -> None:
     graph = StepGraph(Stage(find_model(str(TARGET), str(ASSISTANT), "int4")), Step.draft(2, 128))
     names = {name for name, _ in graph.calls}
@@ -124,6 +125,7 @@ def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkey
     assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True)), "a drafter writes no key"
 
 
+@pytest.mark.whole_gpu
 def test_its_layers_at_once_are_a_graph() -> None:
     graph = StepGraph(Stage(find_model(str(TARGET), str(ASSISTANT), "int4")), Step.draft(1, 128))
     if "decode_layers" not in {name for name, _ in graph.calls}:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kerngen.arch import find_arch
 from kerngen.templates.kernel import fields_of
 from kerngen.timing.measure import target_here
@@ -51,6 +53,7 @@ print(json.dumps({"open_s": opened - began, "load_s": ready - opened, "launch_s"
 """
 
 
+@pytest.mark.whole_gpu(smoke=False)  # compiles all that the 31B needs
 def test_a_bundle_of_the_31b_is_ready_in_half_a_second(tmp_path: Path) -> None:
     target = target_here()
     bundle = tmp_path / "31b.kgdb"

@@ -21,6 +21,8 @@ from kerngen.tuning.worker import GpuWorker, Observed
 from kerngen.workload.steps import Ratio, Step
 from kerngen.workload.workload import Model, find_model
 
+pytestmark = pytest.mark.whole_gpu
+
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 STEPS = [Step.decode(1, 128), Step.decode(3, 200), Step.verify(2, 4, 128), Step.draft(2, 128), Step.prefill(64, 128)]
 

@@ -9,6 +9,7 @@ from kerngen.workload.steps import Step
 from kerngen.workload.workload import find_model
 
 
+@pytest.mark.whole_gpu(smoke=False)
 @pytest.mark.parametrize("step", [Step.verify(1, 4, 512), Step.decode(8, 512)], ids=lambda s: s.name)
 def test_what_the_blocks_of_a_step_say(step: Step) -> None:
     rows, cost, without = timeline(find_model("gemma-4-e2b"), step)

@@ -11,6 +11,7 @@ from kerngen.cli import run_command
 from kerngen.tuning import variants
 
 
+@pytest.mark.whole_gpu
 def test_right_and_wrong_texts_are_told_apart(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from kerngen.bundles.verify_gpu import LEVELS, on_gpu
 from kerngen.compiler.cache import CachedCompiler
 from kerngen.templates import find_kernel
@@ -21,6 +23,7 @@ class Silent:
         pass
 
 
+@pytest.mark.whole_gpu
 def test_what_was_measured_here_is_as_it_says(tmp_path: Path) -> None:
     kernel = find_kernel("rmsnorm")
     problem = kernel.problem_type()

@@ -188,35 +188,31 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor,
 
 
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "q_len", "kv_len", "cut"),
-    [
-        (32, 4, 4, 512, (8, 4, 6)),  # the 31B's
-        (32, 4, 4, 2048, (8, 4, 6)),
-        (32, 4, 4, 64, (8, 4, 1)),
-        (16, 1, 4, 1024, (8, 4, 12)),  # the 12B's
-        (8, 1, 4, 512, (8, 8, 24)),  # E2B's
-        (8, 2, 4, 1024, (8, 8, 24)),  # E4B's
-    ],
+    ("q_heads", "kv_heads", "q_len", "kv_len"),
+    # the 31B's, the 12B's, E2B's and E4B's
+    [(32, 4, 4, 512), (32, 4, 4, 2048), (32, 4, 4, 64), (16, 1, 4, 1024), (8, 1, 4, 512), (8, 2, 4, 1024)],
 )
 def test_few_keys_of_one_sequence_go_to_blocks_of_eight_rows(
-    q_heads: int, kv_heads: int, q_len: int, kv_len: int, cut: tuple[int, int, int]
+    q_heads: int, kv_heads: int, q_len: int, kv_len: int
 ) -> None:
-    problem = SPEC.Problem(
-        head_dim=512, num_q_heads=q_heads, num_kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, source="qk"
-    )
-    config = KERNEL.default_config(problem, Target.of(find_arch("sm90")))
-    assert (config.block_m, config.split_d, config.num_splits) == cut
-    assert not config.warpgroups
-    longer = KERNEL.default_config(replace(problem, kv_len=8192), Target.of(find_arch("sm90")))
-    assert longer.block_m > 8 or longer.num_splits > cut[2]
+    target = Target.of(find_arch("sm90"))
+    problem = SPEC.Problem(512, q_heads, kv_heads, q_len=q_len, kv_len=kv_len, source="qk")
+    config = KERNEL.default_config(problem, target)
+    assert KERNEL.body(config, target.arch).template == "kernel.cu.jinja"
+    assert config.block_m == 8
+    blocks = problem.rows // 8 * kv_heads * config.num_splits
+    assert blocks <= target.device.num_sms, "one round of blocks"
+    assert config.num_splits * config.block_n <= kv_len
+    longer = KERNEL.default_config(replace(problem, kv_len=8192), target)
+    assert longer.block_m > 8 or longer.num_splits > config.num_splits
 
 
 def test_many_windows_whose_q_is_made_in_the_launch_have_quarters_of_keys() -> None:
     target = Target.of(find_arch("sm90"))
     one = SPEC.Problem(head_dim=256, num_q_heads=32, num_kv_heads=16, kv_len=1024, window=1024, source="qkv", batch=16)
-    for batch, warps in ((16, 8), (32, 4)):
-        config = KERNEL.default_config(replace(one, batch=batch), target)
-        assert (config.split_d, config.num_warps, config.num_splits) == (4, warps, 1)
+    few, many = (KERNEL.default_config(replace(one, batch=batch), target) for batch in (16, 32))
+    assert (few.split_d, many.split_d, few.num_splits, many.num_splits) == (4, 4, 1, 1)
+    assert few.num_warps > many.num_warps, "of many an SM has several blocks"
     assert KERNEL.default_config(replace(one, batch=32, source="q"), target).split_d == 1
 
 

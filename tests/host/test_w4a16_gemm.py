@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -165,9 +166,9 @@ def test_pairs_are_even_where_both_blocks_have_rows() -> None:
     """
     target = Target.of(find_device("H200"))
     even = spec.default_config(Problem(n=12288, k=1536, group_size=128, num_tokens=2048), target)
-    assert (even.block_m, even.cluster, even.blocks_per_sm) == (256, 2, 1)
+    assert even.cluster == 2
     odd = spec.default_config(Problem(n=4224, k=2816, group_size=128, num_tokens=1024), target)
-    assert (odd.block_m, odd.cluster, odd.blocks_per_sm) == (256, 1, 1)
+    assert odd.cluster == 1
 
 
 @pytest.mark.parametrize(("m", "least"), [(16, 16), (32, 32), (64, 64), (4096, 128)])
@@ -298,72 +299,83 @@ def test_a_stage_has_whole_groups_or_lies_in_one(warpgroups: bool) -> None:
     assert spec.why_invalid(Problem(5376, 5376, 64, "bf16", 8), config, target) is None
 
 
-@pytest.mark.parametrize(("n", "k"), [(10752, 2560), (8192, 2816), (3840, 4096), (3072, 2560)])
-def test_one_token_of_a_small_matrix_goes_straight(n: int, k: int) -> None:
-    target = Target.of(find_device("H200"))
-    assert spec.default_config(Problem(n, k, 32, "bf16", 1), target).gemv
-    assert spec.default_config(Problem(n, k, 32, "bf16", 2), target).stream
+# The quantised matrices of the models, from the shortest rows to the longest and from few strips to many.
+MATRICES = (
+    (1536, 2048), (1536, 6144), (1536, 12288), (2048, 1536), (2048, 2560), (2560, 2048), (2560, 4096), (2560, 10240),
+    (2816, 2112), (2816, 4096), (2816, 8192), (3072, 2560), (3840, 4096), (3840, 15360), (4096, 2560), (4224, 2816),
+    (5376, 8192), (5376, 16384), (5376, 21504), (8192, 2816), (8192, 3840), (10752, 2560), (12288, 1536),
+    (16384, 5376), (20480, 2560), (24576, 1536), (30720, 3840), (43008, 5376),
+)  # fmt: skip
+
+
+def _body(config: Config, target: Target) -> str:
+    return KERNEL.body(config, target.arch).template
+
+
+@pytest.mark.parametrize("board", ["V100", "A100", "H100", "H200", "RTX5090"])
+def test_a_default_reads_w_once_for_few_tokens_and_keeps_memory_busy(board: str) -> None:
+    target = Target.of(find_device(board))
+    sms, arch = target.device.num_sms, target.arch
+    need = 0.8 * target.device.mem_gbps * 1e3 / sms  # bytes an SM, of 0.8 us at its share of the memory's rate
+    for (n, k), group, tokens in itertools.product(MATRICES, (32, 128), (1, 2, 4, 5, 8, 9, 16, 32, 64, 512, 2048)):
+        if k % group:
+            continue
+        problem = Problem(n, k, group, arch.dtype, tokens)
+        config = KERNEL.default_config(problem, target)
+        assert spec.why_invalid(problem, config, target) is None
+        (launch,) = spec.launches(problem, config, target)
+        blocks = math.prod(launch.grid)
+        assert config.block_m >= min(tokens, 8), (problem, config)
+        assert 2 * blocks >= min(sms, n // 32), (problem, config)
+        if tokens <= 8 and _body(config, target) != "gemv.cu.jinja":  # which loads into registers
+            stages = config.in_flight or config.num_stages - (_body(config, target) == "kernel.cu.jinja")
+            under_way = stages * config.weight_bytes(group) * max(1, config.blocks_per_sm)
+            assert under_way >= 0.8 * need, (problem, config)
+        if launch.cooperative:  # its blocks wait for each other
+            smem = KERNEL.smem_bytes(problem, config, target) + arch.reserved_smem_bytes
+            assert blocks <= min(arch.smem_per_sm // smem, 2048 // math.prod(launch.block)) * sms, (problem, config)
 
 
 @pytest.mark.parametrize("board", ["H100", "H200"])
-def test_two_to_eight_tokens_are_cut_by_what_a_row_and_the_strips_are(board: str) -> None:
-    """The matrices of the 31B and the small models on 132 SMs: whole strips, parts of K, and the ring where rows are
-    longest; of an H200, whose memory is faster, whole strips by a ring that warps share, and more by bulk copies.
+def test_what_body_serves_how_many_tokens(board: str) -> None:
+    """On 132 SMs: of small matrices one token goes straight, of others few by bulk copies, and the ring has the longest
+    rows and up to eight tokens. An H200, whose memory is faster, has whole strips by a ring that warps share.
     """
     target = Target.of(find_device(board))
     is_fast = board == "H200"
 
-    def of(n: int, k: int, tokens: int) -> Config:
-        return spec.default_config(Problem(n, k, 32, "bf16", tokens), target)
+    def bodies(tokens: int) -> dict[tuple[int, int], str]:
+        found = {m: spec.default_config(Problem(*m, 32, "bf16", tokens), target) for m in MATRICES}
+        return {m: _body(config, target).removesuffix(".cu.jinja") for m, config in found.items()}
 
-    def way(n: int, k: int, tokens: int) -> tuple[bool, int, int]:
-        config = of(n, k, tokens)
-        return config.stream, config.split_k, config.in_flight
+    one, few, eight, many = (bodies(tokens) for tokens in (1, 4, 8, 9))
+    small = {(10752, 2560), (8192, 2816), (3840, 4096), (3072, 2560)}
+    assert {one[m] for m in small} == {"gemv"}
+    assert one[43008, 5376] == "stream"
+    assert few[5376, 21504] == ("stream" if is_fast else "kernel")
+    assert few[2560, 2048] == "gemv"
+    shared = {m for m, body in few.items() if body == "block_stream"}
+    whole = {(43008, 5376), (16384, 5376), (30720, 3840), (8192, 3840), (20480, 2560), (8192, 2816), (4224, 2816)}
+    assert whole <= shared if is_fast else not shared
+    assert (4096, 2560) not in shared
+    short = {(12288, 1536), (2048, 1536), (1536, 2048), (1536, 6144), (1536, 12288), (2816, 4096), (2560, 4096)}
+    assert {few[m] for m in short} <= ({"stream", "block_stream"} if is_fast else {"gemv"})
+    assert {eight[m] for m in ((43008, 5376), (16384, 5376), (5376, 8192), (5376, 21504))} == {"kernel"}
+    assert {eight[m] for m in ((2048, 2560), (2560, 2048), (2816, 2112), (2560, 4096))} == {"gemv"}
+    assert set(many.values()) == {"warpgroups"}
 
-    for tokens in (2, 4):
-        assert way(43008, 5376, tokens) == (True, 1, 3 if is_fast else 2)
-        assert of(43008, 5376, tokens).warps_k == (14 if is_fast else 12)
-        assert way(16384, 5376, tokens) == (True, 1, 2 if is_fast else 1)
-        for n, k in (
-            (43008, 5376),
-            (16384, 5376),
-            (30720, 3840),
-            (8192, 3840),
-            (20480, 2560),
-            (8192, 2816),
-            (4224, 2816),
-        ):
-            assert of(n, k, tokens).shared_ring == is_fast
-        assert not of(4096, 2560, tokens).shared_ring
-        assert way(5376, 8192, tokens) == (True, 3, 0)
-        assert way(5376, 16384, tokens) == (True, 6, 1)
-        assert way(5376, 21504, tokens) == ((True, 8, 2) if is_fast else (False, 1, 0))
-        assert way(2560, 10240, tokens) == (True, 6, 0)
-        assert of(2560, 2048, tokens).gemv
-        # E2B's, and rows of 3000 to 5000 columns in few strips
-        for n, k in (
-            (12288, 1536),
-            (2048, 1536),
-            (1536, 2048),
-            (1536, 6144),
-            (1536, 12288),
-            (2816, 4096),
-            (2560, 4096),
-        ):
-            assert (of(n, k, tokens).stream, of(n, k, tokens).gemv) == (is_fast, not is_fast)
-    for n, k in ((43008, 5376), (16384, 5376), (5376, 8192), (5376, 21504)):
-        ring = of(n, k, 8)
-        assert (ring.stream, ring.gemv, ring.warpgroups) == (False, False, False)
-        assert ring.blocks_per_sm > 1
-        in_flight = {43008: 1, 16384: 0}.get(n, 1 if k > 10000 else 2)  # stages of 8, 16, 16 and 4 KB, 32 KB an SM
-        assert ring.in_flight == (in_flight if is_fast else 0)
-    for tokens, rows in ((16, 192), (32, 192), (64, 128)):
-        wide = of(43008, 5376, tokens)
-        assert (wide.block_n, wide.in_flight) == ((rows, 1) if is_fast else (128, 0))
-    for n, k in ((20480, 2560), (24576, 1536), (3072, 2560), (2560, 10240), (1536, 6144)):
-        assert of(n, k, 8).gemv == (not is_fast)
-    for n, k in ((2048, 2560), (2560, 2048), (2816, 2112), (2560, 4096)):
-        assert of(n, k, 8).gemv
+
+@pytest.mark.parametrize("tokens", [2, 4, 8, 16, 32, 64])
+def test_only_a_fast_memory_has_fewer_bytes_on_their_way_while_x_is_waited_for(tokens: int) -> None:
+    limited = {board: {m for m in MATRICES if _in_flight(m, tokens, board)} for board in ("H100", "H200")}
+    assert limited["H200"]
+    assert tokens <= 4 or not limited["H100"]
+
+
+def _in_flight(matrix: tuple[int, int], tokens: int, board: str) -> int:
+    config = spec.default_config(Problem(*matrix, 32, "bf16", tokens), Target.of(find_device(board)))
+    assert config.in_flight < config.num_stages
+    return config.in_flight
 
 
 def _streams(problem: Problem, target: Target) -> list[Config]:

@@ -32,7 +32,7 @@ LIBRARY = "reference/library.md"
 NAVIGATION: Mapping[str, Mapping[str, str]] = {
     "Start": {
         HOME: "kerngen",
-        "architecture.md": "Architecture",
+        "quick-start.md": "",
         "models.md": "",
         "examples.md": "",
     },
@@ -46,7 +46,7 @@ NAVIGATION: Mapping[str, Mapping[str, str]] = {
     "Serve": {"serving.md": "An OpenAI-compatible server"},
     "Tune": {"tuning.md": "", "prediction.md": "", "tuning-database.md": "", "cluster.md": ""},
     "Ship": {"shipping.md": "", "shipped.md": ""},
-    "Extend": {"add-a-kernel.md": "", "contributing.md": ""},
+    "Extend": {"architecture.md": "Architecture", "kernels.md": "", "add-a-kernel.md": "", "contributing.md": ""},
     "Reference": {COMMANDS: "", LIBRARY: "", "changelog.md": ""},
 }
 

@@ -21,6 +21,10 @@ COPIED = {HOME: "README.md", "examples.md": "examples/README.md", "cluster.md": 
           "shipped.md": "tuning_db/prebuilt/README.md", "contributing.md": "CONTRIBUTING.md",
           "changelog.md": "CHANGELOG.md"}  # fmt: skip
 COPIED |= {path.name: f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))}
+COPIED |= {
+    f"{path.parent.name}/{path.name}": path.relative_to(ROOT).as_posix()
+    for path in sorted((ROOT / "docs").glob("*/*.md"))
+}
 
 COMMANDS = "reference/commands.md"
 LIBRARY = "reference/library.md"
@@ -28,17 +32,21 @@ LIBRARY = "reference/library.md"
 NAVIGATION: Mapping[str, Mapping[str, str]] = {
     "Start": {
         HOME: "kerngen",
-        "architecture.md": "Architecture",
+        "quick-start.md": "",
         "models.md": "",
-        "performance.md": "",
-        "experiments.md": "",
         "examples.md": "",
+    },
+    "Measured": {
+        "performance.md": "",
+        **{page: "" for page in COPIED if page.startswith("performance/")},
+        "experiments.md": "",
+        **{page: "" for page in COPIED if page.startswith("experiments/")},
     },
     "Run": {"runtime.md": "", "library.md": "As a library"},
     "Serve": {"serving.md": "An OpenAI-compatible server"},
     "Tune": {"tuning.md": "", "prediction.md": "", "tuning-database.md": "", "cluster.md": ""},
     "Ship": {"shipping.md": "", "shipped.md": ""},
-    "Extend": {"add-a-kernel.md": "", "contributing.md": ""},
+    "Extend": {"architecture.md": "Architecture", "kernels.md": "", "add-a-kernel.md": "", "contributing.md": ""},
     "Reference": {COMMANDS: "", LIBRARY: "", "changelog.md": ""},
 }
 

@@ -18,7 +18,7 @@ from kerngen.cli.process import settle_home, settle_streams, settle_threads, sto
 from kerngen.errors import KerngenError
 
 TEMPLATES_VARIABLE = "KERNGEN_TEMPLATES"  # of kerngen.templates, which --help does not wait for
-COMPLETE_VARIABLE = "_KERNGEN_COMPLETE"  # set by the shell while it completes a line (README.md)
+COMPLETE_VARIABLE = "_KERNGEN_COMPLETE"  # set by the shell while it completes a line (docs/quick-start.md)
 # command -> (module, what `kerngen --help` says of it); the attribute has the command's name
 COMMANDS = {
     "tune": ("kerngen.cli.tune", "Find the best configuration of every kernel a model needs."),

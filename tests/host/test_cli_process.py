@@ -234,10 +234,10 @@ def test_a_signal_that_comes_as_an_object_is_destroyed_is_not_lost(number: signa
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_options_complete(kerngen: Kerngen, shell: str) -> None:
-    """As README.md says how."""
-    readme = (ROOT / "README.md").read_text()
-    assert "_KERNGEN_COMPLETE" in readme
-    assert f"{shell}_source" in readme
+    """As docs/quick-start.md says how."""
+    page = (ROOT / "docs" / "quick-start.md").read_text()
+    assert "_KERNGEN_COMPLETE" in page
+    assert f"{shell}_source" in page
     code, out, _ = kerngen.run(env=os.environ | {"_KERNGEN_COMPLETE": f"{shell}_source"})
     assert code == 0
     assert "_kerngen_completion" in out

@@ -1,4 +1,4 @@
-"""What README.md tells a newcomer without a GPU to type works as it is printed: in a shell, on a terminal."""
+"""What docs/quick-start.md tells a newcomer without a GPU to type works as it is printed: in a shell, on a terminal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import pytest
 from command import ROOT, Kerngen
 from terminal import Terminal
 
-SECTION = (ROOT / "README.md").read_text().partition("\n## Without a GPU or a download\n")[2].partition("\n## ")[0]
+PAGE = ROOT / "docs" / "quick-start.md"
+SECTION = PAGE.read_text().partition("\n## Without a GPU or a download\n")[2].partition("\n## ")[0]
 SHELL = "newcomer: "  # its prompt
 CHAT = "\x1b[22m> "
-# In place of the openai package where that is not installed: the two calls of README, and what it reads of the answer.
+# In place of the openai package where that is not installed: the page's two calls, and what it reads of the answer.
 STUB = """
 import json, urllib.request
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ def _block(language: str) -> str:
 
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Terminal]:
-    """In a folder that holds what README's lines name: the examples, and the environment that runs this test."""
+    """In a folder that holds what the page's lines name: the examples, and the environment that runs this test."""
     environment = Path(sys.prefix)
     if not all((environment / "bin" / name).exists() for name in ("activate", "kerngen")):
         pytest.skip(f"{environment} is no environment with the kerngen command in it, as make test makes one")

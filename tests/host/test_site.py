@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from posixpath import dirname, normpath
 from types import ModuleType
 
 import click
@@ -38,18 +39,18 @@ def contents(build: ModuleType) -> dict[str, str | Path]:
 
 def test_every_page_has_one_place(build: ModuleType, contents: dict[str, str | Path]) -> None:
     copied = set(build.sitemap.COPIED.values())
-    written = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    written = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
     assert {p.relative_to(ROOT).as_posix() for p in written} <= copied
     shown = [page for pages in build.sitemap.NAVIGATION.values() for page in pages]
     assert len(shown) == len(set(shown))
-    assert {p for p in contents if re.fullmatch(r"[\w-]+\.md|reference/\w+\.md", p)} == set(shown)
+    assert {p for p in contents if re.fullmatch(r"[\w-]+\.md|(?!files)[\w-]+/[\w-]+\.md", p)} == set(shown)
 
 
 def test_links_lead_to_pages_and_files_of_the_site(build: ModuleType, contents: dict[str, str | Path]) -> None:
     for page in build.sitemap.COPIED:
         text = contents[page]
         assert isinstance(text, str)
-        targets = {link.split("#")[0] for link in build.sitemap.links(text)}
+        targets = {normpath(f"{dirname(page)}/{link.split('#')[0]}").lstrip("/") for link in build.sitemap.links(text)}
         assert {t for t in targets if t not in contents and f"extra/{t}" not in contents} == set(), page
     assert "files/examples/serving/grafana.json" in contents
 

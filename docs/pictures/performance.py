@@ -1,0 +1,84 @@
+"""The pages of what was measured, from docs/performance/*.toml: `python docs/pictures/performance.py` writes them anew.
+
+docs/performance.md has a table and a chart of each board, h200.toml and h100.toml. kernels.toml and history.toml, which
+hold tables as they were measured, have a page each beside them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import chart
+
+PAGE = chart.DATA.parent / "performance.md"
+BOARDS = ("h200", "h100")
+TABLES = ("kernels", "history")
+
+
+def begin(board: str) -> str:
+    return f"<!-- The rest of this section is made by docs/pictures/performance.py, from {board}.toml. -->\n"
+
+
+def pages() -> dict[Path, str]:
+    """Every page: path -> its text. Raises SystemExit where docs/performance.md has no place for a board."""
+    text = PAGE.read_text()
+    for board in BOARDS:
+        before, found, rest = text.partition(begin(board))
+        _, end, after = rest.partition(chart.END)
+        if not (found and end):
+            raise SystemExit(f"{PAGE}: no place between {begin(board).strip()} and {chart.END.strip()}")
+        text = f"{before}{found}\n{chr(10).join(_board(board))}\n{end}{after}"
+    return {PAGE: text} | {chart.DATA / f"{name}.md": "\n".join(_tables(name)) for name in TABLES}
+
+
+def _board(name: str) -> Iterator[str]:
+    board = chart.board(name)
+    numbers = {key: n for n, key in enumerate(board.commands, 1)}
+    yield f"{board.about}.\n"
+    if name == "h200":
+        yield chart.picture("pictures/h200", "How many times as fast as the best peer; the table has the figures.")
+    yield chart.picture(f"pictures/{name}-share", "Share of the measured limit; the table has the figures.")
+    peers = any(f.peer for _, figures in board.groups for f in figures)
+    head = ["", "kerngen", "of the limit", *(["best peer"] if peers else []), "read, GB/s", "commit", "run"]
+    yield from (_row(head), _row(["---"] * len(head)))
+    for group, figures in board.groups:
+        yield _row([f"**{group}**", *[""] * (len(head) - 1)])
+        for f in figures:
+            against = [f.against] if peers else []
+            spread = f" ({f.spread})" if f.spread else ""
+            yield _row([f.what, f"{f.kerngen} {f.unit}{spread}", f.share, *against, f.read, f.commit,
+                        str(numbers[f.run])])  # fmt: skip
+    yield "\nCommands of the last column, the first of their kind each:\n"
+    yield from (f"{n}. `{board.commands[key]}`" for key, n in numbers.items())
+
+
+def _tables(name: str) -> Iterator[str]:
+    data = tomllib.loads((chart.DATA / f"{name}.toml").read_text())
+    yield f"# {data['title']}"
+    yield f"\n<!-- Made by docs/pictures/performance.py, from docs/performance/{name}.toml. -->\n"
+    yield data["intro"].strip()
+    for table in data["table"]:
+        yield f"\n## {table['title']}\n"
+        read = f"read {table['read']} GB/s" if "read" in table else ""
+        commits = ", ".join(f"`{c}`" for c in table.get("commit", "").split())
+        command = f"`{table['command']}`" if "command" in table else ""
+        yield " · ".join(part for part in (table["board"], read, commits, command) if part) + "\n"
+        yield from (_row(table["columns"]), _row(["---"] * len(table["columns"])), *map(_row, table["rows"]))
+        if "note" in table:
+            yield f"\n{table['note'].strip()}"
+    yield ""
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+
+
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

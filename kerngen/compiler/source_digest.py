@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import kerngen.arch
+import kerngen.identity
 from kerngen.identity import without_comment_lines
 from kerngen.templates.kernel import ROOT, Kernel
 
@@ -22,7 +23,7 @@ from kerngen.templates.kernel import ROOT, Kernel
 _CODE = (
     Path(__file__).with_name("render.py"),
     ROOT / "kernel.py",
-    Path(__file__).with_name("identity.py"),
+    Path(str(kerngen.identity.__file__)),
     Path(str(kerngen.arch.__file__)),
 )
 # What takes a template or a module from another folder: its argument, up to the end of the statement or the line.

@@ -41,6 +41,8 @@ class Problem(Protocol):
 
     The tuning database files a Problem and a Config without the fields that have their default. So a new field with a
     default that means what was done before keeps everything that was tuned, and a default, once shipped, never changes.
+    A field that is renamed stays filed under its old name if its metadata says {"filed": "old_name"}; a kernel, if its
+    spec.py says FILED = "old_name".
     """
 
     RUNTIME: tuple[str, ...]
@@ -226,6 +228,11 @@ class Kernel:
 
     name: str
     spec: Spec
+
+    @property
+    def filed(self) -> str:
+        """The name that the tuning database has it under: FILED of spec.py, where it was called otherwise before."""
+        return getattr(self.spec, "FILED", self.name)
 
     @property
     def about(self) -> str:
@@ -443,18 +450,43 @@ def static_fields(problem: Any) -> dict[str, Any]:
     return {k: v for k, v in fields_of(problem).items() if k not in problem.RUNTIME}
 
 
-def defaults_of(cls: type[Any]) -> Mapping[str, Any]:
-    """Each field of a Problem or Config class with its default, dataclasses.MISSING where it has none."""
-    return {f.name: f.default for f in dataclasses.fields(cls)}
+class Defaults(dict[str, Any]):
+    """Each field of a class with its default, dataclasses.MISSING where it has none.
+
+    names: field -> the name that it is filed under, of those whose metadata says `filed`.
+    """
+
+    def __init__(self, defaults: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        super().__init__(defaults)
+        self.names = {name: filed for name, filed in names.items() if name in defaults}
+
+    def only(self, names: Iterable[str]) -> Defaults:
+        return Defaults({n: self[n] for n in names}, self.names)
+
+
+def defaults_of(cls: type[Any]) -> Defaults:
+    """How the fields of a Problem or Config class are filed: those that have their default are left out.
+
+    A field may have another name than it had: `field(default=0, metadata={"filed": "old_name"})`.
+    """
+    fields = dataclasses.fields(cls)
+    names = {f.name: str(f.metadata["filed"]) for f in fields if "filed" in f.metadata}
+    return Defaults({f.name: f.default for f in fields}, names)
 
 
 def trimmed(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` without those that equal their default, in value and in type: 1 is not True."""
-    return {k: v for k, v in fields.items() if not _same(v, defaults.get(k, dataclasses.MISSING))}
+    """`fields` as they are filed: by the names that they are filed under, without those that equal their default, in
+    value and in type: 1 is not True.
+    """
+    names = defaults.names if isinstance(defaults, Defaults) else {}
+    return {names.get(k, k): v for k, v in fields.items() if not _same(v, defaults.get(k, dataclasses.MISSING))}
 
 
 def filled(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What `trimmed` left out put back, in the order of declaration; fields that are not declared come last."""
+    if isinstance(defaults, Defaults) and defaults.names:
+        own = {filed: name for name, filed in defaults.names.items()}
+        fields = {own.get(k, k): v for k, v in fields.items()}
     known = {k: fields.get(k, v) for k, v in defaults.items()}
     return {k: v for k, v in known.items() if v is not dataclasses.MISSING} | dict(fields)
 
@@ -477,10 +509,12 @@ def parse_fields(cls: type[Any], text: str) -> Any:
     # Text in a module with `from __future__ import annotations`, classes in one without.
     types = {f.name: f.type if isinstance(f.type, str) else f.type.__name__ for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
+    own = {filed: name for name, filed in defaults_of(cls).names.items()}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, eq, raw = part.partition("=")
         if not eq:
             raise UsageError(f"{part!r} is not FIELD=VALUE", hint=f"fields: {', '.join(types)}")
+        key = own.get(key, key)
         if key not in types:
             raise UnknownName(f"{cls.__name__.lower()} field", key, types)
         values[key] = _parse_value(key, raw, types[key])

@@ -28,6 +28,7 @@ from kerngen.system.files import cache_dir, locked, make_folder
 from kerngen.system.owner import TRUST_HINT, why_distrusted
 from kerngen.templates import find_kernel
 from kerngen.tuning_db.read.boards import Board, nearest_board
+from kerngen.tuning_db.read.canonical_fields import named_kernel
 from kerngen.tuning_db.read.reader import Reader
 from kerngen.tuning_db.read.sealed import SUFFIX, Sealed
 from kerngen.tuning_db.read.source import Source
@@ -109,7 +110,7 @@ def key_of(board: Board) -> str:
         data = sheet.read_bytes()
         hashed.update(f"{sheet.name}\0{len(data)}\0".encode() + data)
         with contextlib.suppress(UnknownName):
-            hashed.update(closure_of(find_kernel(sheet.name.split(".")[0])).encode())
+            hashed.update(closure_of(find_kernel(named_kernel(sheet.name.split(".")[0]))).encode())
     return hashed.hexdigest()
 
 

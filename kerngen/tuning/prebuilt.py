@@ -37,6 +37,7 @@ from kerngen.tuning_db.dist import prediction_file
 from kerngen.tuning_db.dist.export import Selection
 from kerngen.tuning_db.dist.predicted import foretell
 from kerngen.tuning_db.dist.results_folder import dump
+from kerngen.tuning_db.read.canonical_fields import named_kernel
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.workload.workload import MODELS, Item, find_model, workload
 
@@ -82,7 +83,7 @@ def write_predicted(store: Store, target: Target, folder: Path, kernels: Collect
     texts = {
         place / f"{o.kernel}{PREDICTED}": prediction_file.dump(o)
         for o in foretell(store, Selection(arches=[target.arch.name], devices=[target.device.name]))
-        if (target.device.name, o.kernel) not in LEFT_TO_DEFAULTS
+        if (target.device.name, named_kernel(o.kernel)) not in LEFT_TO_DEFAULTS
     }
     if not texts:
         raise UsageError(f"{store.where} predicts nothing for {target.device}")

@@ -23,12 +23,13 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
-from kerngen.arch import Device, Target, find_arch
+from kerngen.arch import Target, find_arch
 from kerngen.compiler.compile import Resources
 from kerngen.errors import KerngenError, RecordingError
 from kerngen.system.files import publish
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.tuning_db.read.canonical_fields import device_from
 
 VERSION = 1
 OUTCOMES = ("ok", "invalid", "compile_failed", "wrong_result", "launch_failed", "timed_out")  # as the database's
@@ -148,7 +149,7 @@ class Recorded:
 
     @cached_property
     def target(self) -> Target:
-        return Target(find_arch(self.head.arch), Device(**self.head.device))
+        return Target(find_arch(self.head.arch), device_from(self.head.device))
 
     @cached_property
     def by_config(self) -> Mapping[Any, Row]:

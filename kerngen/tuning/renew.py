@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import filled
 from kerngen.tuning_db.dist.fields_text import SOURCE_DIGITS, stated
 from kerngen.tuning_db.dist.prediction_file import Cell, Family, Outlook, dump, parse, rounded
-from kerngen.tuning_db.read.canonical_fields import filing_of
+from kerngen.tuning_db.read.canonical_fields import filed_device, filing_of, named_kernel
 from kerngen.tuning_db.read.freshness import source_sha
 
 
@@ -46,7 +46,7 @@ def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, 
     anew = _anew(outlook)
     if outlook.model != MODEL:
         raise DatabaseError(f"{path} is by {outlook.model}, and predictions are by {MODEL}", hint=anew)
-    if asdict(target.device) != outlook.device:
+    if filed_device(target.device) != outlook.device:
         raise DatabaseError(f"{path} is for a {outlook.board} of other figures than kerngen has now", hint=anew)
     rebuilt = list(_rebuilt(outlook, target, compiler))
     families = list(outlook.families)
@@ -69,7 +69,7 @@ def _anew(outlook: Outlook) -> str:
 
 
 def _rebuilt(outlook: Outlook, target: Target, compiler: CachedCompiler) -> Iterator[_Rebuilt]:
-    kernel, of = find_kernel(outlook.kernel), filing_of(outlook.kernel)
+    kernel, of = find_kernel(named_kernel(outlook.kernel)), filing_of(outlook.kernel)
     anew = _anew(outlook)
     for f, family in enumerate(outlook.families):
         for i, plan in enumerate(family.plans):
@@ -94,14 +94,14 @@ def _problems(outlook: Outlook, family: Family, plan: int) -> Iterator[Any]:
 
 
 def _problem(outlook: Outlook, family: Family, cell: Cell, point: Any) -> Any:
-    kernel, of = find_kernel(outlook.kernel), filing_of(outlook.kernel)
+    kernel, of = find_kernel(named_kernel(outlook.kernel)), filing_of(outlook.kernel)
     fields = point.fields or stated(family.static, cell.runtime, outlook.dynamic, point.dynamic)
     return kernel.problem_type(**filled(fields, of.fields))
 
 
 def _with(outlook: Outlook, family: Family, r: _Rebuilt, build: Cubin, target: Target) -> Family:
     """`family` with that plan's digits, and the times that the model gives with what was built."""
-    kernel = find_kernel(outlook.kernel)
+    kernel = find_kernel(named_kernel(outlook.kernel))
 
     def timed(cell: Cell, point: Any) -> Any:
         if point.plan != r.plan:

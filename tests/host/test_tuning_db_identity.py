@@ -172,7 +172,8 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 WHAT_TO_DO = """\
 Databases in the field file problems and configurations without the fields that have their default, so these are part
-of every id. In place of changing, removing, renaming or moving one:
+of every id, under the names that they had first. In place of changing, removing or moving one:
+  - to rename one, say what it is filed under: field(default=..., metadata={"filed": "old_name"});
   - to compute something else, add a field whose default means what was done before, and a line for it here;
   - to change what most callers get, change what callers pass, or default_config;
   - for another meaning of the same fields, make another kernel."""
@@ -186,10 +187,12 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 def _flat(kernel: Kernel) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     def known(cls: type[Any]) -> dict[str, Any]:
-        return {k: REQUIRED if v is dataclasses.MISSING else v for k, v in defaults_of(cls).items()}
+        of = defaults_of(cls)
+        return {of.names.get(k, k): REQUIRED if v is dataclasses.MISSING else v for k, v in of.items()}
 
     problem, p = known(kernel.problem_type), kernel.problem_type
-    runtime = {n: problem[n] for n in sorted(p.RUNTIME, key=lambda n: n != p.DYNAMIC)}
+    filed = defaults_of(p).names
+    runtime = {filed.get(n, n): problem[filed.get(n, n)] for n in sorted(p.RUNTIME, key=lambda n: n != p.DYNAMIC)}
     return runtime, {k: v for k, v in problem.items() if k not in runtime}, known(kernel.config_type)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from kerngen.arch import Device
 from kerngen.errors import DatabaseError
-from kerngen.templates import find_kernel
 from kerngen.templates.kernel import filled, trimmed
 from kerngen.tuning_db.store.store import Store
 from kerngen.tuning_db.read.ids import canonical
-from kerngen.tuning_db.read.canonical_fields import filing_of
+from kerngen.tuning_db.read.canonical_fields import filed_device, filed_kernel, filing_of
 from kerngen.tuning_db.read.values import Build, Winner
 from kerngen.tuning_db.dist.export import Selection
 from kerngen.tuning_db.dist.prediction_file import Cell, Family, Outlook, Plan, Point, rounded
@@ -27,12 +25,12 @@ def foretell(store: Store, selection: Selection) -> list[Outlook]:
     for w in store.winners():
         if w.provenance == "predicted" and not w.stale and selection.has(w):
             groups.setdefault((w.kernel, w.device), []).append(w)
-    ordered = sorted(groups, key=lambda key: (key[0], canonical(asdict(key[1]))))
+    ordered = sorted(groups, key=lambda key: (key[0], canonical(filed_device(key[1]))))
     return [_outlook(store, kernel, device, groups[kernel, device]) for kernel, device in ordered]
 
 
 def _outlook(store: Store, kernel: str, device: Device, winners: Sequence[Winner]) -> Outlook:
-    dynamic = str(find_kernel(kernel).problem_type.DYNAMIC or "")
+    dynamic = filing_of(kernel).dynamic
     families: dict[str, list[Winner]] = {}
     for w in winners:
         families.setdefault(canonical(w.problem.filed().static), []).append(w)
@@ -44,7 +42,7 @@ def _outlook(store: Store, kernel: str, device: Device, winners: Sequence[Winner
         raise DatabaseError(f"the predictions of {kernel} for {device} are of more than one maker ({told})",
                             hint="predict them anew, in an empty database")  # fmt: skip
     return Outlook(
-        kernel, device.arch, device.name, asdict(device), models.pop(), nvrtcs.pop(), dynamic,
+        filed_kernel(kernel), device.arch, device.name, filed_device(device), models.pop(), nvrtcs.pop(), dynamic,
         tuple(_family(families[key], builds, dynamic) for key in sorted(families)),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, t
 from kerngen.tuning_db.store.rows import version_of
 from kerngen.tuning_db.store.store import Store
 from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
-from kerngen.tuning_db.read.canonical_fields import filing_of
+from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, filing_of, named_kernel
 from kerngen.tuning_db.read.freshness import is_filed_by
 from kerngen.tuning_db.read.values import Build, Measurement, Observation, StepKey, Winner
 from kerngen.tuning_db.dist import prediction_file
@@ -56,10 +56,12 @@ def dump(sources: Sequence[Store], selection: Selection) -> dict[str, str]:
             if selection.has(w):
                 chosen.setdefault((w.kernel, w.device), {}).setdefault(w.problem.id, (source, w))
     files: dict[str, str] = {}
-    for (kernel, device), found in sorted(chosen.items(), key=lambda item: (item[0][0], canonical(asdict(item[0][1])))):
-        path = f"{_file_name(device.name)}/{kernel}{SUFFIX}"
+    ordered = sorted(chosen.items(), key=lambda item: (item[0][0], canonical(filed_device(item[0][1]))))
+    for (kernel, device), found in ordered:
+        filed = filed_kernel(kernel)
+        path = f"{_file_name(device.name)}/{filed}{SUFFIX}"
         if path in files:  # a profile and a probe of one board are two sheets
-            path = f"{_file_name(device.name)}/{kernel}-{digest(asdict(device))[:8]}{SUFFIX}"
+            path = f"{_file_name(device.name)}/{filed}-{digest(filed_device(device))[:8]}{SUFFIX}"
         if (sheet := _sheet(kernel, device, list(found.values()))).cells:
             files[path] = results_file.dump(sheet)
     return files
@@ -70,7 +72,7 @@ def _file_name(name: str) -> str:
 
 
 def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -> Sheet:
-    dynamic = str(find_kernel(kernel).problem_type.DYNAMIC or "") if kernel in kernel_names() else "dynamic"
+    dynamic = filing_of(kernel).dynamic if kernel in kernel_names() else "dynamic"
     rows: dict[str, tuple[Winner, list[Observation], dict[str, Build]]] = {}
     groups: dict[tuple[int, str], list[tuple[Store, Winner]]] = {}
     for source, w in found:
@@ -97,7 +99,8 @@ def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -
         cells.setdefault(w.problem.cell, (key, []))[1].append(_point(w, observations, builds, runs, looks, dynamic))
     ordered = sorted(cells.values(), key=lambda c: (canonical(c[0].static), canonical(c[0].runtime)))
     return Sheet(
-        kernel, device.arch, device.name, asdict(device), dynamic if _is_dynamic(ordered) else "", runs.sheets,
+        filed_kernel(kernel), device.arch, device.name, filed_device(device),
+        dynamic if _is_dynamic(ordered) else "", runs.sheets,
         tuple(Cell(key.static, key.runtime, tuple(sorted(points, key=lambda p: p.dynamic or 0)))
               for key, points in ordered),
         looks.steps, looks.bases,
@@ -314,7 +317,7 @@ def as_sheet(told: Told) -> Sheet:
 
 def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Case]:
     sheet, predicted_by = as_sheet(told), None if isinstance(told, Sheet) else told.nvrtc
-    kernel, arch, device = find_kernel(sheet.kernel), find_arch(sheet.arch), _device(sheet)
+    kernel, arch, device = find_kernel(named_kernel(sheet.kernel)), find_arch(sheet.arch), _device(sheet)
     of, found, closure = filing_of(sheet.kernel), [], closure_of(kernel)
     sources: dict[str, str | None] = {}
     for cell in sheet.cells:
@@ -351,9 +354,8 @@ def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Ca
 
 
 def _device(sheet: Sheet) -> Device:
-    known = {f.name for f in fields(Device)}
     try:
-        return Device(**{k: v for k, v in sheet.device.items() if k in known})
+        return device_from(sheet.device)
     except TypeError as e:
         raise DatabaseError(f"the board {sheet.board} of {sheet.kernel} lacks figures: {e}") from e
 

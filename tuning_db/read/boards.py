@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 from kerngen.arch import Device, Target
 from kerngen.boards import NEAR, distance
 from kerngen.tuning_db.read import places
+from kerngen.tuning_db.read.canonical_fields import device_from
 from kerngen.tuning_db.read.source import Source
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def _device_of(sheet: Path) -> Device:
     with sheet.open("rb") as f:
         second = f.read(_HEAD_BYTES).split(b"\n")[1]
     stated = json.loads(second.removeprefix(b"board "))
-    return Device(**{f.name: stated[f.name] for f in fields(Device)})
+    return device_from(stated)
 
 
 def nearest_board(device: Device) -> Board | None:

@@ -1,4 +1,5 @@
-"""How fields are filed: without those that have their default, and put back where the kernel is installed.
+"""How fields are filed: without those that have their default, under the names that they had first, and put back where
+the kernel is installed.
 
 What a row states, and what its id is the digest of, are the filed fields. So a kernel may gain a field: as long as the
 default means what was done before, everything that was tuned stays found. What follows: a default never changes, and
@@ -10,34 +11,35 @@ A kernel that is not installed here has no known defaults: its fields are filed,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from math import ceil
 from typing import Any
 
+from kerngen.arch import Device
 from kerngen.errors import UnknownName
-from kerngen.templates import find_kernel
-from kerngen.templates.kernel import defaults_of
+from kerngen.templates import find_kernel, kernel_names
+from kerngen.templates.kernel import Defaults, Kernel, defaults_of
 
 
 @dataclass(frozen=True, slots=True)
 class Filing:
-    """The defaults of one kernel: of a whole problem, of its two parts as ProblemKey has them, and of a config."""
+    """How one kernel is filed: a whole problem, its two parts as ProblemKey has them, and a config."""
 
-    fields: Mapping[str, Any]
-    static: Mapping[str, Any]
-    runtime: Mapping[str, Any]
-    config: Mapping[str, Any]
+    fields: Defaults
+    static: Defaults
+    runtime: Defaults
+    config: Defaults
+    dynamic: str = ""  # what the problem's dynamic field is filed as
 
 
-_AS_GIVEN = Filing({}, {}, {}, {})
+_NOTHING = Defaults({}, {})
+_AS_GIVEN = Filing(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 _KNOWN: dict[tuple[type[Any], type[Any]], Filing] = {}
 
 
 def filing_of(kernel: str) -> Filing:
-    """The defaults by which `kernel` is filed."""
-    try:
-        found = find_kernel(kernel)
-    except UnknownName:
+    """The defaults by which `kernel` is filed. kernel: its name, or the one that it is filed under."""
+    if (found := _find(kernel)) is None:
         return _AS_GIVEN
     classes = found.problem_type, found.config_type
     if classes not in _KNOWN:
@@ -47,10 +49,48 @@ def filing_of(kernel: str) -> Filing:
 
 def _filing(problem: type[Any], config: type[Any], own_buckets: bool) -> Filing:
     fields = defaults_of(problem)
-    static = {k: v for k, v in fields.items() if k not in problem.RUNTIME}
     # What a spec's own `bucket` returns need not be fields: it leaves out itself what a new field must not change.
-    bucketed = () if own_buckets else (n for n in problem.RUNTIME if n != problem.DYNAMIC)
-    return Filing(fields, static, {n: round_up(fields[n]) for n in bucketed}, defaults_of(config))
+    others = [n for n in problem.RUNTIME if n != problem.DYNAMIC]
+    runtime = Defaults({n: MISSING if own_buckets else round_up(fields[n]) for n in others}, fields.names)
+    static = fields.only(n for n in fields if n not in problem.RUNTIME)
+    return Filing(fields, static, runtime, defaults_of(config), fields.names.get(problem.DYNAMIC, problem.DYNAMIC))
+
+
+def filed_kernel(name: str) -> str:
+    """What rows call the kernel `name`."""
+    found = _find(name)
+    return name if found is None else found.filed
+
+
+def named_kernel(name: str) -> str:
+    """What the kernel is called that rows call `name`."""
+    found = _find(name)
+    return name if found is None else found.name
+
+
+def _find(name: str) -> Kernel | None:
+    """The kernel of that name, else the one that is filed under it; None where it is not installed."""
+    try:
+        return find_kernel(name)
+    except UnknownName:
+        return next((k for k in map(find_kernel, kernel_names()) if k.filed == name), None)
+
+
+def _filed_names(cls: type[Any]) -> dict[str, str]:
+    return {f.name: str(f.metadata.get("filed", f.name)) for f in fields(cls)}
+
+
+_DEVICE = _filed_names(Device)
+
+
+def filed_device(device: Device) -> dict[str, Any]:
+    """A board's figures under the names that rows have them."""
+    return {_DEVICE[name]: value for name, value in asdict(device).items()}
+
+
+def device_from(stated: Mapping[str, Any]) -> Device:
+    """The board that `filed_device` gave `stated` of; figures that are none here are left out. Raises TypeError."""
+    return Device(**{name: stated[filed] for name, filed in _DEVICE.items() if filed in stated})
 
 
 def round_up(value: Any, steps: int = 1) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
-from kerngen.tuning_db.read.canonical_fields import filing_of, round_up
+from kerngen.tuning_db.read.canonical_fields import filed_kernel, filing_of, named_kernel, round_up
 
 # Of the recipes, in every digest that names a row or seals one; another one needs a migration.
 ID_VERSION = 2
@@ -84,16 +84,16 @@ class ProblemKey:
         return self.ids().problem
 
     def filed(self) -> ProblemKey:
-        """Without the fields that have their default: what a row of it states."""
+        """As a row of it states it: under the names that are filed, without the fields that have their default."""
         of = filing_of(self.kernel)
-        return ProblemKey(self.kernel, trimmed(self.static, of.static), trimmed(self.runtime, of.runtime), self.dynamic,
-                          trimmed(self.fields, of.fields))  # fmt: skip
+        return ProblemKey(filed_kernel(self.kernel), trimmed(self.static, of.static), trimmed(self.runtime, of.runtime),
+                          self.dynamic, trimmed(self.fields, of.fields))  # fmt: skip
 
     def filled(self) -> ProblemKey:
-        """With them."""
+        """As it is known here: with them."""
         of = filing_of(self.kernel)
-        return ProblemKey(self.kernel, filled(self.static, of.static), filled(self.runtime, of.runtime), self.dynamic,
-                          filled(self.fields, of.fields))  # fmt: skip
+        return ProblemKey(named_kernel(self.kernel), filled(self.static, of.static), filled(self.runtime, of.runtime),
+                          self.dynamic, filled(self.fields, of.fields))  # fmt: skip
 
     def ids(self) -> ProblemIds:
         return ids_as_filed(self.filed())
@@ -126,11 +126,11 @@ def ids_as_filed(key: ProblemKey) -> ProblemIds:
 
 def static_key(kernel: str, static: dict[str, Any]) -> str:
     """Identity of what is compiled in: sha256 over the kernel's name and the static fields of its problem."""
-    return _static_key(kernel, trimmed(static, filing_of(kernel).static))
+    return _static_key(filed_kernel(kernel), trimmed(static, filing_of(kernel).static))
 
 
 def static_key_as_filed(kernel: str, static: dict[str, Any]) -> str:
-    """As `static_key`, of fields that are as filed."""
+    """As `static_key`, of a kernel and fields that are as filed."""
     return _static_key(kernel, static)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from kerngen.arch import Device, find_arch
 from kerngen.compiler.compile import Resources
 from kerngen.errors import CorruptRecord
 from kerngen.templates.kernel import filled, trimmed
-from kerngen.tuning_db.read.canonical_fields import filing_of
+from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, filing_of, named_kernel
 from kerngen.tuning_db.read.ids import ID_VERSION, ProblemKey, digest, static_key_as_filed
 from kerngen.tuning_db.read.values import Build, Winner
 
@@ -63,7 +63,7 @@ def encode(line: Line) -> str:
     """The line's body: the same line gives the same text."""
     of = filing_of(line.kernel)
     ids = sorted(line.builds)
-    boards = sorted({p.winner.device for p in line.points}, key=lambda d: (d.name, d.num_sms, digest(asdict(d))))
+    boards = sorted({p.winner.device for p in line.points}, key=lambda d: (d.name, d.num_sms, digest(filed_device(d))))
     at = {id: i for i, id in enumerate(ids)}
     where = {board: i for i, board in enumerate(boards)}
     points = []
@@ -77,8 +77,8 @@ def encode(line: Line) -> str:
         }  # fmt: skip
         points.append(point | ({"switch": [list(s) for s in p.switch]} if p.switch else {}))
     body = {
-        "v": VERSION, "kernel": line.kernel, "arch": line.arch, "static": trimmed(line.static, of.static),
-        "boards": [asdict(b) for b in boards], "spare": [at[id] for id in line.spare],
+        "v": VERSION, "kernel": filed_kernel(line.kernel), "arch": line.arch, "static": trimmed(line.static, of.static),
+        "boards": [filed_device(b) for b in boards], "spare": [at[id] for id in line.spare],
         "builds": [_build_json(line.builds[id], line.closures.get(id, frozenset()), of.config) for id in ids],
         "points": points,
     }  # fmt: skip
@@ -100,9 +100,10 @@ def decode(body: str, kernel: str, static_key: str, arch: str) -> Line:
         if stated["v"] != VERSION:
             raise ValueError(f"it is of version {stated['v']}, and this kerngen reads {VERSION}")
         static = stated["static"]
-        if (stated["kernel"], stated["arch"]) != (kernel, arch) or static_key_as_filed(kernel, static) != static_key:
+        filed = filed_kernel(kernel)
+        if (stated["kernel"], stated["arch"]) != (filed, arch) or static_key_as_filed(filed, static) != static_key:
             raise ValueError("it is of other compiled-in fields")
-        return _line(stated, kernel, static, arch)
+        return _line(stated, named_kernel(kernel), static, arch)
     except Exception as e:  # there is no telling what parsing a text that nobody wrote does
         raise CorruptRecord(f"the line of {kernel} on {arch} cannot be read ({type(e).__name__}: {e})") from e
 
@@ -136,8 +137,7 @@ def _line(stated: dict[str, Any], kernel: str, static: dict[str, Any], arch: str
 
 @lru_cache(maxsize=64)
 def _device(stated: tuple[tuple[str, Any], ...]) -> Device:
-    known = {f.name for f in fields(Device)}
-    return Device(**{k: v for k, v in stated if k in known})
+    return device_from(dict(stated))
 
 
 def named(line: Line, where: str) -> Line:

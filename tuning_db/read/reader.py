@@ -19,6 +19,7 @@ from typing import Any
 from kerngen.compiler.compile import Cubin, Ptx
 from kerngen.errors import CorruptRecord, DatabaseError, TrustError
 from kerngen.system.owner import TRUST_HINT, why_distrusted
+from kerngen.tuning_db.read.canonical_fields import filed_kernel
 from kerngen.tuning_db.read.files import BUSY_S, beside, decode_text, is_absent, require_whole, uri_of
 from kerngen.tuning_db.read.ids import seal_of
 from kerngen.tuning_db.read.images import image_of
@@ -103,16 +104,16 @@ class Reader:
     # ---- what a Source does
 
     def line(self, kernel: str, static_key: str, arch: str) -> Line | None:
-        id = line_id_of(static_key, arch)
+        id, filed = line_id_of(static_key, arch), filed_kernel(kernel)
         if not (rows := self._rows("line", COLUMNS, "id = ?", (id,)) or self._unindexed("line", COLUMNS, "id", id)):
-            rows = self._rows("line", COLUMNS, "kernel = ? AND static_key = ? AND arch = ?", (kernel, static_key, arch))
+            rows = self._rows("line", COLUMNS, "kernel = ? AND static_key = ? AND arch = ?", (filed, static_key, arch))
         if not rows:
             return None
         if self.sealed is not None:
             self.revoked()  # what was taken out of them would be served
         line = self._line(rows[0])
         stated = (rows[0][0], rows[0][1], rows[0][2], rows[0][3])
-        if stated != (id, kernel, static_key, arch):  # an index that is damaged finds another row
+        if stated != (id, filed, static_key, arch):  # an index that is damaged finds another row
             raise CorruptRecord(f"{self.where}: the line of {kernel} on {arch} is filed under another's name")
         return line
 
@@ -127,7 +128,7 @@ class Reader:
         return image_of(build, blob, codec, raw_bytes, self.where)
 
     def winners(self, kernel: str | None = None) -> list[Winner]:
-        rows = self._rows("line", COLUMNS, "kernel = ?" if kernel else "1", (kernel,) if kernel else ())
+        rows = self._rows("line", COLUMNS, "kernel = ?" if kernel else "1", (filed_kernel(kernel),) if kernel else ())
         found: list[Winner] = []
         for row in rows:
             try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from kerngen.compiler.compile import Resources
 from kerngen.errors import UnknownName
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.tuning_db.read.canonical_fields import filed_device, filed_kernel, named_kernel
 from kerngen.tuning_db.read.freshness import Freshness
 from kerngen.tuning_db.read.ids import canonical, digest
 from kerngen.tuning_db.read.values import Build, Observation, Winner
@@ -107,10 +107,10 @@ class _Derivation:
                 key = observations[0].measurement.problem
                 typical = next(o for o in observations if o.id == choice.measurement_id)
                 self.chosen.append({
-                    "id": winner_id_of(key, arch, target.device, self.closure), "kernel": self.name,
+                    "id": winner_id_of(key, arch, target.device, self.closure), "kernel": filed_kernel(self.name),
                     "static_key": self.static_key, "closure": self.closure,
                     "cell": key.cell, "problem_id": key.id, "arch": arch,
-                    "device_id": digest(asdict(typical.measurement.device)), "build_id": choice.build_id,
+                    "device_id": digest(filed_device(typical.measurement.device)), "build_id": choice.build_id,
                     "measurement_id": choice.measurement_id, "provenance": choice.provenance,
                     "latency_us": choice.latency_us, "margin": choice.margin, "reason": choice.reason,
                     "why": choice.why,
@@ -210,7 +210,7 @@ def _load(kernel: Kernel | str) -> Kernel | None:
     if not isinstance(kernel, str):
         return kernel
     try:
-        return find_kernel(kernel)
+        return find_kernel(named_kernel(kernel))
     except UnknownName:
         return None  # another installation's kernel: its records are kept and ranked all the same
 

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, delete, select
 
 from kerngen.compiler.compile import DEFAULT_OPTIONS
 from kerngen.errors import CorruptRecord
+from kerngen.tuning_db.read.canonical_fields import filed_kernel
 from kerngen.tuning_db.read.kernel_index import Line, Point, encode, line_id_of
 from kerngen.tuning_db.read.values import Build, Winner
 from kerngen.tuning_db.store import schema as t
@@ -98,7 +99,8 @@ def write(connection: Connection, static_key: str, arch: str, where: str) -> Non
     id = line_id_of(static_key, arch)
     connection.execute(delete(t.line).where(t.line.c.id == id))
     if (line := line_of(connection, static_key, arch, where)) is not None:
-        row = {"id": id, "kernel": line.kernel, "static_key": static_key, "arch": arch, "body": encode(line)}
+        row = {"id": id, "kernel": filed_kernel(line.kernel), "static_key": static_key, "arch": arch,
+               "body": encode(line)}  # fmt: skip
         connection.execute(t.line.insert(), [sealed(t.line, row)])
 
 

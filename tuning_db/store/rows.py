@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,7 @@ from kerngen.arch import Arch, Device, find_arch
 from kerngen.compiler.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, UsageError
 from kerngen.templates.kernel import filled, trimmed
-from kerngen.tuning_db.read.canonical_fields import filing_of
+from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, filing_of, named_kernel
 from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.ids import (
     ID_VERSION,
@@ -91,7 +91,8 @@ def build_id_of(
     sha: str,
 ) -> str:
     of = filing_of(kernel)
-    return _build_id(kernel, target, nvrtc, options, trimmed(config, of.config), trimmed(static, of.static), sha)
+    return _build_id(filed_kernel(kernel), target, nvrtc, options, trimmed(config, of.config),
+                     trimmed(static, of.static), sha)  # fmt: skip
 
 
 def _build_id(
@@ -119,7 +120,7 @@ def build_row(b: Build) -> dict[str, Any]:
     of = filing_of(b.kernel)
     entries = {name: asdict(r) for name, r in sorted(b.entries.items())}
     return {
-        "id": b.id, "kernel": b.kernel, "arch": b.arch, "target": b.target,
+        "id": b.id, "kernel": filed_kernel(b.kernel), "arch": b.arch, "target": b.target,
         "nvrtc": f"{b.nvrtc[0]}.{b.nvrtc[1]}", "options": to_json(list(b.options)),
         "config": to_json(trimmed(b.config, of.config)), "static_key": static_key(b.kernel, b.static),
         "static": to_json(trimmed(b.static, of.static)), "source_sha": b.source_sha,
@@ -165,7 +166,7 @@ def measurement_id_of(m: Measurement, problem_id: str, device: dict[str, Any]) -
 
 def measurement_row(given: Measurement, problem_id: str) -> dict[str, Any]:
     """The row of `given`, which is as filed."""
-    m, device = given, asdict(given.device)
+    m, device = given, filed_device(given.device)
     return sealed(t.measurement, {
         "id": measurement_id_of(m, problem_id, device), "build_id": m.build_id, "problem_id": problem_id,
         "device_id": digest(device), "environment_id": digest(m.environment), "arch": m.arch,
@@ -237,8 +238,7 @@ def winner_id_of(key: ProblemKey, arch: str, device: Device, closure: str) -> st
 def device_of(props: str) -> tuple[Device, str]:
     """The device of a row, and the row's id. Many rows have the same few devices."""
     stated = json.loads(props)
-    known = {f.name for f in fields(Device)}
-    return Device(**{k: v for k, v in stated.items() if k in known}), digest(stated)
+    return device_from(stated), digest(stated)
 
 
 def require_utf8(row: Row[Any]) -> None:
@@ -281,7 +281,8 @@ def read_build(row: Row[Any], where: str) -> Build:
         )  # fmt: skip
         if sound:
             of = filing_of(build.kernel)
-            return replace(build, config=filled(build.config, of.config), static=filled(build.static, of.static))
+            return replace(build, kernel=named_kernel(build.kernel), config=filled(build.config, of.config),
+                           static=filled(build.static, of.static))  # fmt: skip
     except Exception as e:
         raise CorruptRecord(f"{where}: build {row.id} cannot be read ({e})") from e
     raise CorruptRecord(f"{where}: build {row.id} does not match its own digest")
@@ -332,7 +333,7 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
             raise ValueError(f"latency_us={row.latency_us!r}, margin={row.margin!r}")
         why, config = json.loads(row.why), filled(json.loads(row.config), filing_of(row.kernel).config)
         return Winner(
-            row.id, row.kernel, key.filled(), config, find_arch(row.arch), device,
+            row.id, named_kernel(row.kernel), key.filled(), config, find_arch(row.arch), device,
             row.provenance, row.latency_us, row.build_id, None, row.reason, where, row.margin,
             bool(why.get("stale")), why, row.closure,
         )  # fmt: skip

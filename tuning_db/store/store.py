@@ -7,7 +7,6 @@ import hashlib
 import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +21,7 @@ from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
 from kerngen.system.interrupts import held
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
+from kerngen.tuning_db.read.canonical_fields import filed_device, filed_kernel, named_kernel
 from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.ids import ProblemKey, digest, ids_as_filed
 from kerngen.tuning_db.read.images import image_of
@@ -377,7 +377,7 @@ class Store:
         for given in measurements:
             m = as_filed(settled(given))
             if (d := m.device) not in known:
-                device = asdict(d)
+                device = filed_device(d)
                 known[d] = digest(device)
                 devices[known[d]] = {"id": known[d], "arch": d.arch, "name": d.name, "num_sms": d.num_sms,
                                      "props": to_json(device)}  # fmt: skip
@@ -421,7 +421,7 @@ class Store:
             .order_by(m.at, m.id)
         )  # fmt: skip
         for column, value in (
-            (p.kernel, kernel),
+            (p.kernel, None if kernel is None else filed_kernel(kernel)),
             (p.static_key, static_key),
             (p.id, None if problem is None else problem.id),
             (m.arch, None if arch is None else str(arch)),
@@ -555,7 +555,7 @@ class Store:
         """
         wanted = WINNERS
         for column, value in (
-            (t.winner.c.kernel, kernel),
+            (t.winner.c.kernel, None if kernel is None else filed_kernel(kernel)),
             (t.winner.c.arch, None if arch is None else str(arch)),
             (t.device.c.name, None if device is None else str(device)),
             (t.device.c.num_sms, device.num_sms if isinstance(device, Device) else None),
@@ -577,7 +577,7 @@ class Store:
         """
         with self.reading() as connection:
             found = kernel_index.line_of(connection, static_key, arch, self.where)
-        return None if found is None or found.kernel != kernel else named(found, self.where)
+        return None if found is None or found.kernel != named_kernel(kernel) else named(found, self.where)
 
     def rewrite_lines(self) -> None:
         """Put all lines right, where rows came in by another way than recompute_winners."""

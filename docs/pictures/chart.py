@@ -149,8 +149,8 @@ AGAINST_PEERS = Kind(
 def against_limit(board: str) -> Kind:
     return Kind(
         f"kerngen and the limits of an {board}", f"Share of the measured limit, on one {board}",
-        "what its bytes or products take at the rate measured in the same run, over its time", "share",
-        "1: the limit", lambda f: float(f.share), lambda f: f.share, lambda f: bool(f.share),
+        "what its bytes or products take at the rate measured in the same run, over its time", "read, GB/s",
+        "1: the limit", lambda f: float(f.share), lambda f: f.read, lambda f: bool(f.share),
     )  # fmt: skip
 
 

@@ -87,14 +87,12 @@ def pages(subjects: Sequence[Subject]) -> dict[Path, str]:
     """Every generated page: path -> its text."""
     places = {r.id: (s.name, r) for s in subjects for r in s.records}
     made = {s.page: "\n".join(_subject(s, places)) for s in subjects}
-    text = INDEX.read_text()
+    before, begin, rest = INDEX.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"{INDEX}: no place between {BEGIN.strip()} and {END.strip()}")
     index = "\n".join(_index(subjects, places))
-    found, count = re.subn(
-        f"(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})", lambda _: f"\n{index}\n", text, flags=re.S
-    )
-    if count != 1:
-        raise SystemExit(f"{INDEX}: {count} places between {BEGIN.strip()} and {END.strip()}")
-    return made | {INDEX: found}
+    return made | {INDEX: f"{before}{begin}\n{index}\n{end}{after}"}
 
 
 def _linked(text: str, places: Mapping[str, tuple[str, Record]], here: str) -> str:

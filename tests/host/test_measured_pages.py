@@ -6,7 +6,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -83,12 +82,6 @@ def test_what_lost_is_in_the_index(records: ModuleType) -> None:
 )
 def test_no_sentence_names_a_commit(page: str) -> None:
     assert not HASH.findall(_sentences((ROOT / page).read_text()))
-
-
-@pytest.mark.parametrize("path", sorted(DOCS.glob("experiments/*.toml")), ids=lambda p: Path(p).name)
-def test_lines_of_prose_fit_a_screen(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert [n for n, line in enumerate(lines, 1) if len(line) > 120 and not line.startswith(("|", "command"))] == []
 
 
 def test_the_pages_of_performance_are_what_the_script_makes(performance: ModuleType) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from kerngen.runtime.cache import KINDS
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH
-from kerngen.runtime.engine.logit_processors import Way
+from kerngen.runtime.engine.plan import Way
 from kerngen.runtime.engine.prefill_graphs import OUTPUTS
 from kerngen.runtime.engine.runner import Runner
 from kerngen.runtime.selection import between

@@ -19,9 +19,8 @@ from kerngen.arch import find_arch
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.config import ModelConfig, read_drafter_config, read_model_config
 from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import Engine, Handle, Request
-from kerngen.runtime.engine.runner import Way
-from kerngen.runtime.engine.scheduler import Chunk
+from kerngen.runtime.engine import Engine, Request
+from kerngen.runtime.engine.plan import NewRow, PrefillChunk, StepPlan, Way
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
@@ -155,20 +154,15 @@ def _run_all(model: Gemma4, drafter: Drafter | None) -> None:
             target = Gemma4(model.config, model.weights, ops, suppressed_ids=suppressed)
             engine = Engine(target, drafter, max_len=300, max_batch=5, num_draft_tokens=drafts)
             for batch in (1, 2, 5):
-                engine.runner.step(batch, drafts, Way.of([_handle(sampling, 1)]), 512)
+                engine.runner.step(batch, drafts, Way.for_sampling([sampling]), 512)
     for pieces in ([(1, 0)], [(5, 0)], [(63, 64)], [(77, 200)], [(7, 0), (1, 3), (70, 129)]):
         for is_last in (False, True):
-            chunks = [Chunk(_handle(sampling, n), start, [3] * n, is_last) for n, start in pieces]
-            for chunk in chunks:
-                chunk.handle.pages = dict.fromkeys(("full", "sliding"), [1] * 5)
-            engine.runner.prefill(chunks, 0)
+            new_row = NewRow(300, sampling) if is_last else None
+            chunks = [PrefillChunk((3,) * n, start, ((1,) * 5,) * 2, new_row) for n, start in pieces]
+            engine.runner.run(StepPlan(0, chunks=tuple(chunks), first_way=Way.for_sampling([sampling])))
     for tokens, start in ((1, 0), (63, 64)):
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
         model.forward(Batch.prefill(ids, start, engine.cache.rows(1)), engine.cache.rows(1), outputs="last")
-
-
-def _handle(sampling: Sampling, length: int) -> Handle:
-    return Handle(Request([3] * length, 9, sampling), 0, 0.0, goal=length)
 
 
 @pytest.mark.parametrize(("name", "arch"), [*((name, "sm90") for name in MODELS), ("gemma-4-31b", "sm70")])

@@ -18,7 +18,7 @@ from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import Engine, Generation
-from kerngen.runtime.engine.runner import Way
+from kerngen.runtime.engine.plan import Way
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.sampling import Parameters, Sampling, accepted, choose, cut_for, distribution, likeliest, sample

@@ -282,7 +282,7 @@ def test_nothing_is_asked_of_a_gpu_that_has_failed(
             monkeypatch.setattr(Memory, "now", staticmethod(lost))
             monkeypatch.setattr(Engine, "cancel", lost)
             monkeypatch.setattr(Engine, "__init__", lost)
-            monkeypatch.setattr(Runner, "clear", lost)
+            monkeypatch.setattr(Runner, "run", lost)
         return lost() if calls[0] >= 60 else step(self)
 
     monkeypatch.setattr(Engine, "_step", failing)

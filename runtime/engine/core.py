@@ -109,14 +109,17 @@ class Engine:
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
         self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
-        self._joins = joint and not reproducible and not self._fixed and max_batch > 1 and model.joins
+        ingests = drafter is not None and drafter.taps is not None
+        self._joins = joint and not (reproducible or self._fixed or ingests) and max_batch > 1 and model.joins
         self._lengths = DraftLength(most if self._fixed is None else 0)
         self._lag = lag if lag is not None else 1 if ops.supports_graphs else 0
         step = (self._lag + 1) * (most + 1)
-        self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk)
+        layers = () if drafter is None else drafter.cache_layers
+        self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, layers)
         pages = dict(num_pages or self.shape.pages(max_batch, max_len))
         room = max_len + most + 1  # a step begins at the last token at the latest
-        self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size)
+        self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size,
+                             drafter_layers=layers)  # fmt: skip
         self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
                              reproducible=reproducible,
                              buckets=(max_batch,) if reproducible else buckets)  # fmt: skip

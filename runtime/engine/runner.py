@@ -28,7 +28,7 @@ from kerngen.runtime.engine.mixed_batches import ANY_SHAPE, JointShapes, JointSt
 from kerngen.runtime.engine.plan import DecodeRows, Limits, NewPage, PrefillChunk, RowUpdate, StepPlan, Way
 from kerngen.runtime.engine.prefill_graphs import ShortPrefills
 from kerngen.runtime.logprobs import logprob_words
-from kerngen.runtime.model import Gemma4
+from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.ops import DenseExperts
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, choose, likeliest
@@ -241,14 +241,14 @@ class Runner:
         if any(c.targets for c in chunks):
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
             ends = [0, *accumulate(sizes)]
-            states = self.model.forward(batch, cache)
+            states = self.forward(batch, cache)
             prompt_logprobs = tuple(self._prompt_words(c, states[end:]) for c, end in zip(chunks, ends, strict=False))
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
         elif (short := self.short_prefills.run(ids, starts, sizes, tables, outputs)) is not None:
             hidden = short
         else:
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
-            hidden = self.model.forward(batch, cache, outputs=outputs)
+            hidden = self.forward(batch, cache, outputs)
         self._prefills.append((sum(sizes), began, self._now()))
         return StepOutput(first=self._first(plan, hidden), prompt_logprobs=prompt_logprobs)
 
@@ -285,6 +285,21 @@ class Runner:
         )  # fmt: skip
         return batch, cache
 
+    @property
+    def _ingests(self) -> bool:
+        return self.drafter is not None and self.drafter.taps is not None
+
+    def forward(self, batch: Batch, cache: KVCache, outputs: str = "all") -> Tensor:
+        """The target's forward (Gemma4.forward), and what its drafter takes in of it."""
+        if self.drafter is None or self.drafter.taps is None:  # _ingests, as mypy reads it
+            return self.model.forward(batch, cache, outputs=outputs)
+        taps = Taps(self.drafter.taps)
+        states = self.model.forward(batch, cache, taps=taps)
+        self.drafter.ingest(batch, taps.states, cache)
+        if outputs == "none":
+            return states[:0]
+        return states if outputs == "all" or batch.cu_seqlens is None else states[batch.cu_seqlens[1:].long() - 1]
+
     def timed_prefills(self) -> Iterator[tuple[int, float]]:
         """(tokens, seconds) of the forwards that have ended, each once; waits for none."""
         while self._prefills and (seconds := _elapsed(*self._prefills[0][1:])) is not None:
@@ -310,8 +325,12 @@ class Runner:
 
     @property
     def short_sizes(self) -> list[int]:
-        """Tokens of the prefills that are captured: where it counts, a chunk is a forward by itself."""
-        return [] if self.reproducible else [size for size in self.short_prefills.sizes if self.captures(size)]
+        """Tokens of the prefills that are captured: where it counts, a chunk is a forward by itself, and a drafter that
+        takes in tokens sees no others than the prompt's.
+        """
+        if self.reproducible or self._ingests:
+            return []
+        return [size for size in self.short_prefills.sizes if self.captures(size)]
 
     def capture(self, draft_lengths: Sequence[int], ways: Sequence[Way]) -> None:
         """Have steps of the longest sequences captured, and short prefills. No row may stand for anybody."""
@@ -409,10 +428,10 @@ class Runner:
         token, lengths = self.ints[TOKEN, rows], self.ints[LENGTH, rows]
         ids, drafts = token[:, None], None
         if num_drafts and self.drafter is not None:
-            drafts = self.drafter.draft(token, self.hidden[rows], lengths, cache, num_drafts, max_kv_len)
+            drafts = self.drafter.propose(token, self.hidden[rows], lengths, cache, num_drafts, max_kv_len)
             ids = torch.cat((ids, drafts), dim=1)
         fed = Batch.decode(ids, lengths, cache, max_kv_len, self.model.ops)
-        states = self.model.forward(fed, cache)  # [batch * q_len, H]
+        states = self.forward(fed, cache)  # [batch * q_len, H]
         return self._emit(states, fed.positions, drafts, rows, way)
 
     def _emit(self, states: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, way: Way) -> Tensor:

@@ -24,7 +24,7 @@ import kerngen
 from kerngen.errors import KerngenError, NumericsError, UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Generation, Handle, Request, TokenLogprobs, TokenMask
 from kerngen.runtime.engine.logit_processors import Changes
 from kerngen.runtime.engine.mask import allowed_bits
@@ -40,7 +40,7 @@ from kerngen.runtime.sampling import Parameters, Sampling, choose, likeliest, un
 VOCAB = BASE["vocab_size"]
 EOS = 1  # of the tiny models' config.json
 PAGE = 4
-Models = tuple[Gemma4, Drafter]
+Models = tuple[Gemma4, MtpDrafter]
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def requests_of_all_kinds(count: int = 14) -> list[Request]:
     return made
 
 
-def engine_for(model: Gemma4, drafter: Drafter | None = None, **options: Any) -> Engine:
+def engine_for(model: Gemma4, drafter: MtpDrafter | None = None, **options: Any) -> Engine:
     options = {"max_len": 50, "max_batch": 8, "page_size": PAGE, "num_draft_tokens": 3} | options
     return Engine(model, drafter, **options)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, prefill_graphs
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.plan import StepPlan, Way
@@ -36,7 +36,7 @@ PAGE = 4
 LENGTHS = (1, 2, 7, 8, 9, 13, 21, 30)  # prompts: around pages, around the window, and far beyond it
 COUNTS = (1, 2, 9, 17, 12, 24, 5, 20)
 REQUESTS = [Request(prompt(n, seed=i), c) for i, (n, c) in enumerate(zip(LENGTHS, COUNTS, strict=True))]
-Models = dict[str, tuple[Gemma4, Drafter]]
+Models = dict[str, tuple[Gemma4, MtpDrafter]]
 ALONE: dict[tuple[int, str], list[list[int]]] = {}  # models live as long as the module
 
 
@@ -66,7 +66,7 @@ def alone(model: Gemma4, requests: list[Request]) -> list[list[int]]:
     return ALONE[key]
 
 
-def engine_for(model: Gemma4, drafter: Drafter | None = None, **options: Any) -> Engine:
+def engine_for(model: Gemma4, drafter: MtpDrafter | None = None, **options: Any) -> Engine:
     options = {"max_len": 60, "max_batch": 8, "page_size": PAGE, "num_draft_tokens": 3} | options
     return Engine(model, drafter, **options)
 
@@ -108,10 +108,10 @@ def kind_of(plan: StepPlan) -> str:
     return "prefill" if plan.decode is None else "joint" if plan.chunks else "decode"
 
 
-class Oracle(Drafter):
+class Oracle(MtpDrafter):
     """Drafts each row's right continuation, except where a coin says no: every acceptance length happens."""
 
-    def __init__(self, drafter: Drafter, known: dict[tuple[int, ...], list[int]], chance: float = 0.7) -> None:
+    def __init__(self, drafter: MtpDrafter, known: dict[tuple[int, ...], list[int]], chance: float = 0.7) -> None:
         super().__init__(drafter.config, drafter.weights, drafter.target)
         self.known, self.chance = known, chance
         self.random = random.Random(0)
@@ -125,10 +125,10 @@ class Oracle(Drafter):
         assert y.isfinite().all(), "a draft saw a key that was let go"
         return y
 
-    def draft(
+    def propose(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
-        real = super().draft(ids, hidden, lengths, cache, count, max_kv_len)
+        real = super().propose(ids, hidden, lengths, cache, count, max_kv_len)
         assert self.engine is not None
         for row, handle in enumerate(self.engine.scheduler.running):
             key = tuple(handle.request.prompt)
@@ -139,7 +139,7 @@ class Oracle(Drafter):
         return real
 
 
-def oracle_for(drafter: Drafter, requests: list[Request], expected: list[list[int]], chance: float = 0.7) -> Oracle:
+def oracle_for(drafter: MtpDrafter, requests: list[Request], expected: list[list[int]], chance: float = 0.7) -> Oracle:
     return Oracle(drafter, {tuple(r.prompt): t for r, t in zip(requests, expected, strict=True)}, chance)
 
 
@@ -171,14 +171,14 @@ def test_drafts_of_every_length_change_no_token_of_a_batch(models: Models, draft
 class Noting(Oracle):
     """Leaves the real drafts, and notes them by prompt and length."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: MtpDrafter) -> None:
         super().__init__(drafter, {})
         self.notes: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
-    def draft(
+    def propose(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
-        drafts = Drafter.draft(self, ids, hidden, lengths, cache, count, max_kv_len)
+        drafts = MtpDrafter.propose(self, ids, hidden, lengths, cache, count, max_kv_len)
         assert self.engine is not None
         for handle, length, row in zip(self.engine.scheduler.running, lengths.tolist(), drafts.tolist(), strict=False):
             if length < handle.limit - 1:  # beyond its end a row may draft anything

@@ -18,7 +18,7 @@ import torch
 from kerngen.arch import find_arch
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.config import ModelConfig, read_drafter_config, read_model_config
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.engine.plan import NewRow, PrefillChunk, StepPlan, Way
 from kerngen.runtime.executors.record import Record
@@ -58,11 +58,11 @@ def folders(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return root / "target", root / "assistant"
 
 
-def load(target: Path, assistant: Path, ops: Ops) -> tuple[Gemma4, Drafter]:
+def load(target: Path, assistant: Path, ops: Ops) -> tuple[Gemma4, MtpDrafter]:
     config = read_model_config(target)
     model = Gemma4(config, load_model(target, config, ops), ops)
     drafter_config = read_drafter_config(assistant, config)
-    return model, Drafter(drafter_config, load_drafter(assistant, drafter_config, ops), model)
+    return model, MtpDrafter(drafter_config, load_drafter(assistant, drafter_config, ops), model)
 
 
 def prompt(config: ModelConfig, length: int) -> list[int]:
@@ -144,7 +144,7 @@ def _listed(model: Model, arch: str) -> set[tuple[str, str]]:
 
 
 @torch.inference_mode()
-def _run_all(model: Gemma4, drafter: Drafter | None) -> None:
+def _run_all(model: Gemma4, drafter: MtpDrafter | None) -> None:
     """Everything that a generation may do, with every draft length that the engine permits, on meta tensors."""
     ops = model.ops
     for drafts in range(ops.max_decode_len):
@@ -182,7 +182,7 @@ def _check_record(found: Model, arch: str) -> None:
     model = Gemma4(found.target, synthetic_model(found.target, ops), ops)
     drafter = None
     if found.drafter is not None:
-        drafter = Drafter(found.drafter, synthetic_drafter(found.drafter, ops), model)
+        drafter = MtpDrafter(found.drafter, synthetic_drafter(found.drafter, ops), model)
     _run_all(model, drafter)
     assert asked.found, "nothing was recorded"
     lacking = asked.found - _listed(found, arch)

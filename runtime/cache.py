@@ -12,7 +12,7 @@ window) may be named 0. The kernels never let a key that no query sees into a re
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,14 +49,18 @@ class KVCache:
         batch: int,
         max_len: int,
         page_size: int = PAGE_SIZE,
+        drafter_layers: Sequence[LayerConfig] = (),
     ) -> None:
+        """drafter_layers: of a drafter, that have pools of their own under the same tables. Raises UsageError."""
         if min(batch, max_len, page_size, *(num_pages[kind] for kind in KINDS)) < 1:
             raise UsageError(f"a cache of batch {batch}, max_len {max_len}, {dict(num_pages)} pages holds nothing")
         self.page_size = page_size
         self.num_pages = {kind: num_pages[kind] for kind in KINDS}
         self.set_tables(torch.zeros(2, batch, -(-max_len // page_size), dtype=torch.int32, device=ops.device))
         self._pages: dict[int, KVPages] = {}
-        for layer in config.layers:
+        for layer in (*config.layers, *drafter_layers):
+            if layer.index in self._pages:
+                raise UsageError(f"two layers of a cache have the index {layer.index}")
             if layer.owns_kv:
                 shape = (self.num_pages[layer.kind], layer.num_kv_heads, page_size, layer.head_dim)
                 self._pages[layer.index] = KVPages(

@@ -9,9 +9,13 @@ SinglePositionMultiTokenCandidateGenerator in generation/candidate_generator.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import DrafterConfig, LayerConfig
 from kerngen.runtime.model import DecoderStack, Gemma4, Seen
@@ -19,8 +23,41 @@ from kerngen.runtime.ops import Ops, fitting
 from kerngen.runtime.weights.layout import CentroidWeights, DrafterWeights
 
 
-class Drafter:
-    """A loaded assistant, bound to its target."""
+class Drafter(Protocol):
+    """Proposes the tokens that a step verifies. What the engine asks of one, whatever it is.
+
+    taps: layers of the target, in their order, whose output it takes in behind each forward; () for the tokens alone,
+    None where it takes in nothing: its target then prefills in graphs, and prompts beside those who decode.
+    cache_layers: layers of its own that keep K and V, each in a pool of its own under the target's block tables. Their
+    indices begin where the target's end, and their windows are no longer than the target's and one more. Where pages
+    are shared, preempted or let go, so is what these layers hold there.
+    """
+
+    taps: tuple[int, ...] | None
+    cache_layers: tuple[LayerConfig, ...]
+
+    def propose(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
+    ) -> Tensor:
+        """`count` drafts [B, count] int64 after ids [B], the last known tokens, which stand at lengths [B] int64: the
+        cache holds what is before them. hidden [B, H]: the target's final hidden state that gave them. max_kv_len: no
+        length is longer, nor will be when a captured step is replayed. Waits for nothing on the host.
+        """
+
+    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
+        """Take in the tokens of a forward of the target and `states`, the output [T, H] of each tapped layer, behind
+        the forward in its stream. Of a verification these are all drafts, accepted or not: the next forward has other
+        tokens at the positions of those that were not, and what was kept of them is written again, as K and V are.
+        """
+
+
+class MtpDrafter:
+    """A loaded assistant, bound to its target. It knows its target by the hidden state and by the target's own K and V,
+    and keeps nothing.
+    """
+
+    taps: tuple[int, ...] | None = None
+    cache_layers: tuple[LayerConfig, ...] = ()
 
     def __init__(self, config: DrafterConfig, weights: DrafterWeights, target: Gemma4) -> None:
         self.config = config
@@ -93,7 +130,7 @@ class Drafter:
             y, centroids.centroids, self.config.centroid_top_k, centroids.token_ids, self.weights.head.weight
         )
 
-    def draft(
+    def propose(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         """`count` greedy drafts [B, count] int64 after ids [B]; arguments as for step."""
@@ -107,6 +144,9 @@ class Drafter:
             ids = self.greedy(y)
             drafts.append(ids)
         return torch.stack(drafts, dim=1)
+
+    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
+        """Nothing: the target's last hidden state is in the row, its K and V in the cache."""
 
     def _selected(self, y: Tensor, centroids: CentroidWeights) -> tuple[Tensor, Tensor]:
         """The tokens of the best centroids and their logits, both [B, top_k * vocab / C]."""

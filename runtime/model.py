@@ -7,6 +7,7 @@ Nothing here waits for the device, so a decode step is captured in a CUDA graph 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +32,16 @@ def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:
 def rounded_scale(value: float, dtype: torch.dtype) -> float:
     """`value` as the embedding's dtype holds it: sqrt(5376) becomes 73.5 in bf16."""
     return float(torch.tensor(value, dtype=dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Layers, in their order, whose output a forward is asked for beside its result; states: of each, [T, H] in
+    `ops.dtype`, once it has run.
+    """
+
+    layers: tuple[int, ...]
+    states: list[Tensor] = field(default_factory=list)
 
 
 Attend = Callable[[LayerConfig, Tensor], Tensor]
@@ -203,16 +214,19 @@ class Gemma4:
         """The scaled input embedding [T, H] of ids [T], in residual_dtype."""
         return self.ops.embed(ids, self.weights.embed, self.embed_scale)
 
-    def forward(self, batch: Batch, cache: KVCache, *, outputs: str = "all") -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, *, outputs: str = "all", taps: Taps | None = None) -> Tensor:
         """Writes the batch's K and V, and returns the hidden states after the final norm, in `ops.dtype`.
 
         outputs: "all" for every token [T, H]; of a prefill also "last", each sequence's last token [B, H], and "none"
-        for an empty tensor [0, H] (a chunk that is not the prompt's last needs only its K and V).
+        for an empty tensor [0, H] (a chunk that is not the prompt's last needs only its K and V). taps: are filled, of
+        every token: only where outputs is "all".
         """
+        if taps is not None and outputs != "all":
+            raise TypeError(f"layers are tapped where all tokens go through them, not for outputs={outputs!r}")
         self.ops.place = ""
         residual = self.embed(batch.ids)
         ple = self._ple(batch.ids, residual)
-        if batch.cu_seqlens is None and len(batch.ids) == 1:
+        if batch.cu_seqlens is None and len(batch.ids) == 1 and taps is None:
             done = self.stack.decoded(
                 residual, ple, lambda layer: self._seen(batch, cache, layer), batch.positions, batch.kv_lens,
                 batch.max_kv_len,
@@ -230,6 +244,8 @@ class Gemma4:
             part = None if ple is None else ple[:, index]
             before_shared = index + 1 == self._first_shared and outputs != "all"  # few rows go on, or none
             row = self.stack.layer(index, residual, row, attend, part, projects=not before_shared)
+            if taps is not None and index in taps.layers:
+                taps.states.append(residual.to(self.ops.dtype, copy=True))
         if outputs == "none":
             return residual[:0].to(self.ops.dtype)
         if outputs == "last" and batch.cu_seqlens is not None:
@@ -322,4 +338,4 @@ class Gemma4:
         return attend
 
 
-__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "KVPages", "Seen", "make_rope", "rounded_scale"]
+__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "KVPages", "Seen", "Taps", "make_rope", "rounded_scale"]

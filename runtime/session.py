@@ -23,7 +23,7 @@ from kerngen.runtime.config import (
     read_suppressed_ids,
 )
 from kerngen.runtime.config_fields import require_folder
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
 from kerngen.runtime.model import Gemma4
@@ -60,7 +60,7 @@ class Session:
     config: ModelConfig
     codec: TextCodec
     model: Gemma4
-    drafter: Drafter | None
+    drafter: MtpDrafter | None
     stop_ids: tuple[int, ...]
     load_s: float
     num_draft_tokens: int | None = None
@@ -350,7 +350,7 @@ def open_checkpoint(
     model = Gemma4(config, weights, ops, suppressed_ids=read_suppressed_ids(folder))
     drafter = None
     if draft and drafter_config:
-        drafter = Drafter(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
+        drafter = MtpDrafter(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
     return Session(
         folder=folder,
         config=config,

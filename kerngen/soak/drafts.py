@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
 
@@ -13,33 +16,36 @@ ERR_EVERY = 5  # at one position of so many nothing is remembered: every number 
 _PRIMES = (2_654_435_761, 40_503)  # of Knuth's multiplicative hashing
 
 
-class RememberingDrafter(Drafter):
-    """Drafts what followed the same token at the same position before, where it knows, else what its assistant says.
+class RememberingDrafter:
+    """Drafts what followed the same token at the same position before, where it knows, else what `drafter` says.
 
     What it knows is a table on the device, read within the captured step and written between two engines' lives: a
     request that is asked again meanwhile has the same drafts. Entries that collide make a draft wrong, and no more.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter.config, drafter.weights, drafter.target)
-        self._next = torch.full((NUM_ENTRIES,), -1, dtype=torch.int64, device=self.ops.device)
+    def __init__(self, drafter: Drafter, device: torch.device) -> None:
+        self._drafter, self.taps, self.cache_layers = drafter, drafter.taps, drafter.cache_layers
+        self._next = torch.full((NUM_ENTRIES,), -1, dtype=torch.int64, device=device)
 
     def remember(self, num_prompt_tokens: int, tokens: list[int]) -> None:
         """`tokens` followed a prompt of num_prompt_tokens."""
-        known = torch.tensor(tokens, dtype=torch.int64, device=self.ops.device)
-        positions = torch.arange(num_prompt_tokens, num_prompt_tokens + len(tokens), device=self.ops.device)
+        known = torch.tensor(tokens, dtype=torch.int64, device=self._next.device)
+        positions = torch.arange(num_prompt_tokens, num_prompt_tokens + len(tokens), device=self._next.device)
         kept = positions[:-1] % ERR_EVERY != 0
         self._next[_places(positions[:-1][kept], known[:-1][kept])] = known[1:][kept]
 
-    def draft(
+    def propose(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
-        drafts = super().draft(ids, hidden, lengths, cache, count, max_kv_len)
+        drafts = self._drafter.propose(ids, hidden, lengths, cache, count, max_kv_len)
         for i in range(count):
             known = self._next[_places(lengths + i, ids)]
             ids = torch.where(known >= 0, known, drafts[:, i])
             drafts[:, i] = ids
         return drafts
+
+    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
+        self._drafter.ingest(batch, states, cache)
 
 
 def _places(positions: Tensor, tokens: Tensor) -> Tensor:

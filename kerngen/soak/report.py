@@ -106,7 +106,7 @@ def soak(opened: Opened, settings: Settings, drafting: str, max_growth_mb: float
     if WITH in names and settings.reproducible and settings.num_draft_tokens is None:
         raise UsageError("a number of drafts that adapts depends on time: no run is reproducible with it",
                          hint="--num-draft-tokens 3")  # fmt: skip
-    drafter = None if opened.drafter is None else RememberingDrafter(opened.drafter)
+    drafter = None if opened.drafter is None else RememberingDrafter(opened.drafter, opened.ops.device)
     report = Report(opened, settings, max_growth_mb)
     total = settings.seconds + settings.check_seconds
     over = 0.0

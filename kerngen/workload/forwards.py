@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.model import Gemma4
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Forwards:
     the step's own.
     """
 
-    def __init__(self, model: Gemma4, drafter: Drafter | None, cache_of: Callable[[Step], KVCache]) -> None:
+    def __init__(self, model: Gemma4, drafter: MtpDrafter | None, cache_of: Callable[[Step], KVCache]) -> None:
         self.model, self.drafter, self._cache_of = model, drafter, cache_of
 
     def prepare(self, step: Step) -> tuple[Forward, Beside | None]:

@@ -9,7 +9,7 @@ import torch
 
 from kerngen.errors import DeviceError
 from kerngen.runtime.config import DrafterConfig, ModelConfig
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.footprint import footprint
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import DenseLinear, Ops
@@ -19,7 +19,7 @@ from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter
 @torch.inference_mode()
 def generated_model(
     name: str, config: ModelConfig, drafter_config: DrafterConfig | None, ops: Ops, seed: int, *, own_head: bool = False
-) -> tuple[Gemma4, Drafter | None]:
+) -> tuple[Gemma4, MtpDrafter | None]:
     """The model of `config` and the drafter of `drafter_config`, when their weights are there: random, from `seed`.
 
     own_head: also where the checkpoint's head is the embedding, as most are. A generated model with that head says the
@@ -35,7 +35,7 @@ def generated_model(
         weights = synthetic_model(config, ops, seed)
     model, drafter = Gemma4(config, weights, ops), None
     if drafter_config is not None:
-        drafter = Drafter(drafter_config, synthetic_drafter(drafter_config, ops, seed + 1), model)
+        drafter = MtpDrafter(drafter_config, synthetic_drafter(drafter_config, ops, seed + 1), model)
     if ops.device.type == "cuda":
         torch.cuda.synchronize()
     return model, drafter

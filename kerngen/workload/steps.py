@@ -102,7 +102,7 @@ class Recorder:
         import torch
 
         from kerngen.runtime.cache import KVCache
-        from kerngen.runtime.drafting import Drafter
+        from kerngen.runtime.drafting import MtpDrafter
         from kerngen.runtime.executors.layer_dedup import AlikeLayers
         from kerngen.runtime.executors.record import Record
         from kerngen.runtime.executors.shapes import ShapesAlone
@@ -119,7 +119,7 @@ class Recorder:
             ops = KernelOps(self._executor, TORCH_DTYPE[dtype])
             model = Gemma4(target, synthetic_model(target, ops), ops)
             model.stack = AlikeLayers(model.stack, self._executor)
-            drafting = None if drafter is None else Drafter(drafter, synthetic_drafter(drafter, ops), model)
+            drafting = None if drafter is None else MtpDrafter(drafter, synthetic_drafter(drafter, ops), model)
             if drafting is not None:
                 drafting.stack = AlikeLayers(drafting.stack, self._executor)
             self._pool = KVCache.whole(target, ops, batch=1, max_len=1)  # of which problems show the tables alone

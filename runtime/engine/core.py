@@ -15,9 +15,11 @@ from kerngen.errors import KerngenError, NumericsError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLength
-from kerngen.runtime.engine.logit_processors import Way, held_ids
 from kerngen.runtime.engine.mask import allowed_bits
+from kerngen.runtime.engine.mixed_batches import Shape
 from kerngen.runtime.engine.pages import PagePool
+from kerngen.runtime.engine.plan import PLAIN, DecodeRows, StepPlan, Way
+from kerngen.runtime.engine.planning import decode_rows, held_ids, prefill_chunk, sampling_mode
 from kerngen.runtime.engine.prefill_budget import MOST_STALL, PrefillBudget
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import Runner, Wait
@@ -107,14 +109,17 @@ class Engine:
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
         self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
-        self._joins = joint and not reproducible and not self._fixed and max_batch > 1 and model.joins
+        ingests = drafter is not None and drafter.taps is not None
+        self._joins = joint and not (reproducible or self._fixed or ingests) and max_batch > 1 and model.joins
         self._lengths = DraftLength(most if self._fixed is None else 0)
         self._lag = lag if lag is not None else 1 if ops.supports_graphs else 0
         step = (self._lag + 1) * (most + 1)
-        self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk)
+        layers = () if drafter is None else drafter.cache_layers
+        self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, layers)
         pages = dict(num_pages or self.shape.pages(max_batch, max_len))
         room = max_len + most + 1  # a step begins at the last token at the latest
-        self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size)
+        self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size,
+                             drafter_layers=layers)  # fmt: skip
         self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
                              reproducible=reproducible,
                              buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
@@ -122,7 +127,6 @@ class Engine:
         self.scheduler = Scheduler(
             self.pools, page_size=page_size, window=config.window, max_batch=max_batch, step=step,
             prefix_caching=prefix_caching and not reproducible, fixed_chunk=prefill_chunk if reproducible else 0,
-            leave=self.runner.leave,
         )  # fmt: skip
         self._pending: deque[_Pending] = deque()
         self._num_steps = self._newest = self._num_requests = 0
@@ -194,7 +198,6 @@ class Engine:
         except BaseException:
             self._pending.clear()
             self.scheduler.restart()
-            self.runner.clear()
             raise
 
     def _step(self) -> list[Event]:
@@ -216,7 +219,9 @@ class Engine:
         for tokens, seconds in self.runner.timed_prefills():
             self._budget.prefilled(tokens, seconds)
         choice = self._choose() if self.scheduler.running else None
-        if choice is None or (decodes := self._join(choice)) is None:
+        if choice is not None and (least := self._least_joint(choice)) is not None:
+            decodes = self._join(choice, least)
+        else:
             decodes = choice is not None and self._decode(choice)
             self._prefill()
         # With nothing to decode there is nothing for the device to run meanwhile: a first token is read at once. So are
@@ -321,33 +326,14 @@ class Engine:
 
     def _decode(self, choice: Choice) -> bool:
         """Start a decode step of all that run. False if nobody does any more."""
-        scheduler = self.scheduler
-        scheduler.grow_running(choice.length + 1)
-        self._add_pages()
-        running = list(scheduler.running)
-        if not running:
+        self.scheduler.grow_running(choice.length + 1)
+        if not self.scheduler.running:
             return False
-        self._decode_alone(running, choice)
+        self._run(choice)
         return True
 
-    def _decode_alone(self, running: list[Handle], choice: Choice) -> None:
-        wait = self.runner.decode(running, choice.length, max(h.limit for h in running))
-        self._decoding(running, choice, wait)
-
-    def _add_pages(self) -> None:
-        self.runner.add_pages(self.scheduler.new_pages)
-        self.scheduler.new_pages.clear()
-
-    def _decoding(self, running: list[Handle], choice: Choice, wait: Wait, joined: int = 0) -> None:
-        """A decode step of them was started."""
-        for handle in running:
-            handle.in_flight.append(choice.length + 1)
-        self._pending.append(_Pending(self._num_steps, [(h, h.epoch) for h in running], choice, wait, joined))
-
-    def _join(self, choice: Choice) -> bool | None:
-        """Start a decode step of all that run and a prefill of others, as one forward if that can be; whether anybody
-        decodes. None, and nothing is done, where it is not to be.
-        """
+    def _least_joint(self, choice: Choice) -> Shape | None:
+        """The shortest forward of a decode step and a prefill, None where they are to be two forwards."""
         scheduler = self.scheduler
         if not self._joins or not scheduler.prefilling or choice.length:
             return None
@@ -356,45 +342,80 @@ class Engine:
             return None
         if any(h.request.prompt_logprobs is not None for h in scheduler.prefilling):
             return None
-        if (least := self.runner.least_joint(scheduler.running)) is None:
-            return None
+        return self.runner.joint_plans.least(len(scheduler.running), sampling_mode(scheduler.running))
+
+    def _join(self, choice: Choice, least: Shape) -> bool:
+        """Start a decode step of all that run and a prefill of others, as one forward where one serves; whether anybody
+        decodes.
+        """
+        scheduler, shapes = self.scheduler, self.runner.joint_plans
         scheduler.grow_running(1)
-        self._add_pages()
         prefilling, decoding = len(scheduler.prefilling), len(scheduler.running)
         most = self._budget.tokens(prefilling, decoding, least.batch, least.size)
-        chunks = list(islice(scheduler.chunks(most), self.runner.most_joined))
-        self._add_pages()  # who was preempted for a chunk has left its row
-        running = list(scheduler.running)
-        if not running or not chunks or (waits := self.runner.joint(running, chunks)) is None:
-            if running:
-                self._decode_alone(running, choice)
-            if chunks:
-                self._prefill_together(chunks)
-            return bool(running)
-        tokens, first, size = waits
-        self._decoding(running, choice, tokens, size)
-        self._prefilling(chunks, first)
-        return True
+        chunks = list(islice(scheduler.chunks(most), shapes.most_chunks))
+        shape = None
+        if (running := scheduler.running) and chunks:
+            size = sum(len(c.tokens) for c in chunks)
+            shape = shapes.find(size, len(chunks), len(running), sampling_mode(running))
+        decodes = bool(running)
+        if shape is not None:
+            self._run(choice, chunks, shape)
+            return decodes
+        if decodes:
+            self._run(choice)
+        if chunks:
+            self._run(None, chunks)
+        return decodes
 
     def _prefill(self) -> None:
         scheduler = self.scheduler
         chunks = scheduler.chunks(self._budget.tokens(len(scheduler.prefilling), len(scheduler.running)))
         if self.scheduler.fixed_chunk:
             for chunk in chunks:
-                self._prefill_together([chunk])
+                self._run(None, [chunk])
         elif together := list(chunks):
-            self._prefill_together(together)
+            self._run(None, together)
 
-    def _prefill_together(self, chunks: list[Chunk]) -> None:
-        self._prefilling(chunks, self.runner.prefill(chunks, len(self.scheduler.running)))
-
-    def _prefilling(self, chunks: list[Chunk], wait: Wait | None) -> None:
-        """A prefill of them was started."""
+    def _run(self, choice: Choice | None, chunks: Sequence[Chunk] = (), shape: Shape | None = None) -> None:
+        """Hand in one forward: a decode step of all that run where there is a choice, a prefill of `chunks`, or both as
+        `shape` has them.
+        """
+        running = list(self.scheduler.running)
+        plan = self._plan(running, choice, chunks, shape)
+        output = self.runner.run(plan)
+        if choice is not None and output.decoded is not None:
+            for handle in running:
+                handle.in_flight.append(choice.length + 1)
+            self._await(running, choice, output.decoded, plan.num_tokens)
+        for chunk, planned, words in zip(chunks, plan.chunks, output.prompt_logprobs, strict=False):
+            handle, count = chunk.handle, chunk.handle.request.prompt_logprobs or 0
+            found = zip(words, planned.targets, strict=True)
+            handle.prompt_logprobs += [read_logprobs(w, token, count) for w, token in found]
         for chunk in chunks:
             self.scheduler.prefilled(chunk)
-        if wait is not None:
-            rows = [(c.handle, c.handle.epoch) for c in chunks if c.is_last]
-            self._pending.append(_Pending(self._num_steps, rows, None, wait))
+        if output.first is not None:
+            self._await([c.handle for c in chunks if c.is_last], None, output.first)
+
+    def _plan(
+        self, running: Sequence[Handle], choice: Choice | None, chunks: Sequence[Chunk], shape: Shape | None
+    ) -> StepPlan:
+        decode: DecodeRows | None = None
+        if choice is not None:
+            batch = self.runner.bucket(len(running)) if shape is None else shape.batch
+            decode = decode_rows(running, batch, choice.length)
+        config = self.model.config
+        return StepPlan(
+            num_running=len(running),
+            update=self.scheduler.take_update(),
+            decode=decode,
+            chunks=tuple([prefill_chunk(c, config.eos_ids, config.vocab_size) for c in chunks]),
+            first_way=sampling_mode([c.handle for c in chunks if c.is_last]) if chunks else PLAIN,
+            num_tokens=0 if shape is None else shape.size,
+        )
+
+    def _await(self, handles: Sequence[Handle], choice: Choice | None, wait: Wait, joined: int = 0) -> None:
+        """Their tokens are to be read; see _Pending."""
+        self._pending.append(_Pending(self._num_steps, [(h, h.epoch) for h in handles], choice, wait, joined))
 
     def _collect(self, step: _Pending) -> list[Event]:
         """Read a step's results: hand out tokens, end what has ended, and learn from what was accepted."""
@@ -475,9 +496,7 @@ class Engine:
             return new
         if handle.error is not None:
             self._end(handle, "error")
-            for pool in self.pools.values():
-                pool.forget_all()  # K and V of what was computed lately may be NaN
-            self.cache.wipe()
+            self.scheduler.distrust_cache()
         elif reason or len(handle.tokens) == request.max_new_tokens:
             self._end(handle, reason or "length")
         elif num_drafts >= 0:

@@ -10,74 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kerngen.runtime.engine.mask import bits_of
-from kerngen.runtime.engine.request import Handle, Request
+from kerngen.runtime.engine.plan import NewRow, Way
 from kerngen.runtime.penalties import counts_at, forbidden, held_back, penalized
-from kerngen.runtime.sampling import Sampling, cut_for
 
 Values = Tensor | Sequence[float] | Sequence[Sequence[float]]
 Send = Callable[[Values, torch.dtype], Tensor]
 
 
-class Way(NamedTuple):
-    """How a step chooses tokens. cut: see sampling.cut_for. The others say what some row needs.
-
-    masked: suppresses tokens of its own, or has a mask; guided: has a mask, and takes no drafts; held: may not end yet.
-    """
-
-    sampled: bool = False
-    cut: int = 0
-    masked: bool = False
-    min_p: bool = False
-    penalized: bool = False
-    biased: bool = False
-    held: bool = False
-    guided: bool = False
-    logprobs: bool = False
-
-    @staticmethod
-    def of(handles: Sequence[Handle]) -> Way:
-        requests = [h.request for h in handles]
-        sampling = [r.sampling for r in requests]
-        guided = any(r.mask is not None for r in requests)
-        return Way.for_sampling(sampling)._replace(
-            masked=guided or any(r.suppressed_ids for r in requests),
-            held=any(h.num_made < s.min_tokens for h, s in zip(handles, sampling, strict=True)),
-            guided=guided,
-            logprobs=any(r.logprobs is not None for r in requests),
-        )
-
-    @staticmethod
-    def for_sampling(sampling: Sequence[Sampling]) -> Way:
-        """What the parameters alone ask for, but for min_tokens."""
-        sampled = not all(s.is_greedy for s in sampling)
-        return Way(
-            sampled=sampled,
-            cut=cut_for(sampling) if sampled else 0,
-            min_p=sampled and any(s.min_p for s in sampling),
-            penalized=any(s.is_penalized for s in sampling),
-            biased=any(s.logit_bias for s in sampling),
-        )
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether more is asked for than each row's likeliest token."""
-        return self.sampled or self.masked or self.penalized or self.biased or self.held or self.logprobs
-
-
 class Changes:
     """Of rows 0 to max_batch - 1 of the decode batch. Tensors begin as what changes nothing."""
 
-    def __init__(self, max_batch: int, vocab: int, eos_ids: Sequence[int], device: torch.device, send: Send) -> None:
-        """eos_ids: end an answer beside a request's own. send: brings values to the device without waiting for it."""
+    def __init__(self, max_batch: int, vocab: int, device: torch.device, send: Send) -> None:
+        """send: brings values to the device without waiting for it."""
         self._shape, self._device, self._send = (max_batch, vocab), device, send
-        self._eos_ids = tuple(eos_ids)
         self._forbidden: Tensor | None = None  # [max_batch, vocab] bool
         self._bias: Tensor | None = None  # [max_batch, vocab] fp32
         self._stops: Tensor | None = None  # [max_batch, vocab] bool: what would end the answer
@@ -89,40 +39,41 @@ class Changes:
 
     # -- rows
 
-    def join(self, first: int, handles: Sequence[Handle]) -> None:
-        """Rows `first` and on are those of `handles`, whose token that is chosen now follows `goal` known ones."""
-        self._make(handles)
-        for row, handle in enumerate(handles, first):
-            request, sampling = handle.request, handle.request.sampling
+    def join(self, first: int, new_rows: Sequence[NewRow]) -> None:
+        """Rows `first` and on are `new_rows`."""
+        self._make(new_rows)
+        for row, new in enumerate(new_rows, first):
+            sampling = new.sampling
             if self._forbidden is not None:
-                self._set(self._forbidden[row], request.suppressed_ids)
+                self._set(self._forbidden[row], new.suppressed_ids)
             if self._bias is not None:
                 self._bias[row] = 0
                 if sampling.logit_bias:
                     tokens, values = zip(*sampling.logit_bias, strict=True)
                     self._bias[row].index_copy_(0, self._send(tokens, torch.int64), self._send(values, torch.float32))
             if self._stops is not None and self._first_stop is not None:
-                self._set(self._stops[row], held_ids(request, self._eos_ids, self._shape[1]))
-                self._first_stop[row] = len(request.prompt) + sampling.min_tokens
+                self._set(self._stops[row], new.stop_ids)
+                self._first_stop[row] = new.first_stop
             if self._made is not None and self._prompt is not None and self._penalties is not None:
-                self._set(self._prompt[row], request.prompt if sampling.is_penalized else ())
+                self._set(self._prompt[row], new.prompt)
                 self._made[row] = 0
-                if sampling.is_penalized and (known := handle.known[len(request.prompt) : handle.goal]):
-                    made = self._send(known, torch.int64)
+                if new.answer:
+                    made = self._send(new.answer, torch.int64)
                     self._made[row].index_add_(0, made, torch.ones_like(made, dtype=torch.int32))
                 self._penalties[:, row] = self._send(sampling.penalties, torch.float32)
             if self._guided is not None:
-                self._guided[row] = request.mask is not None
+                self._guided[row] = new.mask is not None
 
-    def _make(self, handles: Sequence[Handle]) -> None:
-        """The tensors that one of `handles` is the first to need."""
-        way = Way.of(handles)
+    def _make(self, new_rows: Sequence[NewRow]) -> None:
+        """The tensors that one of `new_rows` is the first to need."""
+        way = Way.for_sampling([new.sampling for new in new_rows])
+        guided = any(new.mask is not None for new in new_rows)
         max_batch, _ = self._shape
-        if way.masked and self._forbidden is None:
+        if (guided or any(new.suppressed_ids for new in new_rows)) and self._forbidden is None:
             self._forbidden = self._zeros(self._shape, torch.bool)
         if way.biased and self._bias is None:
             self._bias = self._zeros(self._shape, torch.float32)
-        if any(h.request.sampling.min_tokens for h in handles) and self._stops is None:
+        if any(new.sampling.min_tokens for new in new_rows) and self._stops is None:
             self._stops = self._zeros(self._shape, torch.bool)
             self._first_stop = self._zeros((max_batch,), torch.int64)
         if way.penalized and self._made is None:
@@ -130,7 +81,7 @@ class Changes:
             self._prompt = self._zeros(self._shape, torch.bool)
             self._penalties = self._zeros((3, max_batch), torch.float32)
             self._penalties[0] = 1
-        if way.guided and self._guided is None:
+        if guided and self._guided is None:
             self._guided = self._zeros((max_batch,), torch.bool)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -153,13 +104,13 @@ class Changes:
         if self._penalties is not None:
             self._penalties[:, row] = self._penalties[:, last]
 
-    def guide(self, first: int, handles: Sequence[Handle]) -> None:
-        """Rows `first` and on that have a mask get what theirs allows next."""
-        rows = [(row, h) for row, h in enumerate(handles, first) if h.request.mask is not None]
-        if not rows or self._forbidden is None:
+    def guide(self, masks: Sequence[tuple[int, bytes]]) -> None:
+        """What the masks of rows allow next: (row, bits) of each."""
+        if not masks or self._forbidden is None:
             return
-        bits = self._send(torch.from_numpy(np.stack([bits_of(h) for _, h in rows])), torch.int32)
-        at = self._send([row for row, _ in rows], torch.int64)
+        words = np.frombuffer(b"".join(bits for _, bits in masks), np.int32).reshape(len(masks), -1)
+        bits = self._send(torch.from_numpy(words.copy()), torch.int32)
+        at = self._send([row for row, _ in masks], torch.int64)
         self._forbidden.index_copy_(0, at, forbidden(bits, self._shape[1]))
 
     # -- a step
@@ -203,10 +154,3 @@ class Changes:
         tokens = result[:, 1:-1].clamp(min=0)
         does_count = torch.arange(tokens.shape[1], device=result.device) < result[:, :1]
         self._made[rows].scatter_add_(1, tokens, does_count.to(torch.int32))
-
-
-def held_ids(request: Request, eos_ids: Sequence[int], vocab: int) -> list[int]:
-    """The tokens that `min_tokens` holds back; none without it."""
-    if not request.sampling.min_tokens:
-        return []
-    return [t for t in dict.fromkeys((*request.stop_ids, *eos_ids)) if 0 <= t < vocab]

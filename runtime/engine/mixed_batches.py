@@ -8,13 +8,14 @@ has what is left, and is filled up as short prefills are (prefill_graphs.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kerngen.runtime.engine.logit_processors import Way
+from kerngen.runtime.engine.plan import Way
 from kerngen.runtime.engine.prefill_graphs import SEQUENCES
 
 MOST_SHARE = 0.5  # of a step's tokens, that decode at most
@@ -33,11 +34,43 @@ class Shape(NamedTuple):
         return self.size - self.batch
 
 
+@dataclass(frozen=True, slots=True)
+class JointShapes:
+    """The joint steps that there are. captured: None where forwards are handed in as they are, of any shape."""
+
+    captured: frozenset[Shape] | None = frozenset()
+
+    @property
+    def most_chunks(self) -> int | None:
+        """Chunks of a joint step at most; None for any."""
+        return None if self.captured is None else SEQUENCES - 1
+
+    def least(self, rows: int, way: Way) -> Shape | None:
+        """That so many rows decode in where next to nothing is prefilled, None where none serves."""
+        if self.captured is None:
+            return Shape(rows + 1, rows, way)
+        fitting = (shape for shape in self.captured if shape.batch >= rows and shape.way == way)
+        return min(fitting, key=lambda shape: (shape.batch, shape.size), default=None)
+
+    def find(self, tokens: int, chunks: int, rows: int, way: Way) -> Shape | None:
+        """The least that serves so many tokens of so many chunks beside so many rows, None where nothing does."""
+        if self.captured is None:
+            return Shape(tokens + rows, rows, way)
+        if chunks >= SEQUENCES or (least := self.least(rows, way)) is None:
+            return None
+        fitting = [s for s in self.captured if s.batch == least.batch and s.way == way and s.chunk >= tokens]
+        return min(fitting, default=None)
+
+
+ANY_SHAPE = JointShapes(None)
+
+
 class JointSteps:
     """Those of one engine that are captured; a replay leaves what Runner.joint_step gives."""
 
     def __init__(self) -> None:
         self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
+        self.captured = JointShapes()
 
     @staticmethod
     def shapes(sizes: Sequence[int], batches: Sequence[int], ways: Sequence[Way]) -> list[Shape]:
@@ -50,18 +83,7 @@ class JointSteps:
 
     def keep(self, shape: Shape, captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]) -> None:
         self._captured[shape] = captured
-
-    def least(self, rows: int, way: Way) -> Shape | None:
-        """That so many rows decode in where next to nothing is prefilled, None where none serves."""
-        fitting = (shape for shape in self._captured if shape.batch >= rows and shape.way == way)
-        return min(fitting, key=lambda shape: (shape.batch, shape.size), default=None)
-
-    def find(self, tokens: int, chunks: int, rows: int, way: Way) -> Shape | None:
-        """The least that serves so many tokens of so many chunks beside so many rows, None where nothing does."""
-        if chunks >= SEQUENCES or (least := self.least(rows, way)) is None:
-            return None
-        fitting = [s for s in self._captured if s.batch == least.batch and s.way == way and s.chunk >= tokens]
-        return min(fitting, default=None)
+        self.captured = JointShapes(frozenset(self._captured))
 
     def replay(self, shape: Shape) -> tuple[Tensor, Tensor]:
         graph, results = self._captured[shape]

@@ -1,8 +1,8 @@
-"""Runs steps on the device: what a row of the batch is there, the decode step and its graphs, prefill.
+"""Runs plans on the device: what a row of the batch is there, the decode step and its graphs, prefill.
 
-A step reads and writes device tensors at fixed addresses only, so the next one can start before the host has seen this
-one's tokens, and a step is one CUDA graph where the backend can. Rows join, move and leave by copies in the same
-stream. The host waits for results alone.
+`run` is given plans (plan.py). A step reads and writes device tensors at fixed addresses only, so the next one can
+start before the host has seen this one's tokens, and a step is one CUDA graph where the backend can. Rows join, move
+and leave by copies in the same stream. The host waits for results alone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from kerngen.runtime.batch import Batch, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.graphs import Captured, Graphs
-from kerngen.runtime.engine.logit_processors import Changes, Values, Way
-from kerngen.runtime.engine.mixed_batches import JointSteps, Shape
-from kerngen.runtime.engine.prefill_graphs import SEQUENCES, ShortPrefills
-from kerngen.runtime.engine.request import Handle
-from kerngen.runtime.engine.scheduler import Chunk, NewPage
-from kerngen.runtime.logprobs import logprob_words, read_logprobs
-from kerngen.runtime.model import Gemma4
+from kerngen.runtime.engine.logit_processors import Changes, Values
+from kerngen.runtime.engine.mixed_batches import ANY_SHAPE, JointShapes, JointSteps, Shape
+from kerngen.runtime.engine.plan import DecodeRows, Limits, NewPage, PrefillChunk, RowUpdate, StepPlan, Way
+from kerngen.runtime.engine.prefill_graphs import ShortPrefills
+from kerngen.runtime.logprobs import logprob_words
+from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.ops import DenseExperts
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, choose, likeliest
@@ -65,6 +64,18 @@ class Wait:
 
     result: Callable[[], Result]
     is_ready: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Of a plan that was handed in. decoded: the rows' tokens; first: those of the sequences that joined; None where
+    there are none. prompt_logprobs: of each chunk [targets, words], what `read_logprobs` reads; empty where no chunk
+    has targets.
+    """
+
+    decoded: Wait | None = None
+    first: Wait | None = None
+    prompt_logprobs: tuple[NDArray[np.int64], ...] = ()
 
 
 _Moment = float | torch.cuda.Event  # on the host's clock, or on the device's
@@ -103,7 +114,7 @@ class Runner:
         self.hidden = torch.zeros(max_batch, config.hidden_size, dtype=ops.dtype, device=device)
         experts = any(w.moe is not None and isinstance(w.moe.gate_up, DenseExperts) for w in model.weights.layers)
         self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
-        self.changes = Changes(max_batch, config.vocab_size, config.eos_ids, device, self._sent)
+        self.changes = Changes(max_batch, config.vocab_size, device, self._sent)
         self._steps: dict[tuple[int, int, Way, int], Captured] = {}
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs = Graphs()
@@ -130,9 +141,34 @@ class Runner:
     def bucket(self, batch: int) -> int:
         return min(next((b for b in self.buckets if b >= batch), batch), len(self.hidden))
 
+    @property
+    def limits(self) -> Limits:
+        """What a plan from elsewhere must keep to."""
+        cache, model = self.cache, self.model
+        return Limits(len(self.hidden), self.max_kv_len, model.ops.max_decode_len - 1, model.config.vocab_size,
+                      cache.page_size, tuple(cache.num_pages[kind] for kind in KINDS))  # fmt: skip
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Hand in what `plan` says, and wait for none of it but the log-probabilities of prompts."""
+        self.update(plan.update)
+        if plan.decode is None:
+            return self._prefill(plan) if plan.chunks else StepOutput()
+        if plan.chunks:
+            return self._joint(plan, plan.decode)
+        return StepOutput(self._decode(plan.decode, plan.num_running))
+
     # -- rows
 
-    def leave(self, row: int, last: int) -> None:
+    def update(self, update: RowUpdate) -> None:
+        if update.reset:
+            self.clear()
+        if update.wipe:
+            self.cache.wipe()
+        for row, last in update.moves:
+            self._leave(row, last)
+        self._add_pages(update.new_pages)
+
+    def _leave(self, row: int, last: int) -> None:
         """Row `last` becomes row `row`, and stands for nobody itself."""
         per_row = [self.ints, self.floats, self.cache.tables]
         for tensor in per_row:
@@ -149,7 +185,7 @@ class Runner:
         for tensor in (self.ints, self.floats, self.hidden, self.cache.tables):
             tensor.zero_()
 
-    def add_pages(self, pages: Sequence[NewPage]) -> None:
+    def _add_pages(self, pages: Sequence[NewPage]) -> None:
         """Write the entries of running rows' tables."""
         if not pages:
             return
@@ -157,32 +193,32 @@ class Runner:
         kind, row, index, page = self._sent(list(zip(*entries, strict=True)), torch.int64)
         self.cache.tables.index_put_((kind, row, index), page.to(torch.int32))
 
-    def _join(self, first: int, handles: Sequence[Handle]) -> None:
-        """Rows `first` and on get what is known of them, as if the last prefilled token were the one of a decode step:
-        `_advance` brings the rest.
+    def join(self, first: int, chunks: Sequence[PrefillChunk]) -> None:
+        """Sequences whose last `chunks` these are become rows `first` and on, as if the last prefilled token were the
+        one of a decode step: `decode_advance` brings the rest.
         """
-        rows = slice(first, first + len(handles))
-        sampling = [h.request.sampling for h in handles]
-        ints = [(0, h.goal - 1, h.limit, s.top_k, s.key) for h, s in zip(handles, sampling, strict=True)]
+        rows = slice(first, first + len(chunks))
+        new_rows = [c.new_row for c in chunks if c.new_row is not None]
+        ends = [c.start + len(c.tokens) for c in chunks]
+        ints = [(0, end - 1, r.limit, r.sampling.top_k, r.sampling.key) for r, end in zip(new_rows, ends, strict=True)]
         self.ints[:, rows] = self._sent(ints, torch.int64).T
-        self.floats[:, rows] = self._sent([s.floats for s in sampling], torch.float32).T
-        self.cache.tables[:, rows] = self._sent(self._tables(handles, self.cache.tables.shape[2]), torch.int32)
-        self.changes.join(first, handles)
+        self.floats[:, rows] = self._sent([r.sampling.floats for r in new_rows], torch.float32).T
+        self.cache.tables[:, rows] = self._sent(self._tables(chunks, self.cache.tables.shape[2]), torch.int32)
+        self.changes.join(first, new_rows)
+        self.changes.guide([(row, r.mask) for row, r in enumerate(new_rows, first) if r.mask is not None])
 
     @staticmethod
-    def _tables(handles: Sequence[Handle], width: int) -> Tensor:
-        """[2, len(handles), width] int32, on the host."""
-        tables = torch.zeros(len(KINDS), len(handles), width, dtype=torch.int32)
-        for i, kind in enumerate(KINDS):
-            for j, handle in enumerate(handles):
-                pages = handle.pages[kind]
+    def _tables(chunks: Sequence[PrefillChunk], width: int) -> Tensor:
+        """[2, len(chunks), width] int32, on the host."""
+        tables = torch.zeros(len(KINDS), len(chunks), width, dtype=torch.int32)
+        for j, chunk in enumerate(chunks):
+            for i, pages in enumerate(chunk.pages):
                 tables[i, j, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         return tables
 
-    def _layout(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[int], Tensor]:
+    def _layout(self, chunks: Sequence[PrefillChunk]) -> tuple[list[int], list[int], list[int], Tensor]:
         """What a forward of `chunks` is given: ids, starts, sizes as `chunks` has them, and tables, on the host."""
-        handles = [c.handle for c in chunks]
-        tables = self._tables(handles, max(len(h.pages["full"]) for h in handles))
+        tables = self._tables(chunks, max(len(c.pages[0]) for c in chunks))
         ids = [t for c in chunks for t in c.tokens]
         return ids, [c.start for c in chunks], [len(c.tokens) for c in chunks], tables
 
@@ -195,40 +231,40 @@ class Runner:
 
     # -- prefill
 
-    def prefill(self, chunks: Sequence[Chunk], num_running: int) -> Wait | None:
-        """One forward of all chunks. Sequences whose last chunk this is become rows `num_running` and on, in order.
-
-        Returns what waits for their first tokens, or None where no chunk is a last one.
-        """
+    def _prefill(self, plan: StepPlan) -> StepOutput:
+        """One forward of all chunks."""
         began = self._beginning()
-        handles = [c.handle for c in chunks]
+        chunks = plan.chunks
+        prompt_logprobs: tuple[NDArray[np.int64], ...] = ()
         ids, starts, sizes, tables = self._layout(chunks)
-        done = [i for i, c in enumerate(chunks) if c.is_last]
-        outputs = "last" if done else "none"
-        if any(h.request.prompt_logprobs is not None for h in handles):
+        outputs = "none" if all(c.new_row is None for c in chunks) else "last"
+        if any(c.targets for c in chunks):
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
             ends = [0, *accumulate(sizes)]
-            states = self.model.forward(batch, cache)
-            self._know_prompts(chunks, ends, states)
+            states = self.forward(batch, cache)
+            prompt_logprobs = tuple(self._prompt_words(c, states[end:]) for c, end in zip(chunks, ends, strict=False))
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
         elif (short := self.short_prefills.run(ids, starts, sizes, tables, outputs)) is not None:
             hidden = short
         else:
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
-            hidden = self.model.forward(batch, cache, outputs=outputs)
+            hidden = self.forward(batch, cache, outputs)
         self._prefills.append((sum(sizes), began, self._now()))
+        return StepOutput(first=self._first(plan, hidden), prompt_logprobs=prompt_logprobs)
+
+    def _first(self, plan: StepPlan, hidden: Tensor) -> Wait | None:
+        """Have sequences join whose last chunks these are. hidden [n, H]: of the chunks' last tokens, which come first.
+
+        Returns what waits for their first tokens, None where nobody joins.
+        """
+        done = [i for i, c in enumerate(plan.chunks) if c.new_row is not None]
         if not done:
             return None
-        if len(done) < len(chunks):
+        if len(done) < len(hidden):
             hidden = hidden[self._sent(done, torch.int64)]
-        return self._first(hidden, num_running, [handles[i] for i in done])
-
-    def _first(self, hidden: Tensor, num_running: int, joining: Sequence[Handle]) -> Wait:
-        """Sequences whose last tokens gave hidden [n, H] become rows `num_running` and on."""
-        self._join(num_running, joining)
-        self.changes.guide(num_running, joining)
-        rows = slice(num_running, num_running + len(joining))
-        return self._result(self.first_tokens(hidden, rows, Way.of(joining)), 1, began=None)
+        self.join(plan.num_running, [plan.chunks[i] for i in done])
+        rows = slice(plan.num_running, plan.num_running + len(done))
+        return self._result(self.first_tokens(hidden, rows, plan.first_way), 1, began=None)
 
     def first_tokens(self, hidden: Tensor, rows: slice, way: Way) -> Tensor:
         """Of sequences whose last tokens gave hidden [n, H], the rows of the batch: what the host will read."""
@@ -249,27 +285,37 @@ class Runner:
         )  # fmt: skip
         return batch, cache
 
+    @property
+    def _ingests(self) -> bool:
+        return self.drafter is not None and self.drafter.taps is not None
+
+    def forward(self, batch: Batch, cache: KVCache, outputs: str = "all") -> Tensor:
+        """The target's forward (Gemma4.forward), and what its drafter takes in of it."""
+        if self.drafter is None or self.drafter.taps is None:  # _ingests, as mypy reads it
+            return self.model.forward(batch, cache, outputs=outputs)
+        taps = Taps(self.drafter.taps)
+        states = self.model.forward(batch, cache, taps=taps)
+        self.drafter.ingest(batch, taps.states, cache)
+        if outputs == "none":
+            return states[:0]
+        return states if outputs == "all" or batch.cu_seqlens is None else states[batch.cu_seqlens[1:].long() - 1]
+
     def timed_prefills(self) -> Iterator[tuple[int, float]]:
         """(tokens, seconds) of the forwards that have ended, each once; waits for none."""
         while self._prefills and (seconds := _elapsed(*self._prefills[0][1:])) is not None:
             yield self._prefills.popleft()[0], seconds
 
-    def _know_prompts(self, chunks: Sequence[Chunk], ends: Sequence[int], states: Tensor) -> None:
-        """What each token of `chunks` says of the prompt's next one, for those that asked. states: [tokens, H], of the
-        chunks one after another, which end at `ends`. The device is waited for.
+    def _prompt_words(self, chunk: PrefillChunk, states: Tensor) -> NDArray[np.int64]:
+        """`logprob_words` of the chunk's targets. states: [tokens, H], of the chunk and what may follow it. The device
+        is waited for.
         """
-        for chunk, first in zip(chunks, ends, strict=False):
-            handle, prompt = chunk.handle, chunk.handle.request.prompt
-            known = len(handle.prompt_logprobs)  # all of them where it was preempted
-            if (count := handle.request.prompt_logprobs) is None:
-                continue
-            for start in range(known, min(chunk.start + len(chunk.tokens), len(prompt) - 1), LOGPROB_ROWS):
-                end = min(start + LOGPROB_ROWS, chunk.start + len(chunk.tokens), len(prompt) - 1)
-                rows = slice(first + start - chunk.start, first + end - chunk.start)
-                tokens = list(prompt[start + 1 : end + 1])
-                words = logprob_words(self.model.logits(states[rows]), self._sent(tokens, torch.int64)).cpu().numpy()
-                found = zip(words, tokens, strict=True)
-                handle.prompt_logprobs += [read_logprobs(w, token, count) for w, token in found]
+        found = [np.empty((0, 0), np.int64)] if not chunk.targets else []
+        for start in range(0, len(chunk.targets), LOGPROB_ROWS):
+            tokens = chunk.targets[start : start + LOGPROB_ROWS]
+            hidden = states[chunk.first_target + start :][: len(tokens)]
+            words = logprob_words(self.model.logits(hidden), self._sent(tokens, torch.int64))
+            found.append(words.cpu().numpy())
+        return np.concatenate(found)
 
     # -- decode
 
@@ -279,8 +325,12 @@ class Runner:
 
     @property
     def short_sizes(self) -> list[int]:
-        """Tokens of the prefills that are captured: where it counts, a chunk is a forward by itself."""
-        return [] if self.reproducible else [size for size in self.short_prefills.sizes if self.captures(size)]
+        """Tokens of the prefills that are captured: where it counts, a chunk is a forward by itself, and a drafter that
+        takes in tokens sees no others than the prompt's.
+        """
+        if self.reproducible or self._ingests:
+            return []
+        return [size for size in self.short_prefills.sizes if self.captures(size)]
 
     def capture(self, draft_lengths: Sequence[int], ways: Sequence[Way]) -> None:
         """Have steps of the longest sequences captured, and short prefills. No row may stand for anybody."""
@@ -319,65 +369,41 @@ class Runner:
             found.append((size, min(seconds for seconds in times if seconds is not None)))
         return found
 
-    def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:
-        """Start a step of rows 0 to len(handles) - 1. longest: tokens that any of them may ever hold."""
-        batch = self.bucket(len(handles))
-        way = Way.of(handles)
-        self.changes.guide(0, handles)
+    def _decode(self, rows: DecodeRows, count: int) -> Wait:
+        """Start a step of `rows`, the first `count` of which stand for sequences."""
+        batch, num_drafts, way = rows.batch, rows.num_drafts, rows.way
+        self.changes.guide(rows.masks)
         began: _Moment | None
         if self.captures(batch * (num_drafts + 1)):
             known = len(self._steps)
-            graph, result = self._graph(batch, num_drafts, way, longest + num_drafts + 1)
+            graph, result = self._graph(batch, num_drafts, way, rows.longest + num_drafts + 1)
             began = self._beginning() if len(self._steps) == known else None  # a graph's first replay takes longer
             graph.replay()
         else:
             began = self._beginning()
             result = self.step(batch, num_drafts, way, self.max_kv_len)
-        return self._result(result[: len(handles)], num_drafts + 1, began=began)
-
-    def least_joint(self, handles: Sequence[Handle]) -> Shape | None:
-        """The shortest joint step in which these decode, None where none serves."""
-        way, count = Way.of(handles), len(handles)
-        if not self.model.ops.supports_graphs:
-            return Shape(count + 1, count, way)
-        return self.joint_steps.least(count, way)
+        return self._result(result[:count], num_drafts + 1, began=began)
 
     @property
-    def most_joined(self) -> int | None:
-        """Chunks of a joint step at most; None for any."""
-        return SEQUENCES - 1 if self.model.ops.supports_graphs else None
+    def joint_plans(self) -> JointShapes:
+        """The joint steps that plans may ask for."""
+        return self.joint_steps.captured if self.model.ops.supports_graphs else ANY_SHAPE
 
-    def joint(self, handles: Sequence[Handle], chunks: Sequence[Chunk]) -> tuple[Wait, Wait | None, int] | None:
-        """Start a decode step of rows 0 to len(handles) - 1, without drafts, and the prefill of `chunks` as one
-        forward, and have sequences whose last chunks these are join. None where no forward serves, and nothing is done.
-        No chunk's tokens are weighed (prompt_logprobs).
-
-        Returns what waits for the rows' tokens, what waits for first tokens as `prefill` does, and how many tokens the
-        forward is of, filled up.
-        """
-        way, count = Way.of(handles), len(handles)
-        ids, starts, sizes, tables = self._layout(chunks)
-        shape, size = None, sum(sizes) + count
-        if self.model.ops.supports_graphs:
-            if (shape := self.joint_steps.find(sum(sizes), len(chunks), count, way)) is None:
-                return None
-            size = shape.size
-        self.changes.guide(0, handles)
-        began: _Moment
-        if shape is not None:
+    def _joint(self, plan: StepPlan, rows: DecodeRows) -> StepOutput:
+        """A decode step without drafts and a prefill as one forward."""
+        ids, starts, sizes, tables = self._layout(plan.chunks)
+        self.changes.guide(rows.masks)
+        shape = Shape(plan.num_tokens, rows.batch, rows.way)
+        if shape in self.joint_steps:
             self.short_prefills.put(ids, starts, sizes, tables, shape.chunk)
             began = self._beginning()
             result, last = self.joint_steps.replay(shape)
         else:
             began = self._beginning()
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
-            result, last = self.joint_step(count, way, batch, cache)
-        tokens = self._result(result[:count], 1, began=began)
-        done = [i for i, c in enumerate(chunks) if c.is_last]
-        if not done:
-            return tokens, None, size
-        first = self._first(last[self._sent(done, torch.int64)], count, [chunks[i].handle for i in done])
-        return tokens, first, size
+            result, last = self.joint_step(rows.batch, rows.way, batch, cache)
+        decoded = self._result(result[: plan.num_running], 1, began=began)
+        return StepOutput(decoded, self._first(plan, last))
 
     def joint_step(self, batch: int, way: Way, chunks: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """One decode step of rows 0 to batch - 1 and a prefill, all on the device: what `step` returns, and the hidden
@@ -402,10 +428,10 @@ class Runner:
         token, lengths = self.ints[TOKEN, rows], self.ints[LENGTH, rows]
         ids, drafts = token[:, None], None
         if num_drafts and self.drafter is not None:
-            drafts = self.drafter.draft(token, self.hidden[rows], lengths, cache, num_drafts, max_kv_len)
+            drafts = self.drafter.propose(token, self.hidden[rows], lengths, cache, num_drafts, max_kv_len)
             ids = torch.cat((ids, drafts), dim=1)
         fed = Batch.decode(ids, lengths, cache, max_kv_len, self.model.ops)
-        states = self.model.forward(fed, cache)  # [batch * q_len, H]
+        states = self.forward(fed, cache)  # [batch * q_len, H]
         return self._emit(states, fed.positions, drafts, rows, way)
 
     def _emit(self, states: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, way: Way) -> Tensor:

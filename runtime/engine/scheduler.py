@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kerngen.errors import UsageError
 from kerngen.runtime.cache import KINDS
 from kerngen.runtime.engine.pages import PagePool, page_keys
+from kerngen.runtime.engine.plan import SAME_ROWS, NewPage, RowUpdate
 from kerngen.runtime.engine.request import Handle, Phase
 
 
@@ -47,18 +48,10 @@ class Chunk:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class NewPage:
-    """Entry `index` of a running sequence's table of `kind`."""
-
-    kind: str
-    row: int
-    index: int
-    page: int
-
-
 class Scheduler:
-    """running[i] is row i of the decode batch; whoever leaves is replaced by the last, which `leave` is told."""
+    """running[i] is row i of the decode batch; whoever leaves is replaced by the last. What becomes of rows is kept for
+    the next plan: `take_update`.
+    """
 
     def __init__(
         self,
@@ -70,9 +63,8 @@ class Scheduler:
         step: int,
         prefix_caching: bool,
         fixed_chunk: int = 0,
-        leave: Callable[[int, int], None],
     ) -> None:
-        """step: tokens that a decode step and those under way may add. leave(row, last): row `last` moves to `row`.
+        """step: tokens that a decode step and those under way may add.
 
         fixed_chunk: the tokens of every chunk of a prompt but its last; what is preempted then makes its tokens again
         as it did the first time. 0: whatever fits, and its tokens are prefilled.
@@ -81,12 +73,13 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.fixed_chunk = fixed_chunk
         self._window_pages = window_pages(window, step, page_size)
-        self._leave = leave
         self.waiting: list[Handle] = []  # in order of arrival
         self.prefilling: list[Handle] = []
         self.running: list[Handle] = []
-        self.new_pages: list[NewPage] = []  # not yet in the running sequences' tables
         self.num_preemptions = 0
+        self._moves: list[tuple[int, int]] = []  # as RowUpdate has them
+        self._new_pages: list[NewPage] = []  # not yet in the tables; of rows as they are after all moves
+        self._resets = self._wipes = False
 
     @property
     def has_work(self) -> bool:
@@ -266,7 +259,7 @@ class Scheduler:
                     return False
                 pages.append(pool.take())
                 if handle.phase is Phase.RUNNING:
-                    self.new_pages.append(NewPage(kind, handle.row, len(pages) - 1, pages[-1]))
+                    self._new_pages.append(NewPage(kind, handle.row, len(pages) - 1, pages[-1]))
         return True
 
     def _preempt_later(self, handle: Handle) -> bool:
@@ -283,16 +276,36 @@ class Scheduler:
         self.num_preemptions += 1
         self._wait(handle)
 
+    # -- rows
+
+    def take_update(self) -> RowUpdate:
+        """What has become of the rows since the last call."""
+        if not (self._resets or self._wipes or self._moves or self._new_pages):
+            return SAME_ROWS
+        update = RowUpdate(self._resets, self._wipes, tuple(self._moves), tuple(self._new_pages))
+        self._moves.clear()
+        self._new_pages.clear()
+        self._resets = self._wipes = False
+        return update
+
     # -- the end
 
+    def distrust_cache(self) -> None:
+        """K and V of what was computed lately may be NaN: nobody is to find them."""
+        for pool in self.pools.values():
+            pool.forget_all()
+        self._wipes = True
+
     def restart(self) -> None:
-        """Send all back to wait, whatever a step that was interrupted left of them; their rows are not told."""
+        """Send all back to wait, whatever a step that was interrupted left of them and of their rows."""
         for handle in {h.order: h for h in (*self.prefilling, *self.running)}.values():
             self._give_up(handle)
             self._wait(handle)
         self.prefilling.clear()
         self.running.clear()
-        self.new_pages.clear()
+        self._moves.clear()
+        self._new_pages.clear()
+        self._resets = True
 
     def finish(self, handle: Handle) -> None:
         """Let go of all that it holds, wherever it is."""
@@ -308,8 +321,8 @@ class Scheduler:
             row, last = handle.row, self.running.pop()
             if last is not handle:
                 self.running[row], last.row = last, row
-            self.new_pages = [_moved(n, row, len(self.running)) for n in self.new_pages if n.row != row]
-            self._leave(row, len(self.running))
+            self._new_pages = [_moved(n, row, len(self.running)) for n in self._new_pages if n.row != row]
+            self._moves.append((row, len(self.running)))
         else:
             self.prefilling.remove(handle)
         self._give_up(handle)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kerngen.runtime.cache import KINDS, PAGE_SIZE
-from kerngen.runtime.config import ModelConfig
+from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.engine.scheduler import pages_for, window_pages
 
 PREFILL_CHUNK = 2048
@@ -19,7 +19,7 @@ class CacheShape:
     """What decides how much cache a sequence takes.
 
     step: tokens that may be under way beyond those that the host knows of, drafts and the steps behind included.
-    chunk: tokens prefilled at once, of all sequences together.
+    chunk: tokens prefilled at once, of all sequences together. drafter_layers: as KVCache has them.
     """
 
     config: ModelConfig
@@ -27,12 +27,13 @@ class CacheShape:
     page_size: int = PAGE_SIZE
     step: int = 16  # two steps of 8 tokens
     chunk: int = PREFILL_CHUNK
+    drafter_layers: tuple[LayerConfig, ...] = ()
 
     @property
     def page_bytes(self) -> dict[str, int]:
         """Of one page, K and V, in all layers of each kind."""
         total = dict.fromkeys(KINDS, 0)
-        for layer in self.config.layers:
+        for layer in (*self.config.layers, *self.drafter_layers):
             if layer.owns_kv:
                 total[layer.kind] += 2 * layer.num_kv_heads * layer.head_dim * self.page_size * self.dtype.itemsize
         return total

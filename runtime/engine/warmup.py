@@ -13,7 +13,7 @@ import torch
 
 from kerngen.runtime.cache import KINDS
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH
-from kerngen.runtime.engine.logit_processors import Way
+from kerngen.runtime.engine.plan import Way
 from kerngen.runtime.engine.prefill_graphs import OUTPUTS
 from kerngen.runtime.engine.runner import Runner
 from kerngen.runtime.selection import between
@@ -39,7 +39,7 @@ def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *
     for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):
         tables = torch.zeros(len(KINDS), count, -(-keys // page_size), dtype=torch.int32, device=hidden.device)
         forward, cache = runner.chunks([0] * size, [keys - size // count] * count, [size // count] * count, tables)
-        runner.model.forward(forward, cache, outputs="last")
+        runner.forward(forward, cache, "last")
     for count in _lengths(len(hidden)):  # of sequences whose last chunks end together
         rows = slice(0, count)
         runner.first_tokens(hidden[rows], rows, Way())

@@ -3,6 +3,8 @@
 `Launch` runs it on the GPU. `Record` writes down what was asked, on tensors without storage: a model's workload is the
 record of its forward. `Listen` writes down what an engine that is at hand would ask. `Reference` answers it on the CPU
 with the folder's fp32 reference, so that everything above runs and is tested where there is no GPU.
+
+collectives.py is what the ranks of a divided model ask of each other. Where kernels run, a world has one rank today.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from kerngen.arch import Target
+from kerngen.runtime.executors.collectives import Collectives
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
@@ -26,6 +29,7 @@ class Executor(Protocol):
     device: torch.device
     target: Target | None  # whose kernels are called; None for those that every arch has
     supports_graphs: bool  # calls may be captured in a CUDA graph
+    collectives: Collectives  # what this rank computes with the others of a divided model
 
     def run(self, call: Call[R], where: str) -> R:
         """Execute `call` and return its result. A call with nothing to compute does nothing.

@@ -11,7 +11,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from kerngen.arch import Target
+from kerngen.errors import KerngenError
 from kerngen.runtime.executors import Say, at_once
+from kerngen.runtime.executors.collectives import ONE_RANK, Collectives, OneRank, World
 from kerngen.runtime.launcher import Launcher, shares_sms
 from kerngen.system.cores import usable_cores
 from kerngen.templates import find_kernel
@@ -35,7 +37,12 @@ class Launch:
     name = "cuda"
     supports_graphs = True
 
-    def __init__(self, launcher: Launcher, *, in_forwards: bool = False) -> None:
+    def __init__(self, launcher: Launcher, *, in_forwards: bool = False, world: World = ONE_RANK) -> None:
+        """Raises KerngenError for a world of several ranks."""
+        if world.size > 1:
+            raise KerngenError(f"a world of {world.size} GPUs: no kernel divides a model among several yet",
+                               hint="start one engine a GPU, each with --device")  # fmt: skip
+        self.collectives: Collectives = OneRank()
         self.launcher = launcher
         self._in_forwards = in_forwards
         with _alone_lock:

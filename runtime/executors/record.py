@@ -9,14 +9,17 @@ import torch
 
 from kerngen.arch import Target
 from kerngen.runtime.executors import Say, at_once
+from kerngen.runtime.executors.collectives import ONE_RANK, Collectives, Noted, World
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
+_Told = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Record:
     """See `kerngen.runtime.executors.Executor`. note: told the kernel, problem and place of each call, in order.
-    target: what the kernels would run on; without it what every arch can run is asked for.
+    target: what the kernels would run on; without it what every arch can run is asked for. world: whose rank it is;
+    note_collective: told the kind of each collective and the bytes that this rank gives; nothing in a world of one.
 
     Tensors live on the meta device, so results have shapes and no values, and a whole model takes no memory.
     """
@@ -30,38 +33,44 @@ class Record:
         note: Callable[[str, Any, str], None],
         note_outside: Callable[[str], None],
         target: Target | None = None,
+        world: World = ONE_RANK,
+        note_collective: Callable[[str, int], None] = lambda *_: None,
     ) -> None:
         self._note, self._note_outside = note, note_outside
-        self._known: dict[Hashable, tuple[list[tuple[str, Any, str]], Any]] = {}
+        self.collectives: Collectives = Noted(world, lambda *told: self._tell(note_collective, *told))
+        self._known: dict[Hashable, tuple[list[_Told], Any]] = {}
+        self._telling: list[_Told] | None = None  # what is told meanwhile, where it is to be told again
         self.target: Target | None = target
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:
-            self._note(call.kernel, call.problem, where)
+            self._tell(self._note, call.kernel, call.problem, where)
         return call.result
 
     def once(self, key: Hashable, make: Callable[[], R]) -> R:
-        """What `make` returns. Where it was made with an equal key before, nothing runs: its calls are told again, in
-        order, and the same tensors are returned, which hold no values.
+        """What `make` returns. Where it was made with an equal key before, nothing runs: its calls and collectives are
+        told again, in order, and the same tensors are returned, which hold no values.
         """
         if key in self._known:
-            calls, result = self._known[key]
-            for call in calls:
-                self._note(*call)
+            told, result = self._known[key]
+            for note, values in told:
+                self._tell(note, *values)
             return result
-        calls, note = [], self._note
-
-        def noted(*call: Any) -> None:
-            calls.append(call)
-            note(*call)
-
-        self._note = noted
+        outer, told = self._telling, []
+        self._telling = told
         try:
             made = make()
         finally:
-            self._note = note
-        self._known[key] = calls, made
+            self._telling = outer
+        if outer is not None:
+            outer += told
+        self._known[key] = told, made
         return made
+
+    def _tell(self, note: Callable[..., None], *values: Any) -> None:
+        if self._telling is not None:
+            self._telling.append((note, values))
+        note(*values)
 
     def forget(self) -> None:
         """What `once` knows is of one step."""

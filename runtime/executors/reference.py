@@ -9,6 +9,7 @@ import torch
 
 from kerngen.arch import Target
 from kerngen.runtime.executors import Say, at_once
+from kerngen.runtime.executors.collectives import Collectives, OneRank
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.kernel import spread
@@ -19,15 +20,22 @@ R = TypeVar("R")
 class Reference:
     """See `kerngen.runtime.executors.Executor`. Outputs are rounded to the dtypes of the call's own tensors.
 
-    target: whose calls are answered; without it those that every arch can run.
+    target: whose calls are answered; without it those that every arch can run. collectives: of this rank; None for a
+    world of one.
     """
 
     name = "reference"
     supports_graphs = False
 
-    def __init__(self, device: torch.device | str = "cpu", target: Target | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        target: Target | None = None,
+        collectives: Collectives | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.target: Target | None = target
+        self.collectives: Collectives = collectives or OneRank()
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kerngen.runtime.executors import Executor, Say, at_once
+from kerngen.runtime.executors.collectives import Collectives, Noted
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
@@ -22,6 +23,7 @@ class Listen:
 
     def __init__(self, of: Executor) -> None:
         self.name, self.device, self.target, self.supports_graphs = of.name, of.device, of.target, of.supports_graphs
+        self.collectives: Collectives = Noted(of.collectives.world, lambda *_: None)
         self.asked: dict[tuple[str, Any], None] = {}
 
     def run(self, call: Call[R], where: str) -> R:

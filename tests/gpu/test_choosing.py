@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.engine import Engine, Request
-from kerngen.runtime.engine.logit_processors import Way
+from kerngen.runtime.engine.plan import Way
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import Session, open_checkpoint
 

@@ -177,7 +177,7 @@ def test_a_prompt_in_chunks_of_odd_size_runs() -> None:
 def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tuple[int, ...]) -> None:
     """What a graph gives of each chunk's last token, and leaves in the cache for the next one, twice in a row."""
     from kerngen.runtime.engine import Engine
-    from kerngen.runtime.engine.logit_processors import Way
+    from kerngen.runtime.engine.plan import Way
 
     config = _config(quant=True)
     model = _model("cuda", config)

@@ -22,9 +22,9 @@ import torch
 
 from kerngen.loadgen.asking import Shape, follow, prepared
 from kerngen.loadgen.http import Server, ServerGone
-from kerngen.runtime.engine import Engine, Handle
-from kerngen.runtime.engine.runner import Result, Runner, Wait
-from kerngen.runtime.engine.scheduler import Chunk
+from kerngen.runtime.engine import Engine
+from kerngen.runtime.engine.plan import StepPlan
+from kerngen.runtime.engine.runner import Result, Runner, StepOutput, Wait
 from kerngen.runtime.session import Session, load
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny" / "gemma-4-tiny-w4a16"
@@ -48,25 +48,23 @@ class PacedRunner(Runner):
 
         return Wait(wait, lambda: ends <= time.perf_counter())
 
-    def prefill(self, chunks: Sequence[Chunk], num_running: int) -> Any:
-        done = [c.handle for c in chunks if c.is_last]
+    def run(self, plan: StepPlan) -> StepOutput:
+        self.update(plan.update)
+        decoded, rows = None, plan.num_running if plan.decode is not None else 0
+        seconds = STEP_S
+        if plan.chunks:
+            count = rows + sum(len(c.tokens) for c in plan.chunks)
+            seconds = CHUNK_S + TOKEN_S * count
+        if rows:
+            decoded = self._takes(seconds, rows)
+        if not (done := [c for c in plan.chunks if c.new_row is not None]) and rows:
+            return StepOutput(decoded)
+        first = self._takes(0.0 if rows else seconds, len(done))
+        if not rows:
+            self._prefills.append((count, self._free_at - seconds, self._free_at))
         if done:
-            self._join(num_running, done)
-        count = sum(len(c.tokens) for c in chunks)
-        wait = self._takes(CHUNK_S + TOKEN_S * count, len(done))
-        self._prefills.append((count, self._free_at - CHUNK_S - TOKEN_S * count, self._free_at))
-        return wait if done else None
-
-    def joint(self, handles: Sequence[Handle], chunks: Sequence[Chunk]) -> Any:
-        done, rows = [c.handle for c in chunks if c.is_last], len(handles)
-        if done:
-            self._join(rows, done)
-        size = rows + sum(len(c.tokens) for c in chunks)
-        tokens = self._takes(CHUNK_S + TOKEN_S * size, rows)
-        return tokens, self._takes(0.0, len(done)) if done else None, size
-
-    def decode(self, handles: Sequence[Handle], num_drafts: int, longest: int) -> Wait:
-        return self._takes(STEP_S, len(handles))
+            self.join(plan.num_running, done)
+        return StepOutput(decoded, first if done else None)
 
 
 class PacedSession(Session):

@@ -24,10 +24,13 @@ import kerngen
 from kerngen.errors import KerngenError, NumericsError, UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Generation, Handle, Request, TokenLogprobs, TokenMask
-from kerngen.runtime.engine.logit_processors import Changes, Way
+from kerngen.runtime.engine.logit_processors import Changes
 from kerngen.runtime.engine.mask import allowed_bits
+from kerngen.runtime.engine.plan import Way
+from kerngen.runtime.engine.planning import prefill_chunk, sampling_mode
+from kerngen.runtime.engine.scheduler import Chunk
 from kerngen.runtime.logprobs import MOST_LOGPROBS, logprob_words, read_logprobs
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.penalties import counts_at, penalized
@@ -37,7 +40,7 @@ from kerngen.runtime.sampling import Parameters, Sampling, choose, likeliest, un
 VOCAB = BASE["vocab_size"]
 EOS = 1  # of the tiny models' config.json
 PAGE = 4
-Models = tuple[Gemma4, Drafter]
+Models = tuple[Gemma4, MtpDrafter]
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +216,7 @@ def requests_of_all_kinds(count: int = 14) -> list[Request]:
     return made
 
 
-def engine_for(model: Gemma4, drafter: Drafter | None = None, **options: Any) -> Engine:
+def engine_for(model: Gemma4, drafter: MtpDrafter | None = None, **options: Any) -> Engine:
     options = {"max_len": 50, "max_batch": 8, "page_size": PAGE, "num_draft_tokens": 3} | options
     return Engine(model, drafter, **options)
 
@@ -353,8 +356,8 @@ def test_a_step_with_every_feature_never_waits_for_the_device(models: Models) ->
         handle = Handle(Request([3], 9, sampling, suppressed_ids=(4,), logprobs=3, mask=Thirds()), 0, 0.0, goal=1)
         handle.allowed = allowed_bits(Thirds(), VOCAB, (), 0)
         with torch.inference_mode():
-            engine.runner._join(0, [handle])
-            way = Way.of([handle])
+            engine.runner.join(0, [prefill_chunk(Chunk(handle, 0, [3], True), (EOS,), VOCAB)])
+            way = sampling_mode([handle])
             assert all(way), "each field of it"
             with NoWaiting():
                 result = engine.runner.step(2, 3, way, 64)
@@ -372,9 +375,9 @@ def test_what_nobody_asks_for_costs_nothing(models: Models, monkeypatch: pytest.
     """No tensors, no logits, no other graphs; and what one request asked for is forgotten by the next steps."""
     model, drafter = models
     engine = engine_for(model, drafter, max_batch=2)
-    assert Way.of([Handle(Request([3], 4, Sampling()), 0, 0.0)]) == Way()
-    assert Way.of([Handle(Request([3], 4, Sampling(0.5, 7)), 0, 0.0)]) == Way(True, 64)
-    assert Way.of([Handle(Request([3], 4, Sampling(min_p=0.3)), 0, 0.0)]) == Way(), "greedy keeps the likeliest"
+    assert sampling_mode([Handle(Request([3], 4, Sampling()), 0, 0.0)]) == Way()
+    assert sampling_mode([Handle(Request([3], 4, Sampling(0.5, 7)), 0, 0.0)]) == Way(True, 64)
+    assert sampling_mode([Handle(Request([3], 4, Sampling(min_p=0.3)), 0, 0.0)]) == Way(), "greedy keeps the likeliest"
     plain = Request(prompt(9), 8)
     tokens, _ = expected(model, plain)
     with monkeypatch.context() as patch:
@@ -425,7 +428,6 @@ def test_min_tokens_hold_back_what_is_made_again(model: Gemma4) -> None:
     while len(handle.tokens) < 7:
         engine.step()
     engine.scheduler.restart()
-    engine.runner.clear()
     while engine.has_work:
         engine.step()
     assert_made(handle, model, request)

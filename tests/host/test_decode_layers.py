@@ -23,7 +23,7 @@ from kerngen.errors import ProblemError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig, read_model_config
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
@@ -154,7 +154,7 @@ def drafted(config: ModelConfig, letters: str, ops: Ops, length: int) -> Tensor:
     """What three drafts behind `length` tokens give, the head's inputs and the hidden states [3, H + T]."""
     model = Gemma4(config, synthetic_model(config, ops, 0), ops)
     drafting = drafter_for(config, letters)
-    drafter = Drafter(drafting, synthetic_drafter(drafting, ops, 1), model)
+    drafter = MtpDrafter(drafting, synthetic_drafter(drafting, ops, 1), model)
     cache = KVCache.whole(config, ops, batch=1, max_len=64, page_size=16)
     prompt = torch.arange(length) * 7 % config.vocab_size
     hidden = model.forward(Batch.prefill(prompt, 0, cache), cache, outputs="last")

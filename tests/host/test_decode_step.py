@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kerngen.arch import Target, find_arch
 from kerngen.errors import ProblemError
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.engine.runner import Runner, Way, _read
+from kerngen.runtime.engine.plan import Way
+from kerngen.runtime.engine.runner import Runner, _read
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4

@@ -20,7 +20,7 @@ from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.cli.db.transfer import cells_of
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import _bytes, footprint
@@ -57,10 +57,10 @@ def configs(weights: str, assistant: Path = ASSISTANT) -> tuple[ModelConfig, Dra
     return config, read_drafter_config(assistant, config).keeping(weights)
 
 
-def loaded(weights: str, ops: Ops, assistant: Path = ASSISTANT) -> tuple[Gemma4, Drafter]:
+def loaded(weights: str, ops: Ops, assistant: Path = ASSISTANT) -> tuple[Gemma4, MtpDrafter]:
     config, drafter = configs(weights, assistant)
     model = Gemma4(config, load_model(TARGET, config, ops), ops)
-    return model, Drafter(drafter, load_drafter(assistant, drafter, ops), model)
+    return model, MtpDrafter(drafter, load_drafter(assistant, drafter, ops), model)
 
 
 def matrices(weights: DrafterWeights) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, prefill_graphs
 from kerngen.runtime.engine.graphs import Captured, Graphs
-from kerngen.runtime.engine.logit_processors import Way
+from kerngen.runtime.engine.plan import StepPlan, Way
 from kerngen.runtime.engine.prefill_graphs import OUTPUTS, ShortPrefills
 from kerngen.runtime.engine.request import Phase
-from kerngen.runtime.engine.scheduler import Chunk, window_pages
+from kerngen.runtime.engine.runner import StepOutput
+from kerngen.runtime.engine.scheduler import window_pages
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import KVPages, Linear
 from kerngen.runtime.ops.eager import TorchOps
@@ -35,7 +36,7 @@ PAGE = 4
 LENGTHS = (1, 2, 7, 8, 9, 13, 21, 30)  # prompts: around pages, around the window, and far beyond it
 COUNTS = (1, 2, 9, 17, 12, 24, 5, 20)
 REQUESTS = [Request(prompt(n, seed=i), c) for i, (n, c) in enumerate(zip(LENGTHS, COUNTS, strict=True))]
-Models = dict[str, tuple[Gemma4, Drafter]]
+Models = dict[str, tuple[Gemma4, MtpDrafter]]
 ALONE: dict[tuple[int, str], list[list[int]]] = {}  # models live as long as the module
 
 
@@ -65,7 +66,7 @@ def alone(model: Gemma4, requests: list[Request]) -> list[list[int]]:
     return ALONE[key]
 
 
-def engine_for(model: Gemma4, drafter: Drafter | None = None, **options: Any) -> Engine:
+def engine_for(model: Gemma4, drafter: MtpDrafter | None = None, **options: Any) -> Engine:
     options = {"max_len": 60, "max_batch": 8, "page_size": PAGE, "num_draft_tokens": 3} | options
     return Engine(model, drafter, **options)
 
@@ -82,14 +83,35 @@ def assert_nothing_is_held(engine: Engine) -> None:
         assert len(set(pool._free)) == len(pool._free)
         assert not set(pool._free) & set(pool._idle)
         assert set(pool._idle) <= set(pool._key_of)
+    with torch.inference_mode():
+        engine.runner.update(engine.scheduler.take_update())  # who has left since the last plan
     assert not engine.runner.ints[1:].any(), "a row that stands for nobody must be all zeros: it writes to page 0"
     assert not engine.cache.tables.any()
 
 
-class Oracle(Drafter):
+@contextmanager
+def plans_of(engine: Engine, told: Callable[[StepPlan], object]) -> Iterator[None]:
+    """Tell what the engine plans meanwhile, behind its forward."""
+    run = engine.runner.run
+
+    def noted(plan: StepPlan) -> StepOutput:
+        output = run(plan)
+        told(plan)
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "run", noted)
+        yield
+
+
+def kind_of(plan: StepPlan) -> str:
+    return "prefill" if plan.decode is None else "joint" if plan.chunks else "decode"
+
+
+class Oracle(MtpDrafter):
     """Drafts each row's right continuation, except where a coin says no: every acceptance length happens."""
 
-    def __init__(self, drafter: Drafter, known: dict[tuple[int, ...], list[int]], chance: float = 0.7) -> None:
+    def __init__(self, drafter: MtpDrafter, known: dict[tuple[int, ...], list[int]], chance: float = 0.7) -> None:
         super().__init__(drafter.config, drafter.weights, drafter.target)
         self.known, self.chance = known, chance
         self.random = random.Random(0)
@@ -103,10 +125,10 @@ class Oracle(Drafter):
         assert y.isfinite().all(), "a draft saw a key that was let go"
         return y
 
-    def draft(
+    def propose(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
-        real = super().draft(ids, hidden, lengths, cache, count, max_kv_len)
+        real = super().propose(ids, hidden, lengths, cache, count, max_kv_len)
         assert self.engine is not None
         for row, handle in enumerate(self.engine.scheduler.running):
             key = tuple(handle.request.prompt)
@@ -117,7 +139,7 @@ class Oracle(Drafter):
         return real
 
 
-def oracle_for(drafter: Drafter, requests: list[Request], expected: list[list[int]], chance: float = 0.7) -> Oracle:
+def oracle_for(drafter: MtpDrafter, requests: list[Request], expected: list[list[int]], chance: float = 0.7) -> Oracle:
     return Oracle(drafter, {tuple(r.prompt): t for r, t in zip(requests, expected, strict=True)}, chance)
 
 
@@ -149,14 +171,14 @@ def test_drafts_of_every_length_change_no_token_of_a_batch(models: Models, draft
 class Noting(Oracle):
     """Leaves the real drafts, and notes them by prompt and length."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: MtpDrafter) -> None:
         super().__init__(drafter, {})
         self.notes: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
-    def draft(
+    def propose(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
-        drafts = Drafter.draft(self, ids, hidden, lengths, cache, count, max_kv_len)
+        drafts = MtpDrafter.propose(self, ids, hidden, lengths, cache, count, max_kv_len)
         assert self.engine is not None
         for handle, length, row in zip(self.engine.scheduler.running, lengths.tolist(), drafts.tolist(), strict=False):
             if length < handle.limit - 1:  # beyond its end a row may draft anything
@@ -626,17 +648,15 @@ def test_short_prefills_that_were_captured(models: Models, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("variant", ["dense", "k_eq_v", "moe"])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_who_decodes_joins_a_prefill(models: Models, monkeypatch: pytest.MonkeyPatch, variant: str, lag: int) -> None:
+def test_who_decodes_joins_a_prefill(models: Models, variant: str, lag: int) -> None:
     """One forward for both: each has the tokens that it has alone, and no weights are read by a decode step beside."""
     model, _ = models[variant]
     expected = alone(model, REQUESTS)
     engine = engine_for(model, prefill_chunk=9, lag=lag, num_pages={"full": 40, "sliding": 50})
     assert tokens_of(engine, REQUESTS[2:3]) == expected[2:3]  # what a step takes that only decodes
     ran = Counter[str]()
-    for name in ("decode", "prefill", "joint"):
-        plain = getattr(engine.runner, name)
-        monkeypatch.setattr(engine.runner, name, lambda *args, n=name, p=plain: (ran.update([n]), p(*args))[1])
-    assert tokens_of(engine, REQUESTS) == expected
+    with plans_of(engine, lambda plan: ran.update([kind_of(plan)])):
+        assert tokens_of(engine, REQUESTS) == expected
     assert ran["joint"] > 4
     assert ran["prefill"] <= 2, "only while nobody decodes"
     assert_nothing_is_held(engine)
@@ -664,7 +684,7 @@ def test_joint_steps_that_were_captured(models: Models, monkeypatch: pytest.Monk
     assert_nothing_is_held(engine)
 
 
-def test_what_only_decodes_is_timed_before_anybody_joins(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_decodes_is_timed_before_anybody_joins(models: Models) -> None:
     """Gaps are measured against it, and drafts: where somebody is prefilled at each step, too."""
     model, drafter = models["dense"]
     requests = [Request(prompt(30, seed=i), 6) for i in range(20)]
@@ -673,11 +693,9 @@ def test_what_only_decodes_is_timed_before_anybody_joins(models: Models, monkeyp
         engine_for(model, drafter, prefill_chunk=5, num_draft_tokens=None),
     ):
         ran: list[str] = []
-        for name in ("decode", "joint"):
-            plain = getattr(engine.runner, name)
-            monkeypatch.setattr(engine.runner, name, lambda *args, n=name, p=plain, r=ran: (r.append(n), p(*args))[1])
-        assert tokens_of(engine, requests) == alone(model, requests)
-        assert ran[0] == "decode"
+        with plans_of(engine, lambda plan, ran=ran: ran.append(kind_of(plan))):
+            assert tokens_of(engine, requests) == alone(model, requests)
+        assert next(kind for kind in ran if kind != "prefill") == "decode"
         assert "joint" in ran
         assert engine._budget.knows_decode
         assert all(engine._lengths.knows_plain(b) for b in engine._lengths._counts if engine._lengths._costs[b][0])
@@ -693,23 +711,17 @@ def test_a_joint_step_has_no_more_chunks_than_were_captured(models: Models, monk
     engine = engine_for(model, prefill_chunk=32, buckets=(8,), lag=1, prefix_caching=False)
     Graphless(engine, monkeypatch)
     engine.make_ready()
-    said: list[tuple[int, bool]] = []
-    plain = engine.runner.joint
-
-    def joint(rows: Sequence[Handle], chunks: Sequence[Chunk]) -> Any:
-        waits = plain(rows, chunks)
-        said.append((len(chunks), waits is not None and waits[2] == 16))
-        return waits
-
-    monkeypatch.setattr(engine.runner, "joint", joint)
     handles = [engine.submit(requests[0])]
     while len(handles[0].tokens) < 4:
         engine.step()
     handles += [engine.submit(request) for request in requests[1:]]
-    while engine.has_work:
-        engine.step()
+    planned: list[StepPlan] = []
+    with plans_of(engine, planned.append):
+        while engine.has_work:
+            engine.step()
     assert [h.tokens for h in handles] == expected
-    assert said == [(3, True), (3, True)], "forwards of 16 tokens, filled up"
+    joint = [(len(plan.chunks), plan.num_tokens) for plan in planned if kind_of(plan) == "joint"]
+    assert joint == [(3, 16), (3, 16)], "forwards of 16 tokens, filled up"
 
 
 def test_a_layer_with_an_input_of_its_own_joins_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -735,7 +747,7 @@ def test_who_is_drafted_for_joins_nobody(models: Models, monkeypatch: pytest.Mon
     for variant, options in (("dense", {"num_draft_tokens": 2}), ("shared_ple", {"num_draft_tokens": 0})):
         model, drafter = models[variant]
         engine = engine_for(model, drafter, prefill_chunk=9, **options)
-        monkeypatch.setattr(engine.runner, "joint", None)
+        monkeypatch.setattr(engine.runner, "joint_step", None)
         assert tokens_of(engine, REQUESTS) == alone(model, REQUESTS)
     model, _ = models["dense"]
     weighed = [replace(r, prompt_logprobs=2) for r in REQUESTS]
@@ -788,7 +800,6 @@ def test_what_is_reproducible_does_not_depend_on_company(models: Models, drafts:
         for _ in range(6):
             engine.step()
         engine.scheduler.restart()
-        engine.runner.clear()
         while engine.has_work:
             engine.step()
         assert [h.tokens for h in handles] == expected

@@ -18,10 +18,9 @@ import torch
 from kerngen.arch import find_arch
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.config import ModelConfig, read_drafter_config, read_model_config
-from kerngen.runtime.drafting import Drafter
-from kerngen.runtime.engine import Engine, Handle, Request
-from kerngen.runtime.engine.runner import Way
-from kerngen.runtime.engine.scheduler import Chunk
+from kerngen.runtime.drafting import MtpDrafter
+from kerngen.runtime.engine import Engine, Request
+from kerngen.runtime.engine.plan import NewRow, PrefillChunk, StepPlan, Way
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
@@ -59,11 +58,11 @@ def folders(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return root / "target", root / "assistant"
 
 
-def load(target: Path, assistant: Path, ops: Ops) -> tuple[Gemma4, Drafter]:
+def load(target: Path, assistant: Path, ops: Ops) -> tuple[Gemma4, MtpDrafter]:
     config = read_model_config(target)
     model = Gemma4(config, load_model(target, config, ops), ops)
     drafter_config = read_drafter_config(assistant, config)
-    return model, Drafter(drafter_config, load_drafter(assistant, drafter_config, ops), model)
+    return model, MtpDrafter(drafter_config, load_drafter(assistant, drafter_config, ops), model)
 
 
 def prompt(config: ModelConfig, length: int) -> list[int]:
@@ -145,7 +144,7 @@ def _listed(model: Model, arch: str) -> set[tuple[str, str]]:
 
 
 @torch.inference_mode()
-def _run_all(model: Gemma4, drafter: Drafter | None) -> None:
+def _run_all(model: Gemma4, drafter: MtpDrafter | None) -> None:
     """Everything that a generation may do, with every draft length that the engine permits, on meta tensors."""
     ops = model.ops
     for drafts in range(ops.max_decode_len):
@@ -155,20 +154,15 @@ def _run_all(model: Gemma4, drafter: Drafter | None) -> None:
             target = Gemma4(model.config, model.weights, ops, suppressed_ids=suppressed)
             engine = Engine(target, drafter, max_len=300, max_batch=5, num_draft_tokens=drafts)
             for batch in (1, 2, 5):
-                engine.runner.step(batch, drafts, Way.of([_handle(sampling, 1)]), 512)
+                engine.runner.step(batch, drafts, Way.for_sampling([sampling]), 512)
     for pieces in ([(1, 0)], [(5, 0)], [(63, 64)], [(77, 200)], [(7, 0), (1, 3), (70, 129)]):
         for is_last in (False, True):
-            chunks = [Chunk(_handle(sampling, n), start, [3] * n, is_last) for n, start in pieces]
-            for chunk in chunks:
-                chunk.handle.pages = dict.fromkeys(("full", "sliding"), [1] * 5)
-            engine.runner.prefill(chunks, 0)
+            new_row = NewRow(300, sampling) if is_last else None
+            chunks = [PrefillChunk((3,) * n, start, ((1,) * 5,) * 2, new_row) for n, start in pieces]
+            engine.runner.run(StepPlan(0, chunks=tuple(chunks), first_way=Way.for_sampling([sampling])))
     for tokens, start in ((1, 0), (63, 64)):
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
         model.forward(Batch.prefill(ids, start, engine.cache.rows(1)), engine.cache.rows(1), outputs="last")
-
-
-def _handle(sampling: Sampling, length: int) -> Handle:
-    return Handle(Request([3] * length, 9, sampling), 0, 0.0, goal=length)
 
 
 @pytest.mark.parametrize(("name", "arch"), [*((name, "sm90") for name in MODELS), ("gemma-4-31b", "sm70")])
@@ -188,7 +182,7 @@ def _check_record(found: Model, arch: str) -> None:
     model = Gemma4(found.target, synthetic_model(found.target, ops), ops)
     drafter = None
     if found.drafter is not None:
-        drafter = Drafter(found.drafter, synthetic_drafter(found.drafter, ops), model)
+        drafter = MtpDrafter(found.drafter, synthetic_drafter(found.drafter, ops), model)
     _run_all(model, drafter)
     assert asked.found, "nothing was recorded"
     lacking = asked.found - _listed(found, arch)

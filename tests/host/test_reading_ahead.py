@@ -21,7 +21,7 @@ from kerngen.arch import Target, find_arch
 from kerngen.compiler.compile import compile_ptx
 from kerngen.compiler.render import render
 from kerngen.runtime.config import read_drafter_config, read_model_config
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
@@ -139,7 +139,7 @@ def test_forwards_have_written_before_embed_what_is_read_ahead(variant: str, tmp
         config = read_model_config(tmp_path / "target")
         model = Gemma4(config, load_model(tmp_path / "target", config, ops), ops)
         drafter_config = read_drafter_config(tmp_path / "assistant", config)
-        drafter = Drafter(drafter_config, load_drafter(tmp_path / "assistant", drafter_config, ops), model)
+        drafter = MtpDrafter(drafter_config, load_drafter(tmp_path / "assistant", drafter_config, ops), model)
         engine = Engine(model, drafter, max_len=80, num_draft_tokens=2, prefill_chunk=11, page_size=16)
         engine.generate([config.bos_id, *range(3, 27)], max_new_tokens=8)
     assert watched.num_read > 100
@@ -190,7 +190,7 @@ def test_drafts_have_written_what_all_layers_at_once_read_ahead() -> None:
         config = read_model_config(TINY)
         model = Gemma4(config, load_model(TINY, config, ops), ops)
         drafter_config = read_drafter_config(folder, config).keeping("int4")
-        drafter = Drafter(drafter_config, load_drafter(folder, drafter_config, ops), model)
+        drafter = MtpDrafter(drafter_config, load_drafter(folder, drafter_config, ops), model)
         engine = Engine(model, drafter, max_len=120, num_draft_tokens=2, prefill_chunk=40, page_size=16)
         engine.generate([config.bos_id, *range(3, 72)], max_new_tokens=6)
     assert watched.num_drafts > 2

@@ -12,7 +12,7 @@ import torch
 
 from kerngen.arch import Target, find_device
 from kerngen.runtime.config import read_drafter_config, read_model_config
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.executors import Say
 from kerngen.runtime.executors.reference import Reference
@@ -60,7 +60,7 @@ def test_nothing_is_built_once_requests_come(drafts: int | None) -> None:
     config = read_model_config(TINY / "gemma-4-tiny-w4a16")
     model = Gemma4(config, load_model(TINY / "gemma-4-tiny-w4a16", config, ops), ops)
     drafter_config = read_drafter_config(TINY / "gemma-4-tiny-assistant", config)
-    drafter = Drafter(drafter_config, load_drafter(TINY / "gemma-4-tiny-assistant", drafter_config, ops), model)
+    drafter = MtpDrafter(drafter_config, load_drafter(TINY / "gemma-4-tiny-assistant", drafter_config, ops), model)
     engine = Engine(model, drafter, max_len=140, max_batch=3, num_draft_tokens=drafts, prefill_chunk=70, page_size=16,
                     buckets=(1, 2))  # fmt: skip
     before = [tensor.clone() for tensor in (engine.runner.ints, engine.runner.hidden, engine.cache.tables)]

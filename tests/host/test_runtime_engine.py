@@ -16,9 +16,9 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Generation
-from kerngen.runtime.engine.runner import Way
+from kerngen.runtime.engine.plan import Way
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.sampling import Parameters, Sampling, accepted, choose, cut_for, distribution, likeliest, sample
@@ -59,25 +59,25 @@ def plain_tokens(model: Gemma4) -> list[int]:
     return PLAIN[id(model)]
 
 
-def generate(model: Gemma4, drafter: Drafter | None = None, *, k: int = 3, count: int = COUNT, **kwargs: Any) -> Any:
+def generate(model: Gemma4, drafter: MtpDrafter | None = None, *, k: int = 3, count: int = COUNT, **kwargs: Any) -> Any:
     sampling = kwargs.pop("sampling", None)
     stop_ids = kwargs.pop("stop_ids", ())
     engine = Engine(model, drafter, max_len=len(PROMPT) + count, num_draft_tokens=k, page_size=4, **kwargs)
     return engine.generate(PROMPT, max_new_tokens=count, sampling=sampling, stop_ids=stop_ids)
 
 
-class Oracle(Drafter):
+class Oracle(MtpDrafter):
     """Drafts the right continuation, except where `wrong` says so of the position: every acceptance length happens."""
 
-    def __init__(self, drafter: Drafter, tokens: list[int], period: int) -> None:
+    def __init__(self, drafter: MtpDrafter, tokens: list[int], period: int) -> None:
         super().__init__(drafter.config, drafter.weights, drafter.target)
         self.known = tokens
         self.period = period
 
-    def draft(
+    def propose(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
-        super().draft(ids, hidden, lengths, cache, count, max_kv_len)  # the real one still runs
+        super().propose(ids, hidden, lengths, cache, count, max_kv_len)  # the real one still runs
         at = int(lengths) - len(PROMPT) + 1
         known = [*self.known, *[0] * (count + 1)]
         right = known[at : at + count]

@@ -110,22 +110,24 @@ def test_arrivals_wander_between_nobody_and_more_than_run_at_once() -> None:
 
 def test_a_remembering_drafter_says_what_came_before(opened: Opened) -> None:
     assert opened.drafter is not None
-    drafter = RememberingDrafter(opened.drafter)
+    drafter = RememberingDrafter(opened.drafter, opened.ops.device)
     tokens = [(7 * i) % 96 for i in range(20)]
     drafter.remember(30, tokens)
     engine = Engine(opened.model, opened.drafter, max_len=64, max_batch=2, num_draft_tokens=3)
     hidden = torch.zeros(2, opened.model.config.hidden_size)
     ids, lengths = torch.tensor([tokens[1], 95]), torch.tensor([31, 31])
     with torch.inference_mode():
-        own = opened.drafter.draft(ids, hidden, lengths, engine.cache, 3, 64)
-        drafts = drafter.draft(ids, hidden, lengths, engine.cache, 3, 64)
+        own = opened.drafter.propose(ids, hidden, lengths, engine.cache, 3, 64)
+        drafts = drafter.propose(ids, hidden, lengths, engine.cache, 3, 64)
     assert drafts[0].tolist() == tokens[2:5]
     assert drafts[1].tolist() == own[1].tolist(), "of what it has not seen it knows nothing"
     assert any(p % ERR_EVERY == 0 for p in range(31, 50)), "and some of what it has seen it forgets"
     at = 40 - 30
     with torch.inference_mode():
-        there = drafter.draft(torch.tensor([tokens[at], 0]), hidden, torch.tensor([40, 40]), engine.cache, 1, 64)
-        known = opened.drafter.draft(torch.tensor([tokens[at], 0]), hidden, torch.tensor([40, 40]), engine.cache, 1, 64)
+        there = drafter.propose(torch.tensor([tokens[at], 0]), hidden, torch.tensor([40, 40]), engine.cache, 1, 64)
+        known = opened.drafter.propose(
+            torch.tensor([tokens[at], 0]), hidden, torch.tensor([40, 40]), engine.cache, 1, 64
+        )
     assert there.tolist() == known.tolist()
 
 
@@ -282,7 +284,7 @@ def test_nothing_is_asked_of_a_gpu_that_has_failed(
             monkeypatch.setattr(Memory, "now", staticmethod(lost))
             monkeypatch.setattr(Engine, "cancel", lost)
             monkeypatch.setattr(Engine, "__init__", lost)
-            monkeypatch.setattr(Runner, "clear", lost)
+            monkeypatch.setattr(Runner, "run", lost)
         return lost() if calls[0] >= 60 else step(self)
 
     monkeypatch.setattr(Engine, "_step", failing)

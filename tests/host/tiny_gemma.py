@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from kerngen.runtime.config import ModelConfig, read_drafter_config, read_model_config
-from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
@@ -117,9 +117,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Gemma4:
     return Gemma4(config, load_model(folder, config, ops), ops)
 
 
-def load_assistant(folder: Path, target: Gemma4) -> Drafter:
+def load_assistant(folder: Path, target: Gemma4) -> MtpDrafter:
     config = read_drafter_config(folder, target.config)
-    return Drafter(config, load_drafter(folder, config, target.ops), target)
+    return MtpDrafter(config, load_drafter(folder, config, target.ops), target)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -1,0 +1,307 @@
+"""One forward as a value: what the scheduler has decided, and all that the runner needs to know of it.
+
+A plan has no tensors and no handles of requests. It can be written down as JSON, and any runner of the same model and
+limits that is given the same plans in the same order makes the same tokens (vLLM's SchedulerOutput is the model). What
+the runner must know of a request is said once, when the request joins the decode batch; from then on it is a row.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from kerngen.errors import UsageError
+from kerngen.runtime.cache import KINDS
+from kerngen.runtime.config_fields import short
+from kerngen.runtime.sampling import Sampling, cut_for
+
+MAX_JSON_BYTES = 1 << 26  # of one plan: 128 rows with a mask each take 6 MB, a chunk of 2,048 tokens 20 kB
+GREEDY = Sampling()
+
+
+class Way(NamedTuple):
+    """How a step chooses tokens. cut: see sampling.cut_for. The others say what some row needs.
+
+    masked: suppresses tokens of its own, or has a mask; guided: has a mask, and takes no drafts; held: may not end yet.
+    """
+
+    sampled: bool = False
+    cut: int = 0
+    masked: bool = False
+    min_p: bool = False
+    penalized: bool = False
+    biased: bool = False
+    held: bool = False
+    guided: bool = False
+    logprobs: bool = False
+
+    @staticmethod
+    def for_sampling(sampling: Sequence[Sampling]) -> Way:
+        """What the parameters alone ask for, but for min_tokens."""
+        sampled = not all(s.is_greedy for s in sampling)
+        return Way(
+            sampled=sampled,
+            cut=cut_for(sampling) if sampled else 0,
+            min_p=sampled and any(s.min_p for s in sampling),
+            penalized=any(s.is_penalized for s in sampling),
+            biased=any(s.logit_bias for s in sampling),
+        )
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more is asked for than each row's likeliest token."""
+        return self.sampled or self.masked or self.penalized or self.biased or self.held or self.logprobs
+
+
+PLAIN = Way()
+
+
+@dataclass(frozen=True, slots=True)
+class NewPage:
+    """Entry `index` of a running sequence's block table of `kind`."""
+
+    kind: str
+    row: int
+    index: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowUpdate:
+    """What becomes of the rows before the forward, in this order.
+
+    reset: no row stands for a sequence any more. wipe: page 0 may hold NaN, and becomes zeros. moves: of each (row,
+    last) the sequence of `row` leaves, row `last` takes its place, and row `last` stands for nobody.
+    """
+
+    reset: bool = False
+    wipe: bool = False
+    moves: tuple[tuple[int, int], ...] = ()
+    new_pages: tuple[NewPage, ...] = ()
+
+
+SAME_ROWS = RowUpdate()
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """What is known of a sequence that joins the decode batch, besides its pages and its length.
+
+    limit: tokens of prompt and answer together, at most. stop_ids: what may not be chosen before position `first_stop`;
+    none without min_tokens. prompt, answer: the tokens that penalties count, where the sequence has any. mask: the bits
+    of the tokens that may come next (mask.py), None for a sequence without a mask.
+    """
+
+    limit: int
+    sampling: Sampling = GREEDY
+    suppressed_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    first_stop: int = 0
+    prompt: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+    mask: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Tokens [start, start + len(tokens)) of a sequence, and the pages that hold it, in the order of KINDS.
+
+    new_row: of a sequence whose last chunk this is; its first token is chosen then. targets: tokens of the prompt whose
+    log-probabilities are wanted: those that follow the chunk's tokens at first_target and on.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    pages: tuple[tuple[int, ...], ...]
+    new_row: NewRow | None = None
+    targets: tuple[int, ...] = ()
+    first_target: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The decode batch of a forward. batch: rows that are computed, from 0 on; those from StepPlan.num_running on stand
+    for nobody. longest: tokens that any of the sequences may ever hold. masks: (row, bits) of rows that have a mask.
+    """
+
+    batch: int
+    longest: int
+    num_drafts: int = 0
+    way: Way = PLAIN
+    masks: tuple[tuple[int, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward: the rows that decode, the chunks that are prefilled, or both (mixed_batches.py); or rows alone.
+
+    num_running: rows that stand for a sequence, after `update`. All of them decode, if any does; sequences whose last
+    chunks these are become rows num_running and on, in order, and choose their first tokens as first_way says.
+    num_tokens: of a forward of both, filled up to one that is captured; 0 otherwise.
+    """
+
+    num_running: int
+    update: RowUpdate = SAME_ROWS
+    decode: DecodeRows | None = None
+    chunks: tuple[PrefillChunk, ...] = ()
+    first_way: Way = PLAIN
+    num_tokens: int = 0
+
+    def to_json(self) -> str:
+        """On one line. Fields that have their default are left out."""
+        return json.dumps(_plain(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str, limits: Limits) -> StepPlan:
+        """The plan that `to_json` wrote. Raises UsageError where it is none, or does not keep to `limits`."""
+        if len(text) > MAX_JSON_BYTES:
+            raise UsageError(f"a plan of {len(text):,} B; {MAX_JSON_BYTES:,} B are read at most")
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as e:
+            raise UsageError(f"a plan is not JSON: {e}") from e
+        plan = _typed(StepPlan, values, "plan")
+        limits.check(plan)
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What plans may ask of a runner: a page or a row that it does not have would be somebody else's memory.
+
+    max_len: tokens that block tables have room for. num_pages: of each kind, page 0 included, in the order of KINDS.
+    """
+
+    max_batch: int
+    max_len: int
+    max_drafts: int
+    vocab_size: int
+    page_size: int
+    num_pages: tuple[int, ...]
+
+    def check(self, plan: StepPlan) -> None:
+        """Raises UsageError where `plan` asks for more."""
+        rows, most = self.max_batch, -(-self.max_len // self.page_size)
+        for row, last in plan.update.moves:
+            _within("a row that leaves", (row, last), rows)
+            if row > last:
+                raise UsageError(f"a plan lets row {last} take the place of row {row}, which comes after it")
+        for new in plan.update.new_pages:
+            if new.kind not in KINDS:
+                raise UsageError(f"a plan has a page of kind {short(new.kind)}; there are {', '.join(KINDS)}")
+            _within("a row that gets a page", (new.row,), rows)
+            _within("the place of a page in its table", (new.index,), most)
+            _within("a page", (new.page,), self.num_pages[KINDS.index(new.kind)])
+        _within("the number of rows", (plan.num_running,), rows + 1)
+        _within("the number of chunks", (len(plan.chunks),), rows + 1)
+        joining = [chunk.new_row for chunk in plan.chunks if chunk.new_row is not None]
+        _within("the number of rows", (plan.num_running + len(joining),), rows + 1)
+        if (decode := plan.decode) is not None:
+            _within("the rows that decode", (plan.num_running - 1,), decode.batch)
+            _within("the rows that are computed", (decode.batch,), rows + 1)
+            _within("the number of drafts", (decode.num_drafts,), self.max_drafts + 1)
+            _within("the longest sequence", (decode.longest,), self.max_len + 1)
+            _within("the likeliest tokens that are looked at", (decode.way.cut,), self.vocab_size + 1)
+            _within("a row with a mask", (row for row, _ in decode.masks), plan.num_running)
+            for _, bits in decode.masks:
+                self._check_mask(bits)
+            if plan.chunks:
+                _within("the number of drafts beside a prefill", (decode.num_drafts,), 1)
+                asked = decode.batch + sum(len(chunk.tokens) for chunk in plan.chunks)
+                _within("the tokens of a forward that are none", (plan.num_tokens - asked,), self.max_len)
+        _within("the likeliest tokens that are looked at", (plan.first_way.cut,), self.vocab_size + 1)
+        for chunk in plan.chunks:
+            self._check_chunk(chunk, most)
+
+    def _check_chunk(self, chunk: PrefillChunk, most: int) -> None:
+        size, end = len(chunk.tokens), chunk.start + len(chunk.tokens)
+        _within("the tokens of a chunk", (size - 1,), self.max_len)
+        _within("where a chunk begins", (chunk.start,), self.max_len)
+        _within("where a chunk ends", (end,), self.max_len + 1)
+        self._check_tokens(chunk.tokens, chunk.targets)
+        _within("the targets of a chunk", (chunk.first_target, chunk.first_target + len(chunk.targets)), size + 1)
+        if len(chunk.pages) != len(KINDS):
+            raise UsageError(f"a chunk of a plan has pages of {len(chunk.pages)} kinds; there are {', '.join(KINDS)}")
+        for pages, count in zip(chunk.pages, self.num_pages, strict=True):
+            _within("the pages of a chunk that lack", (len(pages) - -(-end // self.page_size),), most)
+            _within("the pages of a chunk", (len(pages),), most + 1)
+            _within("a page", pages, count)
+        if (new := chunk.new_row) is not None:
+            _within("the most tokens of a sequence", (new.limit,), self.max_len + 1)
+            self._check_tokens(new.suppressed_ids, new.stop_ids, new.prompt, new.answer)
+            self._check_tokens([token for token, _ in new.sampling.logit_bias])
+            _within("where a sequence may end", (new.first_stop,), self.max_len + 1)
+            if new.mask is not None:
+                self._check_mask(new.mask)
+
+    def _check_tokens(self, *tokens: Iterable[int]) -> None:
+        for ids in tokens:
+            _within("a token", ids, self.vocab_size)
+
+    def _check_mask(self, bits: bytes) -> None:
+        if len(bits) != (need := 4 * -(-self.vocab_size // 32)):
+            raise UsageError(f"a mask has {len(bits):,} B in a plan; for {self.vocab_size:,} tokens it has {need:,}")
+
+
+def _within(what: str, numbers: Iterable[int], end: int) -> None:
+    for number in numbers:
+        if not 0 <= number < end:
+            raise UsageError(f"{what} is {short(number)} in a plan; it must be from 0 to {end - 1:,}")
+
+
+# -- JSON
+
+
+def _plain(value: Any) -> Any:
+    """`value` in terms of what JSON has."""
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    kind: Any = type(value)
+    if defaults := _defaults(kind):
+        found = ((name, getattr(value, name), default) for name, default in defaults.items())
+        return {name: _plain(v) for name, v, default in found if v != default}
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+@cache
+def _defaults(kind: Any) -> dict[str, Any]:
+    """The fields of a record and their defaults; none where `kind` is no record."""
+    if is_dataclass(kind):
+        return {f.name: f.default for f in fields(kind)}
+    names = getattr(kind, "_fields", ())  # of a NamedTuple
+    return {name: kind._field_defaults.get(name, MISSING) for name in names}
+
+
+_hints = cache(get_type_hints)
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """`value` of JSON as a `kind`. Raises UsageError where it is none."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        (kind,) = (arg for arg in args if arg is not NoneType)
+        return None if value is None else _typed(kind, value, where)
+    if origin is tuple and isinstance(value, list):
+        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
+        if len(kinds) == len(value):
+            return tuple([_typed(k, v, where) for k, v in zip(kinds, value, strict=True)])
+    elif kind is bytes and isinstance(value, str):
+        with suppress(ValueError):
+            return b64decode(value, validate=True)
+    elif kind is float and type(value) in (int, float):
+        with suppress(OverflowError):
+            return float(value)
+    elif isinstance(kind, type) and (known := _defaults(kind)) and isinstance(value, dict):
+        wrong = value.keys() - known.keys() | {n for n, d in known.items() if d is MISSING and n not in value}
+        if wrong:
+            raise UsageError(f"{where} must have {', '.join(known)}; look at {short(sorted(wrong))}")
+        return kind(**{name: _typed(_hints(kind)[name], v, f"{where}.{name}") for name, v in value.items()})
+    elif type(value) is kind:
+        return value
+    raise UsageError(f"{where} is {short(value)}, which is no {getattr(kind, '__name__', kind)}")

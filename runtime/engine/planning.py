@@ -1,0 +1,65 @@
+"""From requests under way to plans: what the runner must know of each, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kerngen.runtime.cache import KINDS
+from kerngen.runtime.engine.mask import bits_of
+from kerngen.runtime.engine.plan import DecodeRows, NewRow, PrefillChunk, Way
+from kerngen.runtime.engine.request import Handle, Request
+from kerngen.runtime.engine.scheduler import Chunk
+
+
+def sampling_mode(handles: Sequence[Handle]) -> Way:
+    """How a step of these sequences chooses tokens."""
+    requests = [h.request for h in handles]
+    sampling = [r.sampling for r in requests]
+    guided = any(r.mask is not None for r in requests)
+    return Way.for_sampling(sampling)._replace(
+        masked=guided or any(r.suppressed_ids for r in requests),
+        held=any(h.num_made < s.min_tokens for h, s in zip(handles, sampling, strict=True)),
+        guided=guided,
+        logprobs=any(r.logprobs is not None for r in requests),
+    )
+
+
+def decode_rows(running: Sequence[Handle], batch: int, num_drafts: int) -> DecodeRows:
+    """A decode step of `running`, which are rows 0 and on, computed as `batch` rows."""
+    masks = tuple((row, bits_of(h).tobytes()) for row, h in enumerate(running) if h.request.mask is not None)
+    return DecodeRows(batch, max(h.limit for h in running), num_drafts, sampling_mode(running), masks)
+
+
+def prefill_chunk(chunk: Chunk, eos_ids: Sequence[int], vocab: int) -> PrefillChunk:
+    """eos_ids: end an answer beside a request's own stop_ids."""
+    handle, start, size = chunk.handle, chunk.start, len(chunk.tokens)
+    known = len(handle.prompt_logprobs)
+    targets: tuple[int, ...] = ()
+    if handle.request.prompt_logprobs is not None:  # after a preemption they may be known
+        targets = tuple(handle.request.prompt[known + 1 : start + size + 1])
+    pages = tuple([tuple(handle.pages[kind]) for kind in KINDS])
+    new_row = _new_row(handle, eos_ids, vocab) if chunk.is_last else None
+    return PrefillChunk(tuple(chunk.tokens), start, pages, new_row, targets, known - start if targets else 0)
+
+
+def _new_row(handle: Handle, eos_ids: Sequence[int], vocab: int) -> NewRow:
+    request, sampling = handle.request, handle.request.sampling
+    num_prompt = len(request.prompt)
+    counts = sampling.is_penalized
+    return NewRow(
+        limit=handle.limit,
+        sampling=sampling,
+        suppressed_ids=tuple(request.suppressed_ids),
+        stop_ids=held_ids(request, eos_ids, vocab),
+        first_stop=num_prompt + sampling.min_tokens,
+        prompt=tuple(request.prompt) if counts else (),
+        answer=tuple(handle.tokens[: handle.goal - num_prompt]) if counts else (),
+        mask=None if request.mask is None else bits_of(handle).tobytes(),
+    )
+
+
+def held_ids(request: Request, eos_ids: Sequence[int], vocab: int) -> tuple[int, ...]:
+    """The tokens that `min_tokens` holds back; none without it."""
+    if not request.sampling.min_tokens:
+        return ()
+    return tuple(t for t in dict.fromkeys((*request.stop_ids, *eos_ids)) if 0 <= t < vocab)

@@ -15,9 +15,10 @@ from kerngen.errors import UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
-from kerngen.runtime.ops import KVPages, LayerInStep, Linear, Ops, Rope, fitting
+from kerngen.runtime.ops import LayerInStep, Linear, Ops, Rope, fitting
 from kerngen.runtime.sampling import likeliest
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
 
 
 def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:
@@ -34,7 +35,7 @@ def rounded_scale(value: float, dtype: torch.dtype) -> float:
 
 
 Attend = Callable[[LayerConfig, Tensor], Tensor]
-Seen = tuple[int, KVPages, Tensor | None, Tensor]  # window, pages, slots and block table, as LayerInStep has them
+Seen = Callable[[LayerConfig], tuple[KVView, AttnBatch]]  # the cache that a layer reads, and what of it
 
 
 class DecoderStack:
@@ -53,28 +54,24 @@ class DecoderStack:
         self.ops = ops
         dims = {layer.kind: layer.head_dim for layer in config.layers}
         self.ropes = {kind: make_rope(rope, dims[kind], ops.device) for kind, rope in config.rope.items()}
+        self.heads = [
+            self._heads(w, self.ropes[layer.kind]) for w, layer in zip(layers, config.layers, strict=True)
+        ]  # of each layer
 
-    def decoded(
-        self,
-        residual: Tensor,
-        ple: Tensor | None,
-        seen: Callable[[LayerConfig], Seen],
-        positions: Tensor,
-        kv_lens: Tensor,
-        max_kv_len: int,
-    ) -> Tensor | None:
+    def _heads(self, w: LayerWeights, rope: Rope) -> HeadNorms:
+        config = self.config
+        return HeadNorms(w.q_norm, rope.inv_freq, rope.num_rotated, config.rms_norm_eps, w.k_norm, config.num_q_heads)
+
+    def decoded(self, residual: Tensor, ple: Tensor | None, seen: Seen) -> Tensor | None:
         """The final norm's output [1, H] of one token, where one kernel serves all layers; else None, and nothing is
-        done. seen: what a layer attends by. The rest as Ops.decode_layers has it.
+        done. The rest as Ops.decode_layers has it.
         """
         self.ops.place = self.name
-        layers = []
-        for w, layer in zip(self.layers, self.config.layers, strict=True):
-            window, pages, slots, table = seen(layer)
-            layers.append(LayerInStep(w, window, self.ropes[layer.kind], pages, slots, table))
-        return self.ops.decode_layers(
-            residual, ple, layers, self.config.num_q_heads, self.config.top_k_experts, positions, kv_lens, max_kv_len,
-            self.norm, self.config.rms_norm_eps,
-        )  # fmt: skip
+        layers = [
+            LayerInStep(w, heads, *seen(layer))
+            for w, heads, layer in zip(self.layers, self.heads, self.config.layers, strict=True)
+        ]
+        return self.ops.decode_layers(residual, ple, layers, self.config.top_k_experts, self.norm)
 
     def first(self, residual: Tensor) -> Tensor:
         """The projections of layer 0."""
@@ -197,6 +194,7 @@ class Gemma4:
         self._ple_scale = rounded_scale(config.ple_size**0.5, ops.dtype)
         # Layers from here on write no cache: of a prefill chunk they only need the token whose logits are wanted.
         shared = [layer.index for layer in config.layers if not layer.owns_kv]
+        self._kinds = dict.fromkeys((layer.kind, layer.window) for layer in config.layers)
         self._first_shared = min(shared, default=len(config.layers))
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -213,10 +211,7 @@ class Gemma4:
         residual = self.embed(batch.ids)
         ple = self._ple(batch.ids, residual)
         if batch.cu_seqlens is None and len(batch.ids) == 1:
-            done = self.stack.decoded(
-                residual, ple, lambda layer: self._seen(batch, cache, layer), batch.positions, batch.kv_lens,
-                batch.max_kv_len,
-            )  # fmt: skip
+            done = self.stack.decoded(residual, ple, self._seen(batch, cache))
             if done is not None:
                 return done
         row, attend = self.stack.first(residual), self._attend(batch, cache)
@@ -267,9 +262,9 @@ class Gemma4:
             row = self.stack.layer(index, residual, row, attend, None)
         return row[chunks.cu_seqlens[1:].long() - 1], row[count:]
 
-    @staticmethod
-    def _seen(batch: Batch, cache: KVCache, layer: LayerConfig) -> Seen:
-        return layer.window, cache.pages(layer), batch.slots[layer.kind], cache.groups[layer.kind].block_table
+    def _seen(self, batch: Batch, cache: KVCache) -> Seen:
+        by_kind = {(kind, window): batch.attention(kind, cache, Mask(window=window)) for kind, window in self._kinds}
+        return lambda layer: (cache.pages(layer), by_kind[layer.kind, layer.window])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Capped logits [n, vocab] fp32 of hidden states [n, H] after the final norm, -inf for suppressed tokens."""
@@ -297,29 +292,16 @@ class Gemma4:
         return self.ops.ple_inputs(ids, ple.table, self._ple_scale, context, scale, ple.norm, self.config.rms_norm_eps)
 
     def _attend(self, batch: Batch, cache: KVCache) -> Attend:
-        ops, config = self.ops, self.config
+        ops, seen = self.ops, self._seen(batch, cache)
 
         def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:  # [T, nq * d]
-            w = self.weights.layers[layer.index]
-            pages, rope, eps = cache.pages(layer), self.stack.ropes[layer.kind], config.rms_norm_eps
-            table, slots = cache.groups[layer.kind].block_table, batch.slots[layer.kind]
-            if batch.cu_seqlens is None:
-                return ops.attend_decode(
-                    qkv, config.num_q_heads, w.q_norm, w.k_norm, rope, batch.positions, pages,
-                    None if w.k_norm is None else slots, table, batch.kv_lens, batch.q_len, layer.window,
-                    batch.max_kv_len, eps,
-                ).flatten(1)  # fmt: skip
-            if w.k_norm is None:
-                q = ops.q_norm_rope(qkv, w.q_norm, rope, batch.positions, eps)
-            else:
-                q = ops.qkv_norm_rope(
-                    qkv, config.num_q_heads, w.q_norm, w.k_norm, rope, batch.positions, pages, slots, eps
-                )
-            return ops.attn_prefill(
-                q, pages, table, batch.kv_lens, batch.cu_seqlens, batch.max_seqlen, layer.window, batch.max_kv_len
-            ).flatten(1)
+            heads, (kv, attn) = self.stack.heads[layer.index], seen(layer)
+            if attn.cu_seqlens_q is None:
+                return ops.attend_decode(qkv, heads, kv, attn).flatten(1)
+            q = ops.qkv_norm_rope(qkv, heads, kv, attn) if heads.owns_kv else ops.q_norm_rope(qkv, heads, attn)
+            return ops.attn_prefill(q, kv, attn).flatten(1)
 
         return attend
 
 
-__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "KVPages", "Seen", "make_rope", "rounded_scale"]
+__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "Seen", "make_rope", "rounded_scale"]

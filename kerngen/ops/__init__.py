@@ -46,15 +46,16 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     R = TypeVar("R")
 
     def _run(op: Op[P, R]) -> Callable[P, R]: ...
+    def _flat(op: Op[..., R]) -> Callable[..., R]: ...  # whose arguments are the fields of its parameters
 
     add_norm = _run(_add_norm.add_norm)
     add_post_norm = _run(_add_norm.add_post_norm)
     argmax = _run(_softcap_argmax.argmax)
-    attn_decode = _run(_attn_decode.attn_decode)
-    attn_decode_qkv = _run(_attn_decode.attn_decode_qkv)
-    attn_decode_raw_q = _run(_attn_decode.attn_decode_raw_q)
-    attn_prefill = _run(_attn_prefill.attn_prefill)
-    attn_prefill_dense = _run(_attn_prefill.attn_prefill_dense)
+    attn_decode = _flat(_attn_decode.attn_decode)
+    attn_decode_qkv = _flat(_attn_decode.attn_decode_qkv)
+    attn_decode_raw_q = _flat(_attn_decode.attn_decode_raw_q)
+    attn_prefill = _flat(_attn_prefill.attn_prefill)
+    attn_prefill_dense = _flat(_attn_prefill.attn_prefill_dense)
     centroid_greedy = _run(_centroid_head.centroid_greedy)
     centroid_logits = _run(_centroid_head.centroid_logits)
     decode_advance = _run(_decode_advance.decode_advance)
@@ -72,8 +73,8 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     ple_block = _run(_ple_block.ple_block)
     ple_inputs = _run(_ple_inputs.ple_inputs)
     moe_router = _run(_moe_router.moe_router)
-    q_norm_rope = _run(_qkv_norm_rope.q_norm_rope)
-    qkv_norm_rope = _run(_qkv_norm_rope.qkv_norm_rope)
+    q_norm_rope = _flat(_qkv_norm_rope.q_norm_rope)
+    qkv_norm_rope = _flat(_qkv_norm_rope.qkv_norm_rope)
     rmsnorm = _run(_rmsnorm.rmsnorm)
     softcap = _run(_softcap_argmax.softcap)
     w4a16_gated = _run(_w4a16_gemm.w4a16_gated)

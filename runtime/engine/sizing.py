@@ -9,6 +9,7 @@ import torch
 from kerngen.runtime.cache import KINDS, PAGE_SIZE
 from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.engine.scheduler import pages_for, window_pages
+from kerngen.templates.values import PLAIN, KVFormat
 
 PREFILL_CHUNK = 2048
 LEAST_CHUNK = 256  # where memory is short: the scheduler shortens chunks to the pages there are
@@ -27,6 +28,7 @@ class CacheShape:
     page_size: int = PAGE_SIZE
     step: int = 16  # two steps of 8 tokens
     chunk: int = PREFILL_CHUNK
+    kv_format: KVFormat = PLAIN
 
     @property
     def page_bytes(self) -> dict[str, int]:
@@ -34,7 +36,9 @@ class CacheShape:
         total = dict.fromkeys(KINDS, 0)
         for layer in self.config.layers:
             if layer.owns_kv:
-                total[layer.kind] += 2 * layer.num_kv_heads * layer.head_dim * self.page_size * self.dtype.itemsize
+                total[layer.kind] += self.kv_format.page_bytes(
+                    layer.num_kv_heads, self.page_size, layer.head_dim, self.dtype
+                )
         return total
 
     @property

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView
+
 if TYPE_CHECKING:
     from kerngen.runtime.executors import Say
     from kerngen.runtime.weights.layout import LayerWeights
@@ -134,40 +136,13 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class KVPages:
-    """The paged cache of one layer: k, v [num_pages, num_kv_heads, page_size, head_dim] in `ops.dtype`.
-
-    K is stored normed and rotated, V normed. Pages are named by the block table of the layer's group.
-    """
-
-    k: Tensor
-    v: Tensor
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def page_size(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.k.shape[3]
-
-
-@dataclass(frozen=True, slots=True)
 class LayerInStep:
-    """A layer of a model with what it attends by, as in attend_decode. window: 0 on a full-attention layer. pages: its
-    own, or those of the layer that it shares. slots, block_table: of its kind; slots None where no layer owns K and V.
-    """
+    """A layer of a model with what it attends by. kv: its own cache, or that of the layer that it shares."""
 
     weights: LayerWeights
-    window: int
-    rope: Rope
-    pages: KVPages
-    slots: Tensor | None
-    block_table: Tensor
+    heads: HeadNorms
+    kv: KVView
+    batch: AttnBatch
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -175,13 +150,20 @@ def residual_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def own_kv(k_norm: Tensor | None, slot_mapping: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Both, for a layer that owns K and V; None for one that owns none. Raises TypeError where one is missing."""
-    if k_norm is not None and slot_mapping is not None:
-        return k_norm, slot_mapping
-    if k_norm is None and slot_mapping is None:
+def slots_of(heads: HeadNorms, batch: AttnBatch) -> Tensor | None:
+    """Where K and V of the new tokens go; None for a layer that owns none. Raises TypeError where they go nowhere."""
+    if not heads.owns_kv:
         return None
-    raise TypeError("k_norm and slot_mapping belong together: both for a layer that owns K and V, or neither")
+    if batch.slot_mapping is None:
+        raise TypeError("a layer that owns K and V needs the slots that they go to")
+    return batch.slot_mapping
+
+
+def positions_of(batch: AttnBatch) -> Tensor:
+    """Raises TypeError for a batch whose tokens have no positions."""
+    if batch.positions is None:
+        raise TypeError("heads are rotated by positions, and the batch has none")
+    return batch.positions
 
 
 class Ops(Protocol):
@@ -304,73 +286,32 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         """x W^T. x [T, in_features] dtype. Returns [T, out_features] dtype, fp32 accumulation."""
 
-    def qkv_norm_rope(
-        self,
-        qkv: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor,
-        eps: float,
-    ) -> Tensor:
+    def qkv_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
         """Head norms, RoPE and the cache write, from the fused projection's output.
 
         qkv [T, (nq + nkv + nkv) * d] as q | k | v; [T, (nq + nkv) * d] as q | k on layers whose V is the
-        raw K projection. q = rope(norm(q; q_norm)); k = rope(norm(k; k_norm)); v = norm(v) with no weight and no RoPE.
-        k and v of token t go to cache row slot_mapping[t] = page * page_size + row; -1 writes nothing.
-        positions [T] int64. Returns q [T, nq, d] dtype.
+        raw K projection. q = rope(norm(q)); k = rope(norm(k)); v = norm(v) with no weight and no RoPE.
+        k and v of token t go to cache row slot_mapping[t] = page * page_size + row; -1 writes nothing. Returns q [T,
+        nq, d] dtype.
         """
 
-    def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
+    def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         """As qkv_norm_rope for a layer that owns no KV: q [T, nq * d]. Returns q [T, nq, d]."""
 
-    def attend_decode(
-        self,
-        projected: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor | None,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor | None,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        q_len: int,
-        window: int,
-        max_kv_len: int,
-        eps: float,
-    ) -> Tensor:
+    def attend_decode(self, projected: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
         """From the projection's output to attention's, for `q_len` new tokens of each sequence: qkv_norm_rope, or
-        q_norm_rope where k_norm and slot_mapping are None (a layer that owns no KV), then softmax(q k^T) v. Scale 1.0.
+        q_norm_rope for a layer that owns no KV, then softmax(q k^T) v. Scale 1.0.
 
-        projected [batch * q_len, columns] as theirs, block_table [batch, max_pages] int32, kv_lens [batch] int32 (the
-        new tokens included). Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, the last
-        `window` of them if window > 0; slot_mapping names the rows that block_table has for these positions. Query head
-        a reads KV head a / (nq / nkv). max_kv_len: no kv_len is longer, nor will be when a captured step is replayed.
-        positions, slot_mapping, block_table and kv_lens are read ahead: they were written before the forward's `embed`,
-        or before a torch operation that came after that. Returns [batch * q_len, nq, d]; a query that sees no key
-        gives zeros.
+        projected [batch * q_len, columns] as theirs. slot_mapping names the rows that block_table has for the tokens'
+        positions. Query head a reads KV head a / (nq / nkv). positions, slot_mapping, block_table and kv_lens are read
+        ahead: they were written before the forward's `embed`, or before a torch operation that came after that. Returns
+        [batch * q_len, nq, d]; a query that sees no key gives zeros.
         """
 
-    def attn_prefill(
-        self,
-        q: Tensor,
-        cache: KVPages,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        window: int,
-        max_kv_len: int,
-    ) -> Tensor:
-        """attend_decode's softmax(q k^T) v for ragged queries, whose K and V the cache holds: sequence s owns rows
-        cu_seqlens_q[s] to cu_seqlens_q[s + 1] of q.
+    def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        """attend_decode's softmax(q k^T) v for ragged queries, whose K and V the cache holds.
 
-        q [T, nq, d], normed and rotated; cu_seqlens_q [batch + 1] int32. Never captured in a graph.
+        q [T, nq, d], normed and rotated. Never captured in a graph.
         """
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
@@ -400,25 +341,14 @@ class Ops(Protocol):
         """
 
     def decode_layers(
-        self,
-        residual: Tensor,
-        ple: Tensor | None,
-        layers: Sequence[LayerInStep],
-        num_q_heads: int,
-        top_k: int,
-        positions: Tensor,
-        kv_lens: Tensor,
-        max_kv_len: int,
-        final_norm: Tensor,
-        eps: float,
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
     ) -> Tensor | None:
         """All layers for the one new token of one sequence, where the backend has one kernel for them; else None, and
         nothing is done.
 
         residual [1, H] residual_dtype, which may be written; ple [1, L, P] or None. Of each layer rmsnorm, linear,
         attend_decode, linear, add_norm, gated, linear, and add_norm, ple_block, or moe_router, experts (top_k of them)
-        and moe_combine, one after the other; positions, kv_lens and max_kv_len as attend_decode's. Returns norm(h;
-        final_norm) [1, H] in dtype.
+        and moe_combine, one after the other. Returns norm(h; final_norm) [1, H] in dtype.
         """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

@@ -18,24 +18,23 @@ from kerngen.runtime.ops import (
     DenseLinear,
     Experts,
     HeadScreen,
-    KVPages,
     LayerInStep,
     Linear,
     Made,
-    Rope,
     W4Experts,
     W4Linear,
     fallbacks,
-    own_kv,
+    positions_of,
     residual_dtype,
+    slots_of,
 )
 from kerngen.runtime.sampling import accepted, likeliest
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
-from kerngen.templates.common.attention.heads_torch import slots_of
-from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm
-from kerngen.templates.common.rows.torch_rows import rope as turned
+from kerngen.templates.common.attention.heads_torch import slots_of as rows_of
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm, rope
 from kerngen.templates.common.w4.pack import dequantize
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
 
 
 class TorchOps:
@@ -77,7 +76,7 @@ class TorchOps:
         self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         positions = lengths[:, None] + torch.arange(q_len, device=lengths.device)  # [B, q_len]
-        slots = slots_of(positions, tables, page_size)  # [2, B, q_len]
+        slots = rows_of(positions, tables, page_size)  # [2, B, q_len]
         return positions.flatten(), (lengths + q_len).to(torch.int32), slots.flatten(1)
 
     def decode_advance(
@@ -137,91 +136,41 @@ class TorchOps:
             raise TypeError("TorchOps.prepare turns packed weights into dense ones at load")
         return F.linear(x, weights.weight)
 
-    def qkv_norm_rope(
-        self,
-        qkv: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor,
-        eps: float,
-    ) -> Tensor:
-        end = num_q_heads + cache.num_kv_heads
-        heads = qkv.view(qkv.shape[0], -1, rope.head_dim)  # [T, nq + nkv (+ nkv), d]
-        k_raw = heads[:, num_q_heads:end]
-        v_raw = heads[:, end:] if heads.shape[1] > end else k_raw
-        k = self._normed_and_turned(k_raw, k_norm, rope, positions, eps)
-        _write(cache, slot_mapping, k, self.rmsnorm(v_raw, None, eps))
-        return self._normed_and_turned(heads[:, :num_q_heads], q_norm, rope, positions, eps)
+    def qkv_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        if heads.k_weight is None or (slots := slots_of(heads, batch)) is None:
+            raise TypeError("a layer that owns no K and V has q alone: Ops.q_norm_rope")
+        num_q_heads, positions, eps = heads.num_q_heads, positions_of(batch), heads.eps
+        end = num_q_heads + kv.num_kv_heads
+        rows = qkv.view(qkv.shape[0], -1, kv.head_dim)  # [T, nq + nkv (+ nkv), d]
+        k_raw = rows[:, num_q_heads:end]
+        v_raw = rows[:, end:] if rows.shape[1] > end else k_raw
+        k = self._normed_and_turned(k_raw, heads.k_weight, heads, positions)
+        _write(kv, slots, k, self.rmsnorm(v_raw, None, eps))
+        return self._normed_and_turned(rows[:, :num_q_heads], heads.q_weight, heads, positions)
 
-    def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
-        return self._normed_and_turned(q.view(len(q), -1, rope.head_dim), q_norm, rope, positions, eps)
+    def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
+        rows = q.view(len(q), -1, heads.head_dim)
+        return self._normed_and_turned(rows, heads.q_weight, heads, positions_of(batch))
 
-    def _normed_and_turned(self, x: Tensor, weight: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
-        normed = self.rmsnorm(x, weight, eps).float()
-        return turned(normed, positions, rope.inv_freq, rope.num_rotated, DTYPE_NAME[self.dtype]).to(self.dtype)
+    def _normed_and_turned(self, x: Tensor, weight: Tensor, heads: HeadNorms, positions: Tensor) -> Tensor:
+        normed = self.rmsnorm(x, weight, heads.eps).float()
+        return rope(normed, positions, heads.inv_freq, heads.num_rotated_pairs, DTYPE_NAME[self.dtype]).to(self.dtype)
 
-    def attend_decode(
-        self,
-        projected: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor | None,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor | None,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        q_len: int,
-        window: int,
-        max_kv_len: int,
-        eps: float,
-    ) -> Tensor:
-        if (own := own_kv(k_norm, slot_mapping)) is None:
-            q = self.q_norm_rope(projected, q_norm, rope, positions, eps)
+    def attend_decode(self, projected: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        if heads.owns_kv:
+            q = self.qkv_norm_rope(projected, heads, kv, batch)
         else:
-            k_weight, slots = own
-            q = self.qkv_norm_rope(projected, num_q_heads, q_norm, k_weight, rope, positions, cache, slots, eps)
-        return self.attn_decode(q, cache, block_table, kv_lens, q_len, window, max_kv_len)
+            q = self.q_norm_rope(projected, heads, batch)
+        return self.attn_decode(q, kv, batch)
 
-    def attn_decode(
-        self,
-        q: Tensor,
-        cache: KVPages,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        q_len: int,
-        window: int,
-        max_kv_len: int,
-    ) -> Tensor:
+    def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
         """Of ready queries [batch * q_len, nq, d]: the second half of attend_decode."""
-        parts = [
-            _attend(part, cache, row, kv_len, window)
-            for part, row, kv_len in zip(q.split(q_len), block_table, kv_lens.tolist(), strict=True)
-        ]
-        return torch.cat(parts)
+        return _attend_each(q.split(batch.q_len), kv, batch)
 
-    def attn_prefill(
-        self,
-        q: Tensor,
-        cache: KVPages,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        window: int,
-        max_kv_len: int,
-    ) -> Tensor:
-        sizes = cu_seqlens_q.diff().tolist()
-        parts = [
-            _attend(part, cache, row, kv_len, window)
-            for part, row, kv_len in zip(q.split(sizes), block_table, kv_lens.tolist(), strict=True)
-        ]
-        return torch.cat(parts)
+    def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        if batch.cu_seqlens_q is None:
+            raise TypeError("attn_prefill takes ragged queries: cu_seqlens_q")
+        return _attend_each(q.split(batch.cu_seqlens_q.diff().tolist()), kv, batch)
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
@@ -248,17 +197,7 @@ class TorchOps:
         return self.rmsnorm(residual, next_weight, eps)
 
     def decode_layers(
-        self,
-        residual: Tensor,
-        ple: Tensor | None,
-        layers: Sequence[LayerInStep],
-        num_q_heads: int,
-        top_k: int,
-        positions: Tensor,
-        kv_lens: Tensor,
-        max_kv_len: int,
-        final_norm: Tensor,
-        eps: float,
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
     ) -> Tensor | None:
         return None
 
@@ -351,34 +290,40 @@ def unpacked_experts(weights: Experts) -> DenseExperts:
     return DenseExperts(out)
 
 
-def _write(cache: KVPages, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+def _write(kv: KVView, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
     """Put k, v [T, nkv, d] into cache rows slot_mapping [T]; negative slots are skipped."""
     if bool((slot_mapping < 0).any()):
         keep = slot_mapping >= 0
         slot_mapping, k, v = slot_mapping[keep], k[keep], v[keep]
-    page, row = slot_mapping // cache.page_size, slot_mapping % cache.page_size
-    cache.k[page, :, row] = k
-    cache.v[page, :, row] = v
+    page, row = slot_mapping // kv.page_size, slot_mapping % kv.page_size
+    kv.k_cache[page, :, row] = k
+    kv.v_cache[page, :, row] = v
 
 
-def _attend(q: Tensor, cache: KVPages, table: Tensor, kv_len: int, window: int) -> Tensor:
+def _attend_each(queries: Sequence[Tensor], kv: KVView, batch: AttnBatch) -> Tensor:
+    """queries: [n, nq, d] of each sequence."""
+    of_each = zip(queries, batch.block_table, batch.kv_lens.tolist(), strict=True)
+    return torch.cat([_attend(q, kv, table, kv_len, batch.mask) for q, table, kv_len in of_each])
+
+
+def _attend(q: Tensor, kv: KVView, table: Tensor, kv_len: int, mask: Mask) -> Tensor:
     """One sequence: q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. Returns [n, nq, d]."""
-    first = min(first_key(kv_len, len(q), window), max(kv_len, 0))
+    first = min(first_key(kv_len, len(q), mask.window), max(kv_len, 0))
     if len(q) == 1 and first < kv_len:
-        return _attend_one(q, cache, table, first, kv_len).to(q.dtype)
-    k, v = (gather_pages(pool, table, first, kv_len) for pool in (cache.k, cache.v))
-    return attend(q, k, v, kv_len, window=window).to(q.dtype)
+        return _attend_one(q, kv, table, first, kv_len).to(q.dtype)
+    k, v = (gather_pages(pool, table, first, kv_len) for pool in (kv.k_cache, kv.v_cache))
+    return attend(q, k, v, kv_len, causal=mask.is_causal, window=mask.window).to(q.dtype)
 
 
-def _attend_one(q: Tensor, cache: KVPages, table: Tensor, first: int, kv_len: int) -> Tensor:
+def _attend_one(q: Tensor, kv: KVView, table: Tensor, first: int, kv_len: int) -> Tensor:
     """`attend` of one query [1, nq, d], which sees all keys from `first` on: the same sums without any mask, in a third
     of the time where sequences are short.
     """
     at = torch.arange(first, kv_len, device=q.device)
-    page, row = table[at // cache.page_size].long(), at % cache.page_size
-    heads = q.view(1, cache.num_kv_heads, -1, q.shape[2]).float()  # [1, nkv, group, d]
+    page, row = table[at // kv.page_size].long(), at % kv.page_size
+    heads = q.view(1, kv.num_kv_heads, -1, q.shape[2]).float()  # [1, nkv, group, d]
     out = []
-    for head in range(cache.num_kv_heads):
-        scores = torch.einsum("qgd,kd->gqk", heads[:, head], cache.k[page, head, row].float())
-        out.append(torch.einsum("gqk,kd->qgd", torch.softmax(scores, dim=-1), cache.v[page, head, row].float()))
+    for head in range(kv.num_kv_heads):
+        scores = torch.einsum("qgd,kd->gqk", heads[:, head], kv.k_cache[page, head, row].float())
+        out.append(torch.einsum("gqk,kd->qgd", torch.softmax(scores, dim=-1), kv.v_cache[page, head, row].float()))
     return torch.cat(out, dim=1)

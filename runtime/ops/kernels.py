@@ -20,16 +20,15 @@ from kerngen.runtime.ops import (
     DenseLinear,
     Experts,
     HeadScreen,
-    KVPages,
     LayerInStep,
     Linear,
     Made,
-    Rope,
     W4Experts,
     W4Linear,
     fallbacks,
-    own_kv,
+    positions_of,
     residual_dtype,
+    slots_of,
 )
 from kerngen.runtime.ops.eager import unpacked_experts
 from kerngen.templates.add_norm.op import add_norm, add_post_norm
@@ -62,6 +61,7 @@ from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 from kerngen.templates.w4a16_norm import spec as norm_spec
 from kerngen.templates.w4a16_norm.op import w4a16_norm
@@ -211,73 +211,25 @@ class KernelOps:
         call = op(x, weights.packed, weights.scales, self.row_invariant)
         return self.executor.run(call, self._at(weights.name))
 
-    def qkv_norm_rope(
-        self,
-        qkv: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor,
-        eps: float,
-    ) -> Tensor:
-        call = qkv_norm_rope(
-            qkv, q_norm, k_norm, rope.inv_freq, positions, cache.k, cache.v, slot_mapping, num_q_heads,
-            rope.num_rotated, eps,
-        )  # fmt: skip
+    def qkv_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        if (slots := slots_of(heads, batch)) is None:
+            raise TypeError("a layer that owns no K and V has q alone: Ops.q_norm_rope")
+        call = qkv_norm_rope(qkv, heads, positions_of(batch), kv, slots)
         return self.executor.run(call, self._at("head norms, RoPE, cache"))
 
-    def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
-        call = q_norm_rope(q, q_norm, rope.inv_freq, positions, rope.num_rotated, eps)
-        return self.executor.run(call, self._at("q norm and RoPE"))
+    def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
+        return self.executor.run(q_norm_rope(q, heads, positions_of(batch)), self._at("q norm and RoPE"))
 
-    def attend_decode(
-        self,
-        projected: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor | None,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor | None,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        q_len: int,
-        window: int,
-        max_kv_len: int,
-        eps: float,
-    ) -> Tensor:
-        if (own := own_kv(k_norm, slot_mapping)) is None:
-            call = attn_decode_raw_q(
-                projected, q_norm, rope.inv_freq, positions, cache.k, cache.v, block_table, kv_lens, rope.num_rotated,
-                eps, q_len, window, max_kv_len,
-            )  # fmt: skip
+    def attend_decode(self, projected: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        positions_of(batch)
+        if slots_of(heads, batch) is None:
+            call = attn_decode_raw_q(projected, heads, kv, batch)
             return self.executor.run(call, self._at("q norm, RoPE, attention"))
-        k_weight, slots = own
-        call = attn_decode_qkv(
-            projected, q_norm, k_weight, rope.inv_freq, positions, cache.k, cache.v, slots, block_table, kv_lens,
-            num_q_heads, rope.num_rotated, eps, q_len, window, max_kv_len,
-        )  # fmt: skip
+        call = attn_decode_qkv(projected, heads, kv, batch)
         return self.executor.run(call, self._at("head norms, RoPE, cache, attention"))
 
-    def attn_prefill(
-        self,
-        q: Tensor,
-        cache: KVPages,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        window: int,
-        max_kv_len: int,
-    ) -> Tensor:
-        call = attn_prefill(
-            q, cache.k, cache.v, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, window, max_kv_len
-        )  # fmt: skip
-        return self.executor.run(call, self._at("attention"))
+    def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        return self.executor.run(attn_prefill(q, kv, batch), self._at("attention"))
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
         if isinstance(gate_up, W4Linear):
@@ -309,34 +261,27 @@ class KernelOps:
         return self.executor.run(add_norm(residual, p, post_weight, layer_scalar, next_weight, eps), where)
 
     def decode_layers(
-        self,
-        residual: Tensor,
-        ple: Tensor | None,
-        layers: Sequence[LayerInStep],
-        num_q_heads: int,
-        top_k: int,
-        positions: Tensor,
-        kv_lens: Tensor,
-        max_kv_len: int,
-        final_norm: Tensor,
-        eps: float,
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
     ) -> Tensor | None:
         target = self.executor.target
         if target is None or not target.arch.has_tma or len(residual) != 1:
             return None
         if (weights := _int4_layers(layers, ple)) is None or (letters := _letters(layers)) is None:
             return None
-        sliding, full = (next((x for x in layers if bool(x.window) == w), layers[0]) for w in (True, False))
-        given = [layers[index].pages for index in layers_spec.sources(letters)]
+        sliding, full = (next((x for x in layers if bool(x.batch.mask.window) == w), layers[0]) for w in (True, False))
+        own = any(x.heads.owns_kv for x in layers)
+        given = [layers[index].kv for index in layers_spec.sources(letters)]
         try:
             call = decode_layers(
-                residual, ple, positions, kv_lens, sliding.slots, full.slots, sliding.block_table, full.block_table,
-                sliding.rope.inv_freq, full.rope.inv_freq, **weights,
-                k_norms=[x.weights.k_norm for x in layers if x.weights.k_norm is not None],
-                k_caches=[pages.k for pages in given], v_caches=[pages.v for pages in given], final_norm=final_norm,
-                layers=letters, num_q_heads=num_q_heads, window=sliding.window or 1,
-                num_rotated_pairs=sliding.rope.num_rotated, num_full_rotated_pairs=full.rope.num_rotated, eps=eps,
-                max_kv_len=max_kv_len, top_k=top_k,
+                residual, ple, positions_of(full.batch), full.batch.kv_lens,
+                sliding.batch.slot_mapping if own else None, full.batch.slot_mapping if own else None,
+                sliding.batch.block_table, full.batch.block_table, sliding.heads.inv_freq, full.heads.inv_freq,
+                **weights, k_norms=[x.heads.k_weight for x in layers if x.heads.k_weight is not None],
+                k_caches=[kv.k_cache for kv in given], v_caches=[kv.v_cache for kv in given], final_norm=final_norm,
+                layers=letters, num_q_heads=full.heads.num_q_heads, window=sliding.batch.mask.window or 1,
+                num_rotated_pairs=sliding.heads.num_rotated_pairs,
+                num_full_rotated_pairs=full.heads.num_rotated_pairs, eps=full.heads.eps,
+                max_kv_len=full.batch.max_kv_len, top_k=top_k,
             )  # fmt: skip
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
@@ -469,7 +414,7 @@ def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str,
     each, of_ple = [layer.weights for layer in layers], [x.weights.ple for x in layers if x.weights.ple is not None]
     return found | {
         "input_norms": [w.input_norm for w in each],
-        "q_norms": [w.q_norm for w in each],
+        "q_norms": [x.heads.q_weight for x in layers],
         "post_attention_norms": [w.post_attention_norm for w in each],
         "pre_ffn_norms": [w.pre_ffn_norm for w in each],
         "post_ffn_norms": [w.post_ffn_norm for w in each],
@@ -491,12 +436,12 @@ def _letters(layers: Sequence[LayerInStep]) -> str | None:
     its kind that owns some, or if none does, than the first of its kind.
     """
     letters, last = "", {}
-    own = [layer.weights.k_norm is not None for layer in layers]
+    own = [layer.heads.owns_kv for layer in layers]
     for layer, owns in zip(layers, own, strict=True):
-        letter = "s" if layer.window else "f"
+        letter = "s" if layer.batch.mask.window else "f"
         if owns or (not any(own) and letter not in last):
-            last[letter] = layer.pages
-        elif last.get(letter) is not layer.pages:
+            last[letter] = layer.kv
+        elif last.get(letter) is not layer.kv:
             return None
         letters += letter if owns else letter.upper()
-    return letters if len({layer.window for layer in layers if layer.window}) <= 1 else None
+    return letters if len({x.batch.mask for x in layers if x.batch.mask.window}) <= 1 else None

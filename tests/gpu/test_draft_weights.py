@@ -106,7 +106,9 @@ def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkey
     # Scores of a few units: were they larger, one key would take all, and a last bit would say which. One draw of keys
     # in forty comes near that all the same, so they are the same each time.
     torch.manual_seed(1)
-    caches = [tensor.normal_(std=0.1) for x in config.layers for tensor in (cache.pages(x).k, cache.pages(x).v)]
+    caches = [
+        tensor.normal_(std=0.1) for x in config.layers for tensor in (cache.pages(x).k_cache, cache.pages(x).v_cache)
+    ]
     before = [tensor.clone() for tensor in caches]
     for length in (1, 2, 63, 64, 65, window - 1, window, window + 1, window + 2, 5000):
         made = {}

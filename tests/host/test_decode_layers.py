@@ -107,7 +107,7 @@ def decoded(config: ModelConfig, ops: Ops) -> tuple[Tensor, list[Tensor]]:
         lengths = torch.tensor([len(PROMPT) + step])
         rows.append(model.forward(Batch.decode(torch.tensor([[4 + step]]), lengths, cache, 32, model.ops), cache))
     owned = [cache.pages(layer) for layer in config.layers if layer.owns_kv]
-    return torch.cat(rows), [tensor for pages in owned for tensor in (pages.k, pages.v)]
+    return torch.cat(rows), [tensor for pages in owned for tensor in (pages.k_cache, pages.v_cache)]
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -161,13 +161,15 @@ def drafted(config: ModelConfig, letters: str, ops: Ops, length: int) -> Tensor:
     if isinstance(ops, KernelOps) and isinstance(ops.executor, Watched):
         ops.executor.asked.clear()
     pages = [cache.pages(layer) for layer in config.layers if layer.owns_kv]
-    before = [t.clone() for p in pages for t in (p.k, p.v)]
+    before = [t.clone() for p in pages for t in (p.k_cache, p.v_cache)]
     rows = []
     for step in range(3):
         y = drafter.step(torch.tensor([4 + step]), hidden, torch.tensor([length]), cache, 64)
         hidden = drafter.carried(y)
         rows.append(torch.cat((y, hidden), dim=-1))
-    assert all(torch.equal(a, b) for a, b in zip(before, (t for p in pages for t in (p.k, p.v)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, (t for p in pages for t in (p.k_cache, p.v_cache)), strict=True)
+    )
     return torch.cat(rows)
 
 
@@ -360,7 +362,7 @@ def test_layers_that_own_nothing_get_what_they_attend_to() -> None:
 def test_layers_of_which_none_owns_anything_get_what_is_given_for_their_kind() -> None:
     case = next(c for c in KERNEL.cases.CASES if c.problem.layers == "SFSF")
     op, given = KERNEL.cases.op_call(case, KERNEL.cases.inputs(case, "cpu"))
-    call = op(**given)
+    call = op.of_flat(given)
     assert call.problem == case.problem
     assert call.problem.inner_of("S") == case.problem.inner
     k = call.arguments["k_caches"]
@@ -370,7 +372,7 @@ def test_layers_of_which_none_owns_anything_get_what_is_given_for_their_kind() -
     norms = call.arguments["layers"][LAYER_TENSORS.index("k_norm") :: len(LAYER_TENSORS)]
     assert norms == (None,) * 4
     with pytest.raises(ProblemError, match="3 tensors of k_cache; 2 go with layers='SFSF'"):
-        op(**given | {"k_caches": [*given["k_caches"], given["k_caches"][0]]})
+        op.of_flat(given | {"k_caches": [*given["k_caches"], given["k_caches"][0]]})
     with pytest.raises(ProblemError, match="the first 'F' has no layer before it whose K and V it sees"):
         Problem("sFS")
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     centroid_logits = _run(_centroid_head.centroid_logits)
     decode_advance = _run(_decode_advance.decode_advance)
     decode_inputs = _run(_decode_inputs.decode_inputs)
-    decode_layers = _run(_decode_layers.decode_layers)
+    decode_layers = _flat(_decode_layers.decode_layers)
     dense_gemv = _run(_dense_gemv.dense_gemv)
     draft_inputs = _run(_draft_inputs.draft_inputs)
     embed = _run(_embed.embed)

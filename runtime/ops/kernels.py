@@ -44,7 +44,7 @@ from kerngen.templates.common.w4.pack import interleave, pack
 from kerngen.templates.decode_advance.op import decode_advance
 from kerngen.templates.decode_inputs.op import decode_inputs
 from kerngen.templates.decode_layers import spec as layers_spec
-from kerngen.templates.decode_layers.op import decode_layers
+from kerngen.templates.decode_layers.op import LayerTensors, Stack, Token, decode_layers
 from kerngen.templates.dense_gemv.op import dense_gemv
 from kerngen.templates.dense_gemv.spec import MAX_TOKENS
 from kerngen.templates.draft_inputs.op import draft_inputs
@@ -266,23 +266,21 @@ class KernelOps:
         target = self.executor.target
         if target is None or not target.arch.has_tma or len(residual) != 1:
             return None
-        if (weights := _int4_layers(layers, ple)) is None or (letters := _letters(layers)) is None:
+        if (letters := _letters(layers)) is None or (tensors := _int4_layers(layers, letters, ple)) is None:
             return None
         sliding, full = (next((x for x in layers if bool(x.batch.mask.window) == w), layers[0]) for w in (True, False))
         own = any(x.heads.owns_kv for x in layers)
-        given = [layers[index].kv for index in layers_spec.sources(letters)]
         try:
-            call = decode_layers(
-                residual, ple, positions_of(full.batch), full.batch.kv_lens,
-                sliding.batch.slot_mapping if own else None, full.batch.slot_mapping if own else None,
-                sliding.batch.block_table, full.batch.block_table, sliding.heads.inv_freq, full.heads.inv_freq,
-                **weights, k_norms=[x.heads.k_weight for x in layers if x.heads.k_weight is not None],
-                k_caches=[kv.k_cache for kv in given], v_caches=[kv.v_cache for kv in given], final_norm=final_norm,
-                layers=letters, num_q_heads=full.heads.num_q_heads, window=sliding.batch.mask.window or 1,
-                num_rotated_pairs=sliding.heads.num_rotated_pairs,
-                num_full_rotated_pairs=full.heads.num_rotated_pairs, eps=full.heads.eps,
-                max_kv_len=full.batch.max_kv_len, top_k=top_k,
+            token = Token(
+                positions_of(full.batch), full.batch.kv_lens, sliding.batch.slot_mapping if own else None,
+                full.batch.slot_mapping if own else None, sliding.batch.block_table, full.batch.block_table,
+                sliding.heads.inv_freq, full.heads.inv_freq,
             )  # fmt: skip
+            stack = Stack(
+                full.heads.num_q_heads, sliding.batch.mask.window or 1, sliding.heads.num_rotated_pairs,
+                full.heads.num_rotated_pairs, full.heads.eps, full.batch.max_kv_len, top_k,
+            )  # fmt: skip
+            call = decode_layers(residual, ple, token, tensors, final_norm, letters, stack)
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
         if layers_spec.why_unsupported(call.problem, target) or not layers_spec.pays(call.problem, target):
@@ -390,8 +388,8 @@ def _packed_experts(weights: W4Experts, *, gated: bool) -> W4Experts:
     )
 
 
-def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str, list[Tensor]] | None:
-    """decode_layers' lists of weights, by name; None where some layers have experts and others none, or where matrices
+def _int4_layers(layers: Sequence[LayerInStep], letters: str, ple: Tensor | None) -> LayerTensors | None:
+    """What decode_layers takes of `layers`; None where some layers have experts and others none, or where matrices
     are not int4 in groups of one size.
     """
     names = (*layers_spec.MATRICES, *layers_spec.EXPERT_MATRICES)
@@ -412,23 +410,28 @@ def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str,
         return None
     of_moe = [x.weights.moe for x in layers if x.weights.moe is not None]
     each, of_ple = [layer.weights for layer in layers], [x.weights.ple for x in layers if x.weights.ple is not None]
-    return found | {
-        "input_norms": [w.input_norm for w in each],
-        "q_norms": [x.heads.q_weight for x in layers],
-        "post_attention_norms": [w.post_attention_norm for w in each],
-        "pre_ffn_norms": [w.pre_ffn_norm for w in each],
-        "post_ffn_norms": [w.post_ffn_norm for w in each],
-        "layer_scalars": [w.scalar for w in each],
-        "ple_gates": [w.gate.weight for w in of_ple],
-        "ple_projections": [w.projection.weight for w in of_ple],
-        "post_ple_norms": [w.post_norm for w in of_ple],
-        "router_scales": [w.router_scale for w in of_moe],
-        "routers": [w.router.weight for w in of_moe],
-        "per_expert_scales": [w.per_expert_scale for w in of_moe],
-        "pre_expert_norms": [w.pre_norm for w in of_moe],
-        "dense_norms": [w.dense_norm for w in of_moe],
-        "expert_norms": [w.post_norm for w in of_moe],
-    }
+    kept = [layers[index].kv for index in layers_spec.sources(letters)]
+    return LayerTensors(
+        **found,
+        input_norms=[w.input_norm for w in each],
+        q_norms=[x.heads.q_weight for x in layers],
+        k_norms=[x.heads.k_weight for x in layers if x.heads.k_weight is not None],
+        k_caches=[kv.k_cache for kv in kept],
+        v_caches=[kv.v_cache for kv in kept],
+        post_attention_norms=[w.post_attention_norm for w in each],
+        pre_ffn_norms=[w.pre_ffn_norm for w in each],
+        post_ffn_norms=[w.post_ffn_norm for w in each],
+        layer_scalars=[w.scalar for w in each],
+        ple_gates=[w.gate.weight for w in of_ple],
+        ple_projections=[w.projection.weight for w in of_ple],
+        post_ple_norms=[w.post_norm for w in of_ple],
+        router_scales=[w.router_scale for w in of_moe],
+        routers=[w.router.weight for w in of_moe],
+        per_expert_scales=[w.per_expert_scale for w in of_moe],
+        pre_expert_norms=[w.pre_norm for w in of_moe],
+        dense_norms=[w.dense_norm for w in of_moe],
+        expert_norms=[w.post_norm for w in of_moe],
+    )
 
 
 def _letters(layers: Sequence[LayerInStep]) -> str | None:

@@ -330,7 +330,7 @@ GIVEN = _given()
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ProblemError, match=why):
-        decode_layers(**GIVEN | changes)
+        decode_layers.of_flat(GIVEN | changes)
 
 
 @pytest.mark.parametrize(
@@ -348,14 +348,14 @@ def test_each_of_a_list_is_checked_where_others_call_it(name: str, tensor: Tenso
 
 
 def test_layers_that_own_nothing_get_what_they_attend_to() -> None:
-    call = decode_layers(**GIVEN)
+    call = decode_layers.of_flat(GIVEN)
     k, given = call.arguments["k_caches"], call.arguments["layers"]
     assert k[2] is k[0] is GIVEN["k_caches"][0]
     assert k[3] is k[1] is GIVEN["k_caches"][1]
     norms = given[LAYER_TENSORS.index("k_norm") :: len(LAYER_TENSORS)]
     assert [t is None for t in norms] == [False, False, True, True]
     without = {"ple": None, "ple_gates": [], "ple_projections": [], "post_ple_norms": []}
-    given = decode_layers(**GIVEN | without).arguments["layers"]
+    given = decode_layers.of_flat(GIVEN | without).arguments["layers"]
     assert given[LAYER_TENSORS.index("ple_gate") :: len(LAYER_TENSORS)] == (None,) * 4
 
 
@@ -378,9 +378,9 @@ def test_layers_of_which_none_owns_anything_get_what_is_given_for_their_kind() -
 
 
 def test_a_step_is_bounded_by_the_keys_that_it_may_see() -> None:
-    assert decode_layers(**GIVEN | {"max_kv_len": 33}).problem.kv_len == 33
-    table = GIVEN["full_block_table"]
-    assert decode_layers(**GIVEN | {"max_kv_len": 0}).problem.kv_len == table.shape[1] * GIVEN["k_caches"][0].shape[2]
+    assert decode_layers.of_flat(GIVEN | {"max_kv_len": 33}).problem.kv_len == 33
+    most = GIVEN["full_block_table"].shape[1] * GIVEN["k_caches"][0].shape[2]
+    assert decode_layers.of_flat(GIVEN | {"max_kv_len": 0}).problem.kv_len == most
 
 
 # ---- what goes around it

@@ -63,6 +63,10 @@ class KVView:
     def head_dim(self) -> int:
         return self.k_cache.shape[3]
 
+    def require_plain(self) -> None:
+        """Raises ProblemError for a format that kernels do not read."""
+        require(self.format == PLAIN, f"kernels read {PLAIN.name} caches, not {self.format.name} ones")
+
     @property
     def num_bytes(self) -> int:
         return sum(pool.numel() * pool.element_size() for pool in (self.k_cache, self.v_cache))

@@ -23,51 +23,44 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from kerngen.runtime.ops.values import (
+    DENSE,
+    Experts,
+    Linear,
+    ResidualNorms,
+    WeightFormat,
+    WeightView,
+    dense_weights,
+    int4_weights,
+)
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView
 
 if TYPE_CHECKING:
     from kerngen.runtime.executors import Say
-    from kerngen.runtime.weights.layout import LayerWeights
+    from kerngen.runtime.weights.layout import LayerWeights, MoeWeights, PleLayerWeights
 
+
+__all__ = [
+    "DENSE",
+    "Experts",
+    "HeadScreen",
+    "LayerInStep",
+    "Linear",
+    "Made",
+    "Ops",
+    "ResidualNorms",
+    "Rope",
+    "WeightFormat",
+    "WeightView",
+    "dense_weights",
+    "fitting",
+    "int4_weights",
+    "positions_of",
+    "residual_dtype",
+    "slots_of",
+]
 
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, slots=True)
-class DenseLinear:
-    """y = x W^T. weight: [out_features, in_features] in `ops.dtype`."""
-
-    weight: Tensor
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
-class W4Linear:
-    """y = x W^T with W symmetric int4: W[o, j] = (nibble - 8) * scale[o, j / group_size].
-
-    As loaded (compressed-tensors order): packed int32 [out_features, in_features / 8], element j of a row
-    in word j / 8, bits 4 * (j % 8); scales [out_features, in_features / group_size] in `ops.dtype`. After
-    `Ops.prepare` the tensors are in whatever order the backend's kernel wants and only that backend may
-    read them.
-    """
-
-    packed: Tensor
-    scales: Tensor
-    out_features: int
-    in_features: int
-    group_size: int
-    name: str = "linear"  # of the projections that it fuses, for records and profiles: "gate_up"
-    gated: bool = False  # rows are gate | up, and only Ops.gated multiplies with it
-
-
-Linear = DenseLinear | W4Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,37 +79,6 @@ class HeadScreen:
 def fitting(screen: HeadScreen | None, h: Tensor) -> HeadScreen | None:
     """`screen`, if there is one for as many rows as h [n, H] has."""
     return screen if screen is not None and len(h) <= screen.max_tokens else None
-
-
-@dataclass(frozen=True, slots=True)
-class DenseExperts:
-    """One matrix an expert: y = x W[e]^T. weight: [E, out_features, in_features] in `ops.dtype`."""
-
-    weight: Tensor
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[2]
-
-
-@dataclass(frozen=True, slots=True)
-class W4Experts:
-    """One int4 matrix an expert, each as in W4Linear: packed int32 [E, out_features, in_features / 8] and scales
-    [E, out_features, in_features / group_size] as loaded, in the kernel's order after `Ops.prepare_experts`.
-    """
-
-    packed: Tensor
-    scales: Tensor
-    out_features: int
-    in_features: int
-    group_size: int
-
-
-Experts = DenseExperts | W4Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,32 +214,14 @@ class Ops(Protocol):
         x: [..., n] in residual_dtype or dtype, weight [n].
         """
 
-    def add_norm(
-        self,
-        residual: Tensor,
-        h: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor | None,
-        eps: float,
-    ) -> Tensor | None:
+    def add_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
         """residual <- (residual + norm(h; post_weight)) * layer_scalar, in place; returns norm(residual;
         next_weight).
 
-        residual [T, H] residual_dtype, h [T, H] dtype, weights [H], layer_scalar [1] dtype or None for 1.
-        Returns [T, H] in dtype, or None where next_weight is None.
+        residual [T, H] residual_dtype, h [T, H] dtype. Returns [T, H] in dtype.
         """
 
-    def linear_norm(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        weights: Linear,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor,
-        eps: float,
-    ) -> Tensor | None:
+    def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
         """add_norm of linear(x, weights), where one kernel does both faster; else None, and nothing is done.
 
         x [T, in_features] dtype; the rest as for add_norm.
@@ -325,19 +269,15 @@ class Ops(Protocol):
         residual: Tensor,
         h: Tensor | None,
         ffn_weight: Tensor,
-        gate: DenseLinear,
         ple: Tensor,
-        projection: DenseLinear,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        layer: PleLayerWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
         """The end of a layer with per-layer embeddings, from the MLP's output h on.
 
         r = residual + norm(h; ffn_weight), or the residual where h is None; p = (gelu_tanh(r gate^T) * ple)
-        projection^T; residual <- (r + norm(p; post_weight)) * layer_scalar, in place. Returns norm(residual;
-        next_weight) [T, H]. residual, h [T, H]; gate [P, H]; ple [T, P], whose rows may lie apart; projection [H, P].
+        projection^T, gate and projection the layer's; then add_norm of p. residual, h [T, H]; ple [T, P], whose rows
+        may lie apart. Returns [T, H] in dtype.
         """
 
     def decode_layers(
@@ -386,21 +326,12 @@ class Ops(Protocol):
         len(norm_weight). Returns [T, L, P] dtype.
         """
 
-    def moe_router(
-        self,
-        residual: Tensor,
-        router_scale: Tensor,
-        router: DenseLinear,
-        per_expert_scale: Tensor,
-        pre_norm: Tensor,
-        top_k: int,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def moe_router(self, residual: Tensor, moe: MoeWeights, top_k: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of each token, their weights, and the experts' input.
 
         logits = (norm(residual) * router_scale * H^-0.5) router^T; softmax over all experts in fp32, the top k of it
-        renormalised to sum 1, then times per_expert_scale. residual [T, H] residual_dtype, router [E, H], others [H]
-        and [E]. Returns ids [T, top_k] int32, weights [T, top_k] fp32 and norm(residual; pre_norm) [T, H] dtype.
+        renormalised to sum 1, then times per_expert_scale. residual [T, H] residual_dtype. Returns ids [T, top_k]
+        int32, weights [T, top_k] fp32 and norm(residual; pre_norm) [T, H] dtype.
         """
 
     def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
@@ -415,25 +346,19 @@ class Ops(Protocol):
         dense: Tensor,
         routed: Tensor,
         topk_weights: Tensor,
-        dense_norm: Tensor,
-        routed_norm: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        moe: MoeWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
-        """add_norm of h = norm(dense; dense_norm) + norm(sum_i topk_weights_i routed_i; routed_norm).
+        """add_norm of h = norm(dense; dense_norm) + norm(sum_i topk_weights_i routed_i; post_norm), norms the layer's.
 
-        dense [T, H], routed [T, top_k, H] dtype, topk_weights [T, top_k] fp32; the sum in fp32. Others as add_norm's.
+        dense [T, H], routed [T, top_k, H] dtype, topk_weights [T, top_k] fp32; the sum in fp32.
         """
 
-    def centroid_greedy(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
-    ) -> Tensor:
+    def centroid_greedy(self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor) -> Tensor:
         """The token [B] int64 of the greatest of centroid_logits' logits, the first of them on a tie."""
 
     def centroid_logits(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
         """A drafter's head over the tokens of the top_k centroids that score highest, instead of the vocabulary.
 

@@ -14,21 +14,21 @@ from torch.nn import functional as F
 
 from kerngen.runtime.executors import Say, at_once
 from kerngen.runtime.ops import (
-    DenseExperts,
-    DenseLinear,
     Experts,
     HeadScreen,
     LayerInStep,
     Linear,
     Made,
-    W4Experts,
-    W4Linear,
+    ResidualNorms,
+    WeightView,
+    dense_weights,
     fallbacks,
     positions_of,
     residual_dtype,
     slots_of,
 )
 from kerngen.runtime.sampling import accepted, likeliest
+from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.attention.heads_torch import slots_of as rows_of
@@ -64,13 +64,11 @@ class TorchOps:
         return at_once(work)
 
     def prepare(self, weights: Linear) -> Linear:
-        """Unpacks W4A16 to a dense matrix: the reference needs the right values, not few bytes."""
-        if isinstance(weights, W4Linear):
-            return DenseLinear(dequantize(weights.packed, weights.scales, weights.scales.dtype))
-        return weights
+        """Unpacks to a dense matrix: the reference needs the right values, not few bytes."""
+        return unpacked(weights)
 
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
-        return unpacked_experts(gate_up), unpacked_experts(down)
+        return unpacked(gate_up), unpacked(down)
 
     def decode_inputs(
         self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
@@ -105,35 +103,16 @@ class TorchOps:
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_norm(x, weight, eps).to(self.dtype)
 
-    def add_norm(
-        self,
-        residual: Tensor,
-        h: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor | None,
-        eps: float,
-    ) -> Tensor | None:
-        residual += self.rmsnorm(h, post_weight, eps)
-        if layer_scalar is not None:
-            residual *= layer_scalar
-        return None if next_weight is None else self.rmsnorm(residual, next_weight, eps)
+    def add_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
+        residual += self.rmsnorm(h, norms.post_weight, norms.eps)
+        if norms.layer_scalar is not None:
+            residual *= norms.layer_scalar
+        return self.rmsnorm(residual, norms.next_weight, norms.eps)
 
-    def linear_norm(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        weights: Linear,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor,
-        eps: float,
-    ) -> Tensor | None:
+    def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
         return None
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
-        if isinstance(weights, W4Linear):
-            raise TypeError("TorchOps.prepare turns packed weights into dense ones at load")
         return F.linear(x, weights.weight)
 
     def qkv_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
@@ -181,20 +160,14 @@ class TorchOps:
         residual: Tensor,
         h: Tensor | None,
         ffn_weight: Tensor,
-        gate: DenseLinear,
         ple: Tensor,
-        projection: DenseLinear,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        layer: PleLayerWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
         if h is not None:
-            residual += self.rmsnorm(h, ffn_weight, eps)
-        gated = gelu_gated(self.linear(residual.to(self.dtype), gate), ple, DTYPE_NAME[self.dtype]).to(self.dtype)
-        residual += self.rmsnorm(self.linear(gated, projection), post_weight, eps)
-        residual *= layer_scalar
-        return self.rmsnorm(residual, next_weight, eps)
+            residual += self.rmsnorm(h, ffn_weight, norms.eps)
+        gated = gelu_gated(self.linear(residual.to(self.dtype), layer.gate), ple, DTYPE_NAME[self.dtype]).to(self.dtype)
+        return self.add_norm(residual, self.linear(gated, layer.projection), norms)
 
     def decode_layers(
         self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
@@ -225,25 +198,14 @@ class TorchOps:
         normed = self.rmsnorm(sliced, norm_weight, eps)
         return (normed + (table[ids] * table_scale).view_as(normed)) * 2.0**-0.5
 
-    def moe_router(
-        self,
-        residual: Tensor,
-        router_scale: Tensor,
-        router: DenseLinear,
-        per_expert_scale: Tensor,
-        pre_norm: Tensor,
-        top_k: int,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        scaled = self.rmsnorm(residual, None, eps) * router_scale * residual.shape[-1] ** -0.5
-        probs = torch.softmax(self.linear(scaled, router), dim=-1, dtype=torch.float32)
+    def moe_router(self, residual: Tensor, moe: MoeWeights, top_k: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = self.rmsnorm(residual, None, eps) * moe.router_scale * residual.shape[-1] ** -0.5
+        probs = torch.softmax(self.linear(scaled, moe.router), dim=-1, dtype=torch.float32)
         weights, ids = probs.topk(top_k, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        return ids.to(torch.int32), weights * per_expert_scale.float()[ids], self.rmsnorm(residual, pre_norm, eps)
+        weights = weights / weights.sum(-1, keepdim=True) * moe.per_expert_scale.float()[ids]
+        return ids.to(torch.int32), weights, self.rmsnorm(residual, moe.pre_norm, eps)
 
     def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
-        if isinstance(gate_up, W4Experts) or isinstance(down, W4Experts):
-            raise TypeError("TorchOps.prepare_experts turns packed weights into dense ones at load")
         return fallbacks.experts(x, gate_up.weight, down.weight, topk_ids)
 
     def moe_combine(
@@ -252,27 +214,19 @@ class TorchOps:
         dense: Tensor,
         routed: Tensor,
         topk_weights: Tensor,
-        dense_norm: Tensor,
-        routed_norm: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        moe: MoeWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
         summed = (routed * topk_weights[..., None]).sum(1).to(self.dtype)
-        h = self.rmsnorm(dense, dense_norm, eps) + self.rmsnorm(summed, routed_norm, eps)
-        residual += self.rmsnorm(h, post_weight, eps)
-        residual *= layer_scalar
-        return self.rmsnorm(residual, next_weight, eps)
+        h = self.rmsnorm(dense, moe.dense_norm, norms.eps) + self.rmsnorm(summed, moe.post_norm, norms.eps)
+        return self.add_norm(residual, h, norms)
 
-    def centroid_greedy(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
-    ) -> Tensor:
+    def centroid_greedy(self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor) -> Tensor:
         ids, logits = self.centroid_logits(y, centroids, top_k, token_ids, embed)
         return ids.gather(1, logits.argmax(-1, keepdim=True)).squeeze(1)
 
     def centroid_logits(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
         picked = self.linear(y, centroids).topk(top_k, dim=-1).indices
         ids = token_ids[picked].flatten(1)
@@ -280,14 +234,23 @@ class TorchOps:
         return ids, (rows @ y[:, :, None]).squeeze(-1).float()
 
 
-def unpacked_experts(weights: Experts) -> DenseExperts:
-    """Every expert's matrix in floats, from compressed-tensors' order."""
-    if isinstance(weights, DenseExperts):
-        return weights
-    out = weights.scales.new_empty(len(weights.packed), weights.out_features, weights.in_features)
-    for expert, packed, scales in zip(out, weights.packed, weights.scales, strict=True):
-        expert.copy_(dequantize(packed, scales, scales.dtype))
-    return DenseExperts(out)
+def _of_int4(weights: WeightView) -> WeightView:
+    """From compressed-tensors' order, of experts one after the other."""
+    packed, scales = weights.tensors
+    if packed.ndim == 2:
+        return dense_weights(dequantize(packed, scales, scales.dtype))
+    out = scales.new_empty(len(packed), weights.out_features, weights.in_features)
+    for expert, words, its_scales in zip(out, packed, scales, strict=True):
+        expert.copy_(dequantize(words, its_scales, scales.dtype))
+    return dense_weights(out)
+
+
+_UNPACK: dict[str, Callable[[WeightView], WeightView]] = {"dense": lambda weights: weights, "int4": _of_int4}
+
+
+def unpacked(weights: WeightView) -> WeightView:
+    """The same matrix, or every expert's, dense: from the order in which it is loaded."""
+    return _UNPACK[weights.format.name](weights)
 
 
 def _write(kv: KVView, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:

@@ -82,6 +82,7 @@ def _call(
     logit_cap: float,
 ) -> Call[Tensor]:
     """source: what `q` holds, as Problem has it. heads: None where it holds q itself."""
+    kv.require_plain()
     require(heads is None or batch.positions is not None, "positions is None: RoPE turns q and k by them")
     require(batch.mask.is_causal and batch.cu_seqlens_q is None, "attn_decode has causal masks and one q_len for all")
     sequences, max_pages = batch.block_table.shape

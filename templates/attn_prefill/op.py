@@ -33,6 +33,7 @@ def attn_prefill(
     q [T, nq, d], sequence s owning rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] ([B + 1] int32), at most max_seqlen_q of
     them; the rest as in attn_decode. Returns [T, nq, d].
     """
+    kv.require_plain()
     require(batch.cu_seqlens_q is not None, "cu_seqlens_q is None: attn_prefill takes ragged queries")
     sequences, max_pages = batch.block_table.shape
     tokens, num_q_heads, _ = q.shape

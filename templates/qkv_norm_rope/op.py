@@ -37,6 +37,7 @@ def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, 
     nothing. inv_freq [d / 2] fp32, its first num_rotated_pairs entries rotate; positions, slot_mapping [T] int64.
     Returns q [T, nq, d].
     """
+    kv.require_plain()
     require(heads.owns_kv, "k_weight is None: such a layer has q alone, which q_norm_rope takes")
     tokens, k_eq_v = len(qkv), heads.v_is_k(qkv.shape[1], kv)
     q = empty(qkv, tokens, heads.num_q_heads, kv.head_dim)

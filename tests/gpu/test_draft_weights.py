@@ -11,7 +11,7 @@ from torch import Tensor
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.engine import Engine
-from kerngen.runtime.ops import W4Linear
+from kerngen.runtime.ops import int4_weights
 from kerngen.runtime.session import open_checkpoint
 from kerngen.runtime.weights.int4 import to_int4
 from kerngen.templates.common.rows.torch_rows import gelu_gated
@@ -37,7 +37,7 @@ def test_products_with_scales_of_either_sign(n: int, k: int, gated: bool) -> Non
     dense = torch.randn(n, k, generator=rng, device="cuda").mul(k**-0.5).bfloat16()
     packed, scales = to_int4(dense, 32)
     assert 0.4 < (scales < 0).float().mean() < 0.6
-    ready = ops.prepare(W4Linear(packed, scales, n, k, 32, "drafter's", gated))
+    ready = ops.prepare(int4_weights(packed, scales, n, k, 32, "drafter's", gated))
     values = dequantize(packed, scales)
     for tokens in (1, 2, 3, 8, 16, 32):
         x = torch.randn(tokens, k, generator=rng, device="cuda").bfloat16()

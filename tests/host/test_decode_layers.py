@@ -29,7 +29,7 @@ from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.launcher import shares_sms
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import DenseExperts, DenseLinear, Ops, W4Linear
+from kerngen.runtime.ops import Linear, Ops, dense_weights, int4_weights
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps, layers_spec
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
@@ -452,10 +452,10 @@ def test_one_token_of_one_sequence_goes_through_all_layers_at_once(rows: int, ar
     assert ("attn_decode" in asked) == (not serves)
 
 
-def _w4(like: W4Linear, group_size: int) -> W4Linear:
+def _w4(like: Linear, group_size: int) -> Linear:
     strips, _, rows = like.scales.shape
     scales = like.scales.new_empty(strips, like.in_features // group_size, rows)
-    return replace(like, scales=scales, group_size=group_size)
+    return int4_weights(like.packed, scales, like.out_features, like.in_features, group_size)
 
 
 @pytest.mark.parametrize("what", ["dense", "coarse"])
@@ -463,8 +463,8 @@ def _w4(like: W4Linear, group_size: int) -> W4Linear:
 def test_other_matrices_go_layer_by_layer(name: str, what: str) -> None:
     def changed(weights: Any) -> Any:
         last = weights.layers[-1]
-        old: W4Linear = getattr(last, name)
-        dense = DenseLinear(torch.empty(old.out_features, old.in_features, dtype=torch.bfloat16, device="meta"))
+        old: Linear = getattr(last, name)
+        dense = dense_weights(torch.empty(old.out_features, old.in_features, dtype=torch.bfloat16, device="meta"))
         new = dense if what == "dense" else _w4(old, 64)
         return replace(weights, layers=(*weights.layers[:-1], replace(last, **{name: new})))
 
@@ -500,10 +500,9 @@ def test_experts_go_layer_by_layer_where_they_are_not_int4_or_not_everywhere() -
         return replace(weights, layers=(*weights.layers[:-1], replace(weights.layers[-1], moe=moe)))
 
     def dense(weights: Any) -> Any:
-        gate_up, down = (
-            DenseExperts(torch.empty(16, n, k, dtype=torch.bfloat16, device="meta")) for n, k in ((128, 128), (128, 64))
-        )
-        return last(weights, replace(weights.layers[-1].moe, gate_up=gate_up, down=down))
+        shapes = ((16, 128, 128), (16, 128, 64))
+        made = [dense_weights(torch.empty(s, dtype=torch.bfloat16, device="meta")) for s in shapes]
+        return last(weights, replace(weights.layers[-1].moe, gate_up=made[0], down=made[1]))
 
     assert "decode_layers" in asked_of(config, H200)
     for changed in (dense, lambda weights: last(weights, None)):

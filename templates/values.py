@@ -65,7 +65,8 @@ class KVView:
 
     def require_plain(self) -> None:
         """Raises ProblemError for a format that kernels do not read."""
-        require(self.format == PLAIN, f"kernels read {PLAIN.name} caches, not {self.format.name} ones")
+        if self.format is not PLAIN:
+            require(self.format == PLAIN, f"kernels read {PLAIN.name} caches, not {self.format.name} ones")
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +152,7 @@ class HeadNorms:
 
         Raises ProblemError where it is neither.
         """
-        dim, num_q_heads, num_kv_heads = kv.head_dim, self.num_q_heads, kv.num_kv_heads
+        num_q_heads, (_, num_kv_heads, _, dim) = self.num_q_heads, kv.k_cache.shape
         k_eq_v = width == (num_q_heads + num_kv_heads) * dim
         heads = f"{num_q_heads} q heads and {num_kv_heads} kv heads of {dim}"
         whole = k_eq_v or width == (num_q_heads + 2 * num_kv_heads) * dim

@@ -77,22 +77,24 @@ class Int4:
     def linear(self, ops: KernelOps, x: Tensor, weights: Linear) -> Tensor:
         if weights.gated:
             raise TypeError(f"{weights.name} holds gate and up, interleaved: Ops.gated multiplies with it")
-        return ops.run(w4a16_gemm(x, weights.packed, weights.scales, ops.row_invariant), weights.name)
+        packed, scales = weights.tensors
+        return ops.run(w4a16_gemm(x, packed, scales, ops.row_invariant), weights.name)
 
     def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear) -> Tensor:
-        return ops.run(w4a16_gated(x, gate_up.packed, gate_up.scales, ops.row_invariant), gate_up.name)
+        packed, scales = gate_up.tensors
+        return ops.run(w4a16_gated(x, packed, scales, ops.row_invariant), gate_up.name)
 
     def experts(self, ops: KernelOps, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
-        call = moe_w4a16(x, topk_ids, gate_up.packed, gate_up.scales, down.packed, down.scales)
-        return ops.run(call, "experts")
+        (up_packed, up_scales), (down_packed, down_scales) = gate_up.tensors, down.tensors
+        return ops.run(moe_w4a16(x, topk_ids, up_packed, up_scales, down_packed, down_scales), "experts")
 
     def norm_call(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Call[Tensor] | None:
         if not 1 < len(x) <= norm_spec.MOST_TOKENS:
             return None
+        packed, scales = weights.tensors
         return w4a16_norm(
-            residual, x, weights.packed, weights.scales, norms.post_weight, norms.layer_scalar, norms.next_weight,
-            norms.eps,
-        )  # fmt: skip
+            residual, x, packed, scales, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps
+        )
 
 
 FORMATS: dict[str, Format] = {"dense": Dense(), "int4": Int4()}

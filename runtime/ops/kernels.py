@@ -335,8 +335,8 @@ def _int4_layers(layers: Sequence[LayerInStep], letters: str, ple: Tensor | None
             if matrix.format.name != "int4":
                 return None
             formats.add(matrix.format)
-            found[f"{name}_packed"].append(matrix.packed)
-            found[f"{name}_scales"].append(matrix.scales)
+            for part, tensor in zip(("packed", "scales"), matrix.tensors, strict=True):
+                found[f"{name}_{part}"].append(tensor)
     if len(formats) > 1:
         return None
     of_moe = [x.weights.moe for x in layers if x.weights.moe is not None]

@@ -86,9 +86,10 @@ def _call(
     require(heads is None or batch.positions is not None, "positions is None: RoPE turns q and k by them")
     require(batch.mask.is_causal and batch.cu_seqlens_q is None, "attn_decode has causal masks and one q_len for all")
     sequences, max_pages = batch.block_table.shape
+    _, num_kv_heads, page_size, dim = kv.k_cache.shape
     problem = Problem(
-        kv.head_dim, out.shape[1], kv.num_kv_heads, batch.q_len, kv.page_size, batch.mask.window, DTYPE_NAME[q.dtype],
-        logit_cap > 0, sequences, batch.keys_that_matter(kv.page_size), source,
+        dim, out.shape[1], num_kv_heads, batch.q_len, page_size, batch.mask.window, DTYPE_NAME[q.dtype],
+        logit_cap > 0, sequences, batch.keys_that_matter(page_size), source,
         heads.num_rotated_pairs if heads else 0,
     ) if sequences else None  # fmt: skip
     owns_kv = source in ("qk", "qkv")

@@ -36,13 +36,14 @@ def attn_prefill(
     kv.require_plain()
     require(batch.cu_seqlens_q is not None, "cu_seqlens_q is None: attn_prefill takes ragged queries")
     sequences, max_pages = batch.block_table.shape
+    _, num_kv_heads, page_size, dim = kv.k_cache.shape
     tokens, num_q_heads, _ = q.shape
     out = empty(q, *q.shape)
     problem = None
     if tokens:
         problem = Problem(
-            kv.head_dim, num_q_heads, kv.num_kv_heads, kv.page_size, batch.mask.window, batch.mask.is_causal,
-            DTYPE_NAME[q.dtype], logit_cap > 0, sequences, tokens, batch.keys_that_matter(kv.page_size),
+            dim, num_q_heads, num_kv_heads, page_size, batch.mask.window, batch.mask.is_causal,
+            DTYPE_NAME[q.dtype], logit_cap > 0, sequences, tokens, batch.keys_that_matter(page_size),
         )  # fmt: skip
     arguments = {
         "out": out, "q": q, "k": kv.k_cache, "v": kv.v_cache, "cu_seqlens_q": batch.cu_seqlens_q, "cu_seqlens_k": None,

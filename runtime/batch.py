@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.ops import Ops
+from kerngen.templates.values import AttnBatch, Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,13 @@ class Batch:
         ends, kv_lens = lengths.split((len(lengths) // 2 + 1, len(lengths) // 2))
         slots = cache.slots_of(rows, positions)
         return Batch(ids, positions, kv_lens, slots, 0, max_kv_len, ends, max_seqlen)
+
+    def attention(self, kind: str, cache: KVCache, mask: Mask) -> AttnBatch:
+        """What layers of one kind attend to."""
+        return AttnBatch(
+            cache.groups[kind].block_table, self.kv_lens, mask, self.max_kv_len, self.q_len, self.cu_seqlens,
+            self.max_seqlen, self.positions, self.slots[kind],
+        )  # fmt: skip
 
     def last_tokens(self) -> tuple[Tensor, Batch]:
         """The rows of each sequence's last token, and a decode batch (q_len 1) of those. Prefill only."""

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kerngen.errors import UsageError
 from kerngen.runtime.config import LayerConfig, ModelConfig
-from kerngen.runtime.ops import KVPages, Ops
+from kerngen.runtime.ops import Ops
+from kerngen.templates.values import PLAIN, KVFormat, KVView
 
 PAGE_SIZE = 64
 KINDS = ("full", "sliding")
@@ -50,6 +51,7 @@ class KVCache:
         max_len: int,
         page_size: int = PAGE_SIZE,
         drafter_layers: Sequence[LayerConfig] = (),
+        kv_format: KVFormat = PLAIN,
     ) -> None:
         """drafter_layers: of a drafter, that have pools of their own under the same tables. Raises UsageError."""
         if min(batch, max_len, page_size, *(num_pages[kind] for kind in KINDS)) < 1:
@@ -57,16 +59,13 @@ class KVCache:
         self.page_size = page_size
         self.num_pages = {kind: num_pages[kind] for kind in KINDS}
         self.set_tables(torch.zeros(2, batch, -(-max_len // page_size), dtype=torch.int32, device=ops.device))
-        self._pages: dict[int, KVPages] = {}
+        self._pages: dict[int, KVView] = {}
         for layer in (*config.layers, *drafter_layers):
             if layer.index in self._pages:
                 raise UsageError(f"two layers of a cache have the index {layer.index}")
             if layer.owns_kv:
                 shape = (self.num_pages[layer.kind], layer.num_kv_heads, page_size, layer.head_dim)
-                self._pages[layer.index] = KVPages(
-                    torch.zeros(shape, dtype=ops.dtype, device=ops.device),
-                    torch.zeros(shape, dtype=ops.dtype, device=ops.device),
-                )
+                self._pages[layer.index] = kv_format.allocate(shape, ops.dtype, ops.device)
 
     @staticmethod
     def whole(config: ModelConfig, ops: Ops, *, batch: int, max_len: int, page_size: int = PAGE_SIZE) -> KVCache:
@@ -93,7 +92,7 @@ class KVCache:
         """The same pools for the first `count` sequences."""
         return self.with_tables(self.tables[:, :count])
 
-    def pages(self, layer: LayerConfig) -> KVPages:
+    def pages(self, layer: LayerConfig) -> KVView:
         """The pool that `layer` of the target reads: its own, or that of the layer it shares."""
         return self._pages[layer.kv_source]
 
@@ -110,8 +109,8 @@ class KVCache:
     def wipe(self) -> None:
         """Zeros to page 0, which may hold NaN that a sequence left there."""
         for pages in self._pages.values():
-            pages.k[0], pages.v[0] = 0, 0
+            pages.k_cache[0], pages.v_cache[0] = 0, 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pages in self._pages.values() for t in (pages.k, pages.v))
+        return sum(pages.num_bytes for pages in self._pages.values())

@@ -18,9 +18,10 @@ from torch import Tensor
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import DrafterConfig, LayerConfig
-from kerngen.runtime.model import DecoderStack, Gemma4, Seen
+from kerngen.runtime.model import DecoderStack, Gemma4
 from kerngen.runtime.ops import Ops, fitting
 from kerngen.runtime.weights.layout import CentroidWeights, DrafterWeights
+from kerngen.templates.values import AttnBatch, KVView, Mask
 
 
 class Drafter(Protocol):
@@ -67,6 +68,7 @@ class MtpDrafter:
         self.stack = DecoderStack(config.text, weights.layers, weights.norm, self.ops, "drafter")
         # A likely one will do: a draft is verified.
         self.screen = None if weights.centroids is not None else self.ops.screen(weights.head, likely=True)
+        self._windows = {layer.kind: layer.window + 1 if layer.is_sliding else 0 for layer in config.text.layers}
         self._donors = {layer.kind: target.config.donor(layer.kind) for layer in config.text.layers}
 
     def step(
@@ -87,20 +89,18 @@ class MtpDrafter:
         given = ops.draft_inputs(ids, hidden, self.target.weights.embed, self.target.embed_scale)
         residual = ops.linear(given, self.weights.pre).to(ops.residual_dtype)
 
-        def seen(layer: LayerConfig) -> Seen:
-            window = layer.window + 1 if layer.is_sliding else 0
-            return window, cache.pages(self._donors[layer.kind]), None, cache.groups[layer.kind].block_table
+        by_kind = {
+            kind: AttnBatch(cache.groups[kind].block_table, kv_lens, Mask(window=window), max_kv_len, positions=lengths)
+            for kind, window in self._windows.items()
+        }
+
+        def seen(layer: LayerConfig) -> tuple[KVView, AttnBatch]:
+            return cache.pages(self._donors[layer.kind]), by_kind[layer.kind]
 
         def attend(layer: LayerConfig, q: Tensor) -> Tensor:
-            config, rope = self.config.text, self.stack.ropes[layer.kind]
-            q_norm = self.weights.layers[layer.index].q_norm
-            window, pages, _, table = seen(layer)
-            return ops.attend_decode(
-                q, config.num_q_heads, q_norm, None, rope, lengths, pages, None, table, kv_lens, 1, window, max_kv_len,
-                config.rms_norm_eps,
-            ).flatten(1)  # fmt: skip
+            return ops.attend_decode(q, self.stack.heads[layer.index], *seen(layer)).flatten(1)
 
-        row = self.stack.decoded(residual, None, seen, lengths, kv_lens, max_kv_len) if len(ids) == 1 else None
+        row = self.stack.decoded(residual, None, seen) if len(ids) == 1 else None
         if row is None:
             row = self.stack.first(residual)
             for index in range(len(self.stack.layers)):

@@ -16,9 +16,10 @@ from kerngen.errors import UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
-from kerngen.runtime.ops import KVPages, LayerInStep, Linear, Ops, Rope, fitting
+from kerngen.runtime.ops import LayerInStep, Linear, Ops, ResidualNorms, Rope, fitting
 from kerngen.runtime.sampling import likeliest
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
 
 
 def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:
@@ -45,13 +46,22 @@ class Taps:
 
 
 Attend = Callable[[LayerConfig, Tensor], Tensor]
-Seen = tuple[int, KVPages, Tensor | None, Tensor]  # window, pages, slots and block table, as LayerInStep has them
+Seen = Callable[[LayerConfig], tuple[KVView, AttnBatch]]  # the cache that a layer reads, and what of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Where a layer's parts enter the residual stream. ple: None for a layer without per-layer inputs."""
+
+    attention: ResidualNorms
+    mlp: ResidualNorms
+    ple: ResidualNorms | None
 
 
 class DecoderStack:
     """The layers that a target and its drafter have in common; `attend` says whose cache is read and how.
 
-    name: what its ops' places begin with ("drafter").
+    name: what its ops' places begin with ("drafter"). heads, ends: of each layer, what ops take beside matrices.
     """
 
     def __init__(
@@ -64,28 +74,35 @@ class DecoderStack:
         self.ops = ops
         dims = {layer.kind: layer.head_dim for layer in config.layers}
         self.ropes = {kind: make_rope(rope, dims[kind], ops.device) for kind, rope in config.rope.items()}
+        kinds = [layer.kind for layer in config.layers]
+        self.heads = [self._heads(w, self.ropes[kind]) for w, kind in zip(layers, kinds, strict=True)]
+        next_norms = [*(w.input_norm for w in layers[1:]), norm]
+        self.ends = [self._ends(w, after) for w, after in zip(layers, next_norms, strict=True)]
 
-    def decoded(
-        self,
-        residual: Tensor,
-        ple: Tensor | None,
-        seen: Callable[[LayerConfig], Seen],
-        positions: Tensor,
-        kv_lens: Tensor,
-        max_kv_len: int,
-    ) -> Tensor | None:
+    def _heads(self, w: LayerWeights, rope: Rope) -> HeadNorms:
+        eps, num_q_heads = self.config.rms_norm_eps, self.config.num_q_heads
+        return HeadNorms(w.q_norm, rope.inv_freq, rope.num_rotated, eps, w.k_norm, num_q_heads)
+
+    def _ends(self, w: LayerWeights, next_norm: Tensor) -> _Ends:
+        eps = self.config.rms_norm_eps
+        # no released model has experts and per-layer inputs: its layer would go on from here
+        scalar = w.scalar if w.ple is None else None
+        return _Ends(
+            ResidualNorms(w.post_attention_norm, w.pre_ffn_norm, eps),
+            ResidualNorms(w.post_ffn_norm, next_norm, eps, scalar),
+            None if w.ple is None else ResidualNorms(w.ple.post_norm, next_norm, eps, w.scalar),
+        )
+
+    def decoded(self, residual: Tensor, ple: Tensor | None, seen: Seen) -> Tensor | None:
         """The final norm's output [1, H] of one token, where one kernel serves all layers; else None, and nothing is
-        done. seen: what a layer attends by. The rest as Ops.decode_layers has it.
+        done. The rest as Ops.decode_layers has it.
         """
         self.ops.place = self.name
-        layers = []
-        for w, layer in zip(self.layers, self.config.layers, strict=True):
-            window, pages, slots, table = seen(layer)
-            layers.append(LayerInStep(w, window, self.ropes[layer.kind], pages, slots, table))
-        return self.ops.decode_layers(
-            residual, ple, layers, self.config.num_q_heads, self.config.top_k_experts, positions, kv_lens, max_kv_len,
-            self.norm, self.config.rms_norm_eps,
-        )  # fmt: skip
+        layers = [
+            LayerInStep(w, heads, *seen(layer))
+            for w, heads, layer in zip(self.layers, self.heads, self.config.layers, strict=True)
+        ]
+        return self.ops.decode_layers(residual, ple, layers, self.config.top_k_experts, self.norm)
 
     def first(self, residual: Tensor) -> Tensor:
         """The projections of layer 0."""
@@ -111,79 +128,48 @@ class DecoderStack:
         """
         w, config = self.layers[index], self.config.layers[index]
         self.ops.place = self._place(index)
-        is_last = index + 1 == len(self.layers)
-        next_norm = self.norm if is_last else self.layers[index + 1].input_norm
-        h = self._rest(w, residual, attend(config, qkv), next_norm, ple)
-        return self.project(index + 1, h) if projects and not is_last else h
+        h = self._rest(w, self.ends[index], residual, attend(config, qkv), ple)
+        return self.project(index + 1, h) if projects and index + 1 < len(self.layers) else h
 
-    def _rest(
-        self, w: LayerWeights, residual: Tensor, attended: Tensor, next_norm: Tensor, ple: Tensor | None
-    ) -> Tensor:
+    def _rest(self, w: LayerWeights, ends: _Ends, residual: Tensor, attended: Tensor, ple: Tensor | None) -> Tensor:
         """From attention's output on, kernel by kernel: norm(residual; next_norm)."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        x = self._projected(residual, attended, w.out, w.post_attention_norm, None, w.pre_ffn_norm)
+        ops = self.ops
+        x = self._projected(residual, attended, w.out, ends.attention)
 
         def dense() -> Tensor:
             return ops.linear(ops.gated(x, w.gate_up), w.down)
 
-        per_layer = None if ple is None else w.ple
-        if w.moe is None and per_layer is None:
-            return self._projected(residual, ops.gated(x, w.gate_up), w.down, w.post_ffn_norm, w.scalar, next_norm)
-        h, normed = None, None
+        if w.ple is None or ends.ple is None or ple is None:
+            if w.moe is None:
+                return self._projected(residual, ops.gated(x, w.gate_up), w.down, ends.mlp)
+            return self._with_experts(residual, dense, w.moe, ends.mlp)
+        h = None
         if w.moe is None:
             h = dense()
         else:
-            # no released model has experts and per-layer inputs: its layer would go on from here
-            scalar = w.scalar if per_layer is None else torch.ones_like(w.scalar)
-            normed = self._with_experts(residual, dense, w, w.moe, scalar, next_norm)
-        if ple is None or per_layer is None:
-            return _some(normed)
-        return ops.ple_block(
-            residual, h, w.post_ffn_norm, per_layer.gate, ple, per_layer.projection,
-            per_layer.post_norm, w.scalar, next_norm, eps,
-        )  # fmt: skip
+            self._with_experts(residual, dense, w.moe, ends.mlp)
+        return ops.ple_block(residual, h, ends.mlp.post_weight, ple, w.ple, ends.ple)
 
-    def _projected(
-        self, residual: Tensor, x: Tensor, weights: Linear, post_norm: Tensor, scalar: Tensor | None, next_norm: Tensor
-    ) -> Tensor:
+    def _projected(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor:
         """add_norm of x's projection."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        done = ops.linear_norm(residual, x, weights, post_norm, scalar, next_norm, eps)
-        if done is None:
-            done = ops.add_norm(residual, ops.linear(x, weights), post_norm, scalar, next_norm, eps)
-        return _some(done)
+        done = self.ops.linear_norm(residual, x, weights, norms)
+        return self.ops.add_norm(residual, self.ops.linear(x, weights), norms) if done is None else done
 
     def _with_experts(
-        self,
-        residual: Tensor,
-        dense: Callable[[], Tensor],
-        w: LayerWeights,
-        moe: MoeWeights,
-        scalar: Tensor,
-        next_norm: Tensor,
+        self, residual: Tensor, dense: Callable[[], Tensor], moe: MoeWeights, norms: ResidualNorms
     ) -> Tensor:
         """Adds the dense MLP's output and the routed experts', which read the residual before either. As add_norm.
 
         dense: gives the former. It is small, and goes on beside the router and the experts.
         """
-        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
+        ops, config = self.ops, self.config
         made = ops.beside(dense)
         try:
-            ids, weights, x = ops.moe_router(
-                residual, moe.router_scale, moe.router, moe.per_expert_scale, moe.pre_norm, config.top_k_experts, eps
-            )
+            ids, weights, x = ops.moe_router(residual, moe, config.top_k_experts, config.rms_norm_eps)
             routed = ops.experts(x, moe.gate_up, moe.down, ids)
         finally:
             of_dense = made()
-        return ops.moe_combine(
-            residual, of_dense, routed, weights, moe.dense_norm, moe.post_norm, w.post_ffn_norm, scalar, next_norm, eps
-        )
-
-
-def _some(h: Tensor | None) -> Tensor:
-    if h is None:
-        raise TypeError("the end of a layer returned nothing although it was given a next norm")
-    return h
+        return ops.moe_combine(residual, of_dense, routed, weights, moe, norms)
 
 
 class Gemma4:
@@ -208,6 +194,7 @@ class Gemma4:
         self._ple_scale = rounded_scale(config.ple_size**0.5, ops.dtype)
         # Layers from here on write no cache: of a prefill chunk they only need the token whose logits are wanted.
         shared = [layer.index for layer in config.layers if not layer.owns_kv]
+        self._kinds = dict.fromkeys((layer.kind, layer.window) for layer in config.layers)
         self._first_shared = min(shared, default=len(config.layers))
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -227,10 +214,7 @@ class Gemma4:
         residual = self.embed(batch.ids)
         ple = self._ple(batch.ids, residual)
         if batch.cu_seqlens is None and len(batch.ids) == 1 and taps is None:
-            done = self.stack.decoded(
-                residual, ple, lambda layer: self._seen(batch, cache, layer), batch.positions, batch.kv_lens,
-                batch.max_kv_len,
-            )  # fmt: skip
+            done = self.stack.decoded(residual, ple, self._seen(batch, cache))
             if done is not None:
                 return done
         row, attend = self.stack.first(residual), self._attend(batch, cache)
@@ -283,9 +267,9 @@ class Gemma4:
             row = self.stack.layer(index, residual, row, attend, None)
         return row[chunks.cu_seqlens[1:].long() - 1], row[count:]
 
-    @staticmethod
-    def _seen(batch: Batch, cache: KVCache, layer: LayerConfig) -> Seen:
-        return layer.window, cache.pages(layer), batch.slots[layer.kind], cache.groups[layer.kind].block_table
+    def _seen(self, batch: Batch, cache: KVCache) -> Seen:
+        by_kind = {(kind, window): batch.attention(kind, cache, Mask(window=window)) for kind, window in self._kinds}
+        return lambda layer: (cache.pages(layer), by_kind[layer.kind, layer.window])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Capped logits [n, vocab] fp32 of hidden states [n, H] after the final norm, -inf for suppressed tokens."""
@@ -313,29 +297,16 @@ class Gemma4:
         return self.ops.ple_inputs(ids, ple.table, self._ple_scale, context, scale, ple.norm, self.config.rms_norm_eps)
 
     def _attend(self, batch: Batch, cache: KVCache) -> Attend:
-        ops, config = self.ops, self.config
+        ops, seen = self.ops, self._seen(batch, cache)
 
         def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:  # [T, nq * d]
-            w = self.weights.layers[layer.index]
-            pages, rope, eps = cache.pages(layer), self.stack.ropes[layer.kind], config.rms_norm_eps
-            table, slots = cache.groups[layer.kind].block_table, batch.slots[layer.kind]
-            if batch.cu_seqlens is None:
-                return ops.attend_decode(
-                    qkv, config.num_q_heads, w.q_norm, w.k_norm, rope, batch.positions, pages,
-                    None if w.k_norm is None else slots, table, batch.kv_lens, batch.q_len, layer.window,
-                    batch.max_kv_len, eps,
-                ).flatten(1)  # fmt: skip
-            if w.k_norm is None:
-                q = ops.q_norm_rope(qkv, w.q_norm, rope, batch.positions, eps)
-            else:
-                q = ops.qkv_norm_rope(
-                    qkv, config.num_q_heads, w.q_norm, w.k_norm, rope, batch.positions, pages, slots, eps
-                )
-            return ops.attn_prefill(
-                q, pages, table, batch.kv_lens, batch.cu_seqlens, batch.max_seqlen, layer.window, batch.max_kv_len
-            ).flatten(1)
+            heads, (kv, attn) = self.stack.heads[layer.index], seen(layer)
+            if attn.cu_seqlens_q is None:
+                return ops.attend_decode(qkv, heads, kv, attn).flatten(1)
+            q = ops.qkv_norm_rope(qkv, heads, kv, attn) if heads.owns_kv else ops.q_norm_rope(qkv, heads, attn)
+            return ops.attn_prefill(q, kv, attn).flatten(1)
 
         return attend
 
 
-__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "KVPages", "Seen", "Taps", "make_rope", "rounded_scale"]
+__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "Seen", "Taps", "make_rope", "rounded_scale"]

@@ -1,16 +1,16 @@
 """Every `@op` of every kernel folder as a custom operator of torch, in the namespace `kerngen`.
 
-The op's annotations give its schema. Its kernel makes the Call and has it executed where the tensors are; its fake
-makes the Call on tensors without storage and executes nothing, since a Call has its result allocated already.
+The op's annotations give its schema; a parameter that is a value stands for its fields there (`call.Op`). Its kernel
+makes the Call and has it executed where the tensors are; its fake makes the Call on tensors without storage and
+executes nothing, since a Call has its result allocated already.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def _function(op: Op[P, R]) -> Callable[P, R]:
 
 def _register(op: Op[P, R]) -> tuple[CustomOpDef, Callable[P, R]]:
     """Raises TypeError, ValueError or NameError where torch cannot read the op's annotations."""
-    signature = _signature(op)
+    signature = op.signature
     parameters = signature.parameters.values()
     names = tuple(signature.parameters)
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}  # torch leaves out what equals them
@@ -81,7 +81,7 @@ def _register(op: Op[P, R]) -> tuple[CustomOpDef, Callable[P, R]]:
         arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         takes.check(arguments)
         device = _device(op.name, {n: arguments[n] for n in tensors})
-        call = op(**arguments)  # type: ignore[call-arg]
+        call = op.of_flat(arguments)
         if device.type != "cuda":
             _require_contiguous(call)
             return executor(device).run(call, "")
@@ -91,7 +91,7 @@ def _register(op: Op[P, R]) -> tuple[CustomOpDef, Callable[P, R]]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         takes.check_anew(arguments)
-        return op(**arguments).result  # type: ignore[call-arg]
+        return op.of_flat(arguments).result
 
     for made in (run, fake):
         made.__name__ = op.name
@@ -110,15 +110,6 @@ def _register(op: Op[P, R]) -> tuple[CustomOpDef, Callable[P, R]]:
     function.__signature__ = signature  # type: ignore[attr-defined]
     function.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": signature.return_annotation}
     return registered, function
-
-
-def _signature(op: Op[..., Any]) -> inspect.Signature:
-    """As op.py says it, with types in place of their names, and a Call's result in place of the Call."""
-    hints = get_type_hints(op.make)
-    signature = inspect.signature(op.make)
-    parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
-    (result,) = get_args(hints["return"])
-    return signature.replace(parameters=parameters, return_annotation=None if result is type(None) else result)
 
 
 def _device(name: str, tensors: Mapping[str, Tensor | list[Tensor] | None]) -> torch.device:

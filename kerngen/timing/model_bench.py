@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear
 from kerngen.templates.common.screen.screen_spec import bits_of, least_bytes
 from kerngen.workload.generated import generated_model
 
@@ -29,28 +27,20 @@ def step_bytes(model: Gemma4, context: int, batch: int = 1) -> tuple[int, int]:
     """
     config, weights = model.config, model.weights
 
-    def size(linear: Linear | Experts) -> int:
-        tensors: tuple[Tensor, ...]
-        if isinstance(linear, (DenseLinear, DenseExperts)):
-            tensors = (linear.weight,)
-        else:
-            tensors = (linear.packed, linear.scales)
-        return sum(t.numel() * t.element_size() for t in tensors)
-
     screen = model.screen
     if screen is None:
-        total = size(weights.head)
+        total = weights.head.num_bytes
     else:
         total = least_bytes(weights.head.out_features, weights.head.in_features, bits_of(screen.codes.shape[2]))
-    total += size(weights.ple.projection) if weights.ple is not None else 0
+    total += weights.ple.projection.num_bytes if weights.ple is not None else 0
     kv = 0
     for layer, w in zip(config.layers, weights.layers, strict=True):
-        total += sum(size(m) for m in (w.qkv, w.out, w.gate_up, w.down))
+        total += sum(m.num_bytes for m in (w.qkv, w.out, w.gate_up, w.down))
         if w.moe is not None:
             chosen = 1 - (1 - config.top_k_experts / config.num_experts) ** batch
-            total += size(w.moe.router) + round(chosen * (size(w.moe.gate_up) + size(w.moe.down)))
+            total += w.moe.router.num_bytes + round(chosen * (w.moe.gate_up.num_bytes + w.moe.down.num_bytes))
         if w.ple is not None:
-            total += size(w.ple.gate) + size(w.ple.projection)
+            total += w.ple.gate.num_bytes + w.ple.projection.num_bytes
         visible = min(context, layer.window) if layer.window else context
         kv += 2 * visible * layer.num_kv_heads * layer.head_dim * weights.embed.element_size()
     return total, batch * kv

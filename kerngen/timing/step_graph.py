@@ -88,8 +88,8 @@ class StepGraph:
         cache = KVCache.whole(model.config, model.ops, batch=step.batch, max_len=step.context)
         for layer in model.config.layers:
             if layer.owns_kv:
-                cache.pages(layer).k.normal_()
-                cache.pages(layer).v.normal_()
+                cache.pages(layer).k_cache.normal_()
+                cache.pages(layer).v_cache.normal_()
         return cache
 
     def chosen_by(self, launcher: Launcher) -> Chosen:

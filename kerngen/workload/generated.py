@@ -12,7 +12,7 @@ from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.footprint import footprint
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import DenseLinear, Ops
+from kerngen.runtime.ops import Ops, dense_weights
 from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter, synthetic_model
 
 
@@ -30,7 +30,7 @@ def generated_model(
         require_memory(name, config, drafter_config)
     if own_head:
         head = SyntheticSource(config, ops, seed + 2).tensor("head", config.vocab_size, config.hidden_size)
-        weights = replace(synthetic_model(config, ops, seed), head=ops.prepare(DenseLinear(head)))
+        weights = replace(synthetic_model(config, ops, seed), head=ops.prepare(dense_weights(head)))
     else:
         weights = synthetic_model(config, ops, seed)
     model, drafter = Gemma4(config, weights, ops), None

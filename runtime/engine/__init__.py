@@ -2,7 +2,7 @@
 and drafts only decide how many tokens come of one.
 
 core.py puts it together: scheduler.py says who runs on which pages (pages.py), planning.py makes plans of that, which
-are data (plan.py), runner.py runs them, as CUDA graphs where that pays (graphs.py; prefill_graphs.py, mixed_batches.py).
+are data (plan.py); runner.py runs them, as CUDA graphs where that pays (graphs, prefill_graphs, mixed_batches).
 logit_processors.py holds what rows want changed in their logits, mask.py lets a guide say which tokens may come,
 draft_length.py says how many tokens to draft, prefill_budget.py how many to prefill beside those who decode, sizing.py
 how many pages there are, request.py what is asked and what came out.

@@ -29,7 +29,6 @@ from kerngen.runtime.engine.plan import DecodeRows, Limits, NewPage, PrefillChun
 from kerngen.runtime.engine.prefill_graphs import ShortPrefills
 from kerngen.runtime.logprobs import logprob_words
 from kerngen.runtime.model import Gemma4, Taps
-from kerngen.runtime.ops import DenseExperts
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, choose, likeliest
 
@@ -112,7 +111,7 @@ class Runner:
         self.ints = torch.zeros(5, max_batch, dtype=torch.int64, device=device)
         self.floats = torch.zeros(3, max_batch, dtype=torch.float32, device=device)
         self.hidden = torch.zeros(max_batch, config.hidden_size, dtype=ops.dtype, device=device)
-        experts = any(w.moe is not None and isinstance(w.moe.gate_up, DenseExperts) for w in model.weights.layers)
+        experts = any(w.moe is not None and w.moe.gate_up.is_dense for w in model.weights.layers)
         self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
         self.changes = Changes(max_batch, config.vocab_size, device, self._sent)
         self._steps: dict[tuple[int, int, Way, int], Captured] = {}

@@ -53,6 +53,8 @@ def _form(value: Any) -> Hashable:
     """What a call's problem may depend on of weights: a tensor's form, in records of them field by field."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride()
+    if isinstance(value, tuple):
+        return tuple(map(_form, value))
     if dataclasses.is_dataclass(value):
         return type(value), *(_form(getattr(value, f.name)) for f in dataclasses.fields(value))
     return value if isinstance(value, Hashable) else repr(value)

@@ -23,49 +23,44 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from kerngen.runtime.ops.values import (
+    DENSE,
+    Experts,
+    Linear,
+    ResidualNorms,
+    WeightFormat,
+    WeightView,
+    dense_weights,
+    int4_weights,
+)
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView
+
 if TYPE_CHECKING:
     from kerngen.runtime.executors import Say
-    from kerngen.runtime.weights.layout import LayerWeights
+    from kerngen.runtime.weights.layout import LayerWeights, MoeWeights, PleLayerWeights
 
+
+__all__ = [
+    "DENSE",
+    "Experts",
+    "HeadScreen",
+    "LayerInStep",
+    "Linear",
+    "Made",
+    "Ops",
+    "ResidualNorms",
+    "Rope",
+    "WeightFormat",
+    "WeightView",
+    "dense_weights",
+    "fitting",
+    "int4_weights",
+    "positions_of",
+    "residual_dtype",
+    "slots_of",
+]
 
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, slots=True)
-class DenseLinear:
-    """y = x W^T. weight: [out_features, in_features] in `ops.dtype`."""
-
-    weight: Tensor
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
-class W4Linear:
-    """y = x W^T with W symmetric int4: W[o, j] = (nibble - 8) * scale[o, j / group_size].
-
-    As loaded (compressed-tensors order): packed int32 [out_features, in_features / 8], element j of a row
-    in word j / 8, bits 4 * (j % 8); scales [out_features, in_features / group_size] in `ops.dtype`. After
-    `Ops.prepare` the tensors are in whatever order the backend's kernel wants and only that backend may
-    read them.
-    """
-
-    packed: Tensor
-    scales: Tensor
-    out_features: int
-    in_features: int
-    group_size: int
-    name: str = "linear"  # of the projections that it fuses, for records and profiles: "gate_up"
-    gated: bool = False  # rows are gate | up, and only Ops.gated multiplies with it
-
-
-Linear = DenseLinear | W4Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,37 +82,6 @@ def fitting(screen: HeadScreen | None, h: Tensor) -> HeadScreen | None:
 
 
 @dataclass(frozen=True, slots=True)
-class DenseExperts:
-    """One matrix an expert: y = x W[e]^T. weight: [E, out_features, in_features] in `ops.dtype`."""
-
-    weight: Tensor
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[2]
-
-
-@dataclass(frozen=True, slots=True)
-class W4Experts:
-    """One int4 matrix an expert, each as in W4Linear: packed int32 [E, out_features, in_features / 8] and scales
-    [E, out_features, in_features / group_size] as loaded, in the kernel's order after `Ops.prepare_experts`.
-    """
-
-    packed: Tensor
-    scales: Tensor
-    out_features: int
-    in_features: int
-    group_size: int
-
-
-Experts = DenseExperts | W4Experts
-
-
-@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary embedding of one layer type: pairs (j, j + head_dim / 2), angle = position * inv_freq[j].
 
@@ -134,40 +98,13 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class KVPages:
-    """The paged cache of one layer: k, v [num_pages, num_kv_heads, page_size, head_dim] in `ops.dtype`.
-
-    K is stored normed and rotated, V normed. Pages are named by the block table of the layer's group.
-    """
-
-    k: Tensor
-    v: Tensor
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def page_size(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.k.shape[3]
-
-
-@dataclass(frozen=True, slots=True)
 class LayerInStep:
-    """A layer of a model with what it attends by, as in attend_decode. window: 0 on a full-attention layer. pages: its
-    own, or those of the layer that it shares. slots, block_table: of its kind; slots None where no layer owns K and V.
-    """
+    """A layer of a model with what it attends by. kv: its own cache, or that of the layer that it shares."""
 
     weights: LayerWeights
-    window: int
-    rope: Rope
-    pages: KVPages
-    slots: Tensor | None
-    block_table: Tensor
+    heads: HeadNorms
+    kv: KVView
+    batch: AttnBatch
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -175,13 +112,20 @@ def residual_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def own_kv(k_norm: Tensor | None, slot_mapping: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Both, for a layer that owns K and V; None for one that owns none. Raises TypeError where one is missing."""
-    if k_norm is not None and slot_mapping is not None:
-        return k_norm, slot_mapping
-    if k_norm is None and slot_mapping is None:
+def slots_of(heads: HeadNorms, batch: AttnBatch) -> Tensor | None:
+    """Where K and V of the new tokens go; None for a layer that owns none. Raises TypeError where they go nowhere."""
+    if not heads.owns_kv:
         return None
-    raise TypeError("k_norm and slot_mapping belong together: both for a layer that owns K and V, or neither")
+    if batch.slot_mapping is None:
+        raise TypeError("a layer that owns K and V needs the slots that they go to")
+    return batch.slot_mapping
+
+
+def positions_of(batch: AttnBatch) -> Tensor:
+    """Raises TypeError for a batch whose tokens have no positions."""
+    if batch.positions is None:
+        raise TypeError("heads are rotated by positions, and the batch has none")
+    return batch.positions
 
 
 class Ops(Protocol):
@@ -270,32 +214,14 @@ class Ops(Protocol):
         x: [..., n] in residual_dtype or dtype, weight [n].
         """
 
-    def add_norm(
-        self,
-        residual: Tensor,
-        h: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor | None,
-        eps: float,
-    ) -> Tensor | None:
+    def add_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
         """residual <- (residual + norm(h; post_weight)) * layer_scalar, in place; returns norm(residual;
         next_weight).
 
-        residual [T, H] residual_dtype, h [T, H] dtype, weights [H], layer_scalar [1] dtype or None for 1.
-        Returns [T, H] in dtype, or None where next_weight is None.
+        residual [T, H] residual_dtype, h [T, H] dtype. Returns [T, H] in dtype.
         """
 
-    def linear_norm(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        weights: Linear,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor,
-        eps: float,
-    ) -> Tensor | None:
+    def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
         """add_norm of linear(x, weights), where one kernel does both faster; else None, and nothing is done.
 
         x [T, in_features] dtype; the rest as for add_norm.
@@ -304,73 +230,32 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         """x W^T. x [T, in_features] dtype. Returns [T, out_features] dtype, fp32 accumulation."""
 
-    def qkv_norm_rope(
-        self,
-        qkv: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor,
-        eps: float,
-    ) -> Tensor:
+    def qkv_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
         """Head norms, RoPE and the cache write, from the fused projection's output.
 
         qkv [T, (nq + nkv + nkv) * d] as q | k | v; [T, (nq + nkv) * d] as q | k on layers whose V is the
-        raw K projection. q = rope(norm(q; q_norm)); k = rope(norm(k; k_norm)); v = norm(v) with no weight and no RoPE.
-        k and v of token t go to cache row slot_mapping[t] = page * page_size + row; -1 writes nothing.
-        positions [T] int64. Returns q [T, nq, d] dtype.
+        raw K projection. q = rope(norm(q)); k = rope(norm(k)); v = norm(v) with no weight and no RoPE.
+        k and v of token t go to cache row slot_mapping[t] = page * page_size + row; -1 writes nothing. Returns q [T,
+        nq, d] dtype.
         """
 
-    def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
+    def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         """As qkv_norm_rope for a layer that owns no KV: q [T, nq * d]. Returns q [T, nq, d]."""
 
-    def attend_decode(
-        self,
-        projected: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor | None,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor | None,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        q_len: int,
-        window: int,
-        max_kv_len: int,
-        eps: float,
-    ) -> Tensor:
+    def attend_decode(self, projected: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
         """From the projection's output to attention's, for `q_len` new tokens of each sequence: qkv_norm_rope, or
-        q_norm_rope where k_norm and slot_mapping are None (a layer that owns no KV), then softmax(q k^T) v. Scale 1.0.
+        q_norm_rope for a layer that owns no KV, then softmax(q k^T) v. Scale 1.0.
 
-        projected [batch * q_len, columns] as theirs, block_table [batch, max_pages] int32, kv_lens [batch] int32 (the
-        new tokens included). Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, the last
-        `window` of them if window > 0; slot_mapping names the rows that block_table has for these positions. Query head
-        a reads KV head a / (nq / nkv). max_kv_len: no kv_len is longer, nor will be when a captured step is replayed.
-        positions, slot_mapping, block_table and kv_lens are read ahead: they were written before the forward's `embed`,
-        or before a torch operation that came after that. Returns [batch * q_len, nq, d]; a query that sees no key
-        gives zeros.
+        projected [batch * q_len, columns] as theirs. slot_mapping names the rows that block_table has for the tokens'
+        positions. Query head a reads KV head a / (nq / nkv). positions, slot_mapping, block_table and kv_lens are read
+        ahead: they were written before the forward's `embed`, or before a torch operation that came after that. Returns
+        [batch * q_len, nq, d]; a query that sees no key gives zeros.
         """
 
-    def attn_prefill(
-        self,
-        q: Tensor,
-        cache: KVPages,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        window: int,
-        max_kv_len: int,
-    ) -> Tensor:
-        """attend_decode's softmax(q k^T) v for ragged queries, whose K and V the cache holds: sequence s owns rows
-        cu_seqlens_q[s] to cu_seqlens_q[s + 1] of q.
+    def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        """attend_decode's softmax(q k^T) v for ragged queries, whose K and V the cache holds.
 
-        q [T, nq, d], normed and rotated; cu_seqlens_q [batch + 1] int32. Never captured in a graph.
+        q [T, nq, d], normed and rotated. Never captured in a graph.
         """
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
@@ -384,41 +269,26 @@ class Ops(Protocol):
         residual: Tensor,
         h: Tensor | None,
         ffn_weight: Tensor,
-        gate: DenseLinear,
         ple: Tensor,
-        projection: DenseLinear,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        layer: PleLayerWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
         """The end of a layer with per-layer embeddings, from the MLP's output h on.
 
         r = residual + norm(h; ffn_weight), or the residual where h is None; p = (gelu_tanh(r gate^T) * ple)
-        projection^T; residual <- (r + norm(p; post_weight)) * layer_scalar, in place. Returns norm(residual;
-        next_weight) [T, H]. residual, h [T, H]; gate [P, H]; ple [T, P], whose rows may lie apart; projection [H, P].
+        projection^T, gate and projection the layer's; then add_norm of p. residual, h [T, H]; ple [T, P], whose rows
+        may lie apart. Returns [T, H] in dtype.
         """
 
     def decode_layers(
-        self,
-        residual: Tensor,
-        ple: Tensor | None,
-        layers: Sequence[LayerInStep],
-        num_q_heads: int,
-        top_k: int,
-        positions: Tensor,
-        kv_lens: Tensor,
-        max_kv_len: int,
-        final_norm: Tensor,
-        eps: float,
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
     ) -> Tensor | None:
         """All layers for the one new token of one sequence, where the backend has one kernel for them; else None, and
         nothing is done.
 
         residual [1, H] residual_dtype, which may be written; ple [1, L, P] or None. Of each layer rmsnorm, linear,
         attend_decode, linear, add_norm, gated, linear, and add_norm, ple_block, or moe_router, experts (top_k of them)
-        and moe_combine, one after the other; positions, kv_lens and max_kv_len as attend_decode's. Returns norm(h;
-        final_norm) [1, H] in dtype.
+        and moe_combine, one after the other. Returns norm(h; final_norm) [1, H] in dtype.
         """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
@@ -456,21 +326,12 @@ class Ops(Protocol):
         len(norm_weight). Returns [T, L, P] dtype.
         """
 
-    def moe_router(
-        self,
-        residual: Tensor,
-        router_scale: Tensor,
-        router: DenseLinear,
-        per_expert_scale: Tensor,
-        pre_norm: Tensor,
-        top_k: int,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def moe_router(self, residual: Tensor, moe: MoeWeights, top_k: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of each token, their weights, and the experts' input.
 
         logits = (norm(residual) * router_scale * H^-0.5) router^T; softmax over all experts in fp32, the top k of it
-        renormalised to sum 1, then times per_expert_scale. residual [T, H] residual_dtype, router [E, H], others [H]
-        and [E]. Returns ids [T, top_k] int32, weights [T, top_k] fp32 and norm(residual; pre_norm) [T, H] dtype.
+        renormalised to sum 1, then times per_expert_scale. residual [T, H] residual_dtype. Returns ids [T, top_k]
+        int32, weights [T, top_k] fp32 and norm(residual; pre_norm) [T, H] dtype.
         """
 
     def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
@@ -485,25 +346,19 @@ class Ops(Protocol):
         dense: Tensor,
         routed: Tensor,
         topk_weights: Tensor,
-        dense_norm: Tensor,
-        routed_norm: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        moe: MoeWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
-        """add_norm of h = norm(dense; dense_norm) + norm(sum_i topk_weights_i routed_i; routed_norm).
+        """add_norm of h = norm(dense; dense_norm) + norm(sum_i topk_weights_i routed_i; post_norm), norms the layer's.
 
-        dense [T, H], routed [T, top_k, H] dtype, topk_weights [T, top_k] fp32; the sum in fp32. Others as add_norm's.
+        dense [T, H], routed [T, top_k, H] dtype, topk_weights [T, top_k] fp32; the sum in fp32.
         """
 
-    def centroid_greedy(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
-    ) -> Tensor:
+    def centroid_greedy(self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor) -> Tensor:
         """The token [B] int64 of the greatest of centroid_logits' logits, the first of them on a tie."""
 
     def centroid_logits(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
         """A drafter's head over the tokens of the top_k centroids that score highest, instead of the vocabulary.
 

@@ -14,28 +14,27 @@ from torch.nn import functional as F
 
 from kerngen.runtime.executors import Say, at_once
 from kerngen.runtime.ops import (
-    DenseExperts,
-    DenseLinear,
     Experts,
     HeadScreen,
-    KVPages,
     LayerInStep,
     Linear,
     Made,
-    Rope,
-    W4Experts,
-    W4Linear,
+    ResidualNorms,
+    WeightView,
+    dense_weights,
     fallbacks,
-    own_kv,
+    positions_of,
     residual_dtype,
+    slots_of,
 )
 from kerngen.runtime.sampling import accepted, likeliest
+from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
-from kerngen.templates.common.attention.heads_torch import slots_of
-from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm
-from kerngen.templates.common.rows.torch_rows import rope as turned
+from kerngen.templates.common.attention.heads_torch import slots_of as rows_of
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm, rope
 from kerngen.templates.common.w4.pack import dequantize
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
 
 
 class TorchOps:
@@ -65,19 +64,17 @@ class TorchOps:
         return at_once(work)
 
     def prepare(self, weights: Linear) -> Linear:
-        """Unpacks W4A16 to a dense matrix: the reference needs the right values, not few bytes."""
-        if isinstance(weights, W4Linear):
-            return DenseLinear(dequantize(weights.packed, weights.scales, weights.scales.dtype))
-        return weights
+        """Unpacks to a dense matrix: the reference needs the right values, not few bytes."""
+        return unpacked(weights)
 
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
-        return unpacked_experts(gate_up), unpacked_experts(down)
+        return unpacked(gate_up), unpacked(down)
 
     def decode_inputs(
         self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         positions = lengths[:, None] + torch.arange(q_len, device=lengths.device)  # [B, q_len]
-        slots = slots_of(positions, tables, page_size)  # [2, B, q_len]
+        slots = rows_of(positions, tables, page_size)  # [2, B, q_len]
         return positions.flatten(), (lengths + q_len).to(torch.int32), slots.flatten(1)
 
     def decode_advance(
@@ -106,122 +103,53 @@ class TorchOps:
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_norm(x, weight, eps).to(self.dtype)
 
-    def add_norm(
-        self,
-        residual: Tensor,
-        h: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor | None,
-        eps: float,
-    ) -> Tensor | None:
-        residual += self.rmsnorm(h, post_weight, eps)
-        if layer_scalar is not None:
-            residual *= layer_scalar
-        return None if next_weight is None else self.rmsnorm(residual, next_weight, eps)
+    def add_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
+        residual += self.rmsnorm(h, norms.post_weight, norms.eps)
+        if norms.layer_scalar is not None:
+            residual *= norms.layer_scalar
+        return self.rmsnorm(residual, norms.next_weight, norms.eps)
 
-    def linear_norm(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        weights: Linear,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor,
-        eps: float,
-    ) -> Tensor | None:
+    def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
         return None
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
-        if isinstance(weights, W4Linear):
-            raise TypeError("TorchOps.prepare turns packed weights into dense ones at load")
         return F.linear(x, weights.weight)
 
-    def qkv_norm_rope(
-        self,
-        qkv: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor,
-        eps: float,
-    ) -> Tensor:
-        end = num_q_heads + cache.num_kv_heads
-        heads = qkv.view(qkv.shape[0], -1, rope.head_dim)  # [T, nq + nkv (+ nkv), d]
-        k_raw = heads[:, num_q_heads:end]
-        v_raw = heads[:, end:] if heads.shape[1] > end else k_raw
-        k = self._normed_and_turned(k_raw, k_norm, rope, positions, eps)
-        _write(cache, slot_mapping, k, self.rmsnorm(v_raw, None, eps))
-        return self._normed_and_turned(heads[:, :num_q_heads], q_norm, rope, positions, eps)
+    def qkv_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        if heads.k_weight is None or (slots := slots_of(heads, batch)) is None:
+            raise TypeError("a layer that owns no K and V has q alone: Ops.q_norm_rope")
+        num_q_heads, positions, eps = heads.num_q_heads, positions_of(batch), heads.eps
+        end = num_q_heads + kv.num_kv_heads
+        rows = qkv.view(qkv.shape[0], -1, kv.head_dim)  # [T, nq + nkv (+ nkv), d]
+        k_raw = rows[:, num_q_heads:end]
+        v_raw = rows[:, end:] if rows.shape[1] > end else k_raw
+        k = self._normed_and_turned(k_raw, heads.k_weight, heads, positions)
+        _write(kv, slots, k, self.rmsnorm(v_raw, None, eps))
+        return self._normed_and_turned(rows[:, :num_q_heads], heads.q_weight, heads, positions)
 
-    def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
-        return self._normed_and_turned(q.view(len(q), -1, rope.head_dim), q_norm, rope, positions, eps)
+    def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
+        rows = q.view(len(q), -1, heads.head_dim)
+        return self._normed_and_turned(rows, heads.q_weight, heads, positions_of(batch))
 
-    def _normed_and_turned(self, x: Tensor, weight: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
-        normed = self.rmsnorm(x, weight, eps).float()
-        return turned(normed, positions, rope.inv_freq, rope.num_rotated, DTYPE_NAME[self.dtype]).to(self.dtype)
+    def _normed_and_turned(self, x: Tensor, weight: Tensor, heads: HeadNorms, positions: Tensor) -> Tensor:
+        normed = self.rmsnorm(x, weight, heads.eps).float()
+        return rope(normed, positions, heads.inv_freq, heads.num_rotated_pairs, DTYPE_NAME[self.dtype]).to(self.dtype)
 
-    def attend_decode(
-        self,
-        projected: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor | None,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor | None,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        q_len: int,
-        window: int,
-        max_kv_len: int,
-        eps: float,
-    ) -> Tensor:
-        if (own := own_kv(k_norm, slot_mapping)) is None:
-            q = self.q_norm_rope(projected, q_norm, rope, positions, eps)
+    def attend_decode(self, projected: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        if heads.owns_kv:
+            q = self.qkv_norm_rope(projected, heads, kv, batch)
         else:
-            k_weight, slots = own
-            q = self.qkv_norm_rope(projected, num_q_heads, q_norm, k_weight, rope, positions, cache, slots, eps)
-        return self.attn_decode(q, cache, block_table, kv_lens, q_len, window, max_kv_len)
+            q = self.q_norm_rope(projected, heads, batch)
+        return self.attn_decode(q, kv, batch)
 
-    def attn_decode(
-        self,
-        q: Tensor,
-        cache: KVPages,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        q_len: int,
-        window: int,
-        max_kv_len: int,
-    ) -> Tensor:
+    def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
         """Of ready queries [batch * q_len, nq, d]: the second half of attend_decode."""
-        parts = [
-            _attend(part, cache, row, kv_len, window)
-            for part, row, kv_len in zip(q.split(q_len), block_table, kv_lens.tolist(), strict=True)
-        ]
-        return torch.cat(parts)
+        return _attend_each(q.split(batch.q_len), kv, batch)
 
-    def attn_prefill(
-        self,
-        q: Tensor,
-        cache: KVPages,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        window: int,
-        max_kv_len: int,
-    ) -> Tensor:
-        sizes = cu_seqlens_q.diff().tolist()
-        parts = [
-            _attend(part, cache, row, kv_len, window)
-            for part, row, kv_len in zip(q.split(sizes), block_table, kv_lens.tolist(), strict=True)
-        ]
-        return torch.cat(parts)
+    def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        if batch.cu_seqlens_q is None:
+            raise TypeError("attn_prefill takes ragged queries: cu_seqlens_q")
+        return _attend_each(q.split(batch.cu_seqlens_q.diff().tolist()), kv, batch)
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
@@ -232,33 +160,17 @@ class TorchOps:
         residual: Tensor,
         h: Tensor | None,
         ffn_weight: Tensor,
-        gate: DenseLinear,
         ple: Tensor,
-        projection: DenseLinear,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        layer: PleLayerWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
         if h is not None:
-            residual += self.rmsnorm(h, ffn_weight, eps)
-        gated = gelu_gated(self.linear(residual.to(self.dtype), gate), ple, DTYPE_NAME[self.dtype]).to(self.dtype)
-        residual += self.rmsnorm(self.linear(gated, projection), post_weight, eps)
-        residual *= layer_scalar
-        return self.rmsnorm(residual, next_weight, eps)
+            residual += self.rmsnorm(h, ffn_weight, norms.eps)
+        gated = gelu_gated(self.linear(residual.to(self.dtype), layer.gate), ple, DTYPE_NAME[self.dtype]).to(self.dtype)
+        return self.add_norm(residual, self.linear(gated, layer.projection), norms)
 
     def decode_layers(
-        self,
-        residual: Tensor,
-        ple: Tensor | None,
-        layers: Sequence[LayerInStep],
-        num_q_heads: int,
-        top_k: int,
-        positions: Tensor,
-        kv_lens: Tensor,
-        max_kv_len: int,
-        final_norm: Tensor,
-        eps: float,
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
     ) -> Tensor | None:
         return None
 
@@ -286,25 +198,14 @@ class TorchOps:
         normed = self.rmsnorm(sliced, norm_weight, eps)
         return (normed + (table[ids] * table_scale).view_as(normed)) * 2.0**-0.5
 
-    def moe_router(
-        self,
-        residual: Tensor,
-        router_scale: Tensor,
-        router: DenseLinear,
-        per_expert_scale: Tensor,
-        pre_norm: Tensor,
-        top_k: int,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        scaled = self.rmsnorm(residual, None, eps) * router_scale * residual.shape[-1] ** -0.5
-        probs = torch.softmax(self.linear(scaled, router), dim=-1, dtype=torch.float32)
+    def moe_router(self, residual: Tensor, moe: MoeWeights, top_k: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = self.rmsnorm(residual, None, eps) * moe.router_scale * residual.shape[-1] ** -0.5
+        probs = torch.softmax(self.linear(scaled, moe.router), dim=-1, dtype=torch.float32)
         weights, ids = probs.topk(top_k, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        return ids.to(torch.int32), weights * per_expert_scale.float()[ids], self.rmsnorm(residual, pre_norm, eps)
+        weights = weights / weights.sum(-1, keepdim=True) * moe.per_expert_scale.float()[ids]
+        return ids.to(torch.int32), weights, self.rmsnorm(residual, moe.pre_norm, eps)
 
     def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
-        if isinstance(gate_up, W4Experts) or isinstance(down, W4Experts):
-            raise TypeError("TorchOps.prepare_experts turns packed weights into dense ones at load")
         return fallbacks.experts(x, gate_up.weight, down.weight, topk_ids)
 
     def moe_combine(
@@ -313,27 +214,19 @@ class TorchOps:
         dense: Tensor,
         routed: Tensor,
         topk_weights: Tensor,
-        dense_norm: Tensor,
-        routed_norm: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        moe: MoeWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
         summed = (routed * topk_weights[..., None]).sum(1).to(self.dtype)
-        h = self.rmsnorm(dense, dense_norm, eps) + self.rmsnorm(summed, routed_norm, eps)
-        residual += self.rmsnorm(h, post_weight, eps)
-        residual *= layer_scalar
-        return self.rmsnorm(residual, next_weight, eps)
+        h = self.rmsnorm(dense, moe.dense_norm, norms.eps) + self.rmsnorm(summed, moe.post_norm, norms.eps)
+        return self.add_norm(residual, h, norms)
 
-    def centroid_greedy(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
-    ) -> Tensor:
+    def centroid_greedy(self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor) -> Tensor:
         ids, logits = self.centroid_logits(y, centroids, top_k, token_ids, embed)
         return ids.gather(1, logits.argmax(-1, keepdim=True)).squeeze(1)
 
     def centroid_logits(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
         picked = self.linear(y, centroids).topk(top_k, dim=-1).indices
         ids = token_ids[picked].flatten(1)
@@ -341,44 +234,59 @@ class TorchOps:
         return ids, (rows @ y[:, :, None]).squeeze(-1).float()
 
 
-def unpacked_experts(weights: Experts) -> DenseExperts:
-    """Every expert's matrix in floats, from compressed-tensors' order."""
-    if isinstance(weights, DenseExperts):
-        return weights
-    out = weights.scales.new_empty(len(weights.packed), weights.out_features, weights.in_features)
-    for expert, packed, scales in zip(out, weights.packed, weights.scales, strict=True):
-        expert.copy_(dequantize(packed, scales, scales.dtype))
-    return DenseExperts(out)
+def _of_int4(weights: WeightView) -> WeightView:
+    """From compressed-tensors' order, of experts one after the other."""
+    packed, scales = weights.tensors
+    if packed.ndim == 2:
+        return dense_weights(dequantize(packed, scales, scales.dtype))
+    out = scales.new_empty(len(packed), weights.out_features, weights.in_features)
+    for expert, words, its_scales in zip(out, packed, scales, strict=True):
+        expert.copy_(dequantize(words, its_scales, scales.dtype))
+    return dense_weights(out)
 
 
-def _write(cache: KVPages, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+_UNPACK: dict[str, Callable[[WeightView], WeightView]] = {"dense": lambda weights: weights, "int4": _of_int4}
+
+
+def unpacked(weights: WeightView) -> WeightView:
+    """The same matrix, or every expert's, dense: from the order in which it is loaded."""
+    return _UNPACK[weights.format.name](weights)
+
+
+def _write(kv: KVView, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
     """Put k, v [T, nkv, d] into cache rows slot_mapping [T]; negative slots are skipped."""
     if bool((slot_mapping < 0).any()):
         keep = slot_mapping >= 0
         slot_mapping, k, v = slot_mapping[keep], k[keep], v[keep]
-    page, row = slot_mapping // cache.page_size, slot_mapping % cache.page_size
-    cache.k[page, :, row] = k
-    cache.v[page, :, row] = v
+    page, row = slot_mapping // kv.page_size, slot_mapping % kv.page_size
+    kv.k_cache[page, :, row] = k
+    kv.v_cache[page, :, row] = v
 
 
-def _attend(q: Tensor, cache: KVPages, table: Tensor, kv_len: int, window: int) -> Tensor:
+def _attend_each(queries: Sequence[Tensor], kv: KVView, batch: AttnBatch) -> Tensor:
+    """queries: [n, nq, d] of each sequence."""
+    of_each = zip(queries, batch.block_table, batch.kv_lens.tolist(), strict=True)
+    return torch.cat([_attend(q, kv, table, kv_len, batch.mask) for q, table, kv_len in of_each])
+
+
+def _attend(q: Tensor, kv: KVView, table: Tensor, kv_len: int, mask: Mask) -> Tensor:
     """One sequence: q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. Returns [n, nq, d]."""
-    first = min(first_key(kv_len, len(q), window), max(kv_len, 0))
+    first = min(first_key(kv_len, len(q), mask.window), max(kv_len, 0))
     if len(q) == 1 and first < kv_len:
-        return _attend_one(q, cache, table, first, kv_len).to(q.dtype)
-    k, v = (gather_pages(pool, table, first, kv_len) for pool in (cache.k, cache.v))
-    return attend(q, k, v, kv_len, window=window).to(q.dtype)
+        return _attend_one(q, kv, table, first, kv_len).to(q.dtype)
+    k, v = (gather_pages(pool, table, first, kv_len) for pool in (kv.k_cache, kv.v_cache))
+    return attend(q, k, v, kv_len, causal=mask.is_causal, window=mask.window).to(q.dtype)
 
 
-def _attend_one(q: Tensor, cache: KVPages, table: Tensor, first: int, kv_len: int) -> Tensor:
+def _attend_one(q: Tensor, kv: KVView, table: Tensor, first: int, kv_len: int) -> Tensor:
     """`attend` of one query [1, nq, d], which sees all keys from `first` on: the same sums without any mask, in a third
     of the time where sequences are short.
     """
     at = torch.arange(first, kv_len, device=q.device)
-    page, row = table[at // cache.page_size].long(), at % cache.page_size
-    heads = q.view(1, cache.num_kv_heads, -1, q.shape[2]).float()  # [1, nkv, group, d]
+    page, row = table[at // kv.page_size].long(), at % kv.page_size
+    heads = q.view(1, kv.num_kv_heads, -1, q.shape[2]).float()  # [1, nkv, group, d]
     out = []
-    for head in range(cache.num_kv_heads):
-        scores = torch.einsum("qgd,kd->gqk", heads[:, head], cache.k[page, head, row].float())
-        out.append(torch.einsum("gqk,kd->qgd", torch.softmax(scores, dim=-1), cache.v[page, head, row].float()))
+    for head in range(kv.num_kv_heads):
+        scores = torch.einsum("qgd,kd->gqk", heads[:, head], kv.k_cache[page, head, row].float())
+        out.append(torch.einsum("gqk,kd->qgd", torch.softmax(scores, dim=-1), kv.v_cache[page, head, row].float()))
     return torch.cat(out, dim=1)

@@ -7,7 +7,7 @@ recording and the reference executor run the very same code with no GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,22 +16,20 @@ from kerngen.errors import ProblemError
 from kerngen.runtime.executors import Executor, Say
 from kerngen.runtime.executors.trace import Listen
 from kerngen.runtime.ops import (
-    DenseExperts,
-    DenseLinear,
     Experts,
     HeadScreen,
-    KVPages,
     LayerInStep,
     Linear,
     Made,
-    Rope,
-    W4Experts,
-    W4Linear,
+    ResidualNorms,
     fallbacks,
-    own_kv,
+    positions_of,
     residual_dtype,
+    slots_of,
 )
-from kerngen.runtime.ops.eager import unpacked_experts
+from kerngen.runtime.ops.eager import unpacked
+from kerngen.runtime.ops.formats import FORMATS
+from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
 from kerngen.templates.add_norm.op import add_norm, add_post_norm
 from kerngen.templates.attn_decode.op import attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
@@ -41,30 +39,27 @@ from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.common.rows.spec import VEC
 from kerngen.templates.common.screen.screen import head_screen
 from kerngen.templates.common.screen.screen_spec import screen_bytes
-from kerngen.templates.common.w4.pack import interleave, pack
 from kerngen.templates.decode_advance.op import decode_advance
 from kerngen.templates.decode_inputs.op import decode_inputs
 from kerngen.templates.decode_layers import spec as layers_spec
-from kerngen.templates.decode_layers.op import decode_layers
-from kerngen.templates.dense_gemv.op import dense_gemv
-from kerngen.templates.dense_gemv.spec import MAX_TOKENS
+from kerngen.templates.decode_layers.op import LayerTensors, Stack, Token, decode_layers
 from kerngen.templates.draft_inputs.op import draft_inputs
 from kerngen.templates.embed.op import embed
-from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
+from kerngen.templates.gelu_gate.op import gelu_mul
 from kerngen.templates.greedy_head import spec as head_spec
 from kerngen.templates.greedy_head.op import greedy_head
 from kerngen.templates.moe_combine.op import moe_combine
 from kerngen.templates.moe_router.op import moe_router
-from kerngen.templates.moe_w4a16.op import moe_w4a16
 from kerngen.templates.ple_block import spec as ple_spec
 from kerngen.templates.ple_block.op import ple_block
 from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
-from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
+from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView
 from kerngen.templates.w4a16_norm import spec as norm_spec
-from kerngen.templates.w4a16_norm.op import w4a16_norm
+
+R = TypeVar("R")
 
 # A head is kept in few bits too where so many times what that takes is free: the cache loses a sixteenth at most, and
 # another one to the drafter's.
@@ -78,7 +73,7 @@ def has_room(size: int, free_bytes: int) -> bool:
 
 def screen_of(head: Linear, *, likely: bool = False) -> int:
     """Bytes that `KernelOps.screen` takes for `head`, 0 where it makes none of it."""
-    if not isinstance(head, DenseLinear) or head.in_features % VEC or head.in_features > head_spec.MAX_HIDDEN:
+    if not head.is_dense or head.in_features % VEC or head.in_features > head_spec.MAX_HIDDEN:
         return 0
     return screen_bytes(head.out_features, head.in_features, head_spec.bits_for(head.in_features, likely=likely))
 
@@ -105,7 +100,12 @@ class KernelOps:
     def outside(self) -> dict[str, str]:
         return {name: fallbacks.OUTSIDE[name] for name in self._met}
 
-    def _outside(self, name: str) -> None:
+    def run(self, call: Call[R], what: str) -> R:
+        """Executes `call`. what: its place in the layer, for records and profiles."""
+        return self.executor.run(call, self._at(what))
+
+    def went_outside(self, name: str) -> None:
+        """Notes that torch computes `name`, of `fallbacks.OUTSIDE`."""
         self._met[name] = None
         self.executor.outside(name)
 
@@ -125,18 +125,14 @@ class KernelOps:
         return self.executor.beside(work)
 
     def prepare(self, weights: Linear) -> Linear:
-        """Packed weights in the kernel's order. Raises ProblemError for shapes that w4a16_gemm does not take."""
-        if isinstance(weights, DenseLinear):
-            return weights
-        tensors = (weights.packed, weights.scales)
-        packed, scales = pack(*(interleave(*tensors) if weights.gated else tensors))
-        return replace(weights, packed=packed, scales=scales)
+        """In the kernel's order. Raises ProblemError for shapes that the format's kernels do not take."""
+        return FORMATS[weights.format.name].prepare(weights)
 
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
-        """Packed experts in the kernel's order. Where only one of the two is packed, both become dense."""
-        if isinstance(gate_up, W4Experts) and isinstance(down, W4Experts):
-            return _packed_experts(gate_up, gated=True), _packed_experts(down, gated=False)
-        return unpacked_experts(gate_up), unpacked_experts(down)
+        """In the kernel's order. Where the two are in different formats, both become dense."""
+        if gate_up.format.name != down.format.name:
+            gate_up, down = unpacked(gate_up), unpacked(down)
+        return FORMATS[gate_up.format.name].prepare_experts(gate_up, down)
 
     def decode_inputs(
         self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
@@ -157,199 +153,109 @@ class KernelOps:
         return self.executor.run(call, "end of step")
 
     def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        return self.executor.run(embed(ids, table, scale, self.residual_dtype), self._at("embedding"))
+        return self.run(embed(ids, table, scale, self.residual_dtype), "embedding")
 
     def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
-        return self.executor.run(draft_inputs(ids, hidden, table, scale), self._at("embedding"))
+        return self.run(draft_inputs(ids, hidden, table, scale), "embedding")
 
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        return self.executor.run(rmsnorm(x, weight, eps, self.dtype), self._at("norm"))
+        return self.run(rmsnorm(x, weight, eps, self.dtype), "norm")
 
-    def add_norm(
-        self,
-        residual: Tensor,
-        h: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor | None,
-        eps: float,
-    ) -> Tensor | None:
-        where = self._at("end of layer" if layer_scalar is not None else "residual and norms")
-        if next_weight is None:
-            return self.executor.run(add_post_norm(residual, h, post_weight, layer_scalar, eps), where)
-        return self.executor.run(add_norm(residual, h, post_weight, layer_scalar, next_weight, eps), where)
+    def add_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
+        where = "end of layer" if norms.layer_scalar is not None else "residual and norms"
+        call = add_norm(residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps)
+        return self.run(call, where)
 
-    def linear_norm(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        weights: Linear,
-        post_weight: Tensor,
-        layer_scalar: Tensor | None,
-        next_weight: Tensor,
-        eps: float,
-    ) -> Tensor | None:
+    def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
         target = self.executor.target
-        if not isinstance(weights, W4Linear) or not 1 < len(x) <= norm_spec.MOST_TOKENS or target is None:
+        if target is None or (call := FORMATS[weights.format.name].norm_call(residual, x, weights, norms)) is None:
             return None
-        call = w4a16_norm(residual, x, weights.packed, weights.scales, post_weight, layer_scalar, next_weight, eps)
         if norm_spec.why_unsupported(call.problem, target) or not norm_spec.pays(call.problem, target):
             return None
-        return self.executor.run(call, self._at(weights.name))
+        return self.run(call, weights.name)
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
-        if isinstance(weights, W4Linear):
-            if weights.gated:
-                raise TypeError(f"{weights.name} holds gate and up, interleaved: Ops.gated multiplies with it")
-            return self._w4(w4a16_gemm, x, weights)
-        if len(x) <= MAX_TOKENS and weights.out_features % VEC == 0 and weights.in_features % VEC == 0:
-            return self.executor.run(dense_gemv(x, weights.weight), self._at("dense matrix"))
-        self._outside("dense matrices")
-        return fallbacks.dense(x, weights.weight)
+        return FORMATS[weights.format.name].linear(self, x, weights)
 
-    def _w4(self, op: Callable[[Tensor, Tensor, Tensor, bool], Call[Tensor]], x: Tensor, weights: W4Linear) -> Tensor:
-        call = op(x, weights.packed, weights.scales, self.row_invariant)
-        return self.executor.run(call, self._at(weights.name))
+    def qkv_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        if (slots := slots_of(heads, batch)) is None:
+            raise TypeError("a layer that owns no K and V has q alone: Ops.q_norm_rope")
+        call = qkv_norm_rope(qkv, heads, positions_of(batch), kv, slots)
+        return self.run(call, "head norms, RoPE, cache")
 
-    def qkv_norm_rope(
-        self,
-        qkv: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor,
-        eps: float,
-    ) -> Tensor:
-        call = qkv_norm_rope(
-            qkv, q_norm, k_norm, rope.inv_freq, positions, cache.k, cache.v, slot_mapping, num_q_heads,
-            rope.num_rotated, eps,
-        )  # fmt: skip
-        return self.executor.run(call, self._at("head norms, RoPE, cache"))
+    def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
+        return self.run(q_norm_rope(q, heads, positions_of(batch)), "q norm and RoPE")
 
-    def q_norm_rope(self, q: Tensor, q_norm: Tensor, rope: Rope, positions: Tensor, eps: float) -> Tensor:
-        call = q_norm_rope(q, q_norm, rope.inv_freq, positions, rope.num_rotated, eps)
-        return self.executor.run(call, self._at("q norm and RoPE"))
+    def attend_decode(self, projected: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        positions_of(batch)
+        if slots_of(heads, batch) is None:
+            call = attn_decode_raw_q(projected, heads, kv, batch)
+            return self.run(call, "q norm, RoPE, attention")
+        call = attn_decode_qkv(projected, heads, kv, batch)
+        return self.run(call, "head norms, RoPE, cache, attention")
 
-    def attend_decode(
-        self,
-        projected: Tensor,
-        num_q_heads: int,
-        q_norm: Tensor,
-        k_norm: Tensor | None,
-        rope: Rope,
-        positions: Tensor,
-        cache: KVPages,
-        slot_mapping: Tensor | None,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        q_len: int,
-        window: int,
-        max_kv_len: int,
-        eps: float,
-    ) -> Tensor:
-        if (own := own_kv(k_norm, slot_mapping)) is None:
-            call = attn_decode_raw_q(
-                projected, q_norm, rope.inv_freq, positions, cache.k, cache.v, block_table, kv_lens, rope.num_rotated,
-                eps, q_len, window, max_kv_len,
-            )  # fmt: skip
-            return self.executor.run(call, self._at("q norm, RoPE, attention"))
-        k_weight, slots = own
-        call = attn_decode_qkv(
-            projected, q_norm, k_weight, rope.inv_freq, positions, cache.k, cache.v, slots, block_table, kv_lens,
-            num_q_heads, rope.num_rotated, eps, q_len, window, max_kv_len,
-        )  # fmt: skip
-        return self.executor.run(call, self._at("head norms, RoPE, cache, attention"))
-
-    def attn_prefill(
-        self,
-        q: Tensor,
-        cache: KVPages,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        window: int,
-        max_kv_len: int,
-    ) -> Tensor:
-        call = attn_prefill(
-            q, cache.k, cache.v, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, window, max_kv_len
-        )  # fmt: skip
-        return self.executor.run(call, self._at("attention"))
+    def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        return self.run(attn_prefill(q, kv, batch), "attention")
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
-        if isinstance(gate_up, W4Linear):
-            return self._w4(w4a16_gated, x, gate_up)
-        return self.executor.run(gelu_gate(self.linear(x, gate_up)), self._at("GELU gate"))
+        return FORMATS[gate_up.format.name].gated(self, x, gate_up)
 
     def ple_block(
         self,
         residual: Tensor,
         h: Tensor | None,
         ffn_weight: Tensor,
-        gate: DenseLinear,
         ple: Tensor,
-        projection: DenseLinear,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        layer: PleLayerWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
-        if h is not None and len(h) <= ple_spec.MAX_TOKENS:
-            weights = (projection.weight, post_weight, layer_scalar, next_weight)
-            call = ple_block(residual, h, ffn_weight, gate.weight, ple, *weights, eps)
-            return self.executor.run(call, self._at("end of layer"))
+        if h is not None and norms.layer_scalar is not None and len(h) <= ple_spec.MAX_TOKENS:
+            call = ple_block(
+                residual, h, ffn_weight, layer.gate.weight, ple, layer.projection.weight, norms.post_weight,
+                norms.layer_scalar, norms.next_weight, norms.eps,
+            )  # fmt: skip
+            return self.run(call, "end of layer")
         if h is not None:
-            self.add_norm(residual, h, ffn_weight, None, None, eps)
-        x = self.linear(residual.to(self.dtype), gate)
-        p = self.linear(self.executor.run(gelu_mul(x, ple), self._at("per-layer gate")), projection)
-        where = self._at("end of layer")
-        return self.executor.run(add_norm(residual, p, post_weight, layer_scalar, next_weight, eps), where)
+            self.run(add_post_norm(residual, h, ffn_weight, None, norms.eps), "residual and norms")
+        x = self.linear(residual.to(self.dtype), layer.gate)
+        p = self.linear(self.run(gelu_mul(x, ple), "per-layer gate"), layer.projection)
+        return self.add_norm(residual, p, norms)
 
     def decode_layers(
-        self,
-        residual: Tensor,
-        ple: Tensor | None,
-        layers: Sequence[LayerInStep],
-        num_q_heads: int,
-        top_k: int,
-        positions: Tensor,
-        kv_lens: Tensor,
-        max_kv_len: int,
-        final_norm: Tensor,
-        eps: float,
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
     ) -> Tensor | None:
         target = self.executor.target
         if target is None or not target.arch.has_tma or len(residual) != 1:
             return None
-        if (weights := _int4_layers(layers, ple)) is None or (letters := _letters(layers)) is None:
+        if any(x.kv.format != PLAIN for x in layers):
             return None
-        sliding, full = (next((x for x in layers if bool(x.window) == w), layers[0]) for w in (True, False))
-        given = [layers[index].pages for index in layers_spec.sources(letters)]
+        if (letters := _letters(layers)) is None or (tensors := _int4_layers(layers, letters, ple)) is None:
+            return None
+        sliding, full = (next((x for x in layers if bool(x.batch.mask.window) == w), layers[0]) for w in (True, False))
+        own = any(x.heads.owns_kv for x in layers)
         try:
-            call = decode_layers(
-                residual, ple, positions, kv_lens, sliding.slots, full.slots, sliding.block_table, full.block_table,
-                sliding.rope.inv_freq, full.rope.inv_freq, **weights,
-                k_norms=[x.weights.k_norm for x in layers if x.weights.k_norm is not None],
-                k_caches=[pages.k for pages in given], v_caches=[pages.v for pages in given], final_norm=final_norm,
-                layers=letters, num_q_heads=num_q_heads, window=sliding.window or 1,
-                num_rotated_pairs=sliding.rope.num_rotated, num_full_rotated_pairs=full.rope.num_rotated, eps=eps,
-                max_kv_len=max_kv_len, top_k=top_k,
+            token = Token(
+                positions_of(full.batch), full.batch.kv_lens, sliding.batch.slot_mapping if own else None,
+                full.batch.slot_mapping if own else None, sliding.batch.block_table, full.batch.block_table,
+                sliding.heads.inv_freq, full.heads.inv_freq,
             )  # fmt: skip
+            stack = Stack(
+                full.heads.num_q_heads, sliding.batch.mask.window or 1, sliding.heads.num_rotated_pairs,
+                full.heads.num_rotated_pairs, full.heads.eps, full.batch.max_kv_len, top_k,
+            )  # fmt: skip
+            call = decode_layers(residual, ple, token, tensors, final_norm, letters, stack)
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
         if layers_spec.why_unsupported(call.problem, target) or not layers_spec.pays(call.problem, target):
             return None
-        return self.executor.run(call, self._at("all layers"))
+        return self.run(call, "all layers")
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
-        return self.executor.run(softcap(self.linear(h, head), logit_cap), self._at("logits"))
+        return self.run(softcap(self.linear(h, head), logit_cap), "logits")
 
     def screen(self, head: Linear, excluded: Sequence[int] = (), *, likely: bool = False) -> HeadScreen | None:
         size = screen_of(head, likely=likely)
-        if not isinstance(head, DenseLinear) or not size:
+        if not size:
             return None
         if self.device.type == "cuda":
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -359,10 +265,10 @@ class KernelOps:
         return HeadScreen(*made, head_spec.most_tokens(self.executor.target))
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
-        if screen is not None and isinstance(head, DenseLinear):
+        if screen is not None:
             call = greedy_head(h, head.weight, screen.codes, screen.bounds)
-            return self.executor.run(call, self._at("greedy token"))
-        return self.executor.run(argmax(self.linear(h, head), logit_cap), self._at("greedy token"))
+            return self.run(call, "greedy token")
+        return self.run(argmax(self.linear(h, head), logit_cap), "greedy token")
 
     def ple_inputs(
         self,
@@ -375,29 +281,16 @@ class KernelOps:
         eps: float,
     ) -> Tensor:
         call = ple_inputs(ids, table, table_scale, context, context_scale, norm_weight, eps)
-        return self.executor.run(call, self._at("per-layer inputs"))
+        return self.run(call, "per-layer inputs")
 
-    def moe_router(
-        self,
-        residual: Tensor,
-        router_scale: Tensor,
-        router: DenseLinear,
-        per_expert_scale: Tensor,
-        pre_norm: Tensor,
-        top_k: int,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        call = moe_router(residual, router_scale, router.weight, per_expert_scale, pre_norm, top_k, eps)
-        return self.executor.run(call, self._at("router"))
+    def moe_router(self, residual: Tensor, moe: MoeWeights, top_k: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        weights = moe.router_scale, moe.router.weight, moe.per_expert_scale, moe.pre_norm
+        return self.run(moe_router(residual, *weights, top_k, eps), "router")
 
     def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
-        if isinstance(gate_up, DenseExperts) and isinstance(down, DenseExperts):
-            self._outside("dense experts")
-            return fallbacks.experts(x, gate_up.weight, down.weight, topk_ids)
-        if isinstance(gate_up, DenseExperts) or isinstance(down, DenseExperts):
+        if gate_up.format.name != down.format.name:
             raise TypeError("prepare_experts makes both dense where one is")
-        call = moe_w4a16(x, topk_ids, gate_up.packed, gate_up.scales, down.packed, down.scales)
-        return self.executor.run(call, self._at("experts"))
+        return FORMATS[gate_up.format.name].experts(self, x, gate_up, down, topk_ids)
 
     def moe_combine(
         self,
@@ -405,85 +298,71 @@ class KernelOps:
         dense: Tensor,
         routed: Tensor,
         topk_weights: Tensor,
-        dense_norm: Tensor,
-        routed_norm: Tensor,
-        post_weight: Tensor,
-        layer_scalar: Tensor,
-        next_weight: Tensor,
-        eps: float,
+        moe: MoeWeights,
+        norms: ResidualNorms,
     ) -> Tensor:
+        scalar = norms.layer_scalar if norms.layer_scalar is not None else torch.ones_like(moe.router_scale[:1])
         call = moe_combine(
-            residual, dense, routed, topk_weights, dense_norm, routed_norm, post_weight, layer_scalar, next_weight, eps
-        )
-        return self.executor.run(call, self._at("end of layer"))
+            residual, dense, routed, topk_weights, moe.dense_norm, moe.post_norm, norms.post_weight, scalar,
+            norms.next_weight, norms.eps,
+        )  # fmt: skip
+        return self.run(call, "end of layer")
 
-    def centroid_greedy(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
-    ) -> Tensor:
+    def centroid_greedy(self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor) -> Tensor:
         call = centroid_greedy(y, centroids.weight, top_k, token_ids, embed)
-        return self.executor.run(call, self._at("centroid head"))
+        return self.run(call, "centroid head")
 
     def centroid_logits(
-        self, y: Tensor, centroids: DenseLinear, top_k: int, token_ids: Tensor, embed: Tensor
+        self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor]:
         call = centroid_logits(y, centroids.weight, top_k, token_ids, embed)
-        return self.executor.run(call, self._at("centroid head"))
+        return self.run(call, "centroid head")
 
 
-def _packed_experts(weights: W4Experts, *, gated: bool) -> W4Experts:
-    """Each expert's matrix as `pack` gives it, one behind the other: an expert is a number of strips of 32 rows."""
-    tensors = (weights.packed, weights.scales)
-    num_experts = len(weights.packed)
-    if gated:
-        by_row = interleave(*(t.transpose(0, 1) for t in tensors))
-        tensors = (by_row[0].transpose(0, 1), by_row[1].transpose(0, 1))
-    packed, scales = pack(*(t.reshape(-1, t.shape[-1]) for t in tensors))
-    return replace(
-        weights,
-        packed=packed.view(num_experts, -1, *packed.shape[1:]),
-        scales=scales.view(num_experts, -1, *scales.shape[1:]),
-    )
-
-
-def _int4_layers(layers: Sequence[LayerInStep], ple: Tensor | None) -> dict[str, list[Tensor]] | None:
-    """decode_layers' lists of weights, by name; None where some layers have experts and others none, or where matrices
+def _int4_layers(layers: Sequence[LayerInStep], letters: str, ple: Tensor | None) -> LayerTensors | None:
+    """What decode_layers takes of `layers`; None where some layers have experts and others none, or where matrices
     are not int4 in groups of one size.
     """
     names = (*layers_spec.MATRICES, *layers_spec.EXPERT_MATRICES)
     found: dict[str, list[Tensor]] = {f"{name}_{part}": [] for name in names for part in ("packed", "scales")}
-    group_sizes = set()
+    formats = set()
     with_experts = layers[0].weights.moe is not None
     for w in (layer.weights for layer in layers):
         if (w.moe is not None) != with_experts or (w.ple is None) != (ple is None):
             return None
         of_experts = () if w.moe is None else (w.moe.gate_up, w.moe.down)
         for name, matrix in zip(names, (w.qkv, w.out, w.gate_up, w.down, *of_experts), strict=False):
-            if not isinstance(matrix, W4Linear | W4Experts):
+            if matrix.format.name != "int4":
                 return None
-            group_sizes.add(matrix.group_size)
-            found[f"{name}_packed"].append(matrix.packed)
-            found[f"{name}_scales"].append(matrix.scales)
-    if len(group_sizes) > 1:
+            formats.add(matrix.format)
+            for part, tensor in zip(("packed", "scales"), matrix.tensors, strict=True):
+                found[f"{name}_{part}"].append(tensor)
+    if len(formats) > 1:
         return None
     of_moe = [x.weights.moe for x in layers if x.weights.moe is not None]
     each, of_ple = [layer.weights for layer in layers], [x.weights.ple for x in layers if x.weights.ple is not None]
-    return found | {
-        "input_norms": [w.input_norm for w in each],
-        "q_norms": [w.q_norm for w in each],
-        "post_attention_norms": [w.post_attention_norm for w in each],
-        "pre_ffn_norms": [w.pre_ffn_norm for w in each],
-        "post_ffn_norms": [w.post_ffn_norm for w in each],
-        "layer_scalars": [w.scalar for w in each],
-        "ple_gates": [w.gate.weight for w in of_ple],
-        "ple_projections": [w.projection.weight for w in of_ple],
-        "post_ple_norms": [w.post_norm for w in of_ple],
-        "router_scales": [w.router_scale for w in of_moe],
-        "routers": [w.router.weight for w in of_moe],
-        "per_expert_scales": [w.per_expert_scale for w in of_moe],
-        "pre_expert_norms": [w.pre_norm for w in of_moe],
-        "dense_norms": [w.dense_norm for w in of_moe],
-        "expert_norms": [w.post_norm for w in of_moe],
-    }
+    kept = [layers[index].kv for index in layers_spec.sources(letters)]
+    return LayerTensors(
+        **found,
+        input_norms=[w.input_norm for w in each],
+        q_norms=[x.heads.q_weight for x in layers],
+        k_norms=[x.heads.k_weight for x in layers if x.heads.k_weight is not None],
+        k_caches=[kv.k_cache for kv in kept],
+        v_caches=[kv.v_cache for kv in kept],
+        post_attention_norms=[w.post_attention_norm for w in each],
+        pre_ffn_norms=[w.pre_ffn_norm for w in each],
+        post_ffn_norms=[w.post_ffn_norm for w in each],
+        layer_scalars=[w.scalar for w in each],
+        ple_gates=[w.gate.weight for w in of_ple],
+        ple_projections=[w.projection.weight for w in of_ple],
+        post_ple_norms=[w.post_norm for w in of_ple],
+        router_scales=[w.router_scale for w in of_moe],
+        routers=[w.router.weight for w in of_moe],
+        per_expert_scales=[w.per_expert_scale for w in of_moe],
+        pre_expert_norms=[w.pre_norm for w in of_moe],
+        dense_norms=[w.dense_norm for w in of_moe],
+        expert_norms=[w.post_norm for w in of_moe],
+    )
 
 
 def _letters(layers: Sequence[LayerInStep]) -> str | None:
@@ -491,12 +370,12 @@ def _letters(layers: Sequence[LayerInStep]) -> str | None:
     its kind that owns some, or if none does, than the first of its kind.
     """
     letters, last = "", {}
-    own = [layer.weights.k_norm is not None for layer in layers]
+    own = [layer.heads.owns_kv for layer in layers]
     for layer, owns in zip(layers, own, strict=True):
-        letter = "s" if layer.window else "f"
+        letter = "s" if layer.batch.mask.window else "f"
         if owns or (not any(own) and letter not in last):
-            last[letter] = layer.pages
-        elif last.get(letter) is not layer.pages:
+            last[letter] = layer.kv
+        elif last.get(letter) is not layer.kv:
             return None
         letters += letter if owns else letter.upper()
-    return letters if len({layer.window for layer in layers if layer.window}) <= 1 else None
+    return letters if len({x.batch.mask for x in layers if x.batch.mask.window}) <= 1 else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kerngen.runtime.ops import DenseLinear, Experts, Linear
+from kerngen.runtime.ops.values import Experts, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class MoeWeights:
     """router_scale [H], router [E, H], per_expert_scale [E]; gate_up [E, 2 I, H], down [E, H, I]."""
 
     router_scale: Tensor
-    router: DenseLinear
+    router: Linear
     per_expert_scale: Tensor
     gate_up: Experts
     down: Experts
@@ -27,8 +27,8 @@ class MoeWeights:
 class PleLayerWeights:
     """gate [P, H] and projection [H, P], post_norm [H]."""
 
-    gate: DenseLinear
-    projection: DenseLinear
+    gate: Linear
+    projection: Linear
     post_norm: Tensor
 
 
@@ -75,7 +75,7 @@ class ModelWeights:
 class CentroidWeights:
     """centroids [C, d], token_ids int64 [C, vocab / C]: the tokens of each centroid."""
 
-    centroids: DenseLinear
+    centroids: Linear
     token_ids: Tensor
 
 
@@ -85,7 +85,7 @@ class DrafterWeights:
 
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: DenseLinear
+    head: Linear
     pre: Linear
     post: Linear
     centroids: CentroidWeights | None = None

@@ -13,7 +13,7 @@ import torch
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
-from kerngen.runtime.ops import DenseLinear, Ops
+from kerngen.runtime.ops import Ops, dense_weights
 from kerngen.runtime.weights.layout import (
     CentroidWeights,
     DrafterWeights,
@@ -159,7 +159,7 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
     text = config.text
     hidden, vocab, count = text.hidden_size, text.vocab_size, config.num_centroids
     head = source.head(source.tensor("model.embed_tokens.weight", vocab, hidden))
-    if not isinstance(head, DenseLinear):
+    if not head.is_dense:
         raise CheckpointError("the drafter's lm_head is packed, which is not implemented: it must be dense")
     centroids = None
     if count:
@@ -167,7 +167,7 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
         if not source.is_dry and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise CheckpointError(f"masked_embedding.token_ordering names tokens outside 0 to {vocab - 1}")
         centroids = CentroidWeights(
-            centroids=DenseLinear(source.tensor("masked_embedding.centroids.weight", count, hidden)),
+            centroids=dense_weights(source.tensor("masked_embedding.centroids.weight", count, hidden)),
             token_ids=ids.view(count, vocab // count),
         )
     return DrafterWeights(

@@ -23,7 +23,7 @@ import kerngen
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.config_fields import MAX_JSON_BYTES, read_file
-from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
+from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
 from kerngen.runtime.weights.safetensors import DTYPES, PIECE_BYTES, Checkpoint, SafetensorsFile
 from kerngen.runtime.weights.source import Advance, CheckpointSource, Parts
 from kerngen.runtime.weights.staging import Stage
@@ -52,7 +52,7 @@ class Planned:
     def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
         return self.ops.prepare(self.dry.linear(parts, in_features, gated=gated))
 
-    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+    def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         return self.dry.unpacked(module, out_features, in_features)
 
     def head(self, embed: Tensor) -> Linear:
@@ -158,6 +158,9 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of weights (layout.py) with their places: "layers.3.qkv.packed"."""
     if isinstance(value, Tensor):
         yield path, value
+    elif isinstance(value, WeightView):
+        for name, tensor in zip(value.format.tensors, value.tensors, strict=True):
+            yield f"{path}.{name}".lstrip("."), tensor
     elif isinstance(value, tuple):
         for index, part in enumerate(value):
             yield from leaves(part, f"{path}.{index}")
@@ -171,6 +174,8 @@ def rebuild(value: T, take: Callable[[str], Tensor], path: str = "") -> T:
     made: Any = value
     if isinstance(value, Tensor):
         made = take(path)
+    elif isinstance(value, WeightView):
+        made = replace(value, tensors=tuple(take(f"{path}.{name}".lstrip(".")) for name in value.format.tensors))
     elif isinstance(value, tuple):
         made = tuple(rebuild(part, take, f"{path}.{index}") for index, part in enumerate(value))
     elif is_dataclass(value) and not isinstance(value, type):
@@ -214,17 +219,17 @@ def _order(config: ModelConfig, ops: Ops) -> str:
         words = ramp[: torch.Size(shape).numel() // 8].view(*shape[:-1], shape[-1] // 8)
         return (words * 40503 % (1 << 31)).to(torch.int32), dense(*shape[:-1], shape[-1] // group)
 
-    made: list[Any] = [ops.prepare(DenseLinear(dense(2 * size, size)))]
+    made: list[Any] = [ops.prepare(dense_weights(dense(2 * size, size)))]
     if config.num_experts:
-        gate_up, down = DenseExperts(dense(experts, 2 * size, size)), DenseExperts(dense(experts, size, size))
+        gate_up, down = dense_weights(dense(experts, 2 * size, size)), dense_weights(dense(experts, size, size))
         made.append(ops.prepare_experts(gate_up, down))
     if config.quant is not None:
         group = config.quant.group_size
         for gated in (False, True):
-            made.append(ops.prepare(W4Linear(*packed(2 * size, size), 2 * size, size, group, gated=gated)))
+            made.append(ops.prepare(int4_weights(*packed(2 * size, size), 2 * size, size, group, gated=gated)))
         if config.num_experts:
-            w4_gate_up = W4Experts(*packed(experts, 2 * size, size), 2 * size, size, group)
-            made.append(ops.prepare_experts(w4_gate_up, W4Experts(*packed(experts, size, size), size, size, group)))
+            w4_gate_up = int4_weights(*packed(experts, 2 * size, size), 2 * size, size, group)
+            made.append(ops.prepare_experts(w4_gate_up, int4_weights(*packed(experts, size, size), size, size, group)))
     for path, tensor in leaves(tuple(made)):
         digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import LayerConfig, ModelConfig
-from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
+from kerngen.runtime.ops import Experts, Linear, Ops, dense_weights, int4_weights
 from kerngen.runtime.weights.int4 import becomes_int4, to_int4
 from kerngen.runtime.weights.quantized import FLOATS, INTS, IgnoreList, Packed, find_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
@@ -54,7 +54,7 @@ class WeightSource(Protocol):
     def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
         """The linears called `parts`, one under the other, repacked for the backend. gated: they are gate and up."""
 
-    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+    def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         """A small linear that kernels want in floats, however it is stored."""
 
     def head(self, embed: Tensor) -> Linear:
@@ -151,22 +151,22 @@ class CheckpointSource:
             packed = self._allocate((rows, in_features // 8), torch.int32)
             scales = self._allocate((rows, in_features // group), self.ops.dtype)
             self._fill_packed(parts, in_features, packed, scales)
-            return W4Linear(packed, scales, rows, in_features, group, fused_name(parts), gated)
+            return int4_weights(packed, scales, rows, in_features, group, fused_name(parts), gated)
         dense = self._allocate((rows, in_features), self.ops.dtype)
         self._fill_dense(parts, dense)
         quant = self.config.quant
         if quant is None or not becomes_int4(quant, rows, in_features, self.ops.dtype) or self._is_ignored(parts):
-            return DenseLinear(dense)
+            return dense_weights(dense)
         packed, scales = to_int4(dense, quant.group_size)
-        return W4Linear(packed, scales, rows, in_features, quant.group_size, fused_name(parts), gated)
+        return int4_weights(packed, scales, rows, in_features, quant.group_size, fused_name(parts), gated)
 
     def _is_ignored(self, parts: Parts) -> bool:
         return any(module in self._ignored for module, _ in parts)
 
-    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
+    def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         dense = self._allocate((out_features, in_features), self.ops.dtype)
         self._fill_dense([(module, out_features)], dense)
-        return DenseLinear(dense)
+        return dense_weights(dense)
 
     def head(self, embed: Tensor) -> Linear:
         """lm_head. Tied models may store it too (the W4A16 releases do): a copy of the table shares its memory, a head
@@ -186,7 +186,7 @@ class CheckpointSource:
                     stacklevel=2,
                 )
                 return self.linear(stored, config.hidden_size)
-        return DenseLinear(embed) if self.is_dry else self.ops.prepare(DenseLinear(embed))
+        return dense_weights(embed) if self.is_dry else self.ops.prepare(dense_weights(embed))
 
     def experts(self, name: str) -> tuple[Experts, Experts]:
         """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend.
@@ -203,23 +203,23 @@ class CheckpointSource:
         num, rows = self.config.num_experts, sum(out for _, out in parts)
         together, shape = f"{name}.{fused}", (num, rows, in_features)
         if together in self.checkpoint:
-            return DenseExperts(self.tensor(together, *shape))
+            return dense_weights(self.tensor(together, *shape))
         if packed := self._find(together, shape):
             words = self._allocate((num, rows, in_features // 8), torch.int32)
             scales = self._allocate((num, rows, in_features // packed.group_size), self.ops.dtype)
             self._copy_packed(packed, words, scales)
-            return W4Experts(words, scales, rows, in_features, packed.group_size)
+            return int4_weights(words, scales, rows, in_features, packed.group_size)
         each = [[(f"{name}.{e}.{part}", out) for part, out in parts] for e in range(num)]
         if group := self._common_group(each, in_features):
             words = self._allocate((num, rows, in_features // 8), torch.int32)
             scales = self._allocate((num, rows, in_features // group), self.ops.dtype)
             for modules, w, s in zip(each, words, scales, strict=True):
                 self._fill_packed(modules, in_features, w, s)
-            return W4Experts(words, scales, rows, in_features, group)
+            return int4_weights(words, scales, rows, in_features, group)
         dense = self._allocate(shape, self.ops.dtype)
         for modules, matrix in zip(each, dense, strict=True):
             self._fill_dense(modules, matrix)
-        return DenseExperts(dense)
+        return dense_weights(dense)
 
     def _find(self, module: str, shape: tuple[int, ...]) -> Packed | None:
         """As find_packed, looked at once."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.config import DrafterConfig, ModelConfig
-from kerngen.runtime.ops import DenseExperts, DenseLinear, Experts, Linear, Ops, W4Experts, W4Linear
+from kerngen.runtime.ops import Experts, Linear, Ops, dense_weights, int4_weights
 from kerngen.runtime.weights.int4 import becomes_int4
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model
@@ -46,10 +46,10 @@ class SyntheticSource:
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int, *, gated: bool = False) -> Linear:
         rows = sum(out for _, out in parts)
         if not self._is_quantized([module for module, _ in parts], rows, in_features):
-            return self.ops.prepare(DenseLinear(self._matrix(rows, in_features)))
+            return self.ops.prepare(dense_weights(self._matrix(rows, in_features)))
         packed, scales = self._packed(rows, in_features)
         group_size = in_features // scales.shape[-1]
-        return self.ops.prepare(W4Linear(packed, scales, rows, in_features, group_size, fused_name(parts), gated))
+        return self.ops.prepare(int4_weights(packed, scales, rows, in_features, group_size, fused_name(parts), gated))
 
     def _is_quantized(self, modules: Sequence[str], rows: int, in_features: int) -> bool:
         quant = self.config.quant
@@ -70,11 +70,11 @@ class SyntheticSource:
         shape = (rows, in_features // quant.group_size)
         return packed, torch.full(shape, value, dtype=self.ops.dtype, device=self.ops.device)
 
-    def unpacked(self, module: str, out_features: int, in_features: int) -> DenseLinear:
-        return DenseLinear(self._matrix(out_features, in_features))
+    def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
+        return dense_weights(self._matrix(out_features, in_features))
 
     def head(self, embed: Tensor) -> Linear:
-        return self.ops.prepare(DenseLinear(embed))
+        return self.ops.prepare(dense_weights(embed))
 
     def experts(self, name: str) -> tuple[Experts, Experts]:
         inner, hidden = self.config.moe_intermediate_size, self.config.hidden_size
@@ -85,9 +85,9 @@ class SyntheticSource:
     def _experts(self, modules: list[str], rows: int, in_features: int) -> Experts:
         num = self.config.num_experts
         if not self._is_quantized(modules, rows, in_features):
-            return DenseExperts(self._matrix(num, rows, in_features))
+            return dense_weights(self._matrix(num, rows, in_features))
         packed, scales = self._packed(num * rows, in_features)
-        return W4Experts(packed.view(num, rows, -1), scales.view(num, rows, -1), rows, in_features,
+        return int4_weights(packed.view(num, rows, -1), scales.view(num, rows, -1), rows, in_features,
                          in_features // (scales.shape[-1]))  # fmt: skip
 
     def _matrix(self, *shape: int) -> Tensor:

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.rows.spec import keys_that_matter, require
+from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView
 
 # What the ops share: the cache and where a sequence lies in it; what turns heads of a projection.
 _CACHED = {
@@ -17,21 +18,11 @@ _CACHED = {
     "kv_lens": "int32[B]",
 }
 _HEADS = {"q_weight": "D[HD]", "inv_freq": "fp32[HD // 2]", "positions": "int64[B * q_len]"}
+_OPTIONAL = ("window", "max_kv_len", "sm_scale", "logit_cap")
 
 
-@op(takes={"q": "D[B * q_len, NQ, HD]"} | _CACHED)
-def attn_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_lens: Tensor,
-    q_len: int,
-    window: int = 0,
-    max_kv_len: int = 0,
-    sm_scale: float = 1.0,
-    logit_cap: float = 0.0,
-) -> Call[Tensor]:
+@op(takes={"q": "D[B * q_len, NQ, HD]"} | _CACHED, required=("q", *_CACHED, "q_len"), optional=_OPTIONAL)
+def attn_decode(q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0) -> Call[Tensor]:
     """softmax(q k^T * sm_scale) v for `q_len` new tokens of each sequence, which the cache already holds.
 
     q [B * q_len, nq, d]; caches [num_pages, nkv, page_size, d]; block_table [B, max_pages] int32; kv_lens [B] int32,
@@ -39,33 +30,20 @@ def attn_decode(
     `window` of them if window > 0. max_kv_len: no kv_len is longer, which decides the splits of KV; 0 for what the
     block table holds. logit_cap: 0 for none. Returns [B * q_len, nq, d]; a query that sees no key gives zeros.
     """
-    out = empty(q, *q.shape)
-    return _call(out, q, k_cache, v_cache, block_table, kv_lens, q_len, window, max_kv_len, sm_scale, logit_cap)
+    return _call(q, empty(q, *q.shape), "q", None, kv, batch, sm_scale, logit_cap)
 
 
 @op(
     mutates=("k_cache", "v_cache"),
     takes={"qkv": "D[B * q_len, W]"} | _HEADS | {"k_weight": "D[HD]", "slot_mapping": "int64[B * q_len]"} | _CACHED,
-)
+    required=(
+        "qkv", "q_weight", "k_weight", "inv_freq", "positions", "k_cache", "v_cache", "slot_mapping", "block_table",
+        "kv_lens", "num_q_heads", "num_rotated_pairs", "eps", "q_len",
+    ),
+    optional=_OPTIONAL,
+)  # fmt: skip
 def attn_decode_qkv(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    inv_freq: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    kv_lens: Tensor,
-    num_q_heads: int,
-    num_rotated_pairs: int,
-    eps: float,
-    q_len: int,
-    window: int = 0,
-    max_kv_len: int = 0,
-    sm_scale: float = 1.0,
-    logit_cap: float = 0.0,
+    qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0
 ) -> Call[Tensor]:
     """qkv_norm_rope and then attn_decode, in one: their arguments, and the latter's result.
 
@@ -73,78 +51,54 @@ def attn_decode_qkv(
     of a sequence), or negative. A token at a negative position is not written. What one sequence of the call writes no
     other may read: pages that sequences share hold older tokens only.
     """
-    tokens, width = qkv.shape
-    _, num_kv_heads, _, dim = k_cache.shape
-    k_eq_v = width == (num_q_heads + num_kv_heads) * dim
-    heads = f"{num_q_heads} q heads and {num_kv_heads} kv heads of {dim}"
-    require(k_eq_v or width == (num_q_heads + 2 * num_kv_heads) * dim, f"qkv has {width} columns, not those of {heads}")
-    out = empty(qkv, tokens, num_q_heads, dim)
-    return _call(
-        out, qkv, k_cache, v_cache, block_table, kv_lens, q_len, window, max_kv_len, sm_scale, logit_cap,
-        "qk" if k_eq_v else "qkv", num_rotated_pairs, q_weight, k_weight, inv_freq, positions, slot_mapping, eps,
-    )  # fmt: skip
+    require(heads.k_weight is not None and batch.slot_mapping is not None, "k_weight or slot_mapping is None")
+    source = "qk" if heads.v_is_k(qkv.shape[1], kv) else "qkv"
+    out = empty(qkv, qkv.shape[0], heads.num_q_heads, kv.head_dim)
+    return _call(qkv, out, source, heads, kv, batch, sm_scale, logit_cap)
 
 
-@op(takes={"q_raw": "D[B * q_len, W]"} | _HEADS | _CACHED)
+@op(
+    takes={"q_raw": "D[B * q_len, W]"} | _HEADS | _CACHED,
+    required=("q_raw", *_HEADS, *_CACHED, "num_rotated_pairs", "eps", "q_len"),
+    optional=_OPTIONAL,
+)
 def attn_decode_raw_q(
-    q_raw: Tensor,
-    q_weight: Tensor,
-    inv_freq: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_lens: Tensor,
-    num_rotated_pairs: int,
-    eps: float,
-    q_len: int,
-    window: int = 0,
-    max_kv_len: int = 0,
-    sm_scale: float = 1.0,
-    logit_cap: float = 0.0,
+    q_raw: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0
 ) -> Call[Tensor]:
     """q_norm_rope and then attn_decode, in one, for a layer that owns no cache: their arguments and its result."""
-    tokens, width = q_raw.shape
-    dim = k_cache.shape[3]
+    (tokens, width), dim = q_raw.shape, kv.head_dim
     require(width % dim == 0, f"q_raw has {width} columns, which are no heads of {dim}")
-    out = empty(q_raw, tokens, width // dim, dim)
-    return _call(
-        out, q_raw, k_cache, v_cache, block_table, kv_lens, q_len, window, max_kv_len, sm_scale, logit_cap,
-        "raw_q", num_rotated_pairs, q_weight, None, inv_freq, positions, None, eps,
-    )  # fmt: skip
+    return _call(q_raw, empty(q_raw, tokens, width // dim, dim), "raw_q", heads, kv, batch, sm_scale, logit_cap)
 
 
 def _call(
-    out: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_lens: Tensor,
-    q_len: int,
-    window: int,
-    max_kv_len: int,
+    out: Tensor,
+    source: str,
+    heads: HeadNorms | None,
+    kv: KVView,
+    batch: AttnBatch,
     sm_scale: float,
     logit_cap: float,
-    source: str = "q",
-    num_rotated_pairs: int = 0,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    inv_freq: Tensor | None = None,
-    positions: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-    eps: float = 0.0,
 ) -> Call[Tensor]:
-    batch, max_pages = block_table.shape
-    _, num_kv_heads, page_size, dim = k_cache.shape
+    """source: what `q` holds, as Problem has it. heads: None where it holds q itself."""
+    kv.require_plain()
+    require(heads is None or batch.positions is not None, "positions is None: RoPE turns q and k by them")
+    require(batch.mask.is_causal and batch.cu_seqlens_q is None, "attn_decode has causal masks and one q_len for all")
+    sequences, max_pages = batch.block_table.shape
+    _, num_kv_heads, page_size, dim = kv.k_cache.shape
     problem = Problem(
-        dim, out.shape[1], num_kv_heads, q_len, page_size, window, DTYPE_NAME[q.dtype], logit_cap > 0, batch,
-        keys_that_matter(max_kv_len or max_pages * page_size, q_len, window), source, num_rotated_pairs,
-    ) if batch else None  # fmt: skip
+        dim, out.shape[1], num_kv_heads, batch.q_len, page_size, batch.mask.window, DTYPE_NAME[q.dtype],
+        logit_cap > 0, sequences, batch.keys_that_matter(page_size), source,
+        heads.num_rotated_pairs if heads else 0,
+    ) if sequences else None  # fmt: skip
+    owns_kv = source in ("qk", "qkv")
     arguments = {
-        "out": out, "q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "kv_lens": kv_lens,
-        "q_weight": q_weight, "k_weight": k_weight, "inv_freq": inv_freq, "positions": positions,
-        "slot_mapping": slot_mapping, "sm_scale": sm_scale, "logit_cap": logit_cap, "eps": eps, "batch": batch,
+        "out": out, "q": q, "k_cache": kv.k_cache, "v_cache": kv.v_cache, "block_table": batch.block_table,
+        "kv_lens": batch.kv_lens, "q_weight": heads and heads.q_weight,
+        "k_weight": heads.k_weight if heads and owns_kv else None, "inv_freq": heads and heads.inv_freq,
+        "positions": batch.positions if heads else None, "slot_mapping": batch.slot_mapping if owns_kv else None,
+        "sm_scale": sm_scale, "logit_cap": logit_cap, "eps": heads.eps if heads else 0.0, "batch": sequences,
         "max_pages": max_pages,
     }  # fmt: skip
     return Call("attn_decode", problem, arguments, out)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.rows.spec import keys_that_matter
+from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
+from kerngen.templates.values import AttnBatch, KVView
 
 
 @op(
@@ -19,41 +22,47 @@ from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
         "kv_lens": "int32[B]",
         "cu_seqlens_q": "int32[B + 1]",
     },
+    required=("q", "k_cache", "v_cache", "block_table", "kv_lens", "cu_seqlens_q", "max_seqlen_q"),
+    optional=("window", "max_kv_len", "sm_scale", "logit_cap"),
 )
 def attn_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    window: int = 0,
-    max_kv_len: int = 0,
-    sm_scale: float = 1.0,
-    logit_cap: float = 0.0,
+    q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0
 ) -> Call[Tensor]:
     """Causal attention of ragged queries over a paged cache that already holds their keys.
 
     q [T, nq, d], sequence s owning rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] ([B + 1] int32), at most max_seqlen_q of
     them; the rest as in attn_decode. Returns [T, nq, d].
     """
-    batch, max_pages = block_table.shape
-    _, num_kv_heads, page_size, dim = k_cache.shape
+    kv.require_plain()
+    require(batch.cu_seqlens_q is not None, "cu_seqlens_q is None: attn_prefill takes ragged queries")
+    sequences, max_pages = batch.block_table.shape
+    _, num_kv_heads, page_size, dim = kv.k_cache.shape
     tokens, num_q_heads, _ = q.shape
     out = empty(q, *q.shape)
     problem = None
     if tokens:
         problem = Problem(
-            dim, num_q_heads, num_kv_heads, page_size, window, True, DTYPE_NAME[q.dtype], logit_cap > 0, batch, tokens,
-            keys_that_matter(max_kv_len or max_pages * page_size, max_seqlen_q, window),
+            dim, num_q_heads, num_kv_heads, page_size, batch.mask.window, batch.mask.is_causal,
+            DTYPE_NAME[q.dtype], logit_cap > 0, sequences, tokens, batch.keys_that_matter(page_size),
         )  # fmt: skip
     arguments = {
-        "out": out, "q": q, "k": k_cache, "v": v_cache, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": None,
-        "kv_lens": kv_lens, "block_table": block_table, "sm_scale": sm_scale, "logit_cap": logit_cap, "batch": batch,
-        "max_pages": max_pages, "max_seqlen_q": max_seqlen_q,
+        "out": out, "q": q, "k": kv.k_cache, "v": kv.v_cache, "cu_seqlens_q": batch.cu_seqlens_q, "cu_seqlens_k": None,
+        "kv_lens": batch.kv_lens, "block_table": batch.block_table, "sm_scale": sm_scale, "logit_cap": logit_cap,
+        "batch": sequences, "max_pages": max_pages, "max_seqlen_q": batch.max_seqlen_q,
     }  # fmt: skip
     return Call("attn_prefill", problem, arguments, out)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseKeys:
+    """Keys and values of ragged sequences, one after the other: k, v [total_k, nkv, d]; sequence s owns rows
+    cu_seqlens_k[s] to cu_seqlens_k[s + 1], max_seqlen_k of them at most.
+    """
+
+    k: Tensor
+    v: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_k: int
 
 
 @op(
@@ -64,15 +73,14 @@ def attn_prefill(
         "cu_seqlens_q": "int32[B1]",
         "cu_seqlens_k": "int32[B1]",
     },
+    required=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    optional=("causal", "window", "sm_scale", "logit_cap"),
 )
 def attn_prefill_dense(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: DenseKeys,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
     max_seqlen_q: int,
-    max_seqlen_k: int,
     causal: bool = True,
     window: int = 0,
     sm_scale: float = 1.0,
@@ -88,11 +96,11 @@ def attn_prefill_dense(
     problem = None
     if tokens:
         problem = Problem(
-            dim, num_q_heads, k.shape[1], 0, window, causal, DTYPE_NAME[q.dtype], logit_cap > 0, batch, tokens,
-            max_seqlen_k,
+            dim, num_q_heads, keys.k.shape[1], 0, window, causal, DTYPE_NAME[q.dtype], logit_cap > 0, batch, tokens,
+            keys.max_seqlen_k,
         )  # fmt: skip
     arguments = {
-        "out": out, "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "out": out, "q": q, "k": keys.k, "v": keys.v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": keys.cu_seqlens_k,
         "kv_lens": None, "block_table": None, "sm_scale": sm_scale, "logit_cap": logit_cap, "batch": batch,
         "max_pages": 0, "max_seqlen_q": max_seqlen_q,
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,7 +11,87 @@ from kerngen.templates.call import Call, op
 from kerngen.templates.common.rows.spec import keys_that_matter, require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.common.w4.tiling import STRIP
-from kerngen.templates.decode_layers.spec import EXPERT_MATRICES, MATRICES, Problem, layer_tensors, sources
+from kerngen.templates.decode_layers.spec import (
+    EXPERT_MATRICES,
+    MATRICES,
+    Problem,
+    layer_tensors,
+    sources,
+)
+
+EVERY_TENSOR = layer_tensors(num_experts=1)
+EXPERT_TENSORS = EVERY_TENSOR[len(layer_tensors(num_experts=0)) :]
+PLE_TENSORS = ("ple_gate", "ple_projection", "post_ple_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Where the one new token stands, and of sliding and of full layers: the row of the caches that its K and V go to
+    (None where no layer writes any), the block table, and the frequencies of RoPE.
+    """
+
+    positions: Tensor
+    kv_lens: Tensor
+    slots: Tensor | None
+    full_slots: Tensor | None
+    block_table: Tensor
+    full_block_table: Tensor
+    inv_freq: Tensor
+    full_inv_freq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """What the layers bring along, a list of tensors each, in the order of the layers: see decode_layers."""
+
+    input_norms: list[Tensor]
+    qkv_packed: list[Tensor]
+    qkv_scales: list[Tensor]
+    q_norms: list[Tensor]
+    k_norms: list[Tensor]
+    k_caches: list[Tensor]
+    v_caches: list[Tensor]
+    out_packed: list[Tensor]
+    out_scales: list[Tensor]
+    post_attention_norms: list[Tensor]
+    pre_ffn_norms: list[Tensor]
+    gate_up_packed: list[Tensor]
+    gate_up_scales: list[Tensor]
+    down_packed: list[Tensor]
+    down_scales: list[Tensor]
+    post_ffn_norms: list[Tensor]
+    ple_gates: list[Tensor]
+    ple_projections: list[Tensor]
+    post_ple_norms: list[Tensor]
+    layer_scalars: list[Tensor]
+    router_scales: list[Tensor]
+    routers: list[Tensor]
+    per_expert_scales: list[Tensor]
+    pre_expert_norms: list[Tensor]
+    dense_norms: list[Tensor]
+    expert_norms: list[Tensor]
+    expert_gate_up_packed: list[Tensor]
+    expert_gate_up_scales: list[Tensor]
+    expert_down_packed: list[Tensor]
+    expert_down_scales: list[Tensor]
+
+    def by_name(self) -> dict[str, list[Tensor]]:
+        """The lists by what each tensor of theirs is: "input_norm", "qkv_packed"."""
+        names = (*EVERY_TENSOR, "k_cache", "v_cache")
+        return {n: getattr(self, n if n.endswith(("packed", "scales")) else f"{n}s") for n in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Figures of the model. window, num_rotated_pairs: of sliding layers. top_k: experts of a token, 0 for none."""
+
+    num_q_heads: int
+    window: int
+    num_rotated_pairs: int
+    num_full_rotated_pairs: int
+    eps: float
+    max_kv_len: int = 0
+    top_k: int = 0
 
 
 @op(
@@ -54,53 +135,11 @@ from kerngen.templates.decode_layers.spec import EXPERT_MATRICES, MATRICES, Prob
 def decode_layers(
     residual: Tensor,
     ple: Tensor | None,
-    positions: Tensor,
-    kv_lens: Tensor,
-    slots: Tensor | None,
-    full_slots: Tensor | None,
-    block_table: Tensor,
-    full_block_table: Tensor,
-    inv_freq: Tensor,
-    full_inv_freq: Tensor,
-    input_norms: list[Tensor],
-    qkv_packed: list[Tensor],
-    qkv_scales: list[Tensor],
-    q_norms: list[Tensor],
-    k_norms: list[Tensor],
-    k_caches: list[Tensor],
-    v_caches: list[Tensor],
-    out_packed: list[Tensor],
-    out_scales: list[Tensor],
-    post_attention_norms: list[Tensor],
-    pre_ffn_norms: list[Tensor],
-    gate_up_packed: list[Tensor],
-    gate_up_scales: list[Tensor],
-    down_packed: list[Tensor],
-    down_scales: list[Tensor],
-    post_ffn_norms: list[Tensor],
-    ple_gates: list[Tensor],
-    ple_projections: list[Tensor],
-    post_ple_norms: list[Tensor],
-    layer_scalars: list[Tensor],
-    router_scales: list[Tensor],
-    routers: list[Tensor],
-    per_expert_scales: list[Tensor],
-    pre_expert_norms: list[Tensor],
-    dense_norms: list[Tensor],
-    expert_norms: list[Tensor],
-    expert_gate_up_packed: list[Tensor],
-    expert_gate_up_scales: list[Tensor],
-    expert_down_packed: list[Tensor],
-    expert_down_scales: list[Tensor],
+    token: Token,
+    tensors: LayerTensors,
     final_norm: Tensor,
     layers: str,
-    num_q_heads: int,
-    window: int,
-    num_rotated_pairs: int,
-    num_full_rotated_pairs: int,
-    eps: float,
-    max_kv_len: int = 0,
-    top_k: int = 0,
+    stack: Stack,
 ) -> Call[Tensor]:
     """All layers of an int4 model for one token. sm90 and sm100; the formulas: decode_layers' Problem.
 
@@ -125,72 +164,58 @@ def decode_layers(
     16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes and `layers` do not fit.
     """
     require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
-    given: dict[str, list[Tensor]] = {
-        "input_norm": input_norms, "qkv_packed": qkv_packed, "qkv_scales": qkv_scales, "q_norm": q_norms,
-        "out_packed": out_packed, "out_scales": out_scales, "post_attention_norm": post_attention_norms,
-        "pre_ffn_norm": pre_ffn_norms, "gate_up_packed": gate_up_packed, "gate_up_scales": gate_up_scales,
-        "down_packed": down_packed, "down_scales": down_scales, "post_ffn_norm": post_ffn_norms,
-        "layer_scalar": layer_scalars,
-    }  # fmt: skip
-    of_ple = {"ple_gate": ple_gates, "ple_projection": ple_projections, "post_ple_norm": post_ple_norms}
-    caches = {"k_cache": k_caches, "v_cache": v_caches}
-    of_experts = {
-        "router_scale": router_scales, "router": routers, "per_expert_scale": per_expert_scales,
-        "pre_expert_norm": pre_expert_norms, "dense_norm": dense_norms, "expert_norm": expert_norms,
-        "expert_gate_up_packed": expert_gate_up_packed, "expert_gate_up_scales": expert_gate_up_scales,
-        "expert_down_packed": expert_down_packed, "expert_down_scales": expert_down_scales,
-    }  # fmt: skip
-    num_experts = routers[0].shape[0] if routers else 0
     count, own = len(layers), [letter.islower() for letter in layers]
     kinds = [layers[index].lower() for index in sources(layers)]  # of the caches
     require(count > 0, "there are no layers")
-    for wanted, lists in (
-        (count, given), (sum(own), {"k_norm": k_norms}), (len(kinds), caches), (0 if ple is None else count, of_ple),
-        (count if num_experts else 0, of_experts),
-    ):  # fmt: skip
-        for name, those in lists.items():
-            require(len(those) == wanted, f"{len(those)} tensors of {name}; {wanted} go with layers={layers!r}")
-    for name, slot in (("slots", slots), ("full_slots", full_slots)):
+    given = tensors.by_name()
+    num_experts = tensors.routers[0].shape[0] if tensors.routers else 0
+    kv_of_owners = {"k_norm": sum(own), "k_cache": len(kinds), "v_cache": len(kinds)}
+    wanted = kv_of_owners | dict.fromkeys(PLE_TENSORS, 0 if ple is None else count)
+    wanted |= dict.fromkeys(EXPERT_TENSORS, count if num_experts else 0)
+    for name, those in given.items():
+        want = wanted.get(name, count)
+        require(len(those) == want, f"{len(those)} tensors of {name}; {want} go with layers={layers!r}")
+    for name, slot in (("slots", token.slots), ("full_slots", token.full_slots)):
         why = "a row of the caches" if any(own) else "None: no layer writes to a cache"
         require((slot is not None) == any(own), f"{name} of layers={layers!r} is {why}")
     require(ple is None or ple.shape[1] == count, f"ple has {ple is not None and ple.shape[1]} layers, not {count}")
 
-    first = dict(zip(reversed(kinds), reversed(k_caches), strict=True))  # of each kind
-    sliding, full = (first.get(letter, k_caches[0]) for letter in "sf")
-    full_rows = qkv_packed[layers.index("f")].shape[0] * STRIP if "f" in layers else 0
-    inner = {letter.isupper(): w.shape[1] * STRIP for letter, w in zip(layers, down_packed, strict=True)}
+    first = dict(zip(reversed(kinds), reversed(tensors.k_caches), strict=True))  # of each kind
+    sliding, full = (first.get(letter, tensors.k_caches[0]) for letter in "sf")
+    full_rows = tensors.qkv_packed[layers.index("f")].shape[0] * STRIP if "f" in layers else 0
+    inner = {letter.isupper(): w.shape[1] * STRIP for letter, w in zip(layers, tensors.down_packed, strict=True)}
     own_inner = inner[min(inner)]  # of layers that own K and V, or of all if none does
-    max_keys = max_kv_len or (full_block_table if "f" in first else block_table).shape[1] * sliding.shape[2]
+    table, window = (token.full_block_table, 0) if "f" in first else (token.block_table, stack.window)
+    max_keys = stack.max_kv_len or table.shape[1] * sliding.shape[2]
     problem = Problem(
-        layers, residual.shape[1], num_q_heads, sliding.shape[1], sliding.shape[3], full.shape[1], full.shape[3],
-        full_rows == (num_q_heads + full.shape[1]) * full.shape[3], own_inner,
+        layers, residual.shape[1], stack.num_q_heads, sliding.shape[1], sliding.shape[3], full.shape[1], full.shape[3],
+        full_rows == (stack.num_q_heads + full.shape[1]) * full.shape[3], own_inner,
         0 if inner.get(True, own_inner) == own_inner else inner[True], 0 if ple is None else ple.shape[2],
-        window, sliding.shape[2], num_rotated_pairs, num_full_rotated_pairs,
-        out_packed[0].shape[1] * STRIP // out_scales[0].shape[1], DTYPE_NAME[final_norm.dtype],
-        DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, 0 if "f" in first else window), num_experts, top_k,
-        expert_down_packed[0].shape[2] * STRIP if num_experts else 0,
+        stack.window, sliding.shape[2], stack.num_rotated_pairs, stack.num_full_rotated_pairs,
+        tensors.out_packed[0].shape[1] * STRIP // tensors.out_scales[0].shape[1], DTYPE_NAME[final_norm.dtype],
+        DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, window), num_experts, stack.top_k,
+        tensors.expert_down_packed[0].shape[2] * STRIP if num_experts else 0,
     )  # fmt: skip
     for name, frequencies, dim in (
-        ("inv_freq", inv_freq, problem.head_dim), ("full_inv_freq", full_inv_freq, problem.full_head_dim),
+        ("inv_freq", token.inv_freq, problem.head_dim), ("full_inv_freq", token.full_inv_freq, problem.full_head_dim),
     ):  # fmt: skip
         require(2 * len(frequencies) == dim, f"{name} has {len(frequencies)} entries for heads of {dim}")
-    last = {name: list(_of_last_source(layers, tensors)) for name, tensors in caches.items()}
-    norms = iter(k_norms)
-    by_layer: list[dict[str, Tensor | None]] = []
+    attended = {name: list(_of_last_source(layers, given[name])) for name in ("k_cache", "v_cache")}
+    norms, in_each = iter(tensors.k_norms), {n: those for n, those in given.items() if n not in kv_of_owners}
+    flat: list[Tensor | None] = []
     for index, letter in enumerate(layers):
-        tensors: dict[str, Tensor | None] = {name: those[index] for name, those in given.items()}
-        tensors |= {name: those[index] if those else None for name, those in (of_ple | of_experts).items()}
-        tensors["k_norm"] = next(norms) if own[index] else None
-        attended = {name: those[index] for name, those in last.items()}
-        _require_shapes(problem, f"layer {index} ({letter})", letter, tensors | attended)
-        by_layer.append(tensors)
+        of_layer: dict[str, Tensor | None] = {n: those[index] if those else None for n, those in in_each.items()}
+        of_layer["k_norm"] = next(norms) if own[index] else None
+        of_layer |= {name: those[index] for name, those in attended.items()}
+        _require_shapes(problem, f"layer {index} ({letter})", letter, of_layer)
+        flat += [of_layer[name] for name in layer_tensors(num_experts)]
     out = empty(final_norm, 1, problem.hidden)
     arguments = {
-        "out": out, "k_caches": tuple(last["k_cache"]), "v_caches": tuple(last["v_cache"]), "residual": residual,
-        "ple": ple, "layers": tuple(tensors[name] for tensors in by_layer for name in layer_tensors(num_experts)),
-        "final_norm": final_norm, "positions": positions, "kv_lens": kv_lens, "slots": slots, "full_slots": full_slots,
-        "block_table": block_table, "full_block_table": full_block_table, "inv_freq": inv_freq,
-        "full_inv_freq": full_inv_freq, "eps": eps,
+        "out": out, "k_caches": tuple(attended["k_cache"]), "v_caches": tuple(attended["v_cache"]),
+        "residual": residual, "ple": ple, "layers": tuple(flat), "final_norm": final_norm,
+        "positions": token.positions, "kv_lens": token.kv_lens, "slots": token.slots, "full_slots": token.full_slots,
+        "block_table": token.block_table, "full_block_table": token.full_block_table, "inv_freq": token.inv_freq,
+        "full_inv_freq": token.full_inv_freq, "eps": stack.eps,
     }  # fmt: skip
     return Call("decode_layers", problem, arguments, out)
 

@@ -8,6 +8,7 @@ from kerngen.templates.call import Call, op
 from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.qkv_norm_rope.spec import Problem
+from kerngen.templates.values import HeadNorms, KVView
 
 
 @op(
@@ -22,20 +23,12 @@ from kerngen.templates.qkv_norm_rope.spec import Problem
         "v_cache": "D[P, NKV, S, HD]",
         "slot_mapping": "int64[T]",
     },
-)
-def qkv_norm_rope(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    inv_freq: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    num_q_heads: int,
-    num_rotated_pairs: int,
-    eps: float,
-) -> Call[Tensor]:
+    required=(
+        "qkv", "q_weight", "k_weight", "inv_freq", "positions", "k_cache", "v_cache", "slot_mapping", "num_q_heads",
+        "num_rotated_pairs", "eps",
+    ),
+)  # fmt: skip
+def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor) -> Call[Tensor]:
     """Head norms, RoPE and the cache write, from the fused projection's output.
 
     qkv [T, (nq + nkv + nkv) * d] as q | k | v, or [T, (nq + nkv) * d] as q | k where V is the raw K projection.
@@ -44,40 +37,41 @@ def qkv_norm_rope(
     nothing. inv_freq [d / 2] fp32, its first num_rotated_pairs entries rotate; positions, slot_mapping [T] int64.
     Returns q [T, nq, d].
     """
-    tokens, width = qkv.shape
-    _, num_kv_heads, page_size, dim = k_cache.shape
-    k_eq_v = width == (num_q_heads + num_kv_heads) * dim
-    heads = f"{num_q_heads} q heads and {num_kv_heads} kv heads of {dim}"
-    require(k_eq_v or width == (num_q_heads + 2 * num_kv_heads) * dim, f"qkv has {width} columns, not those of {heads}")
-    q = empty(qkv, tokens, num_q_heads, dim)
+    kv.require_plain()
+    require(heads.owns_kv, "k_weight is None: such a layer has q alone, which q_norm_rope takes")
+    tokens, k_eq_v = len(qkv), heads.v_is_k(qkv.shape[1], kv)
+    q = empty(qkv, tokens, heads.num_q_heads, kv.head_dim)
     problem = None
     if tokens:
         problem = Problem(
-            num_q_heads, num_kv_heads, dim, num_rotated_pairs, page_size, DTYPE_NAME[qkv.dtype],
-            k_eq_v=k_eq_v, num_tokens=tokens,
+            heads.num_q_heads, kv.num_kv_heads, kv.head_dim, heads.num_rotated_pairs, kv.page_size,
+            DTYPE_NAME[qkv.dtype], k_eq_v=k_eq_v, num_tokens=tokens,
         )  # fmt: skip
     arguments = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "qkv": qkv, "q_weight": q_weight, "k_weight": k_weight,
-        "inv_freq": inv_freq, "positions": positions, "slot_mapping": slot_mapping, "eps": eps, "num_tokens": tokens,
+        "q": q, "k_cache": kv.k_cache, "v_cache": kv.v_cache, "qkv": qkv, "q_weight": heads.q_weight,
+        "k_weight": heads.k_weight, "inv_freq": heads.inv_freq, "positions": positions, "slot_mapping": slot_mapping,
+        "eps": heads.eps, "num_tokens": tokens,
     }  # fmt: skip
     return Call("qkv_norm_rope", problem, arguments, q)
 
 
-@op(takes={"q_raw": "D[T, W]", "q_weight": "D[HD]", "inv_freq": "fp32[HD // 2]", "positions": "int64[T]"})
-def q_norm_rope(
-    q_raw: Tensor, q_weight: Tensor, inv_freq: Tensor, positions: Tensor, num_rotated_pairs: int, eps: float
-) -> Call[Tensor]:
+@op(
+    takes={"q_raw": "D[T, W]", "q_weight": "D[HD]", "inv_freq": "fp32[HD // 2]", "positions": "int64[T]"},
+    required=("q_raw", "q_weight", "inv_freq", "positions", "num_rotated_pairs", "eps"),
+)
+def q_norm_rope(q_raw: Tensor, heads: HeadNorms, positions: Tensor) -> Call[Tensor]:
     """As qkv_norm_rope for a layer that owns no cache: q_raw [T, nq * d]. Returns q [T, nq, d]."""
-    tokens, dim = q_raw.shape[0], 2 * inv_freq.shape[0]
-    require(q_raw.shape[1] % dim == 0, f"q_raw has {q_raw.shape[1]} columns, which are no heads of {dim}")
-    q = empty(q_raw, tokens, q_raw.shape[1] // dim, dim)
+    (tokens, width), dim = q_raw.shape, heads.head_dim
+    require(width % dim == 0, f"q_raw has {width} columns, which are no heads of {dim}")
+    q = empty(q_raw, tokens, width // dim, dim)
     problem = None
     if tokens:
         problem = Problem(
-            q.shape[1], 0, dim, num_rotated_pairs, dtype=DTYPE_NAME[q_raw.dtype], q_only=True, num_tokens=tokens
+            q.shape[1], 0, dim, heads.num_rotated_pairs, dtype=DTYPE_NAME[q_raw.dtype], q_only=True, num_tokens=tokens
         )
     arguments = {
-        "q": q, "k_cache": None, "v_cache": None, "qkv": q_raw, "q_weight": q_weight, "k_weight": None,
-        "inv_freq": inv_freq, "positions": positions, "slot_mapping": None, "eps": eps, "num_tokens": tokens,
+        "q": q, "k_cache": None, "v_cache": None, "qkv": q_raw, "q_weight": heads.q_weight, "k_weight": None,
+        "inv_freq": heads.inv_freq, "positions": positions, "slot_mapping": None, "eps": heads.eps,
+        "num_tokens": tokens,
     }  # fmt: skip
     return Call("qkv_norm_rope", problem, arguments, q)

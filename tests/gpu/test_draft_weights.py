@@ -11,7 +11,7 @@ from torch import Tensor
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.engine import Engine
-from kerngen.runtime.ops import W4Linear
+from kerngen.runtime.ops import int4_weights
 from kerngen.runtime.session import open_checkpoint
 from kerngen.runtime.weights.int4 import to_int4
 from kerngen.templates.common.rows.torch_rows import gelu_gated
@@ -37,7 +37,7 @@ def test_products_with_scales_of_either_sign(n: int, k: int, gated: bool) -> Non
     dense = torch.randn(n, k, generator=rng, device="cuda").mul(k**-0.5).bfloat16()
     packed, scales = to_int4(dense, 32)
     assert 0.4 < (scales < 0).float().mean() < 0.6
-    ready = ops.prepare(W4Linear(packed, scales, n, k, 32, "drafter's", gated))
+    ready = ops.prepare(int4_weights(packed, scales, n, k, 32, "drafter's", gated))
     values = dequantize(packed, scales)
     for tokens in (1, 2, 3, 8, 16, 32):
         x = torch.randn(tokens, k, generator=rng, device="cuda").bfloat16()
@@ -107,7 +107,9 @@ def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkey
     # Scores of a few units: were they larger, one key would take all, and a last bit would say which. One draw of keys
     # in forty comes near that all the same, so they are the same each time.
     torch.manual_seed(1)
-    caches = [tensor.normal_(std=0.1) for x in config.layers for tensor in (cache.pages(x).k, cache.pages(x).v)]
+    caches = [
+        tensor.normal_(std=0.1) for x in config.layers for tensor in (cache.pages(x).k_cache, cache.pages(x).v_cache)
+    ]
     before = [tensor.clone() for tensor in caches]
     for length in (1, 2, 63, 64, 65, window - 1, window, window + 1, window + 2, 5000):
         made = {}

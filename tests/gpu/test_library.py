@@ -27,7 +27,7 @@ def test_an_op_against_the_reference(name: str, case: Case) -> None:
     if (asked := kernel.cases.op_call(case, inputs)) is None:
         pytest.skip("no op asks for this")
     op, arguments = asked
-    call = op(**arguments)
+    call = op.of_flat(arguments)
     if (why := kernel.why_unsupported(call.problem, _target(probe_device()))) is not None:
         pytest.skip(why)
     wanted = {shown: v.float() for name, shown, v in spread(fresh(inputs)) if name in kernel.outputs and v is not None}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.backend import open_backend
-from kerngen.runtime.ops import DenseLinear, W4Linear
+from kerngen.runtime.ops import dense_weights, int4_weights
 from kerngen.runtime.ops.kernels import KernelOps
 
 BATCHES = (9, 33, 64, 65, 129, 200, 256, 500)
@@ -40,7 +40,7 @@ def _inputs(ops: KernelOps, batch: int, width: int) -> tuple[Tensor, Tensor]:
 def test_w4_products(ops: KernelOps, n: int, k: int, gated: bool, batch: int) -> None:
     packed = torch.randint(-(2**31), 2**31, (n, k // 8), device=ops.device).to(torch.int32)
     scales = torch.full((n, k // 32), 0.2 * k**-0.5, dtype=ops.dtype, device=ops.device)
-    weights = ops.prepare(W4Linear(packed, scales, n, k, 32, "product", gated))
+    weights = ops.prepare(int4_weights(packed, scales, n, k, 32, "product", gated))
     x, same = _inputs(ops, batch, k)
     out = ops.gated(x, weights) if gated else ops.linear(x, weights)
     assert out.isfinite().all()
@@ -52,7 +52,7 @@ def test_w4_products(ops: KernelOps, n: int, k: int, gated: bool, batch: int) ->
 @pytest.mark.parametrize(("n", "k"), [(1024, 5632), (1024, 10752), (8192, 1024), (5376, 1024), (262144, 2816)])
 def test_dense_products(ops: KernelOps, n: int, k: int, batch: int) -> None:
     """cuBLAS's, where there are more than a few rows."""
-    weights = DenseLinear(torch.randn(n, k, device=ops.device).to(ops.dtype) * k**-0.5)
+    weights = dense_weights(torch.randn(n, k, device=ops.device).to(ops.dtype) * k**-0.5)
     x, same = _inputs(ops, batch, k)
     out = ops.linear(x, weights)
     assert (out[same] == out[0]).all()

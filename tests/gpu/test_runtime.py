@@ -116,8 +116,8 @@ def test_experts_beside_the_dense_mlp_give_what_they_give_one_after_the_other(ro
     with torch.inference_mode():
         cache = KVCache.whole(config, model.ops, batch=batch, max_len=300)
         for layer in config.layers:
-            cache.pages(layer).k.normal_(generator=generator)
-            cache.pages(layer).v.normal_(generator=generator)
+            cache.pages(layer).k_cache.normal_(generator=generator)
+            cache.pages(layer).v_cache.normal_(generator=generator)
         ids = torch.randint(0, 2048, (batch, q_len), device="cuda", generator=generator)
         lengths = torch.full((batch,), 200, device="cuda")
 

@@ -130,19 +130,19 @@ def test_from_the_projection_is_head_norms_rope_and_attention(case: Case) -> Non
     reference, inputs = Reference(), KERNEL.cases.inputs(case, torch.device("cpu"))
     op, arguments = KERNEL.cases.op_call(case, inputs)
     caches = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
-    at_once = reference.run(op(**arguments), "")
+    at_once = reference.run(op.of_flat(arguments), "")
     new = {n: v for n, v in arguments.items() if n in ("q_weight", "inv_freq", "positions", "num_rotated_pairs", "eps")}
     if case.problem.owns_kv:
         before = inputs["kv_lens"][:, None] - case.problem.q_len + torch.arange(case.problem.q_len) < 0
         new |= {n: arguments[n] for n in ("qkv", "k_weight", "num_q_heads")} | caches
         new["slot_mapping"] = arguments["slot_mapping"].masked_fill(before.flatten(), -1)  # those are not written
-        q = reference.run(qkv_norm_rope(**new), "")
+        q = reference.run(qkv_norm_rope.of_flat(new), "")
     else:
-        q = reference.run(q_norm_rope(q_raw=arguments["q_raw"], **new), "")
+        q = reference.run(q_norm_rope.of_flat(new | {"q_raw": arguments["q_raw"]}), "")
     rest = {
         n: arguments[n] for n in ("block_table", "kv_lens", "q_len", "window", "max_kv_len", "sm_scale", "logit_cap")
     }
-    halves = reference.run(attn_decode(q, **caches, **rest), "")
+    halves = reference.run(attn_decode.of_flat({"q": q} | caches | rest), "")
     # A CPU may add in another order where a tensor lies otherwise in memory: a rounding of fp32, or of the result.
     torch.testing.assert_close(at_once, halves, rtol=2 * torch.finfo(halves.dtype).eps, atol=1e-6, equal_nan=True)
     for name, cache in caches.items():

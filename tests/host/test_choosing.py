@@ -712,7 +712,7 @@ def test_logprobs_end_with_the_tokens(models: Models) -> None:
     handle = engine.submit(base)
     for _ in range(4):
         engine.step()
-    engine.cache.pages(model.config.donor("full")).v.fill_(float("nan"))
+    engine.cache.pages(model.config.donor("full")).v_cache.fill_(float("nan"))
     while engine.has_work:
         engine.step()
     assert isinstance(handle.error, NumericsError)

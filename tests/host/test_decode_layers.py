@@ -29,7 +29,7 @@ from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.launcher import shares_sms
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import DenseExperts, DenseLinear, Ops, W4Linear
+from kerngen.runtime.ops import Linear, Ops, dense_weights, int4_weights
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps, layers_spec
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
@@ -107,7 +107,7 @@ def decoded(config: ModelConfig, ops: Ops) -> tuple[Tensor, list[Tensor]]:
         lengths = torch.tensor([len(PROMPT) + step])
         rows.append(model.forward(Batch.decode(torch.tensor([[4 + step]]), lengths, cache, 32, model.ops), cache))
     owned = [cache.pages(layer) for layer in config.layers if layer.owns_kv]
-    return torch.cat(rows), [tensor for pages in owned for tensor in (pages.k, pages.v)]
+    return torch.cat(rows), [tensor for pages in owned for tensor in (pages.k_cache, pages.v_cache)]
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -161,13 +161,15 @@ def drafted(config: ModelConfig, letters: str, ops: Ops, length: int) -> Tensor:
     if isinstance(ops, KernelOps) and isinstance(ops.executor, Watched):
         ops.executor.asked.clear()
     pages = [cache.pages(layer) for layer in config.layers if layer.owns_kv]
-    before = [t.clone() for p in pages for t in (p.k, p.v)]
+    before = [t.clone() for p in pages for t in (p.k_cache, p.v_cache)]
     rows = []
     for step in range(3):
         y = drafter.step(torch.tensor([4 + step]), hidden, torch.tensor([length]), cache, 64)
         hidden = drafter.carried(y)
         rows.append(torch.cat((y, hidden), dim=-1))
-    assert all(torch.equal(a, b) for a, b in zip(before, (t for p in pages for t in (p.k, p.v)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, (t for p in pages for t in (p.k_cache, p.v_cache)), strict=True)
+    )
     return torch.cat(rows)
 
 
@@ -328,7 +330,7 @@ GIVEN = _given()
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ProblemError, match=why):
-        decode_layers(**GIVEN | changes)
+        decode_layers.of_flat(GIVEN | changes)
 
 
 @pytest.mark.parametrize(
@@ -346,21 +348,21 @@ def test_each_of_a_list_is_checked_where_others_call_it(name: str, tensor: Tenso
 
 
 def test_layers_that_own_nothing_get_what_they_attend_to() -> None:
-    call = decode_layers(**GIVEN)
+    call = decode_layers.of_flat(GIVEN)
     k, given = call.arguments["k_caches"], call.arguments["layers"]
     assert k[2] is k[0] is GIVEN["k_caches"][0]
     assert k[3] is k[1] is GIVEN["k_caches"][1]
     norms = given[LAYER_TENSORS.index("k_norm") :: len(LAYER_TENSORS)]
     assert [t is None for t in norms] == [False, False, True, True]
     without = {"ple": None, "ple_gates": [], "ple_projections": [], "post_ple_norms": []}
-    given = decode_layers(**GIVEN | without).arguments["layers"]
+    given = decode_layers.of_flat(GIVEN | without).arguments["layers"]
     assert given[LAYER_TENSORS.index("ple_gate") :: len(LAYER_TENSORS)] == (None,) * 4
 
 
 def test_layers_of_which_none_owns_anything_get_what_is_given_for_their_kind() -> None:
     case = next(c for c in KERNEL.cases.CASES if c.problem.layers == "SFSF")
     op, given = KERNEL.cases.op_call(case, KERNEL.cases.inputs(case, "cpu"))
-    call = op(**given)
+    call = op.of_flat(given)
     assert call.problem == case.problem
     assert call.problem.inner_of("S") == case.problem.inner
     k = call.arguments["k_caches"]
@@ -370,15 +372,15 @@ def test_layers_of_which_none_owns_anything_get_what_is_given_for_their_kind() -
     norms = call.arguments["layers"][LAYER_TENSORS.index("k_norm") :: len(LAYER_TENSORS)]
     assert norms == (None,) * 4
     with pytest.raises(ProblemError, match="3 tensors of k_cache; 2 go with layers='SFSF'"):
-        op(**given | {"k_caches": [*given["k_caches"], given["k_caches"][0]]})
+        op.of_flat(given | {"k_caches": [*given["k_caches"], given["k_caches"][0]]})
     with pytest.raises(ProblemError, match="the first 'F' has no layer before it whose K and V it sees"):
         Problem("sFS")
 
 
 def test_a_step_is_bounded_by_the_keys_that_it_may_see() -> None:
-    assert decode_layers(**GIVEN | {"max_kv_len": 33}).problem.kv_len == 33
-    table = GIVEN["full_block_table"]
-    assert decode_layers(**GIVEN | {"max_kv_len": 0}).problem.kv_len == table.shape[1] * GIVEN["k_caches"][0].shape[2]
+    assert decode_layers.of_flat(GIVEN | {"max_kv_len": 33}).problem.kv_len == 33
+    most = GIVEN["full_block_table"].shape[1] * GIVEN["k_caches"][0].shape[2]
+    assert decode_layers.of_flat(GIVEN | {"max_kv_len": 0}).problem.kv_len == most
 
 
 # ---- what goes around it
@@ -450,10 +452,10 @@ def test_one_token_of_one_sequence_goes_through_all_layers_at_once(rows: int, ar
     assert ("attn_decode" in asked) == (not serves)
 
 
-def _w4(like: W4Linear, group_size: int) -> W4Linear:
+def _w4(like: Linear, group_size: int) -> Linear:
     strips, _, rows = like.scales.shape
     scales = like.scales.new_empty(strips, like.in_features // group_size, rows)
-    return replace(like, scales=scales, group_size=group_size)
+    return int4_weights(like.packed, scales, like.out_features, like.in_features, group_size)
 
 
 @pytest.mark.parametrize("what", ["dense", "coarse"])
@@ -461,8 +463,8 @@ def _w4(like: W4Linear, group_size: int) -> W4Linear:
 def test_other_matrices_go_layer_by_layer(name: str, what: str) -> None:
     def changed(weights: Any) -> Any:
         last = weights.layers[-1]
-        old: W4Linear = getattr(last, name)
-        dense = DenseLinear(torch.empty(old.out_features, old.in_features, dtype=torch.bfloat16, device="meta"))
+        old: Linear = getattr(last, name)
+        dense = dense_weights(torch.empty(old.out_features, old.in_features, dtype=torch.bfloat16, device="meta"))
         new = dense if what == "dense" else _w4(old, 64)
         return replace(weights, layers=(*weights.layers[:-1], replace(last, **{name: new})))
 
@@ -498,10 +500,9 @@ def test_experts_go_layer_by_layer_where_they_are_not_int4_or_not_everywhere() -
         return replace(weights, layers=(*weights.layers[:-1], replace(weights.layers[-1], moe=moe)))
 
     def dense(weights: Any) -> Any:
-        gate_up, down = (
-            DenseExperts(torch.empty(16, n, k, dtype=torch.bfloat16, device="meta")) for n, k in ((128, 128), (128, 64))
-        )
-        return last(weights, replace(weights.layers[-1].moe, gate_up=gate_up, down=down))
+        shapes = ((16, 128, 128), (16, 128, 64))
+        made = [dense_weights(torch.empty(s, dtype=torch.bfloat16, device="meta")) for s in shapes]
+        return last(weights, replace(weights.layers[-1].moe, gate_up=made[0], down=made[1]))
 
     assert "decode_layers" in asked_of(config, H200)
     for changed in (dense, lambda weights: last(weights, None)):

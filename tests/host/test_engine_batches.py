@@ -27,10 +27,11 @@ from kerngen.runtime.engine.request import Phase
 from kerngen.runtime.engine.runner import StepOutput
 from kerngen.runtime.engine.scheduler import window_pages
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import KVPages, Linear
+from kerngen.runtime.ops import Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
 from kerngen.runtime.sampling import Sampling, cut_for
+from kerngen.templates.values import AttnBatch, KVView
 
 PAGE = 4
 LENGTHS = (1, 2, 7, 8, 9, 13, 21, 30)  # prompts: around pages, around the window, and far beyond it
@@ -231,8 +232,8 @@ def poison(engine: Engine) -> None:
             for page in pages:
                 if pool.is_idle(page) and page not in pool._key_of:
                     for layer in layers:
-                        engine.cache.pages(layer).k[page] = float("nan")
-                        engine.cache.pages(layer).v[page] = float("nan")
+                        engine.cache.pages(layer).k_cache[page] = float("nan")
+                        engine.cache.pages(layer).v_cache[page] = float("nan")
 
         pool.release = release  # type: ignore[method-assign]
 
@@ -468,7 +469,7 @@ def test_a_request_that_breaks_breaks_alone(models: Models) -> None:
     for _ in range(3):
         engine.step()
     layer = model.config.donor("full")
-    engine.cache.pages(layer).v[handles[1].pages["full"][0]] = float("nan")
+    engine.cache.pages(layer).v_cache[handles[1].pages["full"][0]] = float("nan")
     while engine.has_work:
         engine.step()
     assert isinstance(handles[1].error, NumericsError)
@@ -770,11 +771,12 @@ class Fickle(TorchOps):
             out[:, ::2] *= 1 + 0.01 * (torch.arange(len(x)) % 3)[:, None]
         return out
 
-    def attn_decode(self, q: Tensor, cache: KVPages, table: Tensor, kv_lens: Tensor, *args: Any) -> Tensor:
-        return super().attn_decode(q, cache, table, kv_lens, *args) * (1 + 0.01 * (len(kv_lens) % 5))
+    def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        return super().attn_decode(q, kv, batch) * (1 + 0.01 * (len(batch.kv_lens) % 5))
 
-    def attn_prefill(self, q: Tensor, cache: KVPages, table: Tensor, kv_lens: Tensor, *args: Any) -> Tensor:
-        return super().attn_prefill(q, cache, table, kv_lens, *args) * (1 + 0.01 * (args[1] % 5) + 0.02 * len(kv_lens))
+    def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        more = 0.01 * (batch.max_seqlen_q % 5) + 0.02 * len(batch.kv_lens)
+        return super().attn_prefill(q, kv, batch) * (1 + more)
 
 
 @pytest.mark.parametrize(("drafts", "lag"), [(0, 0), (3, 1)])

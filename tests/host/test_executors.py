@@ -24,7 +24,7 @@ from kerngen.runtime.engine.plan import NewRow, PrefillChunk, StepPlan, Way
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import KVPages, Ops, Rope
+from kerngen.runtime.ops import Ops
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.sampling import Sampling
@@ -33,6 +33,7 @@ from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import static_fields
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView
 from kerngen.tuning_db.read.ids import canonical
 from kerngen.workload.workload import MODELS, Model, find_model, workload
 
@@ -109,20 +110,23 @@ def test_the_tiny_checkpoint_too() -> None:
     assert generated[0] == generated[1]
 
 
-@pytest.mark.parametrize("given", ["k_norm", "slot_mapping"])
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(
     "ops", [TorchOps(CPU, torch.float32), KernelOps(Reference(), torch.float32)], ids=lambda o: o.name
 )
-def test_half_of_what_makes_k_and_v_is_refused(ops: Ops, given: str) -> None:
-    cache = KVPages(*(torch.zeros(1, 1, 16, 128) for _ in range(2)))
-    weight, at, table = torch.ones(128), torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
-    rope = Rope(128, 10_000.0, 64, 1.0, torch.ones(64))
-    half = {"k_norm": None, "slot_mapping": None} | {given: weight if given == "k_norm" else at}
-    with pytest.raises(TypeError, match="k_norm and slot_mapping belong together"):
-        ops.attend_decode(
-            torch.zeros(1, 384), 1, weight, rope=rope, positions=at, cache=cache, block_table=table, kv_lens=table[0],
-            q_len=1, window=0, max_kv_len=1, eps=1e-6, **half,
-        )  # fmt: skip
+def test_a_layer_that_makes_k_and_v_needs_slots_and_positions_for_them(ops: Ops, ragged: bool) -> None:
+    kv = KVView(*(torch.zeros(1, 1, 16, 128) for _ in range(2)))
+    at, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
+    heads = HeadNorms(torch.ones(128), torch.ones(64), 64, 1e-6, torch.ones(128), 1)
+    run = ops.qkv_norm_rope if ragged else ops.attend_decode
+    for lacking, why in (({"positions": at}, "needs the slots"), ({"slot_mapping": at}, "the batch has none")):
+        with pytest.raises(TypeError, match=why):
+            run(torch.zeros(1, 384), heads, kv, AttnBatch(table, table[0], **lacking))
+    alone = replace(heads, k_weight=None)  # of q: nothing is written
+    attended = ops.attend_decode(torch.zeros(1, 128), alone, kv, AttnBatch(table, table[0] + 1, positions=at))
+    assert attended.shape == (1, 1, 128)
+    with pytest.raises(TypeError, match="has q alone"):
+        ops.qkv_norm_rope(torch.zeros(1, 384), alone, kv, AttnBatch(table, table[0], positions=at))
 
 
 class Asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from command import ROOT, Kerngen
 
 from kerngen.cli.plan import fits_rows, size_row
+from kerngen.errors import ProblemError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.engine import CacheShape, Engine
@@ -20,6 +22,7 @@ from kerngen.runtime.footprint import _bytes, footprint, plan
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
+from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVFormat
 from kerngen.workload.workload import MODELS, find_model
 
 TINY = ROOT / "examples" / "tiny"
@@ -89,6 +92,24 @@ def test_what_fits_is_what_the_engine_would_allocate(name: str) -> None:
                 assert budget - shape.page_bytes["full"] < cache.num_bytes <= budget
         longest = shape.most_tokens(budget)
         assert longest == target.max_positions or not shape.fits(budget, 1, longest + 1)
+
+
+def test_a_format_of_the_cache_says_what_its_pages_take() -> None:
+    """Another dtype of elements: what is allocated, what is said to fit, and what kernels say to it."""
+    target = find_model("gemma-4-e2b").target
+    small, ops = KVFormat("bytes", torch.uint8), KernelOps(Record(lambda *_: None, lambda _: None), torch.bfloat16)
+    shape, pages = CacheShape(target, torch.bfloat16, kv_format=small), {"full": 5, "sliding": 9}
+    cache = KVCache(target, ops, num_pages=pages, batch=1, max_len=64, kv_format=small)
+    assert cache.num_bytes == shape.num_bytes(pages) == CacheShape(target, torch.bfloat16).num_bytes(pages) // 2
+    layer, ints = target.layers[0], torch.empty(1, dtype=torch.int64, device="meta")
+    kv, batch = cache.pages(layer), AttnBatch(cache.tables[0], ints.int(), positions=ints, slot_mapping=ints)
+    weights = torch.empty(2, layer.head_dim, dtype=torch.bfloat16, device="meta")
+    heads = HeadNorms(weights[0], weights[0, ::2].float(), 8, 1e-6, weights[1], target.num_q_heads)
+    columns = (target.num_q_heads + 2 * kv.num_kv_heads) * layer.head_dim
+    projected = torch.empty(1, columns, dtype=torch.bfloat16, device="meta")
+    assert ops.attend_decode(projected, heads, replace(kv, format=PLAIN), batch).shape[1] == target.num_q_heads
+    with pytest.raises(ProblemError, match="kernels read plain caches, not bytes ones"):
+        ops.attend_decode(projected, heads, kv, batch)
 
 
 def test_run_prints_the_plan(

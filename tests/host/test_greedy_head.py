@@ -20,7 +20,7 @@ from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import Footprint, footprint, screened
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import DenseLinear, HeadScreen, Linear, W4Linear, fitting
+from kerngen.runtime.ops import HeadScreen, Linear, dense_weights, fitting, int4_weights
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import SCREEN_ROOM, KernelOps, screen_of
 from kerngen.runtime.weights.loader import load_model
@@ -243,7 +243,7 @@ def test_the_answer_is_that_of_the_whole_head(kind: str) -> None:
     inputs = KERNEL.cases.inputs(case, "cpu")
     ops = KernelOps(Reference(), inputs["x"].dtype)
     excluded = inputs["bounds"][: case.problem.vocab_size, 0].isnan().nonzero().flatten().tolist()
-    head = DenseLinear(inputs["weight"])
+    head = dense_weights(inputs["weight"])
     screen = ops.screen(head, excluded)
     assert fitting(screen, inputs["x"]) is screen is not None
     logits = ops.logits(inputs["x"], head, 30.0)
@@ -294,10 +294,10 @@ def test_what_is_reproducible_does_not_look_at_the_screen(tmp_path: Path) -> Non
 def test_who_has_no_screen() -> None:
     ops = KernelOps(Reference(), torch.bfloat16)
     empty = torch.empty(0)
-    assert ops.screen(W4Linear(empty, empty, 64, 64, 32)) is None
-    assert ops.screen(DenseLinear(torch.zeros(16, 12, dtype=torch.bfloat16))) is None
-    assert screen_of(DenseLinear(torch.empty(16, MAX_HIDDEN + 8, device="meta"))) == 0
-    assert fitting(ops.screen(DenseLinear(torch.zeros(16, 16))), torch.empty(9, 16)) is None
+    assert ops.screen(int4_weights(empty, empty, 64, 64, 32)) is None
+    assert ops.screen(dense_weights(torch.zeros(16, 12, dtype=torch.bfloat16))) is None
+    assert screen_of(dense_weights(torch.empty(16, MAX_HIDDEN + 8, device="meta"))) == 0
+    assert fitting(ops.screen(dense_weights(torch.zeros(16, 16))), torch.empty(9, 16)) is None
     assert [most_tokens(t) for t in (None, Target.of(find_arch("sm80")), Target.of(find_arch("sm90")))] == [8, 8, 32]
     assert fitting(None, torch.empty(1, 16)) is None
 
@@ -313,7 +313,7 @@ def test_a_targets_head_has_sure_bounds_and_a_drafters_likely_ones() -> None:
     target = Gemma4(config, load_model(TINY / "gemma-4-tiny", config, ops), ops, suppressed_ids=[3])
     drafter = load_assistant(TINY / "gemma-4-tiny-assistant", target)
     head, of_drafts = target.weights.head, drafter.weights.head
-    assert isinstance(head, DenseLinear)
+    assert head.is_dense
     assert _same(target.screen, head_screen(head.weight, [3], bits_for(config.hidden_size)))
     few = bits_for(of_drafts.in_features, likely=True)
     assert _same(drafter.screen, head_screen(of_drafts.weight, (), few, likely=True))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from kerngen.errors import DeviceError, LaunchError, ProblemError, UsageError
 from kerngen.ops import library
 from kerngen.templates import Case, Kernel, find_kernel, kernel_names
 from kerngen.templates.call import Call, Op
+from kerngen.templates.call import op as marked
 from kerngen.templates.kernel import fields_of, spread, static_fields
 
 KERNELS = tuple(find_kernel(name) for name in kernel_names())
@@ -57,7 +58,7 @@ def test_every_op_is_a_function_and_an_operator() -> None:
     for name, op in OPS.items():
         function = getattr(kerngen.ops, name)
         schema = getattr(torch.ops.kerngen, name).default._schema
-        assert [a.name for a in schema.arguments] == list(inspect.signature(op.make).parameters)
+        assert [a.name for a in schema.arguments] == list(op.signature.parameters)
         assert tuple(a.name for a in schema.arguments if a.alias_info is not None) == op.mutates
         assert function.__doc__
         assert function.__name__ == name
@@ -70,7 +71,7 @@ def test_every_op_has_small_cases() -> None:
 @EACH
 def test_an_op_asks_for_its_case(kernel: Kernel, case: Case) -> None:
     op, arguments, _ = asked(kernel, case)
-    call = op(**arguments)
+    call = op.of_flat(arguments)
     assert isinstance(call, Call)
     assert static_fields(call.problem) == static_fields(case.problem)
     runtime = {k: v for k, v in fields_of(call.problem).items() if k in call.problem.RUNTIME and k != "kv_len"}
@@ -81,7 +82,7 @@ def test_an_op_asks_for_its_case(kernel: Kernel, case: Case) -> None:
 def test_an_op_gives_what_the_reference_says(kernel: Kernel, case: Case) -> None:
     op, arguments, inputs = asked(kernel, case)
     expected = kernel.reference.expected(case.problem, inputs)
-    call = op(**arguments)
+    call = op.of_flat(arguments)
     results = getattr(kerngen.ops, op.name)(**arguments)
     names = {  # the reference's, of what is written in place too
         id(v): shown if name in kernel.outputs else f"{shown}_out"
@@ -306,6 +307,49 @@ def test_an_op_that_torch_cannot_take_is_left_out_with_a_warning(
     monkeypatch.setattr(library, "_ops", lambda kernel: iter([broken] if kernel.name == "rmsnorm" else []))
     assert library.functions() == {}
     assert "kernel rmsnorm: torch takes no op odd" in caplog.text
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A value within a value, with a field that no operator of torch could take."""
+
+    size: int = 0
+    kind: Literal["left", "both"] = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    x: Tensor
+    weight: Tensor | None = None
+    window: Window = Window(7)
+    scale: float = 2.0
+
+
+def scaled(times: int, rows: Rows) -> Call[Tensor]:
+    return Call("scaled", None, {"rows": rows, "times": times}, rows.x)
+
+
+def test_a_value_stands_for_its_fields_in_the_operator() -> None:
+    """Chosen and ordered by the op: a required field loses its default, and one that is left out keeps it."""
+    flat = marked(required=("x", "times", "weight"), optional=("size",))(scaled)
+    assert str(flat.signature).replace("torch.", "") == (
+        "(x: Tensor, times: int, weight: Tensor, size: int = 0) -> Tensor"
+    )
+    x, weight = torch.ones(2), torch.ones(3)
+    given = flat.of_flat({"times": 3, "x": x, "weight": weight, "size": 5}).arguments
+    assert given == {"rows": Rows(x, weight, Window(5)), "times": 3}
+    without = marked(required=("times", "x"))(scaled).of_flat({"times": 3, "x": x}).arguments
+    assert without["rows"] == Rows(x, None, Window(7), 2.0)
+    assert list(marked()(scaled).signature.parameters) == ["times", "x", "weight", "size", "kind", "scale"]
+
+
+def test_two_arguments_of_one_name_are_refused() -> None:
+    def twice(x: Tensor, rows: Rows) -> Call[Tensor]:
+        raise NotImplementedError
+
+    twice.__annotations__ = {"x": Tensor, "rows": Rows, "return": Call[Tensor]}
+    with pytest.raises(TypeError, match="two arguments are called x"):
+        marked()(twice).signature  # noqa: B018
 
 
 def test_two_ops_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

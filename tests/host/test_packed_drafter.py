@@ -13,7 +13,7 @@ from command import ROOT
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.executors.reference import Reference
-from kerngen.runtime.ops import Ops, W4Linear
+from kerngen.runtime.ops import Ops
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.session import load
@@ -40,8 +40,7 @@ def test_it_is_what_is_stored(folder: Path) -> None:
     assert torch.equal(made.pre.weight, dense["pre_projection.weight"])
     assert torch.equal(made.layers[3].down.weight, dense["model.layers.3.mlp.down_proj.weight"])
     packed = loaded(folder, KernelOps(Reference(), torch.bfloat16)).layers[0].gate_up
-    assert isinstance(packed, W4Linear)
-    assert (packed.group_size, packed.gated) == (64, True)
+    assert (packed.format.name, packed.format.group_size, packed.gated) == ("int4", 64, True)
 
 
 def test_it_changes_no_token(folder: Path) -> None:

@@ -22,6 +22,7 @@ from kerngen.runtime.engine.plan import Way
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.sampling import Parameters, Sampling, accepted, choose, cut_for, distribution, likeliest, sample
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView
 
 PROMPT = prompt(21)
 COUNT = 64
@@ -361,11 +362,10 @@ class NoWaiting(TorchDispatchMode):
 class Deviceless(TorchOps):
     """TorchOps with the two ops that read values (cache write, attention) answered without looking."""
 
-    def qkv_norm_rope(self, qkv: Tensor, num_q_heads: int, *args: Any, **kwargs: Any) -> Tensor:
-        rope = args[2]
-        return qkv[:, : num_q_heads * rope.head_dim].reshape(len(qkv), num_q_heads, rope.head_dim)
+    def qkv_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        return qkv[:, : heads.num_q_heads * kv.head_dim].reshape(len(qkv), heads.num_q_heads, kv.head_dim)
 
-    def attn_decode(self, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
         return q
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kerngen.runtime.config import read_model_config
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import DenseLinear, Linear, Ops
+from kerngen.runtime.ops import Linear, Ops, dense_weights
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_model
@@ -92,7 +92,7 @@ def test_a_second_start_reads_the_repacked_weights(
             assert path == again
             assert torch.equal(want, got), path
     head = second.weights.head
-    assert isinstance(head, DenseLinear)
+    assert head.is_dense
     assert head.weight is second.weights.embed, "a tied head shares the table's memory"
     if make_ops is torch_ops:  # the kernels have no heads of 32
         assert torch.equal(logits(second), logits(before))
@@ -123,8 +123,7 @@ class Turned(TorchOps):
 
     def prepare(self, weights: Linear) -> Linear:
         made = super().prepare(weights)
-        assert isinstance(made, DenseLinear)
-        return DenseLinear(made.weight.flip(0).contiguous()) if made.weight.shape[0] != 96 else made
+        return dense_weights(made.weight.flip(0).contiguous()) if made.weight.shape[0] != 96 else made
 
 
 def test_another_order_is_another_file(folder: Path, read: list[str]) -> None:

@@ -26,8 +26,8 @@ from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import RopeConfig
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.model import Gemma4, make_rope, rounded_scale
-from kerngen.runtime.ops import KVPages
 from kerngen.runtime.ops.eager import TorchOps
+from kerngen.templates.values import AttnBatch, KVView, Mask
 
 PROMPT = prompt(5 * WINDOW + 3)  # the window is shorter than the prompt, and divides nothing
 HF = Gemma4ForCausalLM
@@ -118,13 +118,14 @@ def test_two_sequences_of_different_length_decode_together(targets: dict[str, tu
 def test_a_query_that_sees_no_key_gives_zeros_and_nan_stays_nan(window: int) -> None:
     """Four queries and a cache of two tokens: the first two sit before its start."""
     generator = torch.Generator().manual_seed(0)
-    pages = KVPages(*(torch.randn(1, 1, 4, 8, generator=generator) for _ in range(2)))
+    pages = KVView(*(torch.randn(1, 1, 4, 8, generator=generator) for _ in range(2)))
     table, kv_lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     q = torch.randn(4, 2, 8, generator=generator)
     q[3, 1, 5] = float("nan")
-    out = TorchOps(CPU, torch.float32).attn_decode(q, pages, table, kv_lens, 4, window, 64)
+    batch = AttnBatch(table, kv_lens, Mask(window=window), 64, 4)
+    out = TorchOps(CPU, torch.float32).attn_decode(q, pages, batch)
     assert torch.equal(out[:2], torch.zeros(2, 2, 8))
-    torch.testing.assert_close(out[2], pages.v[0, :, 0].expand(2, -1))  # one key: its value
+    torch.testing.assert_close(out[2], pages.v_cache[0, :, 0].expand(2, -1))  # one key: its value
     assert out[3, 0].isfinite().all()
     assert out[3, 1].isnan().all()
 

@@ -18,7 +18,7 @@ from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import read_model_config
-from kerngen.runtime.ops import Experts, Linear, W4Experts, W4Linear
+from kerngen.runtime.ops import Experts, Linear
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.synthetic import synthetic_model
@@ -64,12 +64,11 @@ def test_what_compressed_tensors_writes_is_what_it_reads(tmp_path: Path, group: 
     torch.testing.assert_close(ours, hf_logits(Gemma4ForCausalLM.from_pretrained(dense), PROMPT), atol=1e-4, rtol=0)
     ops = Seeing()
     load_model(tmp_path / "q", read_model_config(tmp_path / "q"), ops)
-    assert [type(e) for e in ops.all_experts] == [W4Experts] * 4
+    assert [e.format.name for e in ops.all_experts] == ["int4"] * 4
     gate_up, down = ops.all_experts[:2]
-    assert isinstance(gate_up, W4Experts)
     assert gate_up.packed.shape == (4, 256, 128 // 8)
     assert gate_up.scales.shape == (4, 256, 128 // group)
-    assert (down.out_features, down.in_features, gate_up.group_size) == (128, 128, group)
+    assert (down.out_features, down.in_features, gate_up.format.group_size) == (128, 128, group)
 
 
 def test_a_mixture_of_packed_and_dense_experts_is_dense(tmp_path: Path) -> None:
@@ -130,7 +129,7 @@ def test_a_packed_head_is_the_head(tmp_path: Path, tied: bool) -> None:
     ops = Seeing()
     load_model(tmp_path / "q", read_model_config(tmp_path / "q"), ops)
     head = ops.linears[-1]
-    assert isinstance(head, W4Linear)
+    assert head.format.name == "int4"
     assert head.name == "lm_head"
 
 
@@ -193,7 +192,7 @@ def test_symmetric_gptq_becomes_the_one_order(tmp_path: Path, group: int, zero: 
     assert torch.equal(logits(load(tmp_path / "q")), logits(load(dense)))
     ops = Seeing()
     load_model(tmp_path / "q", read_model_config(tmp_path / "q"), ops)
-    assert sum(isinstance(w, W4Linear) and w.group_size == group for w in ops.linears) == 4 * 5
+    assert sum(w.format.name == "int4" and w.format.group_size == group for w in ops.linears) == 4 * 5
 
 
 def test_gptq_without_an_order_is_in_order(tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def test_what_is_ignored_cannot_be_packed(tmp_path: Path, ignore: str) -> None:
     with pytest.raises(CheckpointError, match="is packed, but quantization_config ignores it"):
         load(tmp_path)
     model = synthetic_model(read_model_config(tmp_path), (ops := Seeing()))
-    names = {w.name for w in ops.linears if isinstance(w, W4Linear)}
+    names = {w.name for w in ops.linears if w.format.name == "int4"}
     assert "q_proj+k_proj+v_proj" in names
     assert ("gate_proj+up_proj" in names) is (ignore == UP)  # of layer 0 alone
     assert len(model.layers) == 4

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import Gemma4ForCausalLM
 
 from kerngen.errors import CheckpointError, KerngenError, UsageError
-from kerngen.runtime.ops import DenseLinear, Linear, W4Linear
-from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.ops import Linear, dense_weights, int4_weights
+from kerngen.runtime.ops.eager import _UNPACK, TorchOps
+from kerngen.runtime.ops.formats import FORMATS
 from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
 from kerngen.templates.common.w4.pack import dequantize
@@ -34,8 +35,23 @@ def folder(tmp_path: Path) -> Path:
 def test_packed_nibbles_are_least_significant_first() -> None:
     """The worked example of the format: word 0x8880F798 holds 0, 1, -1, 7, -8, 0, 0, 0."""
     packed = torch.tensor([[0x8880F798 - (1 << 32)] * 4], dtype=torch.int32)
-    weights = W4Linear(packed, torch.tensor([[0.5]]), 1, 32, 32)
+    weights = int4_weights(packed, torch.tensor([[0.5]]), 1, 32, 32)
     assert dequantize(weights.packed, weights.scales)[0, :8].tolist() == [0, 0.5, -0.5, 3.5, -4, 0, 0, 0]
+
+
+def test_weights_know_what_they_are_made_of() -> None:
+    dense = dense_weights(torch.ones(3, 64, 32))  # three experts
+    packed = int4_weights(torch.zeros(64, 4, dtype=torch.int32), torch.ones(64, 1), 64, 32, 32, "up")
+    assert (dense.out_features, dense.in_features, dense.num_bytes) == (64, 32, 3 * 64 * 32 * 4)
+    assert (packed.format.group_size, packed.num_bytes, packed.is_dense) == (32, 64 * 16 + 64 * 4, False)
+    with pytest.raises(TypeError, match="up is int4, made of packed, scales: no weight"):
+        packed.weight  # noqa: B018
+    with pytest.raises(TypeError, match="linear is dense, made of weight: no scales"):
+        dense.scales  # noqa: B018
+
+
+def test_both_backends_know_the_same_formats() -> None:
+    assert set(FORMATS) == set(_UNPACK) == {"dense", "int4"}
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -57,9 +73,9 @@ def test_packed_weights_reach_the_backend_fused_and_packed(tmp_path: Path) -> No
 
     class Repacking(TorchOps):
         def prepare(self, weights: Any) -> Any:
-            if isinstance(weights, W4Linear):
+            if weights.format.name == "int4":
                 assert weights.packed.shape == (weights.out_features, weights.in_features // 8)
-                assert weights.scales.shape == (weights.out_features, weights.in_features // weights.group_size)
+                assert weights.scales.shape == (weights.out_features, weights.in_features // weights.format.group_size)
                 seen.append((weights.out_features, weights.in_features))
             return super().prepare(weights)
 
@@ -158,7 +174,6 @@ def test_stored_head_of_a_tied_model_is_used_where_it_differs(folder: Path, recw
 
 
 def dense(weights: Linear) -> Tensor:
-    assert isinstance(weights, DenseLinear)
     return weights.weight
 
 

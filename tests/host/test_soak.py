@@ -236,7 +236,7 @@ def nan_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(self: Engine) -> Any:
         calls[0] += 1
         if calls[0] == 60 or (calls[0] > 60 and not self.scheduler.running):
-            self.cache.pages(self.model.config.donor("full")).v.fill_(float("nan"))
+            self.cache.pages(self.model.config.donor("full")).v_cache.fill_(float("nan"))
         return step(self)
 
     monkeypatch.setattr(Engine, "_step", poisoned)

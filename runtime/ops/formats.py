@@ -1,0 +1,111 @@
+"""What the kernels do with weights, by the format that those are stored in: one entry of FORMATS each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from kerngen.runtime.ops import fallbacks
+from kerngen.runtime.ops.values import Experts, Linear, ResidualNorms
+from kerngen.templates.call import Call
+from kerngen.templates.common.rows.spec import VEC
+from kerngen.templates.common.w4.pack import interleave, pack
+from kerngen.templates.dense_gemv.op import dense_gemv
+from kerngen.templates.dense_gemv.spec import MAX_TOKENS
+from kerngen.templates.gelu_gate.op import gelu_gate
+from kerngen.templates.moe_w4a16.op import moe_w4a16
+from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
+from kerngen.templates.w4a16_norm import spec as norm_spec
+from kerngen.templates.w4a16_norm.op import w4a16_norm
+
+if TYPE_CHECKING:
+    from kerngen.runtime.ops.kernels import KernelOps
+
+
+class Format(Protocol):
+    """What `KernelOps` needs of a format, each as the method of `Ops` that is called so. ops: runs the calls."""
+
+    def prepare(self, weights: Linear) -> Linear: ...
+    def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]: ...
+    def linear(self, ops: KernelOps, x: Tensor, weights: Linear) -> Tensor: ...
+    def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear) -> Tensor: ...
+    def experts(self, ops: KernelOps, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor: ...
+
+    def norm_call(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Call[Tensor] | None:
+        """linear_norm's call, if the format has a kernel for it."""
+
+
+class Dense:
+    """16-bit matrices, as they are stored."""
+
+    def prepare(self, weights: Linear) -> Linear:
+        return weights
+
+    def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
+        return gate_up, down
+
+    def linear(self, ops: KernelOps, x: Tensor, weights: Linear) -> Tensor:
+        if len(x) <= MAX_TOKENS and weights.out_features % VEC == 0 and weights.in_features % VEC == 0:
+            return ops.run(dense_gemv(x, weights.weight), "dense matrix")
+        ops.went_outside("dense matrices")
+        return fallbacks.dense(x, weights.weight)
+
+    def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear) -> Tensor:
+        return ops.run(gelu_gate(self.linear(ops, x, gate_up)), "GELU gate")
+
+    def experts(self, ops: KernelOps, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
+        ops.went_outside("dense experts")
+        return fallbacks.experts(x, gate_up.weight, down.weight, topk_ids)
+
+    def norm_call(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Call[Tensor] | None:
+        return None
+
+
+class Int4:
+    """Symmetric int4 with a scale a group, repacked in strips of 32 rows."""
+
+    def prepare(self, weights: Linear) -> Linear:
+        """Raises ProblemError for shapes that w4a16_gemm does not take."""
+        tensors = (weights.packed, weights.scales)
+        return replace(weights, tensors=pack(*(interleave(*tensors) if weights.gated else tensors)))
+
+    def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
+        return _packed_experts(gate_up, gated=True), _packed_experts(down, gated=False)
+
+    def linear(self, ops: KernelOps, x: Tensor, weights: Linear) -> Tensor:
+        if weights.gated:
+            raise TypeError(f"{weights.name} holds gate and up, interleaved: Ops.gated multiplies with it")
+        packed, scales = weights.tensors
+        return ops.run(w4a16_gemm(x, packed, scales, ops.row_invariant), weights.name)
+
+    def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear) -> Tensor:
+        packed, scales = gate_up.tensors
+        return ops.run(w4a16_gated(x, packed, scales, ops.row_invariant), gate_up.name)
+
+    def experts(self, ops: KernelOps, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
+        (up_packed, up_scales), (down_packed, down_scales) = gate_up.tensors, down.tensors
+        return ops.run(moe_w4a16(x, topk_ids, up_packed, up_scales, down_packed, down_scales), "experts")
+
+    def norm_call(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Call[Tensor] | None:
+        if not 1 < len(x) <= norm_spec.MOST_TOKENS:
+            return None
+        packed, scales = weights.tensors
+        return w4a16_norm(
+            residual, x, packed, scales, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps
+        )
+
+
+FORMATS: dict[str, Format] = {"dense": Dense(), "int4": Int4()}
+
+
+def _packed_experts(weights: Experts, *, gated: bool) -> Experts:
+    """Each expert's matrix as `pack` gives it, one behind the other: an expert is a number of strips of 32 rows."""
+    tensors = (weights.packed, weights.scales)
+    num_experts = len(weights.packed)
+    if gated:
+        by_row = interleave(*(t.transpose(0, 1) for t in tensors))
+        tensors = (by_row[0].transpose(0, 1), by_row[1].transpose(0, 1))
+    made = pack(*(t.reshape(-1, t.shape[-1]) for t in tensors))
+    return replace(weights, tensors=tuple(t.view(num_experts, -1, *t.shape[1:]) for t in made))

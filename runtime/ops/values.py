@@ -1,0 +1,108 @@
+"""What a model's layers hold, as values: matrices, whatever the format that they are stored in, and norms.
+
+Backends have a table by the format's name of what they do with such weights: a new format is an entry there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How weights are stored. name: by which a backend knows what to do with them. tensors: what they are made of.
+
+    group_size: weights of a row that share a scale; 0 for none. Another format (8 bits, minima beside the scales, fp8)
+    is another name with its tensors.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    group_size: int = 0
+
+
+DENSE = WeightFormat("dense", ("weight",))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightView:
+    """y = x W^T, W [out_features, in_features]; of experts, whose tensors have one dimension more, one W each.
+
+    tensors: as `format` names them. As loaded they are in a checkpoint's order; after `Ops.prepare` in whatever order
+    the backend's kernel wants, and only that backend may read them.
+    name: of the projections that it fuses, for records and profiles: "gate_up". gated: rows are gate | up, and only
+    Ops.gated multiplies with it.
+    """
+
+    format: WeightFormat
+    tensors: tuple[Tensor, ...]
+    out_features: int
+    in_features: int
+    name: str = "linear"
+    gated: bool = False
+
+    @property
+    def is_dense(self) -> bool:
+        return self.format == DENSE
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    @property
+    def weight(self) -> Tensor:
+        """Of a dense one: W itself, in `ops.dtype`. Raises TypeError for any other."""
+        return self._tensor("weight")
+
+    @property
+    def packed(self) -> Tensor:
+        """The codes of one that is packed. Raises TypeError for any other."""
+        return self._tensor("packed")
+
+    @property
+    def scales(self) -> Tensor:
+        """Of one whose groups have scales. Raises TypeError for any other."""
+        return self._tensor("scales")
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self.format.tensors:
+            raise TypeError(f"{self.name} is {self.format.name}, made of {', '.join(self.format.tensors)}: no {name}")
+        return self.tensors[self.format.tensors.index(name)]
+
+
+Linear = WeightView  # one matrix
+Experts = WeightView  # one an expert
+
+
+def dense_weights(weight: Tensor) -> WeightView:
+    """weight: [out_features, in_features] in `ops.dtype`, or [E, out_features, in_features] of experts."""
+    return WeightView(DENSE, (weight,), *weight.shape[-2:])
+
+
+def int4_weights(
+    packed: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int, name: str = "linear",
+    gated: bool = False,
+) -> WeightView:  # fmt: skip
+    """Symmetric int4: W[o, j] = (nibble - 8) * scale[o, j / group_size].
+
+    As loaded (compressed-tensors order): packed int32 [out_features, in_features / 8], element j of a row in word j /
+    8, bits 4 * (j % 8); scales [out_features, in_features / group_size] in `ops.dtype`. Of experts [E, ...] each.
+    """
+    made = WeightFormat("int4", ("packed", "scales"), group_size)
+    return WeightView(made, (packed, scales), out_features, in_features, name, gated)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualNorms:
+    """Where a layer's product enters the residual stream: residual <- (residual + norm(h; post_weight)) * layer_scalar,
+    in place, and then norm(residual; next_weight).
+
+    Weights [H] and layer_scalar [1] in `ops.dtype`; layer_scalar None for 1.
+    """
+
+    post_weight: Tensor
+    next_weight: Tensor
+    eps: float
+    layer_scalar: Tensor | None = None

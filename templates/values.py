@@ -1,0 +1,160 @@
+"""What attention's ops take, as values: the cache, what a step attends to, the mask, the norms of a layer's heads.
+
+An op that takes one is a flat operator of torch all the same: its fields are arguments there (`call.Op`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kerngen.templates.common.rows.spec import keys_that_matter, require
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How the pools of a cache hold keys and values.
+
+    name: kernels are told by it. dtype: of an element; None for that of the activations. A format that needs more than
+    that (scales beside int8, one pool where V is K) says so in `page_bytes` and `allocate`, and its KVView holds it.
+    """
+
+    name: str
+    dtype: torch.dtype | None = None
+
+    def page_bytes(self, num_kv_heads: int, page_size: int, head_dim: int, activations: torch.dtype) -> int:
+        """Of one page of one layer, K and V."""
+        return 2 * num_kv_heads * page_size * head_dim * (self.dtype or activations).itemsize
+
+    def allocate(self, shape: tuple[int, int, int, int], activations: torch.dtype, device: torch.device) -> KVView:
+        """Pools of zeros. shape: num_pages, num_kv_heads, page_size, head_dim."""
+        dtype = self.dtype or activations
+        return KVView(
+            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), self
+        )
+
+
+PLAIN = KVFormat("plain")
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """The paged cache of one layer: k_cache, v_cache [num_pages, num_kv_heads, page_size, head_dim], in `format`.
+
+    K is stored normed and rotated, V normed. Pages are named by a block table (`AttnBatch`).
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    format: KVFormat = PLAIN
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k_cache.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.k_cache.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k_cache.shape[3]
+
+    def require_plain(self) -> None:
+        """Raises ProblemError for a format that kernels do not read."""
+        if self.format is not PLAIN:
+            require(self.format == PLAIN, f"kernels read {PLAIN.name} caches, not {self.format.name} ones")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pool.numel() * pool.element_size() for pool in (self.k_cache, self.v_cache))
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which keys of its sequence a query sees.
+
+    kind: "causal", those at or before its own position; "full", all. window: of those the last so many up to its own
+    position; 0 for no limit. What needs more than that (to the end of the query's image, a list of tiles) is a kind of
+    its own, and has its tensors here. An op refuses a kind that its kernel does not have.
+    """
+
+    kind: Literal["causal", "full"] = "causal"
+    window: int = 0
+
+    @property
+    def is_causal(self) -> bool:
+        return self.kind == "causal"
+
+
+CAUSAL = Mask()
+
+
+@dataclass(frozen=True, slots=True)
+class AttnBatch:
+    """What the T new tokens of B sequences attend to, in layers of one kind. vLLM calls it CommonAttentionMetadata.
+
+    block_table [B, max_pages] int32: position p of a sequence lies in page block_table[p / page_size]. kv_lens [B]
+    int32, the new tokens included. max_kv_len: no kv_len is longer, nor will be when a captured step is replayed; 0 for
+    what the block table holds.
+    q_len: new tokens of each sequence, where all have as many (decode, verification). Query i of a sequence sits at
+    kv_len - q_len + i. cu_seqlens_q [B + 1] int32, of ragged queries: sequence s owns tokens cu_seqlens_q[s] to
+    cu_seqlens_q[s + 1], max_seqlen_q of them at most; q_len says nothing then.
+    positions [T] int64: what RoPE turns by. slot_mapping [T] int64: the cache row page * page_size + row that a token's
+    K and V go to, negative for none; None where nothing is written.
+    """
+
+    block_table: Tensor
+    kv_lens: Tensor
+    mask: Mask = CAUSAL
+    max_kv_len: int = 0
+    q_len: int = 1
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int = 0
+    positions: Tensor | None = None
+    slot_mapping: Tensor | None = None
+
+    def keys_that_matter(self, page_size: int) -> int:
+        """What a problem's kv_len is: the keys of the longest sequence, or fewer where a window leaves out the rest."""
+        queries = self.q_len if self.cu_seqlens_q is None else self.max_seqlen_q
+        return keys_that_matter(self.max_kv_len or self.block_table.shape[1] * page_size, queries, self.mask.window)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """How the heads of a layer's projection become q and k: normed, then rotated. V is normed without a weight.
+
+    q_weight, k_weight [head_dim]; k_weight is None for a layer that owns no K and V. inv_freq [head_dim / 2] fp32:
+    pairs (j, j + head_dim / 2) turn by position * inv_freq[j]; the first num_rotated_pairs do, the others pass
+    unchanged. num_q_heads: where k, or k and v, follow q in the projection; q alone tells its heads by its columns.
+    """
+
+    q_weight: Tensor
+    inv_freq: Tensor
+    num_rotated_pairs: int
+    eps: float
+    k_weight: Tensor | None = None
+    num_q_heads: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return 2 * self.inv_freq.shape[0]
+
+    @property
+    def owns_kv(self) -> bool:
+        return self.k_weight is not None
+
+    def v_is_k(self, width: int, kv: KVView) -> bool:
+        """Whether a projection of `width` columns is q | k, whose V is the raw K, and not q | k | v.
+
+        Raises ProblemError where it is neither.
+        """
+        num_q_heads, (_, num_kv_heads, _, dim) = self.num_q_heads, kv.k_cache.shape
+        k_eq_v = width == (num_q_heads + num_kv_heads) * dim
+        heads = f"{num_q_heads} q heads and {num_kv_heads} kv heads of {dim}"
+        whole = k_eq_v or width == (num_q_heads + 2 * num_kv_heads) * dim
+        require(whole, f"qkv has {width} columns, not those of {heads}")
+        return k_eq_v

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.bench_ab import ab
 from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.bench_serve import serve
 from kerngen.cli.bench_soak import soak
@@ -31,6 +32,7 @@ def bench() -> None:
     """Time kernels or a model's steps against this GPU's limits or another database, or a server under load."""
 
 
+bench.add_command(ab)
 bench.add_command(serve)
 bench.add_command(soak)
 

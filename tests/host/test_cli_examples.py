@@ -13,7 +13,7 @@ from command import ROOT, Kerngen
 
 from kerngen.cli import cli
 
-NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model", "bench step", "bench profile", "soak")
+NEEDS_A_GPU = ("kernel check", "bench ab", "bench kernel", "bench model", "bench step", "bench profile", "soak")
 NEEDS_A_SERVER = ("worker", "bench serve", "bench soak")
 GOES_ON = ("serve",)  # test_serve_process.py
 NEEDS_MORE = NEEDS_A_GPU + NEEDS_A_SERVER + GOES_ON

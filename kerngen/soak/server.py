@@ -22,12 +22,12 @@ from kerngen.loadgen.asking import Asked, Shape, first_model, follow, prepared
 from kerngen.loadgen.http import Server, ServerGone, why
 from kerngen.loadgen.metrics import read_metrics
 from kerngen.loadgen.processes import gpu_mb, processes_of, resident_mb
+from kerngen.soak.faults import Faults, growth, parts_at
 
 WAYS = (("read", 0.5), ("compared", 0.15), ("left", 0.15), ("slow", 0.05), ("bad", 0.1), ("broken off", 0.05))
 SLOW_BYTES, SLOW_PAUSE_S = 512, 0.05  # of an answer that is read slowly, between two pauses
 SLOW_SPARES = 5  # a slow answer may take so many times as long as others
 MOST_SAMPLES = 40
-SHOWN_FAULTS = 20
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 BAD = (
     b"{", b"[]", b'{"prompt": [], "max_tokens": 4}', b'{"prompt": "a", "max_tokens": 0}',
@@ -63,17 +63,11 @@ class Soak:
 
     settings: Settings
     counts: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-    num_faults: int = 0
+    faults: Faults = field(default_factory=Faults)
     num_tokens: int = 0
     equal: int = 0
     parted: list[float] = field(default_factory=list)
     memory: list[tuple[float, dict[int, float], float | None]] = field(default_factory=list)
-
-    def fault(self, text: str) -> None:
-        self.num_faults += 1
-        if len(self.faults) < SHOWN_FAULTS:
-            self.faults.append(text)
 
     def as_dict(self) -> dict[str, Any]:
         last = self.memory[-1] if self.memory else (0.0, {}, None)
@@ -82,7 +76,7 @@ class Soak:
             "equal": self.equal, "different": len(self.parted), "parted_after": self.parted_after(),
             "growth_mb": self.growth(),
             "memory": [{"at_s": at, "host_mb": sum(host.values()), "gpu_mb": gpu} for at, host, gpu in self.memory],
-            "processes": list(last[1]), "faults": self.faults, "num_faults": self.num_faults,
+            "processes": list(last[1]), "faults": self.faults.shown, "num_faults": self.faults.count,
         }  # fmt: skip
 
     def parted_after(self) -> dict[str, float]:
@@ -94,23 +88,11 @@ class Soak:
         return {"least": min(self.parted), "median": median(self.parted), "most": max(self.parted)}
 
     def growth(self) -> dict[str, float]:
-        """By how many MB the most of the second half exceeds that of the first, by what holds it; {} where little was
-        seen. The first half is the warm-up: caches and allocators fill.
-        """
-        middle = len(self.memory) // 2
-        if middle < 2:
-            return {}
-        first, second = self.memory[:middle], self.memory[middle:]
-        found = {
-            f"process {pid}": max(host[pid] for _, host, _ in second if pid in host)
-            - max(host[pid] for _, host, _ in first if pid in host)
-            for pid in second[-1][1]
-            if any(pid in host for _, host, _ in first)
-        }
-        gpus = [[gpu for _, _, gpu in half if gpu is not None] for half in (first, second)]
-        if all(gpus):
-            found["GPU"] = max(gpus[1]) - max(gpus[0])
-        return found
+        """By what holds it: each process, and all GPUs."""
+        return growth([
+            {f"process {pid}": mb for pid, mb in host.items()} | ({} if gpu is None else {"GPU": gpu})
+            for _, host, gpu in self.memory
+        ])  # fmt: skip
 
 
 async def soak(server: Server, settings: Settings, say: Say) -> Soak:
@@ -135,7 +117,7 @@ class _Run:
         await self._ask_alone()
         pids = processes_of(self._server.port) if self._settings.memory else []
         if self._settings.memory and not pids:
-            self.found.fault("no process of this user listens on the server's port: its memory was not watched "
+            self.found.faults.add("no process of this user listens on the server's port: its memory was not watched "
                              "(--no-memory, where it runs elsewhere)")  # fmt: skip
         self._began = time.monotonic()
         watching = asyncio.ensure_future(self._watch(pids))
@@ -147,10 +129,10 @@ class _Run:
         self._sample(pids)
         await self._see_idle()
         if len(resident_mb(pids)) < len(pids):
-            self.found.fault("a process of the server has ended")
+            self.found.faults.add("a process of the server has ended")
         for what, mb in self.found.growth().items():
             if mb > self._settings.max_growth_mb:
-                self.found.fault(f"memory of {what} grew by {mb:.0f} MB after the warm-up, more than "
+                self.found.faults.add(f"memory of {what} grew by {mb:.0f} MB after the warm-up, more than "
                                  f"{self._settings.max_growth_mb:g}")  # fmt: skip
 
     # -- clients
@@ -161,7 +143,7 @@ class _Run:
             self._say(0, f"{i} of {self._settings.reference} asked alone")
             outcome = await follow(self._server, asked, self._settings.timeout_s)
             if outcome.error:
-                self.found.fault(f"asked alone: {outcome.error}")
+                self.found.faults.add(f"asked alone: {outcome.error}")
             else:
                 self._alone.append((asked, outcome.text))
 
@@ -173,13 +155,13 @@ class _Run:
         while (elapsed := time.monotonic() - self._began) < self._settings.seconds:
             (name,) = self._draw.choices(names, weights)
             self._say(elapsed, f"{self.found.counts.total()} requests, {self.found.num_tokens} tokens, "
-                               f"{self.found.num_faults} faults")  # fmt: skip
+                               f"{self.found.faults.count} faults")  # fmt: skip
             try:
                 await ways[name]()
             except TimeoutError:
-                self.found.fault(f"{name}: not done within {self._settings.timeout_s:g} s")
+                self.found.faults.add(f"{name}: not done within {self._settings.timeout_s:g} s")
             except ServerGone as e:
-                self.found.fault(f"{name}: {e.message}")
+                self.found.faults.add(f"{name}: {e.message}")
                 await asyncio.sleep(0.1)  # where nobody listens any more
             self.found.counts[name] += 1
 
@@ -192,7 +174,7 @@ class _Run:
         outcome = await follow(self._server, await self._next(), self._settings.timeout_s)
         self.found.num_tokens += outcome.num_tokens
         if outcome.error:
-            self.found.fault(f"read: {outcome.error}")
+            self.found.faults.add(f"read: {outcome.error}")
 
     async def _compare(self) -> None:
         if not self._alone:
@@ -201,23 +183,21 @@ class _Run:
         outcome = await follow(self._server, asked, self._settings.timeout_s)
         self.found.num_tokens += outcome.num_tokens
         if outcome.error:
-            self.found.fault(f"compared: {outcome.error}")
+            self.found.faults.add(f"compared: {outcome.error}")
             return
-        if outcome.text == alone:
+        if (same := parts_at(outcome.text, alone)) is None:
             self.found.equal += 1
             return
-        least = min(len(outcome.text), len(alone))
-        same = next((i for i in range(least) if outcome.text[i] != alone[i]), least)
         self.found.parted.append(same / max(len(alone), 1))
         if self._settings.is_exact:
-            self.found.fault(f"compared: an answer is another than alone, from character {same} on")
+            self.found.faults.add(f"compared: an answer is another than alone, from character {same} on")
 
     async def _leave(self) -> None:
         after = self._draw.randint(1, max(self._settings.shape.answer_tokens // 2, 1))
         asked = await self._next()
         outcome = await follow(self._server, asked, self._settings.timeout_s, lambda chunks: chunks >= after)
         if outcome.error:
-            self.found.fault(f"left: {outcome.error}")
+            self.found.faults.add(f"left: {outcome.error}")
 
     async def _read_slowly(self) -> None:
         asked = await self._next()
@@ -232,14 +212,14 @@ class _Run:
             finally:
                 answer.leave()
         if answer.status != 200 or b"[DONE]" not in said:
-            self.found.fault(f"slow: HTTP {answer.status}, ending in {said[-32:]!r}")
+            self.found.faults.add(f"slow: HTTP {answer.status}, ending in {said[-32:]!r}")
 
     async def _ask_badly(self) -> None:
         body = self._draw.choice(BAD)
         async with asyncio.timeout(self._settings.timeout_s):
             status, said = await self._server.ask("POST", "/v1/completions", body)
         if not 400 <= status < 500 or status == 429:
-            self.found.fault(f"bad: {body[:60]!r} was answered by HTTP {status}: {said[:80]!r}")
+            self.found.faults.add(f"bad: {body[:60]!r} was answered by HTTP {status}: {said[:80]!r}")
 
     async def _break_off(self) -> None:
         """Half a request, and its end."""
@@ -278,15 +258,15 @@ class _Run:
                 status, _ = await self._server.ask("GET", "/health")
                 found = await read_metrics(self._server)
             except ServerGone as e:
-                self.found.fault(f"after the load: {e.message}")
+                self.found.faults.add(f"after the load: {e.message}")
                 return
             if status != 200:
-                self.found.fault(f"/health: HTTP {status} after the load")
+                self.found.faults.add(f"/health: HTTP {status} after the load")
                 return
             left = {name: found[name] for name in IDLE if found.get(name)}
             if not left:
                 if not any(name in found for name in IDLE):
-                    self.found.fault("/metrics says nothing of what is at work")
+                    self.found.faults.add("/metrics says nothing of what is at work")
                 return
             await asyncio.sleep(0.2)
-        self.found.fault(f"nobody waits any more, and there is still {left}")
+        self.found.faults.add(f"nobody waits any more, and there is still {left}")

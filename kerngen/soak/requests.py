@@ -32,7 +32,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class RandomRequests:
     """Request number i is a function of these fields and of i alone. Prompts are random tokens.
 
     max_prompt, max_new_tokens: the longest. cancel: the share of requests that may be cancelled, at a random step; some

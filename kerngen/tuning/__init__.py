@@ -16,6 +16,5 @@ sampler     Optuna's, that learns what the cost model gets wrong: features of co
 describing  those features of whole spaces, made in other processes
 ab          times candidates beside the default, alone or in a step (kerngen bench ab); ab_plan: which ones, of a file;
             ab_rows: what it saw, as rows of the database and as recordings
-replay      searches on such recordings, without a GPU: how soon a sampler finds the best
 recorded    what every configuration of a grid took on one board: files for replays and fits
 """

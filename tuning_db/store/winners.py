@@ -36,7 +36,7 @@ NOISE_LEAST = 0.01  # two runs of one cubin on one device differ by this much
 NOISE_MOST = 0.05
 PREDICTED_NOISE = 0.005  # a prediction repeats exactly, but its last digits order nothing
 # On the recordings of an H200 what is predicted to be fastest takes 5.6 % longer than the best (the median of what is
-# held out), the default 1.3 %, what is chosen with this margin 0.0 % (`python -m kerngen.tuning.fit`).
+# held out), the default 1.3 %, what is chosen with this margin 0.0 % (`python -m tools.fit`).
 PREDICTED_MARGIN = 0.12
 _SIGMAS = 3.0
 

@@ -1,6 +1,6 @@
 """Searches replayed on recorded measurements, without a GPU: which sampler finds the best, and how soon?
 
-    python -m kerngen.tuning.replay data/recorded/h200
+    python -m tools.replay data/recorded/h200
 
 A replay drives the tuner's own `Search` with an objective that answers from a recording. What a sampler may ask for is
 what was recorded, so the best there is is known, and the share of problems that a sampler brings within 5 % of it in 40
@@ -285,7 +285,7 @@ def main(
 
     \b
     Example:
-      python -m kerngen.tuning.replay data/recorded/h200 --sampler model --sampler random
+      python -m tools.replay data/recorded/h200 --sampler model --sampler random
     """
     for name in names:
         if name not in SAMPLERS:
@@ -315,4 +315,4 @@ def main(
 if __name__ == "__main__":
     from kerngen.cli import run_command
 
-    sys.exit(run_command(main, "python -m kerngen.tuning.replay"))
+    sys.exit(run_command(main, "python -m tools.replay"))

@@ -1,7 +1,7 @@
 """How right the cost model is, held against recordings, and which constants would make it less wrong.
 
-    python -m kerngen.tuning.fit data/recorded/h200
-    python -m kerngen.tuning.fit data/recorded/h200 --refit
+    python -m tools.fit data/recorded/h200
+    python -m tools.fit data/recorded/h200 --refit
 
 A problem's score is what a tuner without a GPU would have got out of the model there: whether it has the configurations
 in the right order (Spearman), how much slower than the fastest the one is that it would have chosen (regret), and how
@@ -262,7 +262,7 @@ def main(folder: Path, refit: bool, as_json: bool) -> None:
 
     \b
     Example:
-      python -m kerngen.tuning.fit data/recorded/h200
+      python -m tools.fit data/recorded/h200
     """
     recordings = [r for r in read_folder(folder) if r.head.complete]
     if not recordings:
@@ -306,4 +306,4 @@ def _print(scores: Iterable[Score]) -> None:
 if __name__ == "__main__":
     from kerngen.cli import run_command
 
-    sys.exit(run_command(main, "python -m kerngen.tuning.fit"))
+    sys.exit(run_command(main, "python -m tools.fit"))

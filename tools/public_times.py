@@ -1,6 +1,6 @@
 """What the cost model says of boards that nobody here has, beside what others published of theirs.
 
-    python -m kerngen.tuning.public_times data/public_times.csv
+    python -m tools.public_times data/public_times.csv
 
 Each line of the file is a time that somebody measured of another kernel that does the same, and where it was published.
 So a ratio far from 1 is the other kernel's doing as often as the model's; that a board's are all far to one side is the
@@ -96,7 +96,7 @@ def main(path: Path, as_json: bool) -> None:
 
     \b
     Example:
-      python -m kerngen.tuning.public_times data/public_times.csv
+      python -m tools.public_times data/public_times.csv
     """
     times = read_public_times(path)
     print(json.dumps([asdict(t) | {"ratio": t.ratio} for t in times]) if as_json else markdown(times))
@@ -105,4 +105,4 @@ def main(path: Path, as_json: bool) -> None:
 if __name__ == "__main__":
     from kerngen.cli import run_command
 
-    sys.exit(run_command(main, "python -m kerngen.tuning.public_times"))
+    sys.exit(run_command(main, "python -m tools.public_times"))

@@ -1,6 +1,6 @@
 """When the blocks of each launch of a step begin, wait, go on and end: what a launch waits for, and what waits for it.
 
-    python -m kerngen.tuning.timeline gemma-4-31b --phase verify --tokens 4
+    python -m tools.timeline gemma-4-31b --phase verify --tokens 4
 
 `kerngen bench profile` says by how much each launch moves a step's end. This says why: clocks go into the rendered text
 of every kernel, at its entries' first and last lines and around pdl_wait, and the step is replayed as one graph. A row
@@ -328,4 +328,4 @@ def main(name: str, phase: str, batch: int, context: int, tokens: int | None, dr
 if __name__ == "__main__":
     from kerngen.cli import run_command
 
-    sys.exit(run_command(main, "python -m kerngen.tuning.timeline"))
+    sys.exit(run_command(main, "python -m tools.timeline"))

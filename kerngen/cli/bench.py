@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.bench_ab import ab
 from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.bench_serve import serve
-from kerngen.cli.bench_soak import soak
 from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.soak import bench_soak
 from kerngen.cli.step_options import step_of, step_options
 from kerngen.cli.tables import Table, fitted, new_console, say
 from kerngen.runtime.config import in_int4
@@ -31,8 +32,9 @@ def bench() -> None:
     """Time kernels or a model's steps against this GPU's limits or another database, or a server under load."""
 
 
+bench.add_command(ab)
 bench.add_command(serve)
-bench.add_command(soak)
+bench.add_command(bench_soak)
 
 
 @bench.command()

@@ -1,93 +1,137 @@
-"""`kerngen soak`: minutes of random requests, and their answers held against the ones that they get alone."""
+"""`kerngen soak`: minutes of random requests to a model in this process or to a server, and what is wrong with it."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from kerngen.cli import soak_server
+from kerngen.cli.bench_serve import URL
 from kerngen.cli.draft_options import draft_weights_option
 
 MAX_PROMPT = 32_768
+MAX_GROWTH = 256.0  # MB
 SHOWN_DIFFERENCES = 10
 REPRODUCIBLE_DRAFTS = 3
 
+_Decorator = Callable[[Any], Any]
+_BOTH: Sequence[_Decorator] = (
+    click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
+                 help="How long requests come."),
+    click.option("--max-growth", type=click.FloatRange(0), default=None,
+                 help="MB that memory may grow by in the second half. Default: 256; of a server 64."),
+    click.option("--seed", default=0, show_default=True, help="Of requests and when they come; of generated weights."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+)  # fmt: skip
+_OF_A_MODEL: Sequence[_Decorator] = (
+    click.option("--check-minutes", type=click.FloatRange(0), default=5.0, show_default=True,
+                 help="How long answers are then asked for again, one by one. 0 for none."),
+    click.option("--max-batch", type=click.IntRange(1), default=64, show_default=True, help="Sequences at once."),
+    click.option("--max-prompt", type=click.IntRange(1), default=None,
+                 help="Tokens of the longest prompt. Default: 32768, or what the model takes."),
+    click.option("--max-new-tokens", type=click.IntRange(1), default=300, show_default=True,
+                 help="Of the longest answer."),
+    click.option("--drafting", type=click.Choice(["off", "on", "both"]), default="both", show_default=True,
+                 help="both: half of the time each."),
+    click.option("--draft", default=None, help="The drafter's folder. Default: the one that goes with MODEL."),
+    draft_weights_option,
+    click.option("--num-draft-tokens", type=click.IntRange(1, 7), default=None,
+                 help="Tokens drafted a step. Default: as many as pay; with --reproducible 3."),
+    click.option("--cancel", type=click.FloatRange(0, 1), default=0.1, show_default=True,
+                 help="Share of requests that are cancelled at a random step, if they run so long."),
+    click.option("--kv-memory", type=click.FloatRange(0, min_open=True), default=None,
+                 help="GB for the cache. Default: at times too little, so that some is preempted."),
+    click.option("--page-size", type=click.IntRange(1), default=64, show_default=True, help="Tokens of a page."),
+    click.option("--prefill-chunk", type=click.IntRange(1), default=2048, show_default=True,
+                 help="Prompt tokens a step."),
+    click.option("--reproducible", is_flag=True,
+                 help="Run steps of one shape, so that 16-bit answers must be equal, too."),
+    click.option("--generated", is_flag=True, help="Random weights, though MODEL have its own."),
+    click.option("--backend", type=click.Choice(["torch", "cuda", "auto"]), default="auto", show_default=True),
+    click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
+                 help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before."),
+    click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU."),
+    click.option("--db", "db_url", default=None, help="Tuning database. Default: the user's."),
+    click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE."),
+)  # fmt: skip
+
+
+def _with(*options: Sequence[_Decorator]) -> _Decorator:
+    def decorate(command: Any) -> Any:
+        for option in reversed([o for group in options for o in group]):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _names(options: Sequence[_Decorator]) -> set[str]:
+    """Of the parameters that they make."""
+
+    def none() -> None: ...
+
+    made = _with(options)(none)
+    return {p.name for p in made.__click_params__}
+
 
 @click.command()
-@click.argument("model")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
-              help="How long requests come.")  # fmt: skip
-@click.option("--check-minutes", type=click.FloatRange(0), default=5.0, show_default=True,
-              help="How long answers are then asked for again, one by one. 0 for none.")  # fmt: skip
-@click.option("--max-batch", type=click.IntRange(1), default=64, show_default=True, help="Sequences at once.")
-@click.option("--max-prompt", type=click.IntRange(1), default=None,
-              help="Tokens of the longest prompt. Default: 32768, or what the model takes.")  # fmt: skip
-@click.option("--max-new-tokens", type=click.IntRange(1), default=300, show_default=True,
-              help="Of the longest answer.")  # fmt: skip
-@click.option("--drafting", type=click.Choice(["off", "on", "both"]), default="both", show_default=True,
-              help="both: half of the time each.")  # fmt: skip
-@click.option("--draft", default=None, help="The drafter's folder. Default: the one that goes with MODEL.")
-@draft_weights_option
-@click.option("--num-draft-tokens", type=click.IntRange(1, 7), default=None,
-              help="Tokens drafted a step. Default: as many as pay; with --reproducible 3.")  # fmt: skip
-@click.option("--cancel", type=click.FloatRange(0, 1), default=0.1, show_default=True,
-              help="Share of requests that are cancelled at a random step, if they run so long.")  # fmt: skip
-@click.option("--kv-memory", type=click.FloatRange(0, min_open=True), default=None,
-              help="GB for the cache. Default: at times too little, so that some is preempted.")  # fmt: skip
-@click.option("--page-size", type=click.IntRange(1), default=64, show_default=True, help="Tokens of a page.")
-@click.option("--prefill-chunk", type=click.IntRange(1), default=2048, show_default=True,
-              help="Prompt tokens a step.")  # fmt: skip
-@click.option("--reproducible", is_flag=True,
-              help="Run steps of one shape, so that 16-bit answers must be equal, too.")  # fmt: skip
-@click.option("--generated", is_flag=True, help="Random weights, though MODEL have its own.")
-@click.option("--max-growth", type=click.FloatRange(0), default=256.0, show_default=True,
-              help="MB that memory may grow by in the second half.")  # fmt: skip
-@click.option("--backend", type=click.Choice(["torch", "cuda", "auto"]), default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
-              help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before.")  # fmt: skip
-@click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
-@click.option("--db", "db_url", default=None, help="Tuning database. Default: the user's.")
-@click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
-@click.option("--seed", default=0, show_default=True, help="Of weights, requests and when they come.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def soak(
-    model: str,
-    minutes: float,
-    check_minutes: float,
-    max_batch: int,
-    max_prompt: int | None,
-    max_new_tokens: int,
-    drafting: str,
-    draft: str | None,
-    draft_weights: str,
-    num_draft_tokens: int | None,
-    cancel: float,
-    kv_memory: float | None,
-    page_size: int,
-    prefill_chunk: int,
-    reproducible: bool,
-    generated: bool,
-    max_growth: float,
-    backend: str,
-    dtype: str | None,
-    device: str | None,
-    db_url: str | None,
-    bundle: str | None,
-    seed: int,
-    as_json: bool,
-) -> None:
-    """Load MODEL with random requests for minutes, then compare each answer with the one that its request gets alone.
+@click.argument("target", metavar="MODEL|URL")
+@_with(_BOTH, _OF_A_MODEL, soak_server.OPTIONS)
+@click.pass_context
+def soak(context: click.Context, target: str, **options: Any) -> None:
+    """Load MODEL, or the server at URL, with random requests for minutes, and check what comes of it.
 
     MODEL is a released model, whose weights are generated, or a folder with a checkpoint. Requests come in bursts,
-    share beginnings, are greedy or sampled, stop, are cancelled, and wait or are preempted for want of pages. Exit code
-    1 on an error, on pages that were not given back, on memory that grows after the warm-up, and, in fp32 or with
-    --reproducible, on a greedy answer that differs from the one alone. Ctrl-C prints the report so far.
+    share beginnings, are greedy or sampled, stop, are cancelled, and wait or are preempted for want of pages. Then each
+    answer is compared with the one that its request gets alone. Exit code 1 on an error, on pages that were not given
+    back, on memory that grows after the warm-up, and, in fp32 or with --reproducible, on a greedy answer that differs
+    from the one alone. Ctrl-C prints the report so far.
+
+    URL is a server of OpenAI's API: clients read answers to their end, leave, read slowly, break off and ask for
+    nonsense. Exit code 1 on an error that no client caused, an answer that does not come or differs from the one that
+    its request got alone, memory that grows, work or pages that are left when nobody waits.
 
     Example: kerngen soak gemma-4-31b --minutes 10 --reproducible
     """
+    is_server = target.startswith(("http://", "https://"))
+    _require_of(context, *(("a model", _OF_A_MODEL) if is_server else ("a server", soak_server.OPTIONS)))
+    others = _names(_OF_A_MODEL if is_server else soak_server.OPTIONS)
+    mine = {name: value for name, value in options.items() if name not in others}
+    if is_server:
+        soak_server.soak_server(target, **mine)
+    else:
+        _soak_model(target, **mine)
+
+
+def _require_of(context: click.Context, whose: str, options: Sequence[_Decorator]) -> None:
+    """Raises UsageError where one of these, which are of another kind of target, was given."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is ParameterSource.COMMANDLINE and parameter.name in _names(options):
+            raise click.UsageError(f"{parameter.opts[0]} is of {whose}: {context.params['target']} is none")
+
+
+@click.command("soak", hidden=True)
+@click.argument("target", metavar="URL", default=URL)
+@_with(_BOTH, soak_server.OPTIONS)
+def bench_soak(target: str, **options: Any) -> None:
+    """`kerngen soak URL`, as it was called before."""
+    soak_server.soak_server(target, **options)
+
+
+def _soak_model(
+    target: str, *, minutes: float, check_minutes: float, max_batch: int, max_prompt: int | None, max_new_tokens: int,
+    drafting: str, draft: str | None, draft_weights: str, num_draft_tokens: int | None, cancel: float,
+    kv_memory: float | None, page_size: int, prefill_chunk: int, reproducible: bool, generated: bool,
+    max_growth: float | None, backend: str, dtype: str | None, device: str | None, db_url: str | None,
+    bundle: str | None, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Load a model in this process, and print what came of it. Raises click's Exit on any failure."""
     from kerngen.errors import UsageError
     from kerngen.runtime.backend import explaining_memory
     from kerngen.soak.drive import Settings
@@ -99,7 +143,7 @@ def soak(
         raise UsageError("--drafting off contradicts --draft, --draft-weights and --num-draft-tokens")
     with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
         opened = open_model(
-            model, draft=draft, draft_weights=draft_weights, drafting=drafting != "off", generated=generated,
+            target, draft=draft, draft_weights=draft_weights, drafting=drafting != "off", generated=generated,
             backend=backend, device=device, dtype=dtype, db_url=db_url, bundle=bundle, seed=seed,
             advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""),
         )  # fmt: skip
@@ -116,7 +160,7 @@ def soak(
         prefill_chunk=prefill_chunk, reproducible=reproducible, seed=seed,
     )  # fmt: skip
     with explaining_memory(opened.ops.device), Reporter("soak, s") as bar:
-        report = run(opened, settings, drafting, max_growth,
+        report = run(opened, settings, drafting, MAX_GROWTH if max_growth is None else max_growth,
                      lambda done, total, text: bar.update(int(done), int(total), text))  # fmt: skip
     result = report.as_dict()
     click.echo(json.dumps(result) if as_json else "\n".join(lines(result)))

@@ -3,7 +3,7 @@
 Input is what is known without running: the compiled kernel's registers, spills and shared memory, its
 launches, what a configuration moves and executes (Traffic), and a Device profile. The answer is deterministic, and
 says what binds. It ranks configurations; it is no measurement, and every record made from it carries MODEL.
-docs/prediction.md has the formulas, and the origin of every constant; kerngen/tuning/fit.py fits and scores them.
+docs/prediction.md has the formulas, and the origin of every constant; tools/fit.py fits and scores them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEAST_BUSY = 0.5  # of its time, a resource that is said to bind: else a block's
 class Constants:
     """What no datasheet says. Shares are of a board's own rates, clocks are of its SMs: with those they carry over.
 
-    Fitted to what an H200 recorded and is not held out (kerngen/tuning/fit.py, FITTED), but for gap_clocks, measured
+    Fitted to what an H200 recorded and is not held out (tools/fit.py, FITTED), but for gap_clocks, measured
     there apart: in a CUDA graph 2.5 MB stream in 2.61 us where launches follow each other plainly, in 1.29 us with
     programmatic dependent launch.
     """

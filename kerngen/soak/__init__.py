@@ -1,6 +1,9 @@
-"""Minutes of random requests, and every answer held against the one that its request gets alone.
+"""Minutes of random requests, and answers held against those that their requests get alone.
 
-traffic.py says what is asked and when, models.py opens what is asked, drive.py hands it to an engine and writes down
-what becomes of it, samples.py how much memory it took, drafts.py makes drafts that are sometimes right, check.py asks
-again one by one, report.py says what all this came to.
+Two drivers: drive.py hands requests to an engine in this process, server.py sends them to a server over HTTP, with all
+that clients do wrong. faults.py is what both look for: errors, answers that part from those alone, memory that grows.
+
+Of an engine, requests.py says what is asked and when, models.py opens the model, samples.py says how much memory it
+took, drafts.py makes drafts that are sometimes right, check.py asks again one by one, report.py says what all this came
+to. Of a server, kerngen/loadgen makes the requests.
 """

@@ -12,6 +12,7 @@ from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import CacheShape
 from kerngen.runtime.model import Gemma4
 from kerngen.soak.drive import Answer, Phase, Say, Settings, engine_for
+from kerngen.soak.faults import parts_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,13 @@ def _compare(
 ) -> None:  # fmt: skip
     shape = CacheShape(model.config, model.ops.dtype, settings.page_size, chunk=settings.prefill_chunk)
     engine = engine_for(settings, model, drafter, shape.pages(1, settings.max_len), alone=True)
-    traffic = settings.traffic(model.config.vocab_size)
+    requests = settings.requests(model.config.vocab_size)
     began = time.monotonic()
     for i, answer in enumerate(answers):
         if (elapsed := time.monotonic() - began) >= seconds:
             return
         say(elapsed, f"{check.phase}: {i} of {len(answers)} asked alone, {len(check.different)} differ")
-        request = traffic.ask(answer.number).request
+        request = requests.ask(answer.number).request
         if answer.stop_reason == "cancelled":
             request = replace(request, max_new_tokens=len(answer.tokens))
         (alone,) = engine.generate_many([request])
@@ -128,8 +129,7 @@ def _compare(
 
 def _difference(answer: Answer, alone: list[int]) -> Difference | None:
     tokens = answer.tokens.tolist()
-    if tokens == alone:
+    if (index := parts_at(tokens, alone)) is None:
         return None
-    pairs = zip([*tokens, -1], [*alone, -1], strict=False)
-    index, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    a, b = ((*said, -1)[index] for said in (tokens, alone))
     return Difference(answer.number, answer.num_prompt_tokens, len(tokens), answer.num_preemptions, index, a, b)

@@ -17,8 +17,9 @@ from kerngen.runtime.engine import PREFILL_CHUNK, CacheShape, Engine, Handle
 from kerngen.runtime.engine.scheduler import pages_for, window_pages
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.session import CACHE_SHARE
+from kerngen.soak.faults import Faults
+from kerngen.soak.requests import Arrivals, RandomRequests
 from kerngen.soak.samples import Memory, Sample
-from kerngen.soak.traffic import Arrivals, Traffic
 
 # Of the pages that max_batch requests hold on average when they are as long as they get: at times so many run, and at
 # times some wait and are preempted.
@@ -28,14 +29,13 @@ SPELL = 1 / 3  # of the steps that the longest answer takes, between changes of 
 SAMPLE_S = 60.0
 NUM_SAMPLES = 10  # at least, in a run of less than as many minutes
 DRAIN = 0.1  # of the time, and so much more of it at most, for requests that are under way when it is over
-SHOWN_ERRORS = 20
 
 Say = Callable[[float, str], None]  # seconds of this phase that are over, and what there is to say
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a soak is. Times in seconds. cache_bytes: of K and V, None for `PRESSURE`. cancel: see Traffic.
+    """What a soak is. Times in seconds. cache_bytes: of K and V, None for `PRESSURE`. cancel: see RandomRequests.
 
     num_draft_tokens: None for as many as pay. reproducible: as the engine's.
     """
@@ -57,8 +57,8 @@ class Settings:
     def max_len(self) -> int:
         return self.max_prompt + self.max_new_tokens
 
-    def traffic(self, vocab_size: int) -> Traffic:
-        return Traffic(vocab_size, self.max_prompt, self.max_new_tokens, self.cancel, self.seed)
+    def requests(self, vocab_size: int) -> RandomRequests:
+        return RandomRequests(vocab_size, self.max_prompt, self.max_new_tokens, self.cancel, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +91,13 @@ class Phase:
     cache_bytes: int
     answers: list[Answer] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    num_errors: int = 0
+    faults: Faults = field(default_factory=Faults)
     num_asked: int = 0
     leaked: dict[str, int] = field(default_factory=dict)
     stopped: bool = False
     broken: bool = False
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-
-    def fail(self, message: str) -> None:
-        self.num_errors += 1
-        if len(self.errors) < SHOWN_ERRORS:
-            self.errors.append(message)
 
     def note(self, number: int, handle: Handle) -> None:
         stats = handle.stats
@@ -114,7 +108,7 @@ class Phase:
             self.drafted[i] += drafted
             self.accepted[i] += accepted
         if handle.error is not None:
-            self.fail(f"request {number}: {handle.error.message}")
+            self.faults.add(f"request {number}: {handle.error.message}")
             return
         self.answers.append(
             Answer(number, array("i", handle.tokens), handle.stop_reason, handle.request.sampling.is_greedy,
@@ -146,7 +140,7 @@ def pages_of(settings: Settings, model: Gemma4) -> dict[str, int]:
 
 def _wanted(settings: Settings, shape: CacheShape) -> dict[str, int]:
     """Pages of each kind that max_batch requests hold on average, page 0 included."""
-    each = [pages_for(n, shape.page_size) for n in settings.traffic(shape.config.vocab_size).lengths(NUM_LENGTHS)]
+    each = [pages_for(n, shape.page_size) for n in settings.requests(shape.config.vocab_size).lengths(NUM_LENGTHS)]
     window = window_pages(shape.config.window, shape.step, shape.page_size)
     held = {"full": sum(each), "sliding": sum(min(n, window) for n in each)}
     return {kind: settings.max_batch * count // NUM_LENGTHS + 1 for kind, count in held.items()}
@@ -185,7 +179,7 @@ def run_phase(name: str, settings: Settings, model: Gemma4, drafter: Drafter | N
             raise
         phase.broken = True
         frame = traceback.extract_tb(e.__traceback__)[-1]
-        phase.fail(f"{type(e).__name__}: {e} ({os.path.basename(frame.filename)}, line {frame.lineno})")
+        phase.faults.add(f"{type(e).__name__}: {e} ({os.path.basename(frame.filename)}, line {frame.lineno})")
     driver.end()
     return phase
 
@@ -195,7 +189,7 @@ class _Driver:
 
     def __init__(self, settings: Settings, engine: Engine, phase: Phase, seconds: float, say: Say) -> None:
         self.engine, self.phase, self.seconds, self.say = engine, phase, seconds, say
-        self.traffic = settings.traffic(engine.model.config.vocab_size)
+        self.requests = settings.requests(engine.model.config.vocab_size)
         self.arrivals = Arrivals(settings.max_batch, SPELL * settings.max_new_tokens, settings.seed)
         self.live: dict[Handle, tuple[int, int | None]] = {}  # number, and the step in which it is cancelled
         self.period = min(SAMPLE_S, seconds / NUM_SAMPLES)
@@ -230,19 +224,19 @@ class _Driver:
             if self.sample.num_steps:
                 self._end_sample(self.elapsed)
         except RuntimeError as e:  # a GPU that has failed fails again
-            self.phase.fail(f"ending what was under way: {e}")
+            self.phase.faults.add(f"ending what was under way: {e}")
             return
         load = self.engine.load
         if self.engine.has_work:  # Ctrl-C may have come before a request that was handed in was written down here
             if not self.phase.stopped:
-                self.phase.fail("the engine still has work after its last request has ended")
+                self.phase.faults.add("the engine still has work after its last request has ended")
             return
         lost = {kind: load.num_pages[kind] - free for kind, free in load.free_pages.items()}
         self.phase.leaked = {kind: count for kind, count in lost.items() if count}
 
     def _submit(self, count: int) -> None:
         for _ in range(count):
-            asked = self.traffic.ask(self.phase.num_asked)
+            asked = self.requests.ask(self.phase.num_asked)
             handle = self.engine.submit(asked.request)
             end = None if asked.cancel_after is None else self.step + asked.cancel_after
             self.live[handle] = self.phase.num_asked, end

@@ -13,8 +13,9 @@ from kerngen.errors import UsageError
 from kerngen.soak.check import Check, check_phase
 from kerngen.soak.drafts import RememberingDrafter
 from kerngen.soak.drive import Answer, Phase, Settings, run_phase
+from kerngen.soak.faults import growth, parts_at
 from kerngen.soak.models import Opened
-from kerngen.soak.samples import Sample, growth
+from kerngen.soak.samples import Sample
 
 WITHOUT, WITH = "without drafts", "with drafts"
 PHASES = {"off": (WITHOUT,), "on": (WITH,), "both": (WITHOUT, WITH)}
@@ -45,9 +46,7 @@ class Report:
         """What is wrong, a line each; empty if nothing is."""
         found = []
         for phase in self.phases:
-            found += [f"{phase.name}: {error}" for error in phase.errors]
-            if (more := phase.num_errors - len(phase.errors)) > 0:
-                found.append(f"{phase.name}: and {more} more errors")
+            found += [f"{phase.name}: {error}" for error in phase.faults.lines()]
             found += [f"{phase.name}: {count} pages of the {kind} cache were not given back"
                       for kind, count in phase.leaked.items()]  # fmt: skip
             count = _captured(phase.samples)
@@ -55,7 +54,7 @@ class Report:
             found += [
                 f"{phase.name}: {kind} memory grew by {mb:.0f} MB after the warm-up, more than {self.max_growth_mb:g}"
                 f"{captured}"
-                for kind, mb in growth(phase.samples).items()
+                for kind, mb in _growth(phase).items()
                 if mb > self.max_growth_mb
             ]
             if not (phase.answers or phase.stopped or phase.broken):
@@ -149,8 +148,13 @@ def _captured(samples: list[Sample]) -> int:
     return samples[-1].num_graphs - samples[len(samples) // 2 - 1].num_graphs if len(samples) > 1 else 0
 
 
+def _growth(phase: Phase) -> dict[str, float]:
+    return growth([asdict(s.memory) for s in phase.samples if s.memory is not None])
+
+
 def _agree(a: Answer, b: Answer) -> bool:
-    return all(x == y for x, y in zip(a.tokens, b.tokens, strict=False))
+    """As far as the shorter one goes."""
+    return parts_at(a.tokens, b.tokens) in (None, min(len(a.tokens), len(b.tokens)))
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
@@ -166,7 +170,7 @@ def _phase(phase: Phase) -> dict[str, Any]:
         "found_in_cache": sum(a.num_cached_tokens for a in phase.answers),
         "longest_prompt": max((a.num_prompt_tokens for a in phase.answers), default=0),
         "drafted": phase.drafted, "accepted": phase.accepted,
-        "errors": phase.errors, "num_errors": phase.num_errors, "leaked": phase.leaked, "stopped": phase.stopped,
-        "broken": phase.broken,
-        "growth_mb": growth(phase.samples), "samples": samples,
+        "errors": phase.faults.shown, "num_errors": phase.faults.count, "leaked": phase.leaked,
+        "stopped": phase.stopped, "broken": phase.broken,
+        "growth_mb": _growth(phase), "samples": samples,
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -80,18 +80,3 @@ class Sample:
         self.min_running = running if is_first else min(self.min_running, running)
         self.min_free_full = free["full"] if is_first else min(self.min_free_full, free["full"])
         self.min_free_sliding = free["sliding"] if is_first else min(self.min_free_sliding, free["sliding"])
-
-
-def growth(samples: list[Sample]) -> dict[str, float]:
-    """By how many MB the most memory of the second half of `samples` exceeds that of the first, for each kind.
-
-    The first half is the warm-up: graphs are captured, allocators fill. {} for fewer than four samples.
-    """
-    seen = [s.memory for s in samples if s.memory is not None]
-    if len(seen) < 4:
-        return {}
-    middle = len(seen) // 2
-    return {
-        f.name: max(getattr(m, f.name) for m in seen[middle:]) - max(getattr(m, f.name) for m in seen[:middle])
-        for f in fields(Memory)
-    }

@@ -14,7 +14,7 @@ checks      what a compiled kernel must be
 report      what came of a run
 sampler     Optuna's, that learns what the cost model gets wrong: features of configurations, residual their process
 describing  those features of whole spaces, made in other processes
-record      measures all configurations of a grid, for recorded: its own program; record_plan: which ones
-replay      searches on such recordings, without a GPU: how soon a sampler finds the best
+ab          times candidates beside the default, alone or in a step (kerngen bench ab); ab_plan: which ones, of a file;
+            ab_rows: what it saw, as rows of the database and as recordings
 recorded    what every configuration of a grid took on one board: files for replays and fits
 """

@@ -21,7 +21,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.compile import Resources
@@ -96,8 +96,8 @@ class Head:
     grid: the parts of the space that were recorded, one or more for each body. default: the kernel's default
     configuration then, which is always among the rows and may lie off the grid. num_configs: rows that a complete file
     has. exhaustive: every valid configuration of the grid, not a sample of it. held_out: not for fitting. entries: the
-    kernel's. environment: driver, compiler, timing. board: the GPU's UUID, empty once all is
-    recorded. clocks: as each session on it began and ended. folder_digest, commit: of the sources.
+    kernel's. environment: driver, compiler, timing. board: empty in what is complete. clocks: as each
+    session on it began and ended. folder_digest, commit: of the sources.
     """
 
     kernel: str
@@ -269,37 +269,17 @@ def write(path: Path, recorded: Recorded) -> None:
     publish("".join(lines).encode(), path)
 
 
-class Log:
-    """A file that grows a line at a time, each handed to the system before `append` returns: kill -9 tears one line."""
-
-    def __init__(self, path: Path, recorded: Recorded) -> None:
-        """Makes the file, with the rows there are."""
-        write(path, recorded)
-        self._cells = _Cells(recorded.head)
-        self._file: TextIO = path.open("a", encoding="utf-8", newline="")
-
-    def append(self, row: Row) -> None:
-        self._file.write(self._cells.row_text(row))
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
 # -- reading
 
 
-def read(path: Path, *, torn: bool = False) -> Recorded:
-    """The recording in `path`. torn: a last line that was cut short is left out, as of a recorder that was killed.
-
-    Raises RecordingError, with file and line, on whatever is not as it should be; OSError.
-    """
+def read(path: Path) -> Recorded:
+    """The recording in `path`. Raises RecordingError, with file and line, where it is not as it should be; OSError."""
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as e:
         raise RecordingError(f"{path}: byte {e.start} is no UTF-8") from None
     lines = text.split("\n")
-    if lines[-1] and not torn:
+    if lines[-1]:
         raise RecordingError(f"{path}:{len(lines)}: cut short: the line has no end")
     del lines[-1]
     head = _line(path, 1, lambda: _head(lines[0] if lines else ""))

@@ -145,6 +145,20 @@ class GpuWorker:
             return [self._lost(e)] * len(configs)
         return seen
 
+    def in_turn(
+        self, kernel: Kernel, problem: Any, candidates: Sequence[tuple[Any, bytes, bool]], *, samples: int = 30
+    ) -> list[Observed]:
+        """Check `candidates`, then time them by replays in turn, so that all meet the same clocks.
+
+        candidates: configuration, machine code, and whether its results are known to be wrong: such a one is timed all
+        the same, and is `wrong_result` with a time.
+        """
+        try:
+            seen: list[Observed] = self._call(_in_turn, kernel.name, problem, tuple(candidates), samples)
+        except (ProcessDied, TimeoutError) as e:
+            return [self._lost(e)] * len(candidates)
+        return seen
+
     def compare(
         self, model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], *, pairs: int = 12
     ) -> Ratio | Observed:
@@ -290,7 +304,9 @@ def _prepared(kernel_name: str, problem: Any) -> _Prepared:
     return _held[0]
 
 
-def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[Any, Observed]:
+def _check(
+    kernel_name: str, problem: Any, config: Any, image: bytes, *, may_be_wrong: bool = False
+) -> tuple[Any, Observed]:
     """The loaded function and what the check said; a function only if it may be timed."""
     import torch
 
@@ -317,7 +333,8 @@ def _check(kernel_name: str, problem: Any, config: Any, image: bytes) -> tuple[A
         _die_if_broken(e)
         return None, Observed("launch_failed", str(e).strip().splitlines()[0])
     if not result.ok:
-        return None, Observed("wrong_result", result.message, error_abs=result.error_abs, error_rel=result.error_rel)
+        seen = Observed("wrong_result", result.message, error_abs=result.error_abs, error_rel=result.error_rel)
+        return (function if may_be_wrong else None), seen
     return function, Observed("ok", error_abs=result.error_abs, error_rel=result.error_rel)
 
 
@@ -442,6 +459,43 @@ def _together(
         ) if ts else failed[i]
         for i, ((_, seen), ts) in enumerate(zip(checked, times, strict=True))
     ]  # fmt: skip
+
+
+def _in_turn(
+    kernel_name: str, problem: Any, candidates: Sequence[tuple[Any, bytes, bool]], samples: int
+) -> list[Observed]:
+    checked = [_check(kernel_name, problem, config, image, may_be_wrong=w) for config, image, w in candidates]
+    return _watched(lambda: _timed_in_turn(kernel_name, problem, checked, samples))
+
+
+def _timed_in_turn(
+    kernel_name: str, problem: Any, checked: Sequence[tuple[Any, Observed]], samples: int
+) -> list[Observed]:
+    import torch
+
+    from kerngen.timing.measure import calls_of, captured, time_in_turn
+
+    found = [seen for _, seen in checked]
+    ready = [i for i, (function, _) in enumerate(checked) if function is not None]
+    prepared = _prepared(kernel_name, problem)
+    try:
+        sets = prepared.sets()
+        timings = time_in_turn(
+            [captured(calls_of(checked[i][0], prepared.case, sets)) for i in ready], samples=samples
+        )  # fmt: skip
+    except torch.OutOfMemoryError:
+        prepared.drop()
+        torch.cuda.empty_cache()
+        return [replace(seen, outcome="launch_failed", reason="they do not fit in this GPU's memory together")
+                for seen in found]  # fmt: skip
+    except (KerngenError, RuntimeError) as e:
+        if isinstance(e, RuntimeError):
+            _die_if_broken(e)
+        return [Observed("launch_failed", str(e).strip().splitlines()[0])] * len(found)
+    for i, t in zip(ready, timings, strict=True):
+        found[i] = replace(found[i], p50_us=t.p50_us, p10_us=t.p10_us, p90_us=t.p90_us, min_us=t.min_us,
+                           samples=t.samples)  # fmt: skip
+    return found
 
 
 # -- without a CUDA context

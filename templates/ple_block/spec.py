@@ -80,7 +80,7 @@ class Config:
 
 
 SPACE = {"block_m": (1, 2, 4, 8), "gate_warps": (4, 8), "num_warps": (4, 8), "rows_per_warp": (1, 2, 4)}
-# Of tokens up to a number, by data/sweeps/h200/ple_block-few.txt.
+# Of tokens up to a number, by data/ab/h200/ple_block-few.toml.
 FEW_TOKENS = ((1, Config()), (8, Config(1, 8, 8, 4)), (16, Config(2, 4, 8, 4)))
 ARGS = {
     "ple_gate": (

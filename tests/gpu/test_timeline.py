@@ -1,12 +1,12 @@
-"""`python -m kerngen.tuning.timeline` on a GPU: every block tells, in the order in which things happen."""
+"""`python -m tools.timeline` on a GPU: every block tells, in the order in which things happen."""
 
 from __future__ import annotations
 
 import pytest
 
-from kerngen.tuning.timeline import timeline
 from kerngen.workload.steps import Step
 from kerngen.workload.workload import find_model
+from tools.timeline import timeline
 
 
 @pytest.mark.whole_gpu(smoke=False)

@@ -9,13 +9,11 @@ from dataclasses import asdict
 from itertools import pairwise, product
 from typing import Any
 
-from kerngen.arch import Device, Target, default_device, find_arch
+from kerngen.arch import Target
 from kerngen.compiler.compile import Resources
 from kerngen.cost.predict import predict
 from kerngen.templates.kernel import Kernel, fields_of
-from kerngen.timing.gpu import Clocks
 from kerngen.tuning.recorded import Head, Recorded, Row, completed
-from kerngen.tuning.worker import Observed
 
 
 def recording(
@@ -77,67 +75,3 @@ def distorted(
         return model * math.exp(strength * wrong + noise * normal(config, "noise"))
 
     return us
-
-
-class FakeGpu:
-    """A V100 that times the toy kernel by a formula, and says what it was asked. No two looks are quite alike.
-
-    "spilling" gives wrong results; vectors=4 with 64 threads runs once, and not at the second look. after: called with
-    the number of measurements so far, before each one.
-    """
-
-    def __init__(self, board: str = "GPU-1", after: Callable[[int], object] = lambda n: None) -> None:
-        self.measured: list[tuple[Any, Any]] = []
-        self.together: list[list[Any]] = []
-        self._board, self._after = board, after
-
-    def __enter__(self) -> FakeGpu:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def device(self) -> Device:
-        return default_device(find_arch("sm70"))
-
-    def environment(self) -> dict[str, Any]:
-        return {"driver": "555.1", "gpu": "fake"}
-
-    def uuid(self) -> str:
-        return self._board
-
-    def clocks(self) -> Clocks:
-        return Clocks(1530, None, 40, None, ())
-
-    def measure(
-        self, kernel: Kernel, problem: Any, config: Any, image: bytes, *, samples: int, target_ms: float
-    ) -> Observed:
-        self._after(len(self.measured))
-        self.measured.append((problem, config))
-        assert image[:4] == b"\x7fELF"
-        if config.flavour == "spilling":
-            return Observed("wrong_result", "out[0] is 1,\nreference 2")
-        us = self.us(problem, config)
-        return Observed("ok", "", us, us - 0.01, us + 0.01, us - 0.02, samples, gpu={"sm_mhz": 1530})
-
-    def finals(
-        self,
-        kernel: Kernel,
-        problem: Any,
-        configs: list[tuple[Any, bytes]],
-        *,
-        rounds: int,
-        samples: int,
-        target_ms: float,
-    ) -> list[Observed]:
-        self.together.append([c for c, _ in configs])
-        return [
-            Observed("launch_failed", "no more")
-            if (c.vectors, c.threads) == (4, 64)
-            else Observed("ok", "", self.us(problem, c) + 0.5, 1.0, 2.0, 1.0, samples * rounds)
-            for c, _ in configs
-        ]
-
-    @staticmethod
-    def us(problem: Any, config: Any) -> float:
-        return 100.0 + problem.num_tokens - config.vectors * 10 - config.threads / 64

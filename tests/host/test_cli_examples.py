@@ -13,8 +13,8 @@ from command import ROOT, Kerngen
 
 from kerngen.cli import cli
 
-NEEDS_A_GPU = ("kernel check", "bench kernel", "bench model", "bench step", "bench profile", "soak")
-NEEDS_A_SERVER = ("worker", "bench serve", "bench soak")
+NEEDS_A_GPU = ("kernel check", "bench ab", "bench kernel", "bench model", "bench step", "bench profile", "soak")
+NEEDS_A_SERVER = ("worker", "bench serve")
 GOES_ON = ("serve",)  # test_serve_process.py
 NEEDS_MORE = NEEDS_A_GPU + NEEDS_A_SERVER + GOES_ON
 # What keeps a test short; the example itself stays as it is.
@@ -32,7 +32,7 @@ def _walk(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):
-            if (found := command.get_command(context, name)) is not None:
+            if (found := command.get_command(context, name)) is not None and not found.hidden:
                 yield from _walk(found, (*path, name))
 
 

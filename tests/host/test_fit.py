@@ -17,8 +17,8 @@ from kerngen.cost.predict import CONSTANTS, MODEL, Outlook, predict
 from kerngen.errors import RecordingError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of
-from kerngen.tuning.fit import FITTED, Score, fit, loss, main, sample, score, spearman, summaries
 from kerngen.tuning.recorded import Recorded, completed, read_folder, write
+from tools.fit import FITTED, Score, fit, loss, main, sample, score, spearman, summaries
 
 SM90 = Target.of(find_arch("sm90"))
 DENSE = find_kernel("dense_gemv")

@@ -21,7 +21,7 @@ from kerngen.loadgen.figures import figures
 from kerngen.loadgen.http import Answer, Server, ServerGone, _Chunks
 from kerngen.loadgen.metrics import drafting
 from kerngen.loadgen.processes import processes_of, resident_mb
-from kerngen.loadgen.soak import Settings, Soak
+from kerngen.soak.server import Settings, Soak
 
 SHORT = ("--prompt-tokens", "8", "--answer-tokens", "6", "--vocab", "1024")
 SOAK = (*SHORT, "--minutes", "0.01", "--concurrency", "6", "--timeout", "0.4", "--reference", "3")
@@ -214,8 +214,11 @@ def test_what_is_no_such_server_says_so(kerngen: Kerngen) -> None:
     with stubbed(Stub(only="data: {'no': JSON}\n\n")) as stub:
         code, _, err = kerngen("bench", "serve", stub.url, *SHORT, "--model", "x")
         assert (code, "none of the API's" in err) == (2, True), err
-    code, out, err = kerngen("bench", "soak", stub.url, *SOAK, "--model", "x")
-    assert (code, out, "Connection refused" in err) == (1, "", True), err
+    for command in (("soak",), ("bench", "soak")):  # as it was called before
+        code, out, err = kerngen(*command, stub.url, *SOAK, "--model", "x")
+        assert (code, out, "Connection refused" in err) == (1, "", True), err
+    code, _, err = kerngen("soak", stub.url, "--max-batch", "3")
+    assert (code, "--max-batch is of a model" in err) == (2, True), err
 
 
 FOUND = {
@@ -229,7 +232,7 @@ FOUND = {
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "leaks"])
 def test_a_soak_finds_what_is_wrong(kerngen: Kerngen, fault: str) -> None:
     with stubbed(Stub(fault, since=3)) as stub:
-        code, out, _ = kerngen("bench", "soak", stub.url, *SOAK, "--no-memory", "--json")
+        code, out, _ = kerngen("soak", stub.url, *SOAK, "--no-memory", "--json")
     said = json.loads(out)
     assert sum(said["counts"].values()) > 10, said
     if not fault:
@@ -243,7 +246,7 @@ def test_a_soak_finds_what_is_wrong(kerngen: Kerngen, fault: str) -> None:
 
 def test_a_difference_may_be_counted(kerngen: Kerngen) -> None:
     with stubbed(Stub("other", since=3)) as stub:
-        code, out, _ = kerngen("bench", "soak", stub.url, *SOAK, "--no-memory", "--different", "counts")
+        code, out, _ = kerngen("soak", stub.url, *SOAK, "--no-memory", "--different", "counts")
     assert (code, "0 equal" in out, "no faults" in out) == (0, True, True), out
     assert "% of the answer in the median" in out, out
 
@@ -258,7 +261,7 @@ def test_where_answers_part_is_told() -> None:
 def test_memory_that_grows_is_found(kerngen: Kerngen) -> None:
     with stubbed(Stub("leaks", since=3)) as stub:
         assert os.getpid() in processes_of(Server.at(stub.url).port)
-        code, out, _ = kerngen("bench", "soak", stub.url, *SOAK, "--minutes", "0.04", "--max-growth", "16")
+        code, out, _ = kerngen("soak", stub.url, *SOAK, "--minutes", "0.04", "--max-growth", "16")
     assert (code, "FAULT memory of process" in out) == (1, True), out
     assert resident_mb([os.getpid(), 1 << 30]).keys() == {os.getpid()}
     assert processes_of(1) == []

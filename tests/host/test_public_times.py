@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kerngen.errors import RecordingError
-from kerngen.tuning.public_times import Published, main, markdown, read_public_times
+from tools.public_times import Published, main, markdown, read_public_times
 
 ROOT = Path(__file__).parents[2]
 TIMES = ROOT / "data" / "public_times.csv"
@@ -49,7 +49,7 @@ def test_every_time_says_where_it_is_from(times: tuple[Published, ...]) -> None:
 
 def test_the_docs_have_the_table(times: tuple[Published, ...]) -> None:
     text = (ROOT / "docs" / "prediction.md").read_text()
-    assert markdown(times) in text, "python -m kerngen.tuning.public_times data/public_times.csv prints it anew"
+    assert markdown(times) in text, "python -m tools.public_times data/public_times.csv prints it anew"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kerngen.compiler.compile import Resources
 from kerngen.errors import RecordingError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
-from kerngen.tuning.recorded import Log, Recorded, Row, completed, read, read_folder, write
+from kerngen.tuning.recorded import Recorded, Row, completed, read, read_folder, write
 
 SM90 = Target.of(find_arch("sm90"))
 
@@ -163,16 +163,16 @@ def test_two_files_in_one_are_refused(tmp_path: Path, toy: Recorded) -> None:
         read(path)
 
 
-def test_every_cut_is_seen_and_a_torn_line_left_out_only_when_told(tmp_path: Path, toy: Recorded) -> None:
+def test_every_cut_is_seen(tmp_path: Path, toy: Recorded) -> None:
     growing = replace(toy, head=replace(toy.head, complete=False))
     write(path := tmp_path / toy.head.file_name, growing)
     whole = path.read_bytes()
     ends = [i + 1 for i, b in enumerate(whole) if b == ord("\n")]
     for cut in range(ends[1], len(whole), 7):
         path.write_bytes(whole[:cut])
-        kept = sum(e <= cut for e in ends) - 2
-        assert read(path, torn=True).rows == toy.rows[:kept]
-        if cut not in ends:
+        if cut in ends:
+            assert read(path).rows == toy.rows[: ends.index(cut) - 1]
+        else:
             with pytest.raises(RecordingError, match=r":\d+: cut short"):
                 read(path)
 
@@ -200,16 +200,6 @@ def test_a_file_under_another_name_is_refused(tmp_path: Path, toy: Recorded) -> 
     write(tmp_path / "scale-other.csv", toy)
     with pytest.raises(RecordingError, match=r"scale-other.csv:1: this is scale-made.csv, under another name"):
         read(tmp_path / "scale-other.csv")
-
-
-def test_a_log_grows_by_lines_that_are_there_at_once(tmp_path: Path, toy: Recorded) -> None:
-    path = tmp_path / toy.head.file_name
-    log = Log(path, Recorded(replace(toy.head, complete=False), ()))
-    for n, row in enumerate(toy.rows, 1):
-        log.append(row)
-        assert read(path).rows == toy.rows[:n]
-    log.close()
-    assert read(path).rows == toy.rows
 
 
 def test_a_row_that_contradicts_itself_is_not_written(tmp_path: Path, toy: Recorded) -> None:

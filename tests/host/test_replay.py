@@ -22,7 +22,7 @@ from kerngen.templates.kernel import Kernel
 from kerngen.tuning.budget import LEAST_GAIN
 from kerngen.tuning.objective import Objective
 from kerngen.tuning.recorded import Recorded, completed, read_folder, write
-from kerngen.tuning.replay import SAMPLERS, Recalled, main, replay, table
+from tools.replay import SAMPLERS, Recalled, main, replay, table
 
 SM90 = Target.of(find_arch("sm90"))
 DENSE = find_kernel("dense_gemv")

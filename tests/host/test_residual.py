@@ -14,9 +14,9 @@ from kerngen.arch import Target, find_arch
 from kerngen.templates import find_kernel
 from kerngen.tuning.features import described, described_space
 from kerngen.tuning.recorded import Recorded, completed
-from kerngen.tuning.replay import SAMPLERS, _search, replay, table
 from kerngen.tuning.sampler import ResidualSampler, log_expected_improvement
 from kerngen.tuning.surrogate import NOISES, _covariance, apart, fit
+from tools.replay import SAMPLERS, _search, replay, table
 
 SM90 = Target.of(find_arch("sm90"))
 RNG = np.random.default_rng(0)

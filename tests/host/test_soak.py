@@ -24,10 +24,11 @@ from kerngen.runtime.engine.runner import Runner
 from kerngen.soak import check, drive
 from kerngen.soak.drafts import ERR_EVERY, RememberingDrafter
 from kerngen.soak.drive import Settings
+from kerngen.soak.faults import Faults, growth, parts_at
 from kerngen.soak.models import Opened
 from kerngen.soak.report import Report, soak
-from kerngen.soak.samples import Memory, Sample, growth
-from kerngen.soak.traffic import SAMPLED, SHARED, Arrivals, Traffic
+from kerngen.soak.requests import SAMPLED, SHARED, Arrivals, RandomRequests
+from kerngen.soak.samples import Memory
 
 TINY = ROOT / "examples" / "tiny"
 SMALL = Settings(seconds=2.0, check_seconds=2.0, max_batch=5, max_prompt=40, max_new_tokens=24, cancel=0.3,
@@ -66,17 +67,17 @@ def run(opened: Opened, drafting: str = "both", settings: Settings = SMALL, max_
     return soak(opened, settings, drafting, max_growth_mb, lambda over, total, text: None)
 
 
-# -- traffic
+# -- requests
 
 
 def test_a_request_follows_from_the_seed_and_its_number() -> None:
-    traffic = Traffic(96, 40, 24, 0.3, seed=1)
-    asked = [traffic.ask(i) for i in range(300)]
-    again = [Traffic(96, 40, 24, 0.3, seed=1).ask(i) for i in reversed(range(300))][::-1]
+    requests = RandomRequests(96, 40, 24, 0.3, seed=1)
+    asked = [requests.ask(i) for i in range(300)]
+    again = [RandomRequests(96, 40, 24, 0.3, seed=1).ask(i) for i in reversed(range(300))][::-1]
     assert [(list(a.request.prompt), a.request.sampling, a.cancel_after) for a in asked] == [
         (list(a.request.prompt), a.request.sampling, a.cancel_after) for a in again
     ]
-    assert [list(Traffic(96, 40, 24, 0.3, seed=2).ask(i).request.prompt) for i in range(300)] != [
+    assert [list(RandomRequests(96, 40, 24, 0.3, seed=2).ask(i).request.prompt) for i in range(300)] != [
         list(a.request.prompt) for a in asked
     ]
     lengths = [len(a.request.prompt) for a in asked]
@@ -90,9 +91,9 @@ def test_a_request_follows_from_the_seed_and_its_number() -> None:
     assert sum(beginnings.count(b) > 5 for b in beginnings) / len(beginnings) > SHARED / 2
 
 
-def test_the_shortest_traffic_is_possible() -> None:
+def test_the_shortest_requests_are_possible() -> None:
     for number in range(50):
-        asked = Traffic(1000, 1, 1, 1.0, seed=0).ask(number)
+        asked = RandomRequests(1000, 1, 1, 1.0, seed=0).ask(number)
         assert (len(asked.request.prompt), asked.request.max_new_tokens) == (1, 1)
 
 
@@ -313,12 +314,28 @@ def test_a_wrong_token_is_found_and_in_16_bits_counted(
 
 
 def test_memory_is_judged_after_the_warm_up() -> None:
-    def samples(*device: float) -> list[Sample]:
-        return [Sample(float(i), memory=Memory(0.0, 0.0, 0.0, mb)) for i, mb in enumerate(device)]
+    def grown(*device: float) -> dict[str, float]:
+        return growth([{"host": 1.0, "device": mb} for mb in device])
 
-    assert growth(samples(0, 100, 100)) == {}, "too few to tell"
-    assert growth(samples(0, 900, 800, 900))["device"] == 0
-    assert growth(samples(0, 100, 100, 140))["device"] == 40
+    assert grown(0, 100, 100) == {}, "too few to tell"
+    assert grown(0, 900, 800, 900)["device"] == 0
+    assert grown(0, 100, 100, 140) == {"host": 0, "device": 40}
+    assert growth([{"a": 1.0}, {}, {"b": 5.0}, {"a": 3.0, "b": 9.0}]) == {"a": 2.0}, "b came after the warm-up"
+    assert growth([{"a": 1.0}, {}, {"a": 5.0}, {}]) == {}, "a has ended"
+
+
+def test_where_answers_part() -> None:
+    assert parts_at("same", "same") is None
+    assert parts_at([1, 2, 3], [1, 2]) == 2
+    assert parts_at(array("i", [1, 2, 3]), [1, 5, 3]) == 1
+    assert (parts_at("", "a"), parts_at("", "")) == (0, None)
+
+
+def test_many_faults_are_counted_and_some_are_shown() -> None:
+    found = Faults()
+    for i in range(23):
+        found.add(f"fault {i}")
+    assert [*found.lines()][-2:] == ["fault 19", "and 3 more errors"]
 
 
 def test_a_cache_without_room_for_the_longest_request_is_refused(opened: Opened) -> None:
@@ -378,6 +395,7 @@ def test_what_stops_it_gets_the_report_so_far(kerngen: Kerngen, monkeypatch: pyt
         (("--max-prompt", "5000"), "5008 tokens of context; the model takes 2,048"),
         (("--kv-memory", "1e-6"), "a larger --kv-memory"),
         (("--draft", "nowhere"), "nowhere"),
+        (("--concurrency", "3"), "--concurrency is of a server"),
     ],
 )
 def test_what_cannot_be_is_refused(kerngen: Kerngen, args: tuple[str, ...], said: str) -> None:

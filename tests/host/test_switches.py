@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from kerngen.cost.predict import predict
 from kerngen.errors import TuningMiss
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
-from kerngen.tuning.between import Seen, gaps, look
 from kerngen.tuning_db import Store, lookup, problem_key
 from kerngen.tuning_db.read.ids import canonical
 from kerngen.tuning_db.read.reader import Reader
@@ -204,48 +202,3 @@ def test_the_cost_model_is_a_judge() -> None:
     said = judge_of(kernel, target)(problem, config, {})
     assert said == predict(kernel, problem, config, target, {}).latency_us > 0
     assert judge_of(kernel, target)(replace(problem, num_tokens=8192), config, {}) > said
-
-
-# ---- and what it costs, by the clock
-
-
-class Clock:
-    """A GPU on which `slow` tokens a block take twice what `blocks` says, and `broken` do not run."""
-
-    def __init__(self, slow: int = 0, broken: int = 0) -> None:
-        self.slow, self.broken = slow, broken
-
-    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]], *, rounds: int) -> list[Any]:
-        def us(config: Config) -> float | None:
-            if config.block_n == self.broken:
-                return None
-            return blocks(problem, config, None) * (2 if config.block_n == self.slow else 1)
-
-        return [SimpleNamespace(p50_us=us(config)) for config, _ in configs]
-
-
-def test_what_is_served_between_is_timed_against_what_could_be(
-    source: Any, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kerngen.tuning.between.find_kernel", lambda name: kernel)
-    found = list(gaps(source, TARGET))
-    assert [(g.problem.num_tokens, g.served) for g in found] == [(10, "below"), (25, "default")]
-    assert all(g.choices.keys() == {"above", "below", "default"} for g in found)
-    cache: Any = SimpleNamespace(get_or_compile=lambda text, arch: SimpleNamespace(image=b""))
-
-    def looked(gpu: Clock) -> list[Seen | None]:
-        return [look(gpu, g, cache, TARGET) for g in found]
-
-    first, second = looked(Clock())
-    assert first is not None
-    assert second is not None
-    assert first.regret == 0, "three blocks of 4 take 4.2 us"
-    assert first.us == {"above": 7.4, "below": pytest.approx(4.2), "default": pytest.approx(5.8)}
-    assert second.regret == 0
-    slow = looked(Clock(slow=4))[0]
-    assert slow is not None
-    assert slow.regret == pytest.approx(8.4 / 5.8 - 1)
-    broken = looked(Clock(broken=4))
-    assert broken[0] is None, "what serves gave no time"
-    assert broken[1] is not None
-    assert broken[1].us.keys() == {"above", "default"}

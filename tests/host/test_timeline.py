@@ -1,4 +1,4 @@
-"""`python -m kerngen.tuning.timeline` without a GPU: where clocks go, and what is made of what they said."""
+"""`python -m tools.timeline` without a GPU: where clocks go, and what is made of what they said."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.errors import CompileError
 from kerngen.templates import find_kernel
-from kerngen.tuning.timeline import FIELDS, Blocks, blocks_of, rows_of, table, with_clocks
 from kerngen.workload.steps import Step, sequence
 from kerngen.workload.workload import find_model
+from tools.timeline import FIELDS, Blocks, blocks_of, rows_of, table, with_clocks
 
 EPOCH = 1_764_000_000_000_000_000  # of the clock: nanoseconds, more digits than a float has
 

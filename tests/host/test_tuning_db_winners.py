@@ -48,6 +48,12 @@ def test_the_fastest_wins_and_says_by_how_much() -> None:
     assert choice.reason == "fastest of 3 measured: 10.00 us, the next takes 100.0% longer"
 
 
+def test_a_patched_source_never_wins() -> None:
+    patched = replace(measured("b1", 1, 1.0), tags={"ab": "patch", "patch": {"name": "late"}})
+    assert won(observed(patched, measured("b2", 2, 10.0))) == "b2"
+    assert pick(observed(patched)) is None, "not as a stale one either"
+
+
 def test_measured_beats_predicted_however_slow() -> None:
     rows = observed(measured("b1", 1, 99.0), predicted("b2", 2, 1.0))
     choice = pick(rows)

@@ -1,7 +1,8 @@
 """Which configuration wins: the policy, as a function of what was observed. The same rows give the same answer.
 
-1. What never wins: a trial that did not end well; a build or measurement that was revoked; a build whose source
-   ever gave a wrong result for these compiled-in fields, on any device; a build whose latest launch here failed.
+1. What never wins: a trial that did not end well, or of a patched source (`kerngen bench ab`); a build or measurement
+   that was revoked; a build whose source ever gave a wrong result for these compiled-in fields, on any device; a build
+   whose latest launch here failed.
 2. What is current beats what is stale: a build of a source that the kernel no longer renders, or with options that
    nobody compiles with any more, wins only alone.
 3. Measured beats predicted. Among predictions only the newest cost model's count.
@@ -35,7 +36,7 @@ NOISE_LEAST = 0.01  # two runs of one cubin on one device differ by this much
 NOISE_MOST = 0.05
 PREDICTED_NOISE = 0.005  # a prediction repeats exactly, but its last digits order nothing
 # On the recordings of an H200 what is predicted to be fastest takes 5.6 % longer than the best (the median of what is
-# held out), the default 1.3 %, what is chosen with this margin 0.0 % (`python -m kerngen.tuning.fit`).
+# held out), the default 1.3 %, what is chosen with this margin 0.0 % (`python -m tools.fit`).
 PREDICTED_MARGIN = 0.12
 _SIGMAS = 3.0
 
@@ -248,7 +249,7 @@ def _eligible(
     wrong_sources: Set[str],
     revoked: Set[str],
 ) -> list[Observation]:
-    counted = [o for o in observations if o.id not in revoked]
+    counted = [o for o in observations if o.id not in revoked and "patch" not in o.measurement.tags]
     refused = {code for id, code in codes.items() if id in revoked or builds[id].source_sha in wrong_sources}
     latest: dict[_Code, Observation] = {}  # of measured trials: a launch that fails now outweighs an older success
     for o in counted:

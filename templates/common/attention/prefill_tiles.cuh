@@ -3,6 +3,7 @@
 // A tile's row is HEAD_DIM 16-bit elements in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that eight
 // rows at one column (an ldmatrix, a quarter-warp's load) never meet in a bank.
 #pragma once
+#include "common/attn_mask.cuh"
 #include "common/ptx/copy.cuh"
 
 // Byte offset of chunk `chunk` of row `row` in a tile of rows of CHUNKS chunks (a power of two, 2 or more).
@@ -11,15 +12,15 @@ template <int CHUNKS> DEVICE int swizzled(int row, int chunk) {
     return (row * CHUNKS + (chunk ^ (row / ROWS_A_LINE % min_of(CHUNKS, 8)))) * 16;
 }
 
-// The keys or the values of one sequence and kv head. Only positions in [lo, hi) are ever read, and only their
+// The keys or the values of one sequence and kv head. Only positions in `keys` are ever read, and only their
 // entries of the block table: others may hold anything.
 template <int HEAD_DIM, int NUM_KV_HEADS, int PAGE_SIZE> struct KvRows {
     const uint16_t* base;  // dense: position 0; paged: this head's first page of the cache
     const int32_t* pages;  // this sequence's row of the block table, read where it lies
-    int lo, hi;
+    KeySpan keys;
 
-    DEVICE bool readable(int position) const { return uint32_t(position - lo) < uint32_t(hi - lo); }
-    DEVICE bool all_readable(int first, int count) const { return first >= lo && first + count <= hi; }
+    DEVICE bool readable(int position) const { return keys.has(position); }
+    DEVICE bool all_readable(int first, int count) const { return keys.has_all(first, count); }
 
     // Chunk `chunk` of the row at `first` + `mine` + `step`: `first` is the same for all threads, `mine` is below STEP,
     // `step` is a constant multiple of STEP. Where pages allow it, the page depends on `first` and `step` alone, and

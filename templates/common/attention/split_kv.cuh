@@ -1,5 +1,6 @@
 // Split-KV attention: which tiles of a sequence a block visits, and how partial results are merged.
 #pragma once
+#include "common/attn_mask.cuh"
 #include "common/ptx/copy.cuh"
 
 // What one block reads: keys [first_key, end_key) are seen by at least one of its queries; of the tiles of BLOCK_N keys
@@ -11,11 +12,12 @@ struct KvRange {
 
 // The queries sit at positions first_position..last_position (negative: sees nothing). The visible tiles are dealt out
 // evenly, so that a fixed grid stays balanced while the context grows.
-template <int WINDOW, int BLOCK_N>
-DEVICE KvRange kv_range(int first_position, int last_position, int split, int num_splits) {
+template <int BLOCK_N, class Mask>
+DEVICE KvRange kv_range(const Mask& mask, int first_position, int last_position, int split, int num_splits) {
+    const KeySpan keys = mask.visible_keys(first_position, last_position);
     KvRange r;
-    r.end_key = max(last_position + 1, 0);
-    r.first_key = WINDOW > 0 ? max(first_position - WINDOW + 1, 0) : 0;
+    r.end_key = keys.end;
+    r.first_key = keys.first;
     const int first = r.first_key / BLOCK_N;
     const int count = r.end_key > r.first_key ? (r.end_key + BLOCK_N - 1) / BLOCK_N - first : 0;
     r.first_tile = first + int(int64_t(count) * split / num_splits);

@@ -142,25 +142,3 @@ DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* part
     }
     store_half4<BF16>(out + int64_t(row) * HEAD_DIM + 4 * column, sum);
 }
-
-// 16 bytes that are read once, or zeros where `valid` is false: then nothing is read. CONSTANT: this kernel does not write
-// them; otherwise they come from L2, where it did.
-template <bool CONSTANT> DEVICE uint4 load_or_zero(const void* p, bool valid) {
-    uint4 v;
-    if constexpr (CONSTANT)
-        asm volatile(
-            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
-            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-            "@ok ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-            : "l"(p), "r"(int(valid)));
-    else
-        asm volatile(
-            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
-            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-            "@ok ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-            : "l"(p), "r"(int(valid))
-            : "memory");
-    return v;
-}

@@ -83,8 +83,3 @@ DEVICE HeadSlice<D, HEAD_DIM> choose(bool take_first, const HeadSlice<D, HEAD_DI
                                      const HeadSlice<D, HEAD_DIM>& second) {
     return {choose(take_first, first.low, second.low), choose(take_first, first.high, second.high)};
 }
-
-// The row of a cache [num_pages, num_kv_heads, page_size] that holds kv_head's part of the token in `slot`.
-DEVICE int64_t cache_row(int64_t slot, int kv_head, int num_kv_heads, int page_size) {
-    return (slot / page_size * num_kv_heads + kv_head) * page_size + slot % page_size;
-}

@@ -3,7 +3,7 @@
 // The query heads that share one kv head are packed: row = query token * GROUP + head in the group. So a block of rows
 // spans few tokens, which keeps short chunks full and the ragged edge of a causal or windowed mask thin.
 #pragma once
-#include "common/ptx/types.cuh"
+#include "common/attn_mask.cuh"
 
 struct PrefillTile {
     int seq;        // which sequence
@@ -44,29 +44,25 @@ DEVICE bool find_prefill_tile(PrefillTile& found, int tile, const int32_t* cu_se
 }
 
 // The keys that a block's rows see between them, in positions of the sequence, and where a mask is needed.
-template <int GROUP, int BLOCK_M, bool CAUSAL, int WINDOW> struct KeyRange {
+template <int GROUP, int BLOCK_M, class Mask> struct KeyRange {
+    Mask mask;
     int lo, hi;       // [lo, hi): outside it nothing may be read
-    int all_hi;       // keys below it are seen by every row, as far as the causal mask and the length go
-    int all_lo;       // keys from it on are seen by every row, as far as the window goes
+    int all_hi;       // keys below it are seen by every row, as far as visible_end goes
+    int all_lo;       // keys from it on are seen by every row, as far as first_visible goes
     int first_query;  // position of query token 0
 
-    DEVICE KeyRange(const PrefillTile& tile, int kv_len) {
+    DEVICE KeyRange(const PrefillTile& tile, int kv_len) : mask{kv_len} {
         first_query = kv_len - tile.num_rows / GROUP;
         const int low = first_query + tile.first_row / GROUP;
         const int high = first_query + (min(tile.first_row + BLOCK_M, tile.num_rows) - 1) / GROUP;
-        hi = CAUSAL ? min(kv_len, high + 1) : kv_len;
-        all_hi = CAUSAL ? min(kv_len, low + 1) : kv_len;
-        lo = WINDOW > 0 ? max(0, low - WINDOW + 1) : 0;
-        all_lo = WINDOW > 0 ? max(0, high - WINDOW + 1) : 0;
+        hi = min(kv_len, mask.visible_end(high));
+        all_hi = min(kv_len, mask.visible_end(low));
+        lo = mask.first_visible(low);
+        all_lo = mask.first_visible(high);
     }
 
     DEVICE int position(int row) const { return first_query + row / GROUP; }
 
-    // Whether tile keys [first, first + n) hold one that some row does not see.
-    DEVICE bool needs_mask(int first, int n) const { return first + n > all_hi || (WINDOW > 0 && first < all_lo); }
-
-    // Whether a row at `position` sees `key`.
-    DEVICE bool sees(int position, int key) const {
-        return (CAUSAL ? key <= position : key < hi) && (WINDOW == 0 || key > position - WINDOW);
-    }
+    // Whether some row does not see all keys [first, first + n): mask.needs_mask, of bounds that are there already.
+    DEVICE bool needs_mask(int first, int n) const { return first + n > all_hi || (Mask::HAS_FIRST && first < all_lo); }
 };

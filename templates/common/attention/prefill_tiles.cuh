@@ -3,7 +3,7 @@
 // A tile's row is HEAD_DIM 16-bit elements in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that eight
 // rows at one column (an ldmatrix, a quarter-warp's load) never meet in a bank.
 #pragma once
-#include "common/ptx/copy.cuh"
+#include "common/kv_tile.cuh"
 
 // Byte offset of chunk `chunk` of row `row` in a tile of rows of CHUNKS chunks (a power of two, 2 or more).
 template <int CHUNKS> DEVICE int swizzled(int row, int chunk) {
@@ -11,39 +11,9 @@ template <int CHUNKS> DEVICE int swizzled(int row, int chunk) {
     return (row * CHUNKS + (chunk ^ (row / ROWS_A_LINE % min_of(CHUNKS, 8)))) * 16;
 }
 
-// The keys or the values of one sequence and kv head. Only positions in [lo, hi) are ever read, and only their
-// entries of the block table: others may hold anything.
-template <int HEAD_DIM, int NUM_KV_HEADS, int PAGE_SIZE> struct KvRows {
-    const uint16_t* base;  // dense: position 0; paged: this head's first page of the cache
-    const int32_t* pages;  // this sequence's row of the block table, read where it lies
-    int lo, hi;
-
-    DEVICE bool readable(int position) const { return uint32_t(position - lo) < uint32_t(hi - lo); }
-    DEVICE bool all_readable(int first, int count) const { return first >= lo && first + count <= hi; }
-
-    // Chunk `chunk` of the row at `first` + `mine` + `step`: `first` is the same for all threads, `mine` is below STEP,
-    // `step` is a constant multiple of STEP. Where pages allow it, the page depends on `first` and `step` alone, and
-    // `step` ends up in the constant part of the address.
-    template <int TILE, int STEP> DEVICE const uint16_t* at(int first, int mine, int step, int chunk) const {
-        if constexpr (PAGE_SIZE == 0) {
-            const uint16_t* start = base + (int64_t(first + mine) * (NUM_KV_HEADS * HEAD_DIM) + chunk * 8);
-            return start + step * (NUM_KV_HEADS * HEAD_DIM);
-        } else if constexpr (PAGE_SIZE % TILE == 0) {
-            const int64_t row = int64_t(pages[first / PAGE_SIZE]) * (NUM_KV_HEADS * PAGE_SIZE) + first % PAGE_SIZE;
-            return base + ((row + mine) * HEAD_DIM + chunk * 8) + step * HEAD_DIM;
-        } else if constexpr (TILE % PAGE_SIZE == 0 && PAGE_SIZE % STEP == 0) {
-            const int64_t row = int64_t(pages[first / PAGE_SIZE + step / PAGE_SIZE]) * (NUM_KV_HEADS * PAGE_SIZE);
-            return base + ((row + mine) * HEAD_DIM + chunk * 8) + step % PAGE_SIZE * HEAD_DIM;
-        } else {
-            const int position = first + mine + step;
-            const int64_t row = int64_t(pages[position / PAGE_SIZE]) * (NUM_KV_HEADS * PAGE_SIZE);
-            return base + (row + position % PAGE_SIZE) * HEAD_DIM + chunk * 8;
-        }
-    }
-};
-
 // The packed query (or output) rows of one sequence and kv head: row = token * GROUP + head in the group.
 template <int HEAD_DIM, int NUM_Q_HEADS, int GROUP> struct QueryRows {
+    typedef Elements16 Format;
     uint16_t* base;  // token 0 of the sequence, first head of the group
     int num_rows;
 
@@ -55,19 +25,6 @@ template <int HEAD_DIM, int NUM_Q_HEADS, int GROUP> struct QueryRows {
         return row(first + mine + step) + chunk * 8;
     }
 };
-
-// 16 bytes from global to the shared-memory address `to`, or zeros where `valid` is false; as copy16_or_zero.
-DEVICE void copy16_at(uint32_t to, const void* from, bool valid = true) {
-    if constexpr (HAS_CP_ASYNC) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
-                     : "memory");
-    } else {
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (valid) x = *reinterpret_cast<const uint4*>(from);
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                     : "memory");
-    }
-}
 
 // How THREADS threads share a tile of ROWS rows: thread t has chunk t % CHUNKS of rows t / CHUNKS + i * STEP.
 template <int HEAD_DIM, int ROWS, int THREADS> struct TileCopy {
@@ -91,9 +48,9 @@ template <int HEAD_DIM, int ROWS, int THREADS> struct TileCopy {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const bool valid = rows.readable(first + my_row() + i * STEP);
-            const uint16_t* from = rows.base;
+            const auto* from = rows.base;
             if (valid) from = rows.template at<ROWS, STEP>(first, my_row(), i * STEP, my_chunk());
-            copy16_at(place(mine, i), from, valid);
+            Rows::Format::copy_at(place(mine, i), from, valid);
         }
     }
 
@@ -103,7 +60,7 @@ template <int HEAD_DIM, int ROWS, int THREADS> struct TileCopy {
             const uint32_t mine = my_place(tile);
 #pragma unroll
             for (int i = 0; i < COUNT; ++i)
-                copy16_at(place(mine, i), rows.template at<ROWS, STEP>(first, my_row(), i * STEP, my_chunk()));
+                Rows::Format::copy_at(place(mine, i), rows.template at<ROWS, STEP>(first, my_row(), i * STEP, my_chunk()));
         } else {
             start_checked(tile, rows, first);
         }
@@ -115,8 +72,7 @@ template <int HEAD_DIM, int ROWS, int THREADS> struct TileCopy {
         for (int i = 0; i < COUNT; ++i) {
             held[i] = make_uint4(0, 0, 0, 0);
             if (rows.readable(first + my_row() + i * STEP))
-                held[i] = *reinterpret_cast<const uint4*>(
-                    rows.template at<ROWS, STEP>(first, my_row(), i * STEP, my_chunk()));
+                held[i] = Rows::Format::load(rows.template at<ROWS, STEP>(first, my_row(), i * STEP, my_chunk()));
         }
     }
     static DEVICE void store(uint32_t tile, const uint4 (&held)[COUNT]) {

@@ -1,5 +1,6 @@
 // Split-KV attention: which tiles of a sequence a block visits, and how partial results are merged.
 #pragma once
+#include "common/attn_mask.cuh"
 #include "common/ptx/copy.cuh"
 
 // What one block reads: keys [first_key, end_key) are seen by at least one of its queries; of the tiles of BLOCK_N keys
@@ -11,11 +12,12 @@ struct KvRange {
 
 // The queries sit at positions first_position..last_position (negative: sees nothing). The visible tiles are dealt out
 // evenly, so that a fixed grid stays balanced while the context grows.
-template <int WINDOW, int BLOCK_N>
-DEVICE KvRange kv_range(int first_position, int last_position, int split, int num_splits) {
+template <int BLOCK_N, class Mask>
+DEVICE KvRange kv_range(const Mask& mask, int first_position, int last_position, int split, int num_splits) {
+    const KeySpan keys = mask.visible_keys(first_position, last_position);
     KvRange r;
-    r.end_key = max(last_position + 1, 0);
-    r.first_key = WINDOW > 0 ? max(first_position - WINDOW + 1, 0) : 0;
+    r.end_key = keys.end;
+    r.first_key = keys.first;
     const int first = r.first_key / BLOCK_N;
     const int count = r.end_key > r.first_key ? (r.end_key + BLOCK_N - 1) / BLOCK_N - first : 0;
     r.first_tile = first + int(int64_t(count) * split / num_splits);
@@ -139,26 +141,4 @@ DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* part
         for (int i = 1; i < SLICES; ++i) add(sum, sums[threadIdx.x + i * COLUMNS]);
     }
     store_half4<BF16>(out + int64_t(row) * HEAD_DIM + 4 * column, sum);
-}
-
-// 16 bytes that are read once, or zeros where `valid` is false: then nothing is read. CONSTANT: this kernel does not write
-// them; otherwise they come from L2, where it did.
-template <bool CONSTANT> DEVICE uint4 load_or_zero(const void* p, bool valid) {
-    uint4 v;
-    if constexpr (CONSTANT)
-        asm volatile(
-            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
-            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-            "@ok ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-            : "l"(p), "r"(int(valid)));
-    else
-        asm volatile(
-            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
-            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-            "@ok ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-            : "l"(p), "r"(int(valid))
-            : "memory");
-    return v;
 }

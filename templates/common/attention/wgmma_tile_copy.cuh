@@ -18,14 +18,14 @@ template <int COLUMNS, int ROWS, int THREADS = 128> struct BlockedCopy {
         if (rows.all_readable(first, ROWS)) {  // most are
 #pragma unroll 8
             for (int i = 0; i < COUNT; ++i)
-                copy16_at(place(mine, i), rows.template at<ROWS, STEP>(first, row, i * STEP, from_chunk));
+                Rows::Format::copy_at(place(mine, i), rows.template at<ROWS, STEP>(first, row, i * STEP, from_chunk));
         } else {
 #pragma unroll 1
             for (int i = 0; i < COUNT; ++i) {
                 const bool valid = rows.readable(first + row + i * STEP);
-                const uint16_t* from = rows.base;
+                const auto* from = rows.base;
                 if (valid) from = rows.template at<ROWS, STEP>(first, row, i * STEP, from_chunk);
-                copy16_at(place(mine, i), from, valid);
+                Rows::Format::copy_at(place(mine, i), from, valid);
             }
         }
     }

@@ -25,6 +25,19 @@ DEVICE void copy16_or_zero(void* dst, const void* src, bool valid) {
     }
 }
 
+// 16 bytes from global to the shared-memory address `to`, or zeros where `valid` is false; as copy16_or_zero.
+DEVICE void copy16_at(uint32_t to, const void* from, bool valid = true) {
+    if constexpr (HAS_CP_ASYNC) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+                     : "memory");
+    } else {
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (valid) x = *reinterpret_cast<const uint4*>(from);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                     : "memory");
+    }
+}
+
 DEVICE void copy_commit() {
     if constexpr (HAS_CP_ASYNC) asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -40,6 +53,28 @@ DEVICE uint4 load_stream(const void* p) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p));
+    return v;
+}
+
+// 16 bytes that are read once, or zeros where `valid` is false: then nothing is read. CONSTANT: this kernel does not write
+// them; otherwise they come from L2, where it did.
+template <bool CONSTANT> DEVICE uint4 load_or_zero(const void* p, bool valid) {
+    uint4 v;
+    if constexpr (CONSTANT)
+        asm volatile(
+            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
+            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+            "@ok ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+            : "l"(p), "r"(int(valid)));
+    else
+        asm volatile(
+            "{\n.reg .pred ok;\nsetp.ne.b32 ok, %5, 0;\n"
+            "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+            "@ok ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+            : "l"(p), "r"(int(valid))
+            : "memory");
     return v;
 }
 

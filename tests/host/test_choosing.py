@@ -518,7 +518,7 @@ def test_nobody_drafts_where_nobody_would_accept(models: Models, monkeypatch: py
     for drafts in (3, None):
         engine = engine_for(model, drafter, num_draft_tokens=drafts)
         with monkeypatch.context() as patch:
-            patch.setattr(drafter, "draft", None)
+            patch.setattr(drafter, "propose", None)
             made = engine.generate_many([Request(prompt(6), 9, mask=Thirds()), Request(prompt(7), 9, mask=Thirds())])
         assert [len(g.tokens) for g in made] == [9, 9]
 

@@ -16,18 +16,20 @@ from kerngen.errors import UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
-from kerngen.runtime.ops import LayerInStep, Linear, Ops, ResidualNorms, Rope, fitting
+from kerngen.runtime.ops import LayerInStep, Linear, Ops, ResidualNorms, fitting
 from kerngen.runtime.sampling import likeliest
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
 
 
-def make_rope(config: RopeConfig, head_dim: int, device: torch.device) -> Rope:
-    """Frequencies of one layer type: the denominator is the whole head_dim for both kinds."""
+def inverse_frequencies(config: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
+    """RoPE of one layer type, [head_dim / 2] fp32: theta^(-2j / head_dim) / factor for the first `num_rotated` pairs,
+    and zeros for the others, which pass unchanged ("proportional" RoPE of full-attention layers rotates 64 of 256).
+    """
     exponents = torch.arange(0, 2 * config.num_rotated, 2, dtype=torch.float32) / head_dim
     inv_freq = torch.zeros(head_dim // 2, dtype=torch.float32)
     inv_freq[: config.num_rotated] = 1.0 / (config.theta**exponents) / config.factor
-    return Rope(head_dim, config.theta, config.num_rotated, config.factor, inv_freq.to(device))
+    return inv_freq.to(device)
 
 
 def rounded_scale(value: float, dtype: torch.dtype) -> float:
@@ -73,15 +75,16 @@ class DecoderStack:
         self.norm = norm
         self.ops = ops
         dims = {layer.kind: layer.head_dim for layer in config.layers}
-        self.ropes = {kind: make_rope(rope, dims[kind], ops.device) for kind, rope in config.rope.items()}
-        kinds = [layer.kind for layer in config.layers]
-        self.heads = [self._heads(w, self.ropes[kind]) for w, kind in zip(layers, kinds, strict=True)]
+        inv_freqs = {kind: inverse_frequencies(rope, dims[kind], ops.device) for kind, rope in config.rope.items()}
+        self.heads = [
+            HeadNorms(
+                w.q_norm, inv_freqs[layer.kind], config.rope[layer.kind].num_rotated, config.rms_norm_eps, w.k_norm,
+                config.num_q_heads,
+            )
+            for w, layer in zip(layers, config.layers, strict=True)
+        ]  # fmt: skip
         next_norms = [*(w.input_norm for w in layers[1:]), norm]
         self.ends = [self._ends(w, after) for w, after in zip(layers, next_norms, strict=True)]
-
-    def _heads(self, w: LayerWeights, rope: Rope) -> HeadNorms:
-        eps, num_q_heads = self.config.rms_norm_eps, self.config.num_q_heads
-        return HeadNorms(w.q_norm, rope.inv_freq, rope.num_rotated, eps, w.k_norm, num_q_heads)
 
     def _ends(self, w: LayerWeights, next_norm: Tensor) -> _Ends:
         eps = self.config.rms_norm_eps
@@ -309,4 +312,4 @@ class Gemma4:
         return attend
 
 
-__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "Seen", "Taps", "make_rope", "rounded_scale"]
+__all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "Seen", "Taps", "inverse_frequencies", "rounded_scale"]

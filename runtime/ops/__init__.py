@@ -49,7 +49,6 @@ __all__ = [
     "Made",
     "Ops",
     "ResidualNorms",
-    "Rope",
     "WeightFormat",
     "WeightView",
     "dense_weights",
@@ -79,22 +78,6 @@ class HeadScreen:
 def fitting(screen: HeadScreen | None, h: Tensor) -> HeadScreen | None:
     """`screen`, if there is one for as many rows as h [n, H] has."""
     return screen if screen is not None and len(h) <= screen.max_tokens else None
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding of one layer type: pairs (j, j + head_dim / 2), angle = position * inv_freq[j].
-
-    inv_freq: [head_dim / 2] fp32 on the device. Its first `num_rotated` entries are theta^(-2j / head_dim)
-    / factor, the rest are zero: those pairs pass unchanged ("proportional" RoPE of full-attention layers
-    rotates 64 of 256).
-    """
-
-    head_dim: int
-    theta: float
-    num_rotated: int
-    factor: float
-    inv_freq: Tensor
 
 
 @dataclass(frozen=True, slots=True)

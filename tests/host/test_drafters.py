@@ -89,7 +89,10 @@ class TappingDrafter:
             table = cache.groups["full"].block_table[row, places // size].long()
             key = tuple(handle.request.prompt)
             if length < handle.limit - 1:  # beyond its end a row may hold anything
-                self.notes[key, length] = pages.k[table, :, places % size], pages.v[table, 0, places % size, 0]
+                self.notes[key, length] = (
+                    pages.k_cache[table, :, places % size],
+                    pages.v_cache[table, 0, places % size, 0],
+                )
             right = [*self.known[key], *[0] * (count + 1)][length - len(key) + 1 :]
             drafts[row] = torch.tensor([t + ((length + i) % 3 == 0) for i, t in enumerate(right[:count])])
         return drafts % BASE["vocab_size"]
@@ -97,8 +100,8 @@ class TappingDrafter:
     def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
         pages, slots = cache.pages(self.cache_layers[0]), batch.slots["full"]
         at = slots // cache.page_size, slice(None), slots % cache.page_size
-        pages.k[at] = torch.stack(list(states), dim=1)  # [T, taps, H]
-        pages.v[at] = batch.ids.to(pages.v.dtype)[:, None, None]
+        pages.k_cache[at] = torch.stack(list(states), dim=1)  # [T, taps, H]
+        pages.v_cache[at] = batch.ids.to(pages.v_cache.dtype)[:, None, None]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -153,7 +153,7 @@ def test_what_breaks_is_told_once() -> None:
 def test_a_step_that_does_not_run_is_said_before_any_look() -> None:
     gpu = PlayedGpu(_factors({}))
     gpu.compare = lambda *_, pairs: Observed("timed_out", "no answer within 1 s")  # type: ignore[method-assign]
-    with pytest.raises(LaunchError, match="does not run by default: no answer within 1 s"):
+    with pytest.raises(LaunchError, match=r"default.* 1 s"):
         _exchange(gpu, (FIRST, [TWO_ROWS])).begin()
 
 

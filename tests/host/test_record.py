@@ -202,14 +202,14 @@ def test_a_file_of_another_board_or_source_is_not_continued(
 
     run("a", FakeGpu(after=after), minutes=1, clock=lambda: now[0])
     other = FakeGpu("GPU-2")
-    with pytest.raises(RecordingError, match=r"scale-two.csv:1: was recorded with another board: 'GPU-1' there"):
+    with pytest.raises(RecordingError, match=r"scale-two\.csv:1: .*another board.*'GPU-1'"):
         run("a", other)
     assert other.measured == []
     done = run("a", other, anew=True)
     assert done.left == {}
     assert {r.head.board for r in read_folder(tmp_path / "a")} == {""}, "of what is complete nobody asks for the board"
     plan.write_text(plan.read_text().replace("[32, 64, 256]", "[32, 64]"))
-    with pytest.raises(RecordingError, match=r"scale-two.csv:1: was recorded with another grid"):
+    with pytest.raises(RecordingError, match=r"scale-two\.csv:1: .*another grid"):
         run("a", FakeGpu())
 
 
@@ -217,7 +217,7 @@ def test_another_gpu_than_the_plans_is_refused(run: Callable[..., Recording], mo
     for device in (find_device("H200"), replace(find_device("V100"), num_sms=40)):
         monkeypatch.setattr(FakeGpu, "device", lambda self, device=device: device)
         gpu = FakeGpu()
-        with pytest.raises(RecordingError, match=r"the plan is for V100 \(sm70, 80 SMs\); this is"):
+        with pytest.raises(RecordingError, match=r"V100 \(sm70, 80 SMs\)"):
             run("a", gpu)
         assert gpu.measured == []
 

@@ -70,7 +70,7 @@ def test_what_is_replaced_stands_there_once() -> None:
     two = Variant("v", replace=(("a", "b"), ("bc", "d")))
     assert changed("xacx", two) == "xdx", "one behind the other"
     for text, count in (("xbcx", 0), ("aabc", 2)):
-        with pytest.raises(UsageError, match=f"v: the text has {count} times 'a'"):
+        with pytest.raises(UsageError, match=f"v: .*{count} times 'a'"):
             changed(text, two)
     with pytest.raises(UsageError, match="4 times ''"):
         changed("abc", Variant("v", replace=(("", "x"),)))

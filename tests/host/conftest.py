@@ -34,10 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # What takes longest begins first, with all of its file, so that no worker waits long for another at the end; the rest
 # follows as it is. Seconds are of a processor's time, on two busy cores.
 FIRST = (
-    "test_kernel_folders.py",  # 190 s: NVRTC, 543 distinct sources
-    "test_warpgroup_bodies.py",  # 46 s: NVRTC, 28 large ones
-    "test_cli_process.py",  # 34 s: processes, each of which imports torch
-    "test_tune_cli.py",  # 29 s: 12 for every problem of the 31B on a V100
+    "test_kernel_folders.py",  # 180 s: NVRTC, some 470 distinct sources
+    "test_warpgroup_bodies.py",  # 20 s: NVRTC, 16 large ones
+    "test_cli_process.py",  # 50 s: processes, each of which imports torch
+    "test_tune_cli.py",  # 35 s: 12 for every problem of the 31B on a V100
     "test_examples.py",  # 26 s
     "test_soak.py",  # 27 s
     "test_engine_batches.py",  # 30 s

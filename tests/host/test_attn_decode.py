@@ -124,7 +124,7 @@ def test_contradictions_are_refused(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in KERNEL.cases.CASES if c.name.startswith(("q", "raw_q-1", "d128"))
-                                  and c.problem.source != "q"], ids=str)  # fmt: skip
+                                  and c.problem.source != "q" and "177k" not in c.name], ids=str)  # fmt: skip
 def test_from_the_projection_is_head_norms_rope_and_attention(case: Case) -> None:
     """What one call gives is what its two halves give, one after the other; and so is what they leave in the caches."""
     reference, inputs = Reference(), KERNEL.cases.inputs(case, torch.device("cpu"))

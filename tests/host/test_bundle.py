@@ -131,7 +131,7 @@ def test_what_a_bundle_lacks_is_an_error_where_nothing_may_be_compiled(
     bundle = Bundle.open("bundle.kgdb")
     target = Target.of(find_arch("sm70"))
     choice = Bindings(bundle.sources(), target).choice(find_kernel("gelu_gate"), OTHER)
-    with pytest.raises(TuningMiss, match=r"is not in the bundle bundle\.kgdb, and KERNGEN_NO_COMPILE") as caught:
+    with pytest.raises(TuningMiss, match=r"bundle\.kgdb.*KERNGEN_NO_COMPILE") as caught:
         BundleCache(bundle).get_or_compile(choice.text, target.arch)
     assert caught.value.hint == "say what it lacks: kerngen doctor --model gemma-4-31b --bundle bundle.kgdb"
 
@@ -174,16 +174,14 @@ def test_a_bundle_is_run_if_somebody_answers_for_it(kerngen: Kerngen, monkeypatc
     assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "mine.kgdb")[0] == 0
     assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "none.kgdb", "--unsigned")[0] == 0
     assert Bundle.open("mine.kgdb").targets == (("sm70", "V100"),)
-    with pytest.raises(TrustError, match=r"none\.kgdb is not signed: a database is a program"):
+    with pytest.raises(TrustError, match=r"none\.kgdb is not signed"):
         Bundle.open("none.kgdb")
     code, out, _ = kerngen("doctor", "--bundle", "none.kgdb")
     assert code == 1
     assert "none.kgdb is not signed" in out
     with monkeypatch.context() as context:
         context.setenv("HOME", str(kerngen.folder / "elsewhere"))
-        with pytest.raises(
-            TrustError, match=r"is signed by no key that is trusted here, but by [0-9a-f]{16}"
-        ) as caught:
+        with pytest.raises(TrustError, match=r"signed.*no key.*trusted.* [0-9a-f]{16}") as caught:
             Bundle.open("mine.kgdb")
         assert f"kerngen db trust --digest {Sealed.open('mine.kgdb').digest}" in str(caught.value.hint)
         context.setenv("KERNGEN_TRUST_UNSIGNED", "1")
@@ -193,7 +191,7 @@ def test_a_bundle_is_run_if_somebody_answers_for_it(kerngen: Kerngen, monkeypatc
 def test_who_signs(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kerngen("db", "keygen", "release.key")[0] == 0
     assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "b.kgdb", "--key", "release.key")[0] == 0
-    with pytest.raises(TrustError, match="is signed by no key that is trusted here"):
+    with pytest.raises(TrustError, match=r"no key.*trusted"):
         Bundle.open("b.kgdb")
     assert kerngen("db", "trust", "release.key.pub")[0] == 0
     assert Bundle.open("b.kgdb").source.winners() == []

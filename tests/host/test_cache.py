@@ -122,7 +122,7 @@ def test_a_header_of_another_version_is_read_or_refused(changed: dict[str, Any],
 def test_a_deep_header_is_refused() -> None:
     header = b"[" * 100_000
     data = f"{MAGIC} {hashlib.sha256(header).hexdigest()}\n".encode() + header + b"\n"
-    with pytest.raises(CacheError, match="not as this kerngen writes it"):
+    with pytest.raises(CacheError, match="this kerngen"):
         decode(data, make_cubin().key, "cubin")
 
 

@@ -540,7 +540,7 @@ def test_a_mask_that_allows_nothing_ends_its_request_alone(models: Models) -> No
     assert handle.tokens[0] in (8, 11)
     assert handle.tokens[1] in (9, 95)
     assert [t for e in events for t in e.tokens] == handle.tokens
-    with pytest.raises(UsageError, match="allows no token after 2 of its answer"):
+    with pytest.raises(UsageError, match=r"no token after 2\b"):
         raise handle.error or AssertionError
     assert_made(good, model, other)
     with pytest.raises(UsageError, match="allows no token after 0"):
@@ -554,7 +554,7 @@ def test_who_waits_for_many_is_told_of_an_error_in_anothers_step(model: Gemma4) 
     assert next(made)[0] == 0
     while engine.has_work:
         engine.step()
-    with pytest.raises(UsageError, match="allows no token after 2 of its answer"):
+    with pytest.raises(UsageError, match=r"no token after 2\b"):
         next(made)
     assert_nothing_is_held(engine)
 

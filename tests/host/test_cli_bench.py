@@ -52,7 +52,7 @@ def test_a_device_that_is_named_becomes_the_current_one(current: list[int]) -> N
     assert current == [0, 1]
     assert launcher.probe_device().name == "H100", "what asks for the GPU at hand gets that one"
     assert launcher.probe_device(0).name == "H200"
-    with pytest.raises(DeviceError, match="no cuda:2: this machine has 2"):
+    with pytest.raises(DeviceError, match=r"cuda:2.*has 2"):
         backend.use_gpu("cuda:2")
     with pytest.raises(UsageError, match="--device cpu is no GPU"):
         backend.use_gpu("cpu")

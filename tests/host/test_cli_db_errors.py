@@ -152,7 +152,7 @@ def test_one_clear_message_with_a_hint(kerngen: Kerngen, command: str, code: int
 @pytest.mark.parametrize("place", ["absent", "notes.txt", "."])
 def test_a_bundle_that_is_none(kerngen: Kerngen, place: str) -> None:
     """What a run on a GPU is told: here it says first that there is none."""
-    with pytest.raises(UsageError, match=rf"{re.escape(place)} is no bundle: it is ") as caught:
+    with pytest.raises(UsageError, match=rf"{re.escape(place)} is no bundle") as caught:
         sources_for(None, place)
     assert caught.value.hint is not None
 

@@ -138,7 +138,7 @@ def test_a_pipe_beside_a_database_is_not_waited_for(kerngen: Kerngen) -> None:
     for end in ("-wal", "-shm", "-journal"):
         os.mkfifo(kerngen.folder / f"mine.db{end}")
         for name in ("mine.db", "link.db"):
-            with pytest.raises(DatabaseError, match=f"mine.db{end} is no regular file"):
+            with pytest.raises(DatabaseError, match=f"mine.db{end} .*regular file"):
                 require_whole(Path(name))
         if end == "-journal":
             _require_message(

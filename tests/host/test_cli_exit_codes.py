@@ -27,7 +27,7 @@ def broken_tree(tmp_path: Path) -> Path:
     """A copy of kerngen whose kernel `embed` has a syntax error."""
     tree = tmp_path / "tree"
     for name in ("kerngen", "templates", "tuning_db", "runtime"):
-        ignored = shutil.ignore_patterns("__pycache__", "prebuilt")
+        ignored = shutil.ignore_patterns("prebuilt")
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
     body = tree / "templates" / "embed" / "kernel.cu.jinja"
     body.write_text(body.read_text() + "\nthis is not CUDA\n")

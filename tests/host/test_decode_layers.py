@@ -371,9 +371,9 @@ def test_layers_of_which_none_owns_anything_get_what_is_given_for_their_kind() -
     assert call.arguments["slots"] is call.arguments["full_slots"] is None
     norms = call.arguments["layers"][LAYER_TENSORS.index("k_norm") :: len(LAYER_TENSORS)]
     assert norms == (None,) * 4
-    with pytest.raises(ProblemError, match="3 tensors of k_cache; 2 go with layers='SFSF'"):
+    with pytest.raises(ProblemError, match=r"3 .*k_cache.* 2 .*SFSF"):
         op.of_flat(given | {"k_caches": [*given["k_caches"], given["k_caches"][0]]})
-    with pytest.raises(ProblemError, match="the first 'F' has no layer before it whose K and V it sees"):
+    with pytest.raises(ProblemError, match=r"first 'F'.*K and V"):
         Problem("sFS")
 
 

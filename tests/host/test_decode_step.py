@@ -74,11 +74,11 @@ def test_rows_that_stand_for_nobody_write_to_page_0(ops: Ops) -> None:
 
 def test_tables_and_lengths_that_do_not_fit_are_refused() -> None:
     lengths, tables = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 8, dtype=torch.int32)
-    with pytest.raises(ProblemError, match="q_len=0 is not positive"):
+    with pytest.raises(ProblemError, match=r"q_len=0 .*positive"):
         decode_inputs(lengths, tables, 0, 16)
-    with pytest.raises(ProblemError, match="page_size=0 is not positive"):
+    with pytest.raises(ProblemError, match=r"page_size=0 .*positive"):
         decode_inputs(lengths, tables, 1, 0)
-    with pytest.raises(ProblemError, match="entries of a table's row are 2 apart"):
+    with pytest.raises(ProblemError, match=r"table's row.* 2 apart"):
         decode_inputs(lengths, tables[:, :, ::2], 1, 16)
 
 
@@ -141,7 +141,7 @@ def test_a_step_ends_as_it_is_said(ops: Ops, dtype: torch.dtype, q_len: int) -> 
 
 def test_several_tokens_without_drafts_are_refused() -> None:
     ints, states = torch.zeros(2, dtype=torch.int64), torch.zeros(6, 8)
-    with pytest.raises(ProblemError, match="drafts are missing: 3 tokens of a sequence follow 2"):
+    with pytest.raises(ProblemError, match=r"drafts.* 3 tokens.* 2"):
         decode_advance(torch.zeros(2, 3, dtype=torch.int64), None, states, ints, ints, ints, states[:2])
 
 

@@ -151,7 +151,7 @@ def test_a_packed_tensor_needs_a_config_that_says_so(tmp_path: Path) -> None:
     shutil.copytree(ASSISTANT, tmp_path / "assistant")
     quantize(tmp_path / "assistant", 32)
     edit_config(tmp_path / "assistant", lambda c: c.pop("quantization_config"))
-    with pytest.raises(CheckpointError, match=r"packed, but config\.json has no quantization_config"):
+    with pytest.raises(CheckpointError, match=r"packed.*config\.json.*quantization_config"):
         load_drafter(tmp_path / "assistant", configs("int4", tmp_path / "assistant")[1], kernel_ops())
 
 
@@ -277,7 +277,7 @@ def test_load_takes_it(tmp_path: Path) -> None:
     assert "drafting 2 tokens in int4" in repr(session)
     assert load(TARGET, draft=ASSISTANT, device="cpu").draft_weights == "stored"
     assert load(TARGET, draft=False, device="cpu").draft_weights is None
-    with pytest.raises(UsageError, match="'int8' are not known"):
+    with pytest.raises(UsageError, match="'int8'"):
         load(TARGET, draft=ASSISTANT, draft_weights="int8", device="cpu")
     shutil.copytree(TARGET, tmp_path / "alone")
     for draft in (True, False):

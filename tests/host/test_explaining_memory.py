@@ -21,7 +21,7 @@ GPU = torch.device("cuda:0")
 @pytest.mark.parametrize("less", ["", "a smaller --context"])
 def test_on_a_gpu(error: RuntimeError, less: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 10**9, 24 * 10**9))
-    with pytest.raises(DeviceError, match=r"out of memory on cuda:0: 3\.0 of 24\.0 GB are free") as caught, \
+    with pytest.raises(DeviceError, match=r"cuda:0.*3\.0 of 24\.0 GB") as caught, \
          explaining_memory(GPU, *[less] * bool(less)):  # fmt: skip
         raise error
     assert (
@@ -31,10 +31,10 @@ def test_on_a_gpu(error: RuntimeError, less: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_on_a_cpu() -> None:
-    with pytest.raises(DeviceError, match="out of memory on the CPU"), explaining_memory(torch.device("cpu")):
+    with pytest.raises(DeviceError, match=r"memory.*CPU"), explaining_memory(torch.device("cpu")):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
 
 def test_other_errors_are_left_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="an illegal memory access"), explaining_memory(GPU):
+    with pytest.raises(RuntimeError, match="illegal memory"), explaining_memory(GPU):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

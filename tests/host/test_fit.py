@@ -67,7 +67,7 @@ def test_failures_are_no_times() -> None:
     ok = [r for r in recorded.rows if r.outcome == "ok"]
     assert 0 < score(recorded).num_configs == len(ok) < len(recorded.rows)
     nothing = recording(DENSE, PROBLEM, SM90, lambda c: "it is wrong", fewer=FEWER)
-    with pytest.raises(RecordingError, match="no configuration ran"):
+    with pytest.raises(RecordingError, match="no configuration"):
         score(nothing)
 
 
@@ -155,7 +155,7 @@ def test_a_fit_finds_what_made_the_times() -> None:
     seen = [sample(given)]
     assert loss(seen, found) < 0.02 * loss(seen, CONSTANTS)
     assert found.latency == pytest.approx(true.latency, rel=0.1)
-    with pytest.raises(RecordingError, match="every recording is held out"):
+    with pytest.raises(RecordingError, match=r"recording.*held out"):
         fit([astray])
 
 

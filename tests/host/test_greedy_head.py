@@ -213,13 +213,13 @@ def test_excluded_rows_have_no_bounds() -> None:
 
 @pytest.mark.parametrize(("excluded", "row"), [([40], 40), ([3, -1], -1)])
 def test_only_rows_that_there_are_can_be_excluded(excluded: list[int], row: int) -> None:
-    with pytest.raises(ProblemError, match=f"excluded row {row} is not in 0..39"):
+    with pytest.raises(ProblemError, match=rf"row {row} .*0\.\.39"):
         head_screen(torch.randn(40, 16), excluded)
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(5), torch.zeros(4, 8, dtype=torch.int32)], ids=["vector", "integers"])
 def test_only_matrices_of_floats_have_a_screen(weight: Tensor) -> None:
-    with pytest.raises(ProblemError, match="is no matrix of floats"):
+    with pytest.raises(ProblemError, match="matrix of floats"):
         head_screen(weight)
 
 

@@ -50,8 +50,6 @@ MOST_KEYS, MOST_BYTES = 50_000, 20 << 20
 # cases are those of newer ones, too, and tests/gpu runs each on both.
 SHARING = (("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),)
 OLDEST = ("sm70", "sm75")
-# Fields of configurations that say in how many parts work is split: as many values as there are sizes.
-SPLITS = ("num_splits", "split_k")
 # Names that hold digits and are no figures.
 NAMES = re.compile(r"\b(?:sm_?\d+|compute_\d+|bf16|fp(?:8|16|32)|int\d+|m\d+n\d+k\d+)\b")
 # How a refusal says what serves instead, where no figure decides.
@@ -94,10 +92,10 @@ def _sources(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
 def _telling(kernel: Kernel, arch: Arch) -> dict[str, tuple[Case, Any]]:
     """Of _sources, so many that no value goes uncompiled.
 
-    A source counts for what is compiled in: of its body, the dtypes, each value of the problem's fields and each
-    configuration (in how many parts work is split apart from the rest). One of the arches that share the bodies
-    compiles it, and each of them something of each body and dtypes. Left out are other problems for what is compiled,
-    a value again with other dtypes, and of a size that has many values those between (`_is_telling`).
+    A source counts for what is compiled in: of its body, the dtypes, each value of the problem's fields and each of the
+    configuration's. One of the arches that share the bodies compiles it, and each of them something of each body. Left
+    out are other problems for what is compiled, a value again with other dtypes or beside other values, and of a size
+    that has many values those between (`_is_telling`).
     """
     return _divided(kernel.name, tuple(_sharing(kernel, arch)))[arch.name]
 
@@ -116,14 +114,15 @@ def _divided(name: str, sharing: tuple[str, ...]) -> dict[str, dict[str, tuple[C
 
 
 def _values(kernel: Kernel, arch: Arch, case: Case, config: Any) -> set[Hashable]:
-    """What a case's source is compiled for. Its first says that the arch compiles each body with each dtype."""
+    """What a case's source is compiled for. Its first says that the arch compiles each body: with each dtype, where no
+    older one shares its bodies.
+    """
     problem, body, group = static_fields(case.problem), kernel.body(config, arch).template, _sharing(kernel, arch)[0]
     kind = (arch.name if arch.name in OLDEST else "", body, *(v for k, v in problem.items() if k.endswith("dtype")))
     return {
-        (arch.name, *kind),
+        (arch.name, *(kind if arch.name in (group, *OLDEST) else kind[:2])),
         *((body, "problem", k, v) for k, v in problem.items() if _is_telling(kernel, k, v)),
         *((group, *kind[:2], "config", k, v) for k, v in fields_of(config).items()),
-        (group, *kind[:2], "tile", _tile(config)),
     }
 
 
@@ -141,10 +140,6 @@ def _sizes(kernel: str) -> dict[str, set[int]]:
             if isinstance(value, int) and not isinstance(value, bool):
                 found.setdefault(name, set()).add(value)
     return found
-
-
-def _tile(config: Any) -> Hashable:
-    return tuple((k, v) for k, v in fields_of(config).items() if k not in SPLITS)
 
 
 def _sharing(kernel: Kernel, arch: Arch) -> list[str]:
@@ -233,7 +228,7 @@ def test_what_is_compiled_leaves_no_value_out(kernel: Kernel) -> None:
                 asked[name] |= {(k, v) for k, v in fields.items() if _is_telling(kernel, k, v)} | {
                     (group, *v) for v in fields_of(config).items()
                 }
-                asked[name] |= {(group, _tile(config)), (str(arch), fields["body"])}
+                asked[name] |= {(str(arch), fields["body"])}
     assert asked["some"] == asked["all"]
 
 
@@ -390,15 +385,27 @@ def test_pointers_ask_for_no_more_alignment_than_slices_have(kernel: Kernel) -> 
             assert a.align <= value.element_size(), f"{a.name} must start at a multiple of {a.align} bytes"
 
 
+def _few_cases(kernel: Kernel) -> Iterator[Case]:
+    """Of those that are not large so many that each value of each field and option occurs."""
+    left: list[tuple[Case, set[Hashable]]] = []
+    for case in kernel.cases.CASES:
+        if getattr(case.problem, "kv_len", 0) <= MOST_KEYS and kernel.cost(case.problem).bytes <= MOST_BYTES:
+            options = ((k, str(v)) for k, v in case.options.items())
+            left.append((case, {*fields_of(case.problem).items(), *options, kernel.outputs_of(case.problem)}))
+    missing: set[Hashable] = set().union(*(values for _, values in left))
+    while missing:
+        case, values = max(left, key=lambda one: len(one[1] & missing))
+        missing -= values
+        yield case
+
+
 @EACH_KERNEL
 def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> None:
     """A kernel that writes nothing, or not all, must not pass: no output holds its right values beforehand."""
     kinds = {a.name: a.kind for a in _args(kernel) if a.kind != "map"}
     names = kinds.keys() - {"workspace"}
     written = set()
-    for case in kernel.cases.CASES:
-        if getattr(case.problem, "kv_len", 0) > MOST_KEYS or kernel.cost(case.problem).bytes > MOST_BYTES:
-            continue
+    for case in _few_cases(kernel):
         inputs = kernel.cases.inputs(case, torch.device("cpu"))
         assert set(inputs) == names, case.name
         for name, kind in kinds.items():

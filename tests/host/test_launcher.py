@@ -118,14 +118,14 @@ def test_an_array_of_addresses_is_made_once_and_kept(monkeypatch: pytest.MonkeyP
     assert _words(first, 3) == [64, 0, 128], "a captured graph may name it"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert _array(addresses, 64, None, 128) == first
-    with pytest.raises(LaunchError, match=r"many: the addresses of layers .* being captured") as caught:
+    with pytest.raises(LaunchError, match=r"layers .* being captured") as caught:
         _array(addresses, 64, None, 256)
     assert "run it once" in str(caught.value.hint)
 
 
 def test_each_of_several_tensors_is_checked() -> None:
     addresses = launcher.Addresses(torch.device("cpu"))
-    with pytest.raises(LaunchError, match="layers must be a tuple of CUDA tensors, not 64"):
+    with pytest.raises(LaunchError, match=r"layers .*tuple of CUDA tensors.* 64"):
         addresses.array("many", Arg("layers", "ptrs"), 64)
-    with pytest.raises(LaunchError, match=r"layers\[1\] must be a CUDA tensor"):
+    with pytest.raises(LaunchError, match=r"layers\[1\] .*CUDA tensor"):
         addresses.array("many", Arg("layers", "ptrs"), (64, torch.zeros(2)))

@@ -224,9 +224,9 @@ def test_tensors_that_are_not_contiguous_are_refused_or_copied() -> None:
     assert torch.equal(ops.rmsnorm(view, W, 1e-6, X.dtype), ops.rmsnorm(view.contiguous(), W, 1e-6, X.dtype))
     assert torch.equal(ops.w4a16_gemm(view, weights()), ops.w4a16_gemm(view.contiguous(), weights()))
     assert torch.equal(ops.gelu_mul(X, wide[:, 64:]), ops.gelu_mul(X, wide[:, 64:].contiguous()))
-    with pytest.raises(LaunchError, match=r"gate \(4, 64\) is not contiguous \(strides \(128, 2\)\)"):
+    with pytest.raises(LaunchError, match=r"gate \(4, 64\).*contiguous.*\(128, 2\)"):
         ops.gelu_gate(view)
-    with pytest.raises(LaunchError, match=r"residual.* is not contiguous"):
+    with pytest.raises(LaunchError, match=r"residual.*contiguous"):
         ops.add_norm(view, X, W, None, W, 1e-6)
 
 
@@ -234,7 +234,7 @@ def test_each_of_several_tensors_may_lie_apart_where_their_argument_may(monkeypa
     monkeypatch.setattr(library, "_may_lie_apart", lambda kernel: frozenset({"apart"}))
     view = torch.rand(4, 128)[:, ::2]
     library._require_contiguous(Call("lists", None, {"apart": (X, view), "rows": (X,)}, None))
-    with pytest.raises(LaunchError, match=r"lists: rows\[1\] \(4, 64\) is not contiguous"):
+    with pytest.raises(LaunchError, match=r"rows\[1\] \(4, 64\).*contiguous"):
         library._require_contiguous(Call("lists", None, {"apart": (X,), "rows": (X, view)}, None))
 
 
@@ -290,9 +290,9 @@ def test_a_folder_of_ones_own_has_its_op_there(monkeypatch: pytest.MonkeyPatch) 
     with toy_kernels(monkeypatch):
         assert torch.equal(kerngen.ops.scale(X), 2 * X)
         assert torch.equal(torch.ops.kerngen.scale(X), 2 * X)
-        with pytest.raises(ProblemError, match=r"scale: x is torch.float16 \[4, 64\]; it takes fp32\[T, W\]"):
+        with pytest.raises(ProblemError, match=r"x .*float16 \[4, 64\].*fp32\[T, W\]"):
             kerngen.ops.scale(X.half())
-    with pytest.raises(AttributeError, match="no attribute 'sclae'"):
+    with pytest.raises(AttributeError, match="'sclae'"):
         kerngen.ops.sclae  # noqa: B018
 
 
@@ -355,5 +355,5 @@ def test_two_arguments_of_one_name_are_refused() -> None:
 def test_two_ops_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = Op("rmsnorm", OPS["embed"].make, (), OPS["embed"].takes)
     monkeypatch.setattr(library, "_ops", lambda kernel: iter([twin] if kernel.name == "embed" else []))
-    with pytest.raises(UsageError, match="two kernel folders have an op rmsnorm"):
+    with pytest.raises(UsageError, match=r"two .* op rmsnorm"):
         library.functions()

@@ -127,5 +127,5 @@ def test_rows_of_ple_must_not_have_gaps() -> None:
     op, arguments = KERNEL.cases.op_call(KERNEL.cases.CASES[1], KERNEL.cases.inputs(KERNEL.cases.CASES[1], "cpu"))
     assert op.of_flat(arguments).arguments["ple_stride"] == 3 * given["gate"].shape[0]
     arguments["ple"] = torch.zeros(*arguments["ple"].shape, 2, dtype=torch.bfloat16)[..., 0]
-    with pytest.raises(ProblemError, match="elements of ple's rows are 2 apart, not 1"):
+    with pytest.raises(ProblemError, match=r"ple's rows.* 2 apart.* 1"):
         op.of_flat(arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,6 @@ def test_there_are_sheets() -> None:
 def test_no_architecture_is_left_out() -> None:
     assert {b.device.arch for b in FORETOLD} == set(ARCHES)
     assert {b.name for b in FORETOLD} == {"V100", "T4", "A100", "RTX3090", "L4", "RTX4090", "H200", "B200", "RTX5090"}
-
-
-def test_the_table_has_what_there_is() -> None:
-    rows = re.findall(r"^\| (\w+) \|.*\| (\d+) kB \|$", (PREBUILT / "README.md").read_text(), re.MULTILINE)
-    sizes = {p.name: sum(f.stat().st_size for f in p.iterdir()) / 1e3 for p in PREBUILT.iterdir() if p.is_dir()}
-    assert {name: int(size) for name, size in rows} == {name: round(size) for name, size in sizes.items()}
 
 
 @pytest.mark.parametrize("path", SHEETS, ids=lambda p: f"{p.parent.name}/{p.name}")
@@ -177,7 +170,7 @@ def test_nothing_is_written_to_where_the_sheets_lie(through: str, tmp_path: Path
     if through == "a link":
         (tmp_path / "mine").symlink_to(PREBUILT)
         place = tmp_path / "mine" / "new.sqlite"
-    with pytest.raises(UsageError, match="is shipped with kerngen") as caught:
+    with pytest.raises(UsageError, match="shipped with kerngen") as caught:
         Store.open(place)
     assert "--db FILE" in str(caught.value)
     assert not place.exists()

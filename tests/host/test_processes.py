@@ -100,7 +100,7 @@ def test_errors_come_back_as_they_were() -> None:
             processes.submit(_raise).result(30)
         assert raised.value.hint == "try again"
         assert "raise KerngenError" in raised.value.__notes__[0]
-        with pytest.raises(TypeError, match="generator cannot be sent to another process"):
+        with pytest.raises(TypeError, match=r"generator.*another process"):
             processes.submit(eval, "(i for i in [])").result(30)
         with pytest.raises(TypeError, match="pickle"):
             processes.submit(abs, (i for i in [1])).result(30)

@@ -75,7 +75,7 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, says: str) -> 
 def test_columns_are_what_they_should_be(tmp_path: Path) -> None:
     path = tmp_path / "times.csv"
     path.write_text("kernel,us\n")
-    with pytest.raises(RecordingError, match=r"times\.csv:1: the columns are not kernel,problem"):
+    with pytest.raises(RecordingError, match=r"times\.csv:1: .*kernel,problem"):
         read_public_times(path)
 
 

@@ -231,7 +231,7 @@ def test_a_byte_of_a_line_is_noticed(path: Path) -> None:
             (body,) = c.execute("SELECT body FROM line").fetchone()
         assert was in body
         alter(path, "UPDATE line SET body = ?", body.replace(was, now))
-        with opened(path) as r, pytest.raises(CorruptRecord, match="does not match its own seal"):
+        with opened(path) as r, pytest.raises(CorruptRecord, match="its own seal"):
             r.line("toy", KEY, "sm90")
         alter(path, "UPDATE line SET body = ?", body)
 
@@ -249,15 +249,15 @@ def test_a_line_of_something_else_is_not_served(path: Path) -> None:
         body, id = c.execute("SELECT body, id FROM line").fetchone()
     other = problem_key(KERNEL, Problem(head_dim=256)).static_key
     resealed(path, static_key=other)
-    with opened(path) as r, pytest.raises(CorruptRecord, match="of other compiled-in fields"):
+    with opened(path) as r, pytest.raises(CorruptRecord, match="compiled-in fields"):
         r.line("toy", KEY, "sm90")
     other_body = body.replace('"static":{"head_dim":128}', '"static":{"head_dim":256}')
     assert other_body != body
     resealed(path, body=other_body)
-    with opened(path) as r, pytest.raises(CorruptRecord, match="filed under another's name"):
+    with opened(path) as r, pytest.raises(CorruptRecord, match="another's name"):
         r.line("toy", KEY, "sm90")
     resealed(path, static_key=KEY, body=json.dumps(json.loads(body) | {"v": 2}), id=id)
-    with opened(path) as r, pytest.raises(CorruptRecord, match="of version 2, and this kerngen reads 1"):
+    with opened(path) as r, pytest.raises(CorruptRecord, match=r"version 2.* reads 1"):
         r.line("toy", KEY, "sm90")
 
 
@@ -326,9 +326,9 @@ def test_what_another_user_may_have_written_is_not_served(
     file = path.with_name(path.name + beside)
     file.touch()
     os.chmod(file, 0o666)
-    with pytest.raises(TrustError, match=f"tuning.db{beside} can be written by everyone: it is not served"):
+    with pytest.raises(TrustError, match=f"tuning.db{beside} .*written by everyone"):
         open_source(path)
-    with pytest.raises(TrustError, match="can be written by everyone"):
+    with pytest.raises(TrustError, match="written by everyone"):
         api.find_winner("rmsnorm", {}, target="H200", db=path)
     monkeypatch.setenv("KERNGEN_DB", str(path))
     assert at_hand(default_sources(), Target.of(find_device("H200"))) == []
@@ -352,7 +352,7 @@ def test_what_lies_beside_what_a_link_leads_to_is_looked_at(path: Path, tmp_path
     log = tmp_path / "shared" / "there.db-wal"
     log.touch()
     log.chmod(0o666)
-    with pytest.raises(TrustError, match=r"there\.db-wal can be written by everyone"):
+    with pytest.raises(TrustError, match=r"there\.db-wal .*by everyone"):
         open_source(link)
 
 
@@ -390,7 +390,7 @@ def test_a_sealed_file_is_served_if_who_signed_it_is_trusted(
 ) -> None:
     with pytest.raises(TrustError, match=r"made\.kgdb is not signed"):
         open_source(bundle())
-    with pytest.raises(TrustError, match="signed by no key that is trusted here"):
+    with pytest.raises(TrustError, match=r"no key.*trusted"):
         open_source(bundle(ANN))
     trust.trust(ANN.public)
     with open_source(bundle(ANN)) as signed, opened(path) as plain:
@@ -457,7 +457,7 @@ def test_a_sealed_file_of_an_older_schema_is_served_whole_or_not(tmp_path: Path)
     changed = bytearray(sealed.read_bytes())
     changed[4096 + 500] ^= 1
     sealed.write_bytes(changed)
-    with pytest.raises(CorruptRecord, match="was changed since it was sealed"):
+    with pytest.raises(CorruptRecord, match=r"changed since.*sealed"):
         open_source(sealed)
 
 

@@ -152,14 +152,14 @@ def test_a_configuration_twice_is_refused(tmp_path: Path, toy: Recorded) -> None
     write(path := tmp_path / toy.head.file_name, toy)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines, lines[4]]))
-    with pytest.raises(RecordingError, match=r"scale-made.csv:36: the configuration of line 5 again"):
+    with pytest.raises(RecordingError, match=r"scale-made\.csv:36: .*line 5\b"):
         read(path)
 
 
 def test_two_files_in_one_are_refused(tmp_path: Path, toy: Recorded) -> None:
     write(path := tmp_path / toy.head.file_name, toy)
     path.write_text(path.read_text() * 2)
-    with pytest.raises(RecordingError, match=r"scale-made.csv:36: a second head"):
+    with pytest.raises(RecordingError, match=r"scale-made\.csv:36: .*head"):
         read(path)
 
 
@@ -187,10 +187,10 @@ def test_a_folder_of_mixed_versions_is_refused(tmp_path: Path, toy: Recorded) ->
         read(tmp_path / "a" / "scale-a.csv").head, name="more", commit="another")))  # fmt: skip
     assert [r.head.name for r in read_folder(tmp_path / "a")] == ["a", "more"]
     (tmp_path / "b" / "scale-a.csv").write_bytes((tmp_path / "a" / "scale-a.csv").read_bytes())
-    with pytest.raises(RecordingError, match=r"scale-b.csv:1: environment driver is '570.1', and '555.2' in scale-a"):
+    with pytest.raises(RecordingError, match=r"scale-b\.csv:1: .*driver.*'570\.1'.*'555\.2'.*scale-a"):
         read_folder(tmp_path / "b")
     (tmp_path / "c" / "scale-a.csv").write_bytes((tmp_path / "a" / "scale-a.csv").read_bytes())
-    with pytest.raises(RecordingError, match=r"scale-c.csv:1: folder_digest is 'f00', and 'abc' in scale-a"):
+    with pytest.raises(RecordingError, match=r"scale-c\.csv:1: .*folder_digest.*'f00'.*'abc'.*scale-a"):
         read_folder(tmp_path / "c")
     with pytest.raises(RecordingError, match="holds no recordings"):
         read_folder(tmp_path)
@@ -198,7 +198,7 @@ def test_a_folder_of_mixed_versions_is_refused(tmp_path: Path, toy: Recorded) ->
 
 def test_a_file_under_another_name_is_refused(tmp_path: Path, toy: Recorded) -> None:
     write(tmp_path / "scale-other.csv", toy)
-    with pytest.raises(RecordingError, match=r"scale-other.csv:1: this is scale-made.csv, under another name"):
+    with pytest.raises(RecordingError, match=r"scale-other\.csv:1: .*scale-made\.csv"):
         read(tmp_path / "scale-other.csv")
 
 

@@ -52,15 +52,15 @@ def test_what_takes_a_new_search_says_so(folder: Path) -> None:
     path = folder / "T4" / SHEET.name
     with CachedCompiler(1) as compiler:
         path.write_text(SHEET.read_text().replace(MODEL, "roofline-0"))
-        with pytest.raises(DatabaseError, match=f"by roofline-0, and predictions are by {MODEL}") as caught:
+        with pytest.raises(DatabaseError, match=f"roofline-0.*{MODEL}") as caught:
             renewed(path, T4, compiler)
         assert caught.value.hint == "python -m kerngen.tuning.prebuilt --device T4"
         old = re.sub(r"@[0-9a-f]{12}", "@000000000000", SHEET.read_text(), count=1)
         path.write_text(re.sub(r"nvrtc [0-9.]+", "nvrtc 11.8", old))
-        with pytest.raises(DatabaseError, match=r"was built by NVRTC 11\.8, and here is"):
+        with pytest.raises(DatabaseError, match=r"NVRTC 11\.8"):
             renewed(path, T4, compiler)
         path.write_text(SHEET.read_text().replace('"num_sms":40', '"num_sms":41'))
-        with pytest.raises(DatabaseError, match="is for a T4 of other figures"):
+        with pytest.raises(DatabaseError, match=r"T4.*figures"):
             renewed(path, T4, compiler)
 
 

@@ -204,7 +204,7 @@ def test_a_context_that_does_not_fit_says_which_option(session: Session, monkeyp
         raise RuntimeError("can't allocate memory: you tried to allocate 9 bytes")
 
     monkeypatch.setattr(Session, "reserve", full)
-    with pytest.raises(DeviceError, match="a context of 90 tokens was to be allocated\n  a smaller --context; kerngen"):
+    with pytest.raises(DeviceError, match=r"context of 90 tokens.*\n.*--context.*kerngen"):
         Conversation(session, context=90)
 
 
@@ -249,7 +249,7 @@ def test_later_turns_are_found_in_the_cache(tiny: Session) -> None:
 
 def test_what_does_not_fit_changes_nothing(session: Session) -> None:
     conversation = Conversation(session, context=40)
-    with pytest.raises(ContextFull, match="its context holds 40"):
+    with pytest.raises(ContextFull, match=r"context.* 40"):
         conversation.say("x" * 60)
     assert conversation.messages == []
     for wrong in ({"context": 5000}, {"stop": [""]}):
@@ -262,7 +262,7 @@ def test_thinking_is_asked_of_the_template(session: Session, tiny: Session) -> N
     more = len(session.codec.encode("<|turn>system\nthink<turn|>\n")) - 1
     assert len(thinking._handle.request.prompt) == len(plain._handle.request.prompt) + more
     plain.close(), thinking.close()
-    with pytest.raises(UsageError, match="knows no thinking: it does not read enable_thinking"):
+    with pytest.raises(UsageError, match=r"thinking.*enable_thinking"):
         Conversation(tiny, think=True)
 
 

@@ -147,7 +147,7 @@ def test_what_is_no_chat_is_refused(folder: Path, messages: Any) -> None:
     ],
 )
 def test_a_template_cannot_leave_its_sandbox_nor_eat_memory(source: str) -> None:
-    with pytest.raises(CheckpointError, match="chat template failed"):
+    with pytest.raises(CheckpointError, match="template failed"):
         render_chat(source, {"messages": [{"role": "user", "content": ""}]})
 
 
@@ -161,7 +161,7 @@ def test_a_template_cannot_leave_its_sandbox_nor_eat_memory(source: str) -> None
 )
 def test_a_template_cannot_take_for_ever(source: str) -> None:
     began = time.monotonic()
-    with pytest.raises(TemplateTooSlow, match=r"chat template failed: it took more than 0\.7 s"):
+    with pytest.raises(TemplateTooSlow, match=r"template.* 0\.7 s"):
         render_chat(source, {}, within_s=0.7)
     assert time.monotonic() - began < 5
     assert render_chat("{{ 'and the next one is served' }}", {}) == "and the next one is served"
@@ -213,7 +213,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(folder: Path) -> None:
     for name in ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json"):
         (folder / name).unlink()
         os.mkfifo(folder / name)
-        with pytest.raises(CheckpointError, match=f"{name} is a pipe, a device or a socket"):
+        with pytest.raises(CheckpointError, match=f"{name} is a pipe"):
             TextCodec(folder, 2).chat(MESSAGES)
 
 
@@ -253,7 +253,7 @@ def test_no_variable_stands_for_the_messages(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ self_ }}{{ source }}{{ plain }}{{ messages[0].role }}")
     codec = TextCodec(folder, 2)
     assert codec.chat(MESSAGES, {"source": 1, "plain": False, "self": 2, "variables": 3}) == "1Falsesystem"
-    with pytest.raises(UsageError, match="messages is no variable"):
+    with pytest.raises(UsageError, match=r"messages.*variable"):
         codec.chat(MESSAGES, {"messages": MESSAGES})
 
 
@@ -265,5 +265,5 @@ def test_plain_text_that_a_tokenizer_cannot_take_as_text_is_an_error(folder: Pat
         token["special"] = token["content"] != "<|turn>"
     path.write_text(json.dumps(config))
     Tokenizer.from_file(str(path))
-    with pytest.raises(CheckpointError, match=r"makes a control token of '<\|turn>' even where it is told not to"):
+    with pytest.raises(CheckpointError, match=r"control token.*'<\|turn>'"):
         TextCodec(folder, 2).encode_chat(EVIL, plain=True)

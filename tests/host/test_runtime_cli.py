@@ -567,7 +567,7 @@ def test_a_decoder_that_fails_is_one_clear_error(folder: Path, tmp_path: Path) -
     tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {"decoder": decoder}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     codec = TextCodec(tmp_path, bos_id=2)
-    with pytest.raises(CheckpointError, match="cannot decode the tokens: index out of bounds"):
+    with pytest.raises(CheckpointError, match=r"tokens.*out of bounds"):
         codec.stream().push(codec.encode("e"))
 
 
@@ -651,7 +651,7 @@ def test_run_on_a_damaged_folder(
 
 def test_memory_that_runs_out_is_a_device_error() -> None:
     cpu = torch.device("cpu")
-    with pytest.raises(DeviceError, match="out of memory on the CPU"), explaining_memory(cpu):
+    with pytest.raises(DeviceError, match=r"memory.*CPU"), explaining_memory(cpu):
         torch.empty(1 << 58, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="another"), explaining_memory(cpu):
         raise RuntimeError("another error")

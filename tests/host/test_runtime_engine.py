@@ -293,9 +293,9 @@ def test_a_model_that_breaks_while_it_generates_is_an_error(
 
 
 def test_suppressing_every_token_is_refused(model: Gemma4) -> None:
-    with pytest.raises(UsageError, match="all 96 tokens are suppressed"):
+    with pytest.raises(UsageError, match="all 96 tokens"):
         Gemma4(model.config, model.weights, model.ops, suppressed_ids=range(96))
-    with pytest.raises(UsageError, match="suppressed token 96 is outside the vocabulary of 96"):
+    with pytest.raises(UsageError, match=r"token 96 .*vocabulary of 96"):
         Gemma4(model.config, model.weights, model.ops, suppressed_ids=[96])
 
 
@@ -341,7 +341,7 @@ def test_impossible_requests_are_refused(model: Gemma4, folders: dict[str, tuple
     ):
         with pytest.raises(UsageError, match=message):
             engine.generate(ids, max_new_tokens=count)
-    with pytest.raises(UsageError, match="the model takes 1,024"):
+    with pytest.raises(UsageError, match="takes 1,024"):
         Engine(model, max_len=2048)
     with pytest.raises(UsageError, match="8 draft tokens"):
         Engine(model, load_assistant(folders["k_eq_v"][1], model), max_len=30, num_draft_tokens=8)

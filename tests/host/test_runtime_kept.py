@@ -220,12 +220,12 @@ def test_what_is_stale_torn_or_foreign_is_not_served(folder: Path, read: list[st
     load(folder, keep_repacked=True)
     spoil(folder)
     read.clear()
-    with pytest.warns(UserWarning, match="the checkpoint is read instead") as caught:
+    with pytest.warns(UserWarning, match="checkpoint is read") as caught:
         found = logits(load(folder))
     assert message in str(caught[0].message)
     assert str(kept_file(folder)) in str(caught[0].message)
     assert UP in read
-    with pytest.warns(UserWarning, match="the checkpoint is read instead"):
+    with pytest.warns(UserWarning, match="checkpoint is read"):
         load(folder, keep_repacked=True)  # makes it anew
     read.clear()
     with warnings.catch_warnings():
@@ -244,11 +244,11 @@ def test_a_file_that_cannot_be_written_is_a_warning(
 
     with monkeypatch.context() as patch:
         patch.setattr("kerngen.system.files.os.fsync", full)
-        with pytest.warns(UserWarning, match=r"the repacked weights are not kept in .*: No space left on device"):
+        with pytest.warns(UserWarning, match=r"not kept in .*: No space left on device"):
             load(folder, keep_repacked=True)
     assert [p.name for p in folder.iterdir() if "kerngen" in p.name] == [], "nothing is left of it"
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.warns(UserWarning, match=r"not kept in .* GB are needed, 0\.0 GB are free"):
+    with pytest.warns(UserWarning, match=r"not kept in .* GB .*0\.0 GB"):
         load(folder, keep_repacked=True)
 
 

@@ -148,9 +148,7 @@ def test_scales_that_are_no_numbers_are_named(folder: Path, value: float) -> Non
     quantize(folder, 32)
     name = "model.layers.1.mlp.down_proj.weight_scale"
     edit_tensors(folder, lambda t: t[name][3, 1].fill_(value))
-    with pytest.raises(
-        CheckpointError, match=rf"{name} holds NaN or infinity: 1 of 1,024 values, the first at \[3, 1\]"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{name}.*NaN or infinity.* 1 of 1,024 .*\[3, 1\]"):
         load(folder)
 
 
@@ -158,7 +156,7 @@ def test_values_that_fp16_cannot_hold_are_named(folder: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     edit_tensors(folder, lambda t: t[name][3, 1].fill_(1e5))
     load(folder)
-    with pytest.raises(CheckpointError, match=rf"{name} has values up to 1e\+05, which float16 cannot hold"):
+    with pytest.raises(CheckpointError, match=rf"{name}.*1e\+05.*float16"):
         load(folder, torch.float16)
 
 

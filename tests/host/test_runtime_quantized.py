@@ -97,7 +97,7 @@ def test_modules_may_have_group_sizes_of_their_own(tmp_path: Path) -> None:
         part, dense[name] = compress(dense[name], 32)
         edit_tensors(tmp_path / "q", lambda t, n=name, p=part: t.update({f"{n}{k[6:]}": v for k, v in p.items()}))
     wide = "group_1: weights: group_size is 48"
-    with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight_scale has shape \[256, 4\]; config.json implies"):
+    with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight_scale.*\[256, 4\].*config\.json"):
         load(tmp_path / "q")
 
     def second(size: int) -> Callable[[dict[str, Any]], None]:
@@ -139,7 +139,7 @@ def test_a_shape_may_be_left_out_but_not_be_wrong(tmp_path: Path) -> None:
     expected = logits(load(tmp_path))
     name = "model.layers.0.mlp.up_proj.weight_shape"
     edit_tensors(tmp_path, lambda t: t.update({name: torch.tensor([256, 120])}))
-    with pytest.raises(CheckpointError, match=r"weight_shape says \(256, 120\); config.json implies \(256, 128\)"):
+    with pytest.raises(CheckpointError, match=r"weight_shape.*\(256, 120\).*config\.json.*\(256, 128\)"):
         load(tmp_path)
     edit_tensors(tmp_path, lambda t: t.pop(name))
     assert torch.equal(logits(load(tmp_path)), expected)
@@ -202,7 +202,7 @@ def test_gptq_without_an_order_is_in_order(tmp_path: Path) -> None:
     edit_tensors(tmp_path, lambda t: [t.pop(n) for n in list(t) if n.endswith("g_idx")])
     assert torch.equal(logits(load(tmp_path)), expected)
     edit_config(tmp_path, lambda c: c["quantization_config"].update(desc_act=True))
-    with pytest.raises(CheckpointError, match=r"desc_act is true, and .*q_proj.g_idx, which says of what, is missing"):
+    with pytest.raises(CheckpointError, match=r"desc_act.*q_proj\.g_idx.*missing"):
         load(tmp_path)
 
 
@@ -265,7 +265,7 @@ def test_many_costly_expressions_meet_a_deadline(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("kerngen.runtime.weights.quantized.MAX_MATCH_S", 0.05)
     costly = [f"re:.*.*.*{i}X" for i in range(1000)]
     edit_config(tmp_path, lambda c: c["quantization_config"].update(ignore=costly))
-    with pytest.raises(CheckpointError, match=r"ignore's 1000 regular expressions took more than 0.05 s"):
+    with pytest.raises(CheckpointError, match=r"ignore.* 1000 .* 0\.05 s"):
         load(tmp_path)
 
 
@@ -274,7 +274,7 @@ def test_what_is_ignored_cannot_be_packed(tmp_path: Path, ignore: str) -> None:
     make_target(tmp_path, "dense", **WIDE)
     quantize(tmp_path, 32)
     edit_config(tmp_path, lambda c: c["quantization_config"].update(ignore=["lm_head", ignore]))
-    with pytest.raises(CheckpointError, match="is packed, but quantization_config ignores it"):
+    with pytest.raises(CheckpointError, match=r"packed.*quantization_config"):
         load(tmp_path)
     model = synthetic_model(read_model_config(tmp_path), (ops := Seeing()))
     names = {w.name for w in ops.linears if w.format.name == "int4"}

@@ -129,7 +129,7 @@ def test_what_transformers_ignores_is_ignored_with_a_warning(folder: Path) -> No
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
     }
     edit_tensors(folder, lambda t: t.update(leftover))
-    with pytest.warns(UserWarning, match=r"inv_freq and 3 like it is stored and ignored, as in transformers"):
+    with pytest.warns(UserWarning, match=r"inv_freq and 3 like it.*ignored"):
         assert torch.equal(logits(load(folder)), expected)
     torch.testing.assert_close(
         expected, hf_logits(Gemma4ForCausalLM.from_pretrained(folder), PROMPT), atol=1e-4, rtol=0
@@ -139,7 +139,7 @@ def test_what_transformers_ignores_is_ignored_with_a_warning(folder: Path) -> No
 def test_a_layer_scalar_that_is_not_stored_is_one(folder: Path) -> None:
     names = [f"model.layers.{i}.layer_scalar" for i in (1, 3)]
     edit_tensors(folder, lambda t: [t.pop(name) for name in names])
-    with pytest.warns(UserWarning, match=r"layers.1.layer_scalar and 1 like it is not stored; 1 is used"):
+    with pytest.warns(UserWarning, match=r"layers\.1\.layer_scalar and 1 like it.*; 1 is used"):
         ours = logits(load(folder))
     torch.testing.assert_close(ours, hf_logits(Gemma4ForCausalLM.from_pretrained(folder), PROMPT), atol=1e-4, rtol=0)
 
@@ -164,7 +164,7 @@ def test_stored_head_of_a_tied_model_is_used_where_it_differs(folder: Path, recw
     assert dense(model.weights.head).data_ptr() == model.weights.embed.data_ptr()
     assert not recwarn.list
     edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].flip(0) + 0.5}))
-    with pytest.warns(UserWarning, match=r"tie_word_embeddings, but lm_head.weight differs"):
+    with pytest.warns(UserWarning, match=r"tie_word_embeddings.*lm_head\.weight differs"):
         model = load(folder)
     ours = logits(model)
     torch.testing.assert_close(ours, hf_logits(Gemma4ForCausalLM.from_pretrained(folder), PROMPT), atol=1e-4, rtol=0)
@@ -380,7 +380,7 @@ def test_packed_weights_that_contradict_their_scheme(tmp_path: Path) -> None:
     edit_config(
         tmp_path, lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=64)
     )
-    with pytest.raises(CheckpointError, match=r"weight_scale has shape \[128, 4\]; config.json implies \[128, 2\]"):
+    with pytest.raises(CheckpointError, match=r"weight_scale.*\[128, 4\].*config\.json.*\[128, 2\]"):
         load(tmp_path)
     edit_config(
         tmp_path, lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=48)
@@ -455,7 +455,7 @@ def test_a_drafter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     make_assistant(tmp_path / "other", "dense")
     target = load(tmp_path / "target")
     load_assistant(tmp_path / "fits", target)
-    with pytest.raises(UsageError, match=r"reads heads of \(?32 x 2 KV heads; the target's layer 4 writes 32 x 1"):
+    with pytest.raises(UsageError, match=r"32 x 2 KV heads.*layer 4 .*32 x 1"):
         load_assistant(tmp_path / "other", target)
     with pytest.raises(UsageError, match="not a drafter"):
         load_assistant(tmp_path / "target", target)
@@ -465,7 +465,7 @@ def test_a_drafter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="outside 0 to 95"):
         load_assistant(tmp_path / "fits", target)
     edit_config(tmp_path / "fits", lambda c: c.update(backbone_hidden_size=40))
-    with pytest.raises(UsageError, match="drafts for a hidden size of 40"):
+    with pytest.raises(UsageError, match=r"hidden size.* 40"):
         load_assistant(tmp_path / "fits", target)
 
 

@@ -154,7 +154,7 @@ def test_what_was_changed_is_not_signed(bundle: Path) -> None:
         f.seek(PAGE * 3)
         f.write(b"changed")
     before = bundle.read_bytes()
-    with pytest.raises(CorruptRecord, match="changed since it was sealed: it is not signed"):
+    with pytest.raises(CorruptRecord, match=r"changed since.*sealed"):
         sign(bundle, BOB)
     assert bundle.read_bytes() == before
 

@@ -433,13 +433,13 @@ def test_tools_that_cannot_be_called_are_refused(guides: Guides) -> None:
         guides.calls([tool("f", {"type": "object"})], name="g")
     with pytest.raises(UsageError, match="no tools"):
         guides.calls([])
-    with pytest.raises(UsageError, match="no name of a function"):
+    with pytest.raises(UsageError, match="name of a function"):
         guides.calls([tool("f{", {"type": "object"})])
-    with pytest.raises(UsageError, match="arguments of a function are an object"):
+    with pytest.raises(UsageError, match=r"arguments.*object"):
         guides.calls([tool("f", {"type": "string"})])
     with pytest.raises(UsageError, match="a choice is"):
         choice_grammar([])
-    with pytest.raises(UsageError, match="regular expression is a text"):
+    with pytest.raises(UsageError, match=r"regular expression.*text"):
         regex_grammar(3)  # type: ignore[arg-type]
 
 

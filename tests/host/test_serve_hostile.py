@@ -143,7 +143,7 @@ def test_a_tool_that_refers_to_the_same_again_and_again_is_bounded() -> None:
     parameters = {"type": "object", "$defs": {"A": large},
                   "properties": {f"p{i}": {"$ref": "#/$defs/A"} for i in range(9000)}}  # fmt: skip
     began = time.monotonic()
-    with pytest.raises(Exception, match="more than 50,000 parts"):
+    with pytest.raises(Exception, match="50,000 parts"):
         template_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     assert time.monotonic() - began < 1
 

@@ -398,7 +398,7 @@ def test_tools_that_grow_without_bound_are_refused() -> None:
         deep = {"items": deep}
     loop = {"$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}}, "$ref": "#/$defs/x"}
     for parameters in ({"$ref": "#/$defs/d0", "$defs": twice}, deep):
-        with pytest.raises(UsageError, match="more than 50,000 parts, or is nested"):
+        with pytest.raises(UsageError, match=r"50,000.*nested"):
             template_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     [told] = template_tools([{"type": "function", "function": {"name": "f", "parameters": loop}}])
     assert told["function"]["parameters"] == {"type": "object"}

@@ -150,7 +150,7 @@ def test_it_says_that_the_engine_died(tmp_path: Path) -> None:
 def test_a_port_is_one_servers_while_its_weights_load_and_free_once_it_has_ended() -> None:
     first = serving._listen("127.0.0.1", 0)
     address = first.getsockname()
-    with pytest.raises(UsageError, match=f"port {address[1]}: Address already in use"):
+    with pytest.raises(UsageError, match=f"{address[1]}.*in use"):
         serving._listen(*address)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)

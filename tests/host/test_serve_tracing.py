@@ -110,5 +110,5 @@ def test_what_is_not_installed_is_said(
 
 def test_what_no_spans_can_be_sent_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier/pigeon")
-    with pytest.raises(UsageError, match="carrier/pigeon is no protocol"):
+    with pytest.raises(UsageError, match="carrier/pigeon"):
         open_tracing("http://localhost:4318")

@@ -114,11 +114,11 @@ def test_shares_are_what_the_mean_gains() -> None:
 
 def test_a_step_that_the_model_cannot_take_is_refused() -> None:
     model = find_model("gemma-4-e2b")
-    with pytest.raises(UsageError, match="decode, batch 1, context 262144: gemma-4-e2b has 131072 positions"):
+    with pytest.raises(UsageError, match=r"batch 1, context 262144.*gemma-4-e2b.* 131072 "):
         sequence(model, Step.decode(1, 262144), SM90)
-    with pytest.raises(UsageError, match="draft, batch 1, context 64: the model has no drafter"):
+    with pytest.raises(UsageError, match=r"draft, batch 1, context 64.*no drafter"):
         sequence(replace(model, drafter=None), Step.draft(1, 64), SM90)
-    with pytest.raises(UsageError, match="prefill 65 tokens of 64: a chunk has"):
+    with pytest.raises(UsageError, match=r"prefill 65 tokens of 64\b"):
         sequence(model, Step.prefill(65, 64), SM90)
     with pytest.raises(UsageError, match=r"verify 9 tokens.*take 1 to 8"):
         sequence(model, Step.verify(1, 9, 64), SM90)

@@ -58,7 +58,7 @@ def test_a_choice_becomes_what_the_process_is_asked(answer: Any) -> None:
     if isinstance(answer, Ratio):
         assert timer.compare({first: (one, b"1")}, {first: (other, b"2"), second: (one, b"3")}, pairs=7) is answer
     else:
-        with pytest.raises(LaunchError, match=r"decode, batch 1, context 512: no room"):
+        with pytest.raises(LaunchError, match=r"decode.*batch 1.*context 512.*room"):
             timer.compare({first: (one, b"1")}, {first: (other, b"2"), second: (one, b"3")}, pairs=7)
     ((_, _, base, exchanged, pairs),) = worker.asked
     assert pairs == 7

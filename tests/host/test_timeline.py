@@ -35,13 +35,13 @@ def test_every_kernel_of_a_step_takes_clocks(model: str, step: Step) -> None:
 
 
 def test_a_text_without_a_place_for_them() -> None:
-    with pytest.raises(CompileError, match=r"of the entries \['absent'\] it has \[\]"):
+    with pytest.raises(CompileError, match=r"\['absent'\].*\[\]"):
         with_clocks('extern "C" __global__ void there(int x) {\n}\n', {"absent": (1, 1)})
 
 
 def test_a_wait_that_is_spelled_otherwise_is_no_wait_without_marks() -> None:
     text = 'DEVICE void pdl_wait() { wait(); }\nextern "C" __global__ void there(int x) {\n    pdl_wait();\n}\n'
-    with pytest.raises(CompileError, match="0 definitions of pdl_wait"):
+    with pytest.raises(CompileError, match=r"0 .*pdl_wait"):
         with_clocks(text, {"there": (1, 1)})
 
 

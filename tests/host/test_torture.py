@@ -323,7 +323,7 @@ def test_a_disk_that_is_read_only(tmp_path: Path, bundle: Path) -> None:
         with Store.open(disk / "mine.db", read_only=True) as store:
             assert store.winners("toy") == [replace(w, source=w.source) for w in want]
         assert open_source(disk / "mine.db").winners("toy")
-        with pytest.raises(DatabaseError, match=r"mine\.db (is read-only|cannot be opened)"), \
+        with pytest.raises(DatabaseError, match=r"mine\.db .*(read-only|opened)"), \
                 Store.open(disk / "mine.db") as store:  # fmt: skip
             store.add_measurement(measured(add_build(store, 2), 2, 5.0))
         assert [v.ok for v in verify(str(disk / "b.kgdb"), LEVELS[:3])] == [True, True, True]

@@ -78,7 +78,7 @@ def test_a_key_comes_back_from_its_files(tmp_path: Path) -> None:
         SecretKey.generate().write(tmp_path / "keys" / "k")
     assert SecretKey.read(tmp_path / "keys" / "k") == key
     (tmp_path / "l.pub").write_text("somebody's")
-    with pytest.raises(TrustError, match=r"l\.pub is there already"):
+    with pytest.raises(TrustError, match=r"l\.pub .*already"):
         key.write(tmp_path / "l")
     assert not (tmp_path / "l").exists()
     long = SecretKey.generate("x" * 500)
@@ -92,7 +92,7 @@ def test_a_key_comes_back_from_its_files(tmp_path: Path) -> None:
 def test_a_secret_that_others_can_reach_is_not_signed_with(tmp_path: Path, mode: int) -> None:
     SecretKey.generate().write(tmp_path / "k")
     (tmp_path / "k").chmod(mode)
-    with pytest.raises(TrustError, match=rf"is open to others \(mode {mode:04o}\)") as caught:
+    with pytest.raises(TrustError, match=rf"open to others.*{mode:04o}") as caught:
         SecretKey.read(tmp_path / "k")
     assert f"chmod 600 {tmp_path / 'k'}" in str(caught.value)
 
@@ -138,7 +138,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path, data: bytes, says: str) -> No
     if secret != data:
         (tmp_path / "k").write_bytes(secret)
         (tmp_path / "k").chmod(0o600)
-        with pytest.raises(TrustError, match=f"is no secret key: .*{says}"):
+        with pytest.raises(TrustError, match=f"secret key.*{says}"):
             SecretKey.read(tmp_path / "k")
 
 
@@ -222,7 +222,7 @@ def test_keys_lie_in_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert set(trusted_keys()) == {keys[2].id, keys[3].id}
     monkeypatch.setenv("KERNGEN_TRUST", f"{tmp_path / 'share'}:{tmp_path / 'one.pub'}::{tmp_path / 'none.pub'}")
     assert trusted_keys() == {k.id: k for k in keys}
-    with pytest.raises(TrustError, match=f"{keys[2].id} is still trusted by a file in "):
+    with pytest.raises(TrustError, match=f"{keys[2].id} .*trusted"):
         distrust(keys[2].id)
 
 

@@ -121,9 +121,9 @@ def test_ptx_is_a_build_too(any_store: Store) -> None:
 
 
 def test_an_image_of_another_source_is_refused(any_store: Store) -> None:
-    with pytest.raises(DatabaseError, match="not made from this source"):
+    with pytest.raises(DatabaseError, match="from this source"):
         any_store.add_build(make_cubin(1), "toy", source_of(2), {}, STATIC, options=OPTIONS)
-    with pytest.raises(DatabaseError, match="not made from this source"):
+    with pytest.raises(DatabaseError, match="from this source"):
         any_store.add_build(make_cubin(1), "toy", source_of(1), {}, STATIC, options=("-G",))
 
 
@@ -451,19 +451,19 @@ def test_a_read_only_disk_is_one_clear_line(store: Store, path: Path, monkeypatc
     with Store.open(path) as there, pytest.raises(DatabaseError, match=r"tuning\.db is read-only") as caught:
         add_build(there, 2)
     assert len(str(caught.value).splitlines()) == 2
-    with pytest.raises(DatabaseError, match="cannot make its folder"):
+    with pytest.raises(DatabaseError, match="its folder"):
         Store.open("/proc/nowhere/tuning.db")
 
 
 def test_what_is_no_database(tmp_path: Path, path: Path) -> None:
     path.write_text("Dear diary, " * 50)
     for read_only in (True, False):
-        with pytest.raises(DatabaseError, match="is not an SQLite database"):
+        with pytest.raises(DatabaseError, match="SQLite database"):
             Store.open(path, read_only=read_only)
     assert path.read_text().startswith("Dear diary")
     with pytest.raises(DatabaseError, match="no such file"):
         Store.open(tmp_path / "absent", read_only=True)
-    with pytest.raises(DatabaseError, match="is a folder, not a database"):
+    with pytest.raises(DatabaseError, match="is a folder"):
         Store.open(tmp_path)
 
 
@@ -472,7 +472,7 @@ def test_another_programs_database_is_left_alone(path: Path) -> None:
         c.execute("CREATE TABLE bookmark (url TEXT)")
     c.close()
     for read_only in (True, False):
-        with pytest.raises(DatabaseError, match="not a tuning database"):
+        with pytest.raises(DatabaseError, match="tuning database"):
             Store.open(path, read_only=read_only)
 
 
@@ -505,7 +505,7 @@ def test_urls(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNGEN_DB", str(path.with_name("other.db")))
     with Store.open() as s:
         assert s.where.endswith("other.db")
-    with pytest.raises(UsageError, match="neither SQLite nor PostgreSQL"):
+    with pytest.raises(UsageError, match=r"SQLite.*PostgreSQL"):
         Store.open("mysql://host/name")
     with pytest.raises(UsageError):
         Store.open("::://")
@@ -551,12 +551,12 @@ def test_what_a_server_gives_up_is_one_clear_line(postgresql_url: str, monkeypat
     engine = engines.open_server(postgresql_url)
     with (
         engines.writing(engine),
-        pytest.raises(DatabaseError, match="there has been locked by another process for 60 s"),
+        pytest.raises(DatabaseError, match=r"locked by another process.* 60 s"),
         engines.clear_errors("there"),
         engines.writing(engine),
     ):
         pass
-    with pytest.raises(DatabaseError, match="there has taken more than 300 s over one statement"):  # noqa: SIM117
+    with pytest.raises(DatabaseError, match=r"300 s.*statement"):  # noqa: SIM117
         with engines.clear_errors("there"), engine.connect() as c:
             c.execute(text("SELECT pg_sleep(5)"))
     engine.dispose()
@@ -621,7 +621,7 @@ def test_a_newer_schema_is_one_clear_line(store: Store, path: Path) -> None:
     store.close()
     damage(path, f"UPDATE {schema.VERSION_TABLE} SET version_num = '0042'")
     for read_only in (True, False):
-        with pytest.raises(SchemaTooNew, match="schema 0042, written by a newer kerngen") as caught:
+        with pytest.raises(SchemaTooNew, match=r"0042.*newer kerngen") as caught:
             Store.open(path, read_only=read_only)
         assert "upgrade kerngen" in str(caught.value)
 

@@ -221,7 +221,7 @@ def test_a_kernel_and_its_problem(path: Path) -> None:
     assert told["latency_us"] == 3.5
     assert told["why"]["is_default"]
     assert "answered    user: predicted for H200" in run("show", "rmsnorm")
-    with pytest.raises(TuningMiss, match="no record for rmsnorm"):
+    with pytest.raises(TuningMiss, match="rmsnorm"):
         run("show", "rmsnorm", "--arch", "sm70")
 
 
@@ -230,7 +230,7 @@ def test_naming_enough_to_mean_one_winner(path: Path) -> None:
     tune_rmsnorm(path, "hidden=1024,num_tokens=16")
     tune_rmsnorm(path, "hidden=2048,num_tokens=16")
     assert json.loads(run("show", "rmsnorm", "--problem", "hidden=2048", "--json"))["problem"]["hidden"] == 2048
-    with pytest.raises(UsageError, match="2 winners of rmsnorm on sm90 fit") as caught:
+    with pytest.raises(UsageError, match=r"2 .*rmsnorm.*sm90") as caught:
         run("show", "rmsnorm", "--problem", "dtype=bf16")
     assert "name more of hidden" in str(caught.value)
 

@@ -105,7 +105,7 @@ def test_they_multiply_the_same_weights(fakes: Fakes, group_size: int, k: int) -
 def test_one_that_is_wrong_is_not_timed(fakes: Fakes) -> None:
     fakes.off = 1.1
     calls = bench.baselines(*_inputs())
-    with pytest.raises(RuntimeError, match=r"machete is 0\.\d+ of the largest output from what it should be"):
+    with pytest.raises(RuntimeError, match=r"machete.* 0\.\d+"):
         calls["machete"]()
 
 
@@ -115,7 +115,7 @@ def test_one_that_refuses_a_shape_says_so(fakes: Fakes, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.ops._C, "gptq_marlin_repack", refuse)
     calls = bench.baselines(*_inputs())
-    with pytest.raises(RuntimeError, match=r"^size_n = 96 is not divisible by 64$"):
+    with pytest.raises(RuntimeError, match=r"^size_n = 96[^\n]*64$"):
         calls["marlin"]()
     calls["machete"]()
 

@@ -131,14 +131,14 @@ def test_a_folder_gives_its_own_shapes() -> None:
 
 
 def test_what_does_not_exist_is_named() -> None:
-    with pytest.raises(UnknownName, match="unknown model 'gemma-5'"):
+    with pytest.raises(UnknownName, match="model 'gemma-5'"):
         find_model("gemma-5")
     with pytest.raises(UsageError, match="not a folder"):
         find_model("no/such/folder")
     load = find_workload("gemma-4-31b", find_arch("sm70"))
-    with pytest.raises(UsageError, match="needs no moe_router on sm70"):
+    with pytest.raises(UsageError, match=r"moe_router.*sm70"):
         load.only(["moe_router"])
-    with pytest.raises(UnknownName, match="unknown kernel 'atn_decode'"):
+    with pytest.raises(UnknownName, match="kernel 'atn_decode'"):
         load.only(["atn_decode"])
 
 

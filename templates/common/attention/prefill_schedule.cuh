@@ -3,7 +3,7 @@
 // The query heads that share one kv head are packed: row = query token * GROUP + head in the group. So a block of rows
 // spans few tokens, which keeps short chunks full and the ragged edge of a causal or windowed mask thin.
 #pragma once
-#include "common/attn_mask.cuh"
+#include "common/attn_tiles.cuh"
 
 struct PrefillTile {
     int seq;        // which sequence
@@ -46,7 +46,7 @@ DEVICE bool find_prefill_tile(PrefillTile& found, int tile, const int32_t* cu_se
 // The keys that a block's rows see between them, in positions of the sequence, and where a mask is needed.
 template <int GROUP, int BLOCK_M, class Mask> struct KeyRange {
     Mask mask;
-    int lo, hi;       // [lo, hi): outside it nothing may be read
+    KeySpan keys;     // outside of it nothing may be read
     int all_hi;       // keys below it are seen by every row, as far as visible_end goes
     int all_lo;       // keys from it on are seen by every row, as far as first_visible goes
     int first_query;  // position of query token 0
@@ -55,9 +55,9 @@ template <int GROUP, int BLOCK_M, class Mask> struct KeyRange {
         first_query = kv_len - tile.num_rows / GROUP;
         const int low = first_query + tile.first_row / GROUP;
         const int high = first_query + (min(tile.first_row + BLOCK_M, tile.num_rows) - 1) / GROUP;
-        hi = min(kv_len, mask.visible_end(high));
+        keys.end = min(kv_len, mask.visible_end(high));
         all_hi = min(kv_len, mask.visible_end(low));
-        lo = mask.first_visible(low);
+        keys.first = mask.first_visible(low);
         all_lo = mask.first_visible(high);
     }
 

@@ -1,29 +1,7 @@
-// Split-KV attention: which tiles of a sequence a block visits, and how partial results are merged.
+// Split-KV attention: how partial results are merged.
 #pragma once
-#include "common/attn_mask.cuh"
+#include "common/attn_tiles.cuh"
 #include "common/ptx/copy.cuh"
-
-// What one block reads: keys [first_key, end_key) are seen by at least one of its queries; of the tiles of BLOCK_N keys
-// (aligned to BLOCK_N) that hold them, this split takes [first_tile, end_tile).
-struct KvRange {
-    int first_key, end_key;
-    int first_tile, end_tile;
-};
-
-// The queries sit at positions first_position..last_position (negative: sees nothing). The visible tiles are dealt out
-// evenly, so that a fixed grid stays balanced while the context grows.
-template <int BLOCK_N, class Mask>
-DEVICE KvRange kv_range(const Mask& mask, int first_position, int last_position, int split, int num_splits) {
-    const KeySpan keys = mask.visible_keys(first_position, last_position);
-    KvRange r;
-    r.end_key = keys.end;
-    r.first_key = keys.first;
-    const int first = r.first_key / BLOCK_N;
-    const int count = r.end_key > r.first_key ? (r.end_key + BLOCK_N - 1) / BLOCK_N - first : 0;
-    r.first_tile = first + int(int64_t(count) * split / num_splits);
-    r.end_tile = first + int(int64_t(count) * (split + 1) / num_splits);
-    return r;
-}
 
 DEVICE void add(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 DEVICE void add(float4& sum, float w, float4 x) { sum.x += w * x.x, sum.y += w * x.y, sum.z += w * x.z, sum.w += w * x.w; }

@@ -2,7 +2,7 @@
 
     {"v": 1, "device": "H200", "problems": [
        {"name": "down-m1", "kernel": "w4a16_gemm", "problem": {"n": 5376, "k": 21504}, "held_out": true,
-        "grid": [{"gemv": [true], "block_n": [32, 64]}, {"stream": [true]}]},
+        "grid": [{"body": ["gemv"], "block_n": [32, 64]}, {"body": ["tma_warp"]}]},
        {"name": "prefill-2k", "kernel": "attn_prefill", "problem": {...}, "sample": 16}]}
 
 Each part of `grid` keeps, of the space of every body that it does not exclude, the points whose fields have one of the

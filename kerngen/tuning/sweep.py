@@ -2,7 +2,7 @@
 
     python -m kerngen.tuning.sweep attn_prefill --body wgmma.cu.jinja --case d256 --most 24
     python -m kerngen.tuning.sweep w4a16_gemm --body wgmma_ws.cu.jinja --problem n=43008,k=5376,num_tokens=32
-    python -m kerngen.tuning.sweep attn_decode --case window --config warpgroups=true,num_splits=8
+    python -m kerngen.tuning.sweep attn_decode --case window --config body=wgmma_ws,num_splits=8
     python -m kerngen.tuning.sweep --plan data/sweeps/h200/attn_decode-warpgroups.txt
 
 For each case the default configuration first, then of the body's valid ones those that the cost model expects most of,

@@ -52,7 +52,7 @@ def test_it_tells_what_came_of_each(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "n=512" in lines[1]
     assert "wrong_result: out[3, 1] is nan, reference 1" in lines[3]
     assert lines[2].split()[1] == "us"
-    assert all("warpgroups=True" in line for line in lines[3:9])
+    assert all("body=wgmma_ws" in line for line in lines[3:9])
     assert "best: " in lines[-1]
     assert "1 configurations are wrong or failed" in err
 

@@ -451,14 +451,23 @@ def static_fields(problem: Any) -> dict[str, Any]:
 
 
 class Defaults(dict[str, Any]):
-    """Each field of a class with its default, dataclasses.MISSING where it has none.
+    """Each field of a class with its default, dataclasses.MISSING where it has none, and how some are filed.
 
-    names: field -> the name that it is filed under, of those whose metadata says `filed`.
+    names: field -> the name that it is filed under, where that is another. bodies: value of `body` -> the fields that
+    it is filed as.
     """
 
-    def __init__(self, defaults: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        defaults: Mapping[str, Any],
+        names: Mapping[str, str] | None = None,
+        bodies: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         super().__init__(defaults)
-        self.names = {name: filed for name, filed in names.items() if name in defaults}
+        self.names = {name: filed for name, filed in (names or {}).items() if name in defaults}
+        self.own = {filed: name for name, filed in self.names.items()}
+        self.bodies = bodies or {}
+        self.flags = {flag for fields in self.bodies.values() for flag in fields}  # fields that bodies are filed as
 
     def only(self, names: Iterable[str]) -> Defaults:
         return Defaults({n: self[n] for n in names}, self.names)
@@ -467,28 +476,43 @@ class Defaults(dict[str, Any]):
 def defaults_of(cls: type[Any]) -> Defaults:
     """How the fields of a Problem or Config class are filed: those that have their default are left out.
 
-    A field may have another name than it had: `field(default=0, metadata={"filed": "old_name"})`.
+    A field's metadata may say `filed`: the name that it had before, `field(default=0, metadata={"filed": "old_name"})`.
+    That of a Config's `body` says for each of its values what rows have in its place: {"gemv": {"gemv": True}}.
     """
     fields = dataclasses.fields(cls)
-    names = {f.name: str(f.metadata["filed"]) for f in fields if "filed" in f.metadata}
-    return Defaults({f.name: f.default for f in fields}, names)
+    filed = {f.name: f.metadata["filed"] for f in fields if "filed" in f.metadata}
+    bodies = filed.pop("body", None)
+    return Defaults({f.name: f.default for f in fields}, filed, bodies)
 
 
 def trimmed(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """`fields` as they are filed: by the names that they are filed under, without those that equal their default, in
     value and in type: 1 is not True.
     """
-    names = defaults.names if isinstance(defaults, Defaults) else {}
-    return {names.get(k, k): v for k, v in fields.items() if not _same(v, defaults.get(k, dataclasses.MISSING))}
+    kept = {k: v for k, v in fields.items() if not _same(v, defaults.get(k, dataclasses.MISSING))}
+    if not isinstance(defaults, Defaults):
+        return kept
+    if defaults.bodies and "body" in kept:
+        kept |= defaults.bodies[kept.pop("body")]
+    return {defaults.names.get(k, k): v for k, v in kept.items()}
 
 
 def filled(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What `trimmed` left out put back, in the order of declaration; fields that are not declared come last."""
-    if isinstance(defaults, Defaults) and defaults.names:
-        own = {filed: name for name, filed in defaults.names.items()}
-        fields = {own.get(k, k): v for k, v in fields.items()}
+    if isinstance(defaults, Defaults):
+        fields = {defaults.own.get(k, k): v for k, v in fields.items()}
+        if not defaults.flags.isdisjoint(fields):
+            fields = _with_body(fields, defaults)
     known = {k: fields.get(k, v) for k, v in defaults.items()}
     return {k: v for k, v in known.items() if v is not dataclasses.MISSING} | dict(fields)
+
+
+def _with_body(fields: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
+    """`fields` with the body that its flags mean; as they are where they mean none."""
+    flags = {k: v for k, v in fields.items() if k in defaults.flags and v is not False}
+    others = {k: v for k, v in fields.items() if k not in defaults.flags}
+    found = [body for body, filed in ({defaults["body"]: {}} | dict(defaults.bodies)).items() if filed == flags]
+    return others | {"body": found[0]} if found else dict(fields)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -509,15 +533,21 @@ def parse_fields(cls: type[Any], text: str) -> Any:
     # Text in a module with `from __future__ import annotations`, classes in one without.
     types = {f.name: f.type if isinstance(f.type, str) else f.type.__name__ for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
-    own = {filed: name for name, filed in defaults_of(cls).names.items()}
+    of = defaults_of(cls)
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, eq, raw = part.partition("=")
         if not eq:
             raise UsageError(f"{part!r} is not FIELD=VALUE", hint=f"fields: {', '.join(types)}")
-        key = own.get(key, key)
-        if key not in types:
+        key = of.own.get(key, key)
+        if key not in types and key not in of.flags:
             raise UnknownName(f"{cls.__name__.lower()} field", key, types)
-        values[key] = _parse_value(key, raw, types[key])
+        values[key] = _parse_value(key, raw, types.get(key, "bool"))
+    if not of.flags.isdisjoint(values):
+        values = _with_body(values, of)
+        if wrong := sorted(of.flags & values.keys()):
+            raise UsageError(f"{', '.join(wrong)} together name no body", hint=f"body: {', '.join(of.bodies)}")
+    if "body" in values and of.bodies and values["body"] not in {of["body"], *of.bodies}:
+        raise UnknownName("body", values["body"], {of["body"]: "", **of.bodies})
     required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
     if absent := [name for name in required if name not in values]:
         raise ProblemError(f"{', '.join(absent)} must be given: there is no default",
@@ -529,9 +559,10 @@ def parse_over(value: Any, text: str) -> Any:
     """A Config, or a Problem whose fields all have defaults, with the fields that `text` names in place of its own.
     Raises as parse_fields does.
     """
-    named = {part.partition("=")[0].strip() for part in text.split(",")}
+    of = defaults_of(type(value))
+    named = {of.own.get(name, name) for name in (part.partition("=")[0].strip() for part in text.split(","))}
     parsed = fields_of(parse_fields(type(value), text))
-    return replace(value, **{n: v for n, v in parsed.items() if n in named})
+    return replace(value, **{n: v for n, v in parsed.items() if n in named or (n == "body" and named & of.flags)})
 
 
 def _parse_value(key: str, raw: str, type_name: str) -> Any:

@@ -129,7 +129,7 @@ def _windows_in_clusters(p: Problem, target: Target) -> Config | None:
     if p.source != "q" or not p.window or p.head_dim != 256 or p.rows > 8 or blocks > target.device.num_sms:
         return None
     config = Config(
-        8, 16, 4, 4, 6, WINDOW_SPLITS, warpgroups=True, cluster=WINDOW_SPLITS, push_bits=16, in_flight=2, prefetch=2
+        8, 16, 4, 4, 6, WINDOW_SPLITS, body="wgmma_ws", cluster=WINDOW_SPLITS, push_bits=16, in_flight=2, prefetch=2
     )
     return config if p.visible >= WINDOW_SPLITS * 2 * TILE and why_invalid(p, config, target) is None else None
 
@@ -156,7 +156,7 @@ def _that_store(p: Problem, target: Target) -> Config | None:
     rows = min(ceil(p.rows / 8) * 8, most_rows if m_blocks == 1 else 32)
     warps, key_parts, most_stages = (8, 4, 13) if long else (4, 2, 13 if ready else 9)
     one_block = Config(
-        rows, 16, warps, warps, 0, splits, warpgroups=True, key_parts=key_parts, push_bits=16, in_flight=3 if few else 2
+        rows, 16, warps, warps, 0, splits, body="wgmma_ws", key_parts=key_parts, push_bits=16, in_flight=3 if few else 2
     )
     found = (replace(one_block, num_stages=stages) for stages in range(most_stages, 5, -1))
     return next((c for c in found if why_invalid(p, c, target) is None), None)
@@ -215,7 +215,7 @@ def _in_eights(p: Problem, target: Target) -> Config | None:
     if not splits * TILE <= p.visible <= MOST_KEYS_IN_EIGHTS:
         return None
     one = Config(
-        rows, 16, 4 if rows <= 16 else 8, 8, 0, splits, warpgroups=True, cluster=8, key_parts=4, push_bits=16,
+        rows, 16, 4 if rows <= 16 else 8, 8, 0, splits, body="wgmma_ws", cluster=8, key_parts=4, push_bits=16,
         in_flight=in_flight,
     )  # fmt: skip
     found = (replace(one, num_stages=stages) for stages in (11, *PUSHING_STAGES))
@@ -226,7 +226,7 @@ def _many_rows(p: Problem, rows: int, splits: int, cluster: int) -> list[Config]
     """The most places in a ring first; clusters push where that leaves room for enough of them, but where blocks stream
     for long, which the places that it takes would help more.
     """
-    one = Config(rows, 16, 8, 8, num_splits=splits, warpgroups=True, cluster=cluster, key_parts=4)
+    one = Config(rows, 16, 8, 8, num_splits=splits, body="wgmma_ws", cluster=cluster, key_parts=4)
     found = [replace(one, num_stages=stages) for stages in (10, 9, 8)]
     if cluster > 1 and p.visible <= MOST_STREAMED_KEYS * splits:
         found = [replace(one, num_stages=stages, push_bits=16, in_flight=3) for stages in PUSHING_STAGES] + found

@@ -21,7 +21,7 @@ nothing else that is read here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
 from typing import ClassVar
 
@@ -120,22 +120,27 @@ class Config:
     # The splits of a row are merged by the blocks that made them, which wait for each other: all must be resident. With
     # warpgroups the last of those blocks does it, and none waits.
     together: bool = False
-    # One more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: split_d warps, one or two
-    # warpgroups, share a tile of 64 keys, and a block has room for num_stages pieces of tiles (key_pieces).
-    warpgroups: bool = False
-    cluster: int = 1  # with warpgroups: consecutive splits of the same rows, merged through the cluster's shared memory
-    # With warpgroups: parts of their columns that the keys of a tile come in, each used as it comes; 1: they come in
+    # mma: warps copy their own tiles and multiply them by mma.sync.
+    # wgmma_ws: one more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: split_d warps,
+    #   one or two warpgroups, share a tile of 64 keys; a block has room for num_stages pieces of tiles (key_pieces).
+    body: str = field(default="mma", metadata={"filed": {"wgmma_ws": {"warpgroups": True}}})
+    cluster: int = 1  # with wgmma_ws: consecutive splits of the same rows, merged through the cluster's shared memory
+    # With wgmma_ws: parts of their columns that the keys of a tile come in, each used as it comes; 1: they come in
     # whole boxes, as values do, and are used when all have come.
     key_parts: int = 2
-    # With warpgroups: bits, 16 or 32, of each value that a block hands over from its registers: in clusters they are
+    # With wgmma_ws: bits, 16 or 32, of each value that a block hands over from its registers: in clusters they are
     # pushed to those that merge them, to places beside their rings (dsmem_reduce.cuh.jinja), without them stored for
     # attn_combine (fragment_partials.cuh.jinja). 0: results meet in the rings, where others of the cluster read them.
     push_bits: int = 0
     # Of num_stages those on their way at most until all have come once: they stand before what a predecessor still
     # loads and stores, and before the queries. 0: all.
     in_flight: int = 0
-    # With warpgroups: pieces behind the first num_stages that are asked into L2 when those have their places.
+    # With wgmma_ws: pieces behind the first num_stages that are asked into L2 when those have their places.
     prefetch: int = 0
+
+    @property
+    def warpgroups(self) -> bool:
+        return self.body == "wgmma_ws"
 
 
 def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
@@ -201,19 +206,19 @@ _BY_WARPGROUPS: dict[str, Choices] = {
 BODIES = (
     Body(
         "kernel.cu.jinja", ARGS, _STAGED, serves=lambda arch: arch.has_ldmatrix,
-        when={"together": False, "warpgroups": False},
+        when={"together": False, "body": "mma"},
     ),
     Body(
         "kernel.cu.jinja", ARGS, _STAGED, serves=lambda arch: arch.has_ldmatrix,
-        when={"together": True, "warpgroups": False}, proven=False,
+        when={"together": True, "body": "mma"}, proven=False,
     ),
     Body(
         "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
-        serves=lambda arch: arch.has_wgmma, when={"together": False, "warpgroups": True},
+        serves=lambda arch: arch.has_wgmma, when={"together": False, "body": "wgmma_ws"},
     ),
     Body(
         "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
-        serves=lambda arch: arch.has_wgmma, when={"together": True, "warpgroups": True},
+        serves=lambda arch: arch.has_wgmma, when={"together": True, "body": "wgmma_ws"},
     ),
     Body(
         "volta.cu.jinja", ARGS, _SHAPES | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
@@ -425,16 +430,16 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if c.warpgroups:
         return _why_not_by_warpgroups(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
     if c.cluster != 1 or c.key_parts != 2:
-        return f"cluster={c.cluster}, key_parts={c.key_parts} are warpgroups=True's; cluster=1, key_parts=2"
+        return f"cluster={c.cluster}, key_parts={c.key_parts} are body=wgmma_ws's; cluster=1, key_parts=2"
     if c.prefetch:
-        return f"prefetch={c.prefetch} is warpgroups=True's; prefetch=0"
+        return f"prefetch={c.prefetch} is body=wgmma_ws's; prefetch=0"
     if c.push_bits:
-        return f"push_bits={c.push_bits} is warpgroups=True's; push_bits=0"
+        return f"push_bits={c.push_bits} is body=wgmma_ws's; push_bits=0"
     least = 64 if arch.has_ldmatrix else 128
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
     if c.block_m != 8 and c.block_m % 16:  # teams are merged by tiles of 8 rows, two at once
-        return f"block_m={c.block_m}: a block has 8 rows or a multiple of 16 with warpgroups=False"
+        return f"block_m={c.block_m}: a block has 8 rows or a multiple of 16 with body=mma"
     if c.block_m > 8 and c.block_m >= 2 * p.rows:
         return f"block_m={c.block_m} is twice the {p.rows} rows or more; block_m={c.block_m // 2} does the same"
     if (need := c.block_m * dim // 32) > MAX_ACCUMULATORS:
@@ -486,11 +491,11 @@ def _two_fit(p: Problem, c: Config, arch: Arch) -> bool:
 
 def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
     if not arch.has_wgmma:
-        return f"warpgroups=True needs wgmma, which {arch} (number {arch.number}) lacks; warpgroups=False"
+        return f"body=wgmma_ws needs wgmma, which {arch} (number {arch.number}) lacks; body=mma"
     if c.split_d not in (4, 8):
-        return f"split_d={c.split_d}: one warpgroup or two, 4 or 8 warps, share a tile with warpgroups=True"
+        return f"split_d={c.split_d}: one warpgroup or two, 4 or 8 warps, share a tile with body=wgmma_ws"
     if c.num_warps not in (4, 8, 12):
-        return f"num_warps={c.num_warps}: one to three warpgroups, 4, 8 or 12 warps, multiply with warpgroups=True"
+        return f"num_warps={c.num_warps}: one to three warpgroups, 4, 8 or 12 warps, multiply with body=wgmma_ws"
     if c.block_n != 16:
         return f"block_n={c.block_n}: a page of page_size={p.page_size} is sure to hold boxes of 16 keys; block_n=16"
     if c.block_m % 8 or not 8 <= c.block_m <= TILE:

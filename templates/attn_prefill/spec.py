@@ -11,7 +11,7 @@ many parts is said at each launch (num_splits), so that what is compiled serves 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import ClassVar
 
@@ -69,11 +69,11 @@ class Problem:
 class Config:
     """block_m: packed query rows a block. block_n: keys a tile. warps_d: warps that share their query rows, each
     accumulating head_dim / warps_d columns of the output. num_stages: K and V tiles in shared memory, each; chunks of
-    8 KB, for each of two warpgroups, where wgmma=True and warps_d=2.
-    q_in_regs: queries stay in registers instead of being read from shared memory for each tile. wgmma: num_warps warps
-    multiply by warpgroups of 64 rows, and four more copy. ping_pong: two warpgroups have the tensor cores by turns.
-    boxes: keys and values come in boxes of a tensor map where a tile is whole. cluster: blocks that share their copies.
-    split: the keys that a tile of rows sees go to several blocks, where there are few.
+    8 KB, for each of two warpgroups, where body=wgmma_ws and warps_d=2.
+    q_in_regs: queries stay in registers instead of being read from shared memory for each tile. body: mma, by mma.sync;
+    wgmma_ws, num_warps warps multiply by warpgroups of 64 rows, and four more copy. ping_pong: two warpgroups have the
+    tensor cores by turns. boxes: keys and values come in boxes of a tensor map where a tile is whole. cluster: blocks
+    that share their copies. split: the keys that a tile of rows sees go to several blocks, where there are few.
     """
 
     block_m: int = 128
@@ -82,11 +82,15 @@ class Config:
     warps_d: int = 1
     num_stages: int = 1
     q_in_regs: bool = False
-    wgmma: bool = False
+    body: str = field(default="mma", metadata={"filed": {"wgmma_ws": {"wgmma": True}}})
     ping_pong: bool = False
     boxes: bool = False
     cluster: int = 1
     split: bool = False
+
+    @property
+    def wgmma(self) -> bool:
+        return self.body == "wgmma_ws"
 
 
 SPACE = {
@@ -146,23 +150,23 @@ SPLIT_ARGS = {
 BODIES = (
     Body(
         "kernel.cu.jinja", ARGS, SPACE | {"num_stages": (1, 2), "q_in_regs": (False, True)},
-        serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False, "split": False},
+        serves=lambda arch: arch.has_ldmatrix, when={"body": "mma", "split": False},
     ),
     Body(
         "wgmma.cu.jinja", WGMMA_ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"wgmma": True, "warps_d": 1, "split": False},
+        when={"body": "wgmma_ws", "warps_d": 1, "split": False},
     ),
     Body(
         "halves.cu.jinja", WGMMA_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"wgmma": True, "warps_d": 2, "split": False},
+        when={"body": "wgmma_ws", "warps_d": 2, "split": False},
     ),
     Body(
         "halves.cu.jinja", SPLIT_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"wgmma": True, "warps_d": 2, "split": True},
+        when={"body": "wgmma_ws", "warps_d": 2, "split": True},
     ),
     Body(
         "volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix,
-        when={"wgmma": False, "split": False},
+        when={"body": "mma", "split": False},
     ),
 )  # fmt: skip
 OUTPUTS = ("out",)
@@ -220,12 +224,12 @@ def staging_regs(problem: Problem, config: Config, target: Target) -> int:
 def _why_not_by_warpgroups(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     if not arch.has_wgmma:
-        return f"wgmma=True needs wgmma, which {arch} lacks"
+        return f"body=wgmma_ws needs wgmma, which {arch} lacks"
     why_not = _why_not_by_halves if c.warps_d == 2 else _why_not_by_rows
     if (why := why_not(problem, c)) is not None:
         return why
     if c.q_in_regs:
-        return "wgmma=True reads queries from shared memory; use q_in_regs=False"
+        return "body=wgmma_ws reads queries from shared memory; use q_in_regs=False"
     if c.boxes and not (box_rows(problem, c) and box_rows(problem, c, "v")):
         return f"boxes=True: page_size={problem.page_size} is no multiple of 8 rows"
     if c.cluster > 1 and not c.boxes:
@@ -237,7 +241,7 @@ def _why_not_by_halves(problem: Problem, config: Config) -> str | None:
     """Of halves.cu.jinja."""
     c = config
     if problem.head_dim != 512:
-        return f"wgmma=True with warps_d=2 is for head_dim=512, not {problem.head_dim}; use warps_d=1"
+        return f"body=wgmma_ws with warps_d=2 is for head_dim=512, not {problem.head_dim}; use warps_d=1"
     if (c.block_m, c.block_n, c.num_warps) != (64, 64, 8):
         return (
             f"block_m={c.block_m} block_n={c.block_n} num_warps={c.num_warps}: with warps_d=2 two warpgroups, 8 warps, "
@@ -311,7 +315,7 @@ def _why_not_by_warps(problem: Problem, config: Config, target: Target) -> str |
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.split and not (config.wgmma and config.warps_d == 2):
-        return "split=True is for wgmma=True with warps_d=2"
+        return "split=True is for body=wgmma_ws with warps_d=2"
     why_not = _why_not_by_warpgroups if config.wgmma else _why_not_by_warps
     why = why_not(problem, config, target)
     return target.arch.why_too_large(smem_bytes(problem, config, target)) if why is None else why
@@ -343,9 +347,9 @@ _WINDOWED_256 = Config(64, 64, 4, 1)
 
 # Where there is wgmma, best on an H200.
 _BY_WARPGROUPS = {
-    128: Config(192, 80, 12, 1, 2, wgmma=True, boxes=True),
-    256: Config(128, 80, 8, 1, 2, wgmma=True, boxes=True),
-    512: Config(64, 64, 8, 2, 8, wgmma=True, boxes=True, cluster=2),
+    128: Config(192, 80, 12, 1, 2, body="wgmma_ws", boxes=True),
+    256: Config(128, 80, 8, 1, 2, body="wgmma_ws", boxes=True),
+    512: Config(64, 64, 8, 2, 8, body="wgmma_ws", boxes=True, cluster=2),
 }
 
 

@@ -15,14 +15,14 @@ cutting: common/w4/tiling.py, common/w4/gemm.cuh, common/w4/gemv.cuh.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common.rows.spec import require, require_tokens, why_no_dtype
 from kerngen.templates.common.w4 import tiling as w4_tiling
-from kerngen.templates.common.w4.tiling import Tiling, matrix_bytes, require_matrix
+from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, Tiling, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
 
 MAX_EXPERTS = 256
@@ -66,8 +66,7 @@ class Config:
     block_m: int = 8
     warp_n: int = 32
     warps_m: int = 1
-    wgmma: bool = False
-    gemv: bool = False
+    body: str = field(default="mma", metadata={"filed": {b: BODIES_AS_FILED[b] for b in ("wgmma", "gemv")}})
     up_block_n: int = 128
     up_block_k: int = 256
     up_warps_k: int = 1
@@ -82,7 +81,7 @@ class Config:
     def tiling(self, phase: str) -> Tiling:
         """phase: up or down."""
         own = {n: getattr(self, f"{phase}_{n}") for n in _OWN}
-        return Tiling(self.block_m, warp_n=self.warp_n, warps_m=self.warps_m, wgmma=self.wgmma, gemv=self.gemv, **own)
+        return Tiling(self.block_m, warp_n=self.warp_n, warps_m=self.warps_m, body=self.body, **own)
 
 
 _OWN = ("block_n", "block_k", "warps_k", "num_stages", "blocks_per_sm")  # of each phase
@@ -138,14 +137,14 @@ _ARGS = (
 )
 ARGS = dict.fromkeys(("plan", "gate_up", "down"), _ARGS)
 BODIES = (
-    Body("kernel.cu.jinja", ARGS, SPACE, when={"wgmma": False, "gemv": False}),
-    Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when={"wgmma": False, "gemv": True}),
+    Body("kernel.cu.jinja", ARGS, SPACE, when={"body": "mma"}),
+    Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when={"body": "gemv"}),
     Body(
         "kernel.cu.jinja",
         ARGS,
         WGMMA_SPACE,
         serves=lambda arch: arch.has_wgmma,
-        when={"wgmma": True, "gemv": False},
+        when={"body": "wgmma"},
     ),
 )
 OUTPUTS = ("y",)
@@ -172,7 +171,7 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for phase in PHASES:
         tiling = config.tiling(phase)
-        if config.gemv:
+        if config.body == "gemv":
             why = w4_tiling.why_not_gemv(tiling, config.block_m, shape(problem, phase)[1], target.arch)
         elif tiling.blocks_per_sm:
             why = f"blocks_per_sm={tiling.blocks_per_sm}: where shared tiles are cut depends on all tokens; 0 cuts none"
@@ -254,13 +253,13 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     def config(m: int, warp: int, warps_m: int, wgmma: bool, up: tuple[int, ...], down: tuple[int, ...],
                up_warps_k: int = 1) -> Config:  # fmt: skip
         (up_n, up_k, up_stages), (down_n, down_k, down_stages) = up, down
-        return Config(m, warp, warps_m, wgmma, False, up_n, up_k, up_warps_k, up_stages, 0,
+        return Config(m, warp, warps_m, "wgmma" if wgmma else "mma", up_n, up_k, up_warps_k, up_stages, 0,
                       down_n, down_k, 1, down_stages, 0)  # fmt: skip
 
     # the two best of sweeps on an H200, for one token and for four
-    one = Config(8, 32, 1, False, True, 32, 384, 4, 1, 0, 32, 256, 4, 1, 0)
-    few = Config(8, 64, 1, False, True, 64, 512, 4, 1, 0, 64, 256, 4, 1, 0)
-    least = Config(8, 32, 1, False, True, 32, 32, 1, 1, 0, 32, 32, 1, 1, 0)
+    one = Config(8, 32, 1, "gemv", 32, 384, 4, 1, 0, 32, 256, 4, 1, 0)
+    few = Config(8, 64, 1, "gemv", 64, 512, 4, 1, 0, 64, 256, 4, 1, 0)
+    least = Config(8, 32, 1, "gemv", 32, 32, 1, 1, 0, 32, 32, 1, 1, 0)
     if problem.num_tokens <= ALONE_TOKENS and arch.has_ldmatrix:
         return (one if problem.num_tokens == 1 else few, one, least)
 

@@ -87,11 +87,6 @@ WARPGROUP_ARGS = {
         Arg("scales_map", "map", of="scales"),
     )
 }
-_RING, _WGMMA, _GEMV, _STREAM, _WARPGROUPS = (
-    {name: body == name for name in ("wgmma", "gemv", "stream", "warpgroups")}
-    for body in ("ring", "wgmma", "gemv", "stream", "warpgroups")
-)
-_STREAM, _SHARED = ({**_STREAM, "shared_ring": shared} for shared in (False, True))
 FEW_IN_FLIGHT = 64  # tokens up to which defaults and searches limit what weights are on their way while x is waited for
 
 
@@ -104,17 +99,17 @@ def _has_bulk_copies(arch: Arch) -> bool:
 
 
 BODIES = (
-    Body("kernel.cu.jinja", ARGS, SPACE | {"in_flight": _in_flight}, when=_RING),
-    Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when=_WGMMA),
-    Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when=_GEMV),
-    Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=_has_bulk_copies, when=_STREAM),
-    Body("block_stream.cu.jinja", ARGS, BLOCK_STREAM_SPACE, serves=_has_bulk_copies, when=_SHARED),
+    Body("kernel.cu.jinja", ARGS, SPACE | {"in_flight": _in_flight}, when={"body": "mma"}),
+    Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when={"body": "wgmma"}),
+    Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when={"body": "gemv"}),
+    Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=_has_bulk_copies, when={"body": "tma_warp"}),
+    Body("block_stream.cu.jinja", ARGS, BLOCK_STREAM_SPACE, serves=_has_bulk_copies, when={"body": "tma_block"}),
     Body(
         "wgmma_ws.cu.jinja",
         WARPGROUP_ARGS,
         WARPGROUP_SPACE | {"in_flight": _in_flight},
         serves=lambda arch: arch.has_wgmma,
-        when=_WARPGROUPS,
+        when={"body": "wgmma_ws"},
     ),
 )
 OUTPUTS = ("out",)
@@ -205,9 +200,9 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.in_flight and config.gemv:
-        return f"in_flight={config.in_flight}: gemv=True has no stages; in_flight=0"
-    if (config.shared_ring or config.throughout) and not config.stream:
-        return f"shared_ring={config.shared_ring} throughout={config.throughout} are for stream=True"
+        return f"in_flight={config.in_flight}: body=gemv has no stages; in_flight=0"
+    if config.throughout and not config.stream:
+        return f"throughout={config.throughout} is for body=tma_block"
     if config.stream:
         p, c, arch = problem, config, target.arch
         if why := tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):
@@ -299,7 +294,7 @@ def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
         parts = split if k > 1 else 1
         turns = -(-columns // (most_steps * k * parts))
         steps = -(-columns // (k * parts * turns))
-        found += [Config(8, STRIP * each, STRIP * k * s, STRIP * each, 1, k, 1, 0, gemv=True, split_k=parts)
+        found += [Config(8, STRIP * each, STRIP * k * s, STRIP * each, 1, k, 1, 0, "gemv", split_k=parts)
                   for each in dict.fromkeys((strips_each, 1)) for s in range(steps, 0, -1)]  # fmt: skip
     return tuple(found)
 
@@ -314,7 +309,7 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     is_long = problem.k >= LONG_ROW
     are_enough = 2 * strips >= 3 * blocks or (0.9 * blocks <= strips <= blocks and not is_long)
     for split in (1, 3, 6, 11) if are_enough else (3, 6, 11, 1):
-        base = Config(1, STRIP, 0, STRIP, 1, 1, 1, 1, split_k=split, stream=True)
+        base = Config(1, STRIP, 0, STRIP, 1, 1, 1, 1, "tma_warp", split_k=split)
         step = tiling.stream_step(base, problem.group_size)
         steps = ceil(ceil(problem.k / step) / split)
         takes_all = split == 1 and is_long
@@ -347,8 +342,8 @@ class _Way(NamedTuple):
 def streamed_by_fours(problem: Problem, target: Target) -> Config | None:
     """Two to four tokens by bulk copies, where rows of W are not too long: their digits fill registers."""
     for way in _ways_of_fours(problem.n // STRIP, problem.k, target):
-        base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, way.warps, 1, 1, split_k=way.parts, stream=True,
-                      shared_ring=way.shared)  # fmt: skip
+        base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, way.warps, 1, 1,
+                      "tma_block" if way.shared else "tma_warp", split_k=way.parts)  # fmt: skip
         step = tiling.stream_step(base, problem.group_size)
         share = ceil(ceil(ceil(problem.k / step) / way.parts) / way.warps)  # of a warp, in steps
         slot = max(1, min(way.tiles * STRIP // step, share))
@@ -573,12 +568,12 @@ def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
             limited = block_m <= FEW_IN_FLIGHT and (block_m, block_n) != (32, 128) and target.device.has_fast_memory
             few = IN_FLIGHT // block_k
             in_flight = few if limited and few < stages else 0
-            found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, warpgroups=True,
+            found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, "wgmma_ws",
                                 in_flight=in_flight))  # fmt: skip
         for block_k, stages, cluster, prefetch in _BESIDE_TILES.get(block_m, ()):
             if problem.k % block_k:
                 block_k, stages = 64, 2 * stages
-            found.append(Config(block_m, 128, block_k, 16, 1, 1, stages, 1, warpgroups=True, cluster=cluster,
+            found.append(Config(block_m, 128, block_k, 16, 1, 1, stages, 1, "wgmma_ws", cluster=cluster,
                                 prefetch=prefetch))  # fmt: skip
     return tuple(sorted(found, key=lambda c: _warpgroups_ns(problem, c, target)))
 
@@ -611,11 +606,11 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     if m <= 64:
         # 53 cuts of the 31B's four matrices, 32 tokens: long stages of two blocks an SM take 7 to 13 % less than four
         # stages of one
-        long_stages = Config(block_m, 128, 256, 32, 1, 1, 3, 2, wgmma=True)
+        long_stages = Config(block_m, 128, 256, 32, 1, 1, 3, 2, "wgmma")
         return (
             *first,
             *((long_stages,) if m <= 32 else ()),
-            Config(block_m, 256, 128, 32, 1, 1, 4, 1, wgmma=True),
+            Config(block_m, 256, 128, 32, 1, 1, 4, 1, "wgmma"),
             Config(block_m, 128, 128, warp_n, 1, 1, 3, 2),
             Config(block_m, 128, 128, warp_n, 1, 1, stages, 1),
             Config(block_m, 128, 64, warp_n, 1, 1, stages, 1),
@@ -627,7 +622,7 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     split = 1 if waves < 8 else 0
     return (
         *first,
-        Config(128, 256, 128, 32, 1, 1, 4, split, wgmma=True),
+        Config(128, 256, 128, 32, 1, 1, 4, split, "wgmma"),
         Config(128, 256, 64, 64, 2, 1, 4, split),
         Config(128, 256, 64, 64, 2, 1, 3, split),
         Config(128, 256, 32, 64, 2, 1, 2, split),

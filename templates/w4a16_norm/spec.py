@@ -99,9 +99,13 @@ class Config:
     def product(self) -> gemm.Config:
         """Of the product alone."""
         return gemm.Config(self.block_m, self.block_n, self.block_k, STRIP, 1, self.warps_k, self.num_stages,
-                           self.blocks_per_sm, split_k=self.split_k, stream=self.block_m == FEW_TOKENS,
-                           in_flight=self.in_flight, shared_ring=self.shared_ring,
+                           self.blocks_per_sm, self._body, split_k=self.split_k, in_flight=self.in_flight,
                            throughout=self.throughout)  # fmt: skip
+
+    @property
+    def _body(self) -> str:
+        """Of the product."""
+        return "mma" if self.block_m != FEW_TOKENS else "tma_block" if self.shared_ring else "tma_warp"
 
     @classmethod
     def of(cls, cut: gemm.Config, vecs_per_thread: int) -> Config:
@@ -235,8 +239,8 @@ def _first_valid(p: Problem, cuts: Iterable[gemm.Config], target: Target) -> Con
 
 
 def _stream(block_k: int, warps: int, stages: int, split: int, in_flight: int, *, shared: bool = False) -> gemm.Config:
-    return gemm.Config(FEW_TOKENS, STRIP, block_k, STRIP, 1, warps, stages, 1, split_k=split, stream=True,
-                       in_flight=in_flight, shared_ring=shared, throughout=shared)  # fmt: skip
+    return gemm.Config(FEW_TOKENS, STRIP, block_k, STRIP, 1, warps, stages, 1, "tma_block" if shared else "tma_warp",
+                       split_k=split, in_flight=in_flight, throughout=shared)  # fmt: skip
 
 
 def _streamed(p: Problem, target: Target) -> Iterator[gemm.Config]:

@@ -24,14 +24,14 @@ TILES = {
 }
 WAYS = tuple(product((False, True), (False, True), (1, 2)))  # ping_pong, boxes, cluster
 HALVES_WAYS = tuple(product((False,), (False, True), (1, 2, 4)))
-SPLIT = KERNEL.config_type(64, 64, 8, 2, 8, wgmma=True, boxes=True, cluster=2, split=True)
+SPLIT = KERNEL.config_type(64, 64, 8, 2, 8, body="wgmma_ws", boxes=True, cluster=2, split=True)
 SPLITS = (SPLIT, replace(SPLIT, boxes=False, cluster=1))
 
 
 def _configs(case: Case) -> Iterator[Any]:
     ways = HALVES_WAYS if case.problem.head_dim == 512 else WAYS
     for tile, (ping_pong, boxes, cluster) in product(TILES[case.problem.head_dim], ways):
-        yield KERNEL.config_type(*tile, False, True, ping_pong, boxes, cluster)
+        yield KERNEL.config_type(*tile, False, "wgmma_ws", ping_pong, boxes, cluster)
     if case.problem.head_dim == 512:
         yield from SPLITS
 

@@ -21,22 +21,22 @@ FEW, MANY = Problem(2816, 4096, num_tokens=1), Problem(2816, 4096, num_tokens=30
 def _warpgroups(
     m: int, n: int, k: int, stages: int, blocks: int = 1, cluster: int = 1, in_flight: int = 0
 ) -> Config:  # fmt: skip
-    return Config(m, n, k, 16, 1, 1, stages, blocks, warpgroups=True, cluster=cluster, in_flight=in_flight)
+    return Config(m, n, k, 16, 1, 1, stages, blocks, body="wgmma_ws", cluster=cluster, in_flight=in_flight)
 
 
 # Each with the numbers of tokens that it is launched with in turn: one Function, one workspace.
 WAYS = [
-    ("stream", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, stream=True), (1, 4, 2)),
-    ("stream-in-flight", Config(4, 32, 1024, 32, 1, 8, 4, 1, split_k=4, stream=True, in_flight=2), (4, 1, 3)),
-    ("shared-ring", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, stream=True, shared_ring=True), (1, 4, 2)),
+    ("stream", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, body="tma_warp"), (1, 4, 2)),
+    ("stream-in-flight", Config(4, 32, 1024, 32, 1, 8, 4, 1, split_k=4, body="tma_warp", in_flight=2), (4, 1, 3)),
+    ("shared-ring", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, body="tma_block"), (1, 4, 2)),
     (
         "shared-ring-throughout",
-        Config(4, 32, 256, 32, 1, 8, 4, 1, split_k=8, stream=True, in_flight=2, shared_ring=True, throughout=True),
+        Config(4, 32, 256, 32, 1, 8, 4, 1, split_k=8, body="tma_block", in_flight=2, throughout=True),
         (4, 1, 3),
     ),
-    ("stream-many-parts", Config(4, 32, 256, 32, 1, 8, 3, 1, split_k=12, stream=True), (3, 1)),
-    ("gemv", Config(8, 64, 768, 64, 1, 8, 1, 0, gemv=True, split_k=3), (1, 5, 8)),
-    ("gemv-many-blocks", Config(8, 32, 128, 32, 1, 4, 1, 0, gemv=True, split_k=8), (8, 2)),
+    ("stream-many-parts", Config(4, 32, 256, 32, 1, 8, 3, 1, split_k=12, body="tma_warp"), (3, 1)),
+    ("gemv", Config(8, 64, 768, 64, 1, 8, 1, 0, body="gemv", split_k=3), (1, 5, 8)),
+    ("gemv-many-blocks", Config(8, 32, 128, 32, 1, 4, 1, 0, body="gemv", split_k=8), (8, 2)),
     ("ring", Config(8, 128, 256, 32, 1, 1, 2, 4), (1, 8, 30)),
     ("ring-long", Config(8, 64, 256, 32, 1, 4, 8, 2), (4, 1, 8)),
     ("ring-in-flight", Config(8, 64, 256, 32, 1, 4, 8, 2, in_flight=2), (4, 1, 8)),
@@ -54,18 +54,18 @@ WAYS = [
 
 # Strips that blocks claim: more and fewer of them than a ring holds before x is there, and one round exactly.
 CLAIMED = [
-    (Problem(43008, 1024, num_tokens=4), Config(4, 32, 256, 32, 1, 8, 4, 1, stream=True, shared_ring=True)),
+    (Problem(43008, 1024, num_tokens=4), Config(4, 32, 256, 32, 1, 8, 4, 1, body="tma_block")),
     (
         Problem(16384, 1344, num_tokens=3, gated=True),
-        Config(4, 32, 896, 32, 1, 14, 6, 1, stream=True, in_flight=2, shared_ring=True),
+        Config(4, 32, 896, 32, 1, 14, 6, 1, body="tma_block", in_flight=2),
     ),
     (
         Problem(5376, 1024, num_tokens=2),
-        Config(4, 32, 256, 32, 1, 8, 4, 1, stream=True, in_flight=1, shared_ring=True, throughout=True),
+        Config(4, 32, 256, 32, 1, 8, 4, 1, body="tma_block", in_flight=1, throughout=True),
     ),
     (
         Problem(4224, 2816, num_tokens=4),
-        Config(4, 32, 2048, 32, 1, 8, 5, 1, stream=True, in_flight=1, shared_ring=True),
+        Config(4, 32, 2048, 32, 1, 8, 5, 1, body="tma_block", in_flight=1),
     ),
 ]
 

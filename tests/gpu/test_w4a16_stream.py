@@ -44,7 +44,7 @@ def some_configs(problem: Problem, target: Target, most: int, *, shared_ring: bo
     for _ in range(20000):
         space: dict[str, Any] = {name: rng.choice(choices) for name, choices in choices_of.items()}
         space["block_k"] = rng.choice(slots) * space["warps_k"]
-        config = Config(**space, stream=True, shared_ring=shared_ring)
+        config = Config(**space, body="tma_block" if shared_ring else "tma_warp")
         if KERNEL.why_invalid(problem, config, target) is None:
             found[config] = None
             if len(found) == most:

@@ -18,7 +18,7 @@ TILES = (
     (160, 128, 128, 3), (192, 128, 64, 6),
 )  # fmt: skip
 CONFIGS = [  # in turn with all stages' weights on their way while x is waited for, with one and with two
-    KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, warpgroups=True, cluster=cluster, prefetch=ahead,
+    KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, body="wgmma_ws", cluster=cluster, prefetch=ahead,
                        in_flight=turn % 3)
     for turn, ((m, n, k, stages), shared, cluster, ahead) in enumerate(product(TILES, (0, 1, 2), (1, 2), (0, 4)))
 ]  # fmt: skip

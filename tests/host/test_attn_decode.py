@@ -249,4 +249,4 @@ def test_rows_that_no_whole_merge_has_are_refused(block_m: int) -> None:
     problem = SPEC.Problem(head_dim=512, num_q_heads=32, num_kv_heads=4, q_len=8)
     config = SPEC.Config(block_m, 16, 8, 8, 2, 66)
     why = KERNEL.why_invalid(problem, config, Target.of(find_arch("sm90")))
-    assert why == f"block_m={block_m}: a block has 8 rows or a multiple of 16 with warpgroups=False"
+    assert why == f"block_m={block_m}: a block has 8 rows or a multiple of 16 with body=mma"

@@ -28,7 +28,7 @@ SHAPES = [(8, 1, 1), (8, 2, 1), (8, 1, 3), (8, 8, 1), (16, 8, 5), (32, 16, 8), (
 def _config(problem: Problem, target: Target, num_splits: int, together: bool = True) -> Config:
     """As the default, by mma.sync: what waits of warpgroups' blocks is none's."""
     config: Config = KERNEL.default_config(problem, target)
-    own = {"warpgroups": False, "cluster": 1, "key_parts": 2, "push_bits": 0}
+    own = {"body": "mma", "cluster": 1, "key_parts": 2, "push_bits": 0}
     if config.warpgroups:
         own |= {"num_warps": 8, "num_stages": 3, "in_flight": 0}
     return replace(config, num_splits=num_splits, together=together, **own)

@@ -43,7 +43,7 @@ from kerngen.tuning.space import candidates
 KERNEL = find_kernel("attn_decode")
 H200 = Target.of(find_device("H200"))
 FULL = Problem(512, 32, 4, q_len=4, source="qk", num_rotated_pairs=64)
-CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True, key_parts=4)
+CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, body="wgmma_ws", key_parts=4)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True, key_parts=4)
         ({"num_stages": 3}, "65,536 B of results of 1 teams meet in a ring of 49,152 B"),
         ({"cluster": 3}, "cluster=3: a cluster has 1, 2, 4 or 8 blocks"),
         ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
-        ({"cluster": 3, "warpgroups": False, "num_stages": 2}, "cluster=3, key_parts=4 are warpgroups"),
+        ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3, key_parts=4 are body=wgmma_ws"),
         (
-            {"warpgroups": False, "num_stages": 2},
-            "cluster=1, key_parts=4 are warpgroups=True's; cluster=1, key_parts=2",
+            {"body": "mma", "num_stages": 2},
+            "cluster=1, key_parts=4 are body=wgmma_ws's; cluster=1, key_parts=2",
         ),
         ({"key_parts": 3}, "key_parts=3: 1, 2 or 4 parts"),
         ({"num_splits": 0}, "num_splits=0: whole clusters have them"),
@@ -80,15 +80,15 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, warpgroups=True, key_parts=4)
         ({"push_bits": 32, "together": True, "num_splits": 32}, "of cluster=1 they are stored for attn_combine"),
         ({"push_bits": 16, "cluster": 8, "num_splits": 8}, "B of shared memory"),
         (
-            {"push_bits": 16, "warpgroups": False, "key_parts": 2, "num_stages": 2},
-            "push_bits=16 is warpgroups=True's; push_bits=0",
+            {"push_bits": 16, "body": "mma", "key_parts": 2, "num_stages": 2},
+            "push_bits=16 is body=wgmma_ws's; push_bits=0",
         ),
         ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
         ({"prefetch": -1}, "prefetch=-1: beside num_stages=10 pieces at most 54"),
         ({"prefetch": 55}, "prefetch=55: beside num_stages=10 pieces at most 54"),
         (
-            {"prefetch": 1, "warpgroups": False, "key_parts": 2, "num_stages": 2},
-            "prefetch=1 is warpgroups=True's; prefetch=0",
+            {"prefetch": 1, "body": "mma", "key_parts": 2, "num_stages": 2},
+            "prefetch=1 is body=wgmma_ws's; prefetch=0",
         ),
     ],
     ids=str,
@@ -115,7 +115,7 @@ def test_no_product_is_waited_for_one_by_one(problem: Problem) -> None:
 
 def test_results_of_many_teams_need_the_room_of_the_rings() -> None:
     problem = Problem(128, 64, 4, q_len=4)
-    config = Config(64, 16, 4, 8, 7, warpgroups=True)
+    config = Config(64, 16, 4, 8, 7, body="wgmma_ws")
     parts = replace(config, key_parts=4)
     assert KERNEL.why_invalid(problem, parts, H200) == (
         "key_parts=4: 1, 2 or 4 parts have whole blocks of 64 columns; 2 at most"
@@ -363,7 +363,7 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
 def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, split_d: int, bits: int) -> None:
     """fragment_partials.cuh.jinja: who stores which columns of which rows, in which 16 bytes; who merges them."""
     problem = Problem(head_dim, 16, 2, q_len=5)
-    config = Config(24, 16, split_d, 8, 8, 5, warpgroups=True, push_bits=bits)
+    config = Config(24, 16, split_d, 8, 8, 5, body="wgmma_ws", push_bits=bits)
     blocks, parts = (2 if bits == 16 else 1), split_d // 4
     pairs, of_pair = chunks(problem, config)
     assert (pairs, of_pair) == (12, head_dim // (16 * blocks))
@@ -406,7 +406,7 @@ def test_launches_have_warps_that_copy() -> None:
 
 
 def test_two_blocks_share_an_sm_where_they_fit() -> None:
-    problem, config = Problem(512, 32, 4), Config(8, 16, 4, 4, 6, warpgroups=True, key_parts=4)
+    problem, config = Problem(512, 32, 4), Config(8, 16, 4, 4, 6, body="wgmma_ws", key_parts=4)
     assert dealt(problem, config, H200.arch) == (2, 1, 128)
     assert 2 * (KERNEL.smem_bytes(problem, config, H200) + 1024) <= H200.arch.smem_per_sm
     assert dealt(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255)
@@ -417,12 +417,12 @@ def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
     """An SM's registers are dealt out by four warps of a block and eight registers of a thread."""
     window = Problem(256, 32, 16, window=1024)
     for problem, config in (
-        (Problem(512, 32, 4), Config(8, 16, 8, 8, 5, 8, warpgroups=True, cluster=8, key_parts=4)),
-        (Problem(512, 32, 4), Config(8, 16, 4, 4, 3, 48, True, True, 8)),
-        (window, Config(8, 16, 4, 8, 11, 8, warpgroups=True, cluster=8, key_parts=4)),
-        (window, Config(8, 16, 4, 4, 12, 8, warpgroups=True, cluster=8, key_parts=1)),
-        (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 5, 1, warpgroups=True)),
-        (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, True, 8, 1)),
+        (Problem(512, 32, 4), Config(8, 16, 8, 8, 5, 8, body="wgmma_ws", cluster=8, key_parts=4)),
+        (Problem(512, 32, 4), Config(8, 16, 4, 4, 3, 48, True, "wgmma_ws", 8)),
+        (window, Config(8, 16, 4, 8, 11, 8, body="wgmma_ws", cluster=8, key_parts=4)),
+        (window, Config(8, 16, 4, 4, 12, 8, body="wgmma_ws", cluster=8, key_parts=1)),
+        (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 5, 1, body="wgmma_ws")),
+        (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, "wgmma_ws", 8, 1)),
     ):
         blocks, copiers, _ = dealt(problem, config, H200.arch)
         assert blocks == 2
@@ -467,10 +467,13 @@ def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_sp
 @pytest.mark.parametrize(
     ("problem", "config", "why"),
     [
-        (Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, True, 2, 2, 16), "leaves a warpgroup one block of 64"),
-        (Problem(128, 16, 2), Config(8, 16, 4, 4, 8, 8, False, True, 8, 2, 16), "a block merges 16 columns; 32"),
         (
-            Problem(512, 32, 4), Config(8, 16, 4, 4, 6, 8, False, True, 8, 4, 16),
+            Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, "wgmma_ws", 2, 2, 16),
+            "leaves a warpgroup one block of 64",
+        ),
+        (Problem(128, 16, 2), Config(8, 16, 4, 4, 8, 8, False, "wgmma_ws", 8, 2, 16), "a block merges 16 columns; 32"),
+        (
+            Problem(512, 32, 4), Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 4, 16),
             "push_bits=16: its 8,464 B cost an SM its second block; fewer num_stages, or 0",
         ),
     ],
@@ -482,13 +485,13 @@ def test_what_cannot_be_pushed_says_why(problem: Problem, config: Config, why: s
 
 def test_one_team_that_pushes_needs_no_room_for_results_in_its_ring() -> None:
     batch = Problem(512, 16, 2, q_len=5, batch=7, kv_len=5003)
-    config = Config(40, 16, 8, 8, 4, 8, warpgroups=True, cluster=8, key_parts=4)
+    config = Config(40, 16, 8, 8, 4, 8, body="wgmma_ws", cluster=8, key_parts=4)
     assert "meet in a ring of 65,536 B" in (KERNEL.why_invalid(batch, config, H200) or "")
     assert KERNEL.why_invalid(batch, replace(config, push_bits=16), H200) is None
     assert pushed_bytes(batch, replace(config, push_bits=16)) == 40 * 512 * 2 + 20 * 8 * 8 + 16
     # Of a window's two rows nobody pushes the six that pad them.
     window = Problem(256, 32, 16, window=1024)
-    one = Config(8, 16, 4, 4, 6, 8, warpgroups=True, cluster=8, push_bits=32)
+    one = Config(8, 16, 4, 4, 6, 8, body="wgmma_ws", cluster=8, push_bits=32)
     assert pushed_bytes(window, one) == 2 * 256 * 4 + 8 * 8 + 16
 
 
@@ -543,10 +546,10 @@ def test_each_column_is_pushed_to_one_block_which_finds_it(
 def test_what_pushes_compiles_to_what_fits() -> None:
     window, batch = Problem(256, 32, 16, window=1024), Problem(512, 16, 2, q_len=5, batch=7, kv_len=5003)
     for problem, config, two in (
-        (window, Config(8, 16, 4, 4, 6, 8, False, True, 8, 2, 32), True),
-        (replace(window, q_len=4), Config(8, 16, 4, 4, 6, 8, False, True, 8, 2, 16), True),
-        (batch, Config(40, 16, 8, 8, 8, 8, False, True, 8, 4, 16), False),
-        (FULL, Config(32, 16, 4, 8, 8, 24, True, True, 8, 4, 16), False),
+        (window, Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 2, 32), True),
+        (replace(window, q_len=4), Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 2, 16), True),
+        (batch, Config(40, 16, 8, 8, 8, 8, False, "wgmma_ws", 8, 4, 16), False),
+        (FULL, Config(32, 16, 4, 8, 8, 24, True, "wgmma_ws", 8, 4, 16), False),
     ):
         blocks, copiers, _ = dealt(problem, config, H200.arch)
         assert blocks == 1 + two
@@ -684,7 +687,7 @@ def test_pieces_are_used_as_they_lie_and_nobody_waits_for_ever(teams: int, warpg
 def test_a_box_of_values_is_contiguous_and_lies_in_blocks(head_dim: int, page_size: int) -> None:
     """[8 rows after 8][64 columns after 64][8][64], of any 16 keys that begin at a multiple of 16."""
     problem = Problem(head_dim, 8, 2, page_size=page_size)
-    config = Config(8, 16, 4, 4, 8, warpgroups=True)
+    config = Config(8, 16, 4, 4, 8, body="wgmma_ws")
     cache = torch.randint(0, 2**15, (3, 2, page_size, head_dim)).to(torch.int16)
     seen = KERNEL.tensor_map(problem, config, "v_cache", tuple(cache.shape))
     assert seen is not None
@@ -692,7 +695,7 @@ def test_a_box_of_values_is_contiguous_and_lies_in_blocks(head_dim: int, page_si
     brought = box_of(cache, seen, (0, 0, 0, first // 8, page * 2 + head))
     rows = cache[page, head, first : first + 16]
     assert torch.equal(brought[0], rows.reshape(2, 8, head_dim // 64, 64).transpose(1, 2))
-    assert KERNEL.tensor_map(problem, replace(config, warpgroups=False), "k_cache", tuple(cache.shape)) is None
+    assert KERNEL.tensor_map(problem, replace(config, body="mma"), "k_cache", tuple(cache.shape)) is None
 
 
 def _read_as_rows(smem: torch.Tensor, at: int, stride: int, step: int) -> torch.Tensor:
@@ -712,7 +715,7 @@ def _read_as_rows(smem: torch.Tensor, at: int, stride: int, step: int) -> torch.
 def test_products_find_keys_where_boxes_bring_them(head_dim: int, page_size: int, key_parts: int) -> None:
     """A tile of keys whose chunks lie in pages anywhere, a part of its columns after another."""
     problem = Problem(head_dim, 8, 2, page_size=page_size)
-    config = Config(8, 16, 4, 4, 8, warpgroups=True, key_parts=key_parts)
+    config = Config(8, 16, 4, 4, 8, body="wgmma_ws", key_parts=key_parts)
     cache = torch.randint(0, 2**15, (9, 2, page_size, head_dim)).to(torch.int16)
     seen = KERNEL.tensor_map(problem, config, "k_cache", tuple(cache.shape))
     assert seen is not None

@@ -214,7 +214,7 @@ def test_what_blocks_share_costs() -> None:
     (alone,) = GEMM.traffic(problem, replace(config, blocks_per_sm=0), H200) or ()
     assert shared.waits > alone.waits == 0
     assert (shared.l2_bytes or 0) > (alone.l2_bytes or 0)
-    (split,) = GEMM.traffic(problem, replace(config, wgmma=False, warps_k=2), H200) or ()
-    (whole,) = GEMM.traffic(problem, replace(config, wgmma=False), H200) or ()
+    (split,) = GEMM.traffic(problem, replace(config, body="mma", warps_k=2), H200) or ()
+    (whole,) = GEMM.traffic(problem, replace(config, body="mma"), H200) or ()
     assert split.joins > whole.joins == 0
     assert split.join_bytes > whole.join_bytes == 0

@@ -37,10 +37,10 @@ def box_of(tensor: Tensor, seen: TensorMap, at: tuple[int, ...]) -> Tensor:
 def test_what_streams_once_is_fetched_by_lines_and_what_is_read_again_by_two() -> None:
     decode = find_kernel("attn_decode")
     problem = decode.problem_type(head_dim=512, num_q_heads=32, num_kv_heads=4)
-    config = decode.config_type(8, 16, 4, 4, 6, warpgroups=True)
+    config = decode.config_type(8, 16, 4, 4, 6, body="wgmma_ws")
     keys = decode.tensor_map(problem, config, "k_cache", (3, 4, 64, 512))
     again = PREFILL.problem_type(head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=64)
-    boxes = PREFILL.tensor_map(again, PREFILL.config_type(128, 64, wgmma=True, boxes=True), "k", (3, 2, 64, 128))
+    boxes = PREFILL.tensor_map(again, PREFILL.config_type(128, 64, body="wgmma_ws", boxes=True), "k", (3, 2, 64, 128))
     assert keys is not None
     assert boxes is not None
     assert (keys.l2_bytes, boxes.l2_bytes) == (128, 256)
@@ -51,7 +51,7 @@ def test_what_streams_once_is_fetched_by_lines_and_what_is_read_again_by_two() -
 )
 def test_keys_in_pages(page_size: int, block_n: int, rows: int) -> None:
     problem = PREFILL.problem_type(head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=page_size)
-    config = PREFILL.config_type(128, block_n, wgmma=True, boxes=True)
+    config = PREFILL.config_type(128, block_n, body="wgmma_ws", boxes=True)
     cache = torch.arange(3 * 2 * page_size * 128, dtype=torch.int16).view(3, 2, page_size, 128)
     seen = PREFILL.tensor_map(problem, config, "k", tuple(cache.shape))
     assert seen is not None
@@ -67,7 +67,7 @@ def test_keys_in_pages(page_size: int, block_n: int, rows: int) -> None:
 def test_chunks_of_wide_heads(page_size: int, cluster: int, k_rows: int, v_rows: int) -> None:
     """Keys come in chunks of 64 rows, a part for each block of a cluster, and values in chunks of 16."""
     problem = PREFILL.problem_type(head_dim=512, num_q_heads=4, num_kv_heads=2, page_size=page_size)
-    config = PREFILL.config_type(64, 64, warps_d=2, num_stages=9, wgmma=True, boxes=True, cluster=cluster)
+    config = PREFILL.config_type(64, 64, warps_d=2, num_stages=9, body="wgmma_ws", boxes=True, cluster=cluster)
     shape = (3, 2, page_size, 512) if page_size else (100, 2, 512)
     boxes = [seen.box for of in "kv" if (seen := PREFILL.tensor_map(problem, config, of, shape))]
     assert boxes == [(64, k_rows, 1, 1), (64, v_rows, 1, 1)]
@@ -75,7 +75,7 @@ def test_chunks_of_wide_heads(page_size: int, cluster: int, k_rows: int, v_rows:
 
 def test_keys_that_lie_dense() -> None:
     problem = PREFILL.problem_type(head_dim=256, num_q_heads=6, num_kv_heads=3)
-    config = PREFILL.config_type(128, 80, wgmma=True, boxes=True)
+    config = PREFILL.config_type(128, 80, body="wgmma_ws", boxes=True)
     keys = torch.arange(100 * 3 * 256).to(torch.int16).view(100, 3, 256)
     seen = PREFILL.tensor_map(problem, config, "v", tuple(keys.shape))
     assert seen is not None
@@ -90,7 +90,7 @@ def test_pages_that_tiles_cannot_be_made_of_are_refused(page_size: int, block_n:
     from kerngen.arch import Target, find_device
 
     problem = PREFILL.problem_type(head_dim=128, page_size=page_size)
-    config = PREFILL.config_type(128, block_n, wgmma=True, boxes=True)
+    config = PREFILL.config_type(128, block_n, body="wgmma_ws", boxes=True)
     why = PREFILL.why_invalid(problem, config, Target.of(find_device("H200")))
     assert why is not None
     assert f"page_size={page_size}" in why
@@ -101,7 +101,7 @@ def test_pages_that_tiles_cannot_be_made_of_are_refused(page_size: int, block_n:
 @pytest.mark.parametrize(("tokens", "block_k", "cluster"), [(1, 64, 1), (5, 64, 2), (300, 128, 2), (40, 192, 1)])
 def test_tokens(tokens: int, block_k: int, cluster: int, block_m: int) -> None:
     problem = GEMM.problem_type(n=256, k=384, num_tokens=tokens)
-    config = GEMM.config_type(block_m, 128, block_k, 16, warpgroups=True, cluster=cluster)
+    config = GEMM.config_type(block_m, 128, block_k, 16, body="wgmma_ws", cluster=cluster)
     x = torch.arange(tokens * 384).to(torch.int16).view(tokens, 384)
     seen = GEMM.tensor_map(problem, config, "x", tuple(x.shape))
     assert seen is not None
@@ -117,7 +117,7 @@ def test_tokens(tokens: int, block_k: int, cluster: int, block_m: int) -> None:
 def test_weights_and_their_scales(group_size: int, block_k: int) -> None:
     n, k, strip, stage = 320, 512, 4, 1
     problem = GEMM.problem_type(n=n, k=k, group_size=group_size)
-    config = GEMM.config_type(32, 192, block_k, 16, warpgroups=True)
+    config = GEMM.config_type(32, 192, block_k, 16, body="wgmma_ws")
     packed = torch.arange(n * k // 4).to(torch.int16).view(n // 32, k // 32, 256)
     seen = GEMM.tensor_map(problem, config, "w_packed", (n // 32, k // 32, 32, 4))
     assert seen is not None
@@ -138,7 +138,7 @@ def test_each_is_made_when_it_is_first_launched_with_and_kept(monkeypatch: pytes
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(tensor_maps, "encode", lambda *what: made.append(what) or len(made))
     monkeypatch.setattr(tensor_maps, "Encoded", lambda: "zeros")
-    problem, config = GEMM.problem_type(n=256, k=192), GEMM.config_type(32, 128, 64, 16, warpgroups=True)
+    problem, config = GEMM.problem_type(n=256, k=192), GEMM.config_type(32, 128, 64, 16, body="wgmma_ws")
     function = SimpleNamespace(kernel=GEMM, config=config, _maps={})
     of: Any = launcher.Function._map
     arg, x, other = Arg("x_map", "map", of="x"), torch.zeros(3, 192), torch.zeros(3, 192)

@@ -188,7 +188,10 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 def _flat(kernel: Kernel) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     def known(cls: type[Any]) -> dict[str, Any]:
         of = defaults_of(cls)
-        return {of.names.get(k, k): REQUIRED if v is dataclasses.MISSING else v for k, v in of.items()}
+        fields = {of.names.get(k, k): REQUIRED if v is dataclasses.MISSING else v for k, v in of.items()}
+        if of.bodies:  # a body is filed as flags
+            del fields["body"]
+        return fields | dict.fromkeys(of.flags, False)
 
     problem, p = known(kernel.problem_type), kernel.problem_type
     filed = defaults_of(p).names

@@ -29,6 +29,7 @@ from test_tuning_db_identity import FILED, REQUIRED
 from kerngen.arch import Target
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.templates import find_kernel, kernel_names
+from kerngen.templates.kernel import defaults_of, trimmed
 from kerngen.tuning_db import Store, lookup, problem_key
 from kerngen.tuning_db.store import migrate
 from kerngen.tuning_db.store.rows import build_id_of, winner_id_of
@@ -118,8 +119,12 @@ def says(store: Store) -> dict[tuple[Any, ...], Any]:
     found = {}
     for w in store.winners():
         p, image = w.problem, store.image(store.build(w.build_id))
+        config = w.config
+        if p.kernel in FILED:  # with the flags that rows have for a body
+            filed = trimmed(config, defaults_of(find_kernel(p.kernel).config_type))
+            config = {k: filed.get(k, v) for k, v in FILED[p.kernel][2].items()}
         found[p.kernel, then(p.kernel, p.static), text(p.runtime), p.dynamic, w.arch.name, w.device.name,
-              then(p.kernel, w.config), w.provenance, w.latency_us, w.margin, w.reason, then(p.kernel, p.fields)] = (
+              then(p.kernel, config), w.provenance, w.latency_us, w.margin, w.reason, then(p.kernel, p.fields)] = (
                   None if image is None else image.image)  # fmt: skip
     return found
 

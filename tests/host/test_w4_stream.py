@@ -61,7 +61,7 @@ def drawn(rng: random.Random) -> Drawn:
     problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 60), group, "bf16", rng.randint(1, 4))
     config = Config(
         rng.choice(STREAMED), STRIP, 32 * rng.randrange(8, 120), STRIP, 1, rng.choice((2, 3, 4, 8, 12, 16)), 2, 1,
-        split_k=rng.choice(STREAM_SPACE["split_k"]), stream=True,
+        split_k=rng.choice(STREAM_SPACE["split_k"]), body="tma_warp",
     )  # fmt: skip
     return problem, config
 
@@ -105,8 +105,8 @@ def drawn_with_a_shared_ring(rng: random.Random) -> Drawn:
     group, warps = rng.choice((32, 64, 128)), rng.choice((2, 3, 4, 8, 10, 12, 14))
     problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 160), group, "bf16", rng.randint(2, 4))
     config = Config(
-        4, STRIP, group * warps * rng.randrange(1, 8), STRIP, 1, warps, 3, 1, shared_ring=True,
-        split_k=rng.choice(STREAM_SPACE["split_k"]), stream=True,
+        4, STRIP, group * warps * rng.randrange(1, 8), STRIP, 1, warps, 3, 1, body="tma_block",
+        split_k=rng.choice(STREAM_SPACE["split_k"]),
     )  # fmt: skip
     return problem, config
 

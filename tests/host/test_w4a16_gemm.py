@@ -182,19 +182,19 @@ def test_a_k_that_warpgroups_do_not_take_keeps_large_tiles(m: int, least: int) -
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"prefetch": 4}, "only w4a16_gemm's warpgroups"), ({"prefetch": -1, "warpgroups": True}, "prefetch=-1"),
-     ({"blocks_per_sm": 2, "cluster": 2, "warpgroups": True}, "no cluster"),
-     ({"blocks_per_sm": 2, "block_n": 256, "warpgroups": True}, "128 rows")],
+    [({"prefetch": 4}, "only w4a16_gemm's wgmma_ws"), ({"prefetch": -1, "body": "wgmma_ws"}, "prefetch=-1"),
+     ({"blocks_per_sm": 2, "cluster": 2, "body": "wgmma_ws"}, "no cluster"),
+     ({"blocks_per_sm": 2, "block_n": 256, "body": "wgmma_ws"}, "128 rows")],
 )  # fmt: skip
 def test_what_warpgroups_cannot_do_is_named(change: dict[str, Any], says: str) -> None:
     target = Target.of(find_arch("sm90"))
-    config = dataclasses.replace(Config(32, 128, 128, 16 if "warpgroups" in change else 32, 1, 1, 4, 1), **change)
+    config = dataclasses.replace(Config(32, 128, 128, 16 if "body" in change else 32, 1, 1, 4, 1), **change)
     assert says in str(spec.why_invalid(Problem(256, 512, 32, "bf16", 32), config, target))
 
 
 def test_what_is_row_invariant_shares_no_tile_where_tokens_fill_several() -> None:
     target = Target.of(find_arch("sm90"))
-    shared = Config(128, 256, 128, 32, 1, 1, 4, 1, wgmma=True)
+    shared = Config(128, 256, 128, 32, 1, 1, 4, 1, body="wgmma")
     free = Problem(5376, 8192, 32, "bf16", 512)
     bound = dataclasses.replace(free, row_invariant=True)
     assert spec.why_invalid(free, shared, target) is None
@@ -211,7 +211,7 @@ def test_what_is_row_invariant_shares_no_tile_where_tokens_fill_several() -> Non
 @pytest.mark.parametrize("block_m", [8, 16, 128])
 def test_wgmma_scales_weights_and_takes_no_tile_that_scales_products(block_m: int) -> None:
     """Tiles of 8 tokens scale the products of mma.sync; with wgmma an H200 gave unscaled sums."""
-    config = Config(block_m, 128, 64, 32, 1, 1, 4, 0, wgmma=True)
+    config = Config(block_m, 128, 64, 32, 1, 1, 4, 0, body="wgmma")
     why = spec.why_invalid(Problem(5376, 8192, 32, "bf16", 8), config, Target.of(find_arch("sm90")))
     assert (why is not None and "block_m=8" in why) if block_m == 8 else why is None
 
@@ -273,14 +273,14 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
         (Config(8, 64, 384, 32, 1, 3, 4, 2), None),
         (Config(8, 128, 256, 32, 1, 1, 3, 2, in_flight=2), None),
         (Config(8, 128, 256, 32, 1, 1, 3, 2, in_flight=3), "of num_stages=3 stages fewer"),
-        (Config(8, 64, 512, 64, 1, 2, 1, 0, gemv=True, in_flight=1), "in_flight=1: gemv=True has no stages"),
-        (Config(16, 128, 256, 16, 1, 1, 3, 2, warpgroups=True, in_flight=2), None),
+        (Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", in_flight=1), "in_flight=1: body=gemv has no stages"),
+        (Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", in_flight=2), None),
         (
-            Config(16, 128, 256, 16, 1, 1, 3, 2, warpgroups=True, in_flight=3),
+            Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", in_flight=3),
             "in_flight=3: of num_stages=3 stages fewer",
         ),
-        (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, stream=True, in_flight=3), "of num_stages=3 slots fewer"),
-        (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, stream=True, in_flight=2), None),
+        (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", in_flight=3), "of num_stages=3 slots fewer"),
+        (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", in_flight=2), None),
     ],
 )
 def test_rows_that_threads_do_not_share_out_whole_are_refused(config: Config, says: str | None) -> None:
@@ -292,7 +292,7 @@ def test_rows_that_threads_do_not_share_out_whole_are_refused(config: Config, sa
 @pytest.mark.parametrize("warpgroups", [False, True])
 def test_a_stage_has_whole_groups_or_lies_in_one(warpgroups: bool) -> None:
     ring = Config(8, 64, 192, 32, 1, 3, 4, 2)
-    config = Config(32, 128, 192, 16, 1, 1, 4, 1, warpgroups=True) if warpgroups else ring
+    config = Config(32, 128, 192, 16, 1, 1, 4, 1, body="wgmma_ws") if warpgroups else ring
     target = Target.of(find_arch("sm90"))
     why = spec.why_invalid(Problem(5376, 5376, 128, "bf16", 8), config, target)
     assert "whole groups of 128 columns" in str(why)
@@ -383,14 +383,14 @@ def _streams(problem: Problem, target: Target) -> list[Config]:
     tokens = 1 if problem.num_tokens == 1 else 4
     ways = [(1, 8, 3, 1, 1, 0), (2, 4, 2, 2, 3, 1), (3, 4, 4, 1, 2, 2)]
     made = [
-        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, blocks, split_k=split, stream=True,
+        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, blocks, "tma_warp", split_k=split,
                in_flight=in_flight)
         for slot, warps, stages, blocks, split, in_flight in ways
     ]  # fmt: skip
     shared = [(1, 8, 3, 1, 0), (1, 2, 4, 3, 1), (2, 2, 4, 1, 2)]
     made += [
-        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, 1, split_k=split, stream=True,
-               in_flight=in_flight, shared_ring=True, throughout=in_flight == 1)
+        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, 1, body="tma_block", split_k=split,
+               in_flight=in_flight, throughout=in_flight == 1)
         for slot, warps, stages, split, in_flight in shared
     ]  # fmt: skip
     return [c for c in made if spec.why_invalid(problem, c, target) is None]
@@ -404,8 +404,8 @@ def test_the_body_with_bulk_copies_compiles_and_keeps_in_registers(arch: Arch) -
     for problem in (Problem(256, 1536, 64, "bf16", 1, True), few, long):
         configs = _streams(problem, target)
         if problem is long:  # whose digits fill the registers
-            one = Config(4, 32, 8 * 32 * 4, 32, 1, 8, 2, 1, split_k=2, stream=True)
-            configs = [one, dataclasses.replace(one, shared_ring=True)]
+            one = Config(4, 32, 8 * 32 * 4, 32, 1, 8, 2, 1, split_k=2, body="tma_warp")
+            configs = [one, dataclasses.replace(one, body="tma_block")]
         assert {c.shared_ring for c in configs} == {False, True} or problem.num_tokens == 1
         for config in configs:
             cubin = compile_cubin(render(KERNEL, problem, config, target), arch)
@@ -432,23 +432,22 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     ("change", "needle"),
     [
         ({"block_m": 8}, "block_m=8"),
-        ({"gemv": True}, "gemv"),
         ({"num_stages": 1}, "num_stages=1"),
         ({"block_k": 96}, "block_k=96"),
         ({"blocks_per_sm": 4}, "32 warps"),
         ({"block_k": 8 * 32 * 9}, "a slot takes 9"),
         ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
-        ({"throughout": True, "in_flight": 1}, "throughout=True is for shared_ring=True"),
-        ({"shared_ring": True, "throughout": True}, "with in_flight=0"),
-        ({"shared_ring": True, "blocks_per_sm": 2}, "in one block an SM"),
-        ({"shared_ring": True, "block_m": 1}, "block_m=1"),
-        ({"shared_ring": True, "warps_k": 16, "block_k": 16 * 32}, "18 warps"),
-        ({"shared_ring": True, "stream": False}, "are for stream=True"),
+        ({"throughout": True, "in_flight": 1}, "throughout=True is for body=tma_block"),
+        ({"body": "tma_block", "throughout": True}, "with in_flight=0"),
+        ({"body": "tma_block", "blocks_per_sm": 2}, "in one block an SM"),
+        ({"body": "tma_block", "block_m": 1}, "block_m=1"),
+        ({"body": "tma_block", "warps_k": 16, "block_k": 16 * 32}, "18 warps"),
+        ({"body": "mma", "throughout": True}, "is for body=tma_block"),
     ],
 )
 def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:
     problem, target = Problem(4096, 1536, 32, "bf16", 1), Target.of(find_arch("sm90"))
-    good = Config(4, 32, 8 * 32 * 2, 32, 1, 8, 3, 1, stream=True)
+    good = Config(4, 32, 8 * 32 * 2, 32, 1, 8, 3, 1, body="tma_warp")
     assert spec.why_invalid(problem, good, target) is None
     why = spec.why_invalid(problem, dataclasses.replace(good, **change), target)
     assert why is not None

@@ -32,7 +32,7 @@ class Filing:
     dynamic: str = ""  # what the problem's dynamic field is filed as
 
 
-_NOTHING = Defaults({}, {})
+_NOTHING = Defaults({})
 _AS_GIVEN = Filing(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 _KNOWN: dict[tuple[type[Any], type[Any]], Filing] = {}
 

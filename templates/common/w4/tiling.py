@@ -10,7 +10,7 @@ alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from kerngen.arch import Arch
@@ -27,6 +27,16 @@ HELPERS = 2  # warps of a block whose ring is shared, beside those that multiply
 UNITS_WAITING = 2  # whose sums that one has still to add up, at most
 
 
+# What rows have in place of `body`, which were flags once (templates/kernel.py, defaults_of).
+BODIES_AS_FILED = {
+    "wgmma": {"wgmma": True},
+    "gemv": {"gemv": True},
+    "tma_warp": {"stream": True},
+    "tma_block": {"stream": True, "shared_ring": True},
+    "wgmma_ws": {"warpgroups": True},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Tiling:
     block_m: int = 8  # tokens of a tile
@@ -37,27 +47,43 @@ class Tiling:
     warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
     num_stages: int = 4
     blocks_per_sm: int = 1  # stream-K over this many blocks an SM (warpgroups: of the last rounds); 0: a block a tile
-    wgmma: bool = False  # Hopper's warpgroup products instead of mma.sync
-    # Up to 8 tokens, W from memory straight to registers (gemv.cuh): block_k is what the warps of a tile have under
-    # way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own); none is shared.
-    gemv: bool = False
-    split_k: int = 1  # with gemv or stream: parts of K that are summed by themselves, and added up by one of them
-    # Up to four tokens, W by bulk copies through a ring of shared memory for each warp (warp_pipeline.cuh): a tile is a
-    # strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
-    stream: bool = False
-    # A warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile: see wgmma_ws.cu.jinja.
-    # cluster: blocks whose tiles differ in rows of W, and which share what they copy of x.
-    # prefetch: stages beyond the ring whose weights are asked into L2.
-    warpgroups: bool = False
-    cluster: int = 1
-    prefetch: int = 0
-    # Weights on their way at once while x is waited for: with stream slots of a warp, else stages; 0: all.
+    # mma: mma.sync, by stages of cp.async.
+    # wgmma: Hopper's warpgroup products in place of mma.sync.
+    # wgmma_ws: a warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile.
+    # gemv: up to 8 tokens, W from memory straight to registers (gemv.cuh): block_k is what the warps of a tile have
+    #   under way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own).
+    # tma_warp: up to four tokens, W by bulk copies through a ring of shared memory for each warp (warp_pipeline.cuh): a
+    #   tile is a strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
+    # tma_block: two to four tokens, a ring for all warps of a block, which a warp of its own fills, a slot with one
+    #   copy (cta_pipeline.cuh): block_k is a slot, num_stages and in_flight are of the block.
+    body: str = field(default="mma", metadata={"filed": BODIES_AS_FILED})
+    split_k: int = 1  # with gemv or tma_*: parts of K that are summed by themselves, and added up by one of them
+    cluster: int = 1  # with wgmma_ws: blocks whose tiles differ in rows of W, and which share what they copy of x
+    prefetch: int = 0  # with wgmma_ws: stages beyond the ring whose weights are asked into L2
+    # Weights on their way at once while x is waited for: with tma_warp slots of a warp, else stages; 0: all.
     in_flight: int = 0
-    # With stream, of more than one token: a ring for all warps of a block, which a warp of its own fills, a slot with
-    # one copy (cta_pipeline.cuh): block_k is a slot, num_stages and in_flight are of the block, and throughout says
-    # whether in_flight holds ever.
-    shared_ring: bool = False
-    throughout: bool = False
+    throughout: bool = False  # with tma_block: in_flight holds ever
+
+    @property
+    def wgmma(self) -> bool:
+        return self.body == "wgmma"
+
+    @property
+    def gemv(self) -> bool:
+        return self.body == "gemv"
+
+    @property
+    def stream(self) -> bool:
+        """Whether W comes by bulk copies, into rings of warps or of a block."""
+        return self.body in ("tma_warp", "tma_block")
+
+    @property
+    def shared_ring(self) -> bool:
+        return self.body == "tma_block"
+
+    @property
+    def warpgroups(self) -> bool:
+        return self.body == "wgmma_ws"
 
     @property
     def shares_tiles(self) -> bool:
@@ -211,7 +237,7 @@ def matrix_bytes(n: int, k: int, group_size: int) -> int:
 
 def _why_not_wgmma(c: Tiling, arch: Arch) -> str | None:
     if not arch.has_wgmma:
-        return f"wgmma=True: {arch} has none; wgmma=False serves every arch"
+        return f"body=wgmma: {arch} has no warpgroup products; body=mma serves every arch"
     if c.warp_n != STRIP or c.warps_m != 1 or c.warps_k != 1 or c.block_n % 128:
         return (f"wgmma takes four warps of {STRIP} rows and all tokens: warp_n={c.warp_n} warps_m={c.warps_m} "
                 f"warps_k={c.warps_k} block_n={c.block_n} is not {STRIP}, 1, 1 and a multiple of 128")  # fmt: skip
@@ -227,10 +253,10 @@ def _why_not_wgmma(c: Tiling, arch: Arch) -> str | None:
 def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
     """As why_invalid where `gemv` is chosen: of tiles of at most `rows` rows of x, and K = k."""
     if c.prefetch:
-        return f"prefetch={c.prefetch} is for warpgroups=True"
+        return f"prefetch={c.prefetch} is for body=wgmma_ws"
     if not arch.has_ldmatrix:
-        return f"gemv=True: {arch}'s m8n8k4 has other operands; gemv=False serves every arch"
-    if c.block_m != 8 or rows > 8 or c.warps_m != 1 or c.num_stages != 1 or c.wgmma:
+        return f"body=gemv: {arch}'s m8n8k4 has other operands; body=mma serves every arch"
+    if c.block_m != 8 or rows > 8 or c.warps_m != 1 or c.num_stages != 1:
         return (f"gemv takes 8 rows of x at most, and no stages: rows={rows} block_m={c.block_m} warps_m={c.warps_m} "
                 f"num_stages={c.num_stages} are not 8, 8, 1 and 1")  # fmt: skip
     if c.block_n % c.warp_n or c.warp_n % STRIP or c.block_k % (STRIP * c.warps_k):
@@ -256,24 +282,24 @@ def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
 def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
     """As why_invalid where `stream` is chosen: of `rows` rows of x, and K = k. Without shared memory."""
     if c.prefetch:
-        return f"prefetch={c.prefetch} is for warpgroups=True"
+        return f"prefetch={c.prefetch} is for body=wgmma_ws"
     if not arch.has_tma:
-        return f"stream=True: {arch} has no bulk copies; gemv=True serves up to 8 tokens from sm75 on"
+        return f"body={c.body}: {arch} has no bulk copies; body=gemv serves up to 8 tokens from sm75 on"
     if c.block_m not in STREAMED or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
         return (f"stream takes a strip of W, and rows of x in a tile of {', '.join(map(str, STREAMED))}: rows={rows} "
                 f"block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
-    if c.warps_m != 1 or c.wgmma or c.gemv:
-        return f"stream=True goes with warps_m=1, wgmma=False and gemv=False, not {c.warps_m}, {c.wgmma} and {c.gemv}"
+    if c.warps_m != 1:
+        return f"body={c.body} goes with warps_m=1, not {c.warps_m}"
     if why := _why_not_in_flight(c, arch, "slots"):
         return why
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
         return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
                 "and slots at least, and blocks that go through many strips")  # fmt: skip
     if c.shared_ring and (c.block_m == 1 or c.blocks_per_sm > 1):
-        return (f"shared_ring=True: a tile of several tokens in one block an SM, not block_m={c.block_m} "
+        return (f"body=tma_block: a tile of several tokens in one block an SM, not block_m={c.block_m} "
                 f"blocks_per_sm={c.blocks_per_sm}")  # fmt: skip
     if c.throughout and not (c.shared_ring and c.in_flight):
-        return f"throughout=True is for shared_ring=True with a limit, not {c.shared_ring} with in_flight={c.in_flight}"
+        return f"throughout=True is for body=tma_block with a limit, not {c.body} with in_flight={c.in_flight}"
     step = stream_step(c, group_size)
     if c.block_k % (step * c.warps_k):
         return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole steps of {step}"
@@ -355,7 +381,7 @@ def adds_beside(c: Tiling) -> bool:
 def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | None:
     """As why_invalid where `warpgroups` is chosen. Without shared memory."""
     if not arch.has_wgmma:
-        return f"warpgroups=True: {arch} has no wgmma; warpgroups=False serves every arch"
+        return f"body=wgmma_ws: {arch} has no wgmma; body=mma serves every arch"
     if c.block_m not in range(16, 257, 16) or c.block_n not in _REGISTERS or c.warp_n != 16:
         wants = f"a multiple of 16 tokens up to 256, {', '.join(map(str, _REGISTERS))} rows, and warp_n=16"
         return f"warpgroups takes {wants}, not block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n}"
@@ -366,8 +392,8 @@ def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | 
     sums, spare = c.block_m // 2, 60 if c.block_n == 384 and c.block_k > 64 else 44
     if sums + spare > (limit := warpgroup_registers(c)[1]):
         return f"block_m={c.block_m} is {sums} sums a thread; with {spare} for the rest that is over {limit}"
-    if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1 or c.wgmma or c.gemv or c.stream:
-        return "warpgroups=True goes with no other body, and with warps_m, warps_k and split_k of 1"
+    if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1:
+        return "body=wgmma_ws goes with warps_m, warps_k and split_k of 1"
     if not 0 <= c.prefetch <= 64:
         return f"prefetch={c.prefetch}: up to 64 stages may be asked into L2 ahead of the ring"
     if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
@@ -397,7 +423,7 @@ def _why_not_groups(c: Tiling, group_size: int) -> str | None:
 def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
     """Why no product with scales by `group_size` can be cut so on `arch`, or None. Without gemv, stream, warpgroups."""
     if c.warpgroups or c.cluster > 1 or c.prefetch:
-        return f"warpgroups={c.warpgroups} cluster={c.cluster} prefetch={c.prefetch}: only w4a16_gemm's warpgroups"
+        return f"body={c.body} cluster={c.cluster} prefetch={c.prefetch}: only w4a16_gemm's wgmma_ws"
     if c.split_k != 1:
         return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:

@@ -1,0 +1,77 @@
+"""Every row that was measured before sources were filed without their comments is shipped still, and answers.
+
+measured_0_1.zip holds the measured text of tuning_db/prebuilt as it was until then, with digests of whole texts.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sheets import MEASURED
+
+from kerngen.arch import Target, find_device
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import filled
+from kerngen.tuning_db import Store, lookup
+from kerngen.tuning_db.dist import results_file
+from kerngen.tuning_db.dist.fields_text import rounded, stated
+from kerngen.tuning_db.dist.results_folder import build, read
+from kerngen.tuning_db.read.canonical_fields import filing_of, named_kernel
+from kerngen.tuning_db.read.ids import canonical
+
+H200 = Target.of(find_device("H200"))
+BEFORE = Path(__file__).with_name("measured_0_1.zip")
+
+
+def _sheets() -> Iterator[results_file.Sheet]:
+    with zipfile.ZipFile(BEFORE) as file:
+        for name in file.namelist():
+            yield results_file.parse(file.read(name).decode(), name)
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with Store.open(tmp_path_factory.mktemp("shipped") / "h200.db") as store:
+        done = build(read(MEASURED), store, None)
+        assert (done.stale, done.faults) == ([], [])
+        yield store
+
+
+def _row(kernel: str, fields: Any, config: Any, outcome: str, stage: str, us: float | None) -> str:
+    of = filing_of(kernel)
+    return canonical([named_kernel(kernel), filled(fields, of.fields), filled(config, of.config), outcome, stage, us])
+
+
+def test_every_measured_row_is_found(shipped: Store) -> None:
+    now = set()
+    for o in shipped.measurements(provenance="measured"):
+        m = o.measurement
+        now.add(_row(m.problem.kernel, m.problem.fields, m.config, m.outcome, m.stage, rounded(m.p50_us)))
+    rows = [
+        _row(sheet.kernel, point.fields or stated(cell.static, cell.runtime, sheet.dynamic, point.dynamic), t.config,
+             "ok" if t.p50_us is not None else "wrong_result", t.stage, t.p50_us)
+        for sheet in _sheets() for cell in sheet.cells for point in cell.points for t in point.trials
+    ]  # fmt: skip
+    assert len(rows) > 500
+    assert [row for row in rows if row not in now] == []
+
+
+def test_every_measured_winner_answers(shipped: Store) -> None:
+    count = 0
+    for sheet in _sheets():
+        kernel, of = find_kernel(named_kernel(sheet.kernel)), filing_of(sheet.kernel)
+        for cell in sheet.cells:
+            for point in cell.points:
+                fields = point.fields or stated(cell.static, cell.runtime, sheet.dynamic, point.dynamic)
+                problem = kernel.problem_type(**filled(fields, of.fields))
+                won = [t for t in point.trials if t.won]
+                found = lookup([shipped], kernel, problem, H200)
+                assert found is not None, (sheet.kernel, fields)
+                assert (found.provenance, found.stale) == ("measured", False), (sheet.kernel, fields)
+                assert found.config == filled(won[0].config, of.config), (sheet.kernel, fields)
+                count += 1
+    assert count > 100

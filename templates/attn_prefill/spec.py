@@ -24,7 +24,7 @@ HEAD_DIMS = (128, 256, 512)
 # Of the 255 registers of a thread, what addresses, row statistics and operands in flight take beside the accumulators.
 SPARE_REGS = 58
 WGMMA_SPARE_REGS = 30
-CHUNK_BYTES = 8192  # of keys or values, by halves.cu.jinja
+CHUNK_BYTES = 8192  # of keys or values, by wgmma_ws_split_d.cu.jinja
 MAX_SPLITS = 16
 MAX_PARTIAL_BYTES = 64 << 20  # of partial results: more rows than that fill any GPU
 
@@ -157,11 +157,11 @@ BODIES = (
         when={"body": "wgmma_ws", "warps_d": 1, "split": False},
     ),
     Body(
-        "halves.cu.jinja", WGMMA_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
+        "wgmma_ws_split_d.cu.jinja", WGMMA_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
         when={"body": "wgmma_ws", "warps_d": 2, "split": False},
     ),
     Body(
-        "halves.cu.jinja", SPLIT_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
+        "wgmma_ws_split_d.cu.jinja", SPLIT_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
         when={"body": "wgmma_ws", "warps_d": 2, "split": True},
     ),
     Body(
@@ -178,7 +178,7 @@ MAX_SPILL_BYTES = 128
 
 def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
     """Rows of k or v that a bulk copy brings: of a page, or of what comes together where that is less (a tile; by
-    halves.cu.jinja a chunk, or a block's part of one). 0: none come so."""
+    wgmma_ws_split_d.cu.jinja a chunk, or a block's part of one). 0: none come so."""
     together = config.block_n
     if config.warps_d == 2:
         together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // config.cluster
@@ -238,7 +238,7 @@ def _why_not_by_warpgroups(problem: Problem, config: Config, target: Target) -> 
 
 
 def _why_not_by_halves(problem: Problem, config: Config) -> str | None:
-    """Of halves.cu.jinja."""
+    """Of wgmma_ws_split_d.cu.jinja."""
     c = config
     if problem.head_dim != 512:
         return f"body=wgmma_ws with warps_d=2 is for head_dim=512, not {problem.head_dim}; use warps_d=1"

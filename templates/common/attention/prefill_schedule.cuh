@@ -3,7 +3,7 @@
 // The query heads that share one kv head are packed: row = query token * GROUP + head in the group. So a block of rows
 // spans few tokens, which keeps short chunks full and the ragged edge of a causal or windowed mask thin.
 #pragma once
-#include "common/attn_tiles.cuh"
+#include "common/attention/tile_iterator.cuh"
 
 struct PrefillTile {
     int seq;        // which sequence

@@ -3,7 +3,7 @@
 // A tile's row is HEAD_DIM 16-bit elements in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that eight
 // rows at one column (an ldmatrix, a quarter-warp's load) never meet in a bank.
 #pragma once
-#include "common/kv_tile.cuh"
+#include "common/attention/kv_tile.cuh"
 
 // Byte offset of chunk `chunk` of row `row` in a tile of rows of CHUNKS chunks (a power of two, 2 or more).
 template <int CHUNKS> DEVICE int swizzled(int row, int chunk) {

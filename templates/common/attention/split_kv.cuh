@@ -1,6 +1,6 @@
 // Split-KV attention: how partial results are merged.
 #pragma once
-#include "common/attn_tiles.cuh"
+#include "common/attention/tile_iterator.cuh"
 #include "common/ptx/copy.cuh"
 
 DEVICE void add(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }

@@ -1,6 +1,6 @@
 // Which tiles of keys a block visits, and in which order: a type that an attention body takes.
 #pragma once
-#include "common/attn_mask.cuh"
+#include "common/attention/mask.cuh"
 
 // A place in the order is an int: from `first` on, the next one after it, while `has` says that it is there. Bodies ask
 // nothing else, so that a list of tiles can stand in for this order: all tiles with visible keys, the last one first.

@@ -1,6 +1,6 @@
 // Keys and values in the cache and on their way to the tensor cores: types that an attention body takes.
 #pragma once
-#include "common/attn_mask.cuh"
+#include "common/attention/mask.cuh"
 #include "common/ptx/copy.cuh"
 
 // What is asked of a format, `KvFormat` in a body. In memory a row has HEAD_DIM of its Elements; wherever keys are multiplied

@@ -26,7 +26,7 @@ from kerngen.boards import identify, plain_name
 from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.errors import DeviceError, KerngenError, LaunchError, ToolchainError
 from kerngen.runtime import tensor_maps
-from kerngen.runtime.selection import Bindings, Choice
+from kerngen.runtime.selection import Choice, Selector
 from kerngen.system.files import make_room_for_cupy
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
@@ -343,7 +343,7 @@ def shares_sms() -> bool:
 
 
 class Launcher:
-    """Runs calls on one GPU: what `Bindings` chooses, loaded once.
+    """Runs calls on one GPU: what `Selector` chooses, loaded once.
 
     sources: tuning databases in lookup order; with none, every kernel runs its default configuration.
     """
@@ -353,7 +353,7 @@ class Launcher:
     ) -> None:
         self.index = index
         self.target = Target.of(probe_device(index))
-        self._bindings = Bindings(sources, self.target)
+        self._bindings = Selector(sources, self.target)
         self._cache = cache or CompileCache()
         self._by_choice: dict[Choice, Function] = {}
         self._by_image: dict[str, Function] = {}

@@ -166,7 +166,7 @@ class DecoderStack:
         dense: gives the former. It is small, and goes on beside the router and the experts.
         """
         ops, config = self.ops, self.config
-        made = ops.beside(dense)
+        made = ops.overlap(dense)
         try:
             ids, weights, x = ops.moe_router(residual, moe, config.top_k_experts, config.rms_norm_eps)
             routed = ops.experts(x, moe.gate_up, moe.down, ids)

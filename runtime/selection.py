@@ -1,6 +1,6 @@
 """What will run: the configuration and machine code of each problem, decided here for whoever asks.
 
-`Bindings` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
+`Selector` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
 compiled-in fields) is bound once: its tuned points are read from the databases, or, where there are none, defaults
 are made at powers of two of the dynamic field (between two of them a kernel may prefer another one's) and of the
 other fields that are known at launch alone, or at finer steps of those. From then on a problem never seen before costs
@@ -25,7 +25,7 @@ from kerngen.tuning_db.read.ids import bucketed, coordinates
 
 if TYPE_CHECKING:
     from kerngen.compiler.compile import Cubin
-    from kerngen.tuning_db import Bound, Winner
+    from kerngen.tuning_db import Winner, WinnerTable
     from kerngen.tuning_db.read.boards import PerBoard
     from kerngen.tuning_db.read.source import Source
 
@@ -60,14 +60,14 @@ class Choice:
         return render(self.kernel, self.problem, self.config, self.target)
 
 
-class Binding:
+class KernelSelector:
     """One kernel with one set of compiled-in fields on one target. `choice` is all that a request pays for.
 
     bound: its tuned points; None where defaults are chosen.
     """
 
-    def __init__(self, kernel: Kernel, target: Target, bound: Bound | None) -> None:
-        self.kernel, self.target, self._bound = kernel, target, bound
+    def __init__(self, kernel: Kernel, target: Target, table: WinnerTable | None) -> None:
+        self.kernel, self.target, self._table = kernel, target, table
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
         self._nearby: dict[tuple[Any, ...], dict[Any, Choice]] = {}  # by length: others near it
@@ -75,7 +75,7 @@ class Binding:
 
     def choice(self, problem: Any) -> Choice:
         """What serves `problem`. Raises ConfigRefused where nothing can."""
-        winner = self._bound.answer(problem) if self._bound is not None else None
+        winner = self._table.answer(problem) if self._table is not None else None
         if winner is None:
             return self._default(problem)
         if (known := self._tuned.get(id(winner))) is None:
@@ -131,7 +131,7 @@ class Binding:
     def _default_for(self, problem: Any) -> Choice:
         config = self.kernel.default_config(problem, self.target)
         self.kernel.require_valid(problem, config, self.target)
-        code = self._bound.code(problem, config) if self._bound is not None else None
+        code = self._table.code(problem, config) if self._table is not None else None
         return Choice(self.kernel, problem, config, self.target, DEFAULT, "default", code)
 
 
@@ -158,14 +158,16 @@ def _moved(problem: Any, runtime: dict[str, Any]) -> Any:
         return problem
 
 
-class Bindings:
+class Selector:
     """What will run on `target`. sources: tuning databases in lookup order; with none, defaults are chosen."""
 
     def __init__(self, sources: Sequence[Source | PerBoard], target: Target) -> None:
         self.target = target
         self._sources = tuple(sources)
-        self._closure_of = cache(source_digest.closure_of)  # of a kernel as it was when first bound: as its spec.py is
-        self._bindings: dict[tuple[Any, ...], Binding] = {}
+        self._digest_of = cache(
+            source_digest.source_digest_of
+        )  # of a kernel as it was when first bound: as its spec.py is
+        self._selectors: dict[tuple[Any, ...], KernelSelector] = {}
         self._known: dict[tuple[str, Any], Choice] = {}  # of problems met; forgotten together where they are too many
 
     def choice(self, kernel: Kernel, problem: Any) -> Choice:
@@ -174,22 +176,22 @@ class Bindings:
         if (found := self._known.get(asked)) is None:
             if len(self._known) >= CHOICES_KEPT:
                 self._known.clear()
-            found = self._known[asked] = self._binding(kernel, problem).choice(problem)
+            found = self._known[asked] = self._selector(kernel, problem).choice(problem)
         return found
 
-    def _binding(self, kernel: Kernel, problem: Any) -> Binding:
+    def _selector(self, kernel: Kernel, problem: Any) -> KernelSelector:
         key = (kernel.name, *_static(kernel)(problem))
-        if (binding := self._bindings.get(key)) is None:
-            binding = self._bindings[key] = Binding(kernel, self.target, self._bound(kernel, problem))
-        return binding
+        if (selector := self._selectors.get(key)) is None:
+            selector = self._selectors[key] = KernelSelector(kernel, self.target, self._table(kernel, problem))
+        return selector
 
-    def _bound(self, kernel: Kernel, problem: Any) -> Bound | None:
+    def _table(self, kernel: Kernel, problem: Any) -> WinnerTable | None:
         """What the databases have tuned of its compiled-in fields; None without any."""
         if not self._sources:
             return None
-        from kerngen.tuning_db import Bound
+        from kerngen.tuning_db import WinnerTable
 
-        return Bound(self._sources, kernel, problem, self.target, self._closure_of)
+        return WinnerTable(self._sources, kernel, problem, self.target, self._digest_of)
 
 
 @cache

@@ -26,7 +26,7 @@ import click
 
 from kerngen.arch import Target
 from kerngen.compiler.compile import Resources
-from kerngen.cost.predict import CONSTANTS, MODEL, Constants, Outlook, launch_us
+from kerngen.cost.predict import CONSTANTS, MODEL, Constants, Predictor, launch_us
 from kerngen.errors import RecordingError
 from kerngen.templates.kernel import Launch, Traffic
 from kerngen.tuning.recorded import Recorded, Row, read_folder
@@ -82,7 +82,7 @@ def held_against(recorded: Recorded, constants: Constants = CONSTANTS) -> tuple[
 
     Raises RecordingError where nothing ran.
     """
-    outlook = Outlook(recorded.kernel, recorded.problem, recorded.target, constants)
+    outlook = Predictor(recorded.kernel, recorded.problem, recorded.target, constants)
     drift = _drift(recorded)
     found = [
         Held(r, outlook.predict(r.config, r.takes).latency_us, r.us if r.final_us is None else r.final_us / drift)
@@ -198,7 +198,7 @@ def sample(recorded: Recorded, most: int = MOST_ROWS) -> Sample:
     held = sorted(held_against(recorded), key=lambda h: h.measured_us)
     if len(held) > most:
         held = [held[i] for i in sorted({int(len(held) * (j / most) ** 1.5) for j in range(most)})]
-    outlook = Outlook(recorded.kernel, recorded.problem, recorded.target)
+    outlook = Predictor(recorded.kernel, recorded.problem, recorded.target)
     work = tuple(
         tuple((launch, moved, (h.row.takes or {}).get(launch.entry)) for launch, moved in outlook.work(h.row.config))
         for h in held

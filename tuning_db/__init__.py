@@ -44,7 +44,7 @@ Lookup (sources.py, read/winner_table.py, read/lookup.py, read/places.py):
     open_source(path_or_url) -> Source                one of them; a Store is a Source too
     sources_for(url)                                  the one that --db names, or default_sources()
     default_stores(), stores_for(url)                 the same as Stores, to look at all that they hold
-    Bound(sources, kernel, problem, target)           the tuned points of one static problem, read once;
+    WinnerTable(sources, kernel, problem, target)     the tuned points of one static problem, read once;
                                                       .answer(problem) -> Winner | None touches no database
     lookup(sources, kernel, problem, target, *, strict=False) -> Winner | None; strict raises TuningMiss
     miss_report(sources, kernel, problem, target) -> str    the nearest entries and where they differ
@@ -64,18 +64,18 @@ if TYPE_CHECKING:
     from kerngen.tuning_db.read.places import default_path
     from kerngen.tuning_db.read.source import Source
     from kerngen.tuning_db.read.values import Build, Measurement, Observation, Winner
-    from kerngen.tuning_db.read.winner_table import Bound
+    from kerngen.tuning_db.read.winner_table import WinnerTable
     from kerngen.tuning_db.sources import default_sources, open_source, sources_for
     from kerngen.tuning_db.store.store import Store
     from kerngen.tuning_db.stores import default_stores, stores_for
 
 _HOME = {
-    "Bound": "read.winner_table",
     "Build": "read.values",
     "Measurement": "read.values",
     "Observation": "read.values",
     "ProblemKey": "read.ids",
     "Winner": "read.values",
+    "WinnerTable": "read.winner_table",
     "problem_key": "read.ids",
     "static_key": "read.ids",
     "Source": "read.source",
@@ -90,7 +90,6 @@ _HOME = {
     "stores_for": "stores",
 }
 __all__ = [
-    "Bound",
     "Build",
     "Measurement",
     "Observation",
@@ -98,6 +97,7 @@ __all__ = [
     "Source",
     "Store",
     "Winner",
+    "WinnerTable",
     "default_path",
     "default_sources",
     "default_stores",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kerngen import __version__
 from kerngen.arch import Target
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.errors import DatabaseError, UnknownName
 from kerngen.system.files import cache_dir, locked, make_folder
 from kerngen.system.owner import TRUST_HINT, why_distrusted
@@ -110,7 +110,7 @@ def key_of(board: Board) -> str:
         data = sheet.read_bytes()
         hashed.update(f"{sheet.name}\0{len(data)}\0".encode() + data)
         with contextlib.suppress(UnknownName):
-            hashed.update(closure_of(find_kernel(named_kernel(sheet.name.split(".")[0]))).encode())
+            hashed.update(source_digest_of(find_kernel(named_kernel(sheet.name.split(".")[0]))).encode())
     return hashed.hexdigest()
 
 

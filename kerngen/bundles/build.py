@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.compiler.builds import Build, Built
 from kerngen.compiler.compile import Cubin, nvrtc_version
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.errors import UsageError
 from kerngen.system.files import require_place
 from kerngen.templates.kernel import fields_of, static_fields
@@ -97,4 +97,4 @@ def _keep(store: Store, built: Sequence[Built]) -> None:
             if isinstance(b.image, Cubin) and (b.build.stored is None or store.find_cubin(b.image.key) is None):
                 kernel = b.build.kernel
                 store.add_build(b.image, kernel.name, b.build.source, fields_of(b.build.config),
-                                static_fields(b.build.problem), closure=closure_of(kernel))  # fmt: skip
+                                static_fields(b.build.problem), closure=source_digest_of(kernel))  # fmt: skip

@@ -12,7 +12,7 @@ from kerngen.compiler.builds import Build, workload_builds
 from kerngen.compiler.cache import CompileCache, compiling_is_forbidden
 from kerngen.compiler.compile import require_target
 from kerngen.errors import KerngenError
-from kerngen.runtime.selection import Bindings, Choice
+from kerngen.runtime.selection import Choice, Selector
 from kerngen.templates import find_kernel
 from kerngen.tuning_db.read.ranks import is_exact
 from kerngen.workload.workload import Workload
@@ -22,7 +22,7 @@ KINDS = (EXACT, SAME_ARCH, PREDICTED, DEFAULT)  # measured, measured, then what 
 
 
 @dataclass(frozen=True, slots=True)
-class Readiness:
+class Preflight:
     """kinds: kernel -> how many of its problems run what. builds: how many there are. missing: those in no place.
 
     blocked: why what is missing cannot be made here either, "" where it can. unsupported: in words.
@@ -54,7 +54,7 @@ def kind_of(choice: Choice, target: Target) -> str:
     return EXACT if is_exact(choice.winner.device, target.device) else SAME_ARCH
 
 
-def readiness(load: Workload, bindings: Bindings, cache: CompileCache) -> Readiness:
+def preflight(load: Workload, bindings: Selector, cache: CompileCache) -> Preflight:
     """Of `load` on the bindings' target, with the machine code of their stores and of `cache`."""
     target = bindings.target
     kinds: dict[str, Counter[str]] = {}
@@ -67,7 +67,7 @@ def readiness(load: Workload, bindings: Bindings, cache: CompileCache) -> Readin
     found = _finder(cache)
     missing = [b for b in builds if b.stored is None and not found(b)]
     stored = sum(b.stored is not None for b in builds)
-    return Readiness(target, kinds, len(builds), stored, missing, _why_not_compiled(target), unsupported)
+    return Preflight(target, kinds, len(builds), stored, missing, _why_not_compiled(target), unsupported)
 
 
 def _finder(cache: CompileCache) -> Callable[[Build], Any]:
@@ -93,7 +93,7 @@ def _why_not_compiled(target: Target) -> str:
 
 
 def advice(
-    found: Readiness, model: str, here: Target | None, *, bundle: bool, named: str | None = None
+    found: Preflight, model: str, here: Target | None, *, bundle: bool, named: str | None = None
 ) -> dict[str, str]:
     """Command -> what it improves. model: what follows --model, with the drafter's options. here: this machine's GPU.
     bundle: the answers came from one. named: what --device calls the board, its name by default.
@@ -125,5 +125,5 @@ def advice(
     return commands
 
 
-def _only(found: Readiness, kernels: list[str]) -> str:
+def _only(found: Preflight, kernels: list[str]) -> str:
     return "" if len(kernels) == len(found.kinds) else f" --kernel {','.join(kernels)}"

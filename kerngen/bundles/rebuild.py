@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kerngen.arch import Target
 from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin
 from kerngen.compiler.render import render
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.cost.crossover import judge_of
 from kerngen.errors import CompileError, KerngenError, UnknownName
 from kerngen.templates import find_kernel
@@ -91,7 +91,7 @@ def _asked(
     try:
         kernel = find_kernel(w.kernel)
         problem, config = kernel.problem_type(**w.problem.fields), kernel.config_type(**w.config)
-        closure = closure_of(kernel)
+        closure = source_digest_of(kernel)
         source = render(kernel, problem, config, Target(w.arch, w.device))
     except UnknownName:
         return Rebuilt(w, REFUSED, f"{w.kernel} is not installed here"), None
@@ -115,7 +115,9 @@ def _add(store: Store, result: Rebuilt, want: _Wanted, builds: dict[str, Build])
     except CompileError as e:
         result.outcome, result.reason = FAILED, e.message
         return
-    same_code = closure_of(want.kernel) == want.closure  # else a file changed under us, and nobody knows which has it
+    same_code = (
+        source_digest_of(want.kernel) == want.closure
+    )  # else a file changed under us, and nobody knows which has it
     id = store.add_build(cubin, want.kernel.name, want.source, fields_of(want.config), static_fields(want.problem),
                          closure=want.closure if same_code else None)  # fmt: skip
     was = builds.get(result.winner.build_id)

@@ -12,12 +12,12 @@ from typing import Any
 
 from kerngen.arch import Arch, Target, find_arch
 from kerngen.bundles.bundle import Bundle
-from kerngen.bundles.preflight import readiness
+from kerngen.bundles.preflight import preflight
 from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, nvrtc_version
 from kerngen.compiler.render import source_of
 from kerngen.errors import CompileError, KerngenError
-from kerngen.runtime.selection import Bindings
+from kerngen.runtime.selection import Selector
 from kerngen.system.progress import Reporter
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.tuning_db.dist.verify import Verdict
@@ -46,7 +46,7 @@ def complete(
     kinds: dict[str, int] = {}
     for target in targets:
         load = workload(find_model(model, draft, draft_weights), target.arch)
-        found = readiness(load.only(names) if names else load, Bindings(bundle.sources(), target), _Nothing())
+        found = preflight(load.only(names) if names else load, Selector(bundle.sources(), target), _Nothing())
         builds += found.builds
         faults += [f"lacks {b}" for b in found.missing[:_NAMED]]
         if len(found.missing) > _NAMED:

@@ -169,7 +169,7 @@ def doctor(
     Example:
       kerngen doctor --model gemma-4-31b --arch sm90
     """
-    from kerngen.runtime.ops.fallbacks import OUTSIDE
+    from kerngen.runtime.ops.fallbacks import FALLBACKS
 
     if model is None and (arch_name or device_name or db_url or draft or draft_weights != "stored"):
         raise UsageError("--arch, --device, --db, --draft and --draft-weights go with a --model",
@@ -185,14 +185,14 @@ def doctor(
         )
         works = about.pop("works")
     if as_json:
-        click.echo(json.dumps({"findings": [asdict(f) for f in findings], "outside": OUTSIDE, "model": about}))
+        click.echo(json.dumps({"findings": [asdict(f) for f in findings], "outside": FALLBACKS, "model": about}))
     else:
         _print(findings)
         if about is not None:
             print_model(about)
         else:
             click.echo("what no kernel of ours serves, and torch computes:")
-            for name, why in OUTSIDE.items():
+            for name, why in FALLBACKS.items():
                 click.echo(f"    {name}: {why}")
     if not works:
         raise click.exceptions.Exit(1)

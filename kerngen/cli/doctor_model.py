@@ -39,10 +39,10 @@ def examine(
 ) -> dict[str, Any]:  # fmt: skip
     """What `print_model` prints; `works`: whether every kernel is there, or can be made. device_name: as asked."""
     from kerngen.bundles.bundle import sources_for
-    from kerngen.bundles.preflight import KINDS, advice, readiness
+    from kerngen.bundles.preflight import KINDS, advice, preflight
     from kerngen.runtime.footprint import footprint
-    from kerngen.runtime.ops.fallbacks import OUTSIDE
-    from kerngen.runtime.selection import Bindings
+    from kerngen.runtime.ops.fallbacks import FALLBACKS
+    from kerngen.runtime.selection import Selector
     from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
     from kerngen.workload.workload import find_model, workload
 
@@ -51,7 +51,7 @@ def examine(
     sources, cache, shipped = sources_for(db_url, bundle)
     if shipped is not None:
         shipped.require(target.arch)
-    ready = readiness(load, Bindings(sources, target), cache)
+    ready = preflight(load, Selector(sources, target), cache)
     named = [model, *(("--draft", draft) if draft else ())]
     named += ("--draft-weights", draft_weights) if draft_weights != "stored" else ()
     dtype = TORCH_DTYPE[target.arch.dtype]
@@ -63,7 +63,7 @@ def examine(
         "kernels": {name: {k: counts[k] for k in KINDS} for name, counts in ready.kinds.items()},
         "builds": ready.builds, "in_database": ready.stored, "missing": [str(b) for b in ready.missing],
         "blocked": ready.blocked, "unsupported": ready.unsupported,
-        "outside": {name: OUTSIDE[name] for name in load.missing},
+        "outside": {name: FALLBACKS[name] for name in load.missing},
         "commands": advice(ready, " ".join(named), gpu_here(), bundle=shipped is not None, named=device_name),
         "memory": {"context": context, "device_gib": target.device.mem_gib} | {
             what: {"weights": s.weight_bytes, "drafter": s.drafter_bytes, "cache": s.cache_bytes}

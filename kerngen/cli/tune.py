@@ -281,7 +281,7 @@ def _print_notes(what: str, results: list[Result]) -> None:
 
 def _print_details(report: Report, load: Workload) -> None:
     """One line a group of problems, and all that is to be known of the search."""
-    from kerngen.runtime.ops.fallbacks import OUTSIDE
+    from kerngen.runtime.ops.fallbacks import FALLBACKS
     from kerngen.tuning.report import groups
 
     table = Table("One of each group of problems:", "kernel", "where", "point", ">us", ">gain",
@@ -299,7 +299,7 @@ def _print_details(report: Report, load: Workload) -> None:
     for kernel, config, reason in report.failures:
         say(f"failed: {kernel} {config}: {reason}", fg="red")
     for name in load.missing:
-        say(f"left to torch, and not tuned: {name} ({OUTSIDE[name]})")
+        say(f"left to torch, and not tuned: {name} ({FALLBACKS[name]})")
 
 
 def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kerngen.compiler.cache import CachedCompiler, CompileCache, compiling_is_fo
 from kerngen.compiler.compile import Cubin, Ptx, nvrtc_version, source_key
 from kerngen.compiler.render import render
 from kerngen.errors import CompileError, ProblemError, TuningMiss
-from kerngen.runtime.selection import DEFAULT, Bindings, Choice, between, finer, finer_between
+from kerngen.runtime.selection import DEFAULT, Choice, Selector, between, finer, finer_between
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
 from kerngen.tuning_db.read.canonical_fields import round_up
@@ -57,7 +57,7 @@ class Built:
     made: str
 
 
-def choices(load: Workload, bindings: Bindings, unsupported: Counter[str]) -> Iterator[tuple[Any, Choice]]:
+def choices(load: Workload, bindings: Selector, unsupported: Counter[str]) -> Iterator[tuple[Any, Choice]]:
     """(problem, what runs it) of a workload, and of the lengths between its own; see `lengths_between`.
 
     unsupported: is given what no configuration of a kernel can run, in words, with how often.
@@ -107,7 +107,7 @@ def _lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
 
 
 def workload_builds(
-    load: Workload, bindings: Bindings, notes: list[str], chosen: list[Choice] | None = None
+    load: Workload, bindings: Selector, notes: list[str], chosen: list[Choice] | None = None
 ) -> list[Build]:
     """What `load` needs on the bindings' target. chosen: is given every choice, each once."""
     builds: dict[str, Build] = {}
@@ -139,16 +139,16 @@ def models_builds(
     sources: databases in lookup order. chosen: is given every choice. kernels: only these, none for all. Raises
     UsageError where a model needs none of them.
     """
-    from kerngen.runtime.ops.fallbacks import OUTSIDE
+    from kerngen.runtime.ops.fallbacks import FALLBACKS
 
     builds: list[Build] = []
     for target in targets:
-        bindings = Bindings(sources, target)
+        bindings = Selector(sources, target)
         here: dict[str, Build] = {}
         for model in models:
             load = workload(model, target.arch)
             load = load.only(kernels) if kernels else load
-            notes += [f"outside our kernels: {name} ({OUTSIDE[name]})" for name in load.missing]
+            notes += [f"outside our kernels: {name} ({FALLBACKS[name]})" for name in load.missing]
             for build in workload_builds(load, bindings, notes, chosen):
                 if (known := here.setdefault(build.source, build)) is not build:
                     known.origins.update(build.origins)

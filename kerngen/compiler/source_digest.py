@@ -36,7 +36,7 @@ _NAMED = re.compile(rb"""["']([\w.-]+)(?:/[^"']*)?["']""")
 _Stamp = tuple[tuple[str, int, int], ...]
 
 
-def closure_of(kernel: Kernel) -> str:
+def source_digest_of(kernel: Kernel) -> str:
     """sha256 over all that `render.source_of` reads for `kernel`, whatever the problem, the configuration and the arch.
 
     That is its folder, the shared ones, what these take from elsewhere in kerngen.templates, and the code that renders.

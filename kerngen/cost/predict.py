@@ -139,7 +139,7 @@ class Prediction:
         )
 
 
-class Outlook:
+class Predictor:
     """The cost model on one problem: what depends on that alone is asked once, and launches that are equal in all that
     counts are timed once, whichever configurations they belong to.
     """
@@ -206,7 +206,7 @@ def predict(
     `registers` per thread are assumed, or, where that is None too, as few as there can be, which makes the
     answer a lower bound of the prediction that the compiled kernel will get.
     """
-    return Outlook(kernel, problem, target).predict(config, resources, registers=registers)
+    return Predictor(kernel, problem, target).predict(config, resources, registers=registers)
 
 
 def _main_traffic(config: Any, arch: Arch, num_bytes: int, flops: int, launch: Launch) -> Traffic:

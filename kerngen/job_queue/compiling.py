@@ -12,7 +12,7 @@ from sqlalchemy import delete, select
 
 from kerngen.arch import Arch
 from kerngen.compiler.render import render
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.errors import CompileError, ConfigRefused, CorruptRecord
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, static_fields
@@ -50,7 +50,7 @@ def likely(job: Job) -> dict[str, tuple[Any, Any]]:
 def compile_ahead(store: Store, compiler: CachedCompiler, job: Job, progress: Progress) -> int:
     """Compile what is likely to be tried, and leave the machine code in `store`. Returns how many builds are new."""
     kernel, arch = find_kernel(job.kernel), job.target().arch
-    closure = closure_of(kernel)
+    closure = source_digest_of(kernel)
     sources = likely(job)
     futures = {}
     for source, (problem, config) in sources.items():

@@ -19,7 +19,7 @@ from uuid import uuid4
 from kerngen import __version__
 from kerngen.arch import Target
 from kerngen.compiler.compile import Cubin, nvrtc_version
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.templates.kernel import describe, fields_of, static_fields
 from kerngen.tuning.ab import SAMPLES, SAMPLES_AGAIN, TARGET_MS, Compared, Gpu, Trial
 from kerngen.tuning.recorded import Head, Recorded, Row, completed
@@ -101,7 +101,7 @@ class Rows:
             kernel, config = trial.entry.kernel, fields_of(trial.candidate.config)
             static = static_fields(trial.entry.problem)
             if kernel.name not in self._closures:
-                self._closures[kernel.name] = closure_of(kernel)
+                self._closures[kernel.name] = source_digest_of(kernel)
             closure = None if trial.candidate.replace else self._closures[kernel.name]
             if isinstance(trial.made, Cubin):
                 self._builds[trial] = self._store.add_build(trial.made, kernel.name, trial.source, config, static,

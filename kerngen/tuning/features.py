@@ -12,7 +12,7 @@ from math import log, log2, prod
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
-from kerngen.cost.predict import Outlook, Prediction
+from kerngen.cost.predict import Prediction, Predictor
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.field_tracing import Remembered
 from kerngen.tuning.plan import GUESSED_REGISTERS
@@ -48,7 +48,7 @@ def _columns(
 ) -> tuple[ndarray, ndarray]:
     import numpy as np
 
-    outlook = Outlook(kernel, problem, target)
+    outlook = Predictor(kernel, problem, target)
 
     def derived(config: Any) -> tuple[float, ...]:
         prediction = outlook.predict(config, registers=registers)

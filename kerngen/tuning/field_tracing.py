@@ -1,6 +1,6 @@
 """Functions of a Problem or a Config that say which of its fields they read.
 
-`watched` makes a value whose fields are asked for as they are read; everything else of it (methods, properties,
+`traced` makes a value whose fields are asked for as they are read; everything else of it (methods, properties,
 equality, hash) is its class's own. What a pure function answered holds for all values that agree in the fields that it
 read: so `leaves` knows a function on a whole grid after far fewer calls than the grid has points, and `Remembered`
 calls one again only where an argument differs in what counts.
@@ -44,7 +44,7 @@ def _watching(cls: type[Any]) -> type[Any]:
     return _classes[cls]
 
 
-def watched(cls: type[Any], ask: Callable[[str], Any]) -> tuple[Any, dict[str, Any]]:
+def traced(cls: type[Any], ask: Callable[[str], Any]) -> tuple[Any, dict[str, Any]]:
     """A value of the dataclass `cls`, whose fields `ask` gives; and those read so far, in the order of reading."""
     made, seen = object.__new__(_watching(cls)), dict[str, Any]()
     object.__setattr__(made, "_ask", ask)  # __setattr__ of a frozen dataclass refuses
@@ -80,7 +80,7 @@ def leaves(
 
     while True:
         depth = 0
-        value, seen = watched(cls, ask)
+        value, seen = traced(cls, ask)
         answer = of(value)
         yield seen, answer
         while path and path[-1][2] + 1 == len(path[-1][1]):
@@ -108,7 +108,7 @@ class Remembered(Generic[R]):
                 return answer
             node = rest.setdefault(getattr(value, name), [])
         self.num_calls += 1
-        asked, seen = watched(self._cls, lambda name: getattr(value, name))
+        asked, seen = traced(self._cls, lambda name: getattr(value, name))
         found = self._of(asked)
         node = self._root
         for name, read in seen.items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen import __version__
 from kerngen.compiler.compile import Cubin, nvrtc_version
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.cost.crossover import judge_of
 from kerngen.cost.predict import MODEL
 from kerngen.errors import CompileError
@@ -61,7 +61,7 @@ class Ledger:
         """What is known of `problem`; `closed` if a search with the same settings and sources was finished before."""
         key = problem_key(kernel, problem)
         if kernel.name not in self._closures:
-            self._closures[kernel.name] = closure_of(kernel)
+            self._closures[kernel.name] = source_digest_of(kernel)
         entry = Entry(kernel, problem, key, self._fingerprint(kernel))
         for m in self._known(kernel).get(key.id, []):
             entry.known.setdefault(canonical(m.config), []).append(m)
@@ -109,7 +109,7 @@ class Ledger:
 
     def _closure(self, kernel: Kernel) -> str | None:
         """What every source of this run was rendered by; None where the kernel's files changed under it."""
-        now = closure_of(kernel)
+        now = source_digest_of(kernel)
         return now if self._closures.get(kernel.name) == now else None
 
     def add_build(self, kernel: Kernel, problem: Any, config: Any, source: str, made: Cubin | CompileError) -> Build:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kerngen.arch import Target
 from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
-from kerngen.cost.predict import Outlook, predict
+from kerngen.cost.predict import Predictor, predict
 from kerngen.errors import ConfigRefused
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, static_fields
@@ -52,7 +52,7 @@ def lower_bound_us(kernel: Kernel, problem: Any, config: Any, target: Target) ->
 
 def _times(kernel: Kernel, problem: Any, target: Target, registers: int | None) -> Remembered[float]:
     """A problem's pre-predicted microseconds: configurations that differ in what the model does not see cost one."""
-    outlook = Outlook(kernel, problem, target)
+    outlook = Predictor(kernel, problem, target)
     return Remembered(kernel.config_type, lambda c: outlook.predict(c, registers=registers).latency_us)
 
 

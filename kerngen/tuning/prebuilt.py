@@ -35,7 +35,7 @@ from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
 from kerngen.tuning_db.dist import prediction_file
 from kerngen.tuning_db.dist.export import Selection
-from kerngen.tuning_db.dist.predicted import foretell
+from kerngen.tuning_db.dist.predicted import predictions_of
 from kerngen.tuning_db.dist.results_folder import dump
 from kerngen.tuning_db.read.canonical_fields import named_kernel
 from kerngen.tuning_db.read.places import PREBUILT
@@ -82,7 +82,7 @@ def write_predicted(store: Store, target: Target, folder: Path, kernels: Collect
     place = folder / target.device.name
     texts = {
         place / f"{o.kernel}{PREDICTED}": prediction_file.dump(o)
-        for o in foretell(store, Selection(arches=[target.arch.name], devices=[target.device.name]))
+        for o in predictions_of(store, Selection(arches=[target.arch.name], devices=[target.device.name]))
         if (target.device.name, named_kernel(o.kernel)) not in LEFT_TO_DEFAULTS
     }
     if not texts:

@@ -21,8 +21,8 @@ from kerngen.errors import DatabaseError, KerngenError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import filled
 from kerngen.tuning_db.dist.fields_text import SOURCE_DIGITS, stated
-from kerngen.tuning_db.dist.prediction_file import Cell, Family, Outlook, dump, parse, rounded
-from kerngen.tuning_db.read.canonical_fields import filed_device, filing_of, named_kernel
+from kerngen.tuning_db.dist.prediction_file import Cell, Family, PredictionFile, dump, parse, rounded
+from kerngen.tuning_db.read.canonical_fields import canonical_fields_of, filed_device, named_kernel
 from kerngen.tuning_db.read.freshness import source_sha
 
 
@@ -64,12 +64,12 @@ def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, 
     return dump(replace(outlook, families=tuple(families))), len(rebuilt)
 
 
-def _anew(outlook: Outlook) -> str:
+def _anew(outlook: PredictionFile) -> str:
     return f"python -m kerngen.tuning.prebuilt --device {outlook.board}"
 
 
-def _rebuilt(outlook: Outlook, target: Target, compiler: CachedCompiler) -> Iterator[_Rebuilt]:
-    kernel, of = find_kernel(named_kernel(outlook.kernel)), filing_of(outlook.kernel)
+def _rebuilt(outlook: PredictionFile, target: Target, compiler: CachedCompiler) -> Iterator[_Rebuilt]:
+    kernel, of = find_kernel(named_kernel(outlook.kernel)), canonical_fields_of(outlook.kernel)
     anew = _anew(outlook)
     for f, family in enumerate(outlook.families):
         for i, plan in enumerate(family.plans):
@@ -85,7 +85,7 @@ def _rebuilt(outlook: Outlook, target: Target, compiler: CachedCompiler) -> Iter
                 yield _Rebuilt(f, i, config, digits, compiler.submit(source, target.arch))
 
 
-def _problems(outlook: Outlook, family: Family, plan: int) -> Iterator[Any]:
+def _problems(outlook: PredictionFile, family: Family, plan: int) -> Iterator[Any]:
     """Those that the plan wins."""
     for cell in family.cells:
         for point in cell.points:
@@ -93,13 +93,13 @@ def _problems(outlook: Outlook, family: Family, plan: int) -> Iterator[Any]:
                 yield _problem(outlook, family, cell, point)
 
 
-def _problem(outlook: Outlook, family: Family, cell: Cell, point: Any) -> Any:
-    kernel, of = find_kernel(named_kernel(outlook.kernel)), filing_of(outlook.kernel)
+def _problem(outlook: PredictionFile, family: Family, cell: Cell, point: Any) -> Any:
+    kernel, of = find_kernel(named_kernel(outlook.kernel)), canonical_fields_of(outlook.kernel)
     fields = point.fields or stated(family.static, cell.runtime, outlook.dynamic, point.dynamic)
     return kernel.problem_type(**filled(fields, of.fields))
 
 
-def _with(outlook: Outlook, family: Family, r: _Rebuilt, build: Cubin, target: Target) -> Family:
+def _with(outlook: PredictionFile, family: Family, r: _Rebuilt, build: Cubin, target: Target) -> Family:
     """`family` with that plan's digits, and the times that the model gives with what was built."""
     kernel = find_kernel(named_kernel(outlook.kernel))
 

@@ -20,7 +20,7 @@ from typing import Any
 from kerngen.arch import Target
 from kerngen.errors import ConfigRefused
 from kerngen.templates.kernel import Body, Kernel, describe, fields_of
-from kerngen.tuning.field_tracing import leaves, watched
+from kerngen.tuning.field_tracing import leaves, traced
 
 MOST_CALLS = 1 << 19  # of why_invalid for one body: seconds. Today's largest space takes 114,432 for 1,935,360 points
 SAMPLE = 1 << 16  # points that stand for a body's space that takes more
@@ -193,7 +193,7 @@ def _sorted_out(kernel: Kernel, part: Part, problem: Any, target: Target) -> _So
     for read, answer in seen:
         if all(getattr(problem, k) == v for k, v in read.items()):
             return answer
-    asked, read = watched(type(problem), lambda name: getattr(problem, name))
+    asked, read = traced(type(problem), lambda name: getattr(problem, name))
     found = _whole(kernel, part, asked, target) or _sample(kernel, part, asked, target)
     seen.append((read, found))
     return found

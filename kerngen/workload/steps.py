@@ -103,7 +103,7 @@ class Recorder:
 
         from kerngen.runtime.cache import KVCache
         from kerngen.runtime.drafting import MtpDrafter
-        from kerngen.runtime.executors.layer_dedup import AlikeLayers
+        from kerngen.runtime.executors.layer_dedup import DedupedLayers
         from kerngen.runtime.executors.record import Record
         from kerngen.runtime.executors.shapes import ShapesAlone
         from kerngen.runtime.model import Gemma4
@@ -112,16 +112,16 @@ class Recorder:
         from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
         from kerngen.workload.forwards import Forwards
 
-        self.outside: dict[str, None] = {}  # what went past the kernels, by its name in `runtime.ops.outside.OUTSIDE`
+        self.outside: dict[str, None] = {}  # what went past the kernels, by its name in `runtime.ops.outside.FALLBACKS`
         self._note: Note = _unheard
         with torch.inference_mode(), ShapesAlone():
             self._executor = Record(self._called, self._unserved, None if arch is None else Target.of(arch))
             ops = KernelOps(self._executor, TORCH_DTYPE[dtype])
             model = Gemma4(target, synthetic_model(target, ops), ops)
-            model.stack = AlikeLayers(model.stack, self._executor)
+            model.stack = DedupedLayers(model.stack, self._executor)
             drafting = None if drafter is None else MtpDrafter(drafter, synthetic_drafter(drafter, ops), model)
             if drafting is not None:
-                drafting.stack = AlikeLayers(drafting.stack, self._executor)
+                drafting.stack = DedupedLayers(drafting.stack, self._executor)
             self._pool = KVCache.whole(target, ops, batch=1, max_len=1)  # of which problems show the tables alone
         self._forwards = Forwards(model, drafting, self._cache)
         self.config, self.has_drafter, self.max_decode_len = target, drafter is not None, ops.max_decode_len

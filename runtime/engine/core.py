@@ -18,14 +18,14 @@ from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLengt
 from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.engine.mixed_batches import Shape
 from kerngen.runtime.engine.pages import PagePool
-from kerngen.runtime.engine.plan import PLAIN, DecodeRows, StepPlan, Way
+from kerngen.runtime.engine.plan import PLAIN, DecodeRows, SamplingMode, StepPlan
 from kerngen.runtime.engine.planning import decode_rows, held_ids, prefill_chunk, sampling_mode
 from kerngen.runtime.engine.prefill_budget import MOST_STALL, PrefillBudget
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import Runner, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
-from kerngen.runtime.engine.warmup import rehearse
+from kerngen.runtime.engine.warmup import warm_up
 from kerngen.runtime.executors import Say
 from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
 from kerngen.runtime.model import Gemma4
@@ -91,7 +91,7 @@ class Engine:
         prefix_caching: bool = True,
         reproducible: bool = False,
         buckets: Sequence[int] | None = None,
-        lag: int | None = None,
+        async_depth: int | None = None,
     ) -> None:
         ops, config = model.ops, model.config
         self.model, self.drafter = model, drafter
@@ -112,8 +112,8 @@ class Engine:
         ingests = drafter is not None and drafter.taps is not None
         self._joins = joint and not (reproducible or self._fixed or ingests) and max_batch > 1 and model.joins
         self._lengths = DraftLength(most if self._fixed is None else 0)
-        self._lag = lag if lag is not None else 1 if ops.supports_graphs else 0
-        step = (self._lag + 1) * (most + 1)
+        self._async_depth = async_depth if async_depth is not None else 1 if ops.supports_graphs else 0
+        step = (self._async_depth + 1) * (most + 1)
         layers = () if drafter is None else drafter.cache_layers
         self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, layers)
         pages = dict(num_pages or self.shape.pages(max_batch, max_len))
@@ -139,12 +139,12 @@ class Engine:
         """
         fixed, most = self._fixed, self._lengths.longest
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
-        self.model.ops.build_ahead(lambda: rehearse(self.runner, lengths, self.prefill_chunk, joint=self._joins), say)
+        self.model.ops.build_ahead(lambda: warm_up(self.runner, lengths, self.prefill_chunk, joint=self._joins), say)
         usually = sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed]
-        ways = sorted({Way(), Way.for_sampling([usual or Sampling()])})
-        self.runner.capture(usually, ways)
+        modes = sorted({SamplingMode(), SamplingMode.for_sampling([usual or Sampling()])})
+        self.runner.capture(usually, modes)
         if self._joins:
-            self.runner.capture_joint(ways)
+            self.runner.capture_joint(modes)
         self._budget.know(self.runner.time_short_prefills())
 
     # -- many requests
@@ -227,7 +227,7 @@ class Engine:
         # With nothing to decode there is nothing for the device to run meanwhile: a first token is read at once. So are
         # all while somebody's mask waits for them.
         waits = any(h.request.mask is not None for h in self.scheduler.running)
-        self._newest = self._num_steps - (self._lag if decodes and not waits else 0)
+        self._newest = self._num_steps - (self._async_depth if decodes and not waits else 0)
 
     @property
     def _is_overdue(self) -> bool:
@@ -342,13 +342,13 @@ class Engine:
             return None
         if any(h.request.prompt_logprobs is not None for h in scheduler.prefilling):
             return None
-        return self.runner.joint_plans.least(len(scheduler.running), sampling_mode(scheduler.running))
+        return self.runner.mixed_shapes.least(len(scheduler.running), sampling_mode(scheduler.running))
 
     def _join(self, choice: Choice, least: Shape) -> bool:
         """Start a decode step of all that run and a prefill of others, as one forward where one serves; whether anybody
         decodes.
         """
-        scheduler, shapes = self.scheduler, self.runner.joint_plans
+        scheduler, shapes = self.scheduler, self.runner.mixed_shapes
         scheduler.grow_running(1)
         prefilling, decoding = len(scheduler.prefilling), len(scheduler.running)
         most = self._budget.tokens(prefilling, decoding, least.batch, least.size)
@@ -409,7 +409,7 @@ class Engine:
             update=self.scheduler.take_update(),
             decode=decode,
             chunks=tuple([prefill_chunk(c, config.eos_ids, config.vocab_size) for c in chunks]),
-            first_way=sampling_mode([c.handle for c in chunks if c.is_last]) if chunks else PLAIN,
+            first_mode=sampling_mode([c.handle for c in chunks if c.is_last]) if chunks else PLAIN,
             num_tokens=0 if shape is None else shape.size,
         )
 

@@ -3,7 +3,7 @@ and tokens that may not end an answer yet.
 
 Each tensor is made when a row first needs it and stays at its address, so a step that was captured reads what is there
 when it is replayed. Rows that need nothing of a kind have what changes nothing, so that a token does not depend on who
-else is in the batch. A step in which no row needs any of a kind does nothing for it (`Way`).
+else is in the batch. A step in which no row needs any of a kind does nothing for it (`SamplingMode`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kerngen.runtime.engine.plan import NewRow, Way
+from kerngen.runtime.engine.plan import NewRow, SamplingMode
 from kerngen.runtime.penalties import counts_at, forbidden, held_back, penalized
 
 Values = Tensor | Sequence[float] | Sequence[Sequence[float]]
 Send = Callable[[Values, torch.dtype], Tensor]
 
 
-class Changes:
+class LogitProcessors:
     """Of rows 0 to max_batch - 1 of the decode batch. Tensors begin as what changes nothing."""
 
     def __init__(self, max_batch: int, vocab: int, device: torch.device, send: Send) -> None:
@@ -66,17 +66,17 @@ class Changes:
 
     def _make(self, new_rows: Sequence[NewRow]) -> None:
         """The tensors that one of `new_rows` is the first to need."""
-        way = Way.for_sampling([new.sampling for new in new_rows])
+        mode = SamplingMode.for_sampling([new.sampling for new in new_rows])
         guided = any(new.mask is not None for new in new_rows)
         max_batch, _ = self._shape
         if (guided or any(new.suppressed_ids for new in new_rows)) and self._forbidden is None:
             self._forbidden = self._zeros(self._shape, torch.bool)
-        if way.biased and self._bias is None:
+        if mode.biased and self._bias is None:
             self._bias = self._zeros(self._shape, torch.float32)
         if any(new.sampling.min_tokens for new in new_rows) and self._stops is None:
             self._stops = self._zeros(self._shape, torch.bool)
             self._first_stop = self._zeros((max_batch,), torch.int64)
-        if way.penalized and self._made is None:
+        if mode.penalized and self._made is None:
             self._made = self._zeros(self._shape, torch.int32)
             self._prompt = self._zeros(self._shape, torch.bool)
             self._penalties = self._zeros((3, max_batch), torch.float32)
@@ -120,8 +120,10 @@ class Changes:
         """What a step changes."""
         return [] if self._made is None else [self._made]
 
-    def apply(self, logits: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, way: Way) -> Tensor:
-        """logits [n, vocab] fp32 of `rows` as `way` wants them changed. A row has its tokens one after the other.
+    def apply(
+        self, logits: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, mode: SamplingMode
+    ) -> Tensor:
+        """logits [n, vocab] fp32 of `rows` as `mode` wants them changed. A row has its tokens one after the other.
 
         positions [n] int64: where the tokens that are chosen will stand; drafts [rows, q_len - 1]: those in between.
         """
@@ -130,26 +132,26 @@ class Changes:
         def each(tensor: Tensor) -> Tensor:
             return tensor[rows] if q_len == 1 else tensor[rows].repeat_interleave(q_len, 0)
 
-        if way.masked and self._forbidden is not None:
+        if mode.masked and self._forbidden is not None:
             logits = logits.masked_fill(each(self._forbidden), -math.inf)
-        if way.held and self._stops is not None and self._first_stop is not None:
+        if mode.held and self._stops is not None and self._first_stop is not None:
             logits = held_back(logits, each(self._stops), each(self._first_stop), positions)
-        if way.biased and self._bias is not None:
+        if mode.biased and self._bias is not None:
             logits = logits + each(self._bias)
-        if way.penalized and self._made is not None and self._prompt is not None and self._penalties is not None:
+        if mode.penalized and self._made is not None and self._prompt is not None and self._penalties is not None:
             penalties = self._penalties[:, rows].repeat_interleave(q_len, 1)
             logits = penalized(logits, counts_at(self._made[rows], drafts), each(self._prompt), penalties)
         return logits
 
-    def refuse(self, drafts: Tensor | None, rows: slice, way: Way) -> Tensor | None:
+    def refuse(self, drafts: Tensor | None, rows: slice, mode: SamplingMode) -> Tensor | None:
         """drafts [rows, q_len - 1] as they are compared with what was chosen: a row with a mask accepts none."""
-        if drafts is None or not way.guided or self._guided is None:
+        if drafts is None or not mode.guided or self._guided is None:
             return drafts
         return drafts.masked_fill(self._guided[rows, None], -2)  # no token, nor the -1 of one that was not chosen
 
-    def count(self, result: Tensor, rows: slice, way: Way) -> None:
+    def count(self, result: Tensor, rows: slice, mode: SamplingMode) -> None:
         """The tokens of `rows` that count were generated. result [rows, q_len + 2] int64: decode_advance's."""
-        if not way.penalized or self._made is None:
+        if not mode.penalized or self._made is None:
             return
         tokens = result[:, 1:-1].clamp(min=0)
         does_count = torch.arange(tokens.shape[1], device=result.device) < result[:, :1]

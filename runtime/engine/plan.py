@@ -25,7 +25,7 @@ MAX_JSON_BYTES = 1 << 26  # of one plan: 128 rows with a mask each take 6 MB, a 
 GREEDY = Sampling()
 
 
-class Way(NamedTuple):
+class SamplingMode(NamedTuple):
     """How a step chooses tokens. cut: see sampling.cut_for. The others say what some row needs.
 
     masked: suppresses tokens of its own, or has a mask; guided: has a mask, and takes no drafts; held: may not end yet.
@@ -42,10 +42,10 @@ class Way(NamedTuple):
     logprobs: bool = False
 
     @staticmethod
-    def for_sampling(sampling: Sequence[Sampling]) -> Way:
+    def for_sampling(sampling: Sequence[Sampling]) -> SamplingMode:
         """What the parameters alone ask for, but for min_tokens."""
         sampled = not all(s.is_greedy for s in sampling)
-        return Way(
+        return SamplingMode(
             sampled=sampled,
             cut=cut_for(sampling) if sampled else 0,
             min_p=sampled and any(s.min_p for s in sampling),
@@ -59,7 +59,7 @@ class Way(NamedTuple):
         return self.sampled or self.masked or self.penalized or self.biased or self.held or self.logprobs
 
 
-PLAIN = Way()
+PLAIN = SamplingMode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class DecodeRows:
     batch: int
     longest: int
     num_drafts: int = 0
-    way: Way = PLAIN
+    mode: SamplingMode = PLAIN
     masks: tuple[tuple[int, bytes], ...] = ()
 
 
@@ -150,7 +150,7 @@ class StepPlan:
     update: RowUpdate = SAME_ROWS
     decode: DecodeRows | None = None
     chunks: tuple[PrefillChunk, ...] = ()
-    first_way: Way = PLAIN
+    first_mode: SamplingMode = PLAIN
     num_tokens: int = 0
 
     def to_json(self) -> str:
@@ -207,7 +207,7 @@ class Limits:
             _within("the rows that are computed", (decode.batch,), rows + 1)
             _within("the number of drafts", (decode.num_drafts,), self.max_drafts + 1)
             _within("the longest sequence", (decode.longest,), self.max_len + 1)
-            _within("the likeliest tokens that are looked at", (decode.way.cut,), self.vocab_size + 1)
+            _within("the likeliest tokens that are looked at", (decode.mode.cut,), self.vocab_size + 1)
             _within("a row with a mask", (row for row, _ in decode.masks), plan.num_running)
             for _, bits in decode.masks:
                 self._check_mask(bits)
@@ -215,7 +215,7 @@ class Limits:
                 _within("the number of drafts beside a prefill", (decode.num_drafts,), 1)
                 asked = decode.batch + sum(len(chunk.tokens) for chunk in plan.chunks)
                 _within("the tokens of a forward that are none", (plan.num_tokens - asked,), self.max_len)
-        _within("the likeliest tokens that are looked at", (plan.first_way.cut,), self.vocab_size + 1)
+        _within("the likeliest tokens that are looked at", (plan.first_mode.cut,), self.vocab_size + 1)
         for chunk in plan.chunks:
             self._check_chunk(chunk, most)
 

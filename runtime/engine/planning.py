@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from kerngen.runtime.cache import KINDS
 from kerngen.runtime.engine.mask import bits_of
-from kerngen.runtime.engine.plan import DecodeRows, NewRow, PrefillChunk, Way
+from kerngen.runtime.engine.plan import DecodeRows, NewRow, PrefillChunk, SamplingMode
 from kerngen.runtime.engine.request import Handle, Request
 from kerngen.runtime.engine.scheduler import Chunk
 
 
-def sampling_mode(handles: Sequence[Handle]) -> Way:
+def sampling_mode(handles: Sequence[Handle]) -> SamplingMode:
     """How a step of these sequences chooses tokens."""
     requests = [h.request for h in handles]
     sampling = [r.sampling for r in requests]
     guided = any(r.mask is not None for r in requests)
-    return Way.for_sampling(sampling)._replace(
+    return SamplingMode.for_sampling(sampling)._replace(
         masked=guided or any(r.suppressed_ids for r in requests),
         held=any(h.num_made < s.min_tokens for h, s in zip(handles, sampling, strict=True)),
         guided=guided,

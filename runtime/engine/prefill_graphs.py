@@ -26,7 +26,7 @@ STRIDE = 7919  # from one id to the next, of tokens that are only timed
 OUTPUTS = ("none", "last")  # as Gemma4.forward has them
 
 
-class ShortPrefills:
+class PrefillGraphs:
     """Those of one engine, each captured for contexts of any length."""
 
     def __init__(self, model: Gemma4, cache: KVCache, graphs: Graphs, max_kv_len: int, send: Send) -> None:

@@ -23,10 +23,10 @@ from kerngen.runtime.batch import Batch, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.graphs import Captured, Graphs
-from kerngen.runtime.engine.logit_processors import Changes, Values
-from kerngen.runtime.engine.mixed_batches import ANY_SHAPE, JointShapes, JointSteps, Shape
-from kerngen.runtime.engine.plan import DecodeRows, Limits, NewPage, PrefillChunk, RowUpdate, StepPlan, Way
-from kerngen.runtime.engine.prefill_graphs import ShortPrefills
+from kerngen.runtime.engine.logit_processors import LogitProcessors, Values
+from kerngen.runtime.engine.mixed_batches import ANY_SHAPE, MixedBatchGraphs, MixedBatchShapes, Shape
+from kerngen.runtime.engine.plan import DecodeRows, Limits, NewPage, PrefillChunk, RowUpdate, SamplingMode, StepPlan
+from kerngen.runtime.engine.prefill_graphs import PrefillGraphs
 from kerngen.runtime.logprobs import logprob_words
 from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
@@ -113,12 +113,12 @@ class Runner:
         self.hidden = torch.zeros(max_batch, config.hidden_size, dtype=ops.dtype, device=device)
         experts = any(w.moe is not None and w.moe.gate_up.is_dense for w in model.weights.layers)
         self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
-        self.changes = Changes(max_batch, config.vocab_size, device, self._sent)
-        self._steps: dict[tuple[int, int, Way, int], Captured] = {}
+        self.logit_processors = LogitProcessors(max_batch, config.vocab_size, device, self._sent)
+        self._steps: dict[tuple[int, int, SamplingMode, int], Captured] = {}
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs = Graphs()
-        self.short_prefills = ShortPrefills(model, cache, self._graphs, max_kv_len, self._sent)
-        self.joint_steps = JointSteps()
+        self.prefill_graphs = PrefillGraphs(model, cache, self._graphs, max_kv_len, self._sent)
+        self.mixed_graphs = MixedBatchGraphs()
         self._latest: torch.cuda.Event | None = None  # behind all that was handed in
         self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
 
@@ -129,7 +129,7 @@ class Runner:
     @property
     def written(self) -> list[Tensor]:
         """What a step changes of its rows, the cache aside."""
-        return [self.ints, self.hidden, *self.changes.written]
+        return [self.ints, self.hidden, *self.logit_processors.written]
 
     @property
     def batches(self) -> list[int]:
@@ -177,7 +177,7 @@ class Runner:
         if row != last:
             self.hidden[row] = self.hidden[last]
         self.hidden[last] = 0
-        self.changes.leave(row, last)
+        self.logit_processors.leave(row, last)
 
     def clear(self) -> None:
         """No row stands for anybody."""
@@ -203,8 +203,8 @@ class Runner:
         self.ints[:, rows] = self._sent(ints, torch.int64).T
         self.floats[:, rows] = self._sent([r.sampling.floats for r in new_rows], torch.float32).T
         self.cache.tables[:, rows] = self._sent(self._tables(chunks, self.cache.tables.shape[2]), torch.int32)
-        self.changes.join(first, new_rows)
-        self.changes.guide([(row, r.mask) for row, r in enumerate(new_rows, first) if r.mask is not None])
+        self.logit_processors.join(first, new_rows)
+        self.logit_processors.guide([(row, r.mask) for row, r in enumerate(new_rows, first) if r.mask is not None])
 
     @staticmethod
     def _tables(chunks: Sequence[PrefillChunk], width: int) -> Tensor:
@@ -243,7 +243,7 @@ class Runner:
             states = self.forward(batch, cache)
             prompt_logprobs = tuple(self._prompt_words(c, states[end:]) for c, end in zip(chunks, ends, strict=False))
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
-        elif (short := self.short_prefills.run(ids, starts, sizes, tables, outputs)) is not None:
+        elif (short := self.prefill_graphs.run(ids, starts, sizes, tables, outputs)) is not None:
             hidden = short
         else:
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
@@ -263,11 +263,11 @@ class Runner:
             hidden = hidden[self._sent(done, torch.int64)]
         self.join(plan.num_running, [plan.chunks[i] for i in done])
         rows = slice(plan.num_running, plan.num_running + len(done))
-        return self._result(self.first_tokens(hidden, rows, plan.first_way), 1, began=None)
+        return self._result(self.first_tokens(hidden, rows, plan.first_mode), 1, began=None)
 
-    def first_tokens(self, hidden: Tensor, rows: slice, way: Way) -> Tensor:
+    def first_tokens(self, hidden: Tensor, rows: slice, mode: SamplingMode) -> Tensor:
         """Of sequences whose last tokens gave hidden [n, H], the rows of the batch: what the host will read."""
-        return self._emit(hidden, self.ints[LENGTH, rows], None, rows, way)
+        return self._emit(hidden, self.ints[LENGTH, rows], None, rows, mode)
 
     def chunks(
         self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor
@@ -329,38 +329,38 @@ class Runner:
         """
         if self.reproducible or self._ingests:
             return []
-        return [size for size in self.short_prefills.sizes if self.captures(size)]
+        return [size for size in self.prefill_graphs.sizes if self.captures(size)]
 
-    def capture(self, draft_lengths: Sequence[int], ways: Sequence[Way]) -> None:
+    def capture(self, draft_lengths: Sequence[int], modes: Sequence[SamplingMode]) -> None:
         """Have steps of the longest sequences captured, and short prefills. No row may stand for anybody."""
-        for batch, num_drafts, way in product(self.batches, draft_lengths, ways):
+        for batch, num_drafts, mode in product(self.batches, draft_lengths, modes):
             if self.captures(batch * (num_drafts + 1)):
-                self._graph(batch, num_drafts, way, self.max_kv_len)
+                self._graph(batch, num_drafts, mode, self.max_kv_len)
         for size in self.short_sizes:
-            self.short_prefills.capture(size)
+            self.prefill_graphs.capture(size)
 
-    def joint_shapes(self, ways: Sequence[Way]) -> list[Shape]:
+    def joint_shapes(self, modes: Sequence[SamplingMode]) -> list[Shape]:
         """Of the joint steps that are captured, of a model that joins."""
-        return JointSteps.shapes(self.short_sizes, self.batches, ways)
+        return MixedBatchGraphs.shapes(self.short_sizes, self.batches, modes)
 
-    def capture_joint(self, ways: Sequence[Way]) -> None:
+    def capture_joint(self, modes: Sequence[SamplingMode]) -> None:
         """Have joint steps captured. No row may stand for anybody."""
-        for shape in self.joint_shapes(ways):
-            if shape not in self.joint_steps:
-                self.short_prefills.clear(shape.chunk)
-                self.joint_steps.keep(shape, self._graphs.capture(partial(self.joint_of, shape), self.written))
+        for shape in self.joint_shapes(modes):
+            if shape not in self.mixed_graphs:
+                self.prefill_graphs.clear(shape.chunk)
+                self.mixed_graphs.keep(shape, self._graphs.capture(partial(self.joint_of, shape), self.written))
 
     def joint_of(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """A joint step of whatever chunks lie in the tables and lengths of short prefills."""
-        return self.joint_step(shape.batch, shape.way, *self.short_prefills.batch(shape.chunk))
+        return self.joint_step(shape.batch, shape.mode, *self.prefill_graphs.batch(shape.chunk))
 
     def time_short_prefills(self) -> list[tuple[int, float]]:
         """(tokens, seconds) of those that were captured, where nothing is attended to yet. Waits for the device."""
         found = []
-        for size in self.short_prefills.captured_sizes:
+        for size in self.prefill_graphs.captured_sizes:
             moments = [self._now()]
             for _ in range(TIMED_RUNS):
-                self.short_prefills.replay(size)
+                self.prefill_graphs.replay(size)
                 moments.append(self._now())
             if self.hidden.is_cuda:
                 torch.cuda.synchronize(self.hidden.device)
@@ -370,41 +370,41 @@ class Runner:
 
     def _decode(self, rows: DecodeRows, count: int) -> Wait:
         """Start a step of `rows`, the first `count` of which stand for sequences."""
-        batch, num_drafts, way = rows.batch, rows.num_drafts, rows.way
-        self.changes.guide(rows.masks)
+        batch, num_drafts, mode = rows.batch, rows.num_drafts, rows.mode
+        self.logit_processors.guide(rows.masks)
         began: _Moment | None
         if self.captures(batch * (num_drafts + 1)):
             known = len(self._steps)
-            graph, result = self._graph(batch, num_drafts, way, rows.longest + num_drafts + 1)
+            graph, result = self._graph(batch, num_drafts, mode, rows.longest + num_drafts + 1)
             began = self._beginning() if len(self._steps) == known else None  # a graph's first replay takes longer
             graph.replay()
         else:
             began = self._beginning()
-            result = self.step(batch, num_drafts, way, self.max_kv_len)
+            result = self.step(batch, num_drafts, mode, self.max_kv_len)
         return self._result(result[:count], num_drafts + 1, began=began)
 
     @property
-    def joint_plans(self) -> JointShapes:
+    def mixed_shapes(self) -> MixedBatchShapes:
         """The joint steps that plans may ask for."""
-        return self.joint_steps.captured if self.model.ops.supports_graphs else ANY_SHAPE
+        return self.mixed_graphs.captured if self.model.ops.supports_graphs else ANY_SHAPE
 
     def _joint(self, plan: StepPlan, rows: DecodeRows) -> StepOutput:
         """A decode step without drafts and a prefill as one forward."""
         ids, starts, sizes, tables = self._layout(plan.chunks)
-        self.changes.guide(rows.masks)
-        shape = Shape(plan.num_tokens, rows.batch, rows.way)
-        if shape in self.joint_steps:
-            self.short_prefills.put(ids, starts, sizes, tables, shape.chunk)
+        self.logit_processors.guide(rows.masks)
+        shape = Shape(plan.num_tokens, rows.batch, rows.mode)
+        if shape in self.mixed_graphs:
+            self.prefill_graphs.put(ids, starts, sizes, tables, shape.chunk)
             began = self._beginning()
-            result, last = self.joint_steps.replay(shape)
+            result, last = self.mixed_graphs.replay(shape)
         else:
             began = self._beginning()
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
-            result, last = self.joint_step(rows.batch, rows.way, batch, cache)
+            result, last = self.joint_step(rows.batch, rows.mode, batch, cache)
         decoded = self._result(result[: plan.num_running], 1, began=began)
         return StepOutput(decoded, self._first(plan, last))
 
-    def joint_step(self, batch: int, way: Way, chunks: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def joint_step(self, batch: int, mode: SamplingMode, chunks: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """One decode step of rows 0 to batch - 1 and a prefill, all on the device: what `step` returns, and the hidden
         states of the chunks' last tokens. cache: under the tables of `chunks`.
         """
@@ -413,12 +413,12 @@ class Runner:
         ids, lengths = self.ints[TOKEN, rows][:, None], self.ints[LENGTH, rows]
         fed = Batch.decode(ids, lengths, own, self.max_kv_len, self.model.ops)
         last, states = self.model.forward_joint(chunks, cache, fed, own)
-        return self._emit(states, fed.positions, None, rows, way), last
+        return self._emit(states, fed.positions, None, rows, mode), last
 
-    def step(self, batch: int, num_drafts: int, way: Way, max_kv_len: int) -> Tensor:
+    def step(self, batch: int, num_drafts: int, mode: SamplingMode, max_kv_len: int) -> Tensor:
         """One decode step of rows 0 to batch - 1, all on the device.
 
-        Returns what `_read` reads, int64: [batch, num_drafts + 3], and more columns where `way` has log-probabilities.
+        Returns what `_read` reads, int64: [batch, num_drafts + 3], and more columns where `mode` has log-probabilities.
         A token that is -1 could not be chosen; the step that may be running behind goes on from token 0. max_kv_len: no
         context is longer, nor will be when a captured step is replayed.
         """
@@ -431,52 +431,54 @@ class Runner:
             ids = torch.cat((ids, drafts), dim=1)
         fed = Batch.decode(ids, lengths, cache, max_kv_len, self.model.ops)
         states = self.forward(fed, cache)  # [batch * q_len, H]
-        return self._emit(states, fed.positions, drafts, rows, way)
+        return self._emit(states, fed.positions, drafts, rows, mode)
 
-    def _emit(self, states: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, way: Way) -> Tensor:
+    def _emit(
+        self, states: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, mode: SamplingMode
+    ) -> Tensor:
         """Choose what follows the tokens at positions [n], which gave states [n, H]: of each row its last known token
         and `drafts`. The rows go on with it. Returns what the host will read.
         """
-        tokens, words = self._choose(states, positions, drafts, rows, way)
+        tokens, words = self._choose(states, positions, drafts, rows, mode)
         chosen = tokens.view(rows.stop - rows.start, -1)
         result = self.model.ops.decode_advance(
-            chosen, self.changes.refuse(drafts, rows, way), states, self.ints[TOKEN, rows], self.ints[LENGTH, rows],
-            self.ints[LIMIT, rows], self.hidden[rows],
+            chosen, self.logit_processors.refuse(drafts, rows, mode), states, self.ints[TOKEN, rows],
+            self.ints[LENGTH, rows], self.ints[LIMIT, rows], self.hidden[rows],
         )  # fmt: skip
-        self.changes.count(result, rows, way)
+        self.logit_processors.count(result, rows, mode)
         return result if words is None else torch.cat((result, words.view(len(result), -1)), dim=1)
 
     def _choose(
-        self, hidden: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, way: Way
+        self, hidden: Tensor, positions: Tensor, drafts: Tensor | None, rows: slice, mode: SamplingMode
     ) -> tuple[Tensor, Tensor | None]:
         """The tokens [n] that follow the ones at positions [n], which gave hidden [n, H], and their `logprob_words`."""
-        if not way.needs_logits:
+        if not mode.needs_logits:
             return self.model.greedy(hidden, screened=not self.reproducible), None
         raw = self.model.logits(hidden)
-        logits = self.changes.apply(raw, positions + 1, drafts, rows, way)
-        if way.sampled:
+        logits = self.logit_processors.apply(raw, positions + 1, drafts, rows, mode)
+        if mode.sampled:
             ints, floats = self.ints[:, rows], self.floats[:, rows]
-            min_p = floats[MIN_P] if way.min_p else None
+            min_p = floats[MIN_P] if mode.min_p else None
             wanted = Parameters(floats[TEMPERATURE], floats[TOP_P], ints[TOP_K], ints[KEY], min_p)
             q_len = 1 if drafts is None else drafts.shape[1] + 1
-            tokens = choose(logits, positions + 1, wanted.repeated(q_len), way.cut)
+            tokens = choose(logits, positions + 1, wanted.repeated(q_len), mode.cut)
         else:
             tokens = likeliest(logits)
-        return tokens, logprob_words(raw, tokens) if way.logprobs else None
+        return tokens, logprob_words(raw, tokens) if mode.logprobs else None
 
     def _kv_len(self, longest: int) -> int:
         return min(self.max_kv_len, 1 << (max(longest, self.least_kv_len) - 1).bit_length())
 
-    def _graph(self, batch: int, num_drafts: int, way: Way, longest: int) -> Captured:
+    def _graph(self, batch: int, num_drafts: int, mode: SamplingMode, longest: int) -> Captured:
         """The step as a CUDA graph and the tensor that it leaves its result in, captured when first asked for; but no
         more than PATIENT sequences wait for that where the one of longer contexts will do.
 
         What the warm-up writes to the cache lies at and after the current lengths, where the next step writes again.
         """
         max_kv_len = self._kv_len(longest)
-        key = batch, num_drafts, way, max_kv_len
+        key = batch, num_drafts, mode, max_kv_len
         if key not in self._steps and batch > PATIENT:
-            longer = ((batch, num_drafts, way, kv_len) for kv_len in self.kv_lens if kv_len > max_kv_len)
+            longer = ((batch, num_drafts, mode, kv_len) for kv_len in self.kv_lens if kv_len > max_kv_len)
             key = next((k for k in longer if k in self._steps), key)
         if key not in self._steps:
             self._steps[key] = self._graphs.capture(lambda: self.step(*key), self.written)

@@ -13,13 +13,13 @@ import torch
 
 from kerngen.runtime.cache import KINDS
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH
-from kerngen.runtime.engine.plan import Way
+from kerngen.runtime.engine.plan import SamplingMode
 from kerngen.runtime.engine.prefill_graphs import OUTPUTS
 from kerngen.runtime.engine.runner import Runner
 from kerngen.runtime.selection import between
 
 
-def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *, joint: bool = False) -> None:
+def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *, joint: bool = False) -> None:
     """All steps, on rows that stand for nobody. draft_lengths: numbers of drafts of a step; unusual ones are rehearsed
     for the longest sequences alone. longest_chunk: tokens that are prefilled together. joint: whether steps are.
     """
@@ -28,12 +28,12 @@ def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *
         for num_drafts in draft_lengths:
             is_usual = num_drafts in (0, FIRST_LENGTH) or len(draft_lengths) <= 2
             for max_kv_len in kv_lens if is_usual else kv_lens[-1:]:
-                runner.step(batch, num_drafts, Way(), max_kv_len)
-            runner.step(batch, num_drafts, Way(sampled=True), kv_lens[-1])
+                runner.step(batch, num_drafts, SamplingMode(), max_kv_len)
+            runner.step(batch, num_drafts, SamplingMode(sampled=True), kv_lens[-1])
     for size in runner.short_sizes:
         for outputs in OUTPUTS:
-            runner.short_prefills.forward(size, outputs)
-    for shape in runner.joint_shapes([Way()]) if joint else ():
+            runner.prefill_graphs.forward(size, outputs)
+    for shape in runner.joint_shapes([SamplingMode()]) if joint else ():
         runner.joint_of(shape)
     hidden = runner.hidden
     for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):
@@ -42,7 +42,7 @@ def rehearse(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *
         runner.forward(forward, cache, "last")
     for count in _lengths(len(hidden)):  # of sequences whose last chunks end together
         rows = slice(0, count)
-        runner.first_tokens(hidden[rows], rows, Way())
+        runner.first_tokens(hidden[rows], rows, SamplingMode())
 
 
 def _chunks(longest: int, max_kv_len: int, most: int) -> Iterator[tuple[int, int, int]]:

@@ -1,7 +1,7 @@
 """What becomes of a `Call`: four answers behind one interface.
 
 `Launch` runs it on the GPU. `Record` writes down what was asked, on tensors without storage: a model's workload is the
-record of its forward. `Listen` writes down what an engine that is at hand would ask. `Reference` answers it on the CPU
+record of its forward. `Trace` writes down what an engine that is at hand would ask. `Reference` answers it on the CPU
 with the folder's fp32 reference, so that everything above runs and is tested where there is no GPU.
 
 collectives.py is what the ranks of a divided model ask of each other. Where kernels run, a world has one rank today.
@@ -23,7 +23,7 @@ Say = Callable[[int, int, str], None]  # done, of all, what
 
 
 class Executor(Protocol):
-    """Executes calls one after the other, but for what is said to go `beside` others, on tensors of `device`."""
+    """Executes calls one after the other, but for what is said to go `overlap` others, on tensors of `device`."""
 
     name: str  # as `kerngen run` says it
     device: torch.device
@@ -37,7 +37,7 @@ class Executor(Protocol):
         where: its place in the model ("qkv (sliding)"), for records and profiles.
         """
 
-    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
+    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
         """Begins `work`, which waits for what was run before, while what is run next need not wait for it. The function
         that is returned gives its result: what is run after that waits for it. It is called in any case, also where
         something fails meanwhile. Of `work` and of what is run until then one alone may launch kernels whose blocks
@@ -45,7 +45,7 @@ class Executor(Protocol):
         """
 
     def outside(self, name: str) -> None:
-        """Told that the model computes `name` (of `runtime.ops.outside.OUTSIDE`) without a kernel of ours."""
+        """Told that the model computes `name` (of `runtime.ops.outside.FALLBACKS`) without a kernel of ours."""
 
     def sources(self) -> dict[str, int]:
         """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""
@@ -54,7 +54,7 @@ class Executor(Protocol):
         """Have what serves these (kernel, problem) compiled before it is asked for, where anything is compiled."""
 
 
-def at_once(work: Callable[[], R]) -> Callable[[], R]:
+def run_inline(work: Callable[[], R]) -> Callable[[], R]:
     """Executor.beside where calls are executed one after the other."""
     result = work()
     return lambda: result

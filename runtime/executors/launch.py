@@ -12,7 +12,7 @@ import torch
 
 from kerngen.arch import Target
 from kerngen.errors import KerngenError
-from kerngen.runtime.executors import Say, at_once
+from kerngen.runtime.executors import Say, run_inline
 from kerngen.runtime.executors.collectives import ONE_RANK, Collectives, OneRank, World
 from kerngen.runtime.launcher import Launcher, shares_sms
 from kerngen.system.cores import usable_cores
@@ -30,8 +30,8 @@ class Launch:
     """See `kerngen.runtime.executors.Executor`. launcher: of the GPU whose tensors the calls hold.
 
     in_forwards: the calls are those of forwards that begin with `embed`, so that kernels may read ahead. An executor's
-    forwards run one after the other, on one stream and what goes `beside` it: those of the first such executor on a GPU
-    are alone there, in the sense of Function.run, unless other processes share its SMs.
+    forwards run one after the other, on one stream and what may `overlap` with it: those of the first such executor on
+    a GPU are alone there, in the sense of Function.run, unless other processes share its SMs.
     """
 
     name = "cuda"
@@ -56,10 +56,10 @@ class Launch:
             self.launcher.launch(call, in_forward=self._in_forwards, alone=self.alone)
         return call.result
 
-    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
+    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
         """In a graph that is being captured a branch of its own: elsewhere the host is what takes the time."""
         if not torch.cuda.is_current_stream_capturing():
-            return at_once(work)
+            return run_inline(work)
         stream = torch.cuda.current_stream(self.device)
         if self._aside is None:
             self._aside = torch.cuda.Stream(self.device)

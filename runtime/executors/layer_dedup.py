@@ -13,7 +13,7 @@ from kerngen.runtime.executors.record import Record
 from kerngen.runtime.model import Attend, DecoderStack
 
 
-class AlikeLayers(DecoderStack):
+class DedupedLayers(DecoderStack):
     """`of`, whose layers run once of each kind for a Record: the calls of the others are those of the first.
 
     A call's problem is made of shapes, dtypes and figures of the configuration: layers are alike that agree in those,
@@ -42,7 +42,7 @@ class AlikeLayers(DecoderStack):
 
         def made() -> tuple[Tensor, str]:
             with torch._C.DisableTorchFunction():
-                h = super(AlikeLayers, self).layer(index, residual, qkv, attend, ple, projects=projects)
+                h = super(DedupedLayers, self).layer(index, residual, qkv, attend, ple, projects=projects)
             return h, self.ops.place
 
         h, self.ops.place = self._record.once(key, made)

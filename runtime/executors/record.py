@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from kerngen.arch import Target
-from kerngen.runtime.executors import Say, at_once
+from kerngen.runtime.executors import Say, run_inline
 from kerngen.runtime.executors.collectives import ONE_RANK, Collectives, Noted, World
 from kerngen.templates.call import Call
 
@@ -36,7 +36,7 @@ class Record:
         world: World = ONE_RANK,
         note_collective: Callable[[str, int], None] = lambda *_: None,
     ) -> None:
-        self._note, self._note_outside = note, note_outside
+        self._note, self._note_fallback = note, note_outside
         self.collectives: Collectives = Noted(world, lambda *told: self._tell(note_collective, *told))
         self._known: dict[Hashable, tuple[list[_Told], Any]] = {}
         self._telling: list[_Told] | None = None  # what is told meanwhile, where it is to be told again
@@ -76,11 +76,11 @@ class Record:
         """What `once` knows is of one step."""
         self._known.clear()
 
-    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
-        return at_once(work)
+    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
+        return run_inline(work)
 
     def outside(self, name: str) -> None:
-        self._note_outside(name)
+        self._note_fallback(name)
 
     def sources(self) -> dict[str, int]:
         return {}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from kerngen.arch import Target
-from kerngen.runtime.executors import Say, at_once
+from kerngen.runtime.executors import Say, run_inline
 from kerngen.runtime.executors.collectives import Collectives, OneRank
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
@@ -46,8 +46,8 @@ class Reference:
                 given[shown].copy_(value.view(given[shown].shape))
         return call.result
 
-    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
-        return at_once(work)
+    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
+        return run_inline(work)
 
     def outside(self, name: str) -> None:
         """Nothing to do: torch computes it here too."""

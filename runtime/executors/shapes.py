@@ -16,7 +16,7 @@ class ShapesAlone(TorchFunctionMode):
 
     Many of torch's functions are Python where there is no storage, and the first of them loads sympy and the compiler:
     two seconds, several times what the record of a model takes. A model's layers, which need none of them, are spared
-    the asking (`AlikeLayers`).
+    the asking (`DedupedLayers`).
     """
 
     def __torch_function__(

@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kerngen.runtime.executors import Executor, Say, at_once
+from kerngen.runtime.executors import Executor, Say, run_inline
 from kerngen.runtime.executors.collectives import Collectives, Noted
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
 
 
-class Listen:
+class Trace:
     """Stands for `of`, another executor. Results are what their memory holds, numbers that stand for tokens or places
     zeros: torch reads at those.
 
@@ -32,8 +32,8 @@ class Listen:
         _clear(call.result)
         return call.result
 
-    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
-        return at_once(work)
+    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
+        return run_inline(work)
 
     def outside(self, name: str) -> None:
         """torch computes it: nothing to write down."""

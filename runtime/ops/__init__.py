@@ -131,12 +131,12 @@ class Ops(Protocol):
     def outside(self) -> dict[str, str]:
         """What was computed so far that no kernel of ours serves, each with the reason (see ops/fallbacks.py)."""
 
-    def build_ahead(self, rehearse: Callable[[], None], say: Say) -> None:
-        """Compile what `rehearse`, which runs the model, asks for and is not compiled yet. Nothing is computed
+    def build_ahead(self, warm_up: Callable[[], None], say: Say) -> None:
+        """Compile what `warm_up`, which runs the model, asks for and is not compiled yet. Nothing is computed
         meanwhile: its results mean nothing. say: done, of all, what.
         """
 
-    def beside(self, work: Callable[[], Made]) -> Callable[[], Made]:
+    def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:
         """Begins `work`, some ops on what is there, which the ops that follow need not wait for. The function that is
         returned gives its result: the ops after that wait for it. See Executor.beside for what may go beside what.
         """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kerngen.runtime.executors import Say, at_once
+from kerngen.runtime.executors import Say, run_inline
 from kerngen.runtime.ops import (
     Experts,
     HeadScreen,
@@ -57,11 +57,11 @@ class TorchOps:
     def outside(self) -> dict[str, str]:
         return {"everything": "the torch backend is eager torch, on any machine"}
 
-    def build_ahead(self, rehearse: Callable[[], None], say: Say) -> None:
+    def build_ahead(self, warm_up: Callable[[], None], say: Say) -> None:
         """Nothing is compiled."""
 
-    def beside(self, work: Callable[[], Made]) -> Callable[[], Made]:
-        return at_once(work)
+    def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:
+        return run_inline(work)
 
     def prepare(self, weights: Linear) -> Linear:
         """Unpacks to a dense matrix: the reference needs the right values, not few bytes."""

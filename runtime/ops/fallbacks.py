@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 # name -> why torch computes it
-OUTSIDE = {
+FALLBACKS = {
     "dense matrices": "more than 16 tokens: cuBLAS through torch, a well-kept library where kerngen adds nothing",
     "dense experts": "no grouped kernel for 16-bit weights yet: torch multiplies one expert after the other",
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kerngen.errors import ProblemError
 from kerngen.runtime.executors import Executor, Say
-from kerngen.runtime.executors.trace import Listen
+from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.ops import (
     Experts,
     HeadScreen,
@@ -98,31 +98,31 @@ class KernelOps:
         return self.executor.sources()
 
     def outside(self) -> dict[str, str]:
-        return {name: fallbacks.OUTSIDE[name] for name in self._met}
+        return {name: fallbacks.FALLBACKS[name] for name in self._met}
 
     def run(self, call: Call[R], what: str) -> R:
         """Executes `call`. what: its place in the layer, for records and profiles."""
         return self.executor.run(call, self._at(what))
 
     def went_outside(self, name: str) -> None:
-        """Notes that torch computes `name`, of `fallbacks.OUTSIDE`."""
+        """Notes that torch computes `name`, of `fallbacks.FALLBACKS`."""
         self._met[name] = None
         self.executor.outside(name)
 
     def _at(self, what: str) -> str:
         return f"{what} ({self.place})" if self.place else what
 
-    def build_ahead(self, rehearse: Callable[[], None], say: Say) -> None:
+    def build_ahead(self, warm_up: Callable[[], None], say: Say) -> None:
         executor = self.executor
-        self.executor = listening = Listen(executor)
+        self.executor = listening = Trace(executor)
         try:
-            rehearse()
+            warm_up()
         finally:
             self.executor = executor
         executor.build(listening.asked, say)
 
-    def beside(self, work: Callable[[], Made]) -> Callable[[], Made]:
-        return self.executor.beside(work)
+    def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:
+        return self.executor.overlap(work)
 
     def prepare(self, weights: Linear) -> Linear:
         """In the kernel's order. Raises ProblemError for shapes that the format's kernels do not take."""

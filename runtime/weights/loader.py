@@ -23,7 +23,7 @@ from kerngen.runtime.weights.layout import (
     PleLayerWeights,
     PleWeights,
 )
-from kerngen.runtime.weights.repacked import Kept, Planned
+from kerngen.runtime.weights.repacked import Planned, RepackedCache
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.source import Advance, CheckpointSource, WeightSource
 
@@ -40,7 +40,11 @@ def load_model(
     prefix = _find_prefix(source.checkpoint)
     build_model(source, prefix)
     source.check_left(prefix)
-    kept = Kept(source.checkpoint, config, ops) if keep_repacked or any(folder.glob("repacked-*.kerngen")) else None
+    kept = (
+        RepackedCache(source.checkpoint, config, ops)
+        if keep_repacked or any(folder.glob("repacked-*.kerngen"))
+        else None
+    )
     if kept is not None and kept.path.exists():
         planned = build_model(Planned(source), prefix)
         if (found := kept.load(planned, advance)) is not None:

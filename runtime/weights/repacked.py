@@ -62,7 +62,7 @@ class Planned:
         return self.ops.prepare_experts(*self.dry.experts(name))
 
 
-class Kept:
+class RepackedCache:
     """The file of one checkpoint, backend and dtype."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops) -> None:

@@ -250,19 +250,19 @@ COMBINE_WARPS, COMBINE_SHARE, FEW_STORED_SPLITS = 4, 4, 36
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    found = {"MAX_SLICES": MAX_SLICES, "STORED": int(stored(config))}
+    found = {"MAX_SLICES": MAX_SLICES, "FRAGMENT_PARTIALS": int(stored(config))}
     if config.warpgroups:
         found |= {"SMEM_BYTES": _smem_by_warpgroups(problem, config)}
-        found["COPIER_REGISTERS"] = COPIER_REGS
-        found["BLOCKS_PER_SM"], found["COPIER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
+        found["PRODUCER_REGISTERS"] = COPIER_REGS
+        found["BLOCKS_PER_SM"], found["PRODUCER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
         found["ITEM_WORDS"] = item_words(config)
-        found["THROUGHOUT"] = throughout(problem, config)
+        found["MAX_INFLIGHT_STAGES"] = throughout(problem, config)
         found["BOUND_THREADS"] = _bound(problem, config, arch)
         if stored(config):
             blocks, ahead = combine_blocks(config)
             found |= {"COMBINE_WARPS": COMBINE_WARPS, "COMBINE_BLOCKS": blocks, "COMBINE_AHEAD": ahead}
             found["CHUNK_LANES"], found["SPAN"] = chunk_lanes(config), span(problem, config)
-        found["UNIT_COLUMNS"], found["PUSHED_BYTES"] = unit_columns(problem, config), pushed_bytes(problem, config)
+        found["UNIT_COLUMNS"], found["DSMEM_BYTES"] = unit_columns(problem, config), pushed_bytes(problem, config)
     elif config.together:
         piece, owners, rows = pieces(problem, config)
         found |= {"PIECE": piece, "OWNERS": owners, "PIECE_ROWS": rows, "CELL": cell_quads(piece, rows)}

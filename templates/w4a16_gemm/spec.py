@@ -144,7 +144,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found |= {"BOX_ROWS": rows, "BOX_BLOCKS": blocks, "OUT_BYTES": _leaving_bytes(config)}
     found |= {"LEAST_IDLE": LEAST_IDLE, "LEAST_IDLE_ALONE": LEAST_IDLE_ALONE}
     found |= {"ADDS_BESIDE": tiling.adds_beside(config), "MANY_TOKENS": tiling.MANY_TOKENS}
-    return found | {"COPIER_REGISTERS": copier, "MULTIPLIER_REGISTERS": multiplier}
+    return found | {"PRODUCER_REGISTERS": copier, "CONSUMER_REGISTERS": multiplier}
 
 
 def x_box(config: Config) -> tuple[int, int]:

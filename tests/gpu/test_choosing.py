@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.engine import Engine, Request
-from kerngen.runtime.engine.plan import Way
+from kerngen.runtime.engine.plan import SamplingMode
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import Session, open_checkpoint
 
@@ -69,7 +69,7 @@ def test_each_has_beside_others_what_it_has_alone(session: Session, drafts: int)
     engine = Engine(session.model, session.drafter, max_len=longest, max_batch=6, num_draft_tokens=drafts,
                     reproducible=True)  # fmt: skip
     alone = [engine.generate_many([fresh(r)])[0] for r in requests]
-    assert {way for _, _, way, _ in engine.runner._steps} >= {Way()}
+    assert {mode for _, _, mode, _ in engine.runner._steps} >= {SamplingMode()}
     together = engine.generate_many([fresh(r) for r in requests])
     for request, one, other in zip(requests, alone, together, strict=True):
         assert other.tokens == one.tokens
@@ -90,8 +90,8 @@ def test_a_plain_request_leaves_what_it_left_before(session: Session) -> None:
     tokens = engine.generate_many([plain])[0].tokens
     graphs = set(engine.runner._steps)
     engine.generate_many([replace(plain, sampling=Sampling(presence_penalty=2.0, min_tokens=9))])
-    assert {way for _, _, way, _ in set(engine.runner._steps) - graphs} <= {
-        Way(penalized=True, held=True), Way(penalized=True)
+    assert {mode for _, _, mode, _ in set(engine.runner._steps) - graphs} <= {
+        SamplingMode(penalized=True, held=True), SamplingMode(penalized=True)
     }  # fmt: skip
     known = set(engine.runner._steps)
     assert engine.generate_many([plain])[0].tokens == tokens

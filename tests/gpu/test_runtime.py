@@ -177,7 +177,7 @@ def test_a_prompt_in_chunks_of_odd_size_runs() -> None:
 def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tuple[int, ...]) -> None:
     """What a graph gives of each chunk's last token, and leaves in the cache for the next one, twice in a row."""
     from kerngen.runtime.engine import Engine
-    from kerngen.runtime.engine.plan import Way
+    from kerngen.runtime.engine.plan import SamplingMode
 
     config = _config(quant=True)
     model = _model("cuda", config)
@@ -185,7 +185,7 @@ def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tu
     runner, pages = engine.runner, 17
     draw = torch.Generator().manual_seed(sum(sizes))
     with torch.inference_mode():
-        runner.capture([0], [Way()])
+        runner.capture([0], [SamplingMode()])
         tables = 1 + torch.arange(2 * len(sizes) * pages, dtype=torch.int32).view(2, len(sizes), pages)
         made = []
         for is_graph in (False, True):
@@ -193,7 +193,7 @@ def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tu
             for _ in range(2):
                 ids = torch.randint(5, 205, (sum(sizes),), generator=draw.manual_seed(sum(starts))).tolist()
                 if is_graph:
-                    found = runner.short_prefills.run(ids, starts, sizes, tables, "last")
+                    found = runner.prefill_graphs.run(ids, starts, sizes, tables, "last")
                     assert found is not None
                 else:
                     batch, cache = runner.chunks(ids, starts, sizes, tables.cuda())
@@ -204,7 +204,7 @@ def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tu
         assert torch.isfinite(made[1]).all()
         apart = (made[1] - made[0]).norm(dim=1) / made[0].norm(dim=1)
         assert apart.max() < 0.05, apart
-        assert runner.short_prefills.run([5] * 4, [0] * 4, [1] * 4, tables, "last") is None
+        assert runner.prefill_graphs.run([5] * 4, [0] * 4, [1] * 4, tables, "last") is None
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [((100,), 3), ((1, 40, 23), 8), ((300, 7), 5)], ids=str)

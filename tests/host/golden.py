@@ -126,7 +126,7 @@ def text_of(value: Any) -> str:
     return ",".join(f"{k}={v}" for k, v in trimmed(fields_of(value), defaults_of(type(value))).items()) or "-"
 
 
-def line_of(kernel: str, problem: Any, config: Any) -> str:
+def index_of(kernel: str, problem: Any, config: Any) -> str:
     return f"{kernel} {text_of(problem)} -> {text_of(config)}"
 
 
@@ -168,7 +168,7 @@ def answers(board: str) -> list[Answer]:
 def main() -> None:
     parts = [HEADER]
     for board in BOARDS:
-        parts += [f"\n[{board}]", *(line_of(*answer) for answer in answers(board))]
+        parts += [f"\n[{board}]", *(index_of(*answer) for answer in answers(board))]
     PATH.write_text("\n".join(parts) + "\n")
     print(f"{PATH}: {len(parts) - len(BOARDS) - 1} problems on {len(BOARDS)} boards")
 

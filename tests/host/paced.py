@@ -69,7 +69,7 @@ class PacedRunner(Runner):
 
 class PacedSession(Session):
     def reserve(self, length: int, batch: int = 1) -> Engine:
-        engine = Engine(self.model, max_len=length, max_batch=batch, lag=1, num_draft_tokens=0)
+        engine = Engine(self.model, max_len=length, max_batch=batch, async_depth=1, num_draft_tokens=0)
         engine.runner.__class__ = PacedRunner
         return engine
 

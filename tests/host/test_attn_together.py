@@ -148,17 +148,18 @@ def test_two_launches_have_the_source_that_they_had() -> None:
         if KERNEL.why_invalid(problem, config, target) is not None:
             config = replace(config, num_splits=2)
         text, apart = (str(render(KERNEL, problem, replace(config, together=t), target)) for t in (True, False))
-        for word in ("merge_splits", "post_rows", "posted", "PIECE", "ld.relaxed"):
+        for word in ("combine_splits", "ll_store_partials", "ll_load", "PIECE", "ld.relaxed"):
             assert word in text
             assert word not in apart
-        assert "return hand_over_nothing(workspace, batch, place);" in apart
+        assert "return store_empty_partials(workspace, batch, place);" in apart
         # What is left of the one when its own lines are taken out is left of the other.
         lines = set(text.splitlines())
         missing = [line.strip() for line in apart.splitlines() if line not in lines]
         assert missing == [
-            "constexpr bool TOGETHER = false, TEAMS_MEET = HAS_CP_ASYNC && SPLIT_D > 1 && NUM_TEAMS > 1 && !TOGETHER;",
-            "return hand_over_nothing(workspace, batch, place);",
-            "hand_over<MERGE_TILES * 8, HEAD_DIM>(",
+            "constexpr bool TOGETHER = false, BLOCK_MBARRIER = HAS_CP_ASYNC && SPLIT_D > 1 "
+            "&& NUM_TEAMS > 1 && !TOGETHER;",
+            "return store_empty_partials(workspace, batch, place);",
+            "store_partials<MERGE_TILES * 8, HEAD_DIM>(",
             "out, workspace, batch, place, first * 8, row_merge,",
             "},",
             "[](int d) { return d; });",

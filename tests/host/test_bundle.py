@@ -22,7 +22,7 @@ from kerngen.arch import Target, find_arch, find_device
 from kerngen.bundles.bundle import Bundle, BundleCache, sources_for
 from kerngen.compiler.builds import choices, lengths_between
 from kerngen.errors import DatabaseError, TrustError, TuningMiss, UsageError
-from kerngen.runtime.selection import Bindings, Choice
+from kerngen.runtime.selection import Choice, Selector
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, default_stores, lookup, stores_for
 from kerngen.tuning_db.read.sealed import Sealed
@@ -52,7 +52,7 @@ def _alone(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _chosen(load: Workload, stores: list[Store], target: Target) -> Iterator[tuple[object, Choice]]:
-    return choices(load, Bindings(stores, target), Counter())
+    return choices(load, Selector(stores, target), Counter())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
     problems = {p for _, p in lengths_between(load)}
     item = next(i.problem for i in load.items if i.problem.kv_len == 512 and not i.problem.window)
     assert {replace(item, kv_len=1 << n) for n in range(6, 18)} <= problems
-    bindings = Bindings([], Target.of(find_arch("sm70")))
+    bindings = Selector([], Target.of(find_arch("sm70")))
     prepared = {id(bindings.choice(find_kernel("attn_decode"), p)) for p in problems}
     for length in (65, 100, 700, 5000, 100_000):
         assert id(bindings.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
@@ -130,7 +130,7 @@ def test_what_a_bundle_lacks_is_an_error_where_nothing_may_be_compiled(
     _alone(kerngen, monkeypatch)
     bundle = Bundle.open("bundle.kgdb")
     target = Target.of(find_arch("sm70"))
-    choice = Bindings(bundle.sources(), target).choice(find_kernel("gelu_gate"), OTHER)
+    choice = Selector(bundle.sources(), target).choice(find_kernel("gelu_gate"), OTHER)
     with pytest.raises(TuningMiss, match=r"bundle\.kgdb.*KERNGEN_NO_COMPILE") as caught:
         BundleCache(bundle).get_or_compile(choice.text, target.arch)
     assert caught.value.hint == "say what it lacks: kerngen doctor --model gemma-4-31b --bundle bundle.kgdb"
@@ -142,7 +142,7 @@ def test_without_that_the_users_cache_stands_behind_a_bundle(kerngen: Kerngen) -
     assert bundle is not None
     before = Path("bundle.kgdb").read_bytes()
     target = Target.of(find_arch("sm70"))
-    choice = Bindings([], target).choice(find_kernel("gelu_gate"), OTHER)
+    choice = Selector([], target).choice(find_kernel("gelu_gate"), OTHER)
     made = cache.get_or_compile(choice.text, target.arch)
     assert cache.path(made.key).is_relative_to(kerngen.folder / "cache")
     assert Path("bundle.kgdb").read_bytes() == before, "a bundle is not written to"

@@ -26,9 +26,9 @@ from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Generation, Handle, Request, TokenLogprobs, TokenMask
-from kerngen.runtime.engine.logit_processors import Changes
+from kerngen.runtime.engine.logit_processors import LogitProcessors
 from kerngen.runtime.engine.mask import allowed_bits
-from kerngen.runtime.engine.plan import Way
+from kerngen.runtime.engine.plan import SamplingMode
 from kerngen.runtime.engine.planning import prefill_chunk, sampling_mode
 from kerngen.runtime.engine.scheduler import Chunk
 from kerngen.runtime.logprobs import MOST_LOGPROBS, logprob_words, read_logprobs
@@ -231,16 +231,16 @@ def knowing(models: Models, requests: list[Request], **options: Any) -> tuple[En
 
 
 @pytest.mark.parametrize("drafts", [0, 3, 7])
-@pytest.mark.parametrize("way", [{}, *SAMPLED.values()], ids=["greedy", *SAMPLED])
+@pytest.mark.parametrize("mode", [{}, *SAMPLED.values()], ids=["greedy", *SAMPLED])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_each_feature_gives_the_oracles_tokens(models: Models, feature: str, way: dict[str, Any], drafts: int) -> None:
-    sampling = Sampling(**FEATURES[feature], **way, seed=7)
+def test_each_feature_gives_the_oracles_tokens(models: Models, feature: str, mode: dict[str, Any], drafts: int) -> None:
+    sampling = Sampling(**FEATURES[feature], **mode, seed=7)
     request = Request(prompt(8), 18, sampling, STOPS if sampling.min_tokens else (), logprobs=4)
     tokens, _ = expected(models[0], request)
     engine, _ = knowing(models, [request], max_batch=1, num_draft_tokens=drafts)
     made = engine.generate_many([request])[0]
     assert_made(made, models[0], request)
-    plain = replace(request, sampling=Sampling(**way, seed=7))
+    plain = replace(request, sampling=Sampling(**mode, seed=7))
     assert tokens != expected(models[0], plain)[0], "the feature must change something"
     if drafts and len(tokens) > 8:
         assert made.stats.acceptance_length > 1
@@ -276,15 +276,15 @@ PADDED = (3, 8, 20)
 
 
 @pytest.mark.parametrize(
-    ("drafts", "lag", "buckets"),
+    ("drafts", "async_depth", "buckets"),
     [(0, 0, None), (0, 1, PADDED), (2, 1, None), (3, 0, PADDED), (7, 1, PADDED), (None, 0, None), (None, 1, PADDED)],
 )
-def test_mixed_batches_give_each_its_own(models: Models, drafts: int | None, lag: int, buckets: Any) -> None:
+def test_mixed_batches_give_each_its_own(models: Models, drafts: int | None, async_depth: int, buckets: Any) -> None:
     """Rows move as others leave; those with a mask take no drafts, the others do."""
     requests = requests_of_all_kinds()
     for max_batch in (5, 20):
-        engine, _ = knowing(models, requests, num_draft_tokens=drafts, lag=lag, buckets=buckets, prefill_chunk=11,
-                            max_batch=max_batch)  # fmt: skip
+        engine, _ = knowing(models, requests, num_draft_tokens=drafts, async_depth=async_depth, buckets=buckets,
+                            prefill_chunk=11, max_batch=max_batch)  # fmt: skip
         made = engine.generate_many([fresh(r) for r in requests])
         for generation, request in zip(made, requests, strict=True):
             assert_made(generation, models[0], request)
@@ -299,8 +299,8 @@ def test_mixed_batches_give_each_its_own(models: Models, drafts: int | None, lag
 def test_preemption_makes_the_state_again(models: Models, drafts: int) -> None:
     requests = requests_of_all_kinds()[-11:]
     for caching in (False, True):
-        engine, _ = knowing(models, requests, num_draft_tokens=drafts, prefill_chunk=8, prefix_caching=caching, lag=1,
-                            num_pages={"full": 16, "sliding": 24})  # fmt: skip
+        engine, _ = knowing(models, requests, num_draft_tokens=drafts, prefill_chunk=8, prefix_caching=caching,
+                            async_depth=1, num_pages={"full": 16, "sliding": 24})  # fmt: skip
         made = engine.generate_many([fresh(r) for r in requests])
         for generation, request in zip(made, requests, strict=True):
             assert_made(generation, models[0], request)
@@ -337,7 +337,7 @@ def test_captured_steps_read_what_rows_have_now(models: Models, monkeypatch: pyt
     """Capturing counts nothing, and a graph serves whoever stands in its rows."""
     requests = requests_of_all_kinds()
     with monkeypatch.context() as patch:
-        engine, _ = knowing(models, requests, num_draft_tokens=drafts, buckets=(2, 6), lag=1, max_batch=6)
+        engine, _ = knowing(models, requests, num_draft_tokens=drafts, buckets=(2, 6), async_depth=1, max_batch=6)
         graphs = Graphless(engine, patch)
         for _ in range(2):
             for generation, request in zip(engine.generate_many([fresh(r) for r in requests]), requests, strict=True):
@@ -357,33 +357,35 @@ def test_a_step_with_every_feature_never_waits_for_the_device(models: Models) ->
         handle.allowed = allowed_bits(Thirds(), VOCAB, (), 0)
         with torch.inference_mode():
             engine.runner.join(0, [prefill_chunk(Chunk(handle, 0, [3], True), (EOS,), VOCAB)])
-            way = sampling_mode([handle])
-            assert all(way), "each field of it"
+            mode = sampling_mode([handle])
+            assert all(mode), "each field of it"
             with NoWaiting():
-                result = engine.runner.step(2, 3, way, 64)
+                result = engine.runner.step(2, 3, mode, 64)
     finally:
         for holder, was in held:
             holder.ops = was
     assert result.shape == (2, 6 + 4 * (1 + 2 * MOST_LOGPROBS))
 
 
-def tensors_of(changes: Changes) -> list[str]:
-    return [name for name, value in vars(changes).items() if isinstance(value, torch.Tensor)]
+def tensors_of(logit_processors: LogitProcessors) -> list[str]:
+    return [name for name, value in vars(logit_processors).items() if isinstance(value, torch.Tensor)]
 
 
 def test_what_nobody_asks_for_costs_nothing(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensors, no logits, no other graphs; and what one request asked for is forgotten by the next steps."""
     model, drafter = models
     engine = engine_for(model, drafter, max_batch=2)
-    assert sampling_mode([Handle(Request([3], 4, Sampling()), 0, 0.0)]) == Way()
-    assert sampling_mode([Handle(Request([3], 4, Sampling(0.5, 7)), 0, 0.0)]) == Way(True, 64)
-    assert sampling_mode([Handle(Request([3], 4, Sampling(min_p=0.3)), 0, 0.0)]) == Way(), "greedy keeps the likeliest"
+    assert sampling_mode([Handle(Request([3], 4, Sampling()), 0, 0.0)]) == SamplingMode()
+    assert sampling_mode([Handle(Request([3], 4, Sampling(0.5, 7)), 0, 0.0)]) == SamplingMode(True, 64)
+    assert sampling_mode([Handle(Request([3], 4, Sampling(min_p=0.3)), 0, 0.0)]) == SamplingMode(), (
+        "greedy keeps the likeliest"
+    )
     plain = Request(prompt(9), 8)
     tokens, _ = expected(model, plain)
     with monkeypatch.context() as patch:
         patch.setattr(model, "logits", None)
         assert engine.generate_many([plain])[0].tokens == tokens
-    assert tensors_of(engine.runner.changes) == []
+    assert tensors_of(engine.runner.logit_processors) == []
     for options, names in (
         ({"sampling": Sampling(0.8, min_p=0.1)}, []),
         ({"logprobs": 2}, []),
@@ -394,13 +396,17 @@ def test_what_nobody_asks_for_costs_nothing(models: Models, monkeypatch: pytest.
     ):
         engine = engine_for(model, drafter, max_batch=2)
         engine.generate_many([replace(plain, **options)])
-        assert tensors_of(engine.runner.changes) == sorted(names, key=[*vars(engine.runner.changes)].index)
-        addresses = [t.data_ptr() for t in vars(engine.runner.changes).values() if isinstance(t, torch.Tensor)]
+        assert tensors_of(engine.runner.logit_processors) == sorted(
+            names, key=[*vars(engine.runner.logit_processors)].index
+        )
+        addresses = [t.data_ptr() for t in vars(engine.runner.logit_processors).values() if isinstance(t, torch.Tensor)]
         with monkeypatch.context() as patch:
             patch.setattr(model, "logits", None)
             assert engine.generate_many([plain])[0].tokens == tokens
         engine.generate_many([fresh(replace(plain, **options))])
-        assert addresses == [t.data_ptr() for t in vars(engine.runner.changes).values() if isinstance(t, torch.Tensor)]
+        assert addresses == [
+            t.data_ptr() for t in vars(engine.runner.logit_processors).values() if isinstance(t, torch.Tensor)
+        ]
 
 
 def test_an_answer_that_is_long_enough_takes_the_short_way_again(
@@ -478,7 +484,7 @@ def test_whatever_is_asked_together(models: Models, data: st.DataObject) -> None
     full = data.draw(st.integers(10, 40))
     engine, _ = knowing(
         models, requests, num_draft_tokens=data.draw(st.sampled_from((None, 0, 1, 5))),
-        lag=data.draw(st.integers(0, 2)), max_batch=data.draw(st.integers(1, 4)),
+        async_depth=data.draw(st.integers(0, 2)), max_batch=data.draw(st.integers(1, 4)),
         prefill_chunk=data.draw(st.integers(3, 30)), prefix_caching=data.draw(st.booleans()),
         num_pages={"full": full, "sliding": full + 12},
     )  # fmt: skip
@@ -494,7 +500,7 @@ def test_a_mask_is_told_each_token_once_and_read_at_once(models: Models) -> None
     """Neither lag nor drafts for it; its neighbour drafts as ever, and lags again once it is alone."""
     model, _ = models
     guided, other = Request(prompt(6), 9, mask=Thirds(), stop_ids=(EOS,)), Request(prompt(5), 30)
-    engine, _ = knowing(models, [guided, other], lag=1, num_draft_tokens=3)
+    engine, _ = knowing(models, [guided, other], async_depth=1, num_draft_tokens=3)
     mask = Thirds()
     handle, neighbour = engine.submit(replace(guided, mask=mask)), engine.submit(other)
     while not handle.is_done:
@@ -526,7 +532,7 @@ def test_nobody_drafts_where_nobody_would_accept(models: Models, monkeypatch: py
 def test_a_mask_that_allows_nothing_ends_its_request_alone(models: Models) -> None:
     model, drafter = models
     other = Request(prompt(5), 12)
-    engine = engine_for(model, drafter, lag=1)
+    engine = engine_for(model, drafter, async_depth=1)
     good = engine.submit(other)
     for _ in range(3):
         engine.step()
@@ -632,16 +638,18 @@ def test_a_masks_row_moves_with_its_request(models: Models) -> None:
     requests = [Request(prompt(4 + i, seed=i), 2 + i) for i in range(4)]
     requests.append(Request(prompt(9), 14, mask=Thirds()))
     requests.append(Request(prompt(10), 14, Sampling(**FEATURES["all"]), mask=Thirds()))
-    engine = engine_for(model, drafter, lag=1)
+    engine = engine_for(model, drafter, async_depth=1)
     for made, request in zip(engine.generate_many([fresh(r) for r in requests]), requests, strict=True):
         assert_made(made, model, request)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_what_interrupts_a_step_costs_no_token(models: Models, monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_what_interrupts_a_step_costs_no_token(
+    models: Models, monkeypatch: pytest.MonkeyPatch, async_depth: int
+) -> None:
     """All begin again with what they have: counts, masks and what is said of each token."""
     requests = requests_of_all_kinds(8)
-    engine, _ = knowing(models, requests, lag=lag, prefill_chunk=13)
+    engine, _ = knowing(models, requests, async_depth=async_depth, prefill_chunk=13)
     forward, calls = Gemma4.forward, 0
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from kerngen.runtime.executors.collectives import OneRank, Threads, World
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
-from kerngen.runtime.executors.trace import Listen
+from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.sampling import likeliest
 
 R = TypeVar("R")
@@ -104,7 +104,7 @@ def test_a_record_says_which_collectives_a_rank_asks_for_and_how_many_bytes_it_g
 
 
 def test_who_listens_waits_for_no_other_rank() -> None:
-    listening = Listen(Reference(collectives=Threads(2).of(1)))
+    listening = Trace(Reference(collectives=Threads(2).of(1)))
     assert listening.collectives.world == World(1, 2)
     assert listening.collectives.all_gather(torch.ones(2, 3), 0).shape == (4, 3)
 

@@ -21,7 +21,7 @@ def _answered(board: str, line: str) -> str:
     """The line as it would be written now."""
     try:
         kernel, problem = golden.problem_of(line)
-        return golden.line_of(kernel, problem, find_kernel(kernel).default_config(problem, _target(board)))
+        return golden.index_of(kernel, problem, find_kernel(kernel).default_config(problem, _target(board)))
     except KerngenError as e:
         return f"{line.partition(' -> ')[0]}: {e.message}"
 
@@ -67,7 +67,7 @@ def test_a_default_is_valid_and_fits_the_board(board: str) -> None:
     target = _target(board)
     arch = target.arch
     for kernel, problem, config in _cases(board):
-        told = golden.line_of(kernel.name, problem, config)
+        told = golden.index_of(kernel.name, problem, config)
         assert kernel.why_invalid(problem, config, target) is None, told
         assert kernel.smem_bytes(problem, config, target) <= arch.max_smem_bytes, told
         for launch in kernel.launches(problem, config, target):

@@ -14,10 +14,10 @@ from command import ROOT, Kerngen
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.bundles.bundle import Bundle, BundleCache
-from kerngen.bundles.preflight import KINDS, Readiness, advice, kind_of, readiness
+from kerngen.bundles.preflight import KINDS, Preflight, advice, kind_of, preflight
 from kerngen.compiler.builds import Build
-from kerngen.runtime.ops.fallbacks import OUTSIDE
-from kerngen.runtime.selection import Bindings
+from kerngen.runtime.ops.fallbacks import FALLBACKS
+from kerngen.runtime.selection import Selector
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_sources, lookup
 from kerngen.tuning_db.read.reader import Reader
@@ -59,7 +59,7 @@ def test_what_was_measured_on_a_board_of_its_kind_is_the_same_arch(kerngen: Kern
     kin = Target.of(replace(board, name="H200 NVL", mem_gbps=4000))
     problem = kernel.problem_type(has_scalar=True)
     shipped = [Shipped()]
-    kinds = [kind_of(Bindings(shipped, t).choice(kernel, problem), t) for t in (Target.of(board), kin)]
+    kinds = [kind_of(Selector(shipped, t).choice(kernel, problem), t) for t in (Target.of(board), kin)]
     assert kinds == ["exact device", "same arch"]
 
 
@@ -94,7 +94,7 @@ def test_a_bundle_is_shown_to_be_complete_or_not(kerngen: Kerngen, monkeypatch: 
     load = find_workload(MODEL, find_arch("sm70")).only(["embed", "rmsnorm"])
     bundle, target = Bundle.open("bundle.kgdb"), Target.of(find_arch("sm70"))
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
-    found = readiness(load, Bindings(bundle.sources(), target), BundleCache(bundle))
+    found = preflight(load, Selector(bundle.sources(), target), BundleCache(bundle))
     assert found.works
     assert (found.builds, found.missing) == (5, [])
     with closing(sqlite3.connect("file:bundle.kgdb?mode=ro&immutable=1", uri=True)) as connection:
@@ -102,7 +102,7 @@ def test_a_bundle_is_shown_to_be_complete_or_not(kerngen: Kerngen, monkeypatch: 
     with monkeypatch.context() as context:
         whole = Reader.image
         context.setattr(Reader, "image", lambda self, b: None if b.image_sha == lost else whole(self, b))
-        found = readiness(load, Bindings(bundle.sources(), target), BundleCache(bundle))
+        found = preflight(load, Selector(bundle.sources(), target), BundleCache(bundle))
     assert not found.works
     assert len(found.missing) == 1
     assert kerngen("doctor", "--bundle", "bundle.kgdb")[0] == 0
@@ -122,8 +122,8 @@ def test_a_bundle_is_shown_to_be_complete_or_not(kerngen: Kerngen, monkeypatch: 
 def test_without_a_model_it_lists_what_no_kernel_serves(kerngen: Kerngen) -> None:
     code, out, _ = kerngen("doctor")
     assert code == 0
-    assert all(f"    {name}: {why}" in out for name, why in OUTSIDE.items())
-    assert json.loads(kerngen("doctor", "--json")[1])["outside"] == OUTSIDE
+    assert all(f"    {name}: {why}" in out for name, why in FALLBACKS.items())
+    assert json.loads(kerngen("doctor", "--json")[1])["outside"] == FALLBACKS
     for args in (("--arch", "sm70"), ("--device", "L4"), ("--db", "x.db")):
         code, _, err = kerngen("doctor", *args)
         assert code == 2
@@ -135,13 +135,13 @@ def test_without_a_model_it_lists_what_no_kernel_serves(kerngen: Kerngen) -> Non
     assert "device L4 is sm89, not sm70" in err
 
 
-def _ready(device: str, kinds: dict[str, dict[str, int]], missing: int = 0, blocked: str = "") -> Readiness:
+def _ready(device: str, kinds: dict[str, dict[str, int]], missing: int = 0, blocked: str = "") -> Preflight:
     target = Target.of(find_device(device))
     kernel = find_kernel("embed")
     problem = kernel.cases.CASES[0].problem
     build = Build(kernel, target, problem, kernel.default_config(problem, target), "")
     counts = {k: Counter(row) for k, row in kinds.items()}
-    return Readiness(target, counts, 9, 9 - missing, [build] * missing, blocked)
+    return Preflight(target, counts, 9, 9 - missing, [build] * missing, blocked)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def _ready(device: str, kinds: dict[str, dict[str, int]], missing: int = 0, bloc
          ["kerngen tune --arch sm70 --model m", "kerngen compile --arch sm70 --model m -o FILE"]),
     ],
 )  # fmt: skip
-def test_the_command_that_improves_it(found: Readiness, here: str | None, bundle: bool, commands: list[str]) -> None:
+def test_the_command_that_improves_it(found: Preflight, here: str | None, bundle: bool, commands: list[str]) -> None:
     target = Target.of(find_device(here)) if here else None
     assert list(advice(found, "m", target, bundle=bundle)) == commands
     assert set().union(*found.kinds.values()) <= set(KINDS)

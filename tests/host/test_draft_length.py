@@ -37,7 +37,7 @@ class Run:
 
 
 def simulate(lengths: DraftLength, costs: list[float], steps: int, chance: Callable[[int], float], *, batch: int = 1,
-             seed: int = 0, noise: float = 0.03, lag: int = 1) -> Run:  # fmt: skip
+             seed: int = 0, noise: float = 0.03, async_depth: int = 1) -> Run:  # fmt: skip
     """chance: that a draft is accepted, by step. noise: of a step's measured time. lag: steps chosen before it is told.
 
     Now and then a step is never told of, as where all its requests were cancelled.
@@ -56,7 +56,7 @@ def simulate(lengths: DraftLength, costs: list[float], steps: int, chance: Calla
         seconds = costs[length] * (1 + draw.uniform(-noise, noise))
         if step < 30 or draw.random() > 0.01:
             untold.append((choice, seconds, accepted))
-        if len(untold) > lag:
+        if len(untold) > async_depth:
             lengths.observe(*untold.popleft())
         emitted = 1 + sum(accepted) / batch
         run.seconds += costs[length]

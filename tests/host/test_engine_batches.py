@@ -21,8 +21,8 @@ from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, prefill_graphs
 from kerngen.runtime.engine.graphs import Captured, Graphs
-from kerngen.runtime.engine.plan import StepPlan, Way
-from kerngen.runtime.engine.prefill_graphs import OUTPUTS, ShortPrefills
+from kerngen.runtime.engine.plan import SamplingMode, StepPlan
+from kerngen.runtime.engine.prefill_graphs import OUTPUTS, PrefillGraphs
 from kerngen.runtime.engine.request import Phase
 from kerngen.runtime.engine.runner import StepOutput
 from kerngen.runtime.engine.scheduler import window_pages
@@ -155,12 +155,18 @@ def test_a_ragged_batch_gives_each_its_own_tokens(models: Models, variant: str, 
         assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize(("drafts", "lag"), [(k, k % 2) for k in range(8)] + [(3, 0), (2, 1), (None, 0), (None, 1)])
-def test_drafts_of_every_length_change_no_token_of_a_batch(models: Models, drafts: int | None, lag: int) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "async_depth"), [(k, k % 2) for k in range(8)] + [(3, 0), (2, 1), (None, 0), (None, 1)]
+)
+def test_drafts_of_every_length_change_no_token_of_a_batch(
+    models: Models, drafts: int | None, async_depth: int
+) -> None:
     model, drafter = models["k_eq_v"]
     expected = alone(model, REQUESTS)
     oracle = oracle_for(drafter, REQUESTS, expected)
-    oracle.engine = engine = engine_for(model, oracle, num_draft_tokens=drafts, lag=lag, prefill_chunk=11)
+    oracle.engine = engine = engine_for(
+        model, oracle, num_draft_tokens=drafts, async_depth=async_depth, prefill_chunk=11
+    )
     made = engine.generate_many(REQUESTS)
     assert [g.tokens for g in made] == expected
     assert_nothing_is_held(engine)
@@ -187,14 +193,14 @@ class Noting(Oracle):
         return drafts
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_row_drafts_what_its_sequence_drafts_alone(models: Models, lag: int) -> None:
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_a_row_drafts_what_its_sequence_drafts_alone(models: Models, async_depth: int) -> None:
     """Rows move when others leave, with the hidden state that the next draft begins with."""
     model, drafter = models["dense"]
     notes = []
-    for max_batch, late in ((1, 0), (8, lag)):
+    for max_batch, late in ((1, 0), (8, async_depth)):
         noting = Noting(drafter)
-        noting.engine = engine_for(model, noting, max_batch=max_batch, prefix_caching=False, lag=late)
+        noting.engine = engine_for(model, noting, max_batch=max_batch, prefix_caching=False, async_depth=late)
         noting.engine.generate_many(REQUESTS)
         notes.append(noting.notes)
     assert len(notes[0]) > 40
@@ -202,7 +208,7 @@ def test_a_row_drafts_what_its_sequence_drafts_alone(models: Models, lag: int) -
 
 
 def test_the_host_reads_one_step_behind(model: Gemma4) -> None:
-    engine = engine_for(model, lag=1)
+    engine = engine_for(model, async_depth=1)
     handle = engine.submit(Request(prompt(5), 9))
     known = []
     for _ in range(4):
@@ -289,7 +295,7 @@ def test_cancelling_frees_at_once_wherever_a_request_is(models: Models) -> None:
     requests = [Request(prompt(30, seed=i), 20) for i in range(4)]
     expected = alone(model, requests)
     for steps in (0, 1, 2, 3, 6, 9):
-        engine = engine_for(model, drafter, max_batch=3, prefill_chunk=16, lag=steps % 2, prefix_caching=False)
+        engine = engine_for(model, drafter, max_batch=3, prefill_chunk=16, async_depth=steps % 2, prefix_caching=False)
         handles = [engine.submit(r) for r in requests]
         for _ in range(steps):
             engine.step()
@@ -334,12 +340,14 @@ def test_a_callback_ends_its_request_or_another(model: Gemma4) -> None:
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_what_interrupts_a_step_costs_no_token(models: Models, monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_what_interrupts_a_step_costs_no_token(
+    models: Models, monkeypatch: pytest.MonkeyPatch, async_depth: int
+) -> None:
     """Ctrl-C wherever it comes, and a callback that raises: the others go on, and no page is lost."""
     model, drafter = models["dense"]
     expected = alone(model, REQUESTS)
-    engine = engine_for(model, drafter, lag=lag, prefill_chunk=13)
+    engine = engine_for(model, drafter, async_depth=async_depth, prefill_chunk=13)
     forward, calls = Gemma4.forward, 0
 
     def interrupted(*args: Any, **kwargs: Any) -> Tensor:
@@ -447,9 +455,9 @@ def test_a_prefix_without_its_sliding_pages_is_no_prefix(model: Gemma4) -> None:
 def test_requests_of_every_kind_share_a_batch(models: Models) -> None:
     """Greedy, sampled and with suppressed tokens: each has what it has alone, drafts or not."""
     model, drafter = models["k_eq_v"]
-    ways = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, 7, 0.9, 2), Sampling(), Sampling(0.7, 80, 1.0, 3)]
-    requests = [Request(prompt(6 + i, seed=i), 20, s) for i, s in enumerate(ways)]
-    requests += [Request(prompt(5, seed=9), 20, s, suppressed_ids=range(3, 40)) for s in ways[:2]]
+    modes = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, 7, 0.9, 2), Sampling(), Sampling(0.7, 80, 1.0, 3)]
+    requests = [Request(prompt(6 + i, seed=i), 20, s) for i, s in enumerate(modes)]
+    requests += [Request(prompt(5, seed=9), 20, s, suppressed_ids=range(3, 40)) for s in modes[:2]]
     expected = alone(model, requests)
     assert all(not set(t) & set(range(3, 40)) for t in expected[-2:])
     for drafts in (0, 4):
@@ -502,7 +510,7 @@ def test_random_arrivals_cancellations_and_preemptions(models: Models, seed: int
         prefill_chunk=draw.randint(3, 40),
         num_pages={"full": draw.randint(19, 40), "sliding": draw.randint(22, 40)},
         buckets=draw.choice((None, (2, 5))),
-        lag=draw.randint(0, 1),
+        async_depth=draw.randint(0, 1),
         prefix_caching=draw.random() < 0.8,
         joint=draw.random() < 0.5,
     )
@@ -584,7 +592,7 @@ def test_steps_that_are_captured_when_first_needed(
     oracle = oracle_for(drafter, requests, expected)
     with monkeypatch.context() as patch:
         oracle.engine = engine = engine_for(model, oracle, num_draft_tokens=drafts, prefill_chunk=9,
-                                            buckets=(1, 2, 4, 8), lag=1)  # fmt: skip
+                                            buckets=(1, 2, 4, 8), async_depth=1)  # fmt: skip
         graphs = Graphless(engine, patch)
         assert tokens_of(engine, requests) == expected
         once = graphs.num_captured
@@ -601,19 +609,22 @@ def test_who_decodes_does_not_wait_for_a_capture(models: Models, monkeypatch: py
     usual = Sampling(0.8, 9, seed=1)
     requests = [Request(r.prompt, 6, usual if i % 2 else Sampling()) for i, r in enumerate(REQUESTS[:5])]
     expected = alone(model, requests)
-    engine = engine_for(model, max_len=1000, buckets=(1, 2, 4, 8), lag=1)
+    engine = engine_for(model, max_len=1000, buckets=(1, 2, 4, 8), async_depth=1)
     graphs = Graphless(engine, monkeypatch)
     engine.make_ready(usual=usual)
     ready, longest = graphs.num_captured, engine.runner.max_kv_len
     assert {key[0] for key in engine.runner._steps} == {1, 2, 4, 8}
-    assert {key[2] for key in engine.runner._steps} == {Way(), Way(sampled=True, cut=cut_for([usual]))}
+    assert {key[2] for key in engine.runner._steps} == {
+        SamplingMode(),
+        SamplingMode(sampled=True, cut=cut_for([usual])),
+    }
     assert {key[3] for key in engine.runner._steps} == {longest}
     assert tokens_of(engine, requests) == expected
     fresh = [key for key in engine.runner._steps if key[3] != longest]
     assert all(key[0] == 1 for key in fresh)
     assert graphs.num_captured == ready + len(fresh)
     assert tokens_of(engine, requests[:1]) == expected[:1]
-    assert (1, 0, Way(), engine.runner.least_kv_len) in engine.runner._steps
+    assert (1, 0, SamplingMode(), engine.runner.least_kv_len) in engine.runner._steps
 
 
 @pytest.mark.parametrize("variant", ["dense", "moe", "shared_ple"])
@@ -624,16 +635,16 @@ def test_short_prefills_that_were_captured(models: Models, monkeypatch: pytest.M
     model, drafter = models[variant]
     expected = alone(model, REQUESTS)
     monkeypatch.setattr(prefill_graphs, "SIZES", (4, 6, 16))
-    engine = engine_for(model, drafter, num_draft_tokens=2, prefill_chunk=12, buckets=(1, 2, 4, 8), lag=1,
+    engine = engine_for(model, drafter, num_draft_tokens=2, prefill_chunk=12, buckets=(1, 2, 4, 8), async_depth=1,
                         prefix_caching=False)  # fmt: skip
     graphs, ran = Graphless(engine, monkeypatch), Counter[tuple[int, str]]()
-    plain = ShortPrefills.forward
+    plain = PrefillGraphs.forward
 
-    def counted(short: ShortPrefills, size: int, outputs: str) -> Tensor:
+    def counted(short: PrefillGraphs, size: int, outputs: str) -> Tensor:
         ran[size, outputs] += 1
         return plain(short, size, outputs)
 
-    monkeypatch.setattr(ShortPrefills, "forward", counted)
+    monkeypatch.setattr(PrefillGraphs, "forward", counted)
     engine.make_ready()
     sizes = [size for size in (4, 6, 16) if engine.runner.captures(size)]
     assert {key for key, count in ran.items() if count >= 3} == {(size, o) for size in sizes for o in OUTPUTS}
@@ -648,12 +659,12 @@ def test_short_prefills_that_were_captured(models: Models, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("variant", ["dense", "k_eq_v", "moe"])
-@pytest.mark.parametrize("lag", [0, 1])
-def test_who_decodes_joins_a_prefill(models: Models, variant: str, lag: int) -> None:
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_who_decodes_joins_a_prefill(models: Models, variant: str, async_depth: int) -> None:
     """One forward for both: each has the tokens that it has alone, and no weights are read by a decode step beside."""
     model, _ = models[variant]
     expected = alone(model, REQUESTS)
-    engine = engine_for(model, prefill_chunk=9, lag=lag, num_pages={"full": 40, "sliding": 50})
+    engine = engine_for(model, prefill_chunk=9, async_depth=async_depth, num_pages={"full": 40, "sliding": 50})
     assert tokens_of(engine, REQUESTS[2:3]) == expected[2:3]  # what a step takes that only decodes
     ran = Counter[str]()
     with plans_of(engine, lambda plan: ran.update([kind_of(plan)])):
@@ -670,10 +681,10 @@ def test_joint_steps_that_were_captured(models: Models, monkeypatch: pytest.Monk
     expected = alone(model, REQUESTS)
     monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8, 16))
     monkeypatch.setattr(prefill_budget, "MULTIPLE", 4)
-    engine = engine_for(model, prefill_chunk=16, buckets=(1, 2, 3, 4, 6, 8), lag=1, prefix_caching=False)
+    engine = engine_for(model, prefill_chunk=16, buckets=(1, 2, 3, 4, 6, 8), async_depth=1, prefix_caching=False)
     graphs, ran = Graphless(engine, monkeypatch), Counter[tuple[int, int]]()
     engine.make_ready()
-    captured = engine.runner.joint_steps
+    captured = engine.runner.mixed_graphs
     assert {(s.size, s.batch) for s in captured._captured} == {(8, 3), (16, 3), (16, 8)}
     plain = captured.replay
     monkeypatch.setattr(captured, "replay", lambda s: (ran.update([(s.size, s.batch)]), plain(s))[1])
@@ -709,7 +720,7 @@ def test_a_joint_step_has_no_more_chunks_than_were_captured(models: Models, monk
     requests = [Request(prompt(2, seed=i), 20 if i == 0 else 4) for i in range(7)]
     expected = alone(model, requests)
     monkeypatch.setattr(prefill_graphs, "SIZES", (16, 32))
-    engine = engine_for(model, prefill_chunk=32, buckets=(8,), lag=1, prefix_caching=False)
+    engine = engine_for(model, prefill_chunk=32, buckets=(8,), async_depth=1, prefix_caching=False)
     Graphless(engine, monkeypatch)
     engine.make_ready()
     handles = [engine.submit(requests[0])]
@@ -779,8 +790,8 @@ class Fickle(TorchOps):
         return super().attn_prefill(q, kv, batch) * (1 + more)
 
 
-@pytest.mark.parametrize(("drafts", "lag"), [(0, 0), (3, 1)])
-def test_what_is_reproducible_does_not_depend_on_company(models: Models, drafts: int, lag: int) -> None:
+@pytest.mark.parametrize(("drafts", "async_depth"), [(0, 0), (3, 1)])
+def test_what_is_reproducible_does_not_depend_on_company(models: Models, drafts: int, async_depth: int) -> None:
     """Kernels whose rounding depends on shapes: alone, together, preempted, interrupted, the tokens are the same."""
     model, drafter = models["dense"]
     ops = Fickle(model.ops.device, torch.float32)
@@ -794,7 +805,7 @@ def test_what_is_reproducible_does_not_depend_on_company(models: Models, drafts:
         expected = [single.generate_many([r])[0].tokens for r in requests]
         careless = engine_for(model, drafter, **(options | {"reproducible": False}))
         assert tokens_of(careless, requests) != expected, "the kernels must be fickle enough"
-        engine = engine_for(model, drafter, lag=lag, num_pages={"full": 24, "sliding": 40}, **options)
+        engine = engine_for(model, drafter, async_depth=async_depth, num_pages={"full": 24, "sliding": 40}, **options)
         made = engine.generate_many(requests)
         assert [g.tokens for g in made] == expected
         assert sum(g.stats.num_preemptions for g in made) > 0
@@ -821,7 +832,7 @@ def test_a_step_whose_experts_wait_for_the_host_is_not_captured(
     most = GATHERED_ROWS // model.config.top_k_experts
     expected = alone(model, REQUESTS)
     with monkeypatch.context() as patch:
-        engine = engine_for(model, drafter, num_draft_tokens=3, buckets=(1, 2, 4, 8), lag=1)
+        engine = engine_for(model, drafter, num_draft_tokens=3, buckets=(1, 2, 4, 8), async_depth=1)
         graphs = Graphless(engine, patch)
         assert tokens_of(engine, REQUESTS) == expected
     assert 0 < graphs.most_tokens <= most < 8 * 4

@@ -20,7 +20,7 @@ from kerngen.runtime.batch import Batch
 from kerngen.runtime.config import ModelConfig, read_drafter_config, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
-from kerngen.runtime.engine.plan import NewRow, PrefillChunk, StepPlan, Way
+from kerngen.runtime.engine.plan import NewRow, PrefillChunk, SamplingMode, StepPlan
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
@@ -158,12 +158,12 @@ def _run_all(model: Gemma4, drafter: MtpDrafter | None) -> None:
             target = Gemma4(model.config, model.weights, ops, suppressed_ids=suppressed)
             engine = Engine(target, drafter, max_len=300, max_batch=5, num_draft_tokens=drafts)
             for batch in (1, 2, 5):
-                engine.runner.step(batch, drafts, Way.for_sampling([sampling]), 512)
+                engine.runner.step(batch, drafts, SamplingMode.for_sampling([sampling]), 512)
     for pieces in ([(1, 0)], [(5, 0)], [(63, 64)], [(77, 200)], [(7, 0), (1, 3), (70, 129)]):
         for is_last in (False, True):
             new_row = NewRow(300, sampling) if is_last else None
             chunks = [PrefillChunk((3,) * n, start, ((1,) * 5,) * 2, new_row) for n, start in pieces]
-            engine.runner.run(StepPlan(0, chunks=tuple(chunks), first_way=Way.for_sampling([sampling])))
+            engine.runner.run(StepPlan(0, chunks=tuple(chunks), first_mode=SamplingMode.for_sampling([sampling])))
     for tokens, start in ((1, 0), (63, 64)):
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
         model.forward(Batch.prefill(ids, start, engine.cache.rows(1)), engine.cache.rows(1), outputs="last")
@@ -212,11 +212,11 @@ def test_the_reference_rounds_as_the_kernels_do(folders: tuple[Path, Path]) -> N
 
 def test_the_list_of_what_no_kernel_serves_is_met() -> None:
     """Each name in OUTSIDE is one that some model meets: nothing is listed that runs in a kernel by now."""
-    from kerngen.runtime.ops.fallbacks import OUTSIDE
+    from kerngen.runtime.ops.fallbacks import FALLBACKS
 
     moe = find_model("gemma-4-26b-a4b")
     unpacked = replace(moe, target=replace(moe.target, quant=None))  # as its bf16 release
     models = [*map(find_model, MODELS), unpacked]
     met = {name for model in models for name in workload(model, find_arch("sm90")).missing}
-    assert met == set(OUTSIDE)
+    assert met == set(FALLBACKS)
     assert find_kernel("moe_router") is not None

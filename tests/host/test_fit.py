@@ -13,7 +13,7 @@ from recordings import recording
 
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.compile import Resources
-from kerngen.cost.predict import CONSTANTS, MODEL, Outlook, predict
+from kerngen.cost.predict import CONSTANTS, MODEL, Predictor, predict
 from kerngen.errors import RecordingError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of
@@ -147,7 +147,7 @@ def test_a_fit_finds_what_made_the_times() -> None:
     true = replace(CONSTANTS, launch_clocks=2 * CONSTANTS.launch_clocks, latency=1.5 * CONSTANTS.latency)
 
     def us(config: Any) -> float:
-        return Outlook(DENSE, PROBLEM, SM90, true).predict(config, TAKES).latency_us
+        return Predictor(DENSE, PROBLEM, SM90, true).predict(config, TAKES).latency_us
 
     given = recording(DENSE, PROBLEM, SM90, us, "given", FEWER)
     astray = recording(DENSE, PROBLEM, SM90, lambda c: 1e4 / _model_us(c), "astray", FEWER, held_out=True)

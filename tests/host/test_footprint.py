@@ -37,7 +37,7 @@ def test_what_is_loaded_takes_as_much_as_is_said(name: str) -> None:
     assert said.weight_bytes == _bytes(load_model(TINY / name, config, ops))
     assert said.drafter_bytes == _bytes(load_drafter(TINY / "gemma-4-tiny-assistant", drafter, ops))
     model = Gemma4(config, load_model(TINY / name, config, ops), ops)
-    engine = Engine(model, max_len=500, num_draft_tokens=7, lag=1)
+    engine = Engine(model, max_len=500, num_draft_tokens=7, async_depth=1)
     assert said.cache_bytes == engine.cache.num_bytes
     assert said.total_bytes == said.weight_bytes + said.drafter_bytes + said.cache_bytes
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kerngen.arch import Target, find_device
 from kerngen.compiler.compile import cache_key
 from kerngen.compiler.render import render
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.identity import digest_of, normal_form
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel
@@ -190,14 +190,14 @@ def test_a_comment_in_a_shared_header_makes_nothing_stale(common: Path, tmp_path
 def test_a_line_that_is_a_comment_changes_no_closure(common: Path) -> None:
     """So nothing is rendered anew; a comment behind code has it rendered, and found to be the same."""
     kernel = find_kernel("rmsnorm")
-    before, digest = closure_of(kernel), kernel.folder_digest
+    before, digest = source_digest_of(kernel), kernel.folder_digest
     header = common / "types.cuh"
     header.write_text("// One\n\n" + header.read_text() + "    // two\n")
     vars(kernel).pop("folder_digest")
-    assert (closure_of(kernel), kernel.folder_digest) == (before, digest)
+    assert (source_digest_of(kernel), kernel.folder_digest) == (before, digest)
     header.write_text(header.read_text() + "int x;\n")
     vars(kernel).pop("folder_digest")
-    assert closure_of(kernel) != before
+    assert source_digest_of(kernel) != before
     assert kernel.folder_digest != digest
     vars(kernel).pop("folder_digest")
 

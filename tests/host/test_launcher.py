@@ -47,7 +47,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def resolve(winner: Any = None) -> Any:
         bound = SimpleNamespace(answer=lambda problem: winner)
-        monkeypatch.setattr("kerngen.tuning_db.Bound", lambda *args: bound, raising=False)
+        monkeypatch.setattr("kerngen.tuning_db.WinnerTable", lambda *args: bound, raising=False)
         stores: Any = [] if winner is None else ["a store"]
         return launcher.Launcher(stores, CompileCache(tmp_path)).function(KERNEL, PROBLEM)
 

@@ -20,14 +20,14 @@ from kerngen.tuning_db import Store, lookup
 from kerngen.tuning_db.dist import results_file
 from kerngen.tuning_db.dist.fields_text import rounded, stated
 from kerngen.tuning_db.dist.results_folder import build, read
-from kerngen.tuning_db.read.canonical_fields import filing_of, named_kernel
+from kerngen.tuning_db.read.canonical_fields import canonical_fields_of, named_kernel
 from kerngen.tuning_db.read.ids import canonical
 
 H200 = Target.of(find_device("H200"))
 BEFORE = Path(__file__).with_name("measured_0_1.zip")
 
 
-def _sheets() -> Iterator[results_file.Sheet]:
+def _sheets() -> Iterator[results_file.ResultsFile]:
     with zipfile.ZipFile(BEFORE) as file:
         for name in file.namelist():
             yield results_file.parse(file.read(name).decode(), name)
@@ -42,7 +42,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 def _row(kernel: str, fields: Any, config: Any, outcome: str, stage: str, us: float | None) -> str:
-    of = filing_of(kernel)
+    of = canonical_fields_of(kernel)
     return canonical([named_kernel(kernel), filled(fields, of.fields), filled(config, of.config), outcome, stage, us])
 
 
@@ -63,7 +63,7 @@ def test_every_measured_row_is_found(shipped: Store) -> None:
 def test_every_measured_winner_answers(shipped: Store) -> None:
     count = 0
     for sheet in _sheets():
-        kernel, of = find_kernel(named_kernel(sheet.kernel)), filing_of(sheet.kernel)
+        kernel, of = find_kernel(named_kernel(sheet.kernel)), canonical_fields_of(sheet.kernel)
         for cell in sheet.cells:
             for point in cell.points:
                 fields = point.fields or stated(cell.static, cell.runtime, sheet.dynamic, point.dynamic)

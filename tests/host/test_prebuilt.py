@@ -13,7 +13,7 @@ from kerngen.arch import ARCHES, Target, find_arch, find_device
 from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.compiler.compile import elf_resources
 from kerngen.compiler.render import source_of
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.cost.predict import MODEL
 from kerngen.errors import UsageError
 from kerngen.templates import find_kernel
@@ -21,11 +21,11 @@ from kerngen.templates.kernel import filled
 from kerngen.tuning.prebuilt import LEFT_TO_DEFAULTS, PREDICTED
 from kerngen.tuning_db import Store, lookup, problem_key
 from kerngen.tuning_db.dist import prediction_file, results_file
-from kerngen.tuning_db.dist.prediction_file import Outlook
-from kerngen.tuning_db.dist.results_file import Sheet
+from kerngen.tuning_db.dist.prediction_file import PredictionFile
+from kerngen.tuning_db.dist.results_file import ResultsFile
 from kerngen.tuning_db.dist.results_folder import as_sheet, build, parse
 from kerngen.tuning_db.read.boards import shipped_boards
-from kerngen.tuning_db.read.canonical_fields import filing_of
+from kerngen.tuning_db.read.canonical_fields import canonical_fields_of
 from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.workload.workload import MODELS, find_workload
@@ -37,7 +37,7 @@ MOST_BYTES = 200_000  # of a board
 
 
 @cache
-def told(path: Path) -> Sheet | Outlook:
+def told(path: Path) -> ResultsFile | PredictionFile:
     return parse(path.read_text(), str(path))
 
 
@@ -56,9 +56,9 @@ def test_no_architecture_is_left_out() -> None:
 def test_a_sheet_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
     """Predicted everywhere, but for what an H200 measured; and each is of the board whose folder it lies in."""
     sheet = told(path)
-    assert path.name == sheet.kernel + (PREDICTED if isinstance(sheet, Outlook) else ".txt")
+    assert path.name == sheet.kernel + (PREDICTED if isinstance(sheet, PredictionFile) else ".txt")
     assert (sheet.board, sheet.arch) == (path.parent.name, find_device(path.parent.name).arch)
-    if isinstance(sheet, Outlook):
+    if isinstance(sheet, PredictionFile):
         assert prediction_file.dump(sheet) == path.read_text()
         assert "measured" not in path.read_text()
         assert sheet.model == MODEL, "predict it anew: python -m kerngen.tuning.prebuilt"
@@ -104,7 +104,7 @@ def _cases(board: str) -> list[tuple[Any, Any, Any, str]]:
     found = []
     for path in (PREBUILT / board).glob(f"*{PREDICTED}"):
         sheet = as_sheet(told(path))
-        kernel, of = find_kernel(sheet.kernel), filing_of(sheet.kernel)
+        kernel, of = find_kernel(sheet.kernel), canonical_fields_of(sheet.kernel)
         for cell in sheet.cells:
             for point in cell.points:
                 stated = {**cell.static, **cell.runtime, sheet.dynamic: point.dynamic}
@@ -161,7 +161,7 @@ def test_what_was_measured_wins_over_what_is_predicted(tmp_path: Path) -> None:
             problem = kernel.problem_type(**sheet.cells[0].static, num_tokens=point.dynamic)
             found = lookup([store], kernel, problem, target)
             assert found is not None
-            assert (found.provenance, found.stale, found.closure) == ("measured", False, closure_of(kernel))
+            assert (found.provenance, found.stale, found.closure) == ("measured", False, source_digest_of(kernel))
 
 
 @pytest.mark.parametrize("through", ["the path", "a link"])

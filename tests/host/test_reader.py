@@ -20,7 +20,7 @@ from test_tuning_db_lookup import KIN, Config, Problem, fake_render, make_kernel
 from kerngen import api
 from kerngen.arch import Target, find_device
 from kerngen.errors import CorruptRecord, DatabaseError, TrustError
-from kerngen.tuning_db import Bound, Store, Winner, default_sources, lookup, open_source, problem_key
+from kerngen.tuning_db import Store, Winner, WinnerTable, default_sources, lookup, open_source, problem_key
 from kerngen.tuning_db.dist.keys import SecretKey
 from kerngen.tuning_db.dist.seal import seal
 from kerngen.tuning_db.read import reader as reading
@@ -42,7 +42,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Played sources and closures; nobody is trusted, and nothing shipped."""
     monkeypatch.setattr("kerngen.compiler.render.source_of", fake_render)
     monkeypatch.setattr(
-        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+        "kerngen.compiler.source_digest.source_digest_of", lambda kernel: f"closure of version {kernel.spec.version}"
     )
     for name in ("KERNGEN_TRUST", "KERNGEN_TRUST_UNSIGNED", "KERNGEN_TRUST_FILES", "KERNGEN_DB_OVERRIDE"):
         monkeypatch.delenv(name, raising=False)
@@ -58,7 +58,8 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as m:
         m.setattr("kerngen.compiler.render.source_of", fake_render)
         m.setattr(
-            "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+            "kerngen.compiler.source_digest.source_digest_of",
+            lambda kernel: f"closure of version {kernel.spec.version}",
         )
         with Store.open(path) as store:
             record(store, KERNEL, 1, 20.0)
@@ -134,7 +135,7 @@ def test_each_version_of_the_kernel_is_served_its_own(reader: Reader) -> None:
 
 def test_its_own_comes_first_though_another_is_current_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two versions that render the same sources; each was tuned, one with more trials."""
-    monkeypatch.setattr("kerngen.compiler.source_digest.closure_of", lambda kernel: "a comment was added")
+    monkeypatch.setattr("kerngen.compiler.source_digest.source_digest_of", lambda kernel: "a comment was added")
     with Store.open(path) as store:
         record(store, KERNEL, 32, 1.0)
     with opened(path) as r:
@@ -142,7 +143,8 @@ def test_its_own_comes_first_though_another_is_current_too(path: Path, monkeypat
         assert found is not None
         assert (found.config, found.stale) == ({"block_n": 32}, False)
         monkeypatch.setattr(
-            "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+            "kerngen.compiler.source_digest.source_digest_of",
+            lambda kernel: f"closure of version {kernel.spec.version}",
         )
         found = ask(r)
         assert found is not None
@@ -150,12 +152,12 @@ def test_its_own_comes_first_though_another_is_current_too(path: Path, monkeypat
 
 
 def test_the_machine_code_of_a_default_is_served_too(reader: Reader) -> None:
-    bound = Bound([reader], KERNEL, Problem(), Target.of(H200))
+    bound = WinnerTable([reader], KERNEL, Problem(), Target.of(H200))
     code = bound.code(Problem(), Config(1))
     assert code is not None
     assert code.image == b"code 1" * 99
     assert bound.code(Problem(), Config(3)) is None
-    assert Bound([reader], make_kernel(version=3), Problem(), Target.of(H200)).code(Problem(), Config(1)) is None
+    assert WinnerTable([reader], make_kernel(version=3), Problem(), Target.of(H200)).code(Problem(), Config(1)) is None
 
 
 def test_what_is_committed_meanwhile_is_seen_and_no_lock_is_held(reader: Reader, path: Path) -> None:
@@ -516,8 +518,8 @@ def test_a_file_and_its_rows_say_the_same(tmp_path: Path) -> None:
                 for board in boards:
                     for batch in (1, 8):
                         kernel, target = make_kernel(version), Target.of(board)
-                        one = Bound([source], kernel, Problem(), target)
-                        two = Bound([store], kernel, Problem(), target)
+                        one = WinnerTable([source], kernel, Problem(), target)
+                        two = WinnerTable([store], kernel, Problem(), target)
                         for tokens in range(70):
                             problem = Problem(batch=batch, num_tokens=tokens)
                             a, b = one.answer(problem), two.answer(problem)

@@ -41,7 +41,7 @@ class Code:
 def code(monkeypatch: pytest.MonkeyPatch) -> Code:
     code = Code()
     monkeypatch.setattr("kerngen.compiler.render.source_of", code.source_of)
-    for place in ("kerngen.compiler.source_digest.closure_of", "kerngen.bundles.rebuild.closure_of"):
+    for place in ("kerngen.compiler.source_digest.source_digest_of", "kerngen.bundles.rebuild.source_digest_of"):
         monkeypatch.setattr(place, lambda kernel: code.closure)
     return code
 

@@ -14,7 +14,7 @@ from kerngen.arch import Target, find_device
 from kerngen.bundles.bundle import Bundle
 from kerngen.compiler import builds
 from kerngen.compiler.builds import Built
-from kerngen.runtime.selection import Bindings
+from kerngen.runtime.selection import Selector
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_sources, lookup
 from kerngen.tuning_db.store.bundles import open_bundle
@@ -45,7 +45,7 @@ def test_a_release_has_all_that_its_models_run(kerngen: Kerngen, monkeypatch: py
     assert kerngen("db", "verify", str(file))[0] == 0
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
     bundle = Bundle.open(file)
-    bindings = Bindings(bundle.sources(), H200)
+    bindings = Selector(bundle.sources(), H200)
     for model in ("gemma-4-31b", "gemma-4-12b"):
         load = workload(find_model(model), H200.arch).only(["gelu_gate", "rmsnorm"])
         choices = [bindings.choice(find_kernel(i.kernel), i.problem) for i in load.items]

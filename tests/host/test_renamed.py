@@ -21,7 +21,7 @@ from kerngen.templates.kernel import Kernel, defaults_of, filled, parse_fields, 
 from kerngen.tuning_db import Store, Winner, lookup, problem_key
 from kerngen.tuning_db.dist import prediction_file, results_file
 from kerngen.tuning_db.dist.export import Selection
-from kerngen.tuning_db.dist.predicted import foretell
+from kerngen.tuning_db.dist.predicted import predictions_of
 from kerngen.tuning_db.dist.results_folder import build, dump, parse
 from kerngen.tuning_db.read import canonical_fields
 from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, named_kernel
@@ -83,14 +83,14 @@ def test_the_shipped_winners_of_a_renamed_kernel_are_found(renamed: Kernel, tmp_
                 assert found is not None
                 assert (found.config, found.stale, found.latency_us) == (w.config, False, w.latency_us)
         sheet = parse(MEASURED_SHEET.read_text(), "sheet")
-        assert isinstance(sheet, results_file.Sheet)
+        assert isinstance(sheet, results_file.ResultsFile)
         (told,) = dump([store], Selection(provenances=["measured"])).items()
         assert told[0] == "H200/gelu_gate.txt"
         assert told[1].count("\n problem") == MEASURED_SHEET.read_text().count("\n problem")
         again = results_file.parse(told[1], "again")
         assert (again.kernel, again.dynamic, [c.static for c in again.cells]) == (
             sheet.kernel, sheet.dynamic, [c.static for c in sheet.cells])  # fmt: skip
-        (foretold,) = foretell(store, Selection(kernels=["gated_gelu"]))
+        (foretold,) = predictions_of(store, Selection(kernels=["gated_gelu"]))
         assert (foretold.kernel, foretold.dynamic) == ("gelu_gate", "num_tokens")
         assert prediction_file.parse(prediction_file.dump(foretold), "again") == foretold
 

@@ -24,7 +24,7 @@ from transformers import Gemma4ForCausalLM
 from kerngen.errors import CheckpointError, DeviceError, UsageError
 from kerngen.runtime.backend import explaining_memory
 from kerngen.runtime.executors.reference import Reference
-from kerngen.runtime.ops.fallbacks import OUTSIDE
+from kerngen.runtime.ops.fallbacks import FALLBACKS
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.session import find_drafter
 from kerngen.runtime.text import TextCodec
@@ -156,8 +156,8 @@ def test_run_says_what_ran_outside_our_kernels(
     few = ("run", tiny / "gemma-4-tiny-w4a16", "--prompt", "hello", "--max-new-tokens", 3, "--json", *which)
     assert json.loads(kerngen(*few).out)["outside"] == {}
     common = ("run", tiny / "gemma-4-tiny", "--prompt", "hello, " * 20, "--max-new-tokens", 3, *which)
-    assert f"outside our kernels: dense matrices ({OUTSIDE['dense matrices']})" in kerngen(*common).err
-    assert json.loads(kerngen(*common, "--json").out)["outside"] == {"dense matrices": OUTSIDE["dense matrices"]}
+    assert f"outside our kernels: dense matrices ({FALLBACKS['dense matrices']})" in kerngen(*common).err
+    assert json.loads(kerngen(*common, "--json").out)["outside"] == {"dense matrices": FALLBACKS["dense matrices"]}
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])

@@ -18,7 +18,7 @@ from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Generation
-from kerngen.runtime.engine.plan import Way
+from kerngen.runtime.engine.plan import SamplingMode
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.sampling import Parameters, Sampling, accepted, choose, cut_for, distribution, likeliest, sample
@@ -383,5 +383,5 @@ def test_a_decode_step_never_waits_for_the_device(
         holder.ops = ops
     engine = Engine(model, drafter, max_len=40)
     with torch.inference_mode(), NoWaiting():
-        result = engine.runner.step(1, 3, Way(not sampling.is_greedy, cut_for([sampling])), 64)
+        result = engine.runner.step(1, 3, SamplingMode(not sampling.is_greedy, cut_for([sampling])), 64)
     assert result.shape == (1, 6)

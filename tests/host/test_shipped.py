@@ -132,7 +132,7 @@ def test_other_sheets_or_other_kernels_are_another_file(cache: Path, monkeypatch
     open_board(here()).close()
     (new,) = cache.glob("*.kgdb")
     assert new != old
-    monkeypatch.setattr("kerngen.tuning_db.shipped.closure_of", lambda kernel: "another")
+    monkeypatch.setattr("kerngen.tuning_db.shipped.source_digest_of", lambda kernel: "another")
     assert path_of(here(), key_of(here())) != new
 
 

@@ -19,7 +19,7 @@ from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import TemplateError
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel
-from kerngen.tuning.field_tracing import Remembered, leaves, watched
+from kerngen.tuning.field_tracing import Remembered, leaves, traced
 from kerngen.tuning.space import Part, candidates, enumerated, space_of, space_size, walk
 
 SM90 = Target.of(find_arch("sm90"))
@@ -85,7 +85,7 @@ def test_the_whole_is_what_brute_force_finds(seed: int) -> None:
 
 
 def test_what_is_watched_is_like_what_it_stands_for() -> None:
-    value, read = watched(Five, {"a": 1, "b": 2, "c": "x", "d": True, "e": 5}.__getitem__)
+    value, read = traced(Five, {"a": 1, "b": 2, "c": "x", "d": True, "e": 5}.__getitem__)
     assert (value.both, value.scaled(2)) == (3, 10)
     assert list(read) == ["a", "b", "e"], "through a property and a method too"
     assert value == Five(1, 2, "x", True, 5) == value
@@ -195,7 +195,7 @@ class WithDict:
 
 
 def test_what_is_not_a_field_is_not_read() -> None:
-    value, read = watched(WithDict, lambda name: 20)
+    value, read = traced(WithDict, lambda name: 20)
     assert (value.halved, value.halved, value.width) == (10, 10, 20)
     assert read == {"width": 20}
 
@@ -218,7 +218,7 @@ class Sized:
 
 
 def test_a_problem_is_told_apart_by_what_properties_and_methods_read() -> None:
-    value, read = watched(Sized, lambda name: getattr(Sized(16, 3), name))
+    value, read = traced(Sized, lambda name: getattr(Sized(16, 3), name))
     assert value.wide
     assert value.halves() == 8
     assert read == {"width": 16}

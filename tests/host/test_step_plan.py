@@ -29,8 +29,8 @@ from kerngen.runtime.engine.plan import (
     NewRow,
     PrefillChunk,
     RowUpdate,
+    SamplingMode,
     StepPlan,
-    Way,
 )
 from kerngen.runtime.engine.runner import StepOutput
 from kerngen.runtime.sampling import Sampling
@@ -154,7 +154,7 @@ PLAN = StepPlan(
     update=RowUpdate(moves=((0, 2),), new_pages=(NewPage("sliding", 1, 3, 29),)),
     decode=DecodeRows(batch=3, longest=50, masks=((1, MASK),)),
     chunks=(CHUNK,),
-    first_way=Way(sampled=True, cut=64, masked=True, guided=True),
+    first_mode=SamplingMode(sampled=True, cut=64, masked=True, guided=True),
     num_tokens=8,
 )
 

@@ -36,7 +36,7 @@ from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, lookup
 from kerngen.tuning_db.dist.seal import damage
 from kerngen.tuning_db.dist.verify import LEVELS, verify
-from kerngen.tuning_db.read.kernel_index import line_id_of
+from kerngen.tuning_db.read.kernel_index import index_id_of
 from kerngen.tuning_db.read.sealed import Sealed
 from kerngen.tuning_db.sources import open_source
 from kerngen.tuning_db.store.bundles import open_bundle
@@ -116,7 +116,7 @@ def test_a_damaged_index_is_read_around(bundle: Path, caplog: pytest.LogCaptureF
     whole = _answers(bundle, asked)
     with open_bundle(bundle) as store:
         keys = [w.problem.static_key for w in store.winners()[:1]] + [str(b.image_sha) for b in store.kept_builds()]
-    keys += [line_id_of(keys[0], "sm90")]
+    keys += [index_id_of(keys[0], "sm90")]
     said = set()
     for key in keys:
         places = [m.start() for m in re.finditer(key.encode(), data[: len(data) - 64])]

@@ -21,7 +21,7 @@ from kerngen.arch import Arch, Device, Target, default_device, find_arch
 from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.compiler.compile import Cubin, compile_cubin
 from kerngen.compiler.render import render
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.cost.predict import MODEL, predict
 from kerngen.templates import TEMPLATES_VARIABLE, find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
@@ -158,7 +158,7 @@ def test_a_comment_that_renders_nothing_costs_no_compile_and_no_cubin(
 
     def known() -> set[str]:
         with Store.open(tmp_path / "a.db", read_only=True) as store:
-            return store.rendered(problem_key(scale, item.problem).static_key, closure_of(scale))
+            return store.rendered(problem_key(scale, item.problem).static_key, source_digest_of(scale))
 
     assert tune().num_compiled == len(known()) > 0
     before = known()

@@ -37,7 +37,7 @@ def renders(monkeypatch: pytest.MonkeyPatch) -> Renders:
     counting = Renders()
     monkeypatch.setattr("kerngen.compiler.render.source_of", counting)
     monkeypatch.setattr(
-        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"{counting.closure} {kernel.spec.version}"
+        "kerngen.compiler.source_digest.source_digest_of", lambda kernel: f"{counting.closure} {kernel.spec.version}"
     )
     return counting
 

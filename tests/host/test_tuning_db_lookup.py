@@ -63,7 +63,7 @@ def fake_render(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> str:
 def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kerngen.compiler.render.source_of", fake_render)
     monkeypatch.setattr(
-        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+        "kerngen.compiler.source_digest.source_digest_of", lambda kernel: f"closure of version {kernel.spec.version}"
     )
 
 

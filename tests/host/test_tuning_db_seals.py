@@ -25,7 +25,7 @@ KERNEL = make_kernel()
 def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kerngen.compiler.render.source_of", fake_render)
     monkeypatch.setattr(
-        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+        "kerngen.compiler.source_digest.source_digest_of", lambda kernel: f"closure of version {kernel.spec.version}"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import CheckpointError, KerngenError, UnknownName, UsageError
-from kerngen.runtime.ops.fallbacks import OUTSIDE
+from kerngen.runtime.ops.fallbacks import FALLBACKS
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import fields_of
@@ -71,7 +71,7 @@ def test_every_problem_is_supported_and_has_a_default(model: str, arch: str) -> 
     a = find_arch(arch)
     load = find_workload(model, a)
     assert set(load.missing) == {"dense matrices"}
-    assert set(load.missing) <= set(OUTSIDE)
+    assert set(load.missing) <= set(FALLBACKS)
     assert len({(i.kernel, i.problem) for i in load.items}) == len(load.items), "a problem is listed twice"
     for item in load.items:
         kernel = find_kernel(item.kernel)

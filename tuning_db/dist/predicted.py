@@ -9,14 +9,14 @@ from kerngen.errors import DatabaseError
 from kerngen.templates.kernel import filled, trimmed
 from kerngen.tuning_db.store.store import Store
 from kerngen.tuning_db.read.ids import canonical
-from kerngen.tuning_db.read.canonical_fields import filed_device, filed_kernel, filing_of
+from kerngen.tuning_db.read.canonical_fields import filed_device, filed_kernel, canonical_fields_of
 from kerngen.tuning_db.read.values import Build, Winner
 from kerngen.tuning_db.dist.export import Selection
-from kerngen.tuning_db.dist.prediction_file import Cell, Family, Outlook, Plan, Point, rounded
+from kerngen.tuning_db.dist.prediction_file import Cell, Family, PredictionFile, Plan, Point, rounded
 from kerngen.tuning_db.dist.fields_text import SOURCE_DIGITS, stated
 
 
-def foretell(store: Store, selection: Selection) -> list[Outlook]:
+def predictions_of(store: Store, selection: Selection) -> list[PredictionFile]:
     """One for each kernel and board of the selected winners that were predicted. The same rows give the same.
 
     Raises DatabaseError where those of a kernel and board are not of one cost model and one NVRTC: tune anew.
@@ -26,11 +26,11 @@ def foretell(store: Store, selection: Selection) -> list[Outlook]:
         if w.provenance == "predicted" and not w.stale and selection.has(w):
             groups.setdefault((w.kernel, w.device), []).append(w)
     ordered = sorted(groups, key=lambda key: (key[0], canonical(filed_device(key[1]))))
-    return [_outlook(store, kernel, device, groups[kernel, device]) for kernel, device in ordered]
+    return [_predictions(store, kernel, device, groups[kernel, device]) for kernel, device in ordered]
 
 
-def _outlook(store: Store, kernel: str, device: Device, winners: Sequence[Winner]) -> Outlook:
-    dynamic = filing_of(kernel).dynamic
+def _predictions(store: Store, kernel: str, device: Device, winners: Sequence[Winner]) -> PredictionFile:
+    dynamic = canonical_fields_of(kernel).dynamic
     families: dict[str, list[Winner]] = {}
     for w in winners:
         families.setdefault(canonical(w.problem.filed().static), []).append(w)
@@ -41,7 +41,7 @@ def _outlook(store: Store, kernel: str, device: Device, winners: Sequence[Winner
         told = ", ".join(sorted(models) + sorted(f"NVRTC {a}.{b}" for a, b in nvrtcs))
         raise DatabaseError(f"the predictions of {kernel} for {device} are of more than one maker ({told})",
                             hint="predict them anew, in an empty database")  # fmt: skip
-    return Outlook(
+    return PredictionFile(
         filed_kernel(kernel), device.arch, device.name, filed_device(device), models.pop(), nvrtcs.pop(), dynamic,
         tuple(_family(families[key], builds, dynamic) for key in sorted(families)),
     )  # fmt: skip
@@ -59,7 +59,7 @@ def _models(store: Store, kernel: str, device: Device, winners: Sequence[Winner]
 
 
 def _family(winners: Sequence[Winner], builds: dict[str, Build], dynamic: str) -> Family:
-    of = filing_of(winners[0].kernel)
+    of = canonical_fields_of(winners[0].kernel)
     plans: dict[str, Plan] = {}
     for w in winners:
         build = builds[w.build_id]

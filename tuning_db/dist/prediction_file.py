@@ -83,7 +83,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class PredictionFile:
     """One kernel on one board. device: the fields of its Device. dynamic: the dynamic field's name, "" for none.
 
     model: the cost model's. nvrtc: what compiled the kernels that it was asked about.
@@ -117,7 +117,7 @@ def label(index: int) -> str:
 # ---- writing
 
 
-def dump(outlook: Outlook) -> str:
+def dump(outlook: PredictionFile) -> str:
     o = outlook
     lines = [
         f"{HEAD} {VERSION} {' '.join(map(word, (o.kernel, o.arch, o.board)))}",
@@ -146,7 +146,7 @@ def _cell_lines(cell: Cell, dynamic: str) -> Iterator[str]:
 # ---- reading
 
 
-def parse(text: str, where: str = "text") -> Outlook:
+def parse(text: str, where: str = "text") -> PredictionFile:
     """The outlook that `text` is. where: its name, for messages.
 
     Raises DatabaseError, naming the line, for whatever `dump` would not write just so.
@@ -194,14 +194,14 @@ class _Reading:
             self._within(line)
         line.end()
 
-    def outlook(self, where: str) -> Outlook:
+    def outlook(self, where: str) -> PredictionFile:
         if self.names is None or self.device is None or self.by is None:
             raise DatabaseError(f"{where} is no outlook: it does not say of which board, or by which model")
         families = tuple(
             Family(static, tuple(plans), tuple(Cell(runtime, tuple(points)) for runtime, points in cells))
             for static, plans, cells in self.families
         )
-        return Outlook(*self.names, self.device, *self.by, self.dynamic, families)
+        return PredictionFile(*self.names, self.device, *self.by, self.dynamic, families)
 
     def _within(self, line: Line) -> None:
         """A configuration, or points of a cell."""

@@ -80,7 +80,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StepTrial:
     """What a step took with a configuration, and without. step, base: indices of the sheet's. Times in microseconds."""
 
     step: int
@@ -112,7 +112,7 @@ class Trial:
     error_abs: float | None = None
     error_rel: float | None = None
     reason: str = ""
-    look: Look | None = None
+    look: StepTrial | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class ResultsFile:
     """One kernel on one board. device: the fields of its Device. dynamic: the dynamic field's name, "" for none.
 
     steps, bases: that looks refer to; a base is a digest of the configurations that a step otherwise had.
@@ -156,7 +156,7 @@ class Sheet:
 # ---- writing
 
 
-def dump(sheet: Sheet) -> str:
+def dump(sheet: ResultsFile) -> str:
     lines = [
         f"{_HEAD} {VERSION} {' '.join(map(word, (sheet.kernel, sheet.arch, sheet.board)))}",
         f"board {as_json(sheet.device)}",
@@ -180,7 +180,7 @@ def _step(s: Step) -> str:
     )
 
 
-def _point_lines(sheet: Sheet, point: Point) -> Iterator[str]:
+def _point_lines(sheet: ResultsFile, point: Point) -> Iterator[str]:
     here = "point" if point.dynamic is None else f"{sheet.dynamic}={point.dynamic}"
     yield f" {here}" + ("" if point.fields is None else f" as {as_json(point.fields)}")
     for trial in point.trials:
@@ -203,14 +203,14 @@ def _trial(t: Trial) -> str:
     return f"{mark} {number(t.p50_us)} {when} {figures}" + ("" if t.look is None else f" {_look(t.look)}")
 
 
-def _look(k: Look) -> str:
+def _look(k: StepTrial) -> str:
     return f"in s{k.step + 1} {number(k.step_us)}/{number(k.base_step_us)} b{k.base + 1}"
 
 
 # ---- reading
 
 
-def parse(text: str, where: str = "text") -> Sheet:
+def parse(text: str, where: str = "text") -> ResultsFile:
     """The sheet that `text` is. where: its name, for messages.
 
     Raises DatabaseError, naming the line, for whatever `dump` would not write just so.
@@ -262,12 +262,12 @@ class _Reading:
             self._new_point(line)
         line.end()
 
-    def sheet(self, where: str) -> Sheet:
+    def sheet(self, where: str) -> ResultsFile:
         if self.names is None or self.device is None:
             raise DatabaseError(f"{where} is no text of a tuning database: it has no board")
         cells = tuple(Cell(static, runtime, tuple(points)) for static, runtime, points in self.cells)
         steps, bases = tuple(self.steps), tuple(self.bases)
-        return Sheet(*self.names, self.device, self.dynamic, tuple(self.runs), cells, steps, bases)
+        return ResultsFile(*self.names, self.device, self.dynamic, tuple(self.runs), cells, steps, bases)
 
     def _head(self, line: Line) -> None:
         line.expect(f"{_HEAD} ")
@@ -411,7 +411,7 @@ class _Reading:
         if given["stage"] == "step":
             given["look"] = self._look(line)
 
-    def _look(self, line: Line) -> Look:
+    def _look(self, line: Line) -> StepTrial:
         line.expect(" in s")
         step = line.whole()
         line.expect(" ")
@@ -426,7 +426,7 @@ class _Reading:
         for name, index, named in (("s", step, self.steps), ("b", base, self.bases)):
             if not 1 <= index <= len(named):
                 raise ValueError(f"there is no {name}{index}: a look names the step and the base of the head")
-        return Look(step - 1, with_it, without, base - 1)
+        return StepTrial(step - 1, with_it, without, base - 1)
 
 
 def moment(run: Run, after: float) -> str:

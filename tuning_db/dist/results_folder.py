@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Device, Target, find_arch
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.compiler.compile import Cubin
 from kerngen.errors import DatabaseError, KerngenError
 from kerngen.system.files import read_regular
@@ -29,13 +29,13 @@ from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, t
 from kerngen.tuning_db.store.rows import version_of
 from kerngen.tuning_db.store.store import Store
 from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
-from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, filing_of, named_kernel
+from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, canonical_fields_of, named_kernel
 from kerngen.tuning_db.read.freshness import is_filed_by
 from kerngen.tuning_db.read.values import Build, Measurement, Observation, StepKey, Winner
 from kerngen.tuning_db.dist import prediction_file
 from kerngen.tuning_db.dist import results_file
 from kerngen.tuning_db.dist.export import Selection, trials_of
-from kerngen.tuning_db.dist.results_file import Cell, Look, Point, Run, Sheet, Step, Trial
+from kerngen.tuning_db.dist.results_file import Cell, StepTrial, Point, Run, ResultsFile, Step, Trial
 from kerngen.tuning_db.dist.fields_text import SOURCE_DIGITS, rounded, stated
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".txt"
 MAX_SHEET_BYTES = 64 * 1024 * 1024  # the largest that is shipped has less than 1 MB
-Told = Sheet | prediction_file.Outlook
+Told = ResultsFile | prediction_file.PredictionFile
 
 
 def dump(sources: Sequence[Store], selection: Selection) -> dict[str, str]:
@@ -71,8 +71,8 @@ def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
 
 
-def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -> Sheet:
-    dynamic = filing_of(kernel).dynamic if kernel in kernel_names() else "dynamic"
+def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -> ResultsFile:
+    dynamic = canonical_fields_of(kernel).dynamic if kernel in kernel_names() else "dynamic"
     rows: dict[str, tuple[Winner, list[Observation], dict[str, Build]]] = {}
     groups: dict[tuple[int, str], list[tuple[Store, Winner]]] = {}
     for source, w in found:
@@ -91,14 +91,14 @@ def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -
                 log.warning("%s: winner %s rests on a build that cannot be read; skipped", source.where, w.id)
     runs, looks = (
         _Runs(rows.values()),
-        _Looks(rows.values(), {id: s for source, _ in found for id, s in _steps(source)}),
+        _StepTrials(rows.values(), {id: s for source, _ in found for id, s in _steps(source)}),
     )
     cells: dict[str, tuple[ProblemKey, list[Point]]] = {}
     for w, observations, builds in rows.values():
         key = w.problem.filed()
         cells.setdefault(w.problem.cell, (key, []))[1].append(_point(w, observations, builds, runs, looks, dynamic))
     ordered = sorted(cells.values(), key=lambda c: (canonical(c[0].static), canonical(c[0].runtime)))
-    return Sheet(
+    return ResultsFile(
         filed_kernel(kernel), device.arch, device.name, filed_device(device),
         dynamic if _is_dynamic(ordered) else "", runs.sheets,
         tuple(Cell(key.static, key.runtime, tuple(sorted(points, key=lambda p: p.dynamic or 0)))
@@ -148,7 +148,7 @@ class _Runs:
         return index, round(after, 2)
 
 
-class _Looks:
+class _StepTrials:
     """The steps and bases that a sheet names: the steps in order of what they are, the bases of their first look."""
 
     def __init__(self, rows: Any, known: Mapping[str, StepKey]) -> None:
@@ -168,11 +168,11 @@ class _Looks:
         """False for what was tried in a step that the database does not know (any more): it decides nothing."""
         return m.stage != "step" or m.outcome != "ok" or m.step_id in self._step
 
-    def of(self, m: Measurement) -> Look | None:
+    def of(self, m: Measurement) -> StepTrial | None:
         if m.stage != "step" or m.step_us is None or m.base_step_us is None:
             return None
         step, base = self._step[m.step_id or ""], self._base[m.base_id or ""]
-        return Look(step, finely(m.step_us), finely(m.base_step_us), base)
+        return StepTrial(step, finely(m.step_us), finely(m.base_step_us), base)
 
 
 def _steps(source: Store) -> Iterable[tuple[str, StepKey]]:
@@ -193,7 +193,7 @@ def _point(
     observations: Sequence[Observation],
     builds: Mapping[str, Build],
     runs: _Runs,
-    looks: _Looks,
+    looks: _StepTrials,
     dynamic: str,
 ) -> Point:
     trials = []
@@ -204,7 +204,7 @@ def _point(
     trials.sort(key=_order)
     fields = stated(key.static, key.runtime, dynamic, key.dynamic)
     refused = {outcome: count for outcome, count in w.why.get("refused", {}).items() if outcome != "wrong_result"}
-    defaults = filing_of(w.kernel).fields
+    defaults = canonical_fields_of(w.kernel).fields
     is_said = filled(fields, defaults) == filled(key.fields, defaults)
     return Point(key.dynamic, tuple(trials), None if is_said else key.fields, refused)
 
@@ -214,9 +214,9 @@ def _order(t: Trial) -> tuple[Any, ...]:
     return (not t.won, t.p50_us is None, t.p50_us or 0.0, canonical(t.config), *look, t.run or 0, t.after)
 
 
-def _trial(w: Winner, o: Observation, build: Build, runs: _Runs, looks: _Looks, builds: Mapping[str, Build]) -> Trial:
+def _trial(w: Winner, o: Observation, build: Build, runs: _Runs, looks: _StepTrials, builds: Mapping[str, Build]) -> Trial:
     m = o.measurement
-    config = trimmed(build.config, filing_of(build.kernel).config)
+    config = trimmed(build.config, canonical_fields_of(build.kernel).config)
     known: dict[str, Any] = {"model": m.model}
     if m.provenance == "measured":
         run, after = runs.of(m, builds)
@@ -249,7 +249,7 @@ class Rebuilt:
 class _Case:
     """A trial of a sheet, as today's kernels understand it."""
 
-    sheet: Sheet
+    sheet: ResultsFile
     trial: Trial
     key: ProblemKey
     kernel: Kernel
@@ -299,9 +299,9 @@ def build(
     return done
 
 
-def as_sheet(told: Told) -> Sheet:
+def as_sheet(told: Told) -> ResultsFile:
     """An outlook as a sheet of predictions, each the only one of its point; a sheet as it is."""
-    if isinstance(told, Sheet):
+    if isinstance(told, ResultsFile):
         return told
     cells = []
     for family in told.families:
@@ -312,13 +312,13 @@ def as_sheet(told: Told) -> Sheet:
                 trial = Trial(True, p.us, plan.config, plan.source, model=told.model)
                 points.append(Point(p.dynamic, (trial,), p.fields))
             cells.append(Cell(family.static, cell.runtime, tuple(points)))
-    return Sheet(told.kernel, told.arch, told.board, told.device, told.dynamic, (), tuple(cells))
+    return ResultsFile(told.kernel, told.arch, told.board, told.device, told.dynamic, (), tuple(cells))
 
 
 def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Case]:
-    sheet, predicted_by = as_sheet(told), None if isinstance(told, Sheet) else told.nvrtc
+    sheet, predicted_by = as_sheet(told), None if isinstance(told, ResultsFile) else told.nvrtc
     kernel, arch, device = find_kernel(named_kernel(sheet.kernel)), find_arch(sheet.arch), _device(sheet)
-    of, found, closure = filing_of(sheet.kernel), [], closure_of(kernel)
+    of, found, closure = canonical_fields_of(sheet.kernel), [], source_digest_of(kernel)
     sources: dict[str, str | None] = {}
     for cell in sheet.cells:
         for point in cell.points:
@@ -353,7 +353,7 @@ def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Ca
     return found
 
 
-def _device(sheet: Sheet) -> Device:
+def _device(sheet: ResultsFile) -> Device:
     try:
         return device_from(sheet.device)
     except TypeError as e:

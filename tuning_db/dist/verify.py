@@ -18,11 +18,11 @@ from kerngen.tuning_db.store import engine as engines
 from kerngen.tuning_db.store import schema as t
 from kerngen.tuning_db.store.bundles import as_it_is, open_any
 from kerngen.tuning_db.store.fact_tables import damaged
-from kerngen.tuning_db.store.kernel_index import line_of
+from kerngen.tuning_db.store.kernel_index import index_of
 from kerngen.tuning_db.store.ranking import Rankings
 from kerngen.tuning_db.store.rows import is_sealed
 from kerngen.tuning_db.store.store import Store
-from kerngen.tuning_db.read.kernel_index import encode, line_id_of
+from kerngen.tuning_db.read.kernel_index import encode, index_id_of
 from kerngen.tuning_db.read.sealed import Sealed, is_sealed_file
 from kerngen.tuning_db.read.trust import trusted_keys
 from kerngen.tuning_db.read.values import Winner
@@ -154,13 +154,13 @@ def _lines_astray(store: Store) -> list[str]:
                  for id, row in sorted(rows.items()) if not _is_derived(connection, row, store.where)]  # fmt: skip
         w = t.winner.c
         for key, arch in sorted(set(map(tuple, connection.execute(select(w.static_key, w.arch))))):
-            if line_id_of(key, arch) not in rows:
+            if index_id_of(key, arch) not in rows:
                 found.append(f"the line of {key[:16]} on {arch} is missing")
     return found
 
 
 def _is_derived(connection: Connection, row: Row[Any], where: str) -> bool:
-    line = line_of(connection, row.static_key, row.arch, where)
+    line = index_of(connection, row.static_key, row.arch, where)
     return line is not None and is_sealed(t.line, row) and row.body == encode(line)
 
 

@@ -22,7 +22,7 @@ from kerngen.templates.kernel import Defaults, Kernel, defaults_of
 
 
 @dataclass(frozen=True, slots=True)
-class Filing:
+class CanonicalFields:
     """How one kernel is filed: a whole problem, its two parts as ProblemKey has them, and a config."""
 
     fields: Defaults
@@ -33,27 +33,29 @@ class Filing:
 
 
 _NOTHING = Defaults({})
-_AS_GIVEN = Filing(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
-_KNOWN: dict[tuple[type[Any], type[Any]], Filing] = {}
+_AS_GIVEN = CanonicalFields(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
+_KNOWN: dict[tuple[type[Any], type[Any]], CanonicalFields] = {}
 
 
-def filing_of(kernel: str) -> Filing:
+def canonical_fields_of(kernel: str) -> CanonicalFields:
     """The defaults by which `kernel` is filed. kernel: its name, or the one that it is filed under."""
     if (found := _find(kernel)) is None:
         return _AS_GIVEN
     classes = found.problem_type, found.config_type
     if classes not in _KNOWN:
-        _KNOWN[classes] = _filing(*classes, own_buckets=hasattr(found.spec, "bucket"))
+        _KNOWN[classes] = _canonical_fields(*classes, own_buckets=hasattr(found.spec, "bucket"))
     return _KNOWN[classes]
 
 
-def _filing(problem: type[Any], config: type[Any], own_buckets: bool) -> Filing:
+def _canonical_fields(problem: type[Any], config: type[Any], own_buckets: bool) -> CanonicalFields:
     fields = defaults_of(problem)
     # What a spec's own `bucket` returns need not be fields: it leaves out itself what a new field must not change.
     others = [n for n in problem.RUNTIME if n != problem.DYNAMIC]
     runtime = Defaults({n: MISSING if own_buckets else round_up(fields[n]) for n in others}, fields.names)
     static = fields.only(n for n in fields if n not in problem.RUNTIME)
-    return Filing(fields, static, runtime, defaults_of(config), fields.names.get(problem.DYNAMIC, problem.DYNAMIC))
+    return CanonicalFields(
+        fields, static, runtime, defaults_of(config), fields.names.get(problem.DYNAMIC, problem.DYNAMIC)
+    )
 
 
 def filed_kernel(name: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
-from kerngen.tuning_db.read.canonical_fields import filed_kernel, filing_of, named_kernel, round_up
+from kerngen.tuning_db.read.canonical_fields import canonical_fields_of, filed_kernel, named_kernel, round_up
 
 # Of the recipes, in every digest that names a row or seals one; another one needs a migration.
 ID_VERSION = 2
@@ -85,13 +85,13 @@ class ProblemKey:
 
     def filed(self) -> ProblemKey:
         """As a row of it states it: under the names that are filed, without the fields that have their default."""
-        of = filing_of(self.kernel)
+        of = canonical_fields_of(self.kernel)
         return ProblemKey(filed_kernel(self.kernel), trimmed(self.static, of.static), trimmed(self.runtime, of.runtime),
                           self.dynamic, trimmed(self.fields, of.fields))  # fmt: skip
 
     def filled(self) -> ProblemKey:
         """As it is known here: with them."""
-        of = filing_of(self.kernel)
+        of = canonical_fields_of(self.kernel)
         return ProblemKey(named_kernel(self.kernel), filled(self.static, of.static), filled(self.runtime, of.runtime),
                           self.dynamic, filled(self.fields, of.fields))  # fmt: skip
 
@@ -126,7 +126,7 @@ def ids_as_filed(key: ProblemKey) -> ProblemIds:
 
 def static_key(kernel: str, static: dict[str, Any]) -> str:
     """Identity of what is compiled in: sha256 over the kernel's name and the static fields of its problem."""
-    return _static_key(filed_kernel(kernel), trimmed(static, filing_of(kernel).static))
+    return _static_key(filed_kernel(kernel), trimmed(static, canonical_fields_of(kernel).static))
 
 
 def static_key_as_filed(kernel: str, static: dict[str, Any]) -> str:

@@ -17,7 +17,13 @@ from kerngen.arch import Device, find_arch
 from kerngen.compiler.compile import Resources
 from kerngen.errors import CorruptRecord
 from kerngen.templates.kernel import filled, trimmed
-from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, filing_of, named_kernel
+from kerngen.tuning_db.read.canonical_fields import (
+    canonical_fields_of,
+    device_from,
+    filed_device,
+    filed_kernel,
+    named_kernel,
+)
 from kerngen.tuning_db.read.ids import ID_VERSION, ProblemKey, digest, static_key_as_filed
 from kerngen.tuning_db.read.values import Build, Winner
 
@@ -39,7 +45,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class KernelIndex:
     """kernel, static (all fields), arch: whose. builds: by id; closures: of each, the kernel code that renders it.
 
     points: of one problem on one board the winner for the newest code first. spare: ids of builds.
@@ -54,14 +60,14 @@ class Line:
     spare: Sequence[str] = field(default=())
 
 
-def line_id_of(static_key: str, arch: str) -> str:
+def index_id_of(static_key: str, arch: str) -> str:
     """What a line is filed under. A static key is of one kernel."""
     return digest({"v": ID_VERSION, "line": static_key, "arch": arch})
 
 
-def encode(line: Line) -> str:
+def encode(line: KernelIndex) -> str:
     """The line's body: the same line gives the same text."""
-    of = filing_of(line.kernel)
+    of = canonical_fields_of(line.kernel)
     ids = sorted(line.builds)
     boards = sorted({p.winner.device for p in line.points}, key=lambda d: (d.name, d.num_sms, digest(filed_device(d))))
     at = {id: i for i, id in enumerate(ids)}
@@ -93,7 +99,7 @@ def _build_json(b: Build, closures: frozenset[str], defaults: Mapping[str, Any])
     }  # fmt: skip
 
 
-def decode(body: str, kernel: str, static_key: str, arch: str) -> Line:
+def decode(body: str, kernel: str, static_key: str, arch: str) -> KernelIndex:
     """What `encode` wrote. Raises CorruptRecord unless it is of this kernel, these compiled-in fields and this arch."""
     try:
         stated = json.loads(body)
@@ -108,8 +114,8 @@ def decode(body: str, kernel: str, static_key: str, arch: str) -> Line:
         raise CorruptRecord(f"the line of {kernel} on {arch} cannot be read ({type(e).__name__}: {e})") from e
 
 
-def _line(stated: dict[str, Any], kernel: str, static: dict[str, Any], arch: str) -> Line:
-    of, found = filing_of(kernel), find_arch(arch)
+def _line(stated: dict[str, Any], kernel: str, static: dict[str, Any], arch: str) -> KernelIndex:
+    of, found = canonical_fields_of(kernel), find_arch(arch)
     every = filled(static, of.static)
     builds = [
         Build(
@@ -132,7 +138,7 @@ def _line(stated: dict[str, Any], kernel: str, static: dict[str, Any], arch: str
         points.append(Point(winner, p["measurement"], switch))
     closures = {b["id"]: frozenset(b["closures"]) for b in stated["builds"]}
     spare = [builds[i].id for i in stated["spare"]]
-    return Line(kernel, every, arch, {b.id: b for b in builds}, closures, points, spare)
+    return KernelIndex(kernel, every, arch, {b.id: b for b in builds}, closures, points, spare)
 
 
 @lru_cache(maxsize=64)
@@ -140,6 +146,6 @@ def _device(stated: tuple[tuple[str, Any], ...]) -> Device:
     return device_from(dict(stated))
 
 
-def named(line: Line, where: str) -> Line:
+def named(line: KernelIndex, where: str) -> KernelIndex:
     """`line` with the name of the database that it was read from in each winner's source."""
     return replace(line, points=[replace(p, winner=replace(p.winner, source=where)) for p in line.points])

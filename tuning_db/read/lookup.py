@@ -12,7 +12,7 @@ from kerngen.tuning_db.read.boards import PerBoard, at_hand
 from kerngen.tuning_db.read.ids import ProblemKey, problem_key
 from kerngen.tuning_db.read.source import Source
 from kerngen.tuning_db.read.values import Winner
-from kerngen.tuning_db.read.winner_table import Bound
+from kerngen.tuning_db.read.winner_table import WinnerTable
 
 
 def lookup(
@@ -27,7 +27,7 @@ def lookup(
 
     None, or with `strict` TuningMiss with the nearest entries, where nothing serves it.
     """
-    bound = Bound(sources, kernel, problem, target)
+    bound = WinnerTable(sources, kernel, problem, target)
     if (answer := bound.answer(problem)) is not None:
         return answer
     if strict and (passed := bound.passed_over(problem)) is not None:

@@ -23,7 +23,7 @@ from kerngen.tuning_db.read.canonical_fields import filed_kernel
 from kerngen.tuning_db.read.files import BUSY_S, beside, decode_text, is_absent, require_whole, uri_of
 from kerngen.tuning_db.read.ids import seal_of
 from kerngen.tuning_db.read.images import image_of
-from kerngen.tuning_db.read.kernel_index import COLUMNS, Line, decode, line_id_of, named
+from kerngen.tuning_db.read.kernel_index import COLUMNS, KernelIndex, decode, index_id_of, named
 from kerngen.tuning_db.read.sealed import QUERY_ERRORS, Sealed, Value, is_sealed_file
 from kerngen.tuning_db.read.values import Build, Winner
 
@@ -103,8 +103,8 @@ class Reader:
 
     # ---- what a Source does
 
-    def line(self, kernel: str, static_key: str, arch: str) -> Line | None:
-        id, filed = line_id_of(static_key, arch), filed_kernel(kernel)
+    def line(self, kernel: str, static_key: str, arch: str) -> KernelIndex | None:
+        id, filed = index_id_of(static_key, arch), filed_kernel(kernel)
         if not (rows := self._rows("line", COLUMNS, "id = ?", (id,)) or self._unindexed("line", COLUMNS, "id", id)):
             rows = self._rows("line", COLUMNS, "kernel = ? AND static_key = ? AND arch = ?", (filed, static_key, arch))
         if not rows:
@@ -184,7 +184,7 @@ class Reader:
             self._warn(f"{self.where}: {count} of {self.sealed.rows(table)} rows of {table} are there")
         return rows
 
-    def _line(self, row: tuple[Any, ...]) -> Line:
+    def _line(self, row: tuple[Any, ...]) -> KernelIndex:
         """Raises CorruptRecord unless it is as it was written."""
         _, kernel, static_key, arch, body, _ = row
         if not self._is_whole("line", COLUMNS, row):

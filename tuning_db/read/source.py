@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from kerngen.compiler.compile import Cubin, Ptx
-from kerngen.tuning_db.read.kernel_index import Line
+from kerngen.tuning_db.read.kernel_index import KernelIndex
 from kerngen.tuning_db.read.values import Build, Winner
 
 
@@ -26,7 +26,7 @@ class Source(Protocol):
     @property
     def override(self) -> bool: ...
 
-    def line(self, kernel: str, static_key: str, arch: str) -> Line | None:
+    def line(self, kernel: str, static_key: str, arch: str) -> KernelIndex | None:
         """What it has for these compiled-in fields, None if nothing. Raises CorruptRecord where that was altered."""
 
     def image(self, build: Build) -> Cubin | Ptx | None:

@@ -33,7 +33,7 @@ from kerngen.templates.kernel import Kernel, describe, fields_of
 from kerngen.tuning_db.read.boards import PerBoard, at_hand
 from kerngen.tuning_db.read.freshness import Freshness
 from kerngen.tuning_db.read.ids import bucketed, coordinates, problem_key
-from kerngen.tuning_db.read.kernel_index import Line, Point
+from kerngen.tuning_db.read.kernel_index import KernelIndex, Point
 from kerngen.tuning_db.read.ranks import BEYOND, how, rank_of
 from kerngen.tuning_db.read.source import Source
 from kerngen.tuning_db.read.values import Build, Winner
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class _Read:
     """The line of one source, and which of its builds are current."""
 
-    def __init__(self, source: Source, line: Line, kernel: Kernel, here: str) -> None:
+    def __init__(self, source: Source, line: KernelIndex, kernel: Kernel, here: str) -> None:
         self.source, self.line, self.kernel = source, line, kernel
         self._fresh = Freshness(kernel, here, line.closures, line.builds.values())
         self._images: dict[str, Cubin | None] = {}  # by build: several points have one
@@ -102,7 +102,7 @@ class _Row:
         return self.choices[index] if self.at and index < len(self.at) and self.at[index] == dynamic else []
 
 
-class Bound:
+class WinnerTable:
     """The winners of `kernel` for the compiled-in fields of `problem` on `target`, from `sources` in their order.
 
     Reads each source once, here, and each winner's image when it is first served: nothing after that touches a
@@ -115,11 +115,11 @@ class Bound:
         kernel: Kernel,
         problem: Any,
         target: Target,
-        closure_of: Callable[[Kernel], str] | None = None,
+        source_digest_of: Callable[[Kernel], str] | None = None,
     ) -> None:
         """closure_of: source_digest.py's, which looks at every file of a kernel, or what remembers its answers."""
         self.kernel, self.target = kernel, target
-        self._closure_of = closure_of or source_digest.closure_of
+        self._digest_of = source_digest_of or source_digest.source_digest_of
         self._static_key = problem_key(kernel, problem).static_key
         self._closure = ""
         here = at_hand(sources, target)
@@ -178,7 +178,7 @@ class Bound:
                 log.warning("%s; looking on without it", e)
                 continue
             if line is not None:
-                self._closure = self._closure or self._closure_of(self.kernel)
+                self._closure = self._closure or self._digest_of(self.kernel)
                 yield _Read(source, line, self.kernel, self._closure)
 
     def _ordered(self) -> Iterator[tuple[tuple[Any, ...], _Row]]:

@@ -75,7 +75,7 @@ class _Derivation:
     ) -> None:
         self.store, self.static_key, self.target, self.judge = store, static_key, target, judge
         self.kernel, self.name = _load(kernel), kernel if isinstance(kernel, str) else kernel.name
-        self.closure = "" if self.kernel is None else source_digest.closure_of(self.kernel)
+        self.closure = "" if self.kernel is None else source_digest.source_digest_of(self.kernel)
         self.freshness: Freshness | None = None
         self.chosen: list[dict[str, Any]] = []
         self.may_win: dict[str, set[str]] = {}  # problem id -> builds: what winners for other kernel code may rest on
@@ -156,7 +156,7 @@ class _Derivation:
 
     def write(self, connection: Connection) -> list[Winner]:
         known = (
-            self.kernel is not None and source_digest.closure_of(self.kernel) == self.closure
+            self.kernel is not None and source_digest.source_digest_of(self.kernel) == self.closure
         )  # no file changed meanwhile
         if known and self.freshness is not None and self.freshness.found:
             for build_id, digest in self.freshness.found:

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, delete, select
 from kerngen.compiler.compile import DEFAULT_OPTIONS
 from kerngen.errors import CorruptRecord
 from kerngen.tuning_db.read.canonical_fields import filed_kernel
-from kerngen.tuning_db.read.kernel_index import Line, Point, encode, line_id_of
+from kerngen.tuning_db.read.kernel_index import KernelIndex, Point, encode, index_id_of
 from kerngen.tuning_db.read.values import Build, Winner
 from kerngen.tuning_db.store import schema as t
 from kerngen.tuning_db.store.rows import WINNERS, is_sealed, read_build, read_winner, sealed
@@ -18,7 +18,7 @@ from kerngen.tuning_db.store.rows import WINNERS, is_sealed, read_build, read_wi
 log = logging.getLogger(__name__)
 
 
-def line_of(connection: Connection, static_key: str, arch: str, where: str) -> Line | None:
+def index_of(connection: Connection, static_key: str, arch: str, where: str) -> KernelIndex | None:
     """What the rows of these compiled-in fields say now; None where nothing is served. Damaged rows are left out."""
     if not (static_key + arch).isascii():  # a damaged key, which no row can be asked for by
         log.warning("%s: %r is no name of a line; skipped", where, static_key[:16])
@@ -42,7 +42,7 @@ def line_of(connection: Connection, static_key: str, arch: str, where: str) -> L
     points.sort(key=_place)
     kept = {id: builds[id] for id in sorted(served | set(spare))}
     any_build = next(iter(kept.values()))
-    return Line(any_build.kernel, any_build.static, arch, kept,
+    return KernelIndex(any_build.kernel, any_build.static, arch, kept,
                 {id: frozenset(closures.get(id, ())) for id in kept}, points, spare)  # fmt: skip
 
 
@@ -96,9 +96,9 @@ def _with_code(connection: Connection, builds: dict[str, Build]) -> list[str]:
 
 def write(connection: Connection, static_key: str, arch: str, where: str) -> None:
     """Put the line of these compiled-in fields right, within the caller's transaction."""
-    id = line_id_of(static_key, arch)
+    id = index_id_of(static_key, arch)
     connection.execute(delete(t.line).where(t.line.c.id == id))
-    if (line := line_of(connection, static_key, arch, where)) is not None:
+    if (line := index_of(connection, static_key, arch, where)) is not None:
         row = {"id": id, "kernel": filed_kernel(line.kernel), "static_key": static_key, "arch": arch,
                "body": encode(line)}  # fmt: skip
         connection.execute(t.line.insert(), [sealed(t.line, row)])

@@ -21,7 +21,13 @@ from kerngen.arch import Arch, Device, find_arch
 from kerngen.compiler.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, UsageError
 from kerngen.templates.kernel import filled, trimmed
-from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, filing_of, named_kernel
+from kerngen.tuning_db.read.canonical_fields import (
+    canonical_fields_of,
+    device_from,
+    filed_device,
+    filed_kernel,
+    named_kernel,
+)
 from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.ids import (
     ID_VERSION,
@@ -90,7 +96,7 @@ def build_id_of(
     static: dict[str, Any],
     sha: str,
 ) -> str:
-    of = filing_of(kernel)
+    of = canonical_fields_of(kernel)
     return _build_id(filed_kernel(kernel), target, nvrtc, options, trimmed(config, of.config),
                      trimmed(static, of.static), sha)  # fmt: skip
 
@@ -117,7 +123,7 @@ def _seal(b: Build, entries: dict[str, Any]) -> str:
 
 
 def build_row(b: Build) -> dict[str, Any]:
-    of = filing_of(b.kernel)
+    of = canonical_fields_of(b.kernel)
     entries = {name: asdict(r) for name, r in sorted(b.entries.items())}
     return {
         "id": b.id, "kernel": filed_kernel(b.kernel), "arch": b.arch, "target": b.target,
@@ -145,7 +151,7 @@ def settled(m: Measurement) -> Measurement:
 
 def as_filed(m: Measurement) -> Measurement:
     """`m` without the fields that have their default: what its row states."""
-    return replace(m, problem=m.problem.filed(), config=trimmed(m.config, filing_of(m.problem.kernel).config))
+    return replace(m, problem=m.problem.filed(), config=trimmed(m.config, canonical_fields_of(m.problem.kernel).config))
 
 
 def measurement_id_of(m: Measurement, problem_id: str, device: dict[str, Any]) -> str:
@@ -280,7 +286,7 @@ def read_build(row: Row[Any], where: str) -> Build:
             build.source_sha,
         )  # fmt: skip
         if sound:
-            of = filing_of(build.kernel)
+            of = canonical_fields_of(build.kernel)
             return replace(build, kernel=named_kernel(build.kernel), config=filled(build.config, of.config),
                            static=filled(build.static, of.static))  # fmt: skip
     except Exception as e:
@@ -301,7 +307,7 @@ def read_measurement(row: Row[Any], where: str) -> Observation | None:
         problem_id = ids_as_filed(m.problem).problem
         named = measurement_id_of(m, problem_id, json.loads(row.device_props)) == row.id
         if named and is_sealed(t.measurement, row):
-            config = filled(m.config, filing_of(row.kernel).config)
+            config = filled(m.config, canonical_fields_of(row.kernel).config)
             return Observation(row.id, replace(m, problem=m.problem.filled(), config=config))
     except Exception as e:
         log.warning("%s: measurement %s cannot be read (%s); skipped", where, row.id, e)
@@ -331,7 +337,7 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
             raise ValueError("its device does not match its digest")
         if not 0 < row.latency_us < math.inf or not (row.margin is None or math.isfinite(row.margin)):
             raise ValueError(f"latency_us={row.latency_us!r}, margin={row.margin!r}")
-        why, config = json.loads(row.why), filled(json.loads(row.config), filing_of(row.kernel).config)
+        why, config = json.loads(row.why), filled(json.loads(row.config), canonical_fields_of(row.kernel).config)
         return Winner(
             row.id, named_kernel(row.kernel), key.filled(), config, find_arch(row.arch), device,
             row.provenance, row.latency_us, row.build_id, None, row.reason, where, row.margin,

@@ -25,7 +25,7 @@ from kerngen.tuning_db.read.canonical_fields import filed_device, filed_kernel, 
 from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.ids import ProblemKey, digest, ids_as_filed
 from kerngen.tuning_db.read.images import image_of
-from kerngen.tuning_db.read.kernel_index import Line, named
+from kerngen.tuning_db.read.kernel_index import KernelIndex, named
 from kerngen.tuning_db.read.places import default_path
 from kerngen.tuning_db.read.values import BUILD_STATUSES, Build, Measurement, Observation, StepKey, Winner
 from kerngen.tuning_db.store import engine as engines
@@ -231,7 +231,7 @@ class Store:
         A failed one has no `image`, names its `arch`, and gives status "compile_failed" with NVRTC's `log`. It is
         replaced if the same build succeeds later. So is one that is "uncompiled", by whatever comes of it.
         keep_image: store the machine code too, and not its digest alone.
-        closure: of the kernel that `source` was rendered from (`closure_of`), where it was.
+        closure: of the kernel that `source` was rendered from (`source_digest_of`), where it was.
         Raises CorruptRecord if the same build is there with another result, DatabaseError if `image` was made from
         another source.
         """
@@ -570,13 +570,13 @@ class Store:
         found = [w for w in (read_winner(row, self.where) for row in rows) if w is not None]
         return sorted(found if every else _one_each(found), key=_by_problem)
 
-    def line(self, kernel: str, static_key: str, arch: str) -> Line | None:
+    def line(self, kernel: str, static_key: str, arch: str) -> KernelIndex | None:
         """What a run reads of these compiled-in fields, made of the rows as they are; see read/kernel_index.py.
 
         Of a file, read/reader.py reads the same from one row.
         """
         with self.reading() as connection:
-            found = kernel_index.line_of(connection, static_key, arch, self.where)
+            found = kernel_index.index_of(connection, static_key, arch, self.where)
         return None if found is None or found.kernel != named_kernel(kernel) else named(found, self.where)
 
     def rewrite_lines(self) -> None:
@@ -615,7 +615,7 @@ def _one_each(winners: Iterable[Winner]) -> Iterable[Winner]:
 
 def _closure_here(kernel: str) -> str | None:
     try:
-        return closures.closure_of(find_kernel(kernel))
+        return closures.source_digest_of(find_kernel(kernel))
     except UnknownName:
         return None
 

@@ -5,12 +5,12 @@
 #include "common/rows/rope.cuh"
 
 // Cosine and sine of a lane's eight pairs, in the activations' dtype: the model casts them before it multiplies.
-struct Turn {
+struct RopeTerms {
     uint4 cos, sin;
 };
 
 // freqs: the lane's eight of inv_freq. Pairs from NUM_ROTATED on do not turn.
-template <bool BF16, int NUM_ROTATED> DEVICE Turn turn_at(float position, const Vec8<Dtype::fp32>& freqs, int lane) {
+template <bool BF16, int NUM_ROTATED> DEVICE RopeTerms rope_terms_at(float position, const Vec8<Dtype::fp32>& freqs, int lane) {
     float freq[8];
     freqs.unpack(freq);
     uint32_t cos2[4], sin2[4];
@@ -62,7 +62,7 @@ template <Dtype D, int HEAD_DIM> struct HeadSlice {
         high.pack(b);
     }
     // a and b, as norm gave them, times the weight, rounded, and turned.
-    DEVICE void pack_turned(float (&a)[8], float (&b)[8], const HeadSlice& weight, const Turn& turn) {
+    DEVICE void pack_rotated(float (&a)[8], float (&b)[8], const HeadSlice& weight, const RopeTerms& turn) {
         float w_low[8], w_high[8];
         weight.low.unpack(w_low);
         weight.high.unpack(w_high);

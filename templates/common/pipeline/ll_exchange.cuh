@@ -7,31 +7,31 @@
 #include "common/ptx/types.cuh"
 
 // What stands for a zero among posted words: -0, of a float or of two 16-bit ones.
-DEVICE uint32_t posted_float(float v) {
+DEVICE uint32_t ll_encode_float(float v) {
     const uint32_t bits = __float_as_uint(v);
     return bits == 0 ? 0x80000000u : bits;
 }
-DEVICE uint32_t posted_pair(uint32_t pair) { return pair == 0 ? 0x80008000u : pair; }
+DEVICE uint32_t ll_encode_pair(uint32_t pair) { return pair == 0 ? 0x80008000u : pair; }
 
-DEVICE void post(uint32_t* p, uint32_t word) {
+DEVICE void ll_store(uint32_t* p, uint32_t word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(word) : "memory");
 }
-DEVICE void post2(uint2* p, uint2 words) {
+DEVICE void ll_store2(uint2* p, uint2 words) {
     asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(words.x), "r"(words.y) : "memory");
 }
-DEVICE void post4(uint4* p, uint4 words) {
+DEVICE void ll_store4(uint4* p, uint4 words) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.x), "r"(words.y),
                  "r"(words.z), "r"(words.w)
                  : "memory");
 }
 
-DEVICE uint32_t posted(const uint32_t* p) {
+DEVICE uint32_t ll_load(const uint32_t* p) {
     uint32_t v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
 // As they are where `wanted`, else unchanged. No branch: many of these are on their way together.
-DEVICE void posted4_if(bool wanted, uint4& v, const uint4* p) {
+DEVICE void ll_load4_if(bool wanted, uint4& v, const uint4* p) {
     asm volatile(
         "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; "
         "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
@@ -39,29 +39,29 @@ DEVICE void posted4_if(bool wanted, uint4& v, const uint4* p) {
         : "l"(p), "r"(int(wanted))
         : "memory");
 }
-DEVICE void posted2_if(bool wanted, uint2& v, const uint2* p) {
+DEVICE void ll_load2_if(bool wanted, uint2& v, const uint2* p) {
     asm volatile(
         "{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0; @wanted ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2]; }"
         : "+r"(v.x), "+r"(v.y)
         : "l"(p), "r"(int(wanted))
         : "memory");
 }
-DEVICE bool all_posted(const uint4& v) { return v.x != 0 && v.y != 0 && v.z != 0 && v.w != 0; }
+DEVICE bool ll_all_valid(const uint4& v) { return v.x != 0 && v.y != 0 && v.z != 0 && v.w != 0; }
 
 // Four words from each address, once all of them are there; zeros where the address is null. By all lanes of a warp, which
 // leave together: lanes that go on alone make every shuffle behind slow. What has come is not asked for again: many blocks
 // wait for the same few lines.
-template <int COUNT> DEVICE void receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT]) {
+template <int COUNT> DEVICE void ll_receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT]) {
     bool missing[COUNT], any;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) words[i] = make_uint4(0, 0, 0, 0), missing[i] = from[i] != nullptr;
     do {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) posted4_if(missing[i], words[i], from[i]);
+        for (int i = 0; i < COUNT; i++) ll_load4_if(missing[i], words[i], from[i]);
         any = false;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            missing[i] = missing[i] && !all_posted(words[i]);
+            missing[i] = missing[i] && !ll_all_valid(words[i]);
             any |= missing[i];
         }
     } while (__any_sync(0xffffffffu, any));

@@ -29,7 +29,7 @@ DEVICE void barrier_arrive_in(uint32_t rank, uint64_t* barrier) {
         : "memory");
 }
 // All threads of a cluster meet.
-DEVICE void cluster_meets() {
+DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 // This thread arrives when all its cp.async so far are complete.
@@ -38,7 +38,7 @@ DEVICE void barrier_arrive_after_copies(uint64_t* barrier) {
 }
 
 // Which of a ring's `STAGES` places is next, and the parity of its phase.
-template <int STAGES> struct RingPlace {
+template <int STAGES> struct PipelineState {
     int stage = 0;
     uint32_t parity = 0;
 
@@ -50,16 +50,16 @@ template <int STAGES> struct RingPlace {
     }
 };
 
-template <int REGISTERS> DEVICE void give_registers() {
+template <int REGISTERS> DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
-template <int REGISTERS> DEVICE void take_registers() {
+template <int REGISTERS> DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 // Warps of a block that meet, `threads` threads in all: ids 1 to 15. One that only announces itself does not wait.
-DEVICE void warps_meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void warps_announce(int id, int threads) {
+DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

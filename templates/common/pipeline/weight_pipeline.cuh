@@ -26,7 +26,7 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
     };
 
     // Where a side is: the next slot, and the parity of the phase in which its barrier completes next.
-    struct Place {
+    struct BlockCoord {
         int slot = 0;
         uint32_t parity = 0;
         DEVICE void next() {
@@ -39,7 +39,7 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
         Shared& ring;
         const bool leads = threadIdx.x % 32 == 0;
         const uint64_t policy = evict_first();
-        Place at, arrived;  // arrived: IN_FLIGHT slots behind `at`
+        BlockCoord at, arrived;  // arrived: IN_FLIGHT slots behind `at`
         int num_claimed = 0;
 
         // Waits for a slot, and announces the bytes that `copy` will bring into it.
@@ -64,7 +64,7 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
 
     struct Consumer {
         Shared& ring;
-        Place at;
+        BlockCoord at;
 
         DEVICE const uint8_t* wait() {
             barrier_wait(&ring.full[at.slot], at.parity);

@@ -5,11 +5,11 @@
 
 // By an mbarrier in shared memory, 16 bytes at `at`; without BY_MEMORY by the block's own barrier, which takes none. Made by
 // all threads, ahead of a __syncthreads.
-template <bool BY_MEMORY, int THREADS> struct BlockMeeting {
+template <bool BY_MEMORY, int THREADS> struct BlockBarrier {
     unsigned char* const at;
     uint32_t parity = 0;  // of the phase to wait for
 
-    DEVICE BlockMeeting(void* at) : at(static_cast<unsigned char*>(at)) {
+    DEVICE BlockBarrier(void* at) : at(static_cast<unsigned char*>(at)) {
         if constexpr (BY_MEMORY)
             if (threadIdx.x == 0)
                 asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_addr(at)), "n"(THREADS) : "memory");

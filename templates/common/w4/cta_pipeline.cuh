@@ -23,7 +23,7 @@
 template <class S, bool POSTS_OUT = false> struct W4BlockStream {
     static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
     static constexpr int IN_FLIGHT = S::IN_FLIGHT;
-    static constexpr bool THROUGHOUT = S::THROUGHOUT, BF16 = S::BF16;
+    static constexpr bool MAX_INFLIGHT_STAGES = S::MAX_INFLIGHT_STAGES, BF16 = S::BF16;
     static constexpr int FETCHES = WARPS, ADDS = WARPS + 1;  // warps, behind those that multiply
     static constexpr int THREADS = 32 * (WARPS + 2), STRIP = 32, TOKENS = S::BLOCK_M;
     typedef W4Units<S, POSTS_OUT> Units;
@@ -62,12 +62,12 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         const uint4* w;
         const uint2* scales;
         const uint64_t policy = evict_first();
-        RingPlace<STAGES> at, arrived;  // arrived: IN_FLIGHT slots behind `at`
+        PipelineState<STAGES> at, arrived;  // arrived: IN_FLIGHT slots behind `at`
         int number = 0;
 
         DEVICE void wait_for_room() {
             if (number >= STAGES) barrier_wait(&s.empty[at.stage], at.parity ^ 1);
-            if (number >= IN_FLIGHT && (THROUGHOUT || number < STAGES)) {
+            if (number >= IN_FLIGHT && (MAX_INFLIGHT_STAGES || number < STAGES)) {
                 barrier_wait(&s.full[arrived.stage], arrived.parity);
                 arrived.advance();
             }
@@ -104,14 +104,14 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
                 fetch(own * grid + claimed);
                 claimed = upcoming;
             }
-            if (claimed == left + grid - 1) post(next, 0);
+            if (claimed == left + grid - 1) ll_store(next, 0);
             end();
         }
     };
 
     // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
     // so, [strip][SPLIT_K][QUADS]; where SPLIT_K is 1, how many units are claimed.
-    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* posts,
+    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* mailbox,
                            int num_tokens) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
@@ -131,7 +131,7 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         if (warp == FETCHES) {
             if (lane == 0) {
                 Fetcher fetcher{s, w, scales};
-                if constexpr (CLAIMS) fetcher.fetch_claimed(reinterpret_cast<uint32_t*>(posts));
+                if constexpr (CLAIMS) fetcher.fetch_claimed(reinterpret_cast<uint32_t*>(mailbox));
                 else for (int unit = first_unit; unit < end; unit++) fetcher.fetch(unit);
             }
         } else {
@@ -139,7 +139,7 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
             if constexpr (POSTS_OUT) pdl_launch_dependents();
             if (warp == ADDS) {
                 const int quad = min(lane, quads - 1);
-                RingPlace<DEPTH> at;
+                PipelineState<DEPTH> at;
                 for (int unit = first_unit; CLAIMS || unit < end; unit++, at.advance()) {
                     barrier_wait(&s.sums_full[at.stage], at.parity);
                     if (CLAIMS && (unit = s.sums_units[at.stage]) == NONE) break;
@@ -150,7 +150,7 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
                     const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
                     if (lane >= quads) continue;
                     if constexpr (SPLIT_K == 1) Units::store(out, strip, lane, sum);
-                    else if (k != strip % SPLIT_K) post4(Units::post_of(posts, strip, k, lane), posted_sums(sum));
+                    else if (k != strip % SPLIT_K) ll_store4(Units::post_of(mailbox, strip, k, lane), ll_encode_sums(sum));
                     else kept[(unit - first_unit) * QUADS + lane] = sum;
                 }
             } else {
@@ -160,7 +160,7 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
 
         if constexpr (SPLIT_K > 1) {
             __syncthreads();
-            Units::template collect<THREADS>(out, posts, first_unit, end, quads,
+            Units::template collect<THREADS>(out, mailbox, first_unit, end, quads,
                                              [&](int index, int q) { return kept[index * QUADS + q]; });
         }
     }
@@ -170,8 +170,8 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         const int warp = threadIdx.x / 32;
         X tokens;
         int part = -1, last_first = 0;  // of K, whose columns `tokens` holds; the warp's first tile in the last round
-        RingPlace<STAGES> at;
-        RingPlace<DEPTH> to;
+        PipelineState<STAGES> at;
+        PipelineState<DEPTH> to;
         for (int unit = first_unit, number = 0; CLAIMS || unit < end; unit++, number++, to.advance()) {
             if (CLAIMS) {
                 barrier_wait(&s.full[at.stage], at.parity);

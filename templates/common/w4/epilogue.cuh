@@ -22,6 +22,6 @@ DEVICE void store4(uint16_t* out, int64_t row, int width, int n_strip, int g, fl
 template <bool BF16>
 DEVICE void post_outputs4(uint16_t* out, int64_t row, int width, int n_strip, int g, float a, float b, float c, float d) {
     typedef Half<BF16> H;
-    post2(reinterpret_cast<uint2*>(out + row * width + n_strip * 32 + g * 4),
-          make_uint2(posted_pair(H::pack(a, b)), posted_pair(H::pack(c, d))));
+    ll_store2(reinterpret_cast<uint2*>(out + row * width + n_strip * 32 + g * 4),
+          make_uint2(ll_encode_pair(H::pack(a, b)), ll_encode_pair(H::pack(c, d))));
 }

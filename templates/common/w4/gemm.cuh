@@ -398,7 +398,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     }
 
     // acc += what the blocks `begin` to `last` post of the tile `at`, in their order; zeros are left in its place.
-    static DEVICE void receive(Fragment (&acc)[STRIPS][TOKEN_TILES], uint4* posts, int begin, int last, const W4Tile& at, int warp_m) {
+    static DEVICE void ll_receive(Fragment (&acc)[STRIPS][TOKEN_TILES], uint4* mailbox, int begin, int last, const W4Tile& at, int warp_m) {
         constexpr int QUADS = STRIPS * TOKEN_TILES * 2;
         constexpr int FLIGHT = QUADS < 32 ? 8 : 4;  // 16-byte loads under way a thread, as registers allow
         constexpr int Q = min_of(QUADS, FLIGHT), B = FLIGHT / Q;
@@ -408,22 +408,22 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             for (int q = 0; q < QUADS; q += Q) {
                 uint4 part[FLIGHT];
                 auto wanted = [&](int i) { return b + i / Q <= last && at.m0 + quad_token(q + i % Q, warp_m) < at.end; };
-                auto from = [&](int i) { return posts + (b + i / Q) * int64_t(TILE_QUADS) + quad_place() + (q + i % Q) * 32; };
+                auto from = [&](int i) { return mailbox + (b + i / Q) * int64_t(TILE_QUADS) + quad_place() + (q + i % Q) * 32; };
                 bool all;
                 do {
                     all = true;
 #pragma unroll
                     for (int i = 0; i < FLIGHT; i++) {
                         part[i] = make_uint4(1, 1, 1, 1);
-                        posted4_if(wanted(i), part[i], from(i));
+                        ll_load4_if(wanted(i), part[i], from(i));
                     }
 #pragma unroll
-                    for (int i = 0; i < FLIGHT; i++) all &= all_posted(part[i]);
+                    for (int i = 0; i < FLIGHT; i++) all &= ll_all_valid(part[i]);
                 } while (!__all_sync(0xffffffffu, all));
 #pragma unroll
                 for (int i = 0; i < FLIGHT; i++) {
                     if (!wanted(i)) continue;
-                    post4(from(i), make_uint4(0, 0, 0, 0));  // for the next launch
+                    ll_store4(from(i), make_uint4(0, 0, 0, 0));  // for the next launch
                     for_quad(acc, q + i % Q, [&](float4& v) { add(v, as_sums(part[i])); });
                 }
             }
@@ -435,7 +435,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     // BLOCKS_PER_SM all are resident.
     template <class Rows>
     static DEVICE void run(const Rows& rows, uint16_t* out, const uint4* x, const uint4* w, const uint4* scales, uint4* smem,
-                           uint4* posts) {
+                           uint4* mailbox) {
         float4* const exchange = reinterpret_cast<float4*>(smem + NUM_STAGES * STAGE_CHUNKS);
         const int warp = threadIdx.x / 32;
         const int warp_n = warp % WARPS_N, warp_m = warp / WARPS_N % WARPS_M, warp_k = warp / (WARPS_N * WARPS_M);
@@ -560,11 +560,11 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
                 const int first = first_block(tile);
                 whole = int(blockIdx.x) == first;
                 if (warp_k == 0 && whole) {
-                    receive(acc, posts, first + 1, last_block(tile), at, warp_m);
+                    ll_receive(acc, mailbox, first + 1, last_block(tile), at, warp_m);
                 } else if (warp_k == 0) {
-                    uint4* const mine = posts + blockIdx.x * int64_t(TILE_QUADS) + quad_place();
+                    uint4* const mine = mailbox + blockIdx.x * int64_t(TILE_QUADS) + quad_place();
                     for_each_quad(acc, [&](float4& q, int j) {
-                        if (quad_token(j, warp_m) + at.m0 < at.end) post4(mine + j * 32, posted_sums(q));
+                        if (quad_token(j, warp_m) + at.m0 < at.end) ll_store4(mine + j * 32, ll_encode_sums(q));
                     });
                 }
             }

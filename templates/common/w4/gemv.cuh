@@ -110,7 +110,7 @@ template <class S> struct W4Gemv {
     // zero and left so.
     template <class Rows>
     static DEVICE void run(const Rows& rows, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales,
-                           float4* exchange, uint32_t* counters = nullptr, uint4* posts = nullptr) {
+                           float4* exchange, uint32_t* counters = nullptr, uint4* mailbox = nullptr) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_k = warp % WARPS_K, warp_n = warp / WARPS_K;
         const int tiles = rows.template tiles<S>() * TILES_N, split = blockIdx.x % SPLIT_K;
         int tile = blockIdx.x / SPLIT_K, buffer = 0;
@@ -192,10 +192,10 @@ template <class S> struct W4Gemv {
                     for (int q = threadIdx.x; q < quads; q += THREADS) store_quad(q, sum_of(q));
                 } else {
                     auto post_of = [&](int k, int q) {
-                        return posts + (int64_t(tile) * SPLIT_K + k) * (BLOCK_STRIPS * TILE_TOKENS * 8) + q;
+                        return mailbox + (int64_t(tile) * SPLIT_K + k) * (BLOCK_STRIPS * TILE_TOKENS * 8) + q;
                     };
                     if (*reinterpret_cast<const uint32_t*>(exchange + EXCHANGE_CHUNKS) != SPLIT_K - 1) {
-                        for (int q = threadIdx.x; q < quads; q += THREADS) post4(post_of(split, q), posted_sums(sum_of(q)));
+                        for (int q = threadIdx.x; q < quads; q += THREADS) ll_store4(post_of(split, q), ll_encode_sums(sum_of(q)));
                         return;
                     }
                     if (threadIdx.x == 0) counters[tile] = 0;
@@ -204,14 +204,14 @@ template <class S> struct W4Gemv {
                         uint4 parts[SPLIT_K];
 #pragma unroll
                         for (int k = 0; k < SPLIT_K; k++) from[k] = q < quads && k != split ? post_of(k, q) : nullptr;
-                        receive(parts, from);
+                        ll_receive(parts, from);
                         if (q >= quads) continue;
                         const float4 own = sum_of(q);
                         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
                         for (int k = 0; k < SPLIT_K; k++) {
                             add(sum, k == split ? own : as_sums(parts[k]));
-                            if (k != split) post4(post_of(k, q), make_uint4(0, 0, 0, 0));  // for the next launch
+                            if (k != split) ll_store4(post_of(k, q), make_uint4(0, 0, 0, 0));  // for the next launch
                         }
                         store_quad(q, sum);
                     }

@@ -2,8 +2,8 @@
 #pragma once
 #include "common/pipeline/ll_exchange.cuh"
 
-DEVICE uint4 posted_sums(float4 v) {
-    return make_uint4(posted_float(v.x), posted_float(v.y), posted_float(v.z), posted_float(v.w));
+DEVICE uint4 ll_encode_sums(float4 v) {
+    return make_uint4(ll_encode_float(v.x), ll_encode_float(v.y), ll_encode_float(v.z), ll_encode_float(v.w));
 }
 DEVICE float4 as_sums(uint4 v) {
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));

@@ -22,13 +22,13 @@ template <class S, bool POSTS_OUT> struct W4Units {
         else store4<S::BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
     }
     // posts: [strip][SPLIT_K][QUADS].
-    static DEVICE uint4* post_of(uint4* posts, int strip, int part, int q) {
-        return posts + (int64_t(strip) * SPLIT_K + part) * QUADS + q;
+    static DEVICE uint4* post_of(uint4* mailbox, int strip, int part, int q) {
+        return mailbox + (int64_t(strip) * SPLIT_K + part) * QUADS + q;
     }
     // Of units first .. end - 1, by all THREADS of the block: adds to the sums of a strip whose part strip % SPLIT_K is among
     // them, own_of(unit - first, q), what other blocks post of the other parts, which is zero again behind it.
     template <int THREADS, class OwnOf>
-    static DEVICE void collect(uint16_t* out, uint4* posts, int first, int end, int quads, const OwnOf& own_of) {
+    static DEVICE void collect(uint16_t* out, uint4* mailbox, int first, int end, int quads, const OwnOf& own_of) {
         const int lane = threadIdx.x % 32, num_sums = (end - first) * quads;
         for (int i = threadIdx.x; i - lane < num_sums; i += THREADS) {
             const int index = i / quads, q = i - index * quads, unit = first + index;
@@ -37,16 +37,16 @@ template <class S, bool POSTS_OUT> struct W4Units {
             const uint4* from[SPLIT_K];
             uint4 parts[SPLIT_K];
 #pragma unroll
-            for (int k = 0; k < SPLIT_K; k++) from[k] = adds && k != mine ? post_of(posts, strip, k, q) : nullptr;
+            for (int k = 0; k < SPLIT_K; k++) from[k] = adds && k != mine ? post_of(mailbox, strip, k, q) : nullptr;
             float4 own = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (adds) own = own_of(index, q);  // while the others' are on their way
-            receive(parts, from);
+            ll_receive(parts, from);
             if (!adds) continue;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
             for (int k = 0; k < SPLIT_K; k++) {
                 add(sum, k == mine ? own : as_sums(parts[k]));
-                if (k != mine) post4(post_of(posts, strip, k, q), make_uint4(0, 0, 0, 0));  // for the next launch
+                if (k != mine) ll_store4(post_of(mailbox, strip, k, q), make_uint4(0, 0, 0, 0));  // for the next launch
             }
             store(out, strip, q, sum);
         }

@@ -54,10 +54,10 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
     };
 
     // A warp's place in its run: a unit, a round of it, and the slot that this is in.
-    struct Place {
+    struct BlockCoord {
         int unit, round = 0, slot = 0;
         uint32_t parity = 0;
-        DEVICE Place(int unit) : unit(unit) {}
+        DEVICE BlockCoord(int unit) : unit(unit) {}
         DEVICE void next() {
             if (++round == ROUNDS) round = 0, unit++;
             if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -65,7 +65,7 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
     };
 
     // Begins to fetch `at`. By one lane of the warp, once all lanes have read what the slot held.
-    static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, const Place& at, uint64_t policy) {
+    static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, const BlockCoord& at, uint64_t policy) {
         const int warp = threadIdx.x / 32, strip = at.unit % NUM_STRIPS;
         const Share share(at.unit / NUM_STRIPS, warp);
         const int first = (share.first + at.round * SLOT_STEPS) * STEP;
@@ -82,13 +82,13 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
 
     // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
     // so, [strip][SPLIT_K][QUADS]; null where SPLIT_K is 1.
-    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* posts,
+    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* mailbox,
                            int tokens_given) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int num_tokens = TOKENS == 1 ? 1 : tokens_given;
         const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
         const int first_unit = Units::run_begin(blockIdx.x), end = Units::run_begin(blockIdx.x + 1);
-        Place ahead(first_unit), at(first_unit);
+        BlockCoord ahead(first_unit), at(first_unit);
         const uint64_t policy = evict_first();
         uint8_t* const scratch = reinterpret_cast<uint8_t*>(&s + 1);
         float4* const all_sums = reinterpret_cast<float4*>(scratch + WARPS * X::X_BYTES);
@@ -151,9 +151,9 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
             for (int i = threadIdx.x; i < num_sums; i += THREADS) {
                 const int index = i / quads, q = i - index * quads, unit = first_unit + index;
                 const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
-                if (k != strip % SPLIT_K) post4(Units::post_of(posts, strip, k, q), posted_sums(sum_of(index, q)));
+                if (k != strip % SPLIT_K) ll_store4(Units::post_of(mailbox, strip, k, q), ll_encode_sums(sum_of(index, q)));
             }
-            Units::template collect<THREADS>(out, posts, first_unit, end, quads, sum_of);
+            Units::template collect<THREADS>(out, mailbox, first_unit, end, quads, sum_of);
         }
     }
 };

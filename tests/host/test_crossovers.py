@@ -122,7 +122,7 @@ def test_neighbours_have_nothing_between_and_far_ones_are_judged_at_some_sizes()
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr("kerngen.compiler.render.source_of", fake_render)
     monkeypatch.setattr(
-        "kerngen.compiler.source_digest.closure_of", lambda kernel: f"closure of version {kernel.spec.version}"
+        "kerngen.compiler.source_digest.source_digest_of", lambda kernel: f"closure of version {kernel.spec.version}"
     )
     kernel = make_kernel()
     kernel.spec.default_config = lambda problem, target: Config(48)  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def test_another_version_of_the_kernel_is_not_bound_by_it(
 ) -> None:
     """Though it renders the same sources: its defaults may be others."""
     assert served(source, kernel, 20) is None
-    monkeypatch.setattr("kerngen.compiler.source_digest.closure_of", lambda kernel: "another")
+    monkeypatch.setattr("kerngen.compiler.source_digest.source_digest_of", lambda kernel: "another")
     assert served(source, kernel, 20) == 64
 
 

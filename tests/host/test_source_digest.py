@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from kerngen.compiler import source_digest
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel
 
@@ -50,47 +50,47 @@ def root(tmp_path: Path) -> Path:
      "other/macros.jinja", "third/spec.py", "fourth/spec.py", "fifth/spec.py", "sixth/__init__.py"],
 )  # fmt: skip
 def test_a_change_of_anything_that_is_taken_changes_it(root: Path, name: str) -> None:
-    before = closure_of(kernel_in(root / "scale"))
+    before = source_digest_of(kernel_in(root / "scale"))
     path = root / name
     same = path.read_bytes()
     path.write_bytes(same + b"+")
-    after = closure_of(kernel_in(root / "scale"))
+    after = source_digest_of(kernel_in(root / "scale"))
     assert after != before
     path.write_bytes(same)
-    assert closure_of(kernel_in(root / "scale")) == before
+    assert source_digest_of(kernel_in(root / "scale")) == before
     path.rename(path.with_name("renamed"))
-    assert closure_of(kernel_in(root / "scale")) not in (before, after)
+    assert source_digest_of(kernel_in(root / "scale")) not in (before, after)
 
 
 def test_what_nobody_takes_and_where_it_lies_are_no_part_of_it(
     root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    before = closure_of(kernel_in(root / "scale"))
+    before = source_digest_of(kernel_in(root / "scale"))
     (root / "stranger" / "spec.py").write_text("changed")
     (root / "scale" / "__pycache__").mkdir()
     (root / "scale" / "__pycache__" / "spec.pyc").touch()
     os.utime(root / "scale" / "spec.py", (1, 1))
-    assert closure_of(kernel_in(root / "scale")) == before
+    assert source_digest_of(kernel_in(root / "scale")) == before
     moved = tmp_path_factory.mktemp("elsewhere") / "root"
     shutil.copytree(root, moved)
-    assert closure_of(kernel_in(moved / "scale")) == before
+    assert source_digest_of(kernel_in(moved / "scale")) == before
 
 
 def test_where_an_expression_names_the_template_any_folder_counts(root: Path) -> None:
     (root / "scale" / "kernel.cu.jinja").write_text("{% include k.which %}")
-    before = closure_of(kernel_in(root / "scale"))
+    before = source_digest_of(kernel_in(root / "scale"))
     (root / "stranger" / "spec.py").write_text("changed")
-    assert closure_of(kernel_in(root / "scale")) != before
+    assert source_digest_of(kernel_in(root / "scale")) != before
 
 
 def test_a_module_of_the_package_counts_where_it_is_taken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_digest, "ROOT", root)
     (root / "shapes.py").write_text("N = 1")
-    before = closure_of(kernel_in(root / "scale"))
+    before = source_digest_of(kernel_in(root / "scale"))
     (root / "scale" / "spec.py").write_text("from kerngen.templates.shapes import N")
-    taken = closure_of(kernel_in(root / "scale"))
+    taken = source_digest_of(kernel_in(root / "scale"))
     (root / "shapes.py").write_text("N = 2")
-    assert len({before, taken, closure_of(kernel_in(root / "scale"))}) == 3
+    assert len({before, taken, source_digest_of(kernel_in(root / "scale"))}) == 3
 
 
 @pytest.mark.parametrize("index", range(len(source_digest._CODE)), ids=lambda i: source_digest._CODE[i].name)
@@ -101,12 +101,12 @@ def test_the_code_that_renders_is_part_of_it(
     (tmp_path / "code").mkdir()
     code[index] = Path(shutil.copy(code[index], tmp_path / "code"))
     monkeypatch.setattr(source_digest, "_CODE", tuple(code))
-    before = closure_of(kernel_in(root / "scale"))
-    assert closure_of(kernel_in(root / "scale")) == before
+    before = source_digest_of(kernel_in(root / "scale"))
+    assert source_digest_of(kernel_in(root / "scale")) == before
     code[index].write_text(code[index].read_text() + "\n")
-    assert closure_of(kernel_in(root / "scale")) != before
+    assert source_digest_of(kernel_in(root / "scale")) != before
 
 
 def test_every_kernel_has_its_own() -> None:
-    found = {name: closure_of(find_kernel(name)) for name in kernel_names()}
+    found = {name: source_digest_of(find_kernel(name)) for name in kernel_names()}
     assert len(set(found.values())) == len(found) > 10

@@ -34,7 +34,7 @@ class Branching(Record):
             raise LookupError(kernel)
         self.asked[self.where].append((kernel, problem))
 
-    def beside(self, work: Callable[[], R]) -> Callable[[], R]:
+    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
         assert self.where == "alone", "one branch at a time"
         self.where = "branch"
         result = work()

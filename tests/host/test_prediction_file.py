@@ -14,8 +14,18 @@ from test_text import FIELDS, NAMES, SOURCES, WORDS, changed
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db import Store
 from kerngen.tuning_db.dist.export import Selection
-from kerngen.tuning_db.dist.predicted import foretell
-from kerngen.tuning_db.dist.prediction_file import Cell, Family, Outlook, Plan, Point, dump, label, parse, rounded
+from kerngen.tuning_db.dist.predicted import predictions_of
+from kerngen.tuning_db.dist.prediction_file import (
+    Cell,
+    Family,
+    Plan,
+    Point,
+    PredictionFile,
+    dump,
+    label,
+    parse,
+    rounded,
+)
 from kerngen.tuning_db.dist.results_folder import build
 
 US = st.floats(1e-3, 1e6).map(rounded)
@@ -34,17 +44,19 @@ def families(draw: st.DrawFn, dynamic: str) -> Family:
 
 
 @st.composite
-def outlooks(draw: st.DrawFn) -> Outlook:
+def outlooks(draw: st.DrawFn) -> PredictionFile:
     dynamic = draw(st.just("") | NAMES.filter(lambda n: n != "point"))
     told = tuple(draw(st.lists(families(dynamic), max_size=3)))
     named = dynamic if any(f.cells for f in told) else ""
     version = draw(st.integers(11, 14)), draw(st.integers(0, 9))
-    return Outlook(draw(WORDS), draw(NAMES), draw(WORDS), draw(FIELDS), draw(WORDS.filter(bool)), version, named, told)
+    return PredictionFile(
+        draw(WORDS), draw(NAMES), draw(WORDS), draw(FIELDS), draw(WORDS.filter(bool)), version, named, told
+    )
 
 
 @given(outlooks())
 @settings(max_examples=80, deadline=None)
-def test_what_is_written_is_read_back(outlook: Outlook) -> None:
+def test_what_is_written_is_read_back(outlook: PredictionFile) -> None:
     text = dump(outlook)
     assert parse(text) == outlook
     assert dump(parse(text)) == text
@@ -138,14 +150,14 @@ def test_from_a_database_to_an_outlook_and_back(kerngen: Kerngen) -> None:
         return [(w.problem.id, w.config, w.provenance, rounded(w.latency_us), w.closure) for w in store.winners()]
 
     with Store.open("tuned.db", read_only=True) as tuned, Store.open("again.db") as again:
-        (outlook,) = foretell(tuned, Selection())
+        (outlook,) = predictions_of(tuned, Selection())
         assert sum(len(c.points) for f in outlook.families for c in f.cells) == len(tuned.winners())
         done = build([outlook], again, None)
         assert (done.faults, done.stale) == ([], [])
         assert told(again) == told(tuned)
         assert {again.build(w.build_id).status for w in again.winners()} == {"uncompiled"}
         assert all(again.image(again.build(w.build_id)) is None for w in again.winners())
-        assert [dump(o) for o in foretell(again, Selection())] == [dump(outlook)]
+        assert [dump(o) for o in predictions_of(again, Selection())] == [dump(outlook)]
         text = dump(outlook)
     Path("sheets").mkdir()
     Path("sheets/gelu_gate.predicted.txt").write_text(text)
@@ -161,7 +173,7 @@ def test_a_source_that_is_rendered_otherwise_is_named_and_left_out(kerngen: Kern
     command = ("tune", "--model", "gemma-4-31b", "--kernel", "gelu_gate", "--arch", "sm70", "--trials", "2")
     assert kerngen(*command, "--jobs", "1", "--db", "tuned.db")[0] == 0
     with Store.open("tuned.db", read_only=True) as tuned, Store.open("again.db") as again:
-        (outlook,) = foretell(tuned, Selection())
+        (outlook,) = predictions_of(tuned, Selection())
         source = outlook.families[0].plans[0].source
         changed = parse(dump(outlook).replace(source, "0" * 12))
         done = build([changed], again, None)

@@ -16,12 +16,12 @@ from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.executors import Say
 from kerngen.runtime.executors.reference import Reference
-from kerngen.runtime.executors.trace import Listen
+from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.selection import Bindings
+from kerngen.runtime.selection import Selector
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
@@ -35,7 +35,7 @@ class Judging(Reference):
 
     def __init__(self) -> None:
         super().__init__()
-        self._bindings = Bindings([], Target.of(find_device("H200")))
+        self._bindings = Selector([], Target.of(find_device("H200")))
         self.built: set[Any] = set()
         self.needed: dict[Any, str] = {}
 
@@ -81,7 +81,7 @@ def test_nothing_is_built_once_requests_come(drafts: int | None) -> None:
 
 
 def test_who_listens_computes_nothing_and_leaves_no_rubbish_where_torch_reads_places() -> None:
-    listening = Listen(Reference())
+    listening = Trace(Reference())
     places, numbers = torch.full((3,), 1 << 40), torch.full((3,), 2.0)
     problem = find_kernel("rmsnorm").problem_type()
     result = listening.run(Call("rmsnorm", problem, {}, (places, [numbers])), "norm")

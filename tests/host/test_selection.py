@@ -14,7 +14,7 @@ from sheets import measured_store
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.compiler import render as rendering
 from kerngen.runtime import selection as binding_module
-from kerngen.runtime.selection import DEFAULT, Bindings
+from kerngen.runtime.selection import DEFAULT, Selector
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Source, lookup, open_source
 from kerngen.tuning_db.read.freshness import Freshness
@@ -45,7 +45,7 @@ def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Source], tokens
     problem = replace(BETWEEN, num_tokens=tokens)
     winner = lookup(stores, NORM, problem, H200)
     assert winner is not None
-    choice = Bindings(stores, H200).choice(NORM, problem)
+    choice = Selector(stores, H200).choice(NORM, problem)
     assert choice.config == NORM.config_type(**winner.config)
     assert choice.provenance == "measured"
     assert choice.cubin is not None
@@ -54,7 +54,7 @@ def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Source], tokens
 
 
 def test_beyond_the_tuned_interval_the_default_serves(stores: list[Source]) -> None:
-    bindings = Bindings(stores, H200)
+    bindings = Selector(stores, H200)
     above, near = (bindings.choice(NORM, replace(BETWEEN, num_tokens=t)) for t in (20000, 20001))
     assert above.source == DEFAULT
     assert above is near, "one default serves the lengths up to the next power of two"
@@ -65,7 +65,7 @@ def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
     """Of 384 tokens tiles of 256 leave a third empty, of 192 none, and 80 have a tile of their own. Bundles have all:
     defaults of powers of two, and of those `between` them.
     """
-    problem, bindings = GEMM.problem_type(n=43008, k=5376), Bindings([], H200)
+    problem, bindings = GEMM.problem_type(n=43008, k=5376), Selector([], H200)
     lengths = [length for i in range(14) for length in (1 << i, *binding_module.between(1 << i))]
     defaults = {m: GEMM.default_config(replace(problem, num_tokens=m), H200) for m in lengths}
     assert [bindings.choice(GEMM, replace(problem, num_tokens=m)).config.block_m for m in (40, 80, 81)] == [48, 80, 96]
@@ -80,7 +80,7 @@ def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
 def test_a_default_does_not_depend_on_who_asked_first() -> None:
     """Batches of 19 and 20 share one, and 19's own would deal each sequence's keys out to more blocks."""
     few, many = (replace(GLOBAL, batch=batch, kv_len=4096) for batch in (19, 20))
-    bindings = Bindings([], H200)
+    bindings = Selector([], H200)
     assert bindings.choice(DECODE, few) is bindings.choice(DECODE, many)
     assert bindings.choice(DECODE, few).config == DECODE.default_config(many, H200) != DECODE.default_config(few, H200)
 
@@ -88,7 +88,7 @@ def test_a_default_does_not_depend_on_who_asked_first() -> None:
 def test_a_field_may_have_defaults_at_finer_steps() -> None:
     """The SMs are dealt to sequences: of seven each gets more than of eight. What is tuned lies at powers of two."""
     problem = DECODE.problem_type(head_dim=512, num_q_heads=16, num_kv_heads=2, q_len=5, kv_len=8192)
-    bindings = Bindings([], H200)
+    bindings = Selector([], H200)
     sizes = [1, 2, 3, 4, 5, 7, 8, 13, 16, *range(18, 33, 2), *range(36, 65, 4)]
     assert sizes == sorted({*sizes} & {n for power in (1, 2, 4, 8, 16, 32, 64) for n in _steps_to(power)})
     for batch in sizes:
@@ -127,7 +127,7 @@ def test_a_length_never_seen_costs_a_bisection(
     stores: list[Source], kernel: Any, base: Any, with_stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Microseconds a problem, the problem's own checks included; no SQL, no rendering; memory bounded."""
-    bindings = Bindings(stores if with_stores else [], H200)
+    bindings = Selector(stores if with_stores else [], H200)
     lengths = [n for n in range(1, 8192) if n & (n - 1)]
     for n in lengths:  # bind, and verify the points
         bindings.choice(kernel, replace(base, **{base.DYNAMIC: 1 << n.bit_length()}))
@@ -146,7 +146,7 @@ def test_what_was_asked_before_is_looked_up_once_and_not_for_ever(
     stores: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binding_module, "CHOICES_KEPT", 5)
-    bindings = Bindings(stores, H200)
+    bindings = Selector(stores, H200)
     problems = [replace(BETWEEN, num_tokens=t) for t in (1, 2, 4)] + [replace(GLOBAL, kv_len=512)]
     first = [bindings.choice(NORM if isinstance(p, type(BETWEEN)) else DECODE, p) for p in problems]
     with monkeypatch.context() as patch:
@@ -172,7 +172,7 @@ def test_where_the_buckets_default_cannot_run_a_length_its_own_default_serves(mo
 
     monkeypatch.setattr(kernel_type, "default_config", chosen)
     monkeypatch.setattr(kernel_type, "why_invalid", refuses_wide)
-    bindings = Bindings([], H200)
+    bindings = Selector([], H200)
     choices = [bindings.choice(GEMM, replace(DOWN, num_tokens=t)) for t in (32768, 20000, 20001)]
     assert [c.config for c in choices] == [wide, narrow, narrow]
     assert choices[1] is choices[2]

@@ -16,14 +16,14 @@ from sheets import PlayedCompiler
 
 from kerngen.arch import Target, find_device
 from kerngen.compiler.render import render
-from kerngen.compiler.source_digest import closure_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.errors import DatabaseError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning_db import Measurement, Store, problem_key
 from kerngen.tuning_db.dist.export import Selection
 from kerngen.tuning_db.dist.fields_text import rounded
-from kerngen.tuning_db.dist.results_file import Cell, Look, Point, Run, Sheet, Step, Trial, dump, parse
+from kerngen.tuning_db.dist.results_file import Cell, Point, ResultsFile, Run, Step, StepTrial, Trial, dump, parse
 from kerngen.tuning_db.dist.results_folder import build
 from kerngen.tuning_db.dist.results_folder import dump as dump_of
 from kerngen.tuning_db.read.values import StepKey
@@ -58,7 +58,7 @@ def trials(draw: st.DrawFn, runs: int, winner: tuple[dict[str, Any], str], steps
                       "min_us": draw(st.none() | US), "error_abs": draw(ERRORS),
                       "error_rel": draw(st.none() | ERRORS)}  # fmt: skip
             if steps and bases and draw(st.booleans()):
-                look = Look(draw(st.integers(0, steps - 1)), draw(US), draw(US), draw(st.integers(0, bases - 1)))
+                look = StepTrial(draw(st.integers(0, steps - 1)), draw(US), draw(US), draw(st.integers(0, bases - 1)))
                 known |= {"stage": "step", "look": look}
     if wrong:
         return Trial(False, None, config, source, reason=draw(st.text(min_size=1, max_size=9)), **known)
@@ -66,7 +66,7 @@ def trials(draw: st.DrawFn, runs: int, winner: tuple[dict[str, Any], str], steps
 
 
 @st.composite
-def sheets(draw: st.DrawFn) -> Sheet:
+def sheets(draw: st.DrawFn) -> ResultsFile:
     runs = tuple(draw(st.lists(RUNS, max_size=2)))
     steps, bases = tuple(draw(st.lists(STEPS, max_size=2))), tuple(draw(st.lists(WORDS, max_size=2)))
     dynamic = draw(st.none() | NAMES.filter(lambda n: n != "point"))
@@ -81,12 +81,12 @@ def sheets(draw: st.DrawFn) -> Sheet:
             points.append(Point(at, tuple(told), draw(st.none() | FIELDS), refused))
         cells.append(Cell(draw(FIELDS), draw(FIELDS), tuple(points)))
     named = dynamic if dynamic and cells else ""
-    return Sheet(draw(WORDS), draw(NAMES), draw(WORDS), draw(FIELDS), named, runs, tuple(cells), steps, bases)
+    return ResultsFile(draw(WORDS), draw(NAMES), draw(WORDS), draw(FIELDS), named, runs, tuple(cells), steps, bases)
 
 
 @given(sheets())
 @settings(max_examples=80, deadline=None)
-def test_what_is_written_is_read_back(sheet: Sheet) -> None:
+def test_what_is_written_is_read_back(sheet: ResultsFile) -> None:
     text = dump(sheet)
     assert parse(text) == sheet
     assert dump(parse(text)) == text
@@ -114,7 +114,7 @@ def test_the_sample() -> None:
     assert dump(sheet) == SAMPLE
     (cell,) = sheet.cells
     won, stepped, near, wrong = cell.points[0].trials
-    assert stepped.look == Look(0, 4321.55, 4330.2, 0)
+    assert stepped.look == StepTrial(0, 4321.55, 4330.2, 0)
     assert (sheet.steps[0].weight, sheet.steps[0].context, sheet.bases) == (0.5, 8192, ("a91f03",))
     assert (won.run, won.samples, won.error_abs, won.p50_us) == (0, 15, 0.0039, 16.602)
     assert (near.run, near.model, near.samples, near.error_abs) == (None, "roofline-3", 0, None)
@@ -271,7 +271,7 @@ def test_what_was_tried_in_steps_of_a_model_decides_in_the_text_too(tmp_path: Pa
             source = render(GATE, PROBLEM, config, H200)
             image = compiler.submit(source, H200.arch).result()
             builds.append(store.add_build(image, "gelu_gate", source, fields_of(config), static_fields(PROBLEM),
-                                          closure=closure_of(GATE)))  # fmt: skip
+                                          closure=source_digest_of(GATE)))  # fmt: skip
         steps = [store.add_step(StepKey("gemma-4-31b", "sm90", phase, 1, q, 8192, 0, 12, f"{phase}'s launches", weight))
                  for phase, q, weight in (("decode", 1, 0.75), ("verify", 4, 0.25))]  # fmt: skip
         at = "2026-11-22T10:00:{:02}.000000+00:00"

@@ -116,8 +116,9 @@ def test_it_has_taken_in_each_token_and_no_draft_that_was_wrong(
     expected = alone(model, asked)
     last = len(model.config.layers) - 1
     drafter = TappingDrafter(model, (1, last), {tuple(r.prompt): t for r, t in zip(asked, expected, strict=True)})
-    drafter.engine = engine = engine_for(model, drafter, num_draft_tokens=drafts, async_depth=async_depth, prefill_chunk=9,
-                                         max_batch=5, num_pages={"full": 24, "sliding": 40})  # fmt: skip
+    drafter.engine = engine = engine_for(model, drafter, num_draft_tokens=drafts, async_depth=async_depth,
+                                         prefill_chunk=9, max_batch=5,
+                                         num_pages={"full": 24, "sliding": 40})  # fmt: skip
     kinds: list[str] = []
     with plans_of(engine, lambda plan: kinds.append(kind_of(plan))):
         generations = engine.generate_many(asked)

@@ -9,7 +9,7 @@ import pytest
 from command import Kerngen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text import FIELDS, NAMES, SOURCES, WORDS, changed
+from test_results_file import FIELDS, NAMES, SOURCES, WORDS, changed
 
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db import Store

@@ -15,7 +15,7 @@ from typing import Any
 
 from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import defaults_of, fields_of, parse_fields, trimmed
+from kerngen.templates.kernel import defaults_of, fields_of, parse_fields
 from kerngen.workload.workload import MODELS, find_workload
 
 PATH = Path(__file__).parent / "defaults.txt"
@@ -123,7 +123,8 @@ PROBLEMS = {
 
 def text_of(value: Any) -> str:
     """A Problem or Config as `parse_fields` reads it, without fields that have their default; `-` if none is left."""
-    return ",".join(f"{k}={v}" for k, v in trimmed(fields_of(value), defaults_of(type(value))).items()) or "-"
+    usual = defaults_of(type(value))
+    return ",".join(f"{k}={v}" for k, v in fields_of(value).items() if v != usual[k]) or "-"
 
 
 def index_of(kernel: str, problem: Any, config: Any) -> str:

@@ -54,7 +54,7 @@ def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int =
     for split_d, num_warps, num_stages, key_parts in TEAMS:
         in_flight = min((0, 3, 1)[len(found) % 3], num_stages - 1)
         shapes = [
-            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, True, cluster, key_parts, push_bits,
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, "wgmma_ws", cluster, key_parts, push_bits,
                    in_flight)
             for m in range(64, 0, -8)
         ]  # fmt: skip
@@ -125,7 +125,7 @@ def _windows(problem: Problem) -> list[Config]:
         (4, 3, 12, 4, False, 16, 2, 3), (4, 12, 6, 2, True, 16, 0, 9),
     ]  # fmt: skip
     configs = [
-        Config(rows, 16, split_d, split_d, places, splits, together, True, cluster, 2, bits, in_flight, prefetch)
+        Config(rows, 16, split_d, split_d, places, splits, together, "wgmma_ws", cluster, 2, bits, in_flight, prefetch)
         for split_d, places, splits, cluster, together, bits, in_flight, prefetch in ways
     ]
     return valid_here(KERNEL, KERNEL.cases.case_for(problem), configs)

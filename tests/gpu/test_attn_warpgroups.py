@@ -54,8 +54,8 @@ def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int =
     for split_d, num_warps, num_stages, key_parts in TEAMS:
         in_flight = min((0, 3, 1)[len(found) % 3], num_stages - 1)
         shapes = [
-            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, "wgmma_ws", cluster, key_parts, push_bits,
-                   in_flight)
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, "wgmma_ws", cluster, key_parts,
+                   push_bits, in_flight)
             for m in range(64, 0, -8)
         ]  # fmt: skip
         found += valid_here(KERNEL, case, shapes)[:1]

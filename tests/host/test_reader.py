@@ -27,7 +27,7 @@ from kerngen.tuning_db.read import reader as reading
 from kerngen.tuning_db.read import trust
 from kerngen.tuning_db.read.boards import at_hand
 from kerngen.tuning_db.read.ids import seal_of
-from kerngen.tuning_db.read.kernel_index import COLUMNS, Line, decode, encode
+from kerngen.tuning_db.read.kernel_index import COLUMNS, KernelIndex, decode, encode
 from kerngen.tuning_db.read.reader import Reader
 from kerngen.tuning_db.store import schema
 
@@ -87,7 +87,7 @@ def opened(path: Path) -> Reader:
     return found
 
 
-def line_in(source: Reader | Store) -> Line:
+def line_in(source: Reader | Store) -> KernelIndex:
     found = source.line("toy", KEY, "sm90")
     assert found is not None
     return found

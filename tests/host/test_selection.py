@@ -13,7 +13,7 @@ from sheets import measured_store
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.compiler import render as rendering
-from kerngen.runtime import selection as binding_module
+from kerngen.runtime import selection as selection_module
 from kerngen.runtime.selection import DEFAULT, Selector
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Source, lookup, open_source
@@ -66,7 +66,7 @@ def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
     defaults of powers of two, and of those `between` them.
     """
     problem, bindings = GEMM.problem_type(n=43008, k=5376), Selector([], H200)
-    lengths = [length for i in range(14) for length in (1 << i, *binding_module.between(1 << i))]
+    lengths = [length for i in range(14) for length in (1 << i, *selection_module.between(1 << i))]
     defaults = {m: GEMM.default_config(replace(problem, num_tokens=m), H200) for m in lengths}
     assert [bindings.choice(GEMM, replace(problem, num_tokens=m)).config.block_m for m in (40, 80, 81)] == [48, 80, 96]
     chosen = bindings.choice(GEMM, replace(problem, num_tokens=384))
@@ -99,11 +99,11 @@ def test_a_field_may_have_defaults_at_finer_steps() -> None:
     between = replace(problem, batch=33)
     assert bindings.choice(DECODE, between) is bindings.choice(DECODE, replace(problem, batch=36))
     assert bucketed(DECODE, between) == {"batch": 64}
-    assert not binding_module.finer(BETWEEN), "other kernels have none"
+    assert not selection_module.finer(BETWEEN), "other kernels have none"
 
 
 def _steps_to(power: int) -> list[int]:
-    return [*binding_module.finer_between(power), power]
+    return [*selection_module.finer_between(power), power]
 
 
 def test_one_board_gets_no_other_boards_grid() -> None:
@@ -145,12 +145,12 @@ def test_a_length_never_seen_costs_a_bisection(
 def test_what_was_asked_before_is_looked_up_once_and_not_for_ever(
     stores: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(binding_module, "CHOICES_KEPT", 5)
+    monkeypatch.setattr(selection_module, "CHOICES_KEPT", 5)
     bindings = Selector(stores, H200)
     problems = [replace(BETWEEN, num_tokens=t) for t in (1, 2, 4)] + [replace(GLOBAL, kv_len=512)]
     first = [bindings.choice(NORM if isinstance(p, type(BETWEEN)) else DECODE, p) for p in problems]
     with monkeypatch.context() as patch:
-        patch.setattr(binding_module.Binding, "choice", _no)
+        patch.setattr(selection_module.KernelSelector, "choice", _no)
         assert [bindings.choice(c.kernel, p) for c, p in zip(first, problems, strict=True)] == first
     for tokens in range(8, 40):
         bindings.choice(NORM, replace(BETWEEN, num_tokens=tokens))

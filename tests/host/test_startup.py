@@ -25,7 +25,7 @@ began = time.perf_counter()
 sys.modules.update(dict.fromkeys({absent!r}))
 from collections import Counter
 from kerngen.arch import Target, find_device
-from kerngen.runtime.selection import Bindings
+from kerngen.runtime.selection import Selector
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import open_source
 from kerngen.tuning_db.read.reader import Reader
@@ -38,12 +38,12 @@ Reader._rows = counted
 
 problems = [(find_kernel(name), fields) for name, fields in json.load(open(sys.argv[1]))]
 loaded = time.perf_counter()
-bindings = Bindings([open_source(sys.argv[2])], Target.of(find_device("H200")))
+selector = Selector([open_source(sys.argv[2])], Target.of(find_device("H200")))
 asked = [(kernel, kernel.problem_type(**fields)) for kernel, fields in problems]
-choices = [bindings.choice(kernel, problem) for kernel, problem in asked]
+choices = [selector.choice(kernel, problem) for kernel, problem in asked]
 bound = time.perf_counter()
 for kernel, problem in asked:
-    bindings._binding(kernel, problem).choice(problem)
+    selector._selector(kernel, problem).choice(problem)
 again = time.perf_counter()
 print(json.dumps({{
     "code": [None if c.cubin is None else len(c.cubin.image) for c in choices],

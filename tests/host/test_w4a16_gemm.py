@@ -362,7 +362,7 @@ def test_what_body_serves_how_many_tokens(board: str) -> None:
     assert {few[m] for m in short} <= ({"stream", "block_stream"} if is_fast else {"gemv"})
     assert {eight[m] for m in ((43008, 5376), (16384, 5376), (5376, 8192), (5376, 21504))} == {"kernel"}
     assert {eight[m] for m in ((2048, 2560), (2560, 2048), (2816, 2112), (2560, 4096))} == {"gemv"}
-    assert set(many.values()) == {"warpgroups"}
+    assert set(many.values()) == {"wgmma_ws"}
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8, 16, 32, 64])

@@ -117,7 +117,7 @@ class WinnerTable:
         target: Target,
         source_digest_of: Callable[[Kernel], str] | None = None,
     ) -> None:
-        """closure_of: source_digest.py's, which looks at every file of a kernel, or what remembers its answers."""
+        """source_digest_of: source_digest.py's, which reads all files of a kernel, or what remembers its answers."""
         self.kernel, self.target = kernel, target
         self._digest_of = source_digest_of or source_digest.source_digest_of
         self._static_key = problem_key(kernel, problem).static_key

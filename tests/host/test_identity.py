@@ -186,7 +186,7 @@ def test_a_comment_in_a_shared_header_makes_nothing_stale(common: Path, tmp_path
         assert found is not None
         assert (found.build_id, found.stale) == (first.build_id, False)
 
-        header = common / "types.cuh"
+        header = common / "ptx" / "types.cuh"
         header.write_text(header.read_text() + "constexpr int ADDED = 1;\n")
         found = lookup([store], kernel, problem, H200)
         assert found is not None
@@ -201,7 +201,7 @@ def test_a_line_that_is_a_comment_changes_no_closure(common: Path) -> None:
     """So nothing is rendered anew; a comment behind code has it rendered, and found to be the same."""
     kernel = find_kernel("rmsnorm")
     before, digest = source_digest_of(kernel), kernel.folder_digest
-    header = common / "types.cuh"
+    header = common / "ptx" / "types.cuh"
     header.write_text("// One\n\n" + header.read_text() + "    // two\n")
     vars(kernel).pop("folder_digest")
     assert (source_digest_of(kernel), kernel.folder_digest) == (before, digest)
@@ -223,7 +223,7 @@ def test_what_was_filed_with_its_comments_goes_on(
     sheet, kernel = parse(path.read_text(), str(path)), find_kernel("gelu_gate")
     with monkeypatch.context() as m:
         m.setattr(rows, "source_sha", lambda source: hashlib.sha256(source.encode()).hexdigest())
-        m.setattr(results_folder, "closure_of", lambda kernel: "an older one")
+        m.setattr(results_folder, "source_digest_of", lambda kernel: "an older one")
         store = _filled(sheet, tmp_path / "older.db")
     with store:
         (first, *_) = store.winners("gelu_gate")
@@ -239,7 +239,7 @@ def test_what_was_filed_with_its_comments_goes_on(
         assert (found.build_id, found.stale) == (first.build_id, False)
         (w, *_) = store.recompute_winners(kernel, key.static_key, H200)
         assert (w.build_id, w.stale) == (first.build_id, False)
-        header = common / "types.cuh"
+        header = common / "ptx" / "types.cuh"
         header.write_text(header.read_text() + "constexpr int ADDED = 1;\n")
         found = lookup([store], kernel, problem, H200)
         assert found is not None

@@ -19,20 +19,23 @@ import re
 from functools import lru_cache
 
 _RAW = r'(?<![\w$])(?:u8|[uUL])?R"(?P<end>[^()\\\s"]{0,16})\((?s:.*?)\)(?P=end)"'
+_HEADER = r"(?m:^)[ \t]*#[ \t]*include[ \t]*<[^>\n]*>"  # <a//b> has no comment
 _STRING = r'"(?:[^"\\\n]|\\(?:\n|.))*"'
 _NUMBER = r"(?<![\w$])\.?\d(?:[eEpP][+-]|'?\w|\.)*"  # with digit separators, which begin no character
 _CHARACTER = r"'(?:[^'\\\n]|\\(?:\n|.))+'"
 # What may reach across lines. A backslash at a line's end may stand between the two characters that begin a comment.
 _ACROSS_LINES = re.compile(
-    rf"(?P<raw>{_RAW})|(?P<literal>{_STRING}|{_NUMBER}|{_CHARACTER})"
+    rf"(?P<raw>{_RAW})|(?P<literal>{_HEADER}|{_STRING}|{_NUMBER}|{_CHARACTER})"
     r"|(?P<comment>/(?:\\\n)*/(?:\\\n|.)*|/(?:\\\n)*\*(?s:.*?)\*(?:\\\n)*/)|(?P<splice>\\\n)"
 )
 _TOKEN = re.compile(rf"(?P<blank>(?:[ \t\r\f\v]|//.*)+)|{_RAW}|{_STRING}|{_NUMBER}|{_CHARACTER}|[\w$]+|.")
 _SEES_LINES = re.compile(r"__LINE__|__builtin_LINE|source_location|%:")  # %: is another spelling of #
+# What compilers join with the next line too, or a raw string whose opening is on two lines: filed as they are.
+_UNUSUAL_SPLICE = re.compile(r'\\[ \t\r\f\v]+\n|R(?:\\\n)+"')
 _MAKES_STRINGS = re.compile(r"^[ \t]*#[ \t]*define\b.*[^#\n]#(?!#)", re.MULTILINE)
 _INCLUDE = re.compile(r"[ \t]*#[ \t]*include\b")
 _OPEN_NUMBER = re.compile(r"\.?\d.*[eEpP]\Z")
-_COMMENT_LINES = re.compile(rb"(?<!\\\n)^[ \t]*(?://[^\n{]*)?\n", re.MULTILINE)
+_COMMENT_LINES = re.compile(rb"(?<!\\\n)(?<!\\\r\n)^[ \t]*(?://[^\n{]*(?<!\\)(?<!\\[ \t\r]))?\n", re.MULTILINE)
 _LINE_BREAK = "\0"  # of a raw string, which is one line here
 
 
@@ -41,10 +44,11 @@ def normal_form(text: str) -> str:
 
     What is no C++, an open quotation mark say, is kept character by character.
     """
-    if _SEES_LINES.search(text):
+    joined = text.replace("\\\n", "")
+    if _SEES_LINES.search(joined) or _UNUSUAL_SPLICE.search(text):
         return text
-    has_more = "/*" in text or 'R"' in text  # what else may cross lines: few sources have either
-    text = _ACROSS_LINES.sub(_on_one_line, text) if has_more else text.replace("\\\n", "")
+    has_more = "/*" in joined or 'R"' in joined  # what else may cross lines: few sources have either
+    text = _ACROSS_LINES.sub(_on_one_line, text) if has_more else joined
     spaced = _MAKES_STRINGS.search(text) is not None
     parts: list[str] = []
     ends = 0  # of the line before, 0 where that is a directive

@@ -305,7 +305,7 @@ class Scheduler:
         self.running.clear()
         self._moves.clear()
         self._new_pages.clear()
-        self._resets = True
+        self._resets = self._wipes = True  # the plan that was to wipe may be what was interrupted
 
     def finish(self, handle: Handle) -> None:
         """Let go of all that it holds, wherever it is."""

@@ -15,7 +15,7 @@ from kerngen.arch import Target, find_device
 from kerngen.compiler.compile import cache_key
 from kerngen.compiler.render import render
 from kerngen.compiler.source_digest import source_digest_of
-from kerngen.identity import digest_of, normal_form
+from kerngen.identity import digest_of, normal_form, without_comment_lines
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db import Store, lookup, problem_key
@@ -71,6 +71,11 @@ DIFFERENT = [
     ("int a = __LINE__;", "\nint a = __LINE__;"),
     ("n = 1'000;", "n = 1000;"),
     ("#include <a//b>", "#include <a//c>"),
+    ("// c \\\r\nint a;\n", "// c\r\nint a;\n"),  # joined with the next line, so no code
+    ("// c \\ \nint a;\n", "// c\nint a;\n"),
+    ("/\\\n* // */ int a;\n", "/\\\n* // */ int b;\n"),
+    ("#include <a//b>\n/**/\n", "#include <a//c>\n/**/\n"),
+    ("int a = __LI\\\nNE__;\n", "\nint a = __LI\\\nNE__;\n"),
 ]
 
 
@@ -78,6 +83,11 @@ DIFFERENT = [
 def test_what_means_the_same_is_the_same(a: str, b: str) -> None:
     assert normal_form(a) == normal_form(b)
     assert digest_of(a) == digest_of(b)
+
+
+@pytest.mark.parametrize("end", [b"\\\n", b"\\\r\n", b"\\ \n"])
+def test_a_comment_line_that_takes_in_the_next_stays(end: bytes) -> None:
+    assert without_comment_lines("a.cuh", b"// c " + end + b"int a;\n") != b"int a;\n"
 
 
 @pytest.mark.parametrize(("a", "b"), DIFFERENT)

@@ -112,6 +112,24 @@ def played(engine: Engine, draw: random.Random, count: int) -> list[Handle]:
     return handles
 
 
+def test_an_interrupted_plan_loses_no_wipe() -> None:
+    """A plan that was to wipe page 0 and was never run is followed by one that does."""
+    engine = plan_replay.engine()
+    engine.submit(Request([2, 300], 2))
+    engine.scheduler.distrust_cache()
+    run = engine.runner.run
+
+    def interrupted(plan: StepPlan) -> StepOutput:
+        assert plan.update.wipe
+        raise KeyboardInterrupt
+
+    engine.runner.run = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.runner.run = run  # type: ignore[method-assign]
+    assert engine.scheduler.take_update().wipe
+
+
 def test_another_process_makes_the_same_tokens_of_the_plans() -> None:
     """Of prefills, joint steps, drafts, masks, penalties, log-probabilities, preempted, cancelled and interrupted."""
     engine = plan_replay.engine()

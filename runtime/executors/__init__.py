@@ -55,6 +55,6 @@ class Executor(Protocol):
 
 
 def run_inline(work: Callable[[], R]) -> Callable[[], R]:
-    """Executor.beside where calls are executed one after the other."""
+    """Executor.overlap where calls are executed one after the other."""
     result = work()
     return lambda: result

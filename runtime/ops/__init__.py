@@ -138,7 +138,7 @@ class Ops(Protocol):
 
     def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:
         """Begins `work`, some ops on what is there, which the ops that follow need not wait for. The function that is
-        returned gives its result: the ops after that wait for it. See Executor.beside for what may go beside what.
+        returned gives its result: the ops after that wait for it. See Executor.overlap for what may go beside what.
         """
 
     def prepare(self, weights: Linear) -> Linear:

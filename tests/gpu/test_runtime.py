@@ -147,19 +147,19 @@ def test_what_fails_in_a_branch_of_a_capture_is_said_and_spoils_no_other() -> No
     def captured_in_part() -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             x.add_(1)
-            ops.beside(fails)
+            ops.overlap(fails)
 
     with pytest.raises(LookupError, match="within a branch"):
         captured_in_part()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = ops.beside(lambda: x * 2)
+        made = ops.overlap(lambda: x * 2)
         other = x * 3
         both = made() + other
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(both, x * 5)
-    assert torch.equal(ops.beside(lambda: x + 1)(), x + 1), "uncaptured, one after the other"
+    assert torch.equal(ops.overlap(lambda: x + 1)(), x + 1), "uncaptured, one after the other"
 
 
 def test_a_prompt_in_chunks_of_odd_size_runs() -> None:

@@ -48,7 +48,7 @@ from kerngen.compiler.render import render
 from kerngen.errors import KerngenError, UsageError
 from kerngen.system.files import read_toml
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Body, Kernel, describe, parse_fields, parse_over
+from kerngen.templates.kernel import Body, Kernel, defaults_of, describe, parse_fields, parse_over
 from kerngen.tuning.plan import rank
 from kerngen.tuning.recorded import Part
 from kerngen.tuning.space import valid_of
@@ -292,7 +292,7 @@ def _gridded(entry: Entry, target: Target) -> Grid:
 def _restricted(kernel: Kernel, problem: Any, target: Target, wanted: tuple[Part, ...]) -> tuple[Part, ...]:
     """Each body's space, or the parts of it that `wanted` keeps."""
     found: list[Part] = []
-    for part in wanted or ({},):
+    for part in (_own_names(kernel, part) for part in wanted or ({},)):
         known, fits = set[str](), False
         for body in _proven(kernel, target):
             space = body.choices(problem, target)
@@ -309,6 +309,17 @@ def _restricted(kernel: Kernel, problem: Any, target: Target, wanted: tuple[Part
         if not fits:
             raise UsageError(f"no body has the grid's {dict(part)}")
     return tuple(found)
+
+
+def _own_names(kernel: Kernel, part: Part) -> Part:
+    """`part` by today's fields, where it was written by those that are filed; flags are the bodies that they leave."""
+    of = defaults_of(kernel.config_type)
+    own = {of.own.get(name, name): values for name, values in part.items() if name not in of.flags}
+    if flags := {name: values for name, values in part.items() if name in of.flags}:
+        bodies = {of["body"]: {}, **of.bodies}
+        fit = (b for b, filed in bodies.items() if all(filed.get(f, False) in values for f, values in flags.items()))
+        own["body"] = tuple(fit)
+    return own
 
 
 def _every(kernel: Kernel, parts: tuple[Part, ...]) -> Iterator[Any]:

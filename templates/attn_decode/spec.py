@@ -2,10 +2,10 @@
 
 One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
 head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
-(fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.together,
+(fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.fused_combine,
 fused_combine.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (wgmma_ws.cu.jinja), and the
 splits of a cluster of blocks are merged through its shared memory (Config.cluster), where they are read or where they
-are pushed to (Config.push_bits): attn_combine has fewer partial results to merge, or none; together there, whoever
+are pushed to (Config.partial_bits): attn_combine has fewer partial results to merge, or none; together there, whoever
 comes last merges them and nobody waits. Without a cluster results are stored for attn_combine as they lie in registers
 (fragment_partials.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
 
@@ -117,26 +117,26 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
     num_splits: int = 1  # parts of the visible keys
-    # The splits of a row are merged by the blocks that made them, which wait for each other: all must be resident. With
-    # warpgroups the last of those blocks does it, and none waits.
-    together: bool = False
+    # The splits of a row are merged in this launch, by the blocks that made them, which wait for each other: all must
+    # be resident. With wgmma_ws the last of those blocks does it, and none waits.
+    fused_combine: bool = field(default=False, metadata={"filed": "together"})
     # mma: warps copy their own tiles and multiply them by mma.sync.
     # wgmma_ws: one more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: split_d warps,
-    #   one or two warpgroups, share a tile of 64 keys; a block has room for num_stages pieces of tiles (key_pieces).
+    #   one or two warpgroups, share a tile of 64 keys; a tile comes in stages_per_tile of the num_stages stages.
     body: str = field(default="mma", metadata={"filed": {"wgmma_ws": {"warpgroups": True}}})
     cluster: int = 1  # with wgmma_ws: consecutive splits of the same rows, merged through the cluster's shared memory
-    # With wgmma_ws: parts of their columns that the keys of a tile come in, each used as it comes; 1: they come in
-    # whole boxes, as values do, and are used when all have come.
-    key_parts: int = 2
-    # With wgmma_ws: bits, 16 or 32, of each value that a block hands over from its registers: in clusters they are
-    # pushed to those that merge them, to places beside their rings (dsmem_reduce.cuh.jinja), without them stored for
-    # attn_combine (fragment_partials.cuh.jinja). 0: results meet in the rings, where others of the cluster read them.
-    push_bits: int = 0
-    # Of num_stages those on their way at most until all have come once: they stand before what a predecessor still
-    # loads and stores, and before the queries. 0: all.
-    in_flight: int = 0
-    # With wgmma_ws: pieces behind the first num_stages that are asked into L2 when those have their places.
-    prefetch: int = 0
+    # With wgmma_ws: parts of head_dim that K of a tile is copied in, a stage each, and multiplied as each arrives. 1: K
+    # is copied by whole rows, as V is, and multiplied when all have arrived.
+    k_column_parts: int = field(default=2, metadata={"filed": "key_parts"})
+    # With wgmma_ws: bits, 16 or 32, of each partial result that a block hands over from its registers: in clusters it
+    # is written to the shared memory of the block that merges it (dsmem_reduce.cuh.jinja), else to the workspace for
+    # attn_combine (fragment_partials.cuh.jinja). 0: fp32 in the block's own stages, where the cluster reads them.
+    partial_bits: int = field(default=0, metadata={"filed": "push_bits"})
+    # Stages, of num_stages, that are in flight at most until each has been filled once: these copies compete with what
+    # a predecessor still loads and stores, and with the queries. 0: all.
+    prefetch_stages: int = field(default=0, metadata={"filed": "in_flight"})
+    # With wgmma_ws: stages after the first num_stages that are prefetched into L2 when those have been issued.
+    l2_prefetch_stages: int = field(default=0, metadata={"filed": "prefetch"})
 
     @property
     def warpgroups(self) -> bool:
@@ -151,25 +151,25 @@ def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
     return tuple(sorted({*LADDER, *(s for s in even if 1 <= s <= sms)}))
 
 
-def split_choices_in_clusters(problem: Problem, target: Target) -> tuple[int, ...]:
+def cluster_split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
     """Those, and the next fewer that clusters of up to 8 blocks divide; of these as many as are resident, and half."""
     choices = split_choices(problem, target)
-    resident = resident_in_clusters(target) // (problem.num_kv_heads * problem.batch)
+    resident = resident_cluster_blocks(target) // (problem.num_kv_heads * problem.batch)
     return tuple(sorted({s // 8 * 8 for s in (*choices, resident, resident // 2) if s >= 8} | set(choices)))
 
 
-def push_choices(problem: Problem, target: Target) -> tuple[int, ...]:
+def partial_bits_choices(problem: Problem, target: Target) -> tuple[int, ...]:
     """Few rows have few results, which come as soon in 32 bits; those of many need half the room in 16."""
     return (0, 32 if problem.rows <= 8 or problem.head_dim == 128 else 16)
 
 
-def resident_in_clusters(target: Target) -> int:
+def resident_cluster_blocks(target: Target) -> int:
     """Blocks, one an SM, of clusters of four and eight that are resident at once: some SMs of each GPC are left."""
     return target.device.num_sms * 6 // 7
 
 
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
-_SHAPES: dict[str, Choices] = {
+_VOLTA_SPACE: dict[str, Choices] = {
     "block_m": (8, 16, 32),
     "block_n": (16, 32),
     "split_d": (1, 2, 4, 8),
@@ -188,40 +188,40 @@ ARGS: dict[str, tuple[Arg, ...]] = {
     "attn_combine": (Arg("out", "ptr"), Arg("workspace", "ptr"), Arg("batch", "i32")),
 }  # fmt: skip
 # Volta: m8n8k4, K and V straight to registers. The other body serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16).
-# `together` was right and, of batch 7, 10 % faster on an H200 (docs/performance.md); its layout has changed since.
-_STAGED = _SHAPES | {"num_stages": (1, 2, 3, 4, 6), "in_flight": (0, 2)}
+# `fused_combine` was right and, of batch 7, 10 % faster on an H200 (docs/performance.md); its layout has changed since.
+_MMA_SPACE = _VOLTA_SPACE | {"num_stages": (1, 2, 3, 4, 6), "prefetch_stages": (0, 2)}
 _MAPS = (Arg("k_map", "map", of="k_cache"), Arg("v_map", "map", of="v_cache"))
-_BY_WARPGROUPS: dict[str, Choices] = {
+_WGMMA_WS_SPACE: dict[str, Choices] = {
     "block_m": (8, 16, 24, 32, 40, 48, 56, 64),
     "block_n": (16,),
     "split_d": (4, 8),
     "num_warps": (4, 8, 12),
     "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24),
-    "num_splits": split_choices_in_clusters,
+    "num_splits": cluster_split_choices,
     "cluster": (1, 2, 4, 8),
-    "key_parts": (1, 2, 4),
-    "push_bits": push_choices,
-    "in_flight": (0, 3),
+    "k_column_parts": (1, 2, 4),
+    "partial_bits": partial_bits_choices,
+    "prefetch_stages": (0, 3),
 }
 BODIES = (
     Body(
-        "kernel.cu.jinja", ARGS, _STAGED, serves=lambda arch: arch.has_ldmatrix,
-        when={"together": False, "body": "mma"},
+        "kernel.cu.jinja", ARGS, _MMA_SPACE, serves=lambda arch: arch.has_ldmatrix,
+        when={"fused_combine": False, "body": "mma"},
     ),
     Body(
-        "kernel.cu.jinja", ARGS, _STAGED, serves=lambda arch: arch.has_ldmatrix,
-        when={"together": True, "body": "mma"}, proven=False,
+        "kernel.cu.jinja", ARGS, _MMA_SPACE, serves=lambda arch: arch.has_ldmatrix,
+        when={"fused_combine": True, "body": "mma"}, proven=False,
     ),
     Body(
-        "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
-        serves=lambda arch: arch.has_wgmma, when={"together": False, "body": "wgmma_ws"},
+        "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _WGMMA_WS_SPACE,
+        serves=lambda arch: arch.has_wgmma, when={"fused_combine": False, "body": "wgmma_ws"},
     ),
     Body(
-        "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _BY_WARPGROUPS,
-        serves=lambda arch: arch.has_wgmma, when={"together": True, "body": "wgmma_ws"},
+        "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _WGMMA_WS_SPACE,
+        serves=lambda arch: arch.has_wgmma, when={"fused_combine": True, "body": "wgmma_ws"},
     ),
     Body(
-        "volta.cu.jinja", ARGS, _SHAPES | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
+        "volta.cu.jinja", ARGS, _VOLTA_SPACE | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
         serves=lambda arch: not arch.has_ldmatrix,
     ),
 )  # fmt: skip
@@ -233,8 +233,8 @@ MAX_ACCUMULATORS = 128
 MAX_SPILL_BYTES = 8
 # Of a thread, beside the accumulators and statistics of its warpgroup.
 WARPGROUP_SPARE_REGS = 24
-COPIER_REGS = 32  # where they are dealt: of a thread of the warpgroup that copies
-SAME_SPARE_REGS = 30  # where all warps have as many: with 24 one of 300 builds spilled
+PRODUCER_REGS = 32  # where they are dealt: of a thread of the warpgroup that copies
+UNIFORM_SPARE_REGS = 30  # where all warps have as many: with 24 one of 300 builds spilled
 
 
 MAX_SLICES = 8  # of the splits, in a block of the combine
@@ -242,61 +242,63 @@ LINE_QUADS = 8  # of 4 fp32, a line: what a block merges is in multiples of it
 
 
 TILE = 64  # keys that a warpgroup multiplies at once
-PREFETCHED_TILES = 8  # the pages of whose 32 chunks are at hand when a ring has been filled
-STORED_IN_FLIGHT = 80 * 1024  # bytes on their way to a block whose results are stored, once its ring has been full
+L2_PREFETCH_TILES = 8  # the pages of whose 32 chunks are at hand when a ring has been filled
+FRAGMENT_BYTES_IN_FLIGHT = (
+    80 * 1024
+)  # bytes on their way to a block whose results are stored, once its ring has been full
 # Where results are stored from registers: warps of a block of attn_combine, and the share of an SM's registers that is
 # left to it beside a block of attn_decode, for two of its blocks, or one of more splits, whose weights take more.
-COMBINE_WARPS, COMBINE_SHARE, FEW_STORED_SPLITS = 4, 4, 36
+COMBINE_WARPS, COMBINE_SHARE, FEW_FRAGMENT_SPLITS = 4, 4, 36
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    found = {"MAX_SLICES": MAX_SLICES, "FRAGMENT_PARTIALS": int(stored(config))}
+    found = {"MAX_SLICES": MAX_SLICES, "FRAGMENT_PARTIALS": int(has_fragment_partials(config))}
     if config.warpgroups:
-        found |= {"SMEM_BYTES": _smem_by_warpgroups(problem, config)}
-        found["PRODUCER_REGISTERS"] = COPIER_REGS
-        found["BLOCKS_PER_SM"], found["PRODUCER_WARPS"], found["REGISTERS"] = dealt(problem, config, arch)
+        found |= {"SMEM_BYTES": _wgmma_ws_smem_bytes(problem, config)}
+        found["PRODUCER_REGISTERS"] = PRODUCER_REGS
+        found["BLOCKS_PER_SM"], found["PRODUCER_WARPS"], found["REGISTERS"] = register_split(problem, config, arch)
         found["ITEM_WORDS"] = item_words(config)
-        found["MAX_INFLIGHT_STAGES"] = throughout(problem, config)
-        found["BOUND_THREADS"] = _bound(problem, config, arch)
-        if stored(config):
+        found["MAX_INFLIGHT_STAGES"] = max_inflight_stages(problem, config)
+        found["BOUND_THREADS"] = _bound_threads(problem, config, arch)
+        if has_fragment_partials(config):
             blocks, ahead = combine_blocks(config)
             found |= {"COMBINE_WARPS": COMBINE_WARPS, "COMBINE_BLOCKS": blocks, "COMBINE_AHEAD": ahead}
             found["CHUNK_LANES"], found["SPAN"] = chunk_lanes(config), span(problem, config)
-        found["UNIT_COLUMNS"], found["DSMEM_BYTES"] = unit_columns(problem, config), pushed_bytes(problem, config)
-    elif config.together:
-        piece, owners, rows = pieces(problem, config)
+        found["UNIT_COLUMNS"], found["DSMEM_BYTES"] = unit_columns(problem, config), dsmem_bytes(problem, config)
+    elif config.fused_combine:
+        piece, owners, rows = combine_tiles(problem, config)
         found |= {"PIECE": piece, "OWNERS": owners, "PIECE_ROWS": rows, "CELL": cell_quads(piece, rows)}
     return found
 
 
 def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     """Of entries whose __launch_bounds__ are above their blocks: with fewer registers, which attn_combine's have."""
-    return {"attn_decode": _bound(problem, config, arch)} if stored(config) else {}
+    return {"attn_decode": _bound_threads(problem, config, arch)} if has_fragment_partials(config) else {}
 
 
-def _bound(problem: Problem, config: Config, arch: Arch) -> int:
+def _bound_threads(problem: Problem, config: Config, arch: Arch) -> int:
     """Of attn_decode by warpgroups."""
     threads = (config.num_warps // 4 + 1) * 128
-    beside = _registers_beside(problem, config, arch)
+    beside = _regs_left_by_combine(problem, config, arch)
     return max(threads, arch.bound_for(beside)) if beside else threads
 
 
-def _registers_beside(p: Problem, c: Config, arch: Arch) -> int:
+def _regs_left_by_combine(p: Problem, c: Config, arch: Arch) -> int:
     """That a thread of a block whose results are stored begins with, beside attn_combine's; 0 where those are too few,
     dealt out or not.
     """
-    if not stored(c) or _two_fit(p, c, arch):
+    if not has_fragment_partials(c) or _two_blocks_fit(p, c, arch):
         return 0
     left = arch.regs_per_sm * (COMBINE_SHARE - 1) // COMBINE_SHARE // (32 * (c.num_warps + 4)) // 8 * 8
-    return left if registers_held(p, c) + WARPGROUP_SPARE_REGS <= _dealt_of(left, c) else 0
+    return left if registers_held(p, c) + WARPGROUP_SPARE_REGS <= _consumer_regs(left, c) else 0
 
 
-def _dealt_of(registers: int, c: Config) -> int:
+def _consumer_regs(registers: int, c: Config) -> int:
     """Of a thread that multiplies, where each of a block had so many and the warpgroup that copies gives its own."""
-    return min(232, (registers * (c.num_warps + 4) - 4 * COPIER_REGS) // c.num_warps // 8 * 8)
+    return min(232, (registers * (c.num_warps + 4) - 4 * PRODUCER_REGS) // c.num_warps // 8 * 8)
 
 
-def pieces(problem: Problem, config: Config) -> tuple[int, int, int]:
+def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
     """How what a block's rows give is dealt to the num_splits blocks that have the same rows, to be merged together.
 
     (4-element quads of a piece, whole lines of their fp32; pieces, one a block; rows that a piece touches at most)
@@ -315,13 +317,13 @@ def cell_quads(piece: int, piece_rows: int) -> int:
     return piece + ceil(piece_rows / 4 / LINE_QUADS) * LINE_QUADS
 
 
-def key_pieces(config: Config) -> int:
-    """Pieces that the keys of a tile come in, by columns or, whole, by keys; its values come in as many, by keys."""
-    return TILE // config.block_n if config.key_parts == 1 else config.key_parts
+def stages_per_tile(config: Config) -> int:
+    """Stages that K of a tile takes, by columns or by keys; V takes as many, by keys."""
+    return TILE // config.block_n if config.k_column_parts == 1 else config.k_column_parts
 
 
-def piece_bytes(problem: Problem, config: Config) -> int:
-    return TILE * problem.head_dim * 2 // key_pieces(config)
+def stage_bytes(problem: Problem, config: Config) -> int:
+    return TILE * problem.head_dim * 2 // stages_per_tile(config)
 
 
 def partials(config: Config) -> int:
@@ -329,19 +331,22 @@ def partials(config: Config) -> int:
     return config.num_splits // config.cluster
 
 
-def stored(config: Config) -> bool:
-    """Whether blocks store what they found as it lies in registers (fragment_partials.cuh.jinja), for attn_combine."""
-    return config.warpgroups and config.push_bits > 0 and config.cluster == 1
+def has_fragment_partials(config: Config) -> bool:
+    """Whether blocks leave attn_combine partial results as fragments (fragment_partials.cuh.jinja)."""
+    return config.warpgroups and config.partial_bits > 0 and config.cluster == 1
 
 
 def combine_blocks(config: Config) -> tuple[int, int]:
     """(blocks of attn_combine that an SM holds, loads that a lane has under way), where results are stored."""
-    return (8, 9) if config.num_splits <= FEW_STORED_SPLITS else (6, 8)
+    return (8, 9) if config.num_splits <= FEW_FRAGMENT_SPLITS else (6, 8)
 
 
-def throughout(problem: Problem, config: Config) -> int:
-    """Pieces of a ring that are on their way at most when it has been full."""
-    return min(config.num_stages, max(2, STORED_IN_FLIGHT // piece_bytes(problem, config)) if stored(config) else 64)
+def max_inflight_stages(problem: Problem, config: Config) -> int:
+    """Stages in flight at most once all have been filled."""
+    return min(
+        config.num_stages,
+        max(2, FRAGMENT_BYTES_IN_FLIGHT // stage_bytes(problem, config)) if has_fragment_partials(config) else 64,
+    )
 
 
 def chunk_lanes(config: Config) -> int:
@@ -356,7 +361,7 @@ def span(problem: Problem, config: Config) -> int:
     return min(32 // lanes * more, chunks(problem, config)[1])
 
 
-def lane_loads(problem: Problem, config: Config) -> int:
+def loads_per_lane(problem: Problem, config: Config) -> int:
     """Loads of 16 bytes by which a lane of attn_combine merges its part of a span."""
     lanes = chunk_lanes(config)
     return ceil(config.num_splits * 8 / lanes) * (span(problem, config) * lanes // 32)
@@ -364,7 +369,7 @@ def lane_loads(problem: Problem, config: Config) -> int:
 
 def chunks(problem: Problem, config: Config) -> tuple[int, int]:
     """(pairs of rows, chunks of 128 bytes of each) that a block stores."""
-    return ceil(min(config.block_m, problem.rows) / 2), problem.head_dim * config.push_bits // 512
+    return ceil(min(config.block_m, problem.rows) / 2), problem.head_dim * config.partial_bits // 512
 
 
 def item_words(config: Config) -> int:
@@ -380,17 +385,17 @@ def unit_columns(problem: Problem, config: Config) -> int:
 
     Those of an item (item_words) at most, and no fewer where the last block merges clusters.
     """
-    return 128 if config.together else min(128, problem.head_dim // config.cluster)
+    return 128 if config.fused_combine else min(128, problem.head_dim // config.cluster)
 
 
-def pushed_bytes(problem: Problem, config: Config) -> int:
+def dsmem_bytes(problem: Problem, config: Config) -> int:
     """Shared memory for what is pushed to a block: by each of its cluster units and their log-sum-exps; a barrier."""
     p, c = problem, config
-    if not c.push_bits or stored(c):
+    if not c.partial_bits or has_fragment_partials(c):
         return 0
     columns = unit_columns(p, c)
     slots = ceil(ceil(min(c.block_m, p.rows) / 2) * (p.head_dim // columns) / c.cluster)
-    return slots * c.cluster * (2 * columns * c.push_bits // 8 + 8) + 16
+    return slots * c.cluster * (2 * columns * c.partial_bits // 8 + 8) + 16
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
@@ -402,7 +407,7 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
     if not config.warpgroups or 0 in shape:
         return None
     pages, heads, size, dim = shape
-    row, blocks = dim * 2, dim // 64 // (config.key_parts if of == "k_cache" else 1)
+    row, blocks = dim * 2, dim // 64 // (config.k_column_parts if of == "k_cache" else 1)
     return TensorMap(
         (64, 8, dim // 64, size // 8, pages * heads), (row, 128, 8 * row, size * row),
         (64, 8, blocks, config.block_n // 8, 1),
@@ -421,20 +426,25 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     p, c, arch = problem, config, target.arch
     dim = p.head_dim // c.split_d
-    if c.in_flight and not arch.has_pdl:
-        return f"in_flight={c.in_flight} is for launches that begin before others end, on sm90 and newer; in_flight=0"
-    if not 0 <= c.in_flight < c.num_stages:
-        return f"in_flight={c.in_flight} of num_stages={c.num_stages}: fewer, or 0 for all"
+    if c.prefetch_stages and not arch.has_pdl:
+        return (
+            f"prefetch_stages={c.prefetch_stages} is for launches that begin before others end, on sm90 and newer; "
+            "prefetch_stages=0"
+        )
+    if not 0 <= c.prefetch_stages < c.num_stages:
+        return f"prefetch_stages={c.prefetch_stages} of num_stages={c.num_stages}: fewer, or 0 for all"
     if c.num_warps % c.split_d:
         return f"num_warps={c.num_warps} is no multiple of split_d={c.split_d}"
     if c.warpgroups:
-        return _why_not_by_warpgroups(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
-    if c.cluster != 1 or c.key_parts != 2:
-        return f"cluster={c.cluster}, key_parts={c.key_parts} are body=wgmma_ws's; cluster=1, key_parts=2"
-    if c.prefetch:
-        return f"prefetch={c.prefetch} is body=wgmma_ws's; prefetch=0"
-    if c.push_bits:
-        return f"push_bits={c.push_bits} is body=wgmma_ws's; push_bits=0"
+        return _why_not_wgmma_ws(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
+    if c.cluster != 1 or c.k_column_parts != 2:
+        return (
+            f"cluster={c.cluster}, k_column_parts={c.k_column_parts} are body=wgmma_ws's; cluster=1, k_column_parts=2"
+        )
+    if c.l2_prefetch_stages:
+        return f"l2_prefetch_stages={c.l2_prefetch_stages} is body=wgmma_ws's; l2_prefetch_stages=0"
+    if c.partial_bits:
+        return f"partial_bits={c.partial_bits} is body=wgmma_ws's; partial_bits=0"
     least = 64 if arch.has_ldmatrix else 128
     if dim < least:
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
@@ -454,7 +464,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"num_stages={c.num_stages} needs cp.async, which {arch} lacks; num_stages=1"
     if arch.has_cp_async and c.num_stages < 2:
         return f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
-    return why_not_together(p, c, target) or arch.why_too_large(smem_bytes(p, c, target))
+    return why_not_fused_combine(p, c, target) or arch.why_too_large(smem_bytes(p, c, target))
 
 
 def registers_held(p: Problem, c: Config) -> int:
@@ -462,34 +472,34 @@ def registers_held(p: Problem, c: Config) -> int:
     return p.head_dim * c.block_m * 4 // c.split_d // 128 + c.block_m // 2 + c.block_m // 4 + c.block_m // 2
 
 
-def dealt(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int]:
+def register_split(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int]:
     """(blocks that an SM is to hold; warps beside num_warps; registers of a thread that multiplies), by warpgroups.
 
     Two blocks where shared memory and registers allow that, or one, and those of attn_combine beside it. One warp
     copies, and all have the same. Where that is not enough registers are dealt out to warpgroups, and the one that
     copies has a whole one. A block takes them by four warps.
     """
-    if beside := _registers_beside(p, c, arch):
+    if beside := _regs_left_by_combine(p, c, arch):
         if registers_held(p, c) + WARPGROUP_SPARE_REGS <= beside:
             return 1, 1, beside
-        return 1, 4, _dealt_of(beside, c)
+        return 1, 4, _consumer_regs(beside, c)
     held, warps = registers_held(p, c), c.num_warps + 4  # with those of the copier, or in their place
-    for blocks in (2, 1) if _two_fit(p, c, arch) else (1,):
+    for blocks in (2, 1) if _two_blocks_fit(p, c, arch) else (1,):
         same = min(255, arch.regs_per_sm // (32 * blocks * warps) // 8 * 8)
-        if held + SAME_SPARE_REGS <= same:
+        if held + UNIFORM_SPARE_REGS <= same:
             return blocks, 1, same
-        more = _dealt_of(same // 8 * 8, c)
+        more = _consumer_regs(same // 8 * 8, c)
         if held + WARPGROUP_SPARE_REGS <= more:
             break
     return blocks, 4, more
 
 
-def _two_fit(p: Problem, c: Config, arch: Arch) -> bool:
+def _two_blocks_fit(p: Problem, c: Config, arch: Arch) -> bool:
     """Blocks by warpgroups in an SM's shared memory; not of twelve warps, with 64 registers too few for clusters."""
-    return 2 * (_smem_by_warpgroups(p, c) + arch.reserved_smem_bytes) <= arch.smem_per_sm and c.num_warps < 12
+    return 2 * (_wgmma_ws_smem_bytes(p, c) + arch.reserved_smem_bytes) <= arch.smem_per_sm and c.num_warps < 12
 
 
-def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
+def _why_not_wgmma_ws(p: Problem, c: Config, arch: Arch) -> str | None:
     if not arch.has_wgmma:
         return f"body=wgmma_ws needs wgmma, which {arch} (number {arch.number}) lacks; body=mma"
     if c.split_d not in (4, 8):
@@ -503,71 +513,76 @@ def _why_not_by_warpgroups(p: Problem, c: Config, arch: Arch) -> str | None:
     if c.block_m >= p.rows + 8:
         return f"block_m={c.block_m}: {p.rows} rows fill {c.block_m - 8}"
     most = min(4, p.head_dim // 64)
-    if c.key_parts not in (1, 2, 4) or c.key_parts > most:
-        return f"key_parts={c.key_parts}: 1, 2 or 4 parts have whole blocks of 64 columns; {most} at most"
-    if c.key_parts == 1 and c.num_stages % (TILE // c.block_n):
-        return (
-            f"num_stages={c.num_stages}: whole keys lie in four places side by side; a multiple of 4 with key_parts=1"
-        )
+    if c.k_column_parts not in (1, 2, 4) or c.k_column_parts > most:
+        return f"k_column_parts={c.k_column_parts}: 1, 2 or 4 parts have whole blocks of 64 columns; {most} at most"
+    if c.k_column_parts == 1 and c.num_stages % (TILE // c.block_n):
+        return f"num_stages={c.num_stages}: whole keys take four stages; a multiple of 4 with k_column_parts=1"
     if c.num_stages < 2:
-        return f"num_stages={c.num_stages}: a piece is in use while the next one is awaited; at least 2"
+        return f"num_stages={c.num_stages}: a stage is in use while the next one is awaited; at least 2"
     if c.num_stages > 32:
-        return f"num_stages={c.num_stages}: a thread has a bit for the phase of each place; at most 32"
-    most = PREFETCHED_TILES * 2 * key_pieces(c)
-    if c.prefetch < 0 or (c.prefetch and c.num_stages + c.prefetch > most):
-        return f"prefetch={c.prefetch}: beside num_stages={c.num_stages} pieces at most {max(most - c.num_stages, 0)}"
+        return f"num_stages={c.num_stages}: a thread has a bit for the phase of each stage; at most 32"
+    most = L2_PREFETCH_TILES * 2 * stages_per_tile(c)
+    if c.l2_prefetch_stages < 0 or (c.l2_prefetch_stages and c.num_stages + c.l2_prefetch_stages > most):
+        left = max(most - c.num_stages, 0)
+        return f"l2_prefetch_stages={c.l2_prefetch_stages}: after num_stages={c.num_stages} at most {left}"
     if c.cluster not in (1, 2, 4, 8):
         return f"cluster={c.cluster}: a cluster has 1, 2, 4 or 8 blocks wherever it lies"
     if c.num_splits < 1 or c.num_splits % c.cluster:
         return f"num_splits={c.num_splits}: whole clusters have them; a multiple of cluster={c.cluster}"
-    if c.together and not 2 <= partials(c) <= 32:
-        return f"together=True: the last block merges 2 to 32 results of a row; num_splits / cluster is {partials(c)}"
-    held, (*_, limit) = registers_held(p, c), dealt(p, c, arch)
+    if c.fused_combine and not 2 <= partials(c) <= 32:
+        return (
+            f"fused_combine=True: the last block merges 2 to 32 results of a row; num_splits / cluster is {partials(c)}"
+        )
+    held, (*_, limit) = registers_held(p, c), register_split(p, c, arch)
     if held + WARPGROUP_SPARE_REGS > limit:
         return (
             f"output, scores and statistics take {held} registers a thread; with {WARPGROUP_SPARE_REGS} for the rest "
             f"that is over {limit}"
         )
-    if c.push_bits and (why := _why_not_pushed(p, c, arch)):
+    if c.partial_bits and (why := _why_no_partial_bits(p, c, arch)):
         return why
-    if c.push_bits and c.num_warps == c.split_d:
+    if c.partial_bits and c.num_warps == c.split_d:
         return None  # one team, which has nobody of its block to meet
-    results, room = c.num_warps // c.split_d * c.block_m * p.head_dim * 4, c.num_stages * piece_bytes(p, c)
+    results, room = c.num_warps // c.split_d * c.block_m * p.head_dim * 4, c.num_stages * stage_bytes(p, c)
     if results > room:
         return f"{results:,} B of results of {c.num_warps // c.split_d} teams meet in a ring of {room:,} B"
     return None
 
 
-def _why_not_pushed(p: Problem, c: Config, arch: Arch) -> str | None:
-    bits, columns = c.push_bits, unit_columns(p, c)
+def _why_no_partial_bits(p: Problem, c: Config, arch: Arch) -> str | None:
+    bits, columns = c.partial_bits, unit_columns(p, c)
     if bits not in (16, 32):
-        return f"push_bits={bits}: values are pushed in 16 or 32 bits; 0 pushes none"
-    if c.cluster == 1 and (c.together or c.num_splits == 1):
-        return f"push_bits={bits}: of cluster=1 they are stored for attn_combine; together=False and several splits"
+        return f"partial_bits={bits}: values are pushed in 16 or 32 bits; 0 pushes none"
+    if c.cluster == 1 and (c.fused_combine or c.num_splits == 1):
+        return f"partial_bits={bits}: of cluster=1 they go to attn_combine; fused_combine=False and several splits"
     if bits == 16 and p.head_dim * 4 < 128 * c.split_d:
-        return f"push_bits=16: split_d={c.split_d} leaves a warpgroup one block of 64 columns; two are pushed at once"
+        return (
+            f"partial_bits=16: split_d={c.split_d} leaves a warpgroup one block of 64 columns; two are pushed at once"
+        )
     if bits == 16 and columns < 32:
-        return f"push_bits=16: of each row a block merges {columns} columns; 32 are pushed at once, or push_bits=32"
-    if dealt(p, c, arch)[0] < dealt(p, replace(c, push_bits=0), arch)[0]:
-        return f"push_bits={bits}: its {pushed_bytes(p, c):,} B cost an SM its second block; fewer num_stages, or 0"
+        return (
+            f"partial_bits=16: of each row a block merges {columns} columns; 32 are pushed at once, or partial_bits=32"
+        )
+    if register_split(p, c, arch)[0] < register_split(p, replace(c, partial_bits=0), arch)[0]:
+        return f"partial_bits={bits}: its {dsmem_bytes(p, c):,} B cost an SM its second block; fewer num_stages, or 0"
     return None
 
 
-def why_not_together(problem: Problem, config: Config, target: Target) -> str | None:
+def why_not_fused_combine(problem: Problem, config: Config, target: Target) -> str | None:
     """Why the blocks cannot merge the splits of their rows among themselves, if they are asked to.
 
     A block that waits keeps its SM's registers and shared memory, so all of the grid must be resident at once. Certain
     is one block an SM.
     """
     p, c, sms = problem, config, target.device.num_sms
-    if not c.together:
+    if not c.fused_combine:
         return None
     if not target.arch.has_ldmatrix:
-        return f"together=True: splits are merged by a second launch on {target.arch}; together=False serves"
+        return f"fused_combine=True: splits are merged by a second launch on {target.arch}; fused_combine=False serves"
     if c.num_splits == 1:
-        return "together=True: num_splits=1 leaves nothing to merge; together=False"
+        return "fused_combine=True: num_splits=1 leaves nothing to merge; fused_combine=False"
     if (blocks := prod(grid_of(p, c))) > sms:
-        return f"together=True: {blocks} blocks wait for each other, and {sms} SMs hold one each; at most {sms} blocks"
+        return f"fused_combine=True: {blocks} blocks wait for each other, and {sms} SMs hold one each; at most {sms}"
     return None
 
 
@@ -575,23 +590,23 @@ def grid_of(p: Problem, c: Config) -> tuple[int, int, int]:
     return ceil(p.rows / c.block_m) * c.num_splits, p.num_kv_heads, p.batch
 
 
-def _smem_by_warpgroups(p: Problem, c: Config) -> int:
+def _wgmma_ws_smem_bytes(p: Problem, c: Config) -> int:
     """Queries, the ring, each warpgroup's probabilities or turns before, new keys and values, what is pushed here,
     statistics, barriers."""
     row, warpgroups = p.head_dim * 2, c.num_warps // 4
     new = 2 * p.q_len * row if p.owns_kv else 0
     turns = 0 if p.source == "q" else p.q_len * row
-    stats = warpgroups * c.block_m * (4 + (4 if stored(c) else 0) + 1) * 4
+    stats = warpgroups * c.block_m * (4 + (4 if has_fragment_partials(c) else 0) + 1) * 4
     barriers = 8 * (c.num_stages * (c.num_warps // c.split_d + 1) + 1)
     shown = warpgroups * c.block_m * TILE * 2
-    ring = c.num_stages * piece_bytes(p, c)
-    return c.block_m * row + ring + max(shown, turns) + new + pushed_bytes(p, c) + stats + barriers
+    ring = c.num_stages * stage_bytes(p, c)
+    return c.block_m * row + ring + max(shown, turns) + new + dsmem_bytes(p, c) + stats + barriers
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c = problem, config
     if c.warpgroups:
-        return _smem_by_warpgroups(p, c)
+        return _wgmma_ws_smem_bytes(p, c)
     teams = c.num_warps // c.split_d
     queries = c.block_m * p.head_dim * 2
     scores = c.num_warps * c.block_n * c.block_m * 4 if c.split_d > 1 else 0
@@ -603,7 +618,7 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
             exchange = scores + teams * c.block_m * (c.block_n * 2 + 4)
         else:
             exchange = 2 * scores
-        meeting = 16 if target.arch.has_cp_async and c.split_d > 1 and teams > 1 and not c.together else 0
+        meeting = 16 if target.arch.has_cp_async and c.split_d > 1 and teams > 1 and not c.fused_combine else 0
         return ring + queries + exchange + stats + meeting + turns
     merge = teams * 8 * 128 * c.split_d * 4
     probabilities = c.num_warps * c.block_m * 80
@@ -615,16 +630,16 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     decode = Launch(
         "attn_decode",
         grid=grid_of(p, c),
-        block=((c.num_warps + (dealt(p, c, target.arch)[1] if c.warpgroups else 0)) * 32, 1, 1),
+        block=((c.num_warps + (register_split(p, c, target.arch)[1] if c.warpgroups else 0)) * 32, 1, 1),
         smem_bytes=smem_bytes(p, c, target),
         pdl=target.arch.has_pdl,
         reads_ahead=target.arch.has_pdl,
         cluster=(c.cluster, 1, 1),
-        cooperative=c.together and not c.warpgroups,
+        cooperative=c.fused_combine and not c.warpgroups,
     )
-    if partials(c) == 1 or c.together:
+    if partials(c) == 1 or c.fused_combine:
         return (decode,)
-    if stored(c):
+    if has_fragment_partials(c):
         pairs, of_pair = chunks(p, c)
         spans = prod(decode.grid) // c.num_splits * pairs * of_pair // span(p, c)
         busy = min(prod(decode.grid), target.device.num_sms)
@@ -656,13 +671,13 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     if partials(c) == 1:
         return 0
     groups = prod(grid_of(p, c)) // c.num_splits
-    if stored(c):
+    if has_fragment_partials(c):
         pairs, of_pair = chunks(p, c)
         return groups * pairs * c.num_splits * (of_pair * 128 + 2 * 4)
-    if c.together and c.warpgroups:
+    if c.fused_combine and c.warpgroups:
         return groups * min(c.block_m, p.rows) * p.head_dim // 128 * item_words(c) * 4
-    if c.together:
-        piece, owners, rows = pieces(p, c)
+    if c.fused_combine:
+        piece, owners, rows = combine_tiles(p, c)
         return groups * owners * c.num_splits * cell_quads(piece, rows) * 16
     return p.batch * p.q_len * p.num_q_heads * partials(c) * (p.head_dim + 1) * 4
 
@@ -681,8 +696,8 @@ def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
     """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
     if c.warpgroups:  # two pieces are in use, or a tile's whole keys
-        pieces_in_flight = max(c.num_stages - (key_pieces(c) if c.key_parts == 1 else 2), 1)
-        return min(pieces_in_flight, throughout(p, c)) * piece_bytes(p, c)
+        stages_in_flight = max(c.num_stages - (stages_per_tile(c) if c.k_column_parts == 1 else 2), 1)
+        return min(stages_in_flight, max_inflight_stages(p, c)) * stage_bytes(p, c)
     if not target.arch.has_ldmatrix:
         return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
     return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2

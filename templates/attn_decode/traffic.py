@@ -13,9 +13,9 @@ from kerngen.templates.attn_decode.spec import (
     bytes_in_flight,
     combine_shape,
     cost,
-    lane_loads,
+    has_fragment_partials,
+    loads_per_lane,
     partials,
-    stored,
     workspace_bytes,
 )
 from kerngen.templates.kernel import Traffic
@@ -31,15 +31,15 @@ MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
 WAITS, HEAD_WAITS = 5, 2
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 PRODUCT_CLOCKS = 32  # that a product by a warpgroup takes at least, its operands from shared memory
-PUSH_WAITS = 1  # where what a block merges is pushed to it
-MERGE_WAITS = 2  # where blocks merge together: partial results out to L2 or another SM, and the others' from it
+DSMEM_WAITS = 1  # where what a block merges is pushed to it
+COMBINE_WAITS = 2  # where blocks merge together: partial results out to L2 or another SM, and the others' from it
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, ...]:
     """One Traffic for the decode launch and, with several splits that are not merged together, one for the combine."""
     p, c, arch = problem, config, target.arch
     if c.warpgroups:
-        return _by_warpgroups(p, c, target)
+        return _wgmma_ws_traffic(p, c, target)
     dim, warps = p.head_dim // c.split_d, c.num_warps
     m_blocks = ceil(p.rows / c.block_m)
     streams = p.batch * p.num_kv_heads * m_blocks  # of keys, each through its own blocks
@@ -73,7 +73,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         + (EXCHANGE_CLOCKS if c.split_d > 1 else 0)
     )
     moved_on = workspace_bytes(p, c, target)
-    merged = moved_on if c.together else 0  # in the same launch: they are received, and zeros left in their place
+    merged = moved_on if c.fused_combine else 0  # in the same launch: they are received, and zeros left in their place
     least = cost(p).bytes
     decode = Traffic(
         dram_bytes=least,
@@ -86,10 +86,10 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
         copies=arch.has_cp_async,
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + (MERGE_WAITS if c.together else 0),
+        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
     )
-    return (decode,) if c.num_splits == 1 or c.together else (decode, _combine(p, c, moved_on))
+    return (decode,) if c.num_splits == 1 or c.fused_combine else (decode, _combine(p, c, moved_on))
 
 
 def _combine(p: Problem, c: Config, moved: int) -> Traffic:
@@ -98,7 +98,7 @@ def _combine(p: Problem, c: Config, moved: int) -> Traffic:
     return Traffic(0, 0, l2_bytes=moved, cuda_ops=moved // 2, bytes_in_flight=in_flight)
 
 
-def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]:
+def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]:
     """Of wgmma_ws.cu.jinja: each warpgroup of a team makes all scores of a tile, and its columns of the output."""
     m_blocks, teams, sharing = ceil(p.rows / c.block_m), c.num_warps // c.split_d, c.split_d // 4
     streams = p.batch * p.num_kv_heads * m_blocks
@@ -109,11 +109,13 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
     heads = 0 if p.source == "q" else min(c.block_m, p.rows) + (2 * p.q_len if p.owns_kv else 0)
     turns = 0 if p.source == "q" else p.q_len
     results = blocks * teams * c.block_m * p.head_dim * 4 * 2  # written to shared memory and read
-    if c.push_bits:
-        pushed = 0 if stored(c) else blocks * min(c.block_m, p.rows) * p.head_dim * c.push_bits // 8 * 2
+    if c.partial_bits:
+        pushed = (
+            0 if has_fragment_partials(c) else blocks * min(c.block_m, p.rows) * p.head_dim * c.partial_bits // 8 * 2
+        )
         results = results * (teams > 1) + pushed
     moved_on, least = workspace_bytes(p, c, target), cost(p).bytes
-    in_cluster = 0 if c.cluster == 1 else PUSH_WAITS if c.push_bits else MERGE_WAITS
+    in_cluster = 0 if c.cluster == 1 else DSMEM_WAITS if c.partial_bits else COMBINE_WAITS
     decode = Traffic(
         dram_bytes=least,
         flops=tiles * (scores + outputs) * 2 * TILE * c.block_m * 16,
@@ -125,12 +127,12 @@ def _by_warpgroups(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]
         copies=True,
         tensor="roles",
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + in_cluster + (MERGE_WAITS if c.together else 0),
+        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + in_cluster + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
     )
-    if partials(c) == 1 or c.together:
+    if partials(c) == 1 or c.fused_combine:
         return (decode,)
-    if not stored(c):
+    if not has_fragment_partials(c):
         return (decode, _combine(p, c, moved_on))
-    in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, lane_loads(p, c))
-    return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on * 16 // c.push_bits, bytes_in_flight=in_flight))
+    in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, loads_per_lane(p, c))
+    return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on * 16 // c.partial_bits, bytes_in_flight=in_flight))

@@ -19,7 +19,7 @@ that carry their own flag, NCCL's LL protocol. Attention is split over keys and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import ceil, lcm
@@ -197,8 +197,9 @@ class Config:
     num_warps: int = 8  # that multiply
     stage_tiles: int = 24  # tiles of 32 x 32 weights in a slot of the ring
     num_stages: int = 8
-    in_flight: int = 4  # slots on their way at most
-    tiles_together: int = 3  # that a warp reads ahead of multiplying them, two by two
+    max_inflight_stages: int = field(default=4, metadata={"filed": "in_flight"})
+    # Tiles that a warp reads ahead of multiplying them, two by two.
+    prefetch_tiles: int = field(default=3, metadata={"filed": "tiles_together"})
     out_parts: int = 2  # parts of a strip of 32 rows of the output projection, where blocks' shares may end
     down_parts: int = 3  # the same of down
     slots: int = 3  # for partial sums of a strip: blocks that meet in one at most
@@ -214,8 +215,8 @@ SPACE = {
     "num_warps": (8, 10, 11, 12, 16),
     "stage_tiles": (24, 32, 40, 44, 48, 56, 64, 80),
     "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
-    "in_flight": (1, 2, 3, 4),
-    "tiles_together": (2, 3, 5),  # one, two and three pairs
+    "max_inflight_stages": (1, 2, 3, 4),
+    "prefetch_tiles": (2, 3, 5),  # one, two and three pairs
     "out_parts": (1, 2, 3, 4, 5, 8, 11, 33),
     "down_parts": (1, 2, 3, 4, 5, 8, 11, 33),
     "slots": (1, 2, 3, 4, 5),
@@ -458,8 +459,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"stage_tiles={c.stage_tiles} is no multiple of num_warps={c.num_warps}"
     if c.stage_tiles % (2 * group):
         return f"stage_tiles={c.stage_tiles} is no multiple of {2 * group}, two groups of group_size={p.group_size}"
-    if c.in_flight > c.num_stages:
-        return f"in_flight={c.in_flight} is more than num_stages={c.num_stages}"
+    if c.max_inflight_stages > c.num_stages:
+        return f"max_inflight_stages={c.max_inflight_stages} is more than num_stages={c.num_stages}"
     if (slot := slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no dense row: {least:,} B"
     for name, parts, matrices in (("out_parts", c.out_parts, (1,)), ("down_parts", c.down_parts, DOWN)):
@@ -499,14 +500,14 @@ def default_config(problem: Problem, target: Target) -> Config:
     sizes = [t for t in sizes if t <= 48] or sizes[:1]
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
     for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
-        in_flight = min(max(2, p.hidden // STRIP // tiles), _most_in_flight(p, tiles, target))
-        config = Config(warps, tiles, stages, in_flight, 2, out, down, slots)
+        max_inflight_stages = min(max(2, p.hidden // STRIP // tiles), _max_inflight_stages(p, tiles, target))
+        config = Config(warps, tiles, stages, max_inflight_stages, 2, out, down, slots)
         if smem_bytes(p, config, target) <= target.arch.max_smem_bytes:
             break
     return config
 
 
-def _most_in_flight(p: Problem, tiles: int, target: Target) -> int:
+def _max_inflight_stages(p: Problem, tiles: int, target: Target) -> int:
     """Two slots, or three where an SM's share of the memory's rate brings two before the first is done with."""
     bytes_per_us = 1e3 * target.device.mem_gbps / target.device.num_sms
     return 3 if bytes_per_us * TRIP_US > 2 * matrix_bytes(STRIP, STRIP * tiles, p.group_size) else 2

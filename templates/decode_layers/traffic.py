@@ -22,6 +22,6 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
             rows += 4 * (p.num_experts + p.top_k * p.expert_inner) + 4 * p.hidden * c.slots
     return Traffic(
         least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
-        bytes_in_flight=c.in_flight * slot_bytes(p, c), copies=True,
+        bytes_in_flight=c.max_inflight_stages * slot_bytes(p, c), copies=True,
         waits=(WAITS + (EXPERT_WAITS if p.num_experts else 0)) * len(p.layers),
     )  # fmt: skip

@@ -26,8 +26,8 @@ from kerngen.templates.common.w4.tiling import (
     BLOCK_STREAM_SPACE,
     GEMV_SPACE,
     SPACE,
+    STREAM_BLOCK_M,
     STREAM_SPACE,
-    STREAMED,
     STRIP,
     WARPGROUP_SPACE,
     WGMMA_SPACE,
@@ -87,11 +87,13 @@ WARPGROUP_ARGS = {
         Arg("scales_map", "map", of="scales"),
     )
 }
-FEW_IN_FLIGHT = 64  # tokens up to which defaults and searches limit what weights are on their way while x is waited for
+MAX_PREFETCH_TOKENS = (
+    64  # tokens up to which defaults and searches limit what weights are on their way while x is waited for
+)
 
 
-def _in_flight(problem: Problem, target: Target) -> tuple[int, ...]:
-    return (0, 1) if target.arch.has_pdl and 1 < problem.num_tokens <= FEW_IN_FLIGHT else (0,)
+def _prefetch_stages(problem: Problem, target: Target) -> tuple[int, ...]:
+    return (0, 1) if target.arch.has_pdl and 1 < problem.num_tokens <= MAX_PREFETCH_TOKENS else (0,)
 
 
 def _has_bulk_copies(arch: Arch) -> bool:
@@ -99,7 +101,7 @@ def _has_bulk_copies(arch: Arch) -> bool:
 
 
 BODIES = (
-    Body("kernel.cu.jinja", ARGS, SPACE | {"in_flight": _in_flight}, when={"body": "mma"}),
+    Body("kernel.cu.jinja", ARGS, SPACE | {"prefetch_stages": _prefetch_stages}, when={"body": "mma"}),
     Body("kernel.cu.jinja", ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma, when={"body": "wgmma"}),
     Body("gemv.cu.jinja", ARGS, GEMV_SPACE, serves=lambda arch: arch.has_ldmatrix, when={"body": "gemv"}),
     Body("stream.cu.jinja", ARGS, STREAM_SPACE, serves=_has_bulk_copies, when={"body": "tma_warp"}),
@@ -107,7 +109,7 @@ BODIES = (
     Body(
         "wgmma_ws.cu.jinja",
         WARPGROUP_ARGS,
-        WARPGROUP_SPACE | {"in_flight": _in_flight},
+        WARPGROUP_SPACE | {"prefetch_stages": _prefetch_stages},
         serves=lambda arch: arch.has_wgmma,
         when={"body": "wgmma_ws"},
     ),
@@ -116,13 +118,13 @@ OUTPUTS = ("out",)
 # Up to so many weights the default is gemv where looks at steps chose nothing else: what counts is when the first
 # bytes arrive. For one token stream is faster alone from far fewer on, but in the one run in which the 26B-A4B's
 # small products took it, its step was slower.
-STRAIGHT_WEIGHTS = 1 << 26
-STREAMED_WEIGHTS = 1 << 25  # from so many on stream serves one token, and two to four where no step was looked at
+MAX_GEMV_WEIGHTS = 1 << 26
+MIN_STREAM_WEIGHTS = 1 << 25  # from so many on stream serves one token, and two to four where no step was looked at
 LONG_ROW = 3840  # of W: from here on stream's default takes twelve warps for whole strips
 LONGEST_ROW = 5 * LONG_ROW  # from here on it takes all of shared memory also where strips are cut into parts
-MOST_BY_RING = 8  # tokens, of a large W with long rows where there is wgmma
-IN_SIXTHS = 3 << 12  # of two to four tokens, rows from here on are cut into six parts
-LEFT_TO_RING = (1 << 14) + 1  # and from here on the ring was faster in an H100's step
+MAX_MMA_TOKENS = 8  # tokens, of a large W with long rows where there is wgmma
+MIN_SPLIT_6_K = 3 << 12  # of two to four tokens, rows from here on are cut into six parts
+MIN_MMA_K = (1 << 14) + 1  # and from here on the ring was faster in an H100's step
 # Columns of a tile of many tokens that a block may idle for in a last round that is not full, before its tiles are
 # shared: behind whole rounds, which hide how their sums are added up, and with none.
 LEAST_IDLE, LEAST_IDLE_ALONE = 1000, 1600
@@ -141,9 +143,9 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
         return found
     rows, blocks = x_box(config)
     copier, multiplier = tiling.warpgroup_registers(config)
-    found |= {"BOX_ROWS": rows, "BOX_BLOCKS": blocks, "OUT_BYTES": _leaving_bytes(config)}
+    found |= {"BOX_ROWS": rows, "BOX_BLOCKS": blocks, "OUT_BYTES": _epilogue_bytes(config)}
     found |= {"LEAST_IDLE": LEAST_IDLE, "LEAST_IDLE_ALONE": LEAST_IDLE_ALONE}
-    found |= {"ADDS_BESIDE": tiling.adds_beside(config), "MANY_TOKENS": tiling.MANY_TOKENS}
+    found |= {"ADDS_BESIDE": tiling.overlaps_reduce(config), "MANY_TOKENS": tiling.MANY_TOKENS}
     return found | {"PRODUCER_REGISTERS": copier, "CONSUMER_REGISTERS": multiplier}
 
 
@@ -155,9 +157,9 @@ def x_box(config: Config) -> tuple[int, int]:
     return config.block_m, blocks // config.cluster
 
 
-def _leaving_bytes(config: Config) -> int:
+def _epilogue_bytes(config: Config) -> int:
     """Of what a warpgroup has finished and not stored: a whole tile where others store it, else 16 or 32 tokens."""
-    if tiling.adds_beside(config):
+    if tiling.overlaps_reduce(config):
         return config.block_m * 64 * 2
     return (16 if config.block_m % 32 else 32) * (64 * 2 + 16)
 
@@ -185,24 +187,24 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.stream:  # and the sums of all units of a block: of all warps, or of those that others wait for
         units = ceil(problem.n // STRIP * config.split_k / num_blocks(problem, config, target))
         sums = config.warps_k * problem.num_tokens * STRIP * 4
-        if config.shared_ring:
+        if config.cta_pipeline:
             sums = config.unit_bytes if config.split_k > 1 else 0
         return config.smem_bytes(problem.group_size) + units * sums
     if config.warpgroups:  # stages, what is on its way out of each warpgroup, and the barriers
         stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
         groups = config.block_n // 64
-        barriers = 8 * (2 * config.num_stages + (config.num_stages if config.in_flight else 1))
-        if tiling.adds_beside(config):
+        barriers = 8 * (2 * config.num_stages + (config.num_stages if config.prefetch_stages else 1))
+        if tiling.overlaps_reduce(config):
             barriers += 8 * (2 * groups + 1)
-        return config.num_stages * stage + groups * _leaving_bytes(config) + barriers
+        return config.num_stages * stage + groups * _epilogue_bytes(config) + barriers
     return config.smem_bytes(problem.group_size)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
-    if config.in_flight and config.gemv:
-        return f"in_flight={config.in_flight}: body=gemv has no stages; in_flight=0"
-    if config.throughout and not config.stream:
-        return f"throughout={config.throughout} is for body=tma_block"
+    if config.prefetch_stages and config.gemv:
+        return f"prefetch_stages={config.prefetch_stages}: body=gemv has no stages; prefetch_stages=0"
+    if config.cap_inflight and not config.stream:
+        return f"cap_inflight={config.cap_inflight} is for body=tma_block"
     if config.stream:
         p, c, arch = problem, config, target.arch
         if why := tiling.why_not_stream(c, p.num_tokens, p.k, p.group_size, arch):
@@ -235,7 +237,7 @@ def _num_tiles(problem: Problem, config: Config) -> int:
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     grid = num_blocks(problem, config, target), 1, 1
-    beside = 4 if config.warpgroups else tiling.HELPERS if config.shared_ring else 0  # who copies, and adds up
+    beside = 4 if config.warpgroups else tiling.EXTRA_WARPS if config.cta_pipeline else 0  # who copies, and adds up
     block = 32 * (config.num_warps + beside), 1, 1
     smem, cluster = smem_bytes(problem, config, target), (config.cluster, 1, 1)
     # blocks that share a tile wait for each other's sums; gemv's are under way, whatever the grid (gemv.cuh)
@@ -249,14 +251,14 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     With gemv a counter before them, a tile of rows, of which there is one for all tokens; with a shared ring and whole
     strips a counter of these.
     """
-    if config.shared_ring and config.split_k == 1:
+    if config.cta_pipeline and config.split_k == 1:
         return 16  # how many strips are claimed
     if config.gemv or config.stream:
         tiles = ceil(problem.n / config.block_n)
         counters = 16 * ceil(tiles / 4) if config.gemv else 0
-        posts = config.posted_bytes(tiles * config.split_k)
+        posts = config.partial_bytes(tiles * config.split_k)
     else:
-        counters, posts = 0, config.posted_bytes(num_blocks(problem, config, target))
+        counters, posts = 0, config.partial_bytes(num_blocks(problem, config, target))
     return counters + posts if posts else 0
 
 
@@ -276,7 +278,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     raise ProblemError(f"no default configuration of w4a16_gemm serves {problem} on {target.arch}")
 
 
-def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
+def _gemv_configs(problem: Problem, target: Target) -> tuple[Config, ...]:
     """Without stages, best first. Sweeps on an H200: about eight warps an SM, two strips each where there are many."""
     strips, columns, num_sms = problem.n // STRIP, problem.k // STRIP, target.device.num_sms
     split = 1
@@ -299,7 +301,7 @@ def _straight(problem: Problem, target: Target) -> tuple[Config, ...]:
     return tuple(found)
 
 
-def _streamed(problem: Problem, target: Target) -> Config | None:
+def _stream_configs(problem: Problem, target: Target) -> Config | None:
     """One token by bulk copies: whole strips where there are enough for all blocks, else in a few parts of K.
 
     Sweeps on an H200 (docs/performance.md). Many long strips want twelve warps and all of shared memory, others eight
@@ -326,7 +328,7 @@ def _streamed(problem: Problem, target: Target) -> Config | None:
     return None
 
 
-class _Way(NamedTuple):
+class _StreamTiling(NamedTuple):
     """How stream cuts a W: parts of K, warps of a block, tiles of a warp in a slot and slots, at most, how many of
     these are on their way while x is waited for, 0: all, and whether all warps share them: then it is bytes.
     """
@@ -335,135 +337,143 @@ class _Way(NamedTuple):
     warps: int
     tiles: int
     slots: int
-    in_flight: int
+    prefetch_stages: int
     shared: bool = False
 
 
-def streamed_by_fours(problem: Problem, target: Target) -> Config | None:
+def m4_stream_config(problem: Problem, target: Target) -> Config | None:
     """Two to four tokens by bulk copies, where rows of W are not too long: their digits fill registers."""
-    for way in _ways_of_fours(problem.n // STRIP, problem.k, target):
-        base = Config(STREAMED[-1], STRIP, 0, STRIP, 1, way.warps, 1, 1,
-                      "tma_block" if way.shared else "tma_warp", split_k=way.parts)  # fmt: skip
+    for plan in _m4_tilings(problem.n // STRIP, problem.k, target):
+        base = Config(STREAM_BLOCK_M[-1], STRIP, 0, STRIP, 1, plan.warps, 1, 1,
+                      "tma_block" if plan.shared else "tma_warp", split_k=plan.parts)  # fmt: skip
         step = tiling.stream_step(base, problem.group_size)
-        share = ceil(ceil(ceil(problem.k / step) / way.parts) / way.warps)  # of a warp, in steps
-        slot = max(1, min(way.tiles * STRIP // step, share))
-        cut = replace(base, block_k=slot * step * way.warps)
-        few = way.in_flight
-        if way.shared:
+        share = ceil(ceil(ceil(problem.k / step) / plan.parts) / plan.warps)  # of a warp, in steps
+        slot = max(1, min(plan.tiles * STRIP // step, share))
+        cut = replace(base, block_k=slot * step * plan.warps)
+        few = plan.prefetch_stages
+        if plan.shared:
             few = max(1, round(few / cut.weight_bytes(problem.group_size)))
-        for stages in range(way.slots, 1, -1):
-            config = replace(cut, num_stages=stages, in_flight=few if few < stages else 0)
+        for stages in range(plan.slots, 1, -1):
+            config = replace(cut, num_stages=stages, prefetch_stages=few if few < stages else 0)
             if why_invalid(problem, config, target) is None:
                 return config
     return None
 
 
-def _ways_of_fours(strips: int, k: int, target: Target) -> tuple[_Way, ...]:
+def _m4_tilings(strips: int, k: int, target: Target) -> tuple[_StreamTiling, ...]:
     """Best first, by looks at the verification steps of the 31B, the 12B, E4B and the 26B-A4B on an H100 and, of E2B as
     well, on an H200, each matrix exchanged alone (docs/experiments.md). None for what is left to other bodies.
     """
-    rounds = strips / target.device.num_sms  # that blocks make of whole strips
+    waves = strips / target.device.num_sms  # that blocks make of whole strips
     if not target.device.has_fast_memory:
-        return _ways_by_slower_memory(rounds, strips, k)
-    return *_shared(rounds, k // STRIP), *(_ways_by_fast_memory(rounds, k) or _ways_by_slower_memory(rounds, strips, k))
+        return _m4_tilings_h100(waves, strips, k)
+    return *_m4_cta_tilings(waves, k // STRIP), *(
+        _m4_tilings_fast_memory(waves, k) or _m4_tilings_h100(waves, strips, k)
+    )
 
 
-def _ways_by_slower_memory(rounds: float, strips: int, k: int) -> tuple[_Way, ...]:
+def _m4_tilings_h100(waves: float, strips: int, k: int) -> tuple[_StreamTiling, ...]:
     """As an H100's steps chose, and for what no look on an H200 changed."""
     whole_share = k // STRIP  # at least: all that a warp has of a unit goes into one slot
-    if rounds >= 1.5 and k < 2048:  # E2B's, whose steps were looked at on an H200 alone
-        return (_Way(1, 8, ceil(k / STRIP / 16), 4, 0),) if strips * STRIP * k > STREAMED_WEIGHTS else ()
-    if rounds >= 4.5:  # gate and up
+    if waves >= 1.5 and k < 2048:  # E2B's, whose steps were looked at on an H200 alone
+        return (_StreamTiling(1, 8, ceil(k / STRIP / 16), 4, 0),) if strips * STRIP * k > MIN_STREAM_WEIGHTS else ()
+    if waves >= 4.5:  # gate and up
         if k < LONG_ROW:
-            return (_Way(1, 8, whole_share, 4, 2),)
-        return (_Way(1, 12, ceil(k / STRIP / 24), 4, 0),) if k < 5000 else (_Way(1, 12, 2, 9, 2),)
-    if rounds >= 1.5:  # q, k and v
-        return (_Way(1, 12, 4, 7, 1),) if k < 5000 else (_Way(1, 14, 4, 5, 1),)
+            return (_StreamTiling(1, 8, whole_share, 4, 2),)
+        return (_StreamTiling(1, 12, ceil(k / STRIP / 24), 4, 0),) if k < 5000 else (_StreamTiling(1, 12, 2, 9, 2),)
+    if waves >= 1.5:  # q, k and v
+        return (_StreamTiling(1, 12, 4, 7, 1),) if k < 5000 else (_StreamTiling(1, 14, 4, 5, 1),)
     if k > 5000:  # in parts of K, which fill the blocks
-        if rounds < 0.5 or k >= LEFT_TO_RING:
+        if waves < 0.5 or k >= MIN_MMA_K:
             return ()
-        if k >= IN_SIXTHS:
-            return (_Way(6, 16, whole_share, 3, 1),)
-        return _Way(3, 8, whole_share, 2, 0), _Way(6, 16, whole_share, 2, 0)
+        if k >= MIN_SPLIT_6_K:
+            return (_StreamTiling(6, 16, whole_share, 3, 1),)
+        return _StreamTiling(3, 8, whole_share, 2, 0), _StreamTiling(6, 16, whole_share, 2, 0)
     if k >= 3000:
-        return (_Way(1, 16, 3, 7, 0),) if rounds >= 0.9 else ()
-    return (_Way(1, 8, 6, 4, 0),) if k >= 2048 and rounds >= 2 / 3 else ()
+        return (_StreamTiling(1, 16, 3, 7, 0),) if waves >= 0.9 else ()
+    return (_StreamTiling(1, 8, 6, 4, 0),) if k >= 2048 and waves >= 2 / 3 else ()
 
 
-def _shared(rounds: float, tiles: int) -> tuple[_Way, ...]:
+def _m4_cta_tilings(waves: float, tiles: int) -> tuple[_StreamTiling, ...]:
     """Whole strips through a ring for all warps of a block, of `tiles` tiles each, where there are enough of them and
     registers hold their digits: in slots of two tiles a warp, or of what it has of a short row. q, k and v follow what
     blocks wait for each other in, and ask for less at a time.
     """
     warps = next((w for w in (14, 12, 10) if tiles % w == 0), 8)
     is_short = tiles * STRIP < 3000
-    if ceil(tiles / warps) > tiling.MOST_QUADS or not (rounds >= 1.5 or (rounds == 1 and tiles >= 64)):
+    if ceil(tiles / warps) > tiling.MOST_QUADS or not (waves >= 1.5 or (waves == 1 and tiles >= 64)):
         return ()
     of_slot = min(8, ceil(tiles / warps)) if is_short else 2
-    return (_Way(1, warps, of_slot, 12, SHARED_IN_FLIGHT[rounds >= 4.5], shared=True),)
+    return (_StreamTiling(1, warps, of_slot, 12, CTA_PREFETCH_BYTES[waves >= 4.5], shared=True),)
 
 
-def _ways_by_fast_memory(rounds: float, k: int) -> tuple[_Way, ...]:
-    """As _ways_of_fours, where an H200's steps chose otherwise."""
+def _m4_tilings_fast_memory(waves: float, k: int) -> tuple[_StreamTiling, ...]:
+    """As _m4_tilings, where an H200's steps chose otherwise."""
     if k < 2048:
-        return (_Way(1, 12, 4, 7 if rounds >= 4.5 else 4, 1) if rounds >= 1.5 else _Way(1, 8, 6, 4, 0),)
-    if rounds >= 4.5:  # gate and up
+        return (_StreamTiling(1, 12, 4, 7 if waves >= 4.5 else 4, 1) if waves >= 1.5 else _StreamTiling(1, 8, 6, 4, 0),)
+    if waves >= 4.5:  # gate and up
         if k < LONG_ROW:
-            return (_Way(1, 16, 5, 4, 1),)
-        return (_Way(1, 14, 4, 5, 1),) if k >= 5000 else ()
-    if k >= LEFT_TO_RING:
-        return (_Way(8, 12, 4, 6, 2),)
-    if rounds >= 1:
+            return (_StreamTiling(1, 16, 5, 4, 1),)
+        return (_StreamTiling(1, 14, 4, 5, 1),) if k >= 5000 else ()
+    if k >= MIN_MMA_K:
+        return (_StreamTiling(8, 12, 4, 6, 2),)
+    if waves >= 1:
         return ()
     if 3000 <= k < 5000:
-        return (_Way(1, 16, 4, 5, 0),)
-    if rounds < 0.4:  # E2B's
-        return (_Way(1, 8, 8, 5, 2) if k < 3000 else _Way(2, 16, 6, 3, 1) if k < 8192 else _Way(6, 8, 6, 4, 0),)
+        return (_StreamTiling(1, 16, 4, 5, 0),)
+    if waves < 0.4:  # E2B's
+        return (
+            _StreamTiling(1, 8, 8, 5, 2)
+            if k < 3000
+            else _StreamTiling(2, 16, 6, 3, 1)
+            if k < 8192
+            else _StreamTiling(6, 8, 6, 4, 0),
+        )
     return ()
 
 
-def by_ring(problem: Problem, target: Target) -> tuple[Config, ...]:
-    """Two to eight tokens of a large W with long rows by the ring, for sm90: by such looks as _ways_of_fours."""
+def mma_configs(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """Two to eight tokens of a large W with long rows by the ring, for sm90: by such looks as _m4_tilings."""
     if target.device.has_fast_memory:
-        return _few_in_flight(_by_ring_of_fast_memory(problem, target) or _by_ring_of_slower_memory(problem))
-    return _by_ring_of_slower_memory(problem)
+        return _limit_prefetch(_mma_configs_fast_memory(problem, target) or _mma_configs_any_board(problem))
+    return _mma_configs_any_board(problem)
 
 
-def is_for_ring(problem: Problem) -> bool:
+def prefers_mma(problem: Problem) -> bool:
     """Whether W goes by the ring so on every board."""
-    return bool(_by_ring_of_slower_memory(problem))
+    return bool(_mma_configs_any_board(problem))
 
 
-def _by_ring_of_slower_memory(problem: Problem) -> tuple[Config, ...]:
+def _mma_configs_any_board(problem: Problem) -> tuple[Config, ...]:
     """As an H100's steps chose, and for what no look on an H200 changed."""
     if problem.k < LONG_ROW or problem.n * problem.k < 7 << 22:
         return ()
-    if problem.k >= LEFT_TO_RING:
+    if problem.k >= MIN_MMA_K:
         return (Config(8, 64, 256, 32, 1, 4, 8, 2),)
-    if problem.k >= IN_SIXTHS:
+    if problem.k >= MIN_SPLIT_6_K:
         return (Config(8, 64, 512, 32, 1, 4, 4, 2),)
     return (Config(8, 128, 256, 32, 1, 1, 2, 3) if problem.n >= 20480 else Config(8, 32, 256, 32, 1, 2, 6, 4),)
 
 
-def _few_in_flight(configs: Sequence[Config]) -> tuple[Config, ...]:
-    """The same with RING_IN_FLIGHT bytes of weights on their way to an SM at a time while x is waited for."""
-    stages = ((c, RING_IN_FLIGHT // (c.blocks_per_sm * c.block_n * c.block_k // 2)) for c in configs)
-    return tuple(replace(c, in_flight=few if 0 < few < c.num_stages - 1 else 0) for c, few in stages)
+def _limit_prefetch(configs: Sequence[Config]) -> tuple[Config, ...]:
+    """The same with MMA_PREFETCH_BYTES bytes of weights on their way to an SM at a time while x is waited for."""
+    stages = ((c, MMA_PREFETCH_BYTES // (c.blocks_per_sm * c.block_n * c.block_k // 2)) for c in configs)
+    return tuple(replace(c, prefetch_stages=few if 0 < few < c.num_stages - 1 else 0) for c, few in stages)
 
 
-def _by_ring_of_fast_memory(problem: Problem, target: Target) -> tuple[Config, ...]:
-    """As _by_ring, where an H200's steps chose otherwise."""
+def _mma_configs_fast_memory(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """As _mma_configs, where an H200's steps chose otherwise."""
     n, k = problem.n, problem.k
-    if k >= LEFT_TO_RING:
+    if k >= MIN_MMA_K:
         return (Config(8, 64, 512, 32, 1, 4, 4, 2),)
     if n >= 16384:
         if n >= 20480 and k >= 5000:
             return (Config(8, 128, 128, 32, 1, 1, 4, 4),)
         return (Config(8, 128, 256, 32, 1, 1, 2, 4 if k >= 2048 else 3),)
-    rounds = n / STRIP / target.device.num_sms
-    if (0.7 <= rounds < 1 and 2048 <= k < 3000) or 10000 <= k < IN_SIXTHS:
+    waves = n / STRIP / target.device.num_sms
+    if (0.7 <= waves < 1 and 2048 <= k < 3000) or 10000 <= k < MIN_SPLIT_6_K:
         return (Config(8, 64, 512, 32, 1, 4, 3, 2),)
-    if rounds < 0.4 and 5000 <= k < 10000:
+    if waves < 0.4 and 5000 <= k < 10000:
         return (Config(8, 32, 256, 32, 1, 2, 6, 4),)
     return ()
 
@@ -483,7 +493,7 @@ _WARPGROUP_TILES = {
     256: ((128, 64, 4),),
 }
 # Of those that add up beside: block_k, its stages, cluster and prefetch.
-_BESIDE_TILES = {
+_OVERLAPPED_REDUCE_TILES = {
     128: ((128, 4, 1, 0), (128, 4, 2, 0)),
     160: ((64, 6, 1, 0), (128, 3, 2, 0)),
     192: ((64, 6, 1, 0), (128, 3, 2, 0)),
@@ -495,25 +505,25 @@ _STEP_NS = {
     16: 21.0, 32: 23.5, 48: 28.5, 64: 32.5, 80: 37.0, 96: 41.0, 112: 45.5, 128: 49.0, 160: 62.5, 192: 72.0, 256: 93.0,
 }  # fmt: skip
 _BLOCK_NS, _SHARED_NS, _SUM_NS = 1000.0, 2000.0, 0.3
-_IN_TWO = 0.95  # of those times, of two blocks an SM
+_TWO_BLOCKS_FACTOR = 0.95  # of those times, of two blocks an SM
 # The same of tiles whose sums are added up beside (an H100's, docs/experiments.md), and what more of it a column of W
 # costs those that are not in pairs: x comes from memory where it is long.
-_BESIDE_STEP_NS = {128: 47.0, 160: 57.5, 192: 67.0, 256: 87.0}
-_ALONE_A_COLUMN = 1e-5
+_OVERLAPPED_STEP_NS = {128: 47.0, 160: 57.5, 192: 67.0, 256: 87.0}
+_NO_CLUSTER_A_COLUMN = 1e-5
 # By looks at steps on an H200 (docs/experiments.md), for such memory alone, since an H100's steps gain nothing or lose:
 # of those times, tiles of 192 rows, which read 32 tokens less often; columns whose weights are on their way at once
 # while x is waited for, and bytes of them an SM by the ring; rows from which 16 tokens go to tiles of more than 128 in
 # one block an SM.
 _FEWER_READS = 0.96
-IN_FLIGHT, RING_IN_FLIGHT = 256, 32 * 1024
-SHARED_IN_FLIGHT = 32 * 1024, 48 * 1024  # bytes an SM by a shared ring: of q, k and v, of gate and up
+PREFETCH_COLUMNS, MMA_PREFETCH_BYTES = 256, 32 * 1024
+CTA_PREFETCH_BYTES = 32 * 1024, 48 * 1024  # bytes an SM by a shared ring: of q, k and v, of gate and up
 MANY_ROWS = 1 << 15
 
 
-def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
+def _wgmma_ws_ns(problem: Problem, c: Config, target: Target) -> float:
     """By the figures above, what tiles of warpgroups take."""
-    if tiling.adds_beside(c):
-        return _beside_ns(problem, c, target)
+    if tiling.overlaps_reduce(c):
+        return _overlapped_reduce_ns(problem, c, target)
     num_sms = target.device.num_sms
     tiles = ceil(problem.num_tokens / c.block_m) * ceil(problem.n / c.block_n)
     tile_ns = c.block_n / 64 * problem.k / 16 * _STEP_NS[c.block_m]
@@ -523,22 +533,22 @@ def _warpgroups_ns(problem: Problem, c: Config, target: Target) -> float:
     if target.device.has_fast_memory and (c.block_m, c.block_n) == (32, 192):
         whole *= _FEWER_READS
     if c.blocks_per_sm == 2:
-        return whole * _IN_TWO + _SHARED_NS + sums_ns
+        return whole * _TWO_BLOCKS_FACTOR + _SHARED_NS + sums_ns
     return whole + _SHARED_NS + sums_ns
 
 
-def _beside_ns(problem: Problem, c: Config, target: Target) -> float:
+def _overlapped_reduce_ns(problem: Problem, c: Config, target: Target) -> float:
     """Whole rounds, and of what is left either one more or what each cluster has of it, with its sums."""
     clusters, tiles = target.device.num_sms // c.cluster, _num_tiles(problem, c) // c.cluster
-    tile_ns = c.block_n / 64 * problem.k / 16 * _BESIDE_STEP_NS[c.block_m]
+    tile_ns = c.block_n / 64 * problem.k / 16 * _OVERLAPPED_STEP_NS[c.block_m]
     if c.cluster == 1 and c.block_m > tiling.MANY_TOKENS:
-        tile_ns *= 1 + _ALONE_A_COLUMN * problem.k
-    rounds, rest = divmod(tiles, clusters)
-    least = LEAST_IDLE if rounds else LEAST_IDLE_ALONE
+        tile_ns *= 1 + _NO_CLUSTER_A_COLUMN * problem.k
+    waves, rest = divmod(tiles, clusters)
+    least = LEAST_IDLE if waves else LEAST_IDLE_ALONE
     if rest == 0 or (clusters - rest) * problem.k < clusters * least:
         return ceil(tiles / clusters) * tile_ns + _BLOCK_NS
     sums_ns = c.block_m * c.block_n * _SUM_NS * (1 + rest / clusters)
-    return tiles / clusters * tile_ns + _BLOCK_NS + sums_ns + (0 if rounds else _SHARED_NS)
+    return tiles / clusters * tile_ns + _BLOCK_NS + sums_ns + (0 if waves else _SHARED_NS)
 
 
 def prefer(problem: Problem, configs: Sequence[Config], target: Target) -> Config:
@@ -546,36 +556,38 @@ def prefer(problem: Problem, configs: Sequence[Config], target: Target) -> Confi
     timed = [c for c in configs if c.warpgroups and c.block_m in _STEP_NS]
     if configs[0] not in timed:
         return configs[0]
-    return min(timed, key=lambda c: _warpgroups_ns(problem, c, target))
+    return min(timed, key=lambda c: _wgmma_ws_ns(problem, c, target))
 
 
-def _by_warpgroups(problem: Problem, target: Target) -> tuple[Config, ...]:
+def _wgmma_ws_configs(problem: Problem, target: Target) -> tuple[Config, ...]:
     """Best first; with shorter stages where K is no multiple of a tile's own."""
     found = []
     for block_m, tiles in _WARPGROUP_TILES.items():
         if block_m > 16 and block_m >= 2 * problem.num_tokens:
             continue
         for (block_n, block_k, stages), shared in product(tiles, (1, 0)):
-            if shared and block_n == 128 and block_m in _BESIDE_TILES:
+            if shared and block_n == 128 and block_m in _OVERLAPPED_REDUCE_TILES:
                 continue
             if block_n == 128 and block_m == 16:
                 is_wide = problem.n >= MANY_ROWS and target.device.has_fast_memory
-                if problem.n * problem.k < STRAIGHT_WEIGHTS // 2 or is_wide or not shared:
+                if problem.n * problem.k < MAX_GEMV_WEIGHTS // 2 or is_wide or not shared:
                     continue
                 shared = 2
             while block_k > 64 and problem.k % block_k:
                 block_k, stages = block_k // 2, min(2 * stages, 12 // max(1, shared))
-            limited = block_m <= FEW_IN_FLIGHT and (block_m, block_n) != (32, 128) and target.device.has_fast_memory
-            few = IN_FLIGHT // block_k
-            in_flight = few if limited and few < stages else 0
+            limited = (
+                block_m <= MAX_PREFETCH_TOKENS and (block_m, block_n) != (32, 128) and target.device.has_fast_memory
+            )
+            few = PREFETCH_COLUMNS // block_k
+            prefetch_stages = few if limited and few < stages else 0
             found.append(Config(block_m, block_n, block_k, 16, 1, 1, stages, shared, "wgmma_ws",
-                                in_flight=in_flight))  # fmt: skip
-        for block_k, stages, cluster, prefetch in _BESIDE_TILES.get(block_m, ()):
+                                prefetch_stages=prefetch_stages))  # fmt: skip
+        for block_k, stages, cluster, l2_prefetch_stages in _OVERLAPPED_REDUCE_TILES.get(block_m, ()):
             if problem.k % block_k:
                 block_k, stages = 64, 2 * stages
             found.append(Config(block_m, 128, block_k, 16, 1, 1, stages, 1, "wgmma_ws", cluster=cluster,
-                                prefetch=prefetch))  # fmt: skip
-    return tuple(sorted(found, key=lambda c: _warpgroups_ns(problem, c, target)))
+                                l2_prefetch_stages=l2_prefetch_stages))  # fmt: skip
+    return tuple(sorted(found, key=lambda c: _wgmma_ws_ns(problem, c, target)))
 
 
 def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
@@ -587,17 +599,17 @@ def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
     block_m = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
     last = Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)
     found = None
-    if m == 1 and arch.has_tma and problem.n * problem.k > STREAMED_WEIGHTS:
-        found = _streamed(problem, target)
-    elif 1 < m <= STREAMED[-1] and arch.has_tma:
-        found = streamed_by_fours(problem, target)
+    if m == 1 and arch.has_tma and problem.n * problem.k > MIN_STREAM_WEIGHTS:
+        found = _stream_configs(problem, target)
+    elif 1 < m <= STREAM_BLOCK_M[-1] and arch.has_tma:
+        found = m4_stream_config(problem, target)
     if found is not None:
         return (found, last)
     first: tuple[Config, ...] = ()
     if m > 1 and arch.has_wgmma:  # not of every K
-        first = by_ring(problem, target) if m <= MOST_BY_RING else _by_warpgroups(problem, target)
-    if not first and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= STRAIGHT_WEIGHTS:
-        return (*_straight(problem, target), last)
+        first = mma_configs(problem, target) if m <= MAX_MMA_TOKENS else _wgmma_ws_configs(problem, target)
+    if not first and m <= 8 and arch.has_ldmatrix and problem.n * problem.k <= MAX_GEMV_WEIGHTS:
+        return (*_gemv_configs(problem, target), last)
     if m <= 16:
         # two long stages in each of several blocks: while one waits for a barrier, others multiply
         even = problem.n % 128 == 0 and problem.k % 256 == 0

@@ -10,7 +10,7 @@ copies (common/w4/warp_pipeline.cuh, common/w4/cta_pipeline.cuh), of more by the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import ceil
@@ -29,17 +29,19 @@ from kerngen.templates.common.rows.spec import (
     why_row_invalid,
 )
 from kerngen.templates.common.w4 import tiling
-from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_SPACE, STREAMED, STRIP, require_matrix
+from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_BLOCK_M, STREAM_SPACE, STRIP, require_matrix
 from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 from kerngen.templates.w4a16_gemm import spec as gemm
 
-FEW_TOKENS, MOST_TOKENS = STREAMED[-1], gemm.MOST_BY_RING  # by bulk copies, and by the ring
+FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], gemm.MAX_MMA_TOKENS  # by bulk copies, and by the ring
 MOST_TILES = 12  # of a warp, where no step chose: their digits fill its registers
 MOST_THREADS = 1024
 VECS = (1, 2, 3, 4)
 RING_VECS = VECS[1:]  # of norms behind a ring that warps share, by steps
-LEAST_BY_RING = gemm.IN_SIXTHS  # columns of W: shorter rows gain less by the ring, and behind two verifications lose
+MIN_MMA_TOKENS_K = (
+    gemm.MIN_SPLIT_6_K
+)  # columns of W: shorter rows gain less by the ring, and behind two verifications lose
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,43 +89,45 @@ class Config:
     warps_k: int = 8
     num_stages: int = 2
     split_k: int = 3
-    in_flight: int = 0
+    prefetch_stages: int = field(default=0, metadata={"filed": "in_flight"})
     vecs_per_thread: int = 1  # vectors of eight elements that a thread of the norm holds
     block_m: int = FEW_TOKENS
     block_n: int = STRIP
     blocks_per_sm: int = 1
-    shared_ring: bool = False
-    throughout: bool = False
+    cta_pipeline: bool = field(default=False, metadata={"filed": "shared_ring"})
+    cap_inflight: bool = field(default=False, metadata={"filed": "throughout"})
 
     @property
     def product(self) -> gemm.Config:
         """Of the product alone."""
         return gemm.Config(self.block_m, self.block_n, self.block_k, STRIP, 1, self.warps_k, self.num_stages,
-                           self.blocks_per_sm, self._body, split_k=self.split_k, in_flight=self.in_flight,
-                           throughout=self.throughout)  # fmt: skip
+                           self.blocks_per_sm, self._body, split_k=self.split_k, prefetch_stages=self.prefetch_stages,
+                           cap_inflight=self.cap_inflight)  # fmt: skip
 
     @property
     def _body(self) -> str:
         """Of the product."""
-        return "mma" if self.block_m != FEW_TOKENS else "tma_block" if self.shared_ring else "tma_warp"
+        return "mma" if self.block_m != FEW_TOKENS else "tma_block" if self.cta_pipeline else "tma_warp"
 
     @classmethod
     def of(cls, cut: gemm.Config, vecs_per_thread: int) -> Config:
         """With that product."""
-        return cls(cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, cut.in_flight, vecs_per_thread, cut.block_m,
-                   cut.block_n, cut.blocks_per_sm, cut.shared_ring, cut.throughout)  # fmt: skip
+        return cls(cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, cut.prefetch_stages, vecs_per_thread,
+                   cut.block_m, cut.block_n, cut.blocks_per_sm, cut.cta_pipeline, cut.cap_inflight)  # fmt: skip
 
 
-_CUT = ("block_n", "block_k", "warps_k", "num_stages", "blocks_per_sm")
-SPACE = {name: STREAM_SPACE[name] for name in (*_CUT, "split_k", "in_flight")} | {"vecs_per_thread": VECS}
-SPACE_OF_SHARED = {name: BLOCK_STREAM_SPACE[name] for name in (*_CUT, "split_k", "in_flight", "throughout")} | {
+_TILING_FIELDS = ("block_n", "block_k", "warps_k", "num_stages", "blocks_per_sm")
+SPACE = {name: STREAM_SPACE[name] for name in (*_TILING_FIELDS, "split_k", "prefetch_stages")} | {
     "vecs_per_thread": VECS
 }
-SPACE_BY_RING = {name: RING_SPACE[name] for name in _CUT} | {
+CTA_PIPELINE_SPACE = {
+    name: BLOCK_STREAM_SPACE[name] for name in (*_TILING_FIELDS, "split_k", "prefetch_stages", "cap_inflight")
+} | {"vecs_per_thread": VECS}
+MMA_SPACE = {name: RING_SPACE[name] for name in _TILING_FIELDS} | {
     "block_n": (STRIP, *RING_SPACE["block_n"]),
     "blocks_per_sm": tuple(b for b in RING_SPACE["blocks_per_sm"] if b),
     "split_k": (1,),
-    "in_flight": (0, 1, 2),
+    "prefetch_stages": (0, 1, 2),
     "vecs_per_thread": VECS,
 }
 ARGS = {
@@ -146,21 +150,21 @@ ARGS = {
     ),
 }
 BODIES = (
-    Body("stream.cu.jinja", ARGS, SPACE, when={"block_m": FEW_TOKENS, "shared_ring": False}),
-    Body("block_stream.cu.jinja", ARGS, SPACE_OF_SHARED, when={"block_m": FEW_TOKENS, "shared_ring": True}),
-    Body("kernel.cu.jinja", ARGS, SPACE_BY_RING, when={"block_m": MOST_TOKENS}),
+    Body("stream.cu.jinja", ARGS, SPACE, when={"block_m": FEW_TOKENS, "cta_pipeline": False}),
+    Body("block_stream.cu.jinja", ARGS, CTA_PIPELINE_SPACE, when={"block_m": FEW_TOKENS, "cta_pipeline": True}),
+    Body("kernel.cu.jinja", ARGS, MMA_SPACE, when={"block_m": MOST_TOKENS}),
 )
 OUTPUTS = ("residual_out", "out")
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
     found: dict[str, Any] = dict(gemm.constants(_product(problem, config.block_m), config.product, arch))
-    if config.shared_ring:
+    if config.cta_pipeline:
         found["BOUND_THREADS"] = _bound(problem, config, arch)
     return found
 
 
-def _registers_beside(problem: Problem, config: Config, arch: Arch) -> int:
+def _regs_left_by_norm(problem: Problem, config: Config, arch: Arch) -> int:
     """What a block of the norm leaves a thread of the product's, so that both are resident in an SM."""
     vecs = config.vecs_per_thread
     a_thread = 14 + vecs * (_registers_per_vec(problem) + 2)  # by the ptxas reports
@@ -170,12 +174,12 @@ def _registers_beside(problem: Problem, config: Config, arch: Arch) -> int:
 
 def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     """Of entries whose __launch_bounds__ are above their blocks: with fewer registers, which the other's block has."""
-    return {"w4a16_posts": _bound(problem, config, arch)} if config.shared_ring else {}
+    return {"w4a16_posts": _bound(problem, config, arch)} if config.cta_pipeline else {}
 
 
 def _bound(problem: Problem, config: Config, arch: Arch) -> int:
     """Of the block whose threads ptxas gives no more registers than that."""
-    return max(arch.bound_for(_registers_beside(problem, config, arch)), 32 * tiling.stream_warps(config.product))
+    return max(arch.bound_for(_regs_left_by_norm(problem, config, arch)), 32 * tiling.stream_warps(config.product))
 
 
 def _registers_per_vec(problem: Problem) -> int:
@@ -201,18 +205,18 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     registers, vecs = _registers_per_vec(problem), SPACE["vecs_per_thread"]
     if why := why_row_invalid(problem.n, config.vecs_per_thread, 1, registers, vecs, target.arch):
         return why
-    if config.shared_ring:
-        return _why_not_beside(problem, config, target)
+    if config.cta_pipeline:
+        return _why_not_co_resident(problem, config, target)
     return None
 
 
-def _why_not_beside(problem: Problem, config: Config, target: Target) -> str | None:
+def _why_not_co_resident(problem: Problem, config: Config, target: Target) -> str | None:
     """Why no block of the norm is resident beside one of the product, whose ring is shared."""
     arch, tiles = target.arch, tiling.stream_tiles(config.product, problem.k, problem.group_size)
     need = tiling.stream_registers(config.product, tiles)
     if need > (left := arch.registers_of(_bound(problem, config, arch))):
         return (f"about {need} registers a thread for x of {tiles} tiles; beside a block of the norm an SM has {left} "
-                f"for each of {config.warps_k} warps and {tiling.HELPERS}")  # fmt: skip
+                f"for each of {config.warps_k} warps and {tiling.EXTRA_WARPS}")  # fmt: skip
     scratch = 2 * row_scratch_bytes(row_threads(problem.n, config.vecs_per_thread), 1)
     both = gemm.smem_bytes(problem.product, config.product, target) + scratch + 2 * arch.reserved_smem_bytes
     if both > arch.smem_per_sm:
@@ -223,7 +227,7 @@ def _why_not_beside(problem: Problem, config: Config, target: Target) -> str | N
 def default_config(problem: Problem, target: Target) -> Config:
     """As w4a16_gemm cuts W where it goes through it so; by steps on an H100 and an H200 (docs/experiments.md)."""
     few = problem.num_tokens <= FEW_TOKENS
-    for cuts in (_streamed, _others) if few else (_by_ring, _other_rings):
+    for cuts in (_stream_configs, _small_stream_configs) if few else (_mma_configs, _small_mma_configs):
         if (config := _first_valid(problem, cuts(problem, target), target)) is not None:
             return config
     raise ProblemError(f"no default configuration of w4a16_norm serves {problem} on {target.arch}")
@@ -232,36 +236,38 @@ def default_config(problem: Problem, target: Target) -> Config:
 def _first_valid(p: Problem, cuts: Iterable[gemm.Config], target: Target) -> Config | None:
     fewest, of_ring = (fewest_vecs(p.n, choices, MOST_THREADS) for choices in (VECS, RING_VECS))
     for cut in cuts:
-        for vecs in (of_ring, fewest) if cut.shared_ring or not cut.stream else (fewest,):
+        for vecs in (of_ring, fewest) if cut.cta_pipeline or not cut.stream else (fewest,):
             if why_invalid(p, config := Config.of(cut, vecs), target) is None:
                 return config
     return None
 
 
-def _stream(block_k: int, warps: int, stages: int, split: int, in_flight: int, *, shared: bool = False) -> gemm.Config:
+def _stream(
+    block_k: int, warps: int, stages: int, split: int, prefetch_stages: int, *, shared: bool = False
+) -> gemm.Config:
     return gemm.Config(FEW_TOKENS, STRIP, block_k, STRIP, 1, warps, stages, 1, "tma_block" if shared else "tma_warp",
-                       split_k=split, in_flight=in_flight, throughout=shared)  # fmt: skip
+                       split_k=split, prefetch_stages=prefetch_stages, cap_inflight=shared)  # fmt: skip
 
 
-def _streamed(p: Problem, target: Target) -> Iterator[gemm.Config]:
+def _stream_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
     """What steps chose, best first; none for what they leave to w4a16_gemm."""
     if target.device.has_fast_memory:
-        yield from _by_shared_ring(p, target)
-    if p.k >= gemm.LEFT_TO_RING:
+        yield from _cta_pipeline_configs(p, target)
+    if p.k >= gemm.MIN_MMA_K:
         yield _stream(1536, 12, 5, 8, 2)
-    if (cut := gemm.streamed_by_fours(_product(p, FEW_TOKENS), target)) is not None:
+    if (cut := gemm.m4_stream_config(_product(p, FEW_TOKENS), target)) is not None:
         # two slots in three parts: with one on its way the kernels before end sooner, and the norm is waiting already
-        yield replace(cut, in_flight=1) if (cut.split_k, cut.num_stages) == (3, 2) else cut
+        yield replace(cut, prefetch_stages=1) if (cut.split_k, cut.num_stages) == (3, 2) else cut
 
 
-def _by_shared_ring(p: Problem, target: Target) -> Iterator[gemm.Config]:
+def _cta_pipeline_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
     """Long rows in parts of some 80 tiles, 48 to 72 KB of them on their way; in halves, by one slot at a time, where
     whole ones are not quite a round of all blocks.
     """
     strips = p.n // STRIP
-    if p.k >= gemm.LEFT_TO_RING:
+    if p.k >= gemm.MIN_MMA_K:
         yield _stream(12 * 7 * STRIP, 12, 4, 8, 1, shared=True)
-    elif p.k >= gemm.IN_SIXTHS:
+    elif p.k >= gemm.MIN_SPLIT_6_K:
         yield _stream(8 * 4 * STRIP, 8, 10, 6, 3, shared=True)
     elif p.k >= 8192 and strips > target.device.num_sms and p.num_tokens <= 2:  # four sequences lose 1 % of a step
         yield _stream(8 * 4 * STRIP, 8, 10, 3, 4, shared=True)
@@ -269,7 +275,7 @@ def _by_shared_ring(p: Problem, target: Target) -> Iterator[gemm.Config]:
         yield _stream(8 * 8 * STRIP, 8, 5, 2, 1, shared=True)
 
 
-def _others(p: Problem, target: Target) -> Iterator[gemm.Config]:
+def _small_stream_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
     """As few parts as leave a warp registers, in slots of up to four tiles."""
     for split, warps in product(SPACE["split_k"], (12, 8, 4, 2)):
         tiles = tiling.stream_tiles(_stream(0, warps, 2, split, 0), p.k, p.group_size)
@@ -277,11 +283,11 @@ def _others(p: Problem, target: Target) -> Iterator[gemm.Config]:
             yield _stream(min(4, tiles) * STRIP * warps, warps, 2, split, 0)
 
 
-def _by_ring(p: Problem, target: Target) -> Iterator[gemm.Config]:
-    yield from gemm.by_ring(_product(p, MOST_TOKENS), target)
+def _mma_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
+    yield from gemm.mma_configs(_product(p, MOST_TOKENS), target)
 
 
-def _other_rings(p: Problem, target: Target) -> Iterator[gemm.Config]:
+def _small_mma_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
     """Few bytes: they fit wherever there are bulk copies."""
     for block_k in (256, 128, 64, STRIP):
         yield gemm.Config(MOST_TOKENS, 2 * STRIP, block_k, STRIP, 1, 1, 3, 2)
@@ -294,8 +300,8 @@ def pays(problem: Problem, target: Target) -> bool:
     """
     p, usual = problem, Target.of(target.arch)
     if p.num_tokens > FEW_TOKENS:
-        return target.arch.has_wgmma and p.k >= LEAST_BY_RING and gemm.is_for_ring(p.product)
-    return p.num_tokens > 1 and _first_valid(p, _streamed(p, usual), usual) is not None
+        return target.arch.has_wgmma and p.k >= MIN_MMA_TOKENS_K and gemm.prefers_mma(p.product)
+    return p.num_tokens > 1 and _first_valid(p, _stream_configs(p, usual), usual) is not None
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

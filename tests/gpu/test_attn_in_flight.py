@@ -21,5 +21,5 @@ def test_each_case_in_its_turn(turn: int, case: Case) -> None:
         pytest.skip(f"{here.arch} begins no launch before its predecessor ends")
     default = KERNEL.default_config(case.problem, here)
     warps = Config(8, 16, 4 if case.problem.head_dim == 512 else 2, 8, 4, 1 + turn % 5)
-    configs = [replace(c, in_flight=1 + turn % 3) for c in (default, warps) if c.num_stages > 3]
+    configs = [replace(c, prefetch_stages=1 + turn % 3) for c in (default, warps) if c.num_stages > 3]
     assert wrong_of(KERNEL, case, [c for c in configs if KERNEL.why_invalid(case.problem, c, here) is None]) == []

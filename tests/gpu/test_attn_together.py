@@ -14,7 +14,7 @@ from kerngen.arch import ARCHES, Arch
 from kerngen.errors import ToolchainError
 from kerngen.runtime.launcher import Function, shares_sms
 from kerngen.templates import Case, find_kernel
-from kerngen.templates.attn_decode.spec import Config, Problem, why_not_together
+from kerngen.templates.attn_decode.spec import Config, Problem, why_not_fused_combine
 from kerngen.timing.measure import check_function, compare, load, target_here
 
 KERNEL = find_kernel("attn_decode")
@@ -36,11 +36,11 @@ def _configs(problem: Problem, arch: Arch | None = None) -> list[Config]:
     target = target_here(arch)
     if (why := KERNEL.why_unsupported(problem, target)) is not None:
         pytest.skip(why)
-    shape = replace(KERNEL.default_config(problem, target), together=True)
+    shape = replace(KERNEL.default_config(problem, target), fused_combine=True)
     configs = [replace(shape, num_splits=s) for s in SPLITS]
     valid = [c for c in configs if KERNEL.why_invalid(problem, c, target) is None]
     if not valid:
-        pytest.skip(str(why_not_together(problem, configs[0], target)))
+        pytest.skip(str(why_not_fused_combine(problem, configs[0], target)))
     return list(dict.fromkeys([valid[0], valid[len(valid) // 2], valid[-1]]))
 
 

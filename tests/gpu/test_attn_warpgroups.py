@@ -22,7 +22,7 @@ SPLITS = (
     (1, 1, False), (3, 1, False), (2, 2, False), (8, 8, False), (20, 4, False), (3, 1, True), (4, 4, False),
     (16, 8, False), (16, 8, True), (8, 2, True), (32, 1, True),
 )  # fmt: skip
-# (split_d, num_warps, num_stages, key_parts): one team of one warpgroup, two of them, one of two, and three, if they
+# (split_d, num_warps, num_stages, k_column_parts): one team of one warpgroup, two of them, one of two, three, if they
 # fit; rings so small that two blocks share an SM, and that a piece is used while the next comes; keys whole, in parts.
 TEAMS = (
     (4, 8, 12, 1), (8, 8, 9, 4), (4, 4, 6, 2), (4, 12, 10, 4), (8, 8, 16, 1), (4, 8, 5, 2), (4, 4, 20, 4),
@@ -42,20 +42,22 @@ READY = [Problem(256, 32, 16, q_len, window=1024, kv_len=8192) for q_len in (1, 
 LENGTHS = (0, 1, 4, 5, 8, 15, 16, 17, 63, 64, 65, 79, 80, 81, 1023, 1024, 1025, 1029, 1087, 8192)
 
 
-def _configs(case: Case, splits: tuple[int, int, bool], count: int, first: int = 0, push_bits: int = 0) -> list[Config]:
+def _configs(
+    case: Case, splits: tuple[int, int, bool], count: int, first: int = 0, partial_bits: int = 0
+) -> list[Config]:
     """`count` of those that serve here, from the `first` on: the fewest blocks of rows that the registers allow.
 
     Columns that are fewer than are pushed at once in 16 bits are pushed in 32.
     """
-    num_splits, cluster, together = splits
-    if push_bits and not together and case.problem.head_dim // cluster < 32:
-        push_bits = 32
+    num_splits, cluster, fused_combine = splits
+    if partial_bits and not fused_combine and case.problem.head_dim // cluster < 32:
+        partial_bits = 32
     found = []
-    for split_d, num_warps, num_stages, key_parts in TEAMS:
-        in_flight = min((0, 3, 1)[len(found) % 3], num_stages - 1)
+    for split_d, num_warps, num_stages, k_column_parts in TEAMS:
+        prefetch_stages = min((0, 3, 1)[len(found) % 3], num_stages - 1)
         shapes = [
-            Config(m, 16, split_d, num_warps, num_stages, num_splits, together, "wgmma_ws", cluster, key_parts,
-                   push_bits, in_flight)
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, fused_combine, "wgmma_ws", cluster,
+                   k_column_parts, partial_bits, prefetch_stages)
             for m in range(64, 0, -8)
         ]  # fmt: skip
         found += valid_here(KERNEL, case, shapes)[:1]
@@ -75,11 +77,11 @@ def test_by_warpgroups(turn: int, case: Case) -> None:
     assert wrong_of(KERNEL, case, configs) == []
 
 
-@pytest.mark.parametrize("push_bits", [16, 32])
+@pytest.mark.parametrize("partial_bits", [16, 32])
 @pytest.mark.parametrize(("turn", "case"), list(enumerate(KERNEL.cases.CASES)), ids=str)
-def test_pushed(turn: int, case: Case, push_bits: int) -> None:
+def test_pushed(turn: int, case: Case, partial_bits: int) -> None:
     """Each case in its turn, as above. No key at all, or fewer chunks than splits: then blocks push zeros and -inf."""
-    configs = _configs(case, PUSHED[turn % len(PUSHED)], 1, turn, push_bits)
+    configs = _configs(case, PUSHED[turn % len(PUSHED)], 1, turn, partial_bits)
     assert wrong_of(KERNEL, case, configs) == []
 
 
@@ -92,16 +94,16 @@ def _require_right_at_lengths(problem: Problem, configs: tuple[Config, ...]) -> 
             assert result.ok, f"{config} kv_len={kv_len}: {result.message}"
 
 
-@pytest.mark.parametrize("push_bits", [16, 32])
+@pytest.mark.parametrize("partial_bits", [16, 32])
 @pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
-def test_pushed_at_lengths_of_a_model(problem: Problem, push_bits: int) -> None:
+def test_pushed_at_lengths_of_a_model(problem: Problem, partial_bits: int) -> None:
     """A window's and one more or less, and splits without keys among those of a cluster, or whole clusters of them."""
     full = KERNEL.cases.case_for(problem)
     _require_right_at_lengths(problem, (
-        *_configs(full, (8, 8, False), 3, 0, push_bits), *_configs(full, (6, 2, False), 1, 4, push_bits),
-        *_configs(full, (32, 8, True), 2, 2, push_bits), *_configs(full, (16, 4, True), 1, 5, push_bits),
-        *_configs(full, (33, 1, False), 3, 1, push_bits), *_configs(full, (8, 1, False), 2, 4, push_bits),
-        *_configs(full, (4, 1, False), 1, 2, push_bits), *_configs(full, (13, 1, False), 1, 6, push_bits),
+        *_configs(full, (8, 8, False), 3, 0, partial_bits), *_configs(full, (6, 2, False), 1, 4, partial_bits),
+        *_configs(full, (32, 8, True), 2, 2, partial_bits), *_configs(full, (16, 4, True), 1, 5, partial_bits),
+        *_configs(full, (33, 1, False), 3, 1, partial_bits), *_configs(full, (8, 1, False), 2, 4, partial_bits),
+        *_configs(full, (4, 1, False), 1, 2, partial_bits), *_configs(full, (13, 1, False), 1, 6, partial_bits),
     ))  # fmt: skip
 
 
@@ -125,8 +127,22 @@ def _windows(problem: Problem) -> list[Config]:
         (4, 3, 12, 4, False, 16, 2, 3), (4, 12, 6, 2, True, 16, 0, 9),
     ]  # fmt: skip
     configs = [
-        Config(rows, 16, split_d, split_d, places, splits, together, "wgmma_ws", cluster, 2, bits, in_flight, prefetch)
-        for split_d, places, splits, cluster, together, bits, in_flight, prefetch in ways
+        Config(
+            rows,
+            16,
+            split_d,
+            split_d,
+            places,
+            splits,
+            fused_combine,
+            "wgmma_ws",
+            cluster,
+            2,
+            bits,
+            prefetch_stages,
+            l2_prefetch_stages,
+        )
+        for split_d, places, splits, cluster, fused_combine, bits, prefetch_stages, l2_prefetch_stages in ways
     ]
     return valid_here(KERNEL, KERNEL.cases.case_for(problem), configs)
 

@@ -19,19 +19,19 @@ FEW, MANY = Problem(2816, 4096, num_tokens=1), Problem(2816, 4096, num_tokens=30
 
 
 def _warpgroups(
-    m: int, n: int, k: int, stages: int, blocks: int = 1, cluster: int = 1, in_flight: int = 0
+    m: int, n: int, k: int, stages: int, blocks: int = 1, cluster: int = 1, prefetch_stages: int = 0
 ) -> Config:  # fmt: skip
-    return Config(m, n, k, 16, 1, 1, stages, blocks, body="wgmma_ws", cluster=cluster, in_flight=in_flight)
+    return Config(m, n, k, 16, 1, 1, stages, blocks, body="wgmma_ws", cluster=cluster, prefetch_stages=prefetch_stages)
 
 
 # Each with the numbers of tokens that it is launched with in turn: one Function, one workspace.
 WAYS = [
     ("stream", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, body="tma_warp"), (1, 4, 2)),
-    ("stream-in-flight", Config(4, 32, 1024, 32, 1, 8, 4, 1, split_k=4, body="tma_warp", in_flight=2), (4, 1, 3)),
+    ("stream-in-flight", Config(4, 32, 1024, 32, 1, 8, 4, 1, split_k=4, body="tma_warp", prefetch_stages=2), (4, 1, 3)),
     ("shared-ring", Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=4, body="tma_block"), (1, 4, 2)),
     (
         "shared-ring-throughout",
-        Config(4, 32, 256, 32, 1, 8, 4, 1, split_k=8, body="tma_block", in_flight=2, throughout=True),
+        Config(4, 32, 256, 32, 1, 8, 4, 1, split_k=8, body="tma_block", prefetch_stages=2, cap_inflight=True),
         (4, 1, 3),
     ),
     ("stream-many-parts", Config(4, 32, 256, 32, 1, 8, 3, 1, split_k=12, body="tma_warp"), (3, 1)),
@@ -39,11 +39,11 @@ WAYS = [
     ("gemv-many-blocks", Config(8, 32, 128, 32, 1, 4, 1, 0, body="gemv", split_k=8), (8, 2)),
     ("ring", Config(8, 128, 256, 32, 1, 1, 2, 4), (1, 8, 30)),
     ("ring-long", Config(8, 64, 256, 32, 1, 4, 8, 2), (4, 1, 8)),
-    ("ring-in-flight", Config(8, 64, 256, 32, 1, 4, 8, 2, in_flight=2), (4, 1, 8)),
+    ("ring-in-flight", Config(8, 64, 256, 32, 1, 4, 8, 2, prefetch_stages=2), (4, 1, 8)),
     ("ring-64", Config(64, 128, 64, 32, 1, 1, 3, 2), (300, 64)),
     ("warpgroups-16", _warpgroups(16, 192, 256, 5), (16, 9, 40)),
     ("warpgroups-two-blocks", _warpgroups(16, 128, 256, 3, blocks=2), (16, 100)),
-    ("warpgroups-in-flight", _warpgroups(16, 128, 256, 3, blocks=2, in_flight=1), (16, 100)),
+    ("warpgroups-in-flight", _warpgroups(16, 128, 256, 3, blocks=2, prefetch_stages=1), (16, 100)),
     ("warpgroups-64", _warpgroups(64, 128, 256, 3), (64, 10, 300)),
     ("warpgroups-256-pairs", _warpgroups(256, 128, 64, 4, cluster=2), (300, 20, 1000)),
     ("warpgroups-256-beside", _warpgroups(256, 128, 64, 4, cluster=2), (2000, 300, 1900)),
@@ -57,15 +57,15 @@ CLAIMED = [
     (Problem(43008, 1024, num_tokens=4), Config(4, 32, 256, 32, 1, 8, 4, 1, body="tma_block")),
     (
         Problem(16384, 1344, num_tokens=3, gated=True),
-        Config(4, 32, 896, 32, 1, 14, 6, 1, body="tma_block", in_flight=2),
+        Config(4, 32, 896, 32, 1, 14, 6, 1, body="tma_block", prefetch_stages=2),
     ),
     (
         Problem(5376, 1024, num_tokens=2),
-        Config(4, 32, 256, 32, 1, 8, 4, 1, body="tma_block", in_flight=1, throughout=True),
+        Config(4, 32, 256, 32, 1, 8, 4, 1, body="tma_block", prefetch_stages=1, cap_inflight=True),
     ),
     (
         Problem(4224, 2816, num_tokens=4),
-        Config(4, 32, 2048, 32, 1, 8, 5, 1, body="tma_block", in_flight=1),
+        Config(4, 32, 2048, 32, 1, 8, 5, 1, body="tma_block", prefetch_stages=1),
     ),
 ]
 

@@ -35,16 +35,16 @@ def target_here() -> Target:
     return Target.of(arch)
 
 
-def some_configs(problem: Problem, target: Target, most: int, *, shared_ring: bool = False) -> list[Config]:
+def some_configs(problem: Problem, target: Target, most: int, *, cta_pipeline: bool = False) -> list[Config]:
     """Valid ones, drawn with the problem as the seed."""
-    choices_of = BLOCK_STREAM_SPACE if shared_ring else STREAM_SPACE
+    choices_of = BLOCK_STREAM_SPACE if cta_pipeline else STREAM_SPACE
     rng = random.Random(str(problem))
     found: dict[Config, None] = {}
     slots = [problem.group_size * s for s in range(1, 12)]
     for _ in range(20000):
         space: dict[str, Any] = {name: rng.choice(choices) for name, choices in choices_of.items()}
         space["block_k"] = rng.choice(slots) * space["warps_k"]
-        config = Config(**space, body="tma_block" if shared_ring else "tma_warp")
+        config = Config(**space, body="tma_block" if cta_pipeline else "tma_warp")
         if KERNEL.why_invalid(problem, config, target) is None:
             found[config] = None
             if len(found) == most:
@@ -52,7 +52,7 @@ def some_configs(problem: Problem, target: Target, most: int, *, shared_ring: bo
     return list(found)
 
 
-TOKENS = pytest.mark.parametrize(("tokens", "shared_ring"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
+TOKENS = pytest.mark.parametrize(("tokens", "cta_pipeline"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
 
 
 @pytest.mark.parametrize("problem", CASES, ids=lambda p: f"{p.n}x{p.k}_g{p.group_size}_{p.dtype}_m{p.num_tokens}")
@@ -62,8 +62,8 @@ def test_every_way_to_cut_the_work(problem: Problem) -> None:
     target = target_here()
     configs = some_configs(problem, target, 4)
     if problem.num_tokens > 1:
-        configs += some_configs(problem, target, 4, shared_ring=True)
-        assert any(c.shared_ring for c in configs)
+        configs += some_configs(problem, target, 4, cta_pipeline=True)
+        assert any(c.cta_pipeline for c in configs)
     for config in configs:
         function = load(KERNEL, problem, config)
         for _ in range(2):  # the second launch finds the workspace as the first one left it
@@ -71,11 +71,11 @@ def test_every_way_to_cut_the_work(problem: Problem) -> None:
             assert result.ok, f"{config}: {result.message}"
 
 
-def launched(problem: Problem, x: torch.Tensor, *, shared_ring: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def launched(problem: Problem, x: torch.Tensor, *, cta_pipeline: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of `x` by the body, and by the kernel's fp32 reference."""
     from kerngen.timing.measure import load
 
-    config = some_configs(problem, target_here(), 1, shared_ring=shared_ring)[0]
+    config = some_configs(problem, target_here(), 1, cta_pipeline=cta_pipeline)[0]
     case: Case = KERNEL.cases.case_for(problem)
     inputs = KERNEL.cases.inputs(case, "cuda") | {"x": x}
     load(KERNEL, problem, config)(problem, **inputs)
@@ -84,12 +84,12 @@ def launched(problem: Problem, x: torch.Tensor, *, shared_ring: bool = False) ->
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 3e4])
 @TOKENS
-def test_tokens_of_any_magnitude_and_with_outliers(tokens: int, shared_ring: bool, magnitude: float) -> None:
+def test_tokens_of_any_magnitude_and_with_outliers(tokens: int, cta_pipeline: bool, magnitude: float) -> None:
     problem = Problem(256, 2112, 32, "bf16", tokens)
     x = torch.randn(tokens, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * magnitude
     x[0, ::97] *= 500
     x[-1, 64:1024] = 0
-    out, expected = launched(problem, x.bfloat16(), shared_ring=shared_ring)
+    out, expected = launched(problem, x.bfloat16(), cta_pipeline=cta_pipeline)
     for token in range(tokens):
         error, size = (out - expected)[token].abs(), expected[token].abs()
         assert error.max() <= 2.0**-7 * size.max()
@@ -100,29 +100,29 @@ def test_tokens_of_any_magnitude_and_with_outliers(tokens: int, shared_ring: boo
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @TOKENS
-def test_what_is_no_number_stays_none_and_stays_in_its_token(tokens: int, shared_ring: bool, bad: float) -> None:
+def test_what_is_no_number_stays_none_and_stays_in_its_token(tokens: int, cta_pipeline: bool, bad: float) -> None:
     problem = Problem(256, 2112, 32, "bf16", tokens)
     x = torch.randn(tokens, 2112, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).bfloat16()
-    clean, _ = launched(problem, x.clone(), shared_ring=shared_ring)
+    clean, _ = launched(problem, x.clone(), cta_pipeline=cta_pipeline)
     x[-1, 1000] = bad
-    out, _ = launched(problem, x, shared_ring=shared_ring)
+    out, _ = launched(problem, x, cta_pipeline=cta_pipeline)
     assert not out[-1].isfinite().any()
     assert torch.equal(out[:-1], clean[:-1])
 
 
-@pytest.mark.parametrize("shared_ring", [False, True])
+@pytest.mark.parametrize("cta_pipeline", [False, True])
 @pytest.mark.parametrize("tokens", [2, 4])
-def test_a_token_does_not_depend_on_its_neighbours(tokens: int, shared_ring: bool) -> None:
+def test_a_token_does_not_depend_on_its_neighbours(tokens: int, cta_pipeline: bool) -> None:
     from kerngen.timing.measure import load
 
     problem = Problem(2560, 10240, 32, "bf16", tokens)
     x = torch.randn(tokens, 10240, device="cuda", generator=torch.Generator("cuda").manual_seed(3)).bfloat16()
-    together, _ = launched(problem, x, shared_ring=shared_ring)
+    together, _ = launched(problem, x, cta_pipeline=cta_pipeline)
     x[1:] *= 3
-    again, _ = launched(problem, x, shared_ring=shared_ring)
+    again, _ = launched(problem, x, cta_pipeline=cta_pipeline)
     assert torch.equal(together[0], again[0])
     alone = replace(problem, num_tokens=1)
-    config = some_configs(problem, target_here(), 1, shared_ring=shared_ring)[0]  # what `launched` takes
+    config = some_configs(problem, target_here(), 1, cta_pipeline=cta_pipeline)[0]  # what `launched` takes
     inputs = KERNEL.cases.inputs(KERNEL.cases.case_for(problem), "cuda")
     out = torch.empty(1, problem.n, dtype=torch.bfloat16, device="cuda")
     load(KERNEL, alone, config)(alone, **inputs | {"x": x[:1], "out": out, "num_tokens": 1})

@@ -18,8 +18,8 @@ TILES = (
     (160, 128, 128, 3), (192, 128, 64, 6),
 )  # fmt: skip
 CONFIGS = [  # in turn with all stages' weights on their way while x is waited for, with one and with two
-    KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, body="wgmma_ws", cluster=cluster, prefetch=ahead,
-                       in_flight=turn % 3)
+    KERNEL.config_type(m, n, k, 16, 1, 1, stages, shared, body="wgmma_ws", cluster=cluster, l2_prefetch_stages=ahead,
+                       prefetch_stages=turn % 3)
     for turn, ((m, n, k, stages), shared, cluster, ahead) in enumerate(product(TILES, (0, 1, 2), (1, 2), (0, 4)))
 ]  # fmt: skip
 # Several rounds of whole tiles, behind those that are shared (where K is long) or not, and tokens of more than one band

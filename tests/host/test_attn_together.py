@@ -13,7 +13,7 @@ from kerngen.compiler.compile import compile_cubin, require_target
 from kerngen.compiler.render import render
 from kerngen.errors import ToolchainError
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_decode.spec import Config, Problem, pieces
+from kerngen.templates.attn_decode.spec import Config, Problem, combine_tiles
 from kerngen.templates.kernel import Case
 from kerngen.tuning.space import candidates
 
@@ -25,13 +25,13 @@ NEWER = [a for a in ARCHES.values() if a.has_ldmatrix]
 SHAPES = [(8, 1, 1), (8, 2, 1), (8, 1, 3), (8, 8, 1), (16, 8, 5), (32, 16, 8), (32, 8, 4)]  # block_m, group, q_len
 
 
-def _config(problem: Problem, target: Target, num_splits: int, together: bool = True) -> Config:
+def _config(problem: Problem, target: Target, num_splits: int, fused_combine: bool = True) -> Config:
     """As the default, by mma.sync: what waits of warpgroups' blocks is none's."""
     config: Config = KERNEL.default_config(problem, target)
-    own = {"body": "mma", "cluster": 1, "key_parts": 2, "push_bits": 0}
+    own = {"body": "mma", "cluster": 1, "k_column_parts": 2, "partial_bits": 0}
     if config.warpgroups:
-        own |= {"num_warps": 8, "num_stages": 3, "in_flight": 0}
-    return replace(config, num_splits=num_splits, together=together, **own)
+        own |= {"num_warps": 8, "num_stages": 3, "prefetch_stages": 0}
+    return replace(config, num_splits=num_splits, fused_combine=fused_combine, **own)
 
 
 # ---- refusals
@@ -41,11 +41,11 @@ def test_refusals_say_what_decided() -> None:
     whole = _config(FULL, H200, 33)
     assert KERNEL.why_invalid(FULL, whole, H200) is None, "4 * 33 blocks, an SM each"
     why = KERNEL.why_invalid(FULL, replace(whole, num_splits=34), H200)
-    assert why == "together=True: 136 blocks wait for each other, and 132 SMs hold one each; at most 132 blocks"
+    assert why == "fused_combine=True: 136 blocks wait for each other, and 132 SMs hold one each; at most 132"
     assert "136 blocks" in (KERNEL.why_invalid(replace(FULL, batch=2), replace(whole, num_splits=17), H200) or "")
     assert "num_splits=1" in (KERNEL.why_invalid(FULL, replace(whole, num_splits=1), H200) or "")
-    assert KERNEL.why_invalid(FULL, replace(whole, num_splits=1, together=False), H200) is None
-    assert KERNEL.why_invalid(FULL, replace(whole, num_splits=34, together=False), H200) is None
+    assert KERNEL.why_invalid(FULL, replace(whole, num_splits=1, fused_combine=False), H200) is None
+    assert KERNEL.why_invalid(FULL, replace(whole, num_splits=34, fused_combine=False), H200) is None
 
 
 def test_rows_of_several_blocks_count() -> None:
@@ -67,16 +67,16 @@ def test_volta_launches_twice() -> None:
     target = Target.of(find_arch("sm70"))
     problem = replace(FULL, dtype="fp16")
     config = _config(problem, target, 4)
-    assert "together=False serves" in (KERNEL.why_invalid(problem, config, target) or "")
-    assert len(KERNEL.launches(problem, replace(config, together=False), target)) == 2
-    assert not any(c.together for c in candidates(KERNEL, problem, target).valid)
+    assert "fused_combine=False serves" in (KERNEL.why_invalid(problem, config, target) or "")
+    assert len(KERNEL.launches(problem, replace(config, fused_combine=False), target)) == 2
+    assert not any(c.fused_combine for c in candidates(KERNEL, problem, target).valid)
 
 
 def test_no_search_chooses_it_before_a_gpu_has_confirmed_it() -> None:
     found = candidates(KERNEL, FULL, H200).valid
     assert {c.num_splits for c in found} >= {2, 8, 33, 66}
-    assert not any(c.together for c in found if not c.warpgroups)
-    bodies = [KERNEL.body(replace(_config(FULL, H200, 8), together=t), H200.arch) for t in (False, True)]
+    assert not any(c.fused_combine for c in found if not c.warpgroups)
+    bodies = [KERNEL.body(replace(_config(FULL, H200, 8), fused_combine=t), H200.arch) for t in (False, True)]
     assert [body.proven for body in bodies] == [True, False]
 
 
@@ -87,7 +87,7 @@ def test_no_search_chooses_it_before_a_gpu_has_confirmed_it() -> None:
 def test_one_launch_whose_blocks_wait_for_each_other(problem: Problem) -> None:
     config = _config(problem, H200, 8)
     (launch,) = KERNEL.launches(problem, config, H200)
-    first, second = KERNEL.launches(problem, replace(config, together=False), H200)
+    first, second = KERNEL.launches(problem, replace(config, fused_combine=False), H200)
     meeting = 16  # bytes where teams meet, which those have no registers for
     assert launch == replace(first, cooperative=True, smem_bytes=first.smem_bytes - meeting)
     assert not first.cooperative
@@ -98,13 +98,13 @@ def test_one_launch_whose_blocks_wait_for_each_other(problem: Problem) -> None:
 @pytest.mark.parametrize("problem", [WINDOW, FULL], ids=["window", "full"])
 def test_traffic_has_no_second_launch_but_waits(problem: Problem) -> None:
     config = _config(problem, H200, 8)
-    together = KERNEL.traffic(problem, config, H200)
-    apart = KERNEL.traffic(problem, replace(config, together=False), H200)
-    assert together is not None
+    fused_combine = KERNEL.traffic(problem, config, H200)
+    apart = KERNEL.traffic(problem, replace(config, fused_combine=False), H200)
+    assert fused_combine is not None
     assert apart is not None
-    assert (len(together), len(apart)) == (1, 2)
-    assert together[0].waits == apart[0].waits + 2
-    assert (together[0].l2_bytes or 0) > (apart[0].l2_bytes or 0)
+    assert (len(fused_combine), len(apart)) == (1, 2)
+    assert fused_combine[0].waits == apart[0].waits + 2
+    assert (fused_combine[0].l2_bytes or 0) > (apart[0].l2_bytes or 0)
 
 
 @pytest.mark.parametrize(("block_m", "group", "q_len"), SHAPES)
@@ -112,8 +112,8 @@ def test_traffic_has_no_second_launch_but_waits(problem: Problem) -> None:
 def test_pieces_cover_what_a_block_writes(head_dim: int, block_m: int, group: int, q_len: int) -> None:
     problem = Problem(head_dim, 2 * group, 2, q_len=q_len)
     for num_splits in (2, 3, 5, 8, 13, 33, 132):
-        config = Config(block_m=block_m, num_splits=num_splits, together=True)
-        piece, owners, piece_rows = pieces(problem, config)
+        config = Config(block_m=block_m, num_splits=num_splits, fused_combine=True)
+        piece, owners, piece_rows = combine_tiles(problem, config)
         quads = min(block_m, problem.rows) * head_dim // 4
         assert piece % 8 == 0, "whole lines"
         assert owners <= num_splits
@@ -125,16 +125,16 @@ def test_pieces_cover_what_a_block_writes(head_dim: int, block_m: int, group: in
 def test_workspace_has_a_place_for_each_word() -> None:
     """Two rows of 64 quads between 8 blocks: pieces of 16, each in a row, from each of 8 splits, with a line of lse."""
     config = _config(WINDOW, H200, 8)
-    assert pieces(WINDOW, config) == (16, 8, 1)
+    assert combine_tiles(WINDOW, config) == (16, 8, 1)
     one = 8 * 8 * (16 * 16 + 128)
     assert KERNEL.workspace_bytes(WINDOW, config, H200) == 16 * one
     assert KERNEL.workspace_bytes(replace(WINDOW, batch=3), config, H200) == 48 * one
     # Three rows among 5 blocks: pieces of 40 quads, which touch two rows.
     three = Problem(256, 2, 2, q_len=3)
     config = replace(config, num_splits=5)
-    assert pieces(three, config) == (40, 5, 2)
+    assert combine_tiles(three, config) == (40, 5, 2)
     assert KERNEL.workspace_bytes(three, config, H200) == 2 * 5 * 5 * (40 * 16 + 128)
-    assert KERNEL.workspace_bytes(three, replace(config, num_splits=1, together=False), H200) == 0
+    assert KERNEL.workspace_bytes(three, replace(config, num_splits=1, fused_combine=False), H200) == 0
 
 
 # ---- sources
@@ -147,7 +147,7 @@ def test_two_launches_have_the_source_that_they_had() -> None:
         config = _config(problem, target, 4)
         if KERNEL.why_invalid(problem, config, target) is not None:
             config = replace(config, num_splits=2)
-        text, apart = (str(render(KERNEL, problem, replace(config, together=t), target)) for t in (True, False))
+        text, apart = (str(render(KERNEL, problem, replace(config, fused_combine=t), target)) for t in (True, False))
         for word in ("combine_splits", "ll_store_partials", "ll_load", "PIECE", "ld.relaxed"):
             assert word in text
             assert word not in apart
@@ -182,7 +182,9 @@ def _builds(arch: Arch) -> list[tuple[Case, Config]]:
             config = _config(p, target, num_splits)
             if KERNEL.why_invalid(p, config, target) is not None:
                 continue
-            if (shape := (p.head_dim, min(config.block_m, p.rows), p.rows % config.block_m, pieces(p, config))) in seen:
+            if (
+                shape := (p.head_dim, min(config.block_m, p.rows), p.rows % config.block_m, combine_tiles(p, config))
+            ) in seen:
                 continue
             seen.add(shape)
             found.append((case, config))

@@ -27,15 +27,15 @@ from kerngen.templates.attn_decode.spec import (
     bytes_in_flight,
     chunk_lanes,
     chunks,
-    dealt,
+    dsmem_bytes,
+    has_fragment_partials,
     item_words,
-    key_pieces,
     partials,
-    piece_bytes,
-    pushed_bytes,
-    resident_in_clusters,
+    register_split,
+    resident_cluster_blocks,
     span,
-    stored,
+    stage_bytes,
+    stages_per_tile,
     unit_columns,
 )  # fmt: skip
 from kerngen.tuning.space import candidates
@@ -43,14 +43,14 @@ from kerngen.tuning.space import candidates
 KERNEL = find_kernel("attn_decode")
 H200 = Target.of(find_device("H200"))
 FULL = Problem(512, 32, 4, q_len=4, source="qk", num_rotated_pairs=64)
-CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, body="wgmma_ws", key_parts=4)
+CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, body="wgmma_ws", k_column_parts=4)
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"together": True}, "the last block merges 2 to 32 results of a row; num_splits / cluster is 33"),
-        ({"together": True, "num_splits": 8, "cluster": 8}, "num_splits / cluster is 1"),
+        ({"fused_combine": True}, "the last block merges 2 to 32 results of a row; num_splits / cluster is 33"),
+        ({"fused_combine": True, "num_splits": 8, "cluster": 8}, "num_splits / cluster is 1"),
         ({"split_d": 2}, "split_d=2: one warpgroup or two, 4 or 8 warps"),
         ({"num_warps": 16}, "num_warps=16: one to three warpgroups"),
         ({"num_warps": 4}, "num_warps=4 is no multiple of split_d=8"),
@@ -58,37 +58,40 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, body="wgmma_ws", key_parts=4)
         ({"block_m": 12}, "block_m=12 is no multiple of 8 up to 64"),
         ({"block_m": 72}, "block_m=72 is no multiple of 8 up to 64"),
         ({"block_m": 40}, "block_m=40: 32 rows fill 32"),
-        ({"num_stages": 1}, "num_stages=1: a piece is in use while the next one is awaited; at least 2"),
-        ({"num_stages": 33}, "num_stages=33: a thread has a bit for the phase of each place; at most 32"),
+        ({"num_stages": 1}, "num_stages=1: a stage is in use while the next one is awaited; at least 2"),
+        ({"num_stages": 33}, "num_stages=33: a thread has a bit for the phase of each stage; at most 32"),
         ({"num_stages": 3}, "65,536 B of results of 1 teams meet in a ring of 49,152 B"),
         ({"cluster": 3}, "cluster=3: a cluster has 1, 2, 4 or 8 blocks"),
         ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
-        ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3, key_parts=4 are body=wgmma_ws"),
+        ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3, k_column_parts=4 are body=wgmma_ws"),
         (
             {"body": "mma", "num_stages": 2},
-            "cluster=1, key_parts=4 are body=wgmma_ws's; cluster=1, key_parts=2",
+            "cluster=1, k_column_parts=4 are body=wgmma_ws's; cluster=1, k_column_parts=2",
         ),
-        ({"key_parts": 3}, "key_parts=3: 1, 2 or 4 parts"),
+        ({"k_column_parts": 3}, "k_column_parts=3: 1, 2 or 4 parts"),
         ({"num_splits": 0}, "num_splits=0: whole clusters have them"),
-        ({"key_parts": 1}, "num_stages=10: whole keys lie in four places side by side; a multiple of 4"),
+        ({"k_column_parts": 1}, "num_stages=10: whole keys take four stages; a multiple of 4"),
         ({"num_stages": 13}, "B of shared memory"),
-        ({"push_bits": 8, "cluster": 8, "num_splits": 8}, "push_bits=8: values are pushed in 16 or 32 bits"),
+        ({"partial_bits": 8, "cluster": 8, "num_splits": 8}, "partial_bits=8: values are pushed in 16 or 32 bits"),
         (
-            {"push_bits": 16, "num_splits": 1},
-            "of cluster=1 they are stored for attn_combine; together=False and several",
+            {"partial_bits": 16, "num_splits": 1},
+            "of cluster=1 they go to attn_combine; fused_combine=False and several",
         ),
-        ({"push_bits": 32, "together": True, "num_splits": 32}, "of cluster=1 they are stored for attn_combine"),
-        ({"push_bits": 16, "cluster": 8, "num_splits": 8}, "B of shared memory"),
         (
-            {"push_bits": 16, "body": "mma", "key_parts": 2, "num_stages": 2},
-            "push_bits=16 is body=wgmma_ws's; push_bits=0",
+            {"partial_bits": 32, "fused_combine": True, "num_splits": 32},
+            "of cluster=1 they go to attn_combine",
+        ),
+        ({"partial_bits": 16, "cluster": 8, "num_splits": 8}, "B of shared memory"),
+        (
+            {"partial_bits": 16, "body": "mma", "k_column_parts": 2, "num_stages": 2},
+            "partial_bits=16 is body=wgmma_ws's; partial_bits=0",
         ),
         ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
-        ({"prefetch": -1}, "prefetch=-1: beside num_stages=10 pieces at most 54"),
-        ({"prefetch": 55}, "prefetch=55: beside num_stages=10 pieces at most 54"),
+        ({"l2_prefetch_stages": -1}, "l2_prefetch_stages=-1: after num_stages=10 at most 54"),
+        ({"l2_prefetch_stages": 55}, "l2_prefetch_stages=55: after num_stages=10 at most 54"),
         (
-            {"prefetch": 1, "body": "mma", "key_parts": 2, "num_stages": 2},
-            "prefetch=1 is body=wgmma_ws's; prefetch=0",
+            {"l2_prefetch_stages": 1, "body": "mma", "k_column_parts": 2, "num_stages": 2},
+            "l2_prefetch_stages=1 is body=wgmma_ws's; l2_prefetch_stages=0",
         ),
     ],
     ids=str,
@@ -116,9 +119,9 @@ def test_no_product_is_waited_for_one_by_one(problem: Problem) -> None:
 def test_results_of_many_teams_need_the_room_of_the_rings() -> None:
     problem = Problem(128, 64, 4, q_len=4)
     config = Config(64, 16, 4, 8, 7, body="wgmma_ws")
-    parts = replace(config, key_parts=4)
+    parts = replace(config, k_column_parts=4)
     assert KERNEL.why_invalid(problem, parts, H200) == (
-        "key_parts=4: 1, 2 or 4 parts have whole blocks of 64 columns; 2 at most"
+        "k_column_parts=4: 1, 2 or 4 parts have whole blocks of 64 columns; 2 at most"
     )
     why = KERNEL.why_invalid(problem, config, H200)
     assert why == "65,536 B of results of 2 teams meet in a ring of 57,344 B"
@@ -131,15 +134,15 @@ def test_others_have_no_such_products(name: str) -> None:
     assert "needs wgmma" in (KERNEL.why_invalid(problem, CONFIG, Target.of(find_arch(name))) or "")
 
 
-def _by_warpgroups(config: Config) -> bool:
+def _is_wgmma_ws(config: Config) -> bool:
     return KERNEL.body(config, H200.arch).template == "wgmma_ws.cu.jinja"
 
 
 def test_a_search_may_choose_it() -> None:
     found = candidates(KERNEL, FULL, H200).valid
-    assert {(_by_warpgroups(c), c.together) for c in found} == {(False, False), (True, False), (True, True)}
-    assert {c.cluster for c in found if _by_warpgroups(c)} == {1, 2, 4, 8}
-    assert {(c.cluster > 1, c.push_bits) for c in found} == {(False, 0), (False, 16), (True, 0), (True, 16)}
+    assert {(_is_wgmma_ws(c), c.fused_combine) for c in found} == {(False, False), (True, False), (True, True)}
+    assert {c.cluster for c in found if _is_wgmma_ws(c)} == {1, 2, 4, 8}
+    assert {(c.cluster > 1, c.partial_bits) for c in found} == {(False, 0), (False, 16), (True, 0), (True, 16)}
 
 
 # The heads of the models: (head_dim, q heads, kv heads, window).
@@ -171,7 +174,7 @@ def test_a_default_covers_rows_and_keys_and_keeps_memory_busy(board: str) -> Non
         m_blocks, blocks = ceil(problem.rows / config.block_m), prod(decode.grid)
         assert blocks == m_blocks * config.num_splits * problem.num_kv_heads * problem.batch
         assert m_blocks * config.block_m - problem.rows < config.block_m, "no block has padding alone"
-        tile = TILE if arch.has_wgmma and _by_warpgroups(config) else config.block_n
+        tile = TILE if arch.has_wgmma and _is_wgmma_ws(config) else config.block_n
         assert config.num_splits == 1 or config.num_splits * tile <= problem.visible, (problem, config)
         # What blocks of an SM have on its way covers four fifths of the latency at the SM's share of the memory's rate.
         at_once = min(defaults._waves(problem, config, target)[0], ceil(blocks / device.num_sms))
@@ -186,27 +189,27 @@ def test_defaults_in_clusters_are_resident_and_those_that_store_use_most_sms(boa
     for problem in _problems(target):
         config = KERNEL.default_config(problem, target)
         blocks = prod(KERNEL.launches(problem, config, target)[0].grid)
-        if config.num_splits > 1 and _by_warpgroups(config):
+        if config.num_splits > 1 and _is_wgmma_ws(config):
             assert blocks <= 4 * sms, (problem, config)
         if config.cluster > 1:
             seen[f"cluster={config.cluster}"] += 1
             assert config.num_splits % config.cluster == 0
             # Clusters of four and eight leave SMs of a GPC over.
-            held = dealt(problem, config, target.arch)[0] * resident_in_clusters(target)
+            held = register_split(problem, config, target.arch)[0] * resident_cluster_blocks(target)
             assert config.cluster == 2 or blocks <= held, (problem, config)
             # 64 rows of 512 columns are 64 KB in 16 bits, and who streams for long wants the places: those are read.
             streams = problem.visible > defaults.MOST_STREAMED_KEYS * config.num_splits
-            assert config.push_bits == (16 if config.block_m < 64 and not streams else 0), (problem, config)
+            assert config.partial_bits == (16 if config.block_m < 64 and not streams else 0), (problem, config)
             assert config.num_stages >= 6
-        if stored(config):
-            seen["stored"] += 1
+        if has_fragment_partials(config):
+            seen["has_fragment_partials"] += 1
             share = blocks / (ceil(blocks / sms) * sms)
             few_keys = config.num_splits == ceil(problem.visible / (2 * TILE if problem.head_dim == 512 else TILE))
             assert share > 0.5 or few_keys, (problem, config)
             _, combine = KERNEL.launches(problem, config, target)
             # Those that merge find room beside: two on an SM that has a block of those, eight where there is none.
             assert combine.grid[0] <= 2 * min(blocks, sms) + 8 * max(0, sms - blocks)
-    assert set(seen) == {"cluster=2", "cluster=4", "cluster=8", "stored"}
+    assert set(seen) == {"cluster=2", "cluster=4", "cluster=8", "has_fragment_partials"}
 
 
 def test_a_window_whose_q_is_ready_is_left_to_a_cluster_for_each_head() -> None:
@@ -214,8 +217,8 @@ def test_a_window_whose_q_is_ready_is_left_to_a_cluster_for_each_head() -> None:
     window = Problem(256, 32, 16, window=1024)
     for q_len in (1, 4):
         chosen = KERNEL.default_config(replace(window, q_len=q_len), H200)
-        assert _by_warpgroups(chosen)
-        assert (partials(chosen), dealt(replace(window, q_len=q_len), chosen, H200.arch)[0]) == (1, 2)
+        assert _is_wgmma_ws(chosen)
+        assert (partials(chosen), register_split(replace(window, q_len=q_len), chosen, H200.arch)[0]) == (1, 2)
     made = replace(window, source="qkv", num_rotated_pairs=128)
     for other in (made, replace(window, q_len=5), replace(window, batch=2), replace(window, kv_len=512)):
         assert KERNEL.default_config(other, H200).cluster == 1, other
@@ -236,7 +239,7 @@ def test_few_heads_of_some_thousand_keys_are_left_to_clusters_of_eight(
     problem = Problem(512, q_heads, kv_heads, q_len=4, kv_len=8192, source="qk", num_rotated_pairs=64)
     for q_len in tokens:
         chosen = KERNEL.default_config(replace(problem, q_len=q_len), H200)
-        assert (chosen.cluster, chosen.push_bits) == (8, 16)
+        assert (chosen.cluster, chosen.partial_bits) == (8, 16)
         assert chosen.num_splits * TILE <= problem.kv_len
     for other in others:
         assert KERNEL.default_config(replace(problem, **other), H200).cluster < 8, other
@@ -247,30 +250,32 @@ def test_few_heads_of_some_thousand_keys_are_left_to_clusters_of_eight(
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (replace(CONFIG, in_flight=CONFIG.num_stages), "fewer, or 0 for all"),
-        (Config(8, 16, 4, 8, 4, 32, in_flight=4), "in_flight=4 of num_stages=4: fewer, or 0 for all"),
-        (Config(8, 16, 4, 8, 4, 32, in_flight=3), None),
+        (replace(CONFIG, prefetch_stages=CONFIG.num_stages), "fewer, or 0 for all"),
+        (Config(8, 16, 4, 8, 4, 32, prefetch_stages=4), "prefetch_stages=4 of num_stages=4: fewer, or 0 for all"),
+        (Config(8, 16, 4, 8, 4, 32, prefetch_stages=3), None),
     ],
 )
 def test_fewer_tiles_are_on_their_way_than_there_is_room_for(config: Config, says: str | None) -> None:
     why = KERNEL.why_invalid(FULL, config, H200)
     assert why is None if says is None else says in str(why)
-    older = KERNEL.why_invalid(replace(FULL, dtype="fp16"), replace(config, in_flight=1), Target.of(find_arch("sm80")))
-    assert "in_flight=1 is for launches that begin before others end" in str(older)
+    older = KERNEL.why_invalid(
+        replace(FULL, dtype="fp16"), replace(config, prefetch_stages=1), Target.of(find_arch("sm80"))
+    )
+    assert "prefetch_stages=1 is for launches that begin before others end" in str(older)
 
 
 def test_few_rows_of_few_sequences_are_left_to_quarters_of_keys() -> None:
     one = Problem(head_dim=512, num_q_heads=32, num_kv_heads=4, source="qk", num_rotated_pairs=64)
     for keys in (2048, 8192, 131072):
         chosen = KERNEL.default_config(replace(one, kv_len=keys), H200)
-        assert (_by_warpgroups(chosen), chosen.split_d, chosen.in_flight) == (False, 4, 1)
+        assert (_is_wgmma_ws(chosen), chosen.split_d, chosen.prefetch_stages) == (False, 4, 1)
         tiles, teams = keys // chosen.block_n, chosen.num_warps // chosen.split_d
 
-        def rounds(splits: int, tiles: int = tiles, teams: int = teams) -> int:
+        def waves(splits: int, tiles: int = tiles, teams: int = teams) -> int:
             return ceil(ceil(tiles / splits) / teams)
 
         most = H200.device.num_sms // one.num_kv_heads
-        assert rounds(chosen.num_splits) == rounds(most) < rounds(chosen.num_splits - 1), "the fewest that are as fast"
+        assert waves(chosen.num_splits) == waves(most) < waves(chosen.num_splits - 1), "the fewest that are as fast"
     window = Problem(head_dim=256, num_q_heads=8, num_kv_heads=2, window=512, kv_len=4096, batch=4)
     assert KERNEL.default_config(window, H200).split_d == 4
     sixteen = replace(window, num_q_heads=16, num_kv_heads=8, window=1024, batch=16)
@@ -285,10 +290,10 @@ def test_one_sequence_whose_q_is_ready_has_its_results_stored(
     q_heads: int, kv_heads: int, tokens: int, keys: int
 ) -> None:
     problem = Problem(512, q_heads, kv_heads, q_len=tokens, kv_len=keys)
-    assert stored(KERNEL.default_config(problem, H200))
+    assert has_fragment_partials(KERNEL.default_config(problem, H200))
     made = replace(problem, source="qk", num_rotated_pairs=64)  # in a step, which gains nothing by it
     for other in (made, replace(problem, kv_len=512)):
-        assert not stored(KERNEL.default_config(other, H200)), other
+        assert not has_fragment_partials(KERNEL.default_config(other, H200)), other
 
 
 @pytest.mark.parametrize(
@@ -312,7 +317,7 @@ def test_one_sequence_whose_q_is_ready_has_its_results_stored(
 )
 def test_whose_results_are_stored(fields: dict[str, Any], is_stored: bool) -> None:
     problem = replace(Problem(512, 32, 4), **fields)
-    assert stored(KERNEL.default_config(problem, H200)) == is_stored
+    assert has_fragment_partials(KERNEL.default_config(problem, H200)) == is_stored
 
 
 def test_few_splits_are_merged_several_chunks_at_a_time() -> None:
@@ -344,7 +349,7 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
         bound = KERNEL.spec.bound_threads(problem, config, H200.arch)["attn_decode"]
         assert f"__launch_bounds__({bound}, BLOCKS_PER_SM)" in render(KERNEL, problem, config, H200)
         granted = [H200.arch.registers_of(threads) for threads in (bound, bound - 128)]
-        _, copiers, most = dealt(problem, config, H200.arch)
+        _, copiers, most = register_split(problem, config, H200.arch)
         at_first = most if copiers == 1 else (config.num_warps * most + 4 * 32) // (config.num_warps + 4)
         assert granted[0] <= at_first < granted[1]
         decode, combine = KERNEL.launches(problem, config, H200)
@@ -363,7 +368,7 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
 def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, split_d: int, bits: int) -> None:
     """fragment_partials.cuh.jinja: who stores which columns of which rows, in which 16 bytes; who merges them."""
     problem = Problem(head_dim, 16, 2, q_len=5)
-    config = Config(24, 16, split_d, 8, 8, 5, body="wgmma_ws", push_bits=bits)
+    config = Config(24, 16, split_d, 8, 8, 5, body="wgmma_ws", partial_bits=bits)
     blocks, parts = (2 if bits == 16 else 1), split_d // 4
     pairs, of_pair = chunks(problem, config)
     assert (pairs, of_pair) == (12, head_dim // (16 * blocks))
@@ -401,30 +406,34 @@ def test_launches_have_warps_that_copy() -> None:
     assert combine == apart[1]
     assert KERNEL.workspace_bytes(FULL, CONFIG, H200) == 4 * 32 * 33 * (512 + 1) * 4
     one_each = replace(CONFIG, split_d=4)
-    assert dealt(FULL, one_each, H200.arch) == (1, 4, 232)
+    assert register_split(FULL, one_each, H200.arch) == (1, 4, 232)
     assert KERNEL.launches(FULL, one_each, H200)[0].block == (12 * 32, 1, 1)
 
 
 def test_two_blocks_share_an_sm_where_they_fit() -> None:
-    problem, config = Problem(512, 32, 4), Config(8, 16, 4, 4, 6, body="wgmma_ws", key_parts=4)
-    assert dealt(problem, config, H200.arch) == (2, 1, 128)
+    problem, config = Problem(512, 32, 4), Config(8, 16, 4, 4, 6, body="wgmma_ws", k_column_parts=4)
+    assert register_split(problem, config, H200.arch) == (2, 1, 128)
     assert 2 * (KERNEL.smem_bytes(problem, config, H200) + 1024) <= H200.arch.smem_per_sm
-    assert dealt(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255)
-    assert dealt(replace(problem, q_len=3), replace(config, block_m=24, num_stages=4), H200.arch) == (2, 4, 224)
+    assert register_split(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255)
+    assert register_split(replace(problem, q_len=3), replace(config, block_m=24, num_stages=4), H200.arch) == (
+        2,
+        4,
+        224,
+    )
 
 
 def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
     """An SM's registers are dealt out by four warps of a block and eight registers of a thread."""
     window = Problem(256, 32, 16, window=1024)
     for problem, config in (
-        (Problem(512, 32, 4), Config(8, 16, 8, 8, 5, 8, body="wgmma_ws", cluster=8, key_parts=4)),
+        (Problem(512, 32, 4), Config(8, 16, 8, 8, 5, 8, body="wgmma_ws", cluster=8, k_column_parts=4)),
         (Problem(512, 32, 4), Config(8, 16, 4, 4, 3, 48, True, "wgmma_ws", 8)),
-        (window, Config(8, 16, 4, 8, 11, 8, body="wgmma_ws", cluster=8, key_parts=4)),
-        (window, Config(8, 16, 4, 4, 12, 8, body="wgmma_ws", cluster=8, key_parts=1)),
+        (window, Config(8, 16, 4, 8, 11, 8, body="wgmma_ws", cluster=8, k_column_parts=4)),
+        (window, Config(8, 16, 4, 4, 12, 8, body="wgmma_ws", cluster=8, k_column_parts=1)),
         (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 5, 1, body="wgmma_ws")),
         (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, "wgmma_ws", 8, 1)),
     ):
-        blocks, copiers, _ = dealt(problem, config, H200.arch)
+        blocks, copiers, _ = register_split(problem, config, H200.arch)
         assert blocks == 2
         takes = compile_cubin(render(KERNEL, problem, config, H200), H200.arch).entries["attn_decode"]
         warps = -(-(config.num_warps + copiers) // 4) * 4
@@ -474,39 +483,39 @@ def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_sp
         (Problem(128, 16, 2), Config(8, 16, 4, 4, 8, 8, False, "wgmma_ws", 8, 2, 16), "a block merges 16 columns; 32"),
         (
             Problem(512, 32, 4), Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 4, 16),
-            "push_bits=16: its 8,464 B cost an SM its second block; fewer num_stages, or 0",
+            "partial_bits=16: its 8,464 B cost an SM its second block; fewer num_stages, or 0",
         ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_pushed_says_why(problem: Problem, config: Config, why: str) -> None:
     assert why in (KERNEL.why_invalid(problem, config, H200) or "")
-    assert KERNEL.why_invalid(problem, replace(config, push_bits=0), H200) is None
+    assert KERNEL.why_invalid(problem, replace(config, partial_bits=0), H200) is None
 
 
 def test_one_team_that_pushes_needs_no_room_for_results_in_its_ring() -> None:
     batch = Problem(512, 16, 2, q_len=5, batch=7, kv_len=5003)
-    config = Config(40, 16, 8, 8, 4, 8, body="wgmma_ws", cluster=8, key_parts=4)
+    config = Config(40, 16, 8, 8, 4, 8, body="wgmma_ws", cluster=8, k_column_parts=4)
     assert "meet in a ring of 65,536 B" in (KERNEL.why_invalid(batch, config, H200) or "")
-    assert KERNEL.why_invalid(batch, replace(config, push_bits=16), H200) is None
-    assert pushed_bytes(batch, replace(config, push_bits=16)) == 40 * 512 * 2 + 20 * 8 * 8 + 16
+    assert KERNEL.why_invalid(batch, replace(config, partial_bits=16), H200) is None
+    assert dsmem_bytes(batch, replace(config, partial_bits=16)) == 40 * 512 * 2 + 20 * 8 * 8 + 16
     # Of a window's two rows nobody pushes the six that pad them.
     window = Problem(256, 32, 16, window=1024)
-    one = Config(8, 16, 4, 4, 6, 8, body="wgmma_ws", cluster=8, push_bits=32)
-    assert pushed_bytes(window, one) == 2 * 256 * 4 + 8 * 8 + 16
+    one = Config(8, 16, 4, 4, 6, 8, body="wgmma_ws", cluster=8, partial_bits=32)
+    assert dsmem_bytes(window, one) == 2 * 256 * 4 + 8 * 8 + 16
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "cluster", "together", "bits"),
+    ("head_dim", "cluster", "fused_combine", "bits"),
     [
         c for c in product((128, 256, 512), (2, 4, 8), (False, True), (16, 32))
         if c[3] == 32 or c[2] or c[0] // c[1] >= 32
     ],
 )  # fmt: skip
 def test_each_column_is_pushed_to_one_block_which_finds_it(
-    head_dim: int, cluster: int, together: bool, bits: int
+    head_dim: int, cluster: int, fused_combine: bool, bits: int
 ) -> None:
     """dsmem_reduce.cuh.jinja: Slot, who pushes which columns of which rows, and who merges them."""
-    config = Config(64, 16, 4, 4, 8, 2 * cluster, together, True, cluster, 2, bits)
+    config = Config(64, 16, 4, 4, 8, 2 * cluster, fused_combine, True, cluster, 2, bits)
     columns = unit_columns(Problem(head_dim), config)
     blocks = 2 if bits == 16 else 1  # of 64 columns, that a chunk has 16 of each of
     chunks, units = columns // (16 * blocks), head_dim // columns
@@ -551,7 +560,7 @@ def test_what_pushes_compiles_to_what_fits() -> None:
         (batch, Config(40, 16, 8, 8, 8, 8, False, "wgmma_ws", 8, 4, 16), False),
         (FULL, Config(32, 16, 4, 8, 8, 24, True, "wgmma_ws", 8, 4, 16), False),
     ):
-        blocks, copiers, _ = dealt(problem, config, H200.arch)
+        blocks, copiers, _ = register_split(problem, config, H200.arch)
         assert blocks == 1 + two
         cubin = compile_cubin(render(KERNEL, problem, config, H200), H200.arch)
         takes, warps = cubin.entries["attn_decode"], -(-(config.num_warps + copiers) // 4) * 4
@@ -561,7 +570,7 @@ def test_what_pushes_compiles_to_what_fits() -> None:
 
 
 def test_the_last_block_merges_in_one_launch_and_waits_for_none() -> None:
-    config = replace(CONFIG, num_splits=32, cluster=8, together=True)
+    config = replace(CONFIG, num_splits=32, cluster=8, fused_combine=True)
     (decode,) = KERNEL.launches(FULL, config, H200)
     assert (decode.cluster, decode.cooperative) == ((8, 1, 1), False)
     assert item_words(config) == 4 * 128 + 32
@@ -576,32 +585,36 @@ class _Barrier:
 
     def __init__(self, arrivals: int) -> None:
         self.arrivals = self.pending = arrivals
-        self.phase = self.pieces = 0
+        self.phase = self.combine_tiles = 0
 
     def arrive(self, expected: int = 0) -> None:
         self.pending -= 1
-        self.pieces += expected
+        self.combine_tiles += expected
         self._end()
 
     def come(self) -> None:
-        self.pieces -= 1
+        self.combine_tiles -= 1
         self._end()
 
     def _end(self) -> None:
-        if self.pending == 0 and self.pieces == 0:
+        if self.pending == 0 and self.combine_tiles == 0:
             self.phase, self.pending = self.phase + 1, self.arrivals
 
     def passed(self, parity: int) -> Callable[[], bool]:
         return lambda: self.phase % 2 != parity
 
 
-def _pieces_of(tile: int, num_chunks: int, key_parts: int) -> tuple[int, int]:
+def _pieces_of(tile: int, num_chunks: int, k_column_parts: int) -> tuple[int, int]:
     """Of its keys, and of its keys and values."""
     count = min(4, num_chunks - tile * 4)
-    return (count, 2 * count) if key_parts == 1 else (key_parts, key_parts - -count * key_parts // 4)
+    return (
+        (count, 2 * count) if k_column_parts == 1 else (k_column_parts, k_column_parts - -count * k_column_parts // 4)
+    )
 
 
-def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, key_parts: int, rng: random.Random) -> list[int]:
+def _run(
+    num_chunks: int, stages: int, teams: int, warpgroups: int, k_column_parts: int, rng: random.Random
+) -> list[int]:
     """A block's copier and warpgroups in any order, and copies that come in any order. Returns the pieces as used.
 
     An agent yields what it waits for; a place whose piece is in use must hold just that piece.
@@ -611,12 +624,12 @@ def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, key_parts: i
     place: list[tuple[int, int] | None] = [None] * stages  # tile and number in it of what lies there
     coming: list[Callable[[], None]] = []
     used: list[int] = []
-    whole, key_pieces = key_parts == 1, 4 if key_parts == 1 else key_parts
+    whole, stages_per_tile = k_column_parts == 1, 4 if k_column_parts == 1 else k_column_parts
 
     def copier() -> Iterator[Callable[[], bool]]:
         stage, parity = 0, 0
         for tile in range(-(-num_chunks // 4)):
-            for piece in range(_pieces_of(tile, num_chunks, key_parts)[1]):
+            for piece in range(_pieces_of(tile, num_chunks, k_column_parts)[1]):
                 yield free[stage].passed(parity ^ 1)
                 barrier, at, what = full[tile % teams][stage], stage, (tile, piece)
                 barrier.arrive(expected=1)
@@ -634,8 +647,8 @@ def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, key_parts: i
     def warpgroup(team: int) -> Iterator[Callable[[], bool]]:
         parities = [0] * stages
         for tile in range(team, -(-num_chunks // 4), teams):
-            stage, in_use = tile * 2 * key_pieces % stages, list[tuple[int, int]]()
-            num_keys, num_pieces = _pieces_of(tile, num_chunks, key_parts)
+            stage, in_use = tile * 2 * stages_per_tile % stages, list[tuple[int, int]]()
+            num_keys, num_pieces = _pieces_of(tile, num_chunks, k_column_parts)
             for piece in range(num_pieces):
                 yield full[team][stage].passed(parities[stage])
                 parities[stage] ^= 1
@@ -673,14 +686,14 @@ def _run(num_chunks: int, stages: int, teams: int, warpgroups: int, key_parts: i
 @pytest.mark.parametrize(("teams", "warpgroups"), [(1, 1), (1, 2), (2, 1), (3, 1)])
 def test_pieces_are_used_as_they_lie_and_nobody_waits_for_ever(teams: int, warpgroups: int) -> None:
     rng = random.Random(teams)
-    for key_parts, num_chunks in product((1, 2, 4), (0, 1, 3, 4, 5, 8, 13, 30, 33)):
-        pieces = [
+    for k_column_parts, num_chunks in product((1, 2, 4), (0, 1, 3, 4, 5, 8, 13, 30, 33)):
+        combine_tiles = [
             tile * 8 + i for tile in range(-(-num_chunks // 4))
-            for i in range(_pieces_of(tile, num_chunks, key_parts)[1])
+            for i in range(_pieces_of(tile, num_chunks, k_column_parts)[1])
         ]  # fmt: skip
-        for stages in (4, 8, 12, 16, 32) if key_parts == 1 else (2, 3, 4, 5, 7, 8, 11, 16, 24, 32):
-            used = _run(num_chunks, stages, teams, warpgroups, key_parts, rng)
-            assert Counter(used) == Counter(dict.fromkeys(pieces, warpgroups))
+        for stages in (4, 8, 12, 16, 32) if k_column_parts == 1 else (2, 3, 4, 5, 7, 8, 11, 16, 24, 32):
+            used = _run(num_chunks, stages, teams, warpgroups, k_column_parts, rng)
+            assert Counter(used) == Counter(dict.fromkeys(combine_tiles, warpgroups))
 
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(128, 16), (256, 48), (512, 64)])
@@ -710,22 +723,22 @@ def _read_as_rows(smem: torch.Tensor, at: int, stride: int, step: int) -> torch.
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "page_size", "key_parts"), [(128, 16, 2), (256, 48, 4), (512, 64, 4), (512, 64, 2), (256, 16, 1)]
+    ("head_dim", "page_size", "k_column_parts"), [(128, 16, 2), (256, 48, 4), (512, 64, 4), (512, 64, 2), (256, 16, 1)]
 )
-def test_products_find_keys_where_boxes_bring_them(head_dim: int, page_size: int, key_parts: int) -> None:
+def test_products_find_keys_where_boxes_bring_them(head_dim: int, page_size: int, k_column_parts: int) -> None:
     """A tile of keys whose chunks lie in pages anywhere, a part of its columns after another."""
     problem = Problem(head_dim, 8, 2, page_size=page_size)
-    config = Config(8, 16, 4, 4, 8, body="wgmma_ws", key_parts=key_parts)
+    config = Config(8, 16, 4, 4, 8, body="wgmma_ws", k_column_parts=k_column_parts)
     cache = torch.randint(0, 2**15, (9, 2, page_size, head_dim)).to(torch.int16)
     seen = KERNEL.tensor_map(problem, config, "k_cache", tuple(cache.shape))
     assert seen is not None
-    columns, head = head_dim // key_parts, 1
-    assert key_parts == 1 or TILE * columns * 2 == piece_bytes(problem, config) == 16 * 2 * head_dim * 4 // key_pieces(
-        config
-    )
+    columns, head = head_dim // k_column_parts, 1
+    assert k_column_parts == 1 or TILE * columns * 2 == stage_bytes(
+        problem, config
+    ) == 16 * 2 * head_dim * 4 // stages_per_tile(config)
     where = [(5, 0), (2, page_size - 16), (8, 0), (0, page_size - 16)]  # page and first row of each chunk
     keys = torch.cat([cache[page, head, first : first + 16] for page, first in where])
-    for part in range(key_parts):
+    for part in range(k_column_parts):
         smem = torch.zeros(TILE * columns, dtype=torch.int16)
         for chunk, (page, first) in enumerate(where):
             box = box_of(cache, seen, (0, 0, part * (columns // 64), first // 8, page * 2 + head)).reshape(-1, 8, 8)

@@ -397,7 +397,7 @@ def test_where_it_does_not_serve_it_says_what_does(arch: str) -> None:
     ("changes", "why"),
     [
         ({"stage_tiles": 40}, "stage_tiles=40 is no multiple of num_warps=11"),
-        ({"in_flight": 4, "num_stages": 3}, "in_flight=4 is more than num_stages=3"),
+        ({"max_inflight_stages": 4, "num_stages": 3}, "max_inflight_stages=4 is more than num_stages=3"),
         ({"num_warps": 8, "stage_tiles": 8}, "a slot of 4,608 B holds no keys"),
         ({"num_warps": 12, "stage_tiles": 24}, "a slot of 13,824 B holds no keys, or no dense row: 16,512 B"),
         ({"down_parts": 1000}, "down_parts=1000 is more than the 672 groups of a row"),

@@ -13,7 +13,7 @@ import pytest
 
 from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4.tiling import STREAM_SPACE, STREAMED, STRIP, stream_step, stream_tiles
+from kerngen.templates.common.w4.tiling import STREAM_BLOCK_M, STREAM_SPACE, STRIP, stream_step, stream_tiles
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
 KERNEL = find_kernel("w4a16_gemm")
@@ -60,7 +60,7 @@ def drawn(rng: random.Random) -> Drawn:
     group = rng.choice((32, 64, 128))
     problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 60), group, "bf16", rng.randint(1, 4))
     config = Config(
-        rng.choice(STREAMED), STRIP, 32 * rng.randrange(8, 120), STRIP, 1, rng.choice((2, 3, 4, 8, 12, 16)), 2, 1,
+        rng.choice(STREAM_BLOCK_M), STRIP, 32 * rng.randrange(8, 120), STRIP, 1, rng.choice((2, 3, 4, 8, 12, 16)), 2, 1,
         split_k=rng.choice(STREAM_SPACE["split_k"]), body="tma_warp",
     )  # fmt: skip
     return problem, config

@@ -182,7 +182,8 @@ def test_a_k_that_warpgroups_do_not_take_keeps_large_tiles(m: int, least: int) -
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"prefetch": 4}, "only w4a16_gemm's wgmma_ws"), ({"prefetch": -1, "body": "wgmma_ws"}, "prefetch=-1"),
+    [({"l2_prefetch_stages": 4}, "only w4a16_gemm's wgmma_ws"),
+     ({"l2_prefetch_stages": -1, "body": "wgmma_ws"}, "l2_prefetch_stages=-1"),
      ({"blocks_per_sm": 2, "cluster": 2, "body": "wgmma_ws"}, "no cluster"),
      ({"blocks_per_sm": 2, "block_n": 256, "body": "wgmma_ws"}, "128 rows")],
 )  # fmt: skip
@@ -271,16 +272,22 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
         (Config(8, 96, 384, 32, 1, 2, 3, 2), None),
         (Config(8, 96, 96, 32, 1, 1, 3, 2), "x lies in blocks of 64 columns"),
         (Config(8, 64, 384, 32, 1, 3, 4, 2), None),
-        (Config(8, 128, 256, 32, 1, 1, 3, 2, in_flight=2), None),
-        (Config(8, 128, 256, 32, 1, 1, 3, 2, in_flight=3), "of num_stages=3 stages fewer"),
-        (Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", in_flight=1), "in_flight=1: body=gemv has no stages"),
-        (Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", in_flight=2), None),
+        (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=2), None),
+        (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=3), "of num_stages=3 stages fewer"),
         (
-            Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", in_flight=3),
-            "in_flight=3: of num_stages=3 stages fewer",
+            Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", prefetch_stages=1),
+            "prefetch_stages=1: body=gemv has no stages",
         ),
-        (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", in_flight=3), "of num_stages=3 slots fewer"),
-        (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", in_flight=2), None),
+        (Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=2), None),
+        (
+            Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=3),
+            "prefetch_stages=3: of num_stages=3 stages fewer",
+        ),
+        (
+            Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", prefetch_stages=3),
+            "of num_stages=3 slots fewer",
+        ),
+        (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", prefetch_stages=2), None),
     ],
 )
 def test_rows_that_threads_do_not_share_out_whole_are_refused(config: Config, says: str | None) -> None:
@@ -328,7 +335,7 @@ def test_a_default_reads_w_once_for_few_tokens_and_keeps_memory_busy(board: str)
         assert config.block_m >= min(tokens, 8), (problem, config)
         assert 2 * blocks >= min(sms, n // 32), (problem, config)
         if tokens <= 8 and _body(config, target) != "gemv.cu.jinja":  # which loads into registers
-            stages = config.in_flight or config.num_stages - (_body(config, target) == "kernel.cu.jinja")
+            stages = config.prefetch_stages or config.num_stages - (_body(config, target) == "kernel.cu.jinja")
             under_way = stages * config.weight_bytes(group) * max(1, config.blocks_per_sm)
             assert under_way >= 0.8 * need, (problem, config)
         if launch.cooperative:  # its blocks wait for each other
@@ -367,15 +374,15 @@ def test_what_body_serves_how_many_tokens(board: str) -> None:
 
 @pytest.mark.parametrize("tokens", [2, 4, 8, 16, 32, 64])
 def test_only_a_fast_memory_has_fewer_bytes_on_their_way_while_x_is_waited_for(tokens: int) -> None:
-    limited = {board: {m for m in MATRICES if _in_flight(m, tokens, board)} for board in ("H100", "H200")}
+    limited = {board: {m for m in MATRICES if _prefetch_stages(m, tokens, board)} for board in ("H100", "H200")}
     assert limited["H200"]
     assert tokens <= 4 or not limited["H100"]
 
 
-def _in_flight(matrix: tuple[int, int], tokens: int, board: str) -> int:
+def _prefetch_stages(matrix: tuple[int, int], tokens: int, board: str) -> int:
     config = spec.default_config(Problem(*matrix, 32, "bf16", tokens), Target.of(find_device(board)))
-    assert config.in_flight < config.num_stages
-    return config.in_flight
+    assert config.prefetch_stages < config.num_stages
+    return config.prefetch_stages
 
 
 def _streams(problem: Problem, target: Target) -> list[Config]:
@@ -384,14 +391,14 @@ def _streams(problem: Problem, target: Target) -> list[Config]:
     ways = [(1, 8, 3, 1, 1, 0), (2, 4, 2, 2, 3, 1), (3, 4, 4, 1, 2, 2)]
     made = [
         Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, blocks, "tma_warp", split_k=split,
-               in_flight=in_flight)
-        for slot, warps, stages, blocks, split, in_flight in ways
+               prefetch_stages=prefetch_stages)
+        for slot, warps, stages, blocks, split, prefetch_stages in ways
     ]  # fmt: skip
     shared = [(1, 8, 3, 1, 0), (1, 2, 4, 3, 1), (2, 2, 4, 1, 2)]
     made += [
         Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, 1, body="tma_block", split_k=split,
-               in_flight=in_flight, throughout=in_flight == 1)
-        for slot, warps, stages, split, in_flight in shared
+               prefetch_stages=prefetch_stages, cap_inflight=prefetch_stages == 1)
+        for slot, warps, stages, split, prefetch_stages in shared
     ]  # fmt: skip
     return [c for c in made if spec.why_invalid(problem, c, target) is None]
 
@@ -406,7 +413,7 @@ def test_the_body_with_bulk_copies_compiles_and_keeps_in_registers(arch: Arch) -
         if problem is long:  # whose digits fill the registers
             one = Config(4, 32, 8 * 32 * 4, 32, 1, 8, 2, 1, split_k=2, body="tma_warp")
             configs = [one, dataclasses.replace(one, body="tma_block")]
-        assert {c.shared_ring for c in configs} == {False, True} or problem.num_tokens == 1
+        assert {c.cta_pipeline for c in configs} == {False, True} or problem.num_tokens == 1
         for config in configs:
             cubin = compile_cubin(render(KERNEL, problem, config, target), arch)
             (resources,) = cubin.entries.values()
@@ -421,11 +428,11 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     """
     config = spec.default_config(Problem(n, k, group_size, "bf16", 4), Target.of(find_device("H200")))
     tiles = tiling.stream_tiles(config, k, group_size)
-    assert config.shared_ring == (k < 8192)
-    assert not config.shared_ring or tiles <= tiling.MOST_QUADS
-    if config.shared_ring:
-        on_their_way = config.in_flight * config.weight_bytes(group_size)
-        assert 0.75 * spec.SHARED_IN_FLIGHT[1] < on_their_way < 1.25 * spec.SHARED_IN_FLIGHT[1]
+    assert config.cta_pipeline == (k < 8192)
+    assert not config.cta_pipeline or tiles <= tiling.MOST_QUADS
+    if config.cta_pipeline:
+        on_their_way = config.prefetch_stages * config.weight_bytes(group_size)
+        assert 0.75 * spec.CTA_PREFETCH_BYTES[1] < on_their_way < 1.25 * spec.CTA_PREFETCH_BYTES[1]
 
 
 @pytest.mark.parametrize(
@@ -437,12 +444,12 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
         ({"blocks_per_sm": 4}, "32 warps"),
         ({"block_k": 8 * 32 * 9}, "a slot takes 9"),
         ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
-        ({"throughout": True, "in_flight": 1}, "throughout=True is for body=tma_block"),
-        ({"body": "tma_block", "throughout": True}, "with in_flight=0"),
+        ({"cap_inflight": True, "prefetch_stages": 1}, "cap_inflight=True is for body=tma_block"),
+        ({"body": "tma_block", "cap_inflight": True}, "with prefetch_stages=0"),
         ({"body": "tma_block", "blocks_per_sm": 2}, "in one block an SM"),
         ({"body": "tma_block", "block_m": 1}, "block_m=1"),
         ({"body": "tma_block", "warps_k": 16, "block_k": 16 * 32}, "18 warps"),
-        ({"body": "mma", "throughout": True}, "is for body=tma_block"),
+        ({"body": "mma", "cap_inflight": True}, "is for body=tma_block"),
     ],
 )
 def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:

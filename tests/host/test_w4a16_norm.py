@@ -38,7 +38,7 @@ def test_w_is_cut_as_w4a16_gemm_cuts_it(num_tokens: int, target: Target) -> None
     """So what a step's looks chose for one serves the other; of few tokens an H200's norms share their rings alone."""
     problem = Problem(5376, 16384, num_tokens=num_tokens)
     cut, gemm_config = (KERNEL.default_config(problem, target).product, gemm.default_config(problem.product, target))
-    assert replace(cut, in_flight=0) == replace(gemm_config, in_flight=0)
+    assert replace(cut, prefetch_stages=0) == replace(gemm_config, prefetch_stages=0)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_what_it_refuses() -> None:
 def test_a_block_of_the_norm_has_registers_beside_one_whose_ring_is_shared(n: int, k: int, num_tokens: int) -> None:
     problem = Problem(n, k, num_tokens=num_tokens)
     config: Config = KERNEL.default_config(problem, H200)
-    assert config.shared_ring
-    assert config.throughout
+    assert config.cta_pipeline
+    assert config.cap_inflight
     entries = compile_cubin(render(KERNEL, problem, config, H200), H200.arch).entries
     launches = KERNEL.launches(problem, config, H200)
     assert sum(8 * ceil(entries[x.entry].registers / 8) * x.block[0] for x in launches) <= H200.arch.regs_per_sm
@@ -88,7 +88,7 @@ def test_a_block_of_the_norm_has_registers_beside_one_whose_ring_is_shared(n: in
 
 def test_no_way_to_share_a_ring_takes_the_registers_that_a_block_of_the_norm_needs() -> None:
     rng, seen = random.Random(4), 0
-    body = next(b for b in KERNEL.spec.BODIES if b.when.get("shared_ring"))
+    body = next(b for b in KERNEL.spec.BODIES if b.when.get("cta_pipeline"))
     while seen < 200:
         n, k = rng.choice(((5376, 21504), (5376, 8192), (3840, 4096), (2816, 8192), (2560, 10240)))
         problem = Problem(n, k, residual_dtype=rng.choice(("bf16", "fp32")))

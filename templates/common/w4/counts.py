@@ -51,7 +51,7 @@ class Product:
 
 def traffic(p: Product, c: Tiling, target: Target, blocks: int) -> Traffic:
     """Of a launch of `blocks` blocks that have something to do."""
-    return _straight(p, c, target.arch) if c.gemv or c.stream else _staged(p, c, target.arch, blocks)
+    return _register_traffic(p, c, target.arch) if c.gemv or c.stream else _staged(p, c, target.arch, blocks)
 
 
 def _unpack_ops(weights: int, dtype: str, products_scaled: bool) -> int:
@@ -81,7 +81,8 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         mma_ops = _mma_ops(flops, arch)
     weights = stages * c.block_n * c.block_k * c.warps_m
     unpack = _unpack_ops(weights, p.dtype, products_scaled=c.block_m // c.warps_m == 8 and arch.has_ldmatrix)
-    overhead = stages * 32 * (c.num_warps * STAGE_OPS + c.prefetch)  # a prefetch costs little, and gains nothing here
+    # a prefetch into L2 costs little, and gains nothing here
+    overhead = stages * 32 * (c.num_warps * STAGE_OPS + c.l2_prefetch_stages)
     if not c.warpgroups:  # whose copies are in bulk
         overhead += stages * ((w_stage + x_stage) // 16 * COPY_OPS)
     waits, shared = 0, 0
@@ -109,10 +110,10 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
     )
 
 
-def _straight(p: Product, c: Tiling, arch: Arch) -> Traffic:
+def _register_traffic(p: Product, c: Tiling, arch: Arch) -> Traffic:
     """Without stages (gemv), or by rings (stream): a block's warps meet at a tile's end alone.
 
-    What is on its way early (in_flight, throughout) and who shares a ring is no part of it: of those that differ in
+    What is on its way early (prefetch_stages, cap_inflight) and who shares stages is no part: of those that differ in
     that alone the first stands.
 
     gemv's lanes load x four bytes at a time, each warp for itself, and a load touches a line for each row.

@@ -1,5 +1,5 @@
 // W4A16 products with up to four tokens, as warp_pipeline.cuh's, by a ring that all warps of a block share: what w4a16_gemm and
-// w4a16_norm are made of where `shared_ring` is chosen.
+// w4a16_norm are made of where `cta_pipeline` is chosen.
 //
 // One more warp fetches, a slot of the ring with one copy, and another one adds up the warps' sums of a unit while they
 // multiply the next. So those that multiply wait for x and for nothing else: where each fetches for itself, it is late for

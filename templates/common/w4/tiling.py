@@ -19,12 +19,12 @@ from kerngen.templates.common.rows.spec import DTYPES
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
-STREAMED = (1, 4)  # tokens of a tile with stream (x_registers.cuh)
+STREAM_BLOCK_M = (1, 4)  # tokens of a tile with stream (x_registers.cuh)
 MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with: see stream_has_many
 MOST_QUADS = 14  # the same with four tokens
 X_SCRATCH_BYTES = 1024  # of a warp's shared memory, through which four tokens come
-HELPERS = 2  # warps of a block whose ring is shared, beside those that multiply: one fetches, one adds up
-UNITS_WAITING = 2  # whose sums that one has still to add up, at most
+EXTRA_WARPS = 2  # warps of a block whose ring is shared, beside those that multiply: one fetches, one adds up
+MAX_PENDING_UNITS = 2  # whose sums that one has still to add up, at most
 
 
 # What rows have in place of `body`, which were flags once (templates/kernel.py, defaults_of).
@@ -55,14 +55,16 @@ class Tiling:
     # tma_warp: up to four tokens, W by bulk copies through a ring of shared memory for each warp (warp_pipeline.cuh): a
     #   tile is a strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
     # tma_block: two to four tokens, a ring for all warps of a block, which a warp of its own fills, a slot with one
-    #   copy (cta_pipeline.cuh): block_k is a slot, num_stages and in_flight are of the block.
+    #   copy (cta_pipeline.cuh): block_k is a slot, num_stages and prefetch_stages are of the block.
     body: str = field(default="mma", metadata={"filed": BODIES_AS_FILED})
     split_k: int = 1  # with gemv or tma_*: parts of K that are summed by themselves, and added up by one of them
     cluster: int = 1  # with wgmma_ws: blocks whose tiles differ in rows of W, and which share what they copy of x
-    prefetch: int = 0  # with wgmma_ws: stages beyond the ring whose weights are asked into L2
-    # Weights on their way at once while x is waited for: with tma_warp slots of a warp, else stages; 0: all.
-    in_flight: int = 0
-    throughout: bool = False  # with tma_block: in_flight holds ever
+    # With wgmma_ws: stages after the first num_stages whose weights are prefetched into L2.
+    l2_prefetch_stages: int = field(default=0, metadata={"filed": "prefetch"})
+    # Stages of weights in flight at most while x is waited for, of a warp with tma_warp, else of a block. 0: all.
+    prefetch_stages: int = field(default=0, metadata={"filed": "in_flight"})
+    # With tma_block: no more than prefetch_stages are in flight, also once x has come.
+    cap_inflight: bool = field(default=False, metadata={"filed": "throughout"})
 
     @property
     def wgmma(self) -> bool:
@@ -78,7 +80,7 @@ class Tiling:
         return self.body in ("tma_warp", "tma_block")
 
     @property
-    def shared_ring(self) -> bool:
+    def cta_pipeline(self) -> bool:
         return self.body == "tma_block"
 
     @property
@@ -116,10 +118,10 @@ class Tiling:
         the slots and a barrier for each, and of four tokens what x comes through; with a shared ring the sums of the
         units that wait, too.
         """
-        if self.shared_ring:
-            places = self.num_stages + UNITS_WAITING  # two barriers and whose it is
+        if self.cta_pipeline:
+            places = self.num_stages + MAX_PENDING_UNITS  # two barriers and whose it is
             ring = -(-(self.num_stages * self.stage_bytes(group_size) + places * (16 + 4)) // 16) * 16
-            ring += UNITS_WAITING * self.warps_k * self.unit_bytes
+            ring += MAX_PENDING_UNITS * self.warps_k * self.unit_bytes
             return -(-ring // 128) * 128 + X_SCRATCH_BYTES * self.warps_k
         if self.stream:
             ring = -(-self.num_stages * (self.stage_bytes(group_size) + 8 * self.warps_k) // 16) * 16
@@ -142,7 +144,7 @@ class Tiling:
             return self.cluster * min(resident, units)
         return min(self.blocks_per_sm * num_sms, tiles * -(-k // self.block_k))
 
-    def posted_bytes(self, blocks: int) -> int:
+    def partial_bytes(self, blocks: int) -> int:
         """An fp32 tile a block, two with warpgroups, one a unit with gemv and stream. 0 where no tile is shared."""
         return self.shares_tiles * blocks * (2 if self.warpgroups else 1) * self.unit_bytes
 
@@ -181,7 +183,7 @@ GEMV_SPACE = {
 }
 # For few tokens: see Tiling.stream.
 STREAM_SPACE = {
-    "block_m": STREAMED,
+    "block_m": STREAM_BLOCK_M,
     "block_n": (STRIP,),
     "block_k": (512, 768, 1024, 1280, 1536, 1792, 1920, 2048, 2304, 2560, 2816, 3072, 4096, 5376),
     "warp_n": (STRIP,),
@@ -190,16 +192,16 @@ STREAM_SPACE = {
     "num_stages": (2, 3, 4, 5, 6, 7, 9),
     "blocks_per_sm": (1,),
     "split_k": (1, 2, 3, 4, 6, 8, 11),
-    "in_flight": (0, 1, 2),
+    "prefetch_stages": (0, 1, 2),
 }
-# See Tiling.shared_ring.
+# See Tiling.cta_pipeline.
 BLOCK_STREAM_SPACE = STREAM_SPACE | {
-    "block_m": STREAMED[1:],
+    "block_m": STREAM_BLOCK_M[1:],
     "block_k": (768, 896, 1024, 1280, 1344, 1536, 1792, 1920, 2048, 2560, 2688),
     "warps_k": (8, 10, 12, 14),
     "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
-    "in_flight": (0, 1, 2, 3, 4),
-    "throughout": (False, True),
+    "prefetch_stages": (0, 1, 2, 3, 4),
+    "cap_inflight": (False, True),
 }
 
 
@@ -214,7 +216,7 @@ WARPGROUP_SPACE = {
     "num_stages": (3, 4, 5, 6, 8, 10, 12),
     "blocks_per_sm": (0, 1, 2),
     "cluster": (1, 2),
-    "prefetch": (0, 4, 8),
+    "l2_prefetch_stages": (0, 4, 8),
 }
 
 
@@ -252,8 +254,8 @@ def _why_not_wgmma(c: Tiling, arch: Arch) -> str | None:
 
 def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
     """As why_invalid where `gemv` is chosen: of tiles of at most `rows` rows of x, and K = k."""
-    if c.prefetch:
-        return f"prefetch={c.prefetch} is for body=wgmma_ws"
+    if c.l2_prefetch_stages:
+        return f"l2_prefetch_stages={c.l2_prefetch_stages} is for body=wgmma_ws"
     if not arch.has_ldmatrix:
         return f"body=gemv: {arch}'s m8n8k4 has other operands; body=mma serves every arch"
     if c.block_m != 8 or rows > 8 or c.warps_m != 1 or c.num_stages != 1:
@@ -281,25 +283,26 @@ def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
 
 def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
     """As why_invalid where `stream` is chosen: of `rows` rows of x, and K = k. Without shared memory."""
-    if c.prefetch:
-        return f"prefetch={c.prefetch} is for body=wgmma_ws"
+    if c.l2_prefetch_stages:
+        return f"l2_prefetch_stages={c.l2_prefetch_stages} is for body=wgmma_ws"
     if not arch.has_tma:
         return f"body={c.body}: {arch} has no bulk copies; body=gemv serves up to 8 tokens from sm75 on"
-    if c.block_m not in STREAMED or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
-        return (f"stream takes a strip of W, and rows of x in a tile of {', '.join(map(str, STREAMED))}: rows={rows} "
-                f"block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
+    if c.block_m not in STREAM_BLOCK_M or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
+        return (f"stream takes a strip of W, and rows of x in a tile of {', '.join(map(str, STREAM_BLOCK_M))}: "
+                f"rows={rows} block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
     if c.warps_m != 1:
         return f"body={c.body} goes with warps_m=1, not {c.warps_m}"
-    if why := _why_not_in_flight(c, arch, "slots"):
+    if why := _why_not_prefetch_stages(c, arch, "slots"):
         return why
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
         return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
                 "and slots at least, and blocks that go through many strips")  # fmt: skip
-    if c.shared_ring and (c.block_m == 1 or c.blocks_per_sm > 1):
+    if c.cta_pipeline and (c.block_m == 1 or c.blocks_per_sm > 1):
         return (f"body=tma_block: a tile of several tokens in one block an SM, not block_m={c.block_m} "
                 f"blocks_per_sm={c.blocks_per_sm}")  # fmt: skip
-    if c.throughout and not (c.shared_ring and c.in_flight):
-        return f"throughout=True is for body=tma_block with a limit, not {c.body} with in_flight={c.in_flight}"
+    if c.cap_inflight and not (c.cta_pipeline and c.prefetch_stages):
+        return (f"cap_inflight=True is for body=tma_block with a limit, not {c.body} with "
+                f"prefetch_stages={c.prefetch_stages}")  # fmt: skip
     step = stream_step(c, group_size)
     if c.block_k % (step * c.warps_k):
         return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole steps of {step}"
@@ -309,7 +312,7 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
     slot, most = c.block_k // step // c.warps_k, tiles * STRIP // step
     if slot > most or k // step < c.split_k:
         return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
-    if c.shared_ring:
+    if c.cta_pipeline:
         available = arch.registers_of(32 * stream_warps(c))
     else:
         available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.warps_k * stream_blocks(c)) // 8 * 8)
@@ -326,7 +329,7 @@ def stream_step(c: Tiling, group_size: int) -> int:
 def stream_registers(c: Tiling, tiles: int) -> int:
     """About what a thread needs with stream, of a warp with so many tiles of a strip's part."""
     many = stream_has_many(c, tiles)
-    if c.shared_ring:
+    if c.cta_pipeline:
         return 52 + tiles * (3 if many else 6)
     if c.block_m > 1:
         return 60 + tiles * (2 if many else 6)
@@ -336,16 +339,16 @@ def stream_registers(c: Tiling, tiles: int) -> int:
 
 def stream_warps(c: Tiling) -> int:
     """Of a block, with stream."""
-    return c.warps_k + (HELPERS if c.shared_ring else 0)
+    return c.warps_k + (EXTRA_WARPS if c.cta_pipeline else 0)
 
 
 def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
     """Of a strip's part of K = k, that a warp has with stream at most."""
     step = stream_step(c, group_size)
-    if c.shared_ring:
+    if c.cta_pipeline:
         steps, slot = ceil(ceil(k / step) / c.split_k), c.block_k // step
-        rounds = (steps - 1) // slot  # but for the last one
-        return (rounds * (slot // c.warps_k) + ceil((steps - rounds * slot) / c.warps_k)) * step // STRIP
+        full_slots = (steps - 1) // slot  # but for the last one
+        return (full_slots * (slot // c.warps_k) + ceil((steps - full_slots * slot) / c.warps_k)) * step // STRIP
     return ceil(ceil(ceil(k / step) / c.split_k) / c.warps_k) * step // STRIP
 
 
@@ -356,24 +359,24 @@ def stream_has_many(c: Tiling, tiles: int) -> bool:
 
 def stream_blocks(c: Tiling) -> int:
     """An SM, that have registers with stream: of up to eight warps as many again, which are the next launch's."""
-    return c.blocks_per_sm * (1 if c.shared_ring or c.warps_k * c.blocks_per_sm > 8 else 2)
+    return c.blocks_per_sm * (1 if c.cta_pipeline or c.warps_k * c.blocks_per_sm > 8 else 2)
 
 
 MANY_TOKENS = 128  # of a tile of warpgroups: from here on sums may be added up beside, and the last tile begins early
 # Of a thread that copies and of one that multiplies, by the rows of a tile: 64 a warpgroup, and one that copies.
 _REGISTERS = {128: (40, 232), 192: (32, 160), 256: (32, 112), 384: (24, 80)}
-_REGISTERS_OF_TWO = 24, 104  # where two blocks of 128 rows share an SM
-_REGISTERS_BESIDE = 72, 216  # of 128 rows, where some of those that copy add up sums
+_REGISTERS_TWO_BLOCKS = 24, 104  # where two blocks of 128 rows share an SM
+_REGISTERS_OVERLAPPED = 72, 216  # of 128 rows, where some of those that copy add up sums
 
 
 def warpgroup_registers(c: Tiling) -> tuple[int, int]:
     """What setmaxnreg gives a thread that copies, and one that multiplies."""
-    if adds_beside(c):
-        return _REGISTERS_BESIDE
-    return _REGISTERS_OF_TWO if c.blocks_per_sm == 2 else _REGISTERS[c.block_n]
+    if overlaps_reduce(c):
+        return _REGISTERS_OVERLAPPED
+    return _REGISTERS_TWO_BLOCKS if c.blocks_per_sm == 2 else _REGISTERS[c.block_n]
 
 
-def adds_beside(c: Tiling) -> bool:
+def overlaps_reduce(c: Tiling) -> bool:
     """Whether warps beside those that multiply add up the sums of shared tiles, for which there must be registers."""
     return c.blocks_per_sm == 1 and c.block_n == 128 and c.block_m >= MANY_TOKENS
 
@@ -394,23 +397,24 @@ def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | 
         return f"block_m={c.block_m} is {sums} sums a thread; with {spare} for the rest that is over {limit}"
     if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1:
         return "body=wgmma_ws goes with warps_m, warps_k and split_k of 1"
-    if not 0 <= c.prefetch <= 64:
-        return f"prefetch={c.prefetch}: up to 64 stages may be asked into L2 ahead of the ring"
+    if not 0 <= c.l2_prefetch_stages <= 64:
+        return f"l2_prefetch_stages={c.l2_prefetch_stages}: up to 64 stages may be asked into L2 ahead of the ring"
     if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
         return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
                 "most 2, 1 or 2, and at least 3")  # fmt: skip
-    if why := _why_not_in_flight(c, arch):
+    if why := _why_not_prefetch_stages(c, arch):
         return why
     if c.block_k % 64 or k % c.block_k:
         return f"block_k={c.block_k} of k={k}: warpgroups takes whole stages of a multiple of 64"
     return _why_not_groups(c, group_size)
 
 
-def _why_not_in_flight(c: Tiling, arch: Arch, places: str = "stages") -> str | None:
-    if c.in_flight and not arch.has_pdl:
-        return f"in_flight={c.in_flight} is for launches that begin before others end, on sm90 and newer; in_flight=0"
-    if not 0 <= c.in_flight < c.num_stages:
-        return f"in_flight={c.in_flight}: of num_stages={c.num_stages} {places} fewer, or 0 for all"
+def _why_not_prefetch_stages(c: Tiling, arch: Arch, places: str = "stages") -> str | None:
+    if c.prefetch_stages and not arch.has_pdl:
+        return (f"prefetch_stages={c.prefetch_stages} is for launches that begin before others end, on sm90 and newer; "
+                "prefetch_stages=0")  # fmt: skip
+    if not 0 <= c.prefetch_stages < c.num_stages:
+        return f"prefetch_stages={c.prefetch_stages}: of num_stages={c.num_stages} {places} fewer, or 0 for all"
     return None
 
 
@@ -422,8 +426,10 @@ def _why_not_groups(c: Tiling, group_size: int) -> str | None:
 
 def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
     """Why no product with scales by `group_size` can be cut so on `arch`, or None. Without gemv, stream, warpgroups."""
-    if c.warpgroups or c.cluster > 1 or c.prefetch:
-        return f"body={c.body} cluster={c.cluster} prefetch={c.prefetch}: only w4a16_gemm's wgmma_ws"
+    if c.warpgroups or c.cluster > 1 or c.l2_prefetch_stages:
+        return (
+            f"body={c.body} cluster={c.cluster} l2_prefetch_stages={c.l2_prefetch_stages}: only w4a16_gemm's wgmma_ws"
+        )
     if c.split_k != 1:
         return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:
@@ -432,7 +438,7 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
         return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
     if c.wgmma and (why := _why_not_wgmma(c, arch)):
         return why
-    if why := _why_not_in_flight(c, arch):
+    if why := _why_not_prefetch_stages(c, arch):
         return why
     if c.block_m % (8 * c.warps_m):
         return f"block_m={c.block_m} is not made of warps_m={c.warps_m} warps of a multiple of 8 tokens"

@@ -112,7 +112,7 @@ class Recorder:
         from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
         from kerngen.workload.forwards import Forwards
 
-        self.outside: dict[str, None] = {}  # what went past the kernels, by its name in `runtime.ops.outside.FALLBACKS`
+        self.outside: dict[str, None] = {}  # names in `runtime.ops.fallbacks.FALLBACKS` that torch computed
         self._note: Note = _unheard
         with torch.inference_mode(), ShapesAlone():
             self._executor = Record(self._called, self._unserved, None if arch is None else Target.of(arch))

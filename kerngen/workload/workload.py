@@ -75,7 +75,7 @@ class Item:
 class Workload:
     """The problems of one model on one arch.
 
-    missing: what the model computes that no kernel of ours serves, by its name in `runtime.ops.outside.FALLBACKS`.
+    missing: what the model computes that no kernel of ours serves, by its name in `runtime.ops.fallbacks.FALLBACKS`.
     steps: what was recorded.
     """
 

@@ -2,7 +2,7 @@
 
 A Guide masks, step by step, the tokens with which the answer could no longer end as it should. Grammars are Lark text
 as llguidance has it (https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md): that of JSON
-schemas is its own, that of calls, whose arguments are no JSON, is in calls.py.
+schemas is its own, that of calls, whose arguments are no JSON, is in tool_grammar.py.
 """
 
 from __future__ import annotations

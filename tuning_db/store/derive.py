@@ -130,7 +130,7 @@ class _Derivation:
     def _judge_between(
         self, cells: Iterable[list[tuple[TunedPoint, dict[str, Any]]]], builds: dict[str, Build]
     ) -> None:
-        """Write into the `why` of each point what serves between it and the next lower one; see switches.py. What was
+        """Write into the `why` of each point what serves between it and the next lower one; see crossovers.py. What was
         judged in steps of a model was so at the sizes that they have, and serves those whatever the judge says.
         """
         kernel, judge = self.kernel, self.judge

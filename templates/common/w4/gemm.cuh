@@ -1,6 +1,6 @@
 // W4A16 products cut into equal pieces (stream-K): what w4a16_gemm and moe_w4a16 are made of.
 //
-// C = W x^T: W's rows are the tensor core's A operand, tokens its 8 columns. W is int4 in the order of w4_pack.py. A shape
+// C = W x^T: W's rows are the tensor core's A operand, tokens its 8 columns. W is int4 in the order of pack.py. A shape
 // S says how (N, K, GROUP_SIZE, BF16, GATED and a tiling: tiling.py), a Rows what: which tiles there are, whose W each
 // multiplies, and where the rows of x and of the output lie.
 // GATED: a strip of W is 16 rows of gate and 16 of up (pack.py, interleave), and gelu_tanh(gate) * up is stored.

@@ -465,7 +465,10 @@ def test_a_sealed_file_of_an_older_schema_is_served_whole_or_not(tmp_path: Path)
 
 @pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
 def test_flipped_bits_give_the_winner_or_none(path: Path, bundle: Bundle, is_sealed: bool, tmp_path: Path) -> None:
-    """Anywhere in the file: opening it may be refused, and asking it never raises, nor answers anything else."""
+    """Anywhere in the file: opening it may be refused, and asking it never raises, nor answers what was never recorded.
+
+    Where the winner itself was hit, the next in order may answer, whole: the prediction of a board of its kind.
+    """
     trust.trust(ANN.public)
     with closing(sqlite3.connect(path)) as c:
         c.execute("PRAGMA journal_mode = delete")
@@ -474,6 +477,7 @@ def test_flipped_bits_give_the_winner_or_none(path: Path, bundle: Bundle, is_sea
     with open_source(bundle(ANN)) as source:
         for tokens in (64, 128):
             right[tokens] = ask(source, Problem(num_tokens=tokens))
+        recorded = [(w.config, w.build_id, w.latency_us) for w in source.winners()]
     random_bits, flipped = random.Random(11), tmp_path / "flipped.kgdb"
     flipped = flipped if is_sealed else tmp_path / "flipped.db"
     refused = missed = served = 0
@@ -494,9 +498,11 @@ def test_flipped_bits_give_the_winner_or_none(path: Path, bundle: Bundle, is_sea
                     missed += 1
                     continue
                 served += 1
-                assert (found.config, found.build_id, found.latency_us) == (
-                    expected.config, expected.build_id, expected.latency_us)  # fmt: skip
-                assert found.cubin is None or found.cubin == expected.cubin
+                assert (found.config, found.build_id, found.latency_us) in recorded
+                if found.build_id == expected.build_id:
+                    assert found.cubin is None or found.cubin == expected.cubin
+                else:
+                    assert found.provenance == "predicted"
     assert min(refused, missed, served) > 0, (refused, missed, served)
 
 
